@@ -1,0 +1,270 @@
+"""What this machine is: CPU, memory, caches, GPUs, driver, compilers.
+
+The one place that asks `torch.cuda` for facts. Everything here reads and nothing here measures (`timing` does). A fact
+that the system does not tell is `None`; Linux tells most in /proc and /sys, macOS through `sysctl`, Windows through its
+API, and each question falls back in that order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+__all__ = [
+    "Gpu",
+    "Machine",
+    "available_memory",
+    "c_compiler",
+    "cuda_build",
+    "cxx_compiler",
+    "default_device",
+    "driver_cuda",
+    "driver_version",
+    "gpu",
+    "gpu_in_system",
+    "this_machine",
+    "torch_nccl",
+    "triton_interprets",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU as torch sees it; `index` is torch's, so CUDA_VISIBLE_DEVICES has already been applied."""
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+    multiprocessors: int
+    l2_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """`name` is a slug that can be a file name: "nvidia-h200", "nvidia-h200-x8", "cpu-2core-intel-xeon-processor".
+
+    `cores` are those this process may run on, `memory_bytes` what the container allows, `cache_bytes` the last level.
+    """
+
+    name: str
+    cpu: str
+    cores: int
+    memory_bytes: int | None
+    cache_bytes: int | None
+    gpus: tuple[Gpu, ...]
+
+
+def this_machine() -> Machine:
+    cpu, cores, gpus = _cpu_model(), _cores(), _gpus()
+    return Machine(
+        name=_name(cpu, cores, gpus),
+        cpu=cpu,
+        cores=cores,
+        memory_bytes=_total_memory(),
+        cache_bytes=_last_level_cache(),
+        gpus=gpus,
+    )
+
+
+def default_device() -> torch.device:
+    """The first CUDA device when torch can use one, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+# --- the GPU side -----------------------------------------------------------------------------------------------------
+
+
+def gpu(device: torch.device | int) -> Gpu:
+    """The facts of one CUDA device."""
+    index = device if isinstance(device, int) else device.index or 0
+    p = torch.cuda.get_device_properties(index)
+    return Gpu(
+        index=index,
+        name=p.name,
+        capability=(p.major, p.minor),
+        memory_bytes=p.total_memory,
+        multiprocessors=p.multi_processor_count,
+        l2_bytes=p.L2_cache_size,
+    )
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    return tuple(gpu(index) for index in range(torch.cuda.device_count())) if torch.cuda.is_available() else ()
+
+
+def cuda_build() -> str | None:
+    """The CUDA version torch was built with, e.g. "13.0"; None for a CPU build."""
+    return torch.version.cuda
+
+
+def torch_nccl() -> str | None:
+    """The NCCL version torch runs with, e.g. "2.28.9"; None when torch is built without NCCL."""
+    if not hasattr(torch._C, "_nccl_version"):  # what torch.cuda.nccl.version() itself calls
+        return None
+    return ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's release, e.g. "580.159.04"."""
+    text = _read("/proc/driver/nvidia/version")
+    if text and (found := re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text)):
+        return found.group(1)
+    out = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return out.splitlines()[0].strip() if out else None
+
+
+def driver_cuda() -> str | None:
+    """The newest CUDA version the driver speaks, e.g. "13.0"; None without a driver. Needs no NVML and no context."""
+    try:
+        libcuda = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    if libcuda.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def gpu_in_system() -> bool:
+    """Whether an NVIDIA GPU is there, usable by torch or not."""
+    if torch.cuda.is_available():
+        return True
+    nodes = (*Path("/dev").glob("nvidia[0-9]*"), *Path("/proc/driver/nvidia").glob("gpus/*"))
+    return bool(nodes) or "GPU" in (_output("nvidia-smi", "-L") or "")
+
+
+# --- the CPU side -----------------------------------------------------------------------------------------------------
+
+
+def c_compiler() -> str | None:
+    """The C compiler Triton takes to build its launchers: $CC, then gcc, then clang."""
+    return _first_program(os.environ.get("CC"), "gcc", "clang", "cl")
+
+
+def cxx_compiler() -> str | None:
+    """The C++ compiler torch.compile takes for CPU code: $CXX, then the usual names."""
+    return _first_program(os.environ.get("CXX"), "g++", "c++", "clang++", "cl")
+
+
+def triton_interprets() -> bool:
+    """Whether TRITON_INTERPRET asks Triton to run kernels in its Python interpreter; the words are Triton's own."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def available_memory() -> int | None:
+    """Bytes of main memory that a new program could take without swapping."""
+    if free := re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo") or ""):
+        host = int(free.group(1)) * 1024
+        limit, used = _cgroup_limit(), _read("/sys/fs/cgroup/memory.current")
+        return min(host, limit - int(used)) if limit and used else host
+    if sys.platform == "win32":
+        return _windows_memory().ullAvailPhys
+    return None
+
+
+def _total_memory() -> int | None:
+    if sys.platform == "win32":
+        return _windows_memory().ullTotalPhys
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        out = _output("sysctl", "-n", "hw.memsize")
+        return int(out) if out else None
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(total, _cgroup_limit() or total)
+
+
+def _cgroup_limit() -> int | None:
+    text = (_read("/sys/fs/cgroup/memory.max") or "").strip()
+    return int(text) if text.isdigit() else None
+
+
+class _MemoryStatus(ctypes.Structure):
+    """MEMORYSTATUSEX of the Windows API."""
+
+    _fields_ = (
+        ("dwLength", ctypes.c_ulong),
+        ("dwMemoryLoad", ctypes.c_ulong),
+        ("ullTotalPhys", ctypes.c_ulonglong),
+        ("ullAvailPhys", ctypes.c_ulonglong),
+        ("others", ctypes.c_ulonglong * 5),
+    )
+
+
+def _windows_memory() -> _MemoryStatus:
+    status = _MemoryStatus(dwLength=ctypes.sizeof(_MemoryStatus))
+    if sys.platform == "win32":
+        ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))
+    return status
+
+
+def _cpu_model() -> str:
+    if found := re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo") or "", re.MULTILINE | re.IGNORECASE):
+        return found.group(1).strip()
+    if sys.platform == "darwin" and (brand := _output("sysctl", "-n", "machdep.cpu.brand_string")):
+        return brand.strip()
+    return platform.processor() or platform.machine() or "unknown CPU"  # Arm's /proc/cpuinfo has no model name
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _last_level_cache() -> int | None:
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        if found := re.match(r"(\d+)([KMG]?)", _read(str(path)) or ""):
+            sizes.append(int(found.group(1)) << {"": 0, "K": 10, "M": 20, "G": 30}[found.group(2)])
+    if not sizes and sys.platform == "darwin":  # Apple's own chips have no L3 entry
+        sizes = [int(out) for key in ("hw.l3cachesize", "hw.l2cachesize") if (out := _output("sysctl", "-n", key))]
+    return max(sizes, default=None)
+
+
+# --- names and small readers ------------------------------------------------------------------------------------------
+
+
+def _name(cpu: str, cores: int, gpus: tuple[Gpu, ...]) -> str:
+    if not gpus:
+        return f"cpu-{cores}core-{_slug(cpu)}"
+    kinds = Counter(_slug(gpu.name) for gpu in gpus)
+    return "-".join(name if count == 1 else f"{name}-x{count}" for name, count in kinds.items())
+
+
+def _slug(text: str) -> str:
+    text = re.sub(r"\((r|tm|c)\)|@.*$", " ", text.lower())
+    return re.sub(r"[^a-z0-9]+", "-", text).strip("-") or "unknown"
+
+
+def _read(path: str) -> str | None:
+    """The text of a system file, None where the system does not have it."""
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return None
+
+
+def _output(program: str, *args: str) -> str | None:
+    """What a system program prints; None when it is absent or fails, which is its way to say it does not know."""
+    found = shutil.which(program)
+    if found is None:
+        return None
+    try:
+        done = subprocess.run([found, *args], capture_output=True, text=True, timeout=20, check=False)
+    except subprocess.TimeoutExpired:  # nvidia-smi hangs on a lost GPU
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _first_program(*names: str | None) -> str | None:
+    return next((path for name in names if name and (path := shutil.which(name.split()[0]))), None)

@@ -1,0 +1,28 @@
+"""Which labs there are: every module of `bagu.lab.labs` that is there, by its `LAB`."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from bagu.errors import BaguError, UnknownName
+from bagu.lab import labs
+from bagu.lab.core import Lab
+
+
+def names() -> list[str]:
+    """The names of all labs, sorted. Imports none of them."""
+    return sorted(module.name for module in pkgutil.iter_modules(labs.__path__))
+
+
+def load(name: str) -> Lab:
+    """The lab `name`. An unknown name raises UnknownName with the nearest one."""
+    if name not in names():
+        raise UnknownName.among("lab", name, names())
+    module = importlib.import_module(f"{labs.__name__}.{name}")
+    lab = getattr(module, "LAB", None)
+    if not isinstance(lab, Lab):
+        raise BaguError(f"{module.__name__} has no LAB", hint="a lab module exposes LAB = Lab(...)")
+    if lab.name != name:
+        raise BaguError(f"{module.__name__} calls its lab {lab.name!r}", hint="the lab's name is its file's name")
+    return lab

@@ -1,0 +1,145 @@
+"""One page with every result of this machine: `<out>/<machine>/report.html`.
+
+The page is self-contained (CSS and SVG inside, no script, no request) and follows the reader's light or dark setting.
+Every text that comes from a result is escaped; the SVG is the one the run drew, recoloured to the page's ink.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from bagu.device import this_machine
+from bagu.errors import BaguError
+from bagu.lab.core import Result, Row
+from bagu.lab.plot import FAINT, FILES, INK
+
+CLASS = {"held": "held", "did not hold": "not", "holds only where": "only"}
+WORD_ZH = {"held": "成立", "did not hold": "不成立", "holds only where": "只在某些条件下成立"}
+
+
+def write_report(out: Path) -> Path:
+    """Write the page for the results under `out` that this machine made, and return its path."""
+    folder = out / this_machine().name
+    results = [(Result.read(path), path.parent) for path in sorted(folder.glob("*/result.json"))]
+    if not results:
+        raise BaguError(f"there is no result under {folder}", hint="bagu lab run --quick makes some in a few seconds")
+    page = folder / "report.html"
+    page.write_text(render(results, machine=folder.name), encoding="utf-8")
+    return page
+
+
+def render(results: Sequence[tuple[Result, Path]], *, machine: str) -> str:
+    """The page. Each result comes with the folder that may hold its plot."""
+    css = (files("bagu.lab") / "report.css").read_text(encoding="utf-8")
+    contents = "".join(
+        f'<li><a href="#{escape(result.lab.name)}">{escape(result.lab.title_en)}</a>{badge(result)}</li>'
+        for result, _ in results
+    )
+    articles = "\n".join(article(result, folder) for result, folder in results)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>bagu labs on {escape(machine)}</title>
+<style>
+{css}</style>
+</head>
+<body>
+<header>
+<h1>What the textbook says, measured</h1>
+<p class="soft">bagu labs on {escape(machine)} · <span lang="zh">八股，逐条实测</span></p>
+<ul class="contents">{contents}</ul>
+</header>
+<main>
+{articles}
+</main>
+<footer>Each verdict is computed from the rows under it. <code>bagu lab run NAME</code> measures a claim again.</footer>
+</body>
+</html>
+"""
+
+
+def article(result: Result, folder: Path) -> str:
+    """One lab: claim, verdict, plot, what was done, and the folded numbers."""
+    lab, kind, e = result.lab, result.verdict.kind, escape
+    rows = f"<details><summary>{len(result.rows)} rows</summary>{table(result.rows)}</details>" if result.rows else ""
+    facts = definitions((key, text_of(value)) for key, value in result.environment.items())
+    how = f"{'quick' if result.quick else 'full'} run on {result.device}, {result.seconds:.1f} s"
+    words = definitions(
+        [
+            ("regime", lab.regime),
+            ("varies", lab.varies),
+            ("measures", lab.measures),
+            ("run", how),
+            ("commit", text_of(result.environment.get("commit"))),
+        ]
+    )
+    return f"""<article id="{e(lab.name)}">
+<h2>{e(lab.title_en)}<span lang="zh">{e(lab.title_zh)}</span></h2>
+<blockquote><p>{e(lab.claim_en)}</p><p lang="zh">{e(lab.claim_zh)}</p></blockquote>
+<div class="finding {CLASS[kind]}">
+<p class="verdict">{e(kind)} · <span lang="zh">{WORD_ZH[kind]}</span></p>
+<p>{e(result.verdict.sentence_en)}</p><p lang="zh">{e(result.verdict.sentence_zh)}</p>
+</div>
+{figure(result, folder)}
+{words}
+{rows}
+<details><summary>environment</summary>{facts}</details>
+</article>"""
+
+
+def badge(result: Result) -> str:
+    return f'<span class="verdict {CLASS[result.verdict.kind]}">{escape(result.verdict.kind)}</span>'
+
+
+def figure(result: Result, folder: Path) -> str:
+    path = folder / FILES[0]
+    if not path.exists():
+        return '<p class="soft">No plot was drawn in this run: install bagu[plot] and run the lab again.</p>'
+    return f"<figure>{inline(path.read_text(encoding='utf-8'), prefix=result.lab.name)}</figure>"
+
+
+def inline(svg: str, *, prefix: str) -> str:
+    """The <svg> element alone, with ids of its own (a page holds many plots) and the page's ink."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
+    svg = re.sub(r'href="#', f'href="#{prefix}-', svg)
+    svg = re.sub(r"url\(#", f"url(#{prefix}-", svg)
+    return svg.replace(INK, "var(--plot-ink)").replace(FAINT, "var(--plot-faint)")
+
+
+def definitions(pairs: Iterable[tuple[str, str]]) -> str:
+    inner = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in pairs)
+    return f"<dl>{inner}</dl>"
+
+
+def table(rows: Sequence[Row]) -> str:
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    numeric = {key for key in keys if all(isinstance(row.get(key), int | float | None) for row in rows)}
+    side = {key: ' class="number"' if key in numeric else "" for key in keys}
+    head = "".join(f"<th{side[key]}>{escape(key.replace('_', ' '))}</th>" for key in keys)
+    body = "".join(
+        "<tr>" + "".join(f"<td{side[key]}>{escape(text_of(row.get(key)))}</td>" for key in keys) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def text_of(value: Any) -> str:
+    """A value as a reader wants it: four digits of a fraction, thousands apart, a dash where there is none."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,113 @@
+"""Running labs: measure, decide, write `<out>/<machine>/<lab>/result.json` and the plots, tell the reader.
+
+list_labs(console)                     the catalogue
+run_labs(names, out=..., quick=...)    run some or all; returns the exit status
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from bagu.device import default_device, this_machine
+from bagu.lab import catalogue, plot
+from bagu.lab.core import Lab, Result, Setting, T
+from bagu.record import environment
+
+COLOUR = {"held": "green", "did not hold": "red", "holds only where": "yellow"}
+SECONDS_BETWEEN_LINES = 5.0
+
+
+def list_labs(console: Console) -> None:
+    """Print every lab with its claim."""
+    table = Table(box=None, padding=(0, 2, 1, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name in catalogue.names():
+        lab = catalogue.load(name)
+        need = "\n[yellow]needs a GPU[/]" if lab.needs_gpu else ""
+        claim = f"“{escape(lab.claim_en)}”\n“{escape(lab.claim_zh)}”"
+        table.add_row(f"[bold]{name}[/]", f"{escape(lab.title_en)} · {escape(lab.title_zh)}\n[dim]{claim}[/]{need}")
+    console.print(table)
+    console.print("bagu lab run NAME… measures them, bagu lab report writes one page with all results.")
+
+
+def run_labs(names: Sequence[str], *, out: Path, quick: bool, console: Console | None = None) -> int:
+    """Run the named labs, all of them when `names` is empty. Returns 0 when each ran or was skipped for want of a GPU.
+
+    A verdict is not a failure. A lab that raises stops the run; the results before it are on disk.
+    """
+    console = console or Console()
+    labs = [catalogue.load(name) for name in names or catalogue.names()]  # a wrong name stops here, before any work
+    machine, device = this_machine().name, default_device().type
+    for lab in labs:
+        console.print(f"\n[bold]{escape(lab.title_en)}[/] · {escape(lab.title_zh)}")
+        console.print(f"[dim]claim[/]    {escape(lab.claim_en)}\n         {escape(lab.claim_zh)}")
+        if lab.needs_gpu and device != "cuda":
+            console.print("[yellow]skipped[/]  it needs a CUDA device and this machine has none")
+            continue
+        result = run_lab(lab, machine=machine, device=device, quick=quick, console=console)
+        folder = out / machine / lab.name
+        reason = store(lab, result, folder)
+        console.print(f"[{COLOUR[result.verdict.kind]}]{result.verdict.kind}[/]: {escape(result.verdict.sentence_en)}")
+        console.print(escape(result.verdict.sentence_zh))
+        if reason is not None:
+            console.print(f"[yellow]no plot[/]  {escape(reason)}")
+        console.print(f"[dim]{len(result.rows)} rows in {result.seconds:.1f} s → {escape(str(folder))}[/]")
+    return 0
+
+
+def run_lab(lab: Lab, *, machine: str, device: str, quick: bool, console: Console) -> Result:
+    """Measure one lab and decide. Writes nothing."""
+
+    def track(points: Sequence[T]) -> Iterator[T]:
+        return _bar(points, lab.name, console) if console.is_terminal else _lines(points, lab.name, console)
+
+    start = time.perf_counter()
+    rows = lab.run(Setting(device=device, quick=quick, track=track))
+    return Result(
+        lab=lab.record(),
+        rows=rows,
+        verdict=lab.verdict(rows),
+        environment=environment(),
+        machine=machine,
+        device=device,
+        quick=quick,
+        seconds=round(time.perf_counter() - start, 3),
+    )
+
+
+def store(lab: Lab, result: Result, folder: Path) -> str | None:
+    """Write the result, then its plots. Returns why the plots were not drawn, None when they were."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = result.to_json()
+    for name in plot.FILES:  # a plot of the run before would not match the new rows
+        (folder / name).unlink(missing_ok=True)
+    part = folder / "result.json.part"
+    part.write_text(text, encoding="utf-8")
+    part.replace(folder / "result.json")
+    return plot.draw(lab, result.rows, folder)
+
+
+def _bar(points: Sequence[T], name: str, console: Console) -> Iterator[T]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("points"))
+    times = (TimeElapsedColumn(), TextColumn("elapsed, left"), TimeRemainingColumn())
+    with Progress(*columns, *times, console=console, transient=True) as progress:
+        yield from progress.track(points, description=name)
+
+
+def _lines(points: Sequence[T], name: str, console: Console) -> Iterator[T]:
+    start = last = time.perf_counter()
+    for index, point in enumerate(points):
+        now = time.perf_counter()
+        if now - last >= SECONDS_BETWEEN_LINES:
+            left = (now - start) / index * (len(points) - index)
+            console.print(f"{name}: {index} of {len(points)} points in {now - start:.0f} s, about {left:.0f} s left")
+            last = now
+        yield point

@@ -1,0 +1,23 @@
+"""Every op's spec, by name: the folders of this package that have a spec.py."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from bagu.errors import UnknownName
+from bagu.ops.core import OpSpec
+
+__all__ = ["SPECS", "spec"]
+
+SPECS: dict[str, OpSpec] = {
+    path.parent.name: importlib.import_module(f"bagu.ops.{path.parent.name}.spec").SPEC
+    for path in sorted(Path(__file__).parent.glob("*/spec.py"))
+}
+
+
+def spec(name: str) -> OpSpec:
+    """The spec of an op; an unknown name is answered with the nearest."""
+    if name not in SPECS:
+        raise UnknownName.among("op", name, SPECS)
+    return SPECS[name]

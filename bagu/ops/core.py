@@ -1,0 +1,248 @@
+"""The op contract. A spec says what an op means and costs; a backend says how it runs.
+
+Everything else reads specs: `check` (conformance, drills), dispatch, the compile gate, `bench`, labs, FLOP counts.
+Inputs are drawn in fp64, rounded once to the dtype under test, and that same rounded value feeds both the backend
+and the fp64 reference; what is measured is the backend's arithmetic alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from bagu.errors import ConformanceError, UnknownName
+from bagu.ops.signature import Dims, Signature, accumulator
+
+__all__ = ["Case", "Cost", "OpSpec", "Streams", "check"]
+
+Outputs = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+class Cost(NamedTuple):
+    """Work of one call at one size: the two numbers a roofline needs. Bytes are the compulsory ones."""
+
+    flops: int
+    bytes: int
+
+    @property
+    def intensity(self) -> float:
+        return self.flops / self.bytes
+
+
+class Case:
+    """One named input. `why` is the sentence printed when this case fails; `bench` marks a size worth timing.
+
+    `mixed` names `float` arguments that stay fp32 whatever the dtype under test. The other keywords are the case's
+    own parameters, read by the spec's `inputs` as `case["N"]`.
+    """
+
+    def __init__(self, name: str, why: str, *, bench: bool = False, mixed: Sequence[str] = (), **params: Any) -> None:
+        self.name, self.why, self.bench, self.mixed, self.params = name, why, bench, tuple(mixed), params
+
+    def __getitem__(self, key: str) -> Any:
+        return self.params[key]
+
+    def get(self, key: str, default: Any) -> Any:
+        return self.params.get(key, default)
+
+    def replace(self, **params: Any) -> Case:
+        return Case(self.name, self.why, bench=self.bench, mixed=self.mixed, **self.params | params)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Streams:
+    """Random tensors, one independent stream per name, so no two arguments are ever equal."""
+
+    def __init__(self, *key: object, device: torch.device | str = "cpu") -> None:
+        self.key, self.device = key, device
+
+    def generator(self, name: str) -> torch.Generator:
+        seed = zlib.crc32(repr((*self.key, name)).encode())
+        return torch.Generator(device=self.device).manual_seed(seed)
+
+    def normal(self, name: str, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator(name), dtype=torch.float64, device=self.device)
+
+    def uniform(self, name: str, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=self.generator(name), dtype=torch.float64, device=self.device)
+
+    def integers(self, name: str, low: int, high: int, *shape: int) -> torch.Tensor:
+        """int64 in [low, high)."""
+        return torch.randint(low, high, shape, generator=self.generator(name), device=self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpSpec:
+    """What one op means (signature, reference), how it is exercised (cases, inputs) and what it costs.
+
+    A backend is the module `bagu.ops.<name>.<backend>_backend` with two functions of keyword arguments:
+    `forward(inputs) -> (outputs, residuals)` and, where there are gradients,
+    `backward(d<output> of each differentiable output, the `saves`, the scalars) -> a gradient (or None) per `grads``.
+    """
+
+    name: str
+    signature: str
+    reference: Callable[..., Outputs]
+    torch_backend: ModuleType  # always there, and in the compiler's sight; the others are imported on first use
+    inputs: Callable[[Case, Streams], dict[str, Any]]
+    cost: Callable[[Mapping[str, int], int], Cost]  # of the sizes of the dims and the itemsize of the first tensor
+    cases: Sequence[Case]
+    ulps: float  # allowed error, in spacings of the output dtype
+    independent: Sequence[str]  # dims along which results do not touch each other: what may be split over devices
+    backends: Sequence[str] = ("torch", "triton")
+    cost_backward: Callable[[Mapping[str, int], int], Cost] | None = None
+    grads: Sequence[str] = ()  # inputs that have a gradient
+    saves: Sequence[str] = ()  # inputs, outputs and residuals that the backward reads
+    constant: Sequence[str] = ()  # outputs no gradient flows through
+    derive: Callable[[Mapping[str, Any], Dims], Dims] | None = None  # dims of results that no input has
+    peers: bool = False  # the folder has peers.py: the same work by other libraries, for the benchmark
+    wide_loads: bool = True  # the compile gate wants 128-bit loads in every kernel at the bench cases
+    public: Sequence[str] = field(default=())  # further public names of the folder
+
+    @cached_property
+    def sig(self) -> Signature:
+        return Signature.parse(self.signature)
+
+    @cached_property
+    def differentiable(self) -> tuple[str, ...]:
+        """The outputs that gradients flow through."""
+        return tuple(o.name for o in self.sig.outputs if o.name not in self.constant) if self.grads else ()
+
+    def bind(self, args: Mapping[str, Any]) -> Dims:
+        """The dims of a call, every argument checked."""
+        dims = self.sig.bind(self.name, args)
+        return dims | self.derive(args, dims) if self.derive is not None else dims
+
+    def module(self, backend: str) -> ModuleType:
+        if backend not in self.backends:
+            raise UnknownName.among(f"backend of {self.name}", backend, self.backends)
+        if backend == "torch":
+            return self.torch_backend
+        return importlib.import_module(f"bagu.ops.{self.name}.{backend}_backend")
+
+    def cast(self, case: Case, args: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        """The fp64 inputs of a case, rounded to what a call in `dtype` would receive."""
+        out = dict(args)
+        for arg in self.sig.tensors:
+            if (value := args[arg.name]) is not None and value.is_floating_point():
+                to = torch.float32 if arg.name in case.mixed else dtype
+                out[arg.name] = value.to(accumulator(dtype) if arg.dtype == "acc" else to)
+        return out
+
+
+@contextmanager
+def nan_filled_memory() -> Iterator[None]:
+    """torch.empty comes back as NaN, so an output a kernel forgot to write cannot look right by luck."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def check(
+    spec: OpSpec, case: Case, dtype: torch.dtype, fn: Callable[..., Outputs], *, device: torch.device | str = "cpu"
+) -> dict[str, float]:
+    """Worst error, in ulps, of each output and gradient of `fn(**inputs)`; raises where one is too large.
+
+    Allowed: `spec.ulps` spacings of the result's dtype, plus twice what fp32 itself costs the definition at this
+    case (so a cancelling sum is judged against what fp32 can do at all). An integer result is judged against the
+    reference's unrounded value: it may be half a step away. Inputs must come back unchanged.
+    """
+    streams = Streams(spec.name, case.name)
+    rounded = spec.cast(case, spec.inputs(case, streams), dtype)
+    spec.bind(rounded)
+    want = _run(spec, spec.reference, rounded, torch.float64, streams)
+    fp32 = _run(spec, spec.reference, rounded, torch.float32, streams)
+    given = {k: v.to(device, copy=True) if isinstance(v, torch.Tensor) else v for k, v in rounded.items()}
+    with nan_filled_memory():
+        got = _run(spec, fn, given, None, streams)
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and not torch.equal(
+            value.cpu().view(-1).view(torch.uint8), rounded[name].contiguous().view(-1).view(torch.uint8)
+        ):
+            raise ConformanceError(f"{spec.name}[{case.name}]: the call changed its input {name}")
+    where = f"{spec.name}[{case.name} {case.params} {str(dtype)[6:]}]"
+    return {name: _ulps(where, case, name, got[name], w, fp32[name], spec.ulps) for name, w in want.items()}
+
+
+def _run(
+    spec: OpSpec, fn: Callable[..., Outputs], args: Mapping[str, Any], dtype: torch.dtype | None, streams: Streams
+) -> dict[str, tuple[torch.Tensor, torch.dtype]]:
+    """Every output and gradient of one call, each with the dtype the signature gives it; floats cast to `dtype`."""
+
+    def cast(v: Any) -> Any:
+        return v.to(dtype) if dtype is not None and isinstance(v, torch.Tensor) and v.is_floating_point() else v
+
+    first = next(a for t in spec.sig.tensors if (a := args[t.name]) is not None)
+    called = {
+        k: cast(v).detach().requires_grad_(k in spec.grads) if isinstance(v, torch.Tensor) else v
+        for k, v in args.items()
+    }
+    out = fn(**called)
+    outputs = dict(zip((o.name for o in spec.sig.outputs), out if isinstance(out, tuple) else (out,), strict=True))
+    results = {o.name: (outputs[o.name].detach(), o.result_dtype(first.dtype)) for o in spec.sig.outputs}
+    leaves = [g for g in spec.grads if called[g] is not None]
+    if leaves:
+        flows = [outputs[name] for name in spec.differentiable]
+        douts = [
+            streams.normal(f"d{n}", *y.shape).to(results[n][1]).to(y)
+            for n, y in zip(spec.differentiable, flows, strict=True)
+        ]
+        grads = torch.autograd.grad(flows, [called[g] for g in leaves], douts)
+        results |= {f"d{g}": (v, args[g].dtype) for g, v in zip(leaves, grads, strict=True)}
+    return results
+
+
+def _ulps(
+    where: str,
+    case: Case,
+    name: str,
+    got_as: tuple[torch.Tensor, torch.dtype],
+    want_as: tuple[torch.Tensor, torch.dtype],
+    fp32_as: tuple[torch.Tensor, torch.dtype],
+    allowed: float,
+) -> float:
+    """How far one result is off, in spacings of its dtype, beyond what fp32 costs; raises if more than `allowed`."""
+    (got, _), (want, dtype), (fp32, _) = got_as, want_as, fp32_as
+    if got.shape != want.shape or got.dtype != dtype:
+        raise ConformanceError(
+            f"{where}: {name} came back as {got.dtype} {list(got.shape)}, and {dtype} {list(want.shape)} is wanted"
+        )
+    if not want.numel():
+        return 0.0
+    got, want, fp32 = got.double().cpu(), want.double(), fp32.double()
+    if dtype.is_floating_point:
+        edge = want.to(dtype).double()  # what the dtype can hold: past its largest value, infinity is right
+        special = ~edge.isfinite()
+        right = torch.where(edge.isnan(), got.isnan(), got == edge)
+        finite = torch.where(special, 0.0, want)
+        spacing = torch.finfo(dtype).eps * (finite.abs() + finite.square().mean().sqrt()) + torch.finfo(dtype).tiny
+        slack = 2 * torch.where(special | ~fp32.isfinite(), 0.0, (fp32 - want).abs()).max()
+    else:  # an integer dtype: the reference gives the unrounded value
+        special, right = torch.zeros_like(want, dtype=torch.bool), torch.ones_like(want, dtype=torch.bool)
+        spacing, slack, allowed = torch.ones_like(want), 2 * (fp32 - want).abs().max(), 0.5
+    off = torch.where(
+        special, torch.where(right, 0.0, torch.inf), (((got - want).abs() - slack).clamp(min=0) / spacing)
+    )
+    off = off.nan_to_num(nan=torch.inf, posinf=torch.inf)  # NaN counts as infinitely wrong
+    worst = int(off.argmax())
+    if not off.flatten()[worst] <= allowed:
+        at = [int(i) for i in torch.unravel_index(torch.tensor(worst), off.shape)]
+        raise ConformanceError(
+            f"{where}: {name}{at} is {off.flatten()[worst]:.3g} ulps off (allowed {allowed:g}): "
+            f"got {got.flatten()[worst]:.8g}, want {want.flatten()[worst]:.8g}",
+            hint=f"this case exists because {case.why}",
+        )
+    return float(off.flatten()[worst])

@@ -1,0 +1,13 @@
+"""RMSNorm. What it means and costs is in spec.py."""
+
+from __future__ import annotations
+
+import torch
+
+from bagu.ops.dispatch import call
+from bagu.ops.rms_norm.spec import SPEC
+
+
+def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float = 1e-6, *, backend: str | None = None) -> torch.Tensor:
+    """x / rms(x) * w over the last dim, in fp32 inside and in x's dtype outside."""
+    return call(SPEC, backend, x=x, w=w, eps=eps)

@@ -1,0 +1,262 @@
+"""An op's signature: one line that names its arguments, results and residuals, and checks them.
+
+    "x[*M, N], w[N]: float, eps: float -> y[*M, N]; r[*M]: acc"
+     ───────────── inputs ────────────    outputs    residuals (kept for the backward)
+
+    N           a dim: the same letter means the same size everywhere
+    *M          any number of dims, the same ones everywhere (`x[*M, N]` takes [N], [T, N], [B, T, N], …)
+    2*N         twice a dim;   4   exactly four;   groups   the value of the scalar argument `groups`
+    mask[…]?    may be None
+    : dtype     none: the dtype of the first tensor, which must be a float · float: any float dtype
+                int: int32 or int64 · any: any dtype · acc: max(fp32, the first tensor's dtype)
+                fp32, i8, i32, i64, bool: exactly that one
+    eps: float  a scalar: float, int, bool or str, with `?` if it may be None
+
+From this line come the errors of a call, the schema and the fake function of a custom op, and the shapes that a
+backend's results are checked against.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from bagu.errors import ArgumentError
+
+__all__ = ["Dims", "ScalarArg", "Signature", "TensorArg", "accumulator", "sizes"]
+
+Dims = dict[str, Any]  # a dim's size, a group's sizes as a tuple, a scalar argument's value
+
+EXACT = {
+    "fp32": torch.float32,
+    "i8": torch.int8,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "bool": torch.bool,
+}
+KINDS = {"": "the first tensor's dtype", "float": "a float dtype", "int": "int32 or int64", "any": "any dtype"}
+SCALARS = {"float": (float, int), "int": (int, torch.SymInt), "bool": (bool,), "str": (str,)}
+SCHEMA = {"float": "float", "int": "SymInt", "bool": "bool", "str": "str"}
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in: fp32, or fp64 for fp64 inputs (so that gradcheck holds)."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class TensorArg:
+    """A tensor argument or result. Each dim is (factor, name): (1, "N"), (2, "N"), (4, "") or (0, "M") for `*M`."""
+
+    name: str
+    dims: tuple[tuple[int, str], ...]
+    dtype: str
+    optional: bool
+
+    def __str__(self) -> str:
+        shown = [("*" + n if f == 0 else n if f == 1 else f"{f}*{n}" if n else str(f)) for f, n in self.dims]
+        return f"{self.name}[{', '.join(shown)}]{'?' if self.optional else ''}" + (self.dtype and f": {self.dtype}")
+
+    def shape(self, dims: Dims) -> tuple[int, ...]:
+        """The concrete shape, every dim being known."""
+        out: list[int] = []
+        for factor, name in self.dims:
+            if factor == 0:
+                out.extend(dims[name])
+            else:
+                out.append(factor * (dims[name] if name else 1))
+        return tuple(out)
+
+    def result_dtype(self, first: torch.dtype) -> torch.dtype:
+        """The dtype of this result when the first tensor argument has dtype `first`."""
+        if self.dtype == "acc":
+            return accumulator(first)
+        return EXACT.get(self.dtype, first)
+
+
+@dataclass(frozen=True)
+class ScalarArg:
+    name: str
+    kind: str
+    optional: bool
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.kind}{'?' if self.optional else ''}"
+
+
+@dataclass(frozen=True)
+class Signature:
+    text: str
+    inputs: tuple[TensorArg | ScalarArg, ...]
+    outputs: tuple[TensorArg, ...]
+    residuals: tuple[TensorArg, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Signature:
+        left, _, right = text.partition("->")
+        outputs, _, residuals = right.partition(";")
+        parsed = [_parse(part) for part in _split(left)]
+        results = [[_parse(part) for part in _split(side)] for side in (outputs, residuals)]
+        for side in results:
+            for result in side:
+                assert isinstance(result, TensorArg), f"a result is a tensor, not {result}: {text}"
+        return cls(text.strip(), tuple(parsed), *(tuple(side) for side in results))  # type: ignore[arg-type]
+
+    @property
+    def tensors(self) -> tuple[TensorArg, ...]:
+        return tuple(a for a in self.inputs if isinstance(a, TensorArg))
+
+    @property
+    def scalars(self) -> tuple[ScalarArg, ...]:
+        return tuple(a for a in self.inputs if isinstance(a, ScalarArg))
+
+    @property
+    def results(self) -> tuple[TensorArg, ...]:
+        return self.outputs + self.residuals
+
+    def bind(self, op: str, args: Mapping[str, Any]) -> Dims:
+        """Check every argument and read the dims off them; raises ArgumentError naming the first that does not fit."""
+        dims: Dims = {}
+        first: torch.Tensor | None = None
+        for scalar in self.scalars:
+            _check_scalar(op, scalar, args[scalar.name], self.text)
+            dims[scalar.name] = args[scalar.name]
+        for arg in self.tensors:
+            value = args[arg.name]
+            if value is None and arg.optional:
+                continue
+            if not isinstance(value, torch.Tensor):
+                raise ArgumentError(
+                    f"{op}: {arg.name} is {type(value).__name__}, and a tensor {arg} is wanted", hint=self._hint
+                )
+            if first is None:
+                first = value
+            _check_tensor(op, arg, value, first, dims, self._hint)
+        return dims
+
+    def measure(self, tensors: Mapping[str, torch.Tensor | None], scalars: Mapping[str, Any]) -> Dims:
+        """The dims, from whichever inputs and results are at hand (a backward has no others); nothing is checked."""
+        dims: Dims = dict(scalars)
+        for arg in (*self.tensors, *self.results):
+            value = tensors.get(arg.name)
+            if value is not None:
+                _match(arg, tuple(value.shape), dims)
+        return dims
+
+    def schema(self, inputs: Iterable[TensorArg | ScalarArg], results: int) -> str:
+        """A torch.library schema with these inputs."""
+        parts = []
+        for a in inputs:
+            kind = "Tensor" if isinstance(a, TensorArg) else SCHEMA[a.kind]
+            parts.append(f"{kind}{'?' if a.optional else ''} {a.name}")
+        returns = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
+        return f"({', '.join(parts)}) -> {returns}"
+
+    @property
+    def _hint(self) -> str:
+        return f"signature: {self.text}"
+
+
+def sizes(dims: Dims) -> dict[str, int]:
+    """Dims as plain numbers, a group being the product of its sizes: what a cost is computed from."""
+    return {k: prod(v) if isinstance(v, tuple) else v for k, v in dims.items()}
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas that are outside brackets."""
+    return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
+
+
+def _parse(text: str) -> TensorArg | ScalarArg:
+    if found := re.fullmatch(r"(\w+)\[([^\]]*)\](\??)(?:\s*:\s*(\w+))?", text):
+        name, dims, optional, dtype = found.groups()
+        assert (dtype or "") in EXACT | KINDS.keys() | {"acc"}, f"unknown dtype {dtype!r} in {text!r}"
+        return TensorArg(
+            name, tuple(_dim(d.strip()) for d in dims.split(",") if d.strip()), dtype or "", bool(optional)
+        )
+    if found := re.fullmatch(r"(\w+)\s*:\s*(\w+)(\??)", text):
+        name, kind, optional = found.groups()
+        assert kind in SCALARS, f"unknown scalar type {kind!r} in {text!r}"
+        return ScalarArg(name, kind, bool(optional))
+    raise AssertionError(f"not a signature part: {text!r}")
+
+
+def _dim(text: str) -> tuple[int, str]:
+    if text.startswith("*"):
+        return 0, text[1:]
+    if text.isdigit():
+        return int(text), ""
+    factor, _, name = text.rpartition("*")
+    return int(factor or 1), name
+
+
+def _match(arg: TensorArg, shape: tuple[int, ...], dims: Dims) -> bool:
+    """Whether `shape` fits the argument, given the dims known so far; adds those it settles."""
+    singles = sum(1 for factor, _ in arg.dims if factor)
+    spread = len(shape) - singles  # how many dims the group stands for
+    if spread < 0 or (spread > 0 and singles == len(arg.dims)):
+        return False
+    at = 0
+    for factor, name in arg.dims:
+        if factor == 0:
+            if dims.setdefault(name, shape[at : at + spread]) != shape[at : at + spread]:
+                return False
+            at += spread
+            continue
+        size = shape[at]
+        at += 1
+        if name and name not in dims:
+            if size % factor:
+                return False
+            dims[name] = size // factor
+        elif size != factor * (dims[name] if name else 1):
+            return False
+    return True
+
+
+def _check_scalar(op: str, arg: ScalarArg, value: Any, text: str) -> None:
+    if value is None and arg.optional:
+        return
+    wrong = not isinstance(value, SCALARS[arg.kind]) or (isinstance(value, bool) and arg.kind != "bool")
+    if wrong and not (arg.kind == "float" and isinstance(value, torch.SymFloat)):
+        raise ArgumentError(
+            f"{op}: {arg.name} is {value!r} ({type(value).__name__}), and {arg.kind} is wanted",
+            hint=f"signature: {text}",
+        )
+
+
+def _check_tensor(op: str, arg: TensorArg, value: torch.Tensor, first: torch.Tensor, dims: Dims, hint: str) -> None:
+    known = dict(dims)
+    if not _match(arg, tuple(value.shape), dims):
+        where = {k: v for k, v in known.items() if any(k == name for _, name in arg.dims)}
+        given = f" with {', '.join(f'{k} = {v}' for k, v in where.items())}" if where else ""
+        raise ArgumentError(f"{op}: {arg.name} has shape {list(value.shape)}, and {arg}{given} is wanted", hint=hint)
+    if value.device != first.device:
+        raise ArgumentError(
+            f"{op}: {arg.name} is on {value.device}, and the first tensor is on {first.device}",
+            hint=f"move it there: {arg.name}.to({str(first.device)!r})",
+        )
+    dtype = value.dtype
+    if arg.dtype == "":
+        ok, want = dtype.is_floating_point and dtype == first.dtype, f"{first.dtype} (the first tensor's)"
+        if not first.dtype.is_floating_point:
+            want = "a float dtype"
+    elif arg.dtype == "acc":
+        ok, want = dtype == accumulator(first.dtype), str(accumulator(first.dtype))
+    elif arg.dtype in EXACT:
+        ok, want = dtype == EXACT[arg.dtype], str(EXACT[arg.dtype])
+    elif arg.dtype == "float":
+        ok, want = dtype.is_floating_point, "a float dtype"
+    elif arg.dtype == "int":
+        ok, want = dtype in (torch.int32, torch.int64), "int32 or int64"
+    else:
+        ok, want = True, "any dtype"
+    if ok and dtype.is_floating_point and dtype.itemsize == 1:
+        ok, want = False, "fp16, bf16, fp32 or fp64"
+    if not ok:
+        raise ArgumentError(f"{op}: {arg.name} has dtype {dtype}, and {want} is wanted", hint=hint)

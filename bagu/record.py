@@ -1,0 +1,122 @@
+"""Records: what was running when a number was made, and JSON-lines files of such numbers.
+
+A row that is appended stays; several processes may append to one file. `environment()` goes into every record.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bagu import __version__, device
+from bagu.errors import BaguError
+
+__all__ = ["append_rows", "environment", "package_version", "read_rows", "triton_version"]
+
+
+def environment() -> dict[str, Any]:
+    """JSON-safe facts about the software and the machine; a fact that does not apply is None."""
+    return {
+        "bagu": __version__,
+        "commit": _commit(Path(__file__).resolve().parent),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton_version(),
+        "numpy": package_version("numpy"),
+        "cuda": device.cuda_build(),
+        "driver": device.driver_version(),
+        "os": platform.platform(),
+        "machine": device.this_machine().name,
+        "threads": torch.get_num_threads(),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def package_version(name: str) -> str | None:
+    """The version of an installed distribution, None when it is not installed. Imports nothing."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def triton_version() -> str | None:
+    """Triton's version under any of the names it is published as."""
+    names = ("triton", "pytorch-triton", "triton-windows")
+    return next((version for name in names if (version := package_version(name))), None)
+
+
+def append_rows(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append `rows` as JSON lines, all or none, in one write: rows of several processes do not mix within a line.
+
+    Missing parent folders are made. NaN and infinity are refused, since JSON has no word for them.
+    """
+    path = Path(path)
+    data = "".join(_line(path, number, row) for number, row in enumerate(rows)).encode()
+    if not data:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o644)
+    try:
+        written = os.write(fd, data)
+    finally:
+        os.close(fd)
+    if written != len(data):
+        raise BaguError(f"{path}: {written} of {len(data)} bytes were written", hint="free some disk space")
+
+
+def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of a JSON-lines file in their order; empty lines are skipped, a broken line is an error."""
+    path = Path(path)
+    if not path.exists():
+        raise BaguError(f"there is no record file {path}", hint="the command that measures writes it; run that first")
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise BaguError(f"{path}:{number}: not JSON: {error}", hint="mend or delete that line") from error
+        if not isinstance(row, dict):
+            raise BaguError(f"{path}:{number}: a row is a JSON object, this is a {type(row).__name__}")
+        rows.append(row)
+    return rows
+
+
+def _line(path: Path, number: int, row: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(row), allow_nan=False, ensure_ascii=False) + "\n"
+    except (TypeError, ValueError) as error:
+        hint = "rows hold JSON values; write None for a number that is not finite"
+        raise BaguError(f"row {number} for {path} is not JSON: {error}", hint=hint) from error
+
+
+def _commit(package: Path) -> str | None:
+    """The commit the package's files are at, "-dirty" when they differ from it; None outside a checkout.
+
+    Only the package's own files count: a record file that a run appends to must not make the next run dirty. That
+    `__init__.py` is tracked tells a checkout from an installed package whose environment lies inside another one.
+    """
+    git = shutil.which("git")
+    if git is None:
+        return None
+
+    def ask(*args: str) -> str | None:
+        done = subprocess.run([git, "-C", str(package), *args], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = ask("rev-parse", "--verify", "HEAD")
+    if head is None or ask("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    return f"{head}-dirty" if ask("status", "--porcelain", "--", ".") else head

@@ -1,0 +1,278 @@
+"""Time a call as a kernel in a real program meets it: cold cache, warm code, medians.
+
+`measure` gives the time of one call. `measure_ceilings` gives what this machine's memory and matrix units do at best;
+a speed elsewhere is stated as a share of these, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bagu.device import c_compiler, default_device, gpu, this_machine, triton_interprets
+from bagu.errors import BaguError
+
+__all__ = ["Ceilings", "Timing", "flush_buffer", "measure", "measure_ceilings"]
+
+MIB = 1 << 20
+WARM_S = 0.03  # an idle GPU's clocks rise within milliseconds of load; caches and allocators settle in a few calls
+MAX_FLUSHES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Seconds of one call: median, 20th and 80th percentile, over `samples` samples."""
+
+    median_s: float
+    low_s: float
+    high_s: float
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What `device` does at best. `read`, `write`, `copy`: bytes/s (copy counts bytes read plus bytes written);
+    `matmul`: FLOP/s on random data of `dtype`."""
+
+    read: float
+    write: float
+    copy: float
+    matmul: float
+    dtype: str
+    device: str
+
+
+def measure(
+    fn: Callable[[], object],
+    device: torch.device | str,
+    *,
+    warmup: int = 3,
+    min_samples: int = 5,
+    max_samples: int = 1000,
+    seconds: float = 0.3,
+    flush_l2: bool = True,
+    buffer: torch.Tensor | None = None,
+) -> Timing:
+    """The time of `fn()` on `device`.
+
+    Runs `fn` at least `warmup` times first, so that compilation and autotuning stay out of the numbers, then samples
+    for `seconds` (flushes included), but never fewer than `min_samples` or more than `max_samples` times. With
+    `flush_l2` the caches are overwritten before each sample, so that inputs come from main memory. `buffer` is a
+    `flush_buffer(device)` to use again: a fresh one costs 0.2 s on a CPU with a 300 MiB cache.
+    """
+    device = torch.device(device)
+    if not 1 <= min_samples <= max_samples:
+        raise BaguError(f"min_samples={min_samples}, max_samples={max_samples}: need 1 <= min_samples <= max_samples")
+    plan = _Plan(warmup=warmup, min_samples=min_samples, max_samples=max_samples, seconds=seconds)
+    scrub = (flush_buffer(device) if buffer is None else buffer) if flush_l2 else None
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            samples = _cuda_samples(fn, scrub, plan)
+    elif device.type == "cpu":
+        samples = _cpu_samples(fn, scrub, plan)
+    else:
+        raise BaguError(f"no clock is known for device {str(device)!r}", hint="measure on 'cpu' or 'cuda'")
+    low, median, high = (float(q) for q in np.quantile(samples, [0.2, 0.5, 0.8]))
+    return Timing(median_s=median, low_s=low, high_s=high, samples=len(samples))
+
+
+def flush_buffer(device: torch.device | str) -> torch.Tensor:
+    """A buffer whose overwriting empties the caches of `device`.
+
+    CUDA: twice the L2, at least 256 MiB. CPU: the last-level cache and a tenth more, at least 32 MiB and, to bound the
+    cost of a sample, at most 512 MiB.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        size = max(2 * gpu(device).l2_bytes, 256 * MIB)
+    else:
+        cache = this_machine().cache_bytes or 32 * MIB
+        size = min(max(cache + cache // 10, 32 * MIB), 512 * MIB)
+    # Zeroed, not read: the dirty lines it leaves are written back during the sample, which pays for those that the
+    # sample itself leaves behind in the cache. 64-bit elements keep the fill at full width.
+    return torch.zeros(size // 8, dtype=torch.int64, device=device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """How long to sample; `measure` says what each field means."""
+
+    warmup: int
+    min_samples: int
+    max_samples: int
+    seconds: float
+
+    def warm(self, fn: Callable[[], object]) -> None:
+        """One call; then on until `warmup` calls and WARM_S seconds have gone by, or `seconds` are up."""
+        start, calls, spent = time.perf_counter(), 0, 0.0
+        while calls == 0 or (spent < self.seconds and (calls < self.warmup or spent < WARM_S)):
+            fn()
+            calls += 1
+            spent = time.perf_counter() - start
+
+
+def _cpu_samples(fn: Callable[[], object], scrub: torch.Tensor | None, plan: _Plan) -> list[float]:
+    plan.warm(fn)
+    samples: list[float] = []
+    end = time.perf_counter() + plan.seconds
+    while len(samples) < plan.min_samples or (len(samples) < plan.max_samples and time.perf_counter() < end):
+        if scrub is not None:
+            scrub.zero_()
+        start = time.perf_counter_ns()
+        fn()
+        samples.append((time.perf_counter_ns() - start) / 1e9)
+    return samples
+
+
+def _cuda_samples(fn: Callable[[], object], scrub: torch.Tensor | None, plan: _Plan) -> list[float]:
+    def synced() -> None:
+        fn()
+        torch.cuda.synchronize()
+
+    plan.warm(synced)
+    host_s, call_s = _host_and_wall(fn)
+    flush_s, flushes = 0.0, 0
+    if scrub is not None:
+        scrub.zero_()
+        flush_s = _host_and_wall(scrub.zero_)[1]
+        # The GPU must still be busy flushing while the host submits fn, or the gap between two of its kernels would be
+        # timed with them: flush as often as it takes to cover the host's part.
+        flushes = min(max(1, math.ceil(1.5 * host_s / flush_s)), MAX_FLUSHES)
+    fitting = int(plan.seconds / (call_s + flushes * flush_s))
+    count = min(max(fitting, plan.min_samples), plan.max_samples)
+    pairs = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(count)]
+    for start, stop in pairs:
+        if scrub is not None:
+            for _ in range(flushes):
+                scrub.zero_()
+        start.record()
+        fn()
+        stop.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(stop) / 1e3 for start, stop in pairs]
+
+
+def _host_and_wall(fn: Callable[[], object]) -> tuple[float, float]:
+    """Seconds the host spends in a call of `fn`, and seconds until the GPU is done with it: the best of three."""
+    host, wall = [], []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        fn()
+        host.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+        wall.append(time.perf_counter() - start)
+    return min(host), min(wall)
+
+
+# --- ceilings ---------------------------------------------------------------------------------------------------------
+
+
+def measure_ceilings(
+    device: torch.device | str | None = None, *, dtype: torch.dtype | None = None, quick: bool = False
+) -> Ceilings:
+    """The ceilings of `device` (by default the first GPU, else the CPU).
+
+    Each is the best median of several ways and sizes, since a ceiling is a maximum. `quick` takes one size and torch's
+    own kernels only (no compilation) and is done within 2 s. `dtype` is that of the matrix product: bf16 on a GPU that
+    has it, else fp16 there and fp32 on a CPU.
+    """
+    device = torch.device(device) if device is not None else default_device()
+    dtype = dtype or _matmul_dtype(device)
+    scrub = flush_buffer(device)
+    seconds = 0.06 if quick else 0.12
+
+    def best(candidates: Iterable[tuple[float, Callable[[], object]]]) -> float:
+        """The highest work per second among (work, function) pairs."""
+        rates = []
+        for work, fn in candidates:
+            timing = measure(fn, device, warmup=2, min_samples=3, seconds=seconds, buffer=scrub)
+            rates.append(work / timing.median_s)
+        return max(rates)
+
+    read, write, copy = 0.0, 0.0, 0.0
+    for size in _buffer_sizes(device, quick):
+        src = torch.empty(size // 4, device=device).uniform_()
+        dst = torch.zeros_like(src)
+        kernels = not quick and _triton_compiles_for(device)
+        read = max(read, best(_reads(src, kernels)))
+        write = max(write, best(_writes(dst, kernels)))
+        copy = max(copy, best(_copies(dst, src, kernels)))
+        del src, dst
+    return Ceilings(
+        read=read,
+        write=write,
+        copy=copy,
+        matmul=best(_matmuls(device, dtype, quick)),
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+    )
+
+
+Candidates = Iterator[tuple[float, Callable[[], object]]]
+
+
+def _reads(src: torch.Tensor, kernels: bool) -> Candidates:
+    rows = src.view(-1, 4096)
+    yield src.nbytes, lambda: torch.sum(src)
+    yield src.nbytes, lambda: torch.sum(rows, 1)
+    if src.is_cuda:
+        yield src.nbytes, lambda: torch.amax(rows, 1)
+    if kernels:
+        from bagu import ceiling_kernels
+
+        out = torch.empty(src.numel() // ceiling_kernels.BLOCK, device=src.device)
+        yield src.nbytes, lambda: ceiling_kernels.read(out, src)
+
+
+def _writes(dst: torch.Tensor, kernels: bool) -> Candidates:
+    yield dst.nbytes, dst.zero_
+    yield dst.nbytes, lambda: dst.fill_(1.0)
+    if kernels:
+        from bagu import ceiling_kernels
+
+        yield dst.nbytes, lambda: ceiling_kernels.write(dst, 1.0)
+
+
+def _copies(dst: torch.Tensor, src: torch.Tensor, kernels: bool) -> Candidates:
+    yield 2 * src.nbytes, lambda: dst.copy_(src)
+    yield 2 * src.nbytes, lambda: torch.neg(src, out=dst)  # a vectorised loop: on some machines faster than memcpy
+    if kernels:
+        from bagu import ceiling_kernels
+
+        yield 2 * src.nbytes, lambda: ceiling_kernels.copy(dst, src)
+
+
+def _matmuls(device: torch.device, dtype: torch.dtype, quick: bool) -> Candidates:
+    sides = (8192,) if device.type == "cuda" else (1024,) if quick else (1024, 2048)
+    for side in sides:
+        # Random data: on zeros an H200 draws less power, keeps higher clocks, and shows 894 for 788 TFLOP/s.
+        a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+        c = torch.empty_like(a)
+        yield 2 * side**3, lambda a=a, b=b, c=c: torch.mm(a, b, out=c)  # type: ignore[misc]
+
+
+def _buffer_sizes(device: torch.device, quick: bool) -> tuple[int, ...]:
+    """Bytes of each of the two buffers: well past the caches, within a 16th of the GPU's memory."""
+    if device.type == "cpu":
+        return (64 * MIB,) if quick else (64 * MIB, 256 * MIB)
+    limit = 1 << (gpu(device).memory_bytes // 16).bit_length() - 1
+    return tuple(sorted({min(size, limit) for size in ((1024 * MIB,) if quick else (1024 * MIB, 4096 * MIB))}))
+
+
+def _matmul_dtype(device: torch.device) -> torch.dtype:
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if gpu(device).capability >= (8, 0) else torch.float16
+
+
+def _triton_compiles_for(device: torch.device) -> bool:
+    """Whether Triton can build a kernel for `device`: it needs a GPU and a C compiler, and not to be interpreting."""
+    present = importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and present and not triton_interprets() and c_compiler() is not None

@@ -1,0 +1,134 @@
+"""Every backend of every op against its fp64 reference: all cases at the default tuning, all tunings at one case.
+
+On a CPU the Triton backends run through the interpreter, where bf16 is garbage (triton-lang/triton#4972), in fp32 and
+fp16; on a GPU they are compiled and run in every dtype.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from bagu.ops.catalogue import SPECS
+from bagu.ops.core import Case, OpSpec, Streams, check
+from bagu.ops.dispatch import call, load, paired
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+ALL = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def dtypes(backend: str) -> tuple[torch.dtype, ...]:
+    return ALL if GPU or backend == "torch" else ALL[:2]
+
+
+def small(spec: OpSpec) -> list[Case]:
+    return [c for c in spec.cases if not c.bench]
+
+
+def tunings(spec: OpSpec, backend: str) -> list[tuple[str, dict[str, Any]]]:
+    """Each point of each function's TUNABLE space."""
+    space = getattr(spec.module(backend), "TUNABLE", {})
+    return [(f, dict(zip(s, p, strict=True))) for f, s in space.items() for p in itertools.product(*s.values())]
+
+
+POINTS = [
+    pytest.param(s, b, c, d, id=f"{s.name}-{b}-{c}-{str(d)[6:]}")
+    for s in SPECS.values() for b in s.backends for c in small(s) for d in dtypes(b)
+]  # fmt: skip
+TUNINGS = [
+    pytest.param(s, b, f, t, id=f"{s.name}-{b}-{f}-{'-'.join(map(str, t.values()))}")
+    for s in SPECS.values() for b in s.backends for f, t in tunings(s, b)
+]  # fmt: skip
+BACKENDS = [pytest.param(s, b, id=f"{s.name}-{b}") for s in SPECS.values() for b in s.backends]
+PAIRS = [
+    pytest.param(s, f, b, id=f"{s.name}-{f}-{b}")
+    for s in SPECS.values() if s.grads for f in s.backends for b in s.backends
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec, backend, case, dtype", POINTS)
+def test_conformance(spec: OpSpec, backend: str, case: Case, dtype: torch.dtype) -> None:
+    check(spec, case, dtype, lambda **args: call(spec, backend, **args), device=DEVICE)
+
+
+@pytest.mark.parametrize("spec, backend, function, tuning", TUNINGS)
+def test_every_tuning(spec: OpSpec, backend: str, function: str, tuning: dict[str, Any]) -> None:
+    module = spec.module(backend)
+    tuned = lambda **args: getattr(module, function)(**args, **tuning)  # noqa: E731
+    forward = tuned if function == "forward" else module.forward
+    backward = tuned if function == "backward" else getattr(module, "backward", None)
+    check(spec, spec.cases[1], torch.float16, paired(spec, forward, backward), device=DEVICE)
+
+
+@pytest.mark.parametrize("spec, forward, backward", PAIRS)
+def test_a_forward_goes_with_any_backward(spec: OpSpec, forward: str, backward: str) -> None:
+    fn = paired(spec, spec.module(forward).forward, spec.module(backward).backward)
+    check(spec, spec.cases[1], torch.float32, fn, device=DEVICE)
+
+
+def arguments(spec: OpSpec, dtype: torch.dtype, device: str = DEVICE) -> dict[str, Any]:
+    """The first case's inputs, ready for a call; those with gradients ask for them."""
+    args = spec.cast(spec.cases[0], spec.inputs(spec.cases[0], Streams(spec.name)), dtype)
+    return {
+        k: v.to(device).requires_grad_(k in spec.grads) if isinstance(v, torch.Tensor) else v for k, v in args.items()
+    }
+
+
+def tensors(out: Any) -> tuple[torch.Tensor, ...]:
+    return out if isinstance(out, tuple) else (out,)
+
+
+@pytest.mark.parametrize("spec, backend", BACKENDS)
+def test_gradcheck_in_fp64(spec: OpSpec, backend: str) -> None:
+    args = arguments(spec, torch.float64)
+    leaves = {k: v for k, v in args.items() if k in spec.grads and v is not None}
+    if not leaves:
+        return
+    names = [o.name for o in spec.sig.outputs]
+
+    def fn(*values: torch.Tensor) -> list[torch.Tensor]:
+        out = tensors(call(spec, backend, **args | dict(zip(leaves, values, strict=True))))
+        return [y for n, y in zip(names, out, strict=True) if n in spec.differentiable]
+
+    assert torch.autograd.gradcheck(fn, tuple(leaves.values()), fast_mode=True)
+
+
+@pytest.mark.parametrize("spec, backend", BACKENDS)
+def test_compiles_as_one_graph_with_the_same_result(spec: OpSpec, backend: str) -> None:
+    args = arguments(spec, torch.float32)
+    eager = tensors(call(spec, backend, **args))
+    torch._dynamo.reset()
+    fn = torch.compile(lambda a: call(spec, backend, **a), fullgraph=True, backend="aot_eager")
+    for y, z in zip(eager, tensors(fn(args)), strict=True):
+        torch.testing.assert_close(y, z, equal_nan=True)
+    if spec.grads:
+        leaves = [args[g] for g in spec.grads if args[g] is not None]
+        flows = [n in spec.differentiable for n in (o.name for o in spec.sig.outputs)]
+        total = lambda out: sum(y.sum() for y, f in zip(tensors(out), flows, strict=True) if f)  # noqa: E731
+        want = torch.autograd.grad(total(call(spec, backend, **args)), leaves)
+        got = torch.autograd.grad(total(fn(args)), leaves)
+        for w, g in zip(want, got, strict=True):
+            torch.testing.assert_close(g, w)
+
+
+@pytest.mark.parametrize("spec, backend", [p for p in BACKENDS if p.values[1] != "torch"])
+def test_opcheck(spec: OpSpec, backend: str) -> None:
+    load(spec, backend)
+    args = arguments(spec, torch.float32)
+    op = getattr(torch.ops.bagu, f"{spec.name}_{backend}")
+    torch.library.opcheck(op, tuple(args[a.name] for a in spec.sig.inputs))
+
+
+@pytest.mark.parametrize("spec, backend", BACKENDS)
+def test_any_stride_gives_the_same_bits(spec: OpSpec, backend: str) -> None:
+    """Each float input as every second element of a wider tensor, and as a transposed copy."""
+    args = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in arguments(spec, torch.float32).items()}
+    want = tensors(call(spec, backend, **args))
+    for lay in (lambda v: v.repeat_interleave(2, -1)[..., ::2], lambda v: v.mT.contiguous().mT if v.ndim > 1 else v):
+        laid = {k: lay(v) if isinstance(v, torch.Tensor) and v.ndim else v for k, v in args.items()}
+        for y, z in zip(want, tensors(call(spec, backend, **laid)), strict=True):
+            torch.testing.assert_close(z, y, rtol=0 if backend != "torch" else 1e-5, atol=1e-6, equal_nan=True)
