@@ -1,0 +1,52 @@
+# Two commands for a newcomer: `make demo` and `make test`. Each sets everything up by itself.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= 2
+# Two processes share two cores here: idle OpenMP threads must sleep, not spin.
+export OMP_WAIT_POLICY := PASSIVE
+
+.PHONY: help demo test test-full test-gpu check format tables clean
+help:
+	@echo "make demo       what this machine is, and a quick benchmark of every op"
+	@echo "make test       every test that needs no GPU (Triton kernels through the interpreter)"
+	@echo "make test-full  the same with every tuning, every mutant, and today's Triton"
+	@echo "make test-gpu   the tests on a CUDA device, kernels compiled"
+	@echo "make check      format, lint, types, import direction, public names, generated tables"
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/ready
+	$(BIN)/bagu doctor
+	$(BIN)/bagu bench ops --quick
+
+test: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not slow"
+
+test-full: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
+
+# On a GPU machine the environment is the machine's own: its torch and Triton are the ones to test.
+test-gpu:
+	$(PYTHON) -m pytest tests/ops -m "not slow"
+
+check: $(VENV)/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_layers.py tests/test_public_names.py
+	$(BIN)/python -m bagu.tables --check
+
+format: $(VENV)/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+tables: $(VENV)/ready
+	$(BIN)/python -m bagu.tables
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

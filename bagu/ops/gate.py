@@ -1,0 +1,226 @@
+"""The compile gate: every kernel of every Triton backend, compiled for an H200 on a machine without one.
+
+`python -m bagu.ops.gate [OP …]` runs each backend's bench cases on meta tensors, records what it would launch, and
+compiles that for sm_90 with the ptxas that comes with Triton. A kernel fails if it spills registers, wants more
+shared memory than a block has, or reads a large aligned tensor without 128-bit loads. TRITON_INTERPRET must be off.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bagu.errors import BackendError
+from bagu.ops.catalogue import SPECS, spec
+from bagu.ops.core import Case, OpSpec, Streams
+
+__all__ = ["Kernel", "faults", "kernels"]
+
+SHARED_LIMIT = 232_448  # bytes a block may have on sm_90
+LARGE = 1 << 20  # elements; a tensor below this is no traffic, and how it is read does not matter
+TYPES = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1",
+    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One recorded launch: the kernel, its arguments by name, and its options (warps, stages)."""
+
+    fn: Any
+    args: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What the compiler made of a launch."""
+
+    op: str
+    case: str
+    name: str
+    registers: int
+    spills: int  # local loads and stores in the machine code
+    shared: int
+    wide_loads: int
+    loads: int
+    wide_stores: int
+    stores: int
+    wants_wide: bool
+
+    def __str__(self) -> str:
+        return (
+            f"{self.op:24} {self.case:14} {self.name:28} {self.registers:4} registers {self.spills:3} spills "
+            f"{self.shared:7} B shared  {self.wide_loads}/{self.loads} loads and "
+            f"{self.wide_stores}/{self.stores} stores are 128 bits wide"
+        )
+
+
+class MetaStreams(Streams):
+    """Inputs with a shape and no values."""
+
+    def normal(self, name: str, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float64, device="meta")
+
+    uniform = normal
+
+    def integers(self, name: str, low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int64, device="meta")
+
+
+def kernels(spec: OpSpec, dtype: torch.dtype = torch.bfloat16, backend: str = "triton") -> list[Kernel]:
+    """Compile everything `spec` launches at its bench cases; the same launch is compiled once."""
+    seen, found = set(), []
+    for case in (c for c in spec.cases if c.bench):
+        for launch in _launches(spec, case, dtype, backend):
+            source, options, key = _source(launch)
+            if key not in seen:
+                seen.add(key)
+                found.append(_compile(spec, case, launch, source, options))
+    return found
+
+
+def faults(kernel: Kernel) -> list[str]:
+    """What is wrong with a kernel, one sentence each."""
+    found = []
+    where = f"{kernel.op}[{kernel.case}] {kernel.name}"
+    if kernel.spills:
+        found.append(f"{where} spills: {kernel.spills} local loads and stores")
+    if kernel.shared > SHARED_LIMIT:
+        found.append(f"{where} wants {kernel.shared} B of shared memory, and a block has {SHARED_LIMIT} B")
+    if kernel.wants_wide and not kernel.wide_loads:
+        found.append(f"{where} has {kernel.loads} global loads, none of them 128 bits wide")
+    return found
+
+
+def _launches(spec: OpSpec, case: Case, dtype: torch.dtype, backend: str) -> list[Launch]:
+    """What a forward and a backward launch, recorded on meta tensors."""
+    module, sig = spec.module(backend), spec.sig
+    args = spec.cast(case, spec.inputs(case, MetaStreams()), dtype)
+    args = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+    with _recorded() as launches:
+        results = dict(zip((r.name for r in sig.results), module.forward(**args), strict=True))
+        if spec.grads:
+            known = args | results
+            given = {f"d{o}": results[o] for o in spec.differentiable} | {s: known[s] for s in spec.saves}
+            more = {}
+            if "needs" in inspect.signature(module.backward).parameters:
+                more["needs"] = dict.fromkeys(spec.grads, True)
+            module.backward(**given, **{s.name: args[s.name] for s in sig.scalars}, **more)
+    return launches
+
+
+@contextmanager
+def _recorded() -> Iterator[list[Launch]]:
+    """Inside, launching a kernel writes it down instead."""
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise BackendError("the compile gate was asked for with TRITON_INTERPRET set", hint="unset it and start again")
+    from triton.runtime.jit import JITFunction
+
+    launches: list[Launch] = []
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        names = [p.name for p in self.params]
+        bound = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+        options = {k: v for k, v in kwargs.items() if k not in names}
+        launches.append(Launch(fn=self, args=bound, options=options))
+
+    run = JITFunction.run
+    JITFunction.run = record
+    try:
+        yield launches
+    finally:
+        JITFunction.run = run
+
+
+def _source(launch: Launch) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
+    """The launch as the compiler takes it, specialised as a real launch would be (1 and multiples of 16)."""
+    from triton.compiler import ASTSource
+
+    signature, constants, attrs = {}, {}, {}
+    for i, param in enumerate(launch.fn.params):
+        value = launch.args.get(param.name, param.default)
+        if param.is_constexpr or value is None or (type(value) is int and value == 1):
+            signature[param.name] = "constexpr"
+            constants[(i,)] = value
+            continue
+        if isinstance(value, torch.Tensor):
+            kind, aligned = f"*{TYPES[value.dtype]}", value.storage_offset() * value.element_size() % 16 == 0
+        elif isinstance(value, bool):
+            kind, aligned = "u1", False
+        elif isinstance(value, int):
+            kind, aligned = ("i32" if -(2**31) <= value < 2**31 else "i64"), value % 16 == 0
+        else:
+            kind, aligned = "fp32", False
+        signature[param.name] = kind
+        if aligned:
+            attrs[(i,)] = [["tt.divisibility", 16]]
+    key = (launch.fn.fn.__qualname__, repr(signature), repr(constants), repr(attrs), repr(launch.options))
+    return ASTSource(fn=launch.fn, signature=signature, constexprs=constants, attrs=attrs), dict(launch.options), key
+
+
+def _compile(spec: OpSpec, case: Case, launch: Launch, source: Any, options: dict[str, Any]) -> Kernel:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    report = _disassemble(compiled.asm["cubin"])
+    large = [a for a in launch.args.values() if isinstance(a, torch.Tensor) and a.numel() >= LARGE]
+    aligned = all(a.shape[-1] % 16 == 0 for a in large if a.ndim)
+    loads, stores = re.findall(r"\bLDG(?:STS)?\.E[.\w]*", report), re.findall(r"\bSTG\.E[.\w]*", report)
+    bulk = len(re.findall(r"\bUTMALDG|\bUBLKCP", report))
+    return Kernel(
+        op=spec.name,
+        case=case.name,
+        name=launch.fn.fn.__name__,
+        registers=int(re.search(r"REG:(\d+)", report)[1]),  # type: ignore[index]
+        spills=len(re.findall(r"\b(?:LDL|STL)\b", report)),
+        shared=compiled.metadata.shared,
+        wide_loads=sum(".128" in op for op in loads) + bulk,
+        loads=len(loads) + bulk,
+        wide_stores=sum(".128" in op for op in stores),
+        stores=len(stores),
+        wants_wide=spec.wide_loads and bool(large) and aligned and bool(loads),
+    )
+
+
+def _disassemble(cubin: bytes) -> str:
+    """Resource usage and machine code, by the cuobjdump in Triton's own package."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        return "".join(
+            subprocess.run([tool, flag, path], check=True, capture_output=True, text=True).stdout
+            for flag in ("-res-usage", "-sass")
+        )
+
+
+def main(names: Sequence[str]) -> int:
+    """Print every kernel of these ops (all of them by default); 1 if one has a fault."""
+    found = []
+    for s in [spec(n) for n in names] or SPECS.values():
+        if "triton" in s.backends:
+            for kernel in kernels(s):
+                print(kernel, flush=True)
+                found += faults(kernel)
+    print("\n".join(found) if found else "no faults")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
