@@ -1,0 +1,207 @@
+"""What a call does besides the math: errors before any launch, dispatch, empty tensors, DTensor, huge tensors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import bagu.ops
+from bagu.errors import ArgumentError, BackendError, UnknownName
+from bagu.ops.catalogue import SPECS, spec
+from bagu.ops.core import OpSpec, Streams
+from bagu.ops.dispatch import call
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+ALL = [pytest.param(s, id=s.name) for s in SPECS.values()]
+BACKENDS = [pytest.param(s, b, id=f"{s.name}-{b}") for s in SPECS.values() for b in s.backends]
+
+
+def arguments(spec: OpSpec, device: str = DEVICE) -> dict[str, Any]:
+    args = spec.cast(spec.cases[0], spec.inputs(spec.cases[0], Streams(spec.name)), torch.float32)
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+
+
+def refuse(spec: OpSpec, args: dict[str, Any], name: str, *said: str) -> None:
+    """The call must fail before any launch, naming the argument, what came and the signature."""
+    with pytest.raises(ArgumentError) as error:
+        call(spec, "torch", **args)
+    text = str(error.value)
+    assert f"{spec.name}: {name} " in text and all(s in text for s in said), text
+    assert error.value.hint
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_a_wrong_rank_shape_dtype_or_kind_is_named(spec: OpSpec) -> None:
+    args = arguments(spec)
+    for arg in (a for a in spec.sig.tensors if args[a.name] is not None):
+        value = args[arg.name]
+        refuse(spec, args | {arg.name: 3.0}, arg.name, "float", str(arg))
+        if not any(factor == 0 for factor, _ in arg.dims):
+            refuse(spec, args | {arg.name: value[None]}, arg.name, str([1, *value.shape]), str(arg))
+        if arg.dtype != "any":
+            wrong = torch.complex64 if arg.dtype in ("", "float") else torch.float64
+            if value.dtype != wrong:
+                refuse(spec, args | {arg.name: value.to(wrong)}, arg.name, str(wrong), "wanted")
+    for scalar in spec.sig.scalars:
+        refuse(spec, args | {scalar.name: [1, 2]}, scalar.name, "[1, 2]", scalar.kind)
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_tensors_on_two_devices_are_refused(spec: OpSpec) -> None:
+    args = arguments(spec)
+    present = [a.name for a in spec.sig.tensors if args[a.name] is not None]
+    for name in present[1:]:
+        refuse(spec, args | {name: args[name].to("meta")}, name, "meta", DEVICE)
+
+
+def test_a_shape_error_says_what_was_bound() -> None:
+    with pytest.raises(ArgumentError, match=r"w has shape \[9\], and w\[N\]: float with N = 8 is wanted"):
+        bagu.ops.rms_norm(torch.ones(4, 8), torch.ones(9))
+
+
+@pytest.mark.parametrize("spec, backend", BACKENDS)
+def test_empty_tensors_give_empty_results(spec: OpSpec, backend: str) -> None:
+    """Every group of leading dims becomes (0,); gradients exist and are empty or zero."""
+    args = arguments(spec)
+    for arg in spec.sig.tensors:
+        groups = [i for i, (factor, _) in enumerate(arg.dims) if factor == 0]
+        if args[arg.name] is not None and groups:
+            singles = len(arg.dims) - 1
+            spread = args[arg.name].ndim - singles
+            shape = list(args[arg.name].shape)
+            shape[groups[0] : groups[0] + spread] = [0] * max(spread, 1)
+            args[arg.name] = args[arg.name].new_empty(shape)
+    leaves = [args[g].requires_grad_() for g in spec.grads if args[g] is not None]
+    out = call(spec, backend, **args)
+    outputs = out if isinstance(out, tuple) else (out,)
+    assert all(y.isfinite().all() for y in outputs if y.is_floating_point())
+    flows = [y for y, o in zip(outputs, spec.sig.outputs, strict=True) if o.name in spec.differentiable]
+    if leaves:
+        for g in torch.autograd.grad(sum(y.sum() for y in flows), leaves):
+            assert not g.any()
+
+
+def test_unknown_names_suggest_the_nearest() -> None:
+    x, w = torch.ones(2, 4), torch.ones(4)
+    with pytest.raises(UnknownName) as error:
+        bagu.ops.rms_norm(x, w, backend="trition")
+    assert "triton" in error.value.hint
+    with pytest.raises(UnknownName) as error:
+        bagu.ops.use("tourch")
+    assert "torch" in error.value.hint
+    with pytest.raises(UnknownName) as error:
+        spec("rmsnorm")
+    assert "rms_norm" in error.value.hint
+
+
+def test_use_is_scoped_and_nested() -> None:
+    from bagu.ops import dispatch
+
+    with bagu.ops.use("torch"):
+        with bagu.ops.use("triton"):
+            assert dispatch._asked == "triton"
+        assert dispatch._asked == "torch"
+    assert dispatch._asked is None
+
+
+def test_compiled_code_follows_use() -> None:
+    """torch.compile guards on what `use` asks for, so the same compiled function runs either backend."""
+    x, w = torch.randn(4, 16, device=DEVICE), torch.ones(16, device=DEVICE)
+    seen: list[str] = []
+
+    def record(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.append("triton" if "rms_norm_triton" in graph.code else "torch")
+        return graph
+
+    torch._dynamo.reset()
+    fn = torch.compile(lambda: bagu.ops.rms_norm(x, w), fullgraph=True, backend=record)
+    for backend in ("torch", "triton", "torch"):
+        with bagu.ops.use(backend):
+            fn()
+    assert seen == ["torch", "triton"]
+
+
+def test_a_backward_outside_the_scope_runs_on_its_forwards_backend() -> None:
+    x = torch.randn(4, 16, device=DEVICE, requires_grad=True)
+    with bagu.ops.use("triton"):
+        y = bagu.ops.rms_norm(x, torch.ones(16, device=DEVICE))
+    with bagu.ops.use("torch"):
+        assert "rms_norm_triton" in str(y.grad_fn) or "rms_norm_triton" in type(y.grad_fn).__name__.lower()
+        y.sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.skipif(GPU, reason="needs tensors that are not on a GPU")
+def test_triton_on_a_cpu_without_the_interpreter_says_what_to_do() -> None:
+    script = (
+        "import torch, bagu.ops\n"
+        "from bagu.errors import BackendError\n"
+        "try:\n    bagu.ops.rms_norm(torch.ones(2, 4), torch.ones(4), backend='triton')\n"
+        "except BackendError as e:\n    print(e, e.hint)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=True
+    )
+    assert "the tensors are on cpu" in run.stdout and "TRITON_INTERPRET=1" in run.stdout
+    missing = "import sys; sys.modules['triton'] = None\n" + script
+    run = subprocess.run([sys.executable, "-c", missing], capture_output=True, text=True, check=True)
+    assert "Triton is not installed" in run.stdout
+    assert BackendError.__doc__
+
+
+@pytest.mark.parametrize("spec", [p for p in ALL if p.values[0].grads])
+def test_dtensor_passes_through_the_torch_backend(spec: OpSpec, one_rank_mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+    args = arguments(spec, "cpu")
+    want = call(spec, "torch", **args)
+    spread = {
+        k: distribute_tensor(v, one_rank_mesh, [Replicate()]) if isinstance(v, torch.Tensor) else v
+        for k, v in args.items()
+    }
+    got = call(spec, None, **spread)
+    for g, w in zip(*(o if isinstance(o, tuple) else (o,) for o in (got, want)), strict=True):
+        assert isinstance(g, DTensor)
+        torch.testing.assert_close(g.full_tensor(), w)
+
+
+@pytest.fixture(scope="module")
+def one_rank_mesh() -> Any:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU with 40 GB free")
+def test_more_than_2_31_elements() -> None:
+    """The last row of a tensor past 2^31 elements equals that row alone, forward and backward."""
+    M, N = (1 << 31) // 4096 + 8, 4096
+    x = torch.randn(M, N, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    w = torch.randn(N, device="cuda", dtype=torch.bfloat16)
+    tail = x[-8:].detach().clone().requires_grad_()
+    for fn in (
+        lambda x: bagu.ops.rms_norm(x, w),
+        lambda x: bagu.ops.layer_norm(x, w, w),
+        bagu.ops.softmax,
+        bagu.ops.swiglu,
+    ):
+        y, last = fn(x), fn(tail)
+        assert torch.equal(y[-8:], last)
+        (dx,) = torch.autograd.grad(y, x, y.detach())
+        (dlast,) = torch.autograd.grad(last, tail, last.detach())
+        assert torch.equal(dx[-8:], dlast)
+        del y, dx
+    q, scale = bagu.ops.quantize_int8(x.detach(), granularity="row")
+    assert torch.equal(q[-8:], bagu.ops.quantize_int8(tail.detach(), granularity="row")[0])
+    del q, scale
+    flipped = bagu.ops.transpose(x.detach(), 0, 1)
+    assert torch.equal(flipped[:, -8:], tail.detach().T)

@@ -1,0 +1,153 @@
+"""The clock: what it leaves out, what it puts in, when it stops; and the ceilings."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+
+import pytest
+import torch
+
+from bagu.device import default_device, this_machine
+from bagu.errors import BaguError
+from bagu.timing import Timing, flush_buffer, measure, measure_ceilings
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def spin(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def test_time_is_that_of_the_call() -> None:
+    timing = measure(lambda: spin(0.002), "cpu", seconds=0.05, flush_l2=False)
+    assert 0.002 <= timing.low_s <= timing.median_s <= timing.high_s
+    assert timing.samples >= 5
+
+
+def test_the_first_call_is_left_out() -> None:
+    calls = 0
+
+    def slow_at_first() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            spin(0.2)
+
+    timing = measure(slow_at_first, "cpu", seconds=0.01, flush_l2=False, max_samples=100)
+    assert timing.high_s < 0.2
+    assert calls > timing.samples
+
+
+def test_sampling_ends_on_time() -> None:
+    def tenth() -> None:
+        spin(0.1)
+
+    assert measure(tenth, "cpu", seconds=0.05, min_samples=2, flush_l2=False).samples == 2
+    assert measure(tenth, "cpu", seconds=0.25, min_samples=1, flush_l2=False).samples <= 3
+
+
+def test_sample_count_is_bounded() -> None:
+    assert measure(lambda: None, "cpu", seconds=1.0, max_samples=7, flush_l2=False).samples == 7
+    one = measure(lambda: None, "cpu", min_samples=1, max_samples=1, flush_l2=False)
+    assert one.low_s == one.median_s == one.high_s
+
+
+def test_cache_is_flushed_before_every_sample() -> None:
+    buffer = torch.ones(8)
+    dirty = []
+
+    def look_and_soil() -> None:
+        dirty.append(bool(buffer.any()))
+        buffer.fill_(1)
+
+    timing = measure(look_and_soil, "cpu", max_samples=5, buffer=buffer)
+    assert dirty[-timing.samples :] == [False] * timing.samples
+    dirty.clear()
+    timing = measure(look_and_soil, "cpu", max_samples=5, buffer=buffer, flush_l2=False)
+    assert all(dirty)
+
+
+def test_flush_buffer_is_larger_than_the_cache() -> None:
+    size = flush_buffer("cpu").nbytes
+    assert size > min(this_machine().cache_bytes or 0, 512 << 20) - 1
+    assert 32 << 20 <= size <= 512 << 20
+
+
+@pytest.mark.parametrize("bad", [{"min_samples": 0}, {"min_samples": 5, "max_samples": 4}])
+def test_bad_sample_counts_are_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(BaguError, match="min_samples"):
+        measure(lambda: None, "cpu", flush_l2=False, **bad)  # type: ignore[arg-type]
+
+
+def test_unknown_device_is_refused() -> None:
+    with pytest.raises(BaguError, match="meta"):
+        measure(lambda: None, "meta", flush_l2=False)
+
+
+def test_cpu_ceilings() -> None:
+    ceilings = measure_ceilings("cpu", quick=True)
+    assert (ceilings.device, ceilings.dtype) == ("cpu", "float32")
+    # Between a very busy small machine and twice the memory bandwidth of the largest server.
+    for rate in (ceilings.read, ceilings.write, ceilings.copy):
+        assert 1e8 < rate < 2e12
+    assert 1e9 < ceilings.matmul < 5e13
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_ceiling_kernels_move_every_element() -> None:
+    from bagu import ceiling_kernels as kernels
+
+    src = torch.randn(2 * kernels.BLOCK, device=default_device())
+    dst, out = torch.full_like(src, float("nan")), torch.full((2,), float("nan"), device=src.device)
+    kernels.copy(dst, src)
+    assert torch.equal(dst, src)
+    kernels.write(dst, 3.0)
+    assert bool((dst == 3.0).all())
+    kernels.read(out, src)
+    torch.testing.assert_close(out, src.view(2, -1).sum(1), rtol=1e-4, atol=1e-3)
+    with pytest.raises(AssertionError, match="multiple"):
+        kernels.write(dst[1:], 0.0)
+
+
+@gpu
+@needs_gpu
+def test_cuda_time_scales_with_the_bytes() -> None:
+    def zero(mib: int) -> Timing:
+        x = torch.empty(mib << 18, device="cuda")
+        return measure(x.zero_, "cuda")
+
+    small, large = zero(256), zero(1024)
+    assert 3.0 < large.median_s / small.median_s < 5.0
+    assert large.high_s < 1.2 * large.low_s
+
+
+@gpu
+@needs_gpu
+def test_cuda_time_leaves_out_the_hosts_part() -> None:
+    """A host that takes 1 ms between two launches must not show: the GPU is kept busy flushing meanwhile."""
+    x = torch.empty(64 << 18, device="cuda")
+
+    def slow_host() -> None:
+        spin(0.001)
+        x.zero_()
+
+    assert measure(slow_host, "cuda").median_s < 0.5e-3
+
+
+@gpu
+@needs_gpu
+def test_cuda_ceilings_are_quick_and_in_order() -> None:
+    measure_ceilings("cuda", quick=True)  # starts CUDA and cuBLAS
+    start = time.perf_counter()
+    quick = measure_ceilings("cuda", quick=True)
+    middle = time.perf_counter()
+    full = measure_ceilings("cuda")
+    assert middle - start < 2
+    assert time.perf_counter() - middle < 5
+    assert full.copy > 0.97 * quick.copy
+    assert full.read > 0.97 * quick.read
+    assert full.device == "cuda"
