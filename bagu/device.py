@@ -87,7 +87,8 @@ def default_device() -> torch.device:
 
 def gpu(device: torch.device | int) -> Gpu:
     """The facts of one CUDA device."""
-    index = device if isinstance(device, int) else device.index or 0
+    index = device if isinstance(device, int) else device.index
+    index = torch.cuda.current_device() if index is None else index
     p = torch.cuda.get_device_properties(index)
     return Gpu(
         index=index,
@@ -159,7 +160,7 @@ def cxx_compiler() -> str | None:
 
 def triton_interprets() -> bool:
     """Whether TRITON_INTERPRET asks Triton to run kernels in its Python interpreter; the words are Triton's own."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 
 
 def available_memory() -> int | None:

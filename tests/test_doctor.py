@@ -197,9 +197,11 @@ TWO_NCCL = Nccl(
         (without_gpus(node()), "fault", "torch cannot use it"),
         (node(machine=dataclasses.replace(node().machine, gpus=node().machine.gpus[:2])), "advice", "2 of 8 GPUs"),
         (node(nvml=None, nvml_problem="the module pynvml is not installed"), "advice", "pynvml is not installed"),
+        (node(nvml=None, nvml_problem="Driver Not Loaded"), "advice", "NVML could not be asked: Driver Not Loaded"),
         (with_gpu(3, problems=("nvmlDeviceGetName: GPU is lost",)), "fault", "GPU 3 fails"),
         (with_gpu(3, throttle=("idle", "power cap")), "advice", "GPU 3 throttled: power cap"),
         (with_gpu(3, throttle=("hardware thermal slowdown",)), "fault", "throttled: hardware thermal slowdown"),
+        (with_gpu(3, throttle=("reason 0x200",)), "advice", "GPU 3 throttled: reason 0x200"),
         (with_gpu(2, ecc_uncorrected=7), "fault", "GPU 2: uncorrected memory errors (7)"),
         (with_gpu(2, ecc_corrected=1), "advice", "GPU 2: corrected memory errors (1)"),
         (with_gpu(2, remap_failed=True), "fault", "no spare memory rows"),
@@ -299,7 +301,7 @@ def answers_of_a_node(count: int, links: int) -> dict[str, Callable[..., Any]]:
         "nvmlDeviceGetMaxClockInfo": lambda handle, kind: 1980 if kind == pynvml.NVML_CLOCK_SM else 3201,
         "nvmlDeviceGetPowerUsage": lambda handle: 77_500,
         "nvmlDeviceGetEnforcedPowerLimit": lambda handle: 700_000,
-        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda handle: 0x1 | 0x40,
+        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda handle: 0x1 | 0x40 | 1 << 40,
         "nvmlDeviceGetTotalEccErrors": lambda handle, kind, counter: 5 * kind + counter,
         "nvmlDeviceGetRemappedRows": lambda handle: (0, 1, 1, 0),
         "nvmlDeviceGetCpuAffinity": lambda handle, words: [(1 << 48) - 1, ((1 << 48) - 1) << 32, 0xFFFF, *([0] * 13)],
@@ -319,7 +321,7 @@ def test_nvml_reads_a_switched_node() -> None:
     assert (gpu.index, gpu.name, gpu.bus, gpu.capability) == (5, "NVIDIA H200", "00000000:05:00.0", (9, 0))
     assert (gpu.sm_mhz, gpu.sm_max_mhz, gpu.mem_mhz) == (345, 1980, 3201)
     assert (gpu.power_w, gpu.power_limit_w) == (77.5, 700.0)
-    assert gpu.throttle == ("idle", "hardware thermal slowdown")
+    assert gpu.throttle == ("idle", "hardware thermal slowdown", "reason 0x10000000000")
     assert (gpu.ecc_corrected, gpu.ecc_uncorrected, gpu.remap_pending, gpu.remap_failed) == (0, 5, True, False)
     assert gpu.cpu_affinity == AFFINITY
     assert len(gpu.nvlinks) == 18
@@ -429,6 +431,8 @@ def test_output_fits_and_is_whole(report: Report, width: int) -> None:
         assert text.count("NV18") == 56
         assert text.count("18 of 18") == 8
         assert AFFINITY in text
+        assert text.count("140.0/141.0 GiB") == 8
+        assert "…" not in text
         assert "26.56 GB/s" in text
     if report.ceilings:
         assert "4.30 TB/s" in text

@@ -1,0 +1,134 @@
+"""Collect: everything the doctor looks at, as one value that turns into JSON with `dataclasses.asdict`."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bagu import device
+from bagu.device import Machine
+from bagu.doctor.gpus import NvmlState
+from bagu.doctor.nccl import Nccl, find_nccl
+from bagu.doctor.nvml import Nvml
+from bagu.record import environment, package_version
+from bagu.timing import Ceilings, measure_ceilings
+
+__all__ = ["Disk", "Report", "collect"]
+
+PACKAGES = (
+    "nvidia-ml-py",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "liger-kernel",
+    "flash-attn",
+    "matplotlib",
+    "rich",
+    "typer",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    use: str
+    path: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """`environment` is `record.environment()`: the versions of torch, Triton, NumPy, CUDA, the driver; `packages` are
+    those bagu can use besides. `gpu_present` is the hardware, `machine.gpus` what torch can use. `nvml` is None when
+    NVML could not be asked, and `nvml_problem` says why. `ceilings` has one entry per GPU, or one for the CPU; it is
+    empty when measuring was not asked for or failed, and `measure_problem` then says how."""
+
+    environment: dict[str, Any]
+    machine: Machine
+    memory_available_bytes: int | None
+    disks: tuple[Disk, ...]
+    packages: dict[str, str | None]
+    gpu_present: bool
+    driver_cuda: str | None
+    nvml: NvmlState | None
+    nvml_problem: str | None
+    nccl: Nccl
+    c_compiler: str | None
+    cxx_compiler: str | None
+    triton_interprets: bool
+    ceilings: tuple[Ceilings, ...]
+    measure_problem: str | None
+
+
+def collect(*, measure: bool = True) -> Report:
+    """Look at this machine; with `measure` also time its memory and matrix units (about 2 s, and 2 s per GPU)."""
+    machine = device.this_machine()
+    ceilings, measure_problem = _measured(machine) if measure else ((), None)
+    _start_load(ceilings)
+    nvml, nvml_problem = _nvml_state()
+    return Report(
+        environment=environment(),
+        machine=machine,
+        memory_available_bytes=device.available_memory(),
+        disks=_disks(),
+        packages={name: package_version(name) for name in PACKAGES},
+        gpu_present=bool(nvml and nvml.gpus) or device.gpu_in_system(),
+        driver_cuda=device.driver_cuda(),
+        nvml=nvml,
+        nvml_problem=nvml_problem,
+        nccl=find_nccl(),
+        c_compiler=device.c_compiler(),
+        cxx_compiler=device.cxx_compiler(),
+        triton_interprets=device.triton_interprets(),
+        ceilings=ceilings,
+        measure_problem=measure_problem,
+    )
+
+
+def _measured(machine: Machine) -> tuple[tuple[Ceilings, ...], str | None]:
+    where = [f"cuda:{gpu.index}" for gpu in machine.gpus] or ["cpu"]
+    try:
+        ceilings = tuple(measure_ceilings(name, quick=True) for name in where)
+        torch.cuda.empty_cache()  # NVML is asked next, and shows what is free to others
+        return ceilings, None
+    except RuntimeError as error:  # out of memory, or a GPU that fails under load: a finding, not an end
+        return (), str(error).splitlines()[0]
+
+
+def _start_load(ceilings: tuple[Ceilings, ...]) -> None:
+    """Give every measured GPU half a second of matrix products and return at once, so that NVML is asked under load:
+    at rest a GPU is at its idle clocks and has no reason to slow down."""
+    side = 8192
+    for one in ceilings:
+        if one.device != "cpu":
+            a, b = (torch.randn(side, side, device=one.device, dtype=getattr(torch, one.dtype)) for _ in range(2))
+            c = torch.empty_like(a)
+            for _ in range(int(0.5 * one.matmul / (2 * side**3))):
+                torch.mm(a, b, out=c)
+
+
+def _nvml_state() -> tuple[NvmlState | None, str | None]:
+    try:
+        import pynvml
+    except ImportError:
+        return None, "the module pynvml is not installed"
+    try:
+        with Nvml(pynvml) as nvml:
+            return nvml.state(), None
+    except pynvml.NVMLError as error:
+        return None, str(error)
+
+
+def _disks() -> tuple[Disk, ...]:
+    disks: dict[int, Disk] = {}  # by file system, so that one is not told twice
+    for use, path in (("working folder", Path.cwd()), ("temporary files", Path(tempfile.gettempdir()))):
+        usage = shutil.disk_usage(path)
+        disks.setdefault(
+            path.stat().st_dev, Disk(use=use, path=str(path), total_bytes=usage.total, free_bytes=usage.free)
+        )
+    return tuple(disks.values())
