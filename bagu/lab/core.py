@@ -27,6 +27,14 @@ Kind = Literal["held", "did not hold", "holds only where"]
 T = TypeVar("T")
 
 
+def number(row: Row, key: str) -> float:
+    """The number a row holds under `key`; for a verdict or a plot that cannot do without it."""
+    value = row[key]
+    if not isinstance(value, int | float):
+        raise BaguError(f"{key} is {value!r} in the row {row}", hint="the lab's run() must give a number here")
+    return float(value)
+
+
 class Track(Protocol):
     """Hands out the points of a sweep one by one and shows how far it is."""
 

@@ -8,14 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bagu.lab.core import Lab, Row
+from bagu.ops.plot import FAINT, INK, STYLE
 
-INK, FAINT = "#2b2f36", "#d4d7dd"
+if TYPE_CHECKING:
+    from matplotlib.axis import Axis
+
+__all__ = ["COLOURS", "FAINT", "FILES", "INK", "draw", "log_ticks"]
+
 # Okabe and Ito's palette for all kinds of colour vision, in an order where neighbours differ in lightness; its yellow
 # and black are left out, being too close to the paper of a light and of a dark page.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7")
 FILES = ("plot.svg", "plot.png")
+
+
+def log_ticks(axis: Axis) -> None:
+    """Ticks at 1, 2 and 5 of each decade, as plain numbers."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())
 
 
 def draw(lab: Lab, rows: Sequence[Row], folder: Path) -> str | None:
@@ -26,27 +41,13 @@ def draw(lab: Lab, rows: Sequence[Row], folder: Path) -> str | None:
         from matplotlib.figure import Figure
     except ImportError as error:
         return f"matplotlib cannot be imported ({error}); pip install 'bagu[plot]' and run the lab again"
-    style = {
-        "axes.edgecolor": INK,
+    style = STYLE | {
         "axes.grid": True,
-        "axes.labelcolor": INK,
         "axes.labelsize": 9,
         "axes.prop_cycle": cycler(color=COLOURS),
-        "axes.spines.right": False,
-        "axes.spines.top": False,
-        "axes.titlelocation": "left",
-        "axes.titlesize": 10,
-        "font.size": 9,
-        "grid.color": FAINT,
-        "grid.linewidth": 0.6,
-        "legend.fontsize": 8,
-        "legend.frameon": False,
         "lines.linewidth": 1.6,
         "lines.markersize": 4,
         "svg.hashsalt": lab.name,  # the same rows give the same file
-        "text.color": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
     }
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(9.0, 3.8), layout="constrained")

@@ -43,14 +43,14 @@ def run_labs(names: Sequence[str], *, out: Path, quick: bool, console: Console |
 
     A verdict is not a failure. A lab that raises stops the run; the results before it are on disk.
     """
-    console = console or Console()
+    console = console or Console(highlight=False)
     labs = [catalogue.load(name) for name in names or catalogue.names()]  # a wrong name stops here, before any work
     machine, device = this_machine().name, default_device().type
     for lab in labs:
         console.print(f"\n[bold]{escape(lab.title_en)}[/] · {escape(lab.title_zh)}")
-        console.print(f"[dim]claim[/]    {escape(lab.claim_en)}\n         {escape(lab.claim_zh)}")
+        console.print(f"“{escape(lab.claim_en)}”\n“{escape(lab.claim_zh)}”", style="dim")
         if lab.needs_gpu and device != "cuda":
-            console.print("[yellow]skipped[/]  it needs a CUDA device and this machine has none")
+            console.print("[yellow]skipped[/]: it needs a CUDA device and this machine has none")
             continue
         result = run_lab(lab, machine=machine, device=device, quick=quick, console=console)
         folder = out / machine / lab.name
@@ -58,7 +58,7 @@ def run_labs(names: Sequence[str], *, out: Path, quick: bool, console: Console |
         console.print(f"[{COLOUR[result.verdict.kind]}]{result.verdict.kind}[/]: {escape(result.verdict.sentence_en)}")
         console.print(escape(result.verdict.sentence_zh))
         if reason is not None:
-            console.print(f"[yellow]no plot[/]  {escape(reason)}")
+            console.print(f"[yellow]no plot[/]: {escape(reason)}")
         console.print(f"[dim]{len(result.rows)} rows in {result.seconds:.1f} s → {escape(str(folder))}[/]")
     return 0
 

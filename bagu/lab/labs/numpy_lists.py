@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import array
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import permutations
 from math import exp, log
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict
-from bagu.lab.plot import COLOURS, INK
-from bagu.timing import measure
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.plot import COLOURS, INK, log_ticks
+from bagu.lab.turns import best_times
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,7 +59,7 @@ def variants(n: int) -> list[Variant]:
     shuffled = [boxed[i] for i in order]
     typed, x32, objects = array.array("d", boxed), x.astype(np.float32), np.array(boxed, dtype=object)
     ascending, taken = np.arange(n), np.empty(n)
-    view, wide_view = memoryview(x), memoryview(wide)[::LINE]
+    view, wide_view = x.data, wide[::LINE].data
     return [
         Variant("for over a list, shuffled", ("Python", "boxed", "scattered"), lambda: loop(shuffled)),
         Variant("for over a list, in order", ("Python", "boxed", "in order"), lambda: loop(boxed)),
@@ -80,31 +81,27 @@ def variants(n: int) -> list[Variant]:
 
 def run(setting: Setting) -> list[Row]:
     sizes = (1_000, 100_000) if setting.quick else (1_000, 10_000, 100_000, 1_000_000, 4_000_000)
-    seconds = 0.03 if setting.quick else 0.3
     rows: list[Row] = []
     for n in setting.track(sizes):
-        for variant in variants(n):
+        all_variants, repeats = variants(n), max(1, ELEMENTS_PER_SAMPLE // n)
+        samples = {variant.name: partial(repeat, variant.call, repeats) for variant in all_variants}
+        times = best_times(samples, "cpu", seconds=0.01 if setting.quick else 0.06)
+        for variant in all_variants:
             corner = dict(zip(FACTORS, variant.corner or (None, None, None), strict=True))
-            time_ns = time_per_element(variant.call, n, seconds=seconds) * 1e9
+            time_ns = times[variant.name] / repeats / n * 1e9
             rows.append({"n_elements": n, "variant": variant.name, **corner, "time_ns_per_element": time_ns})
     return rows
 
 
-def time_per_element(call: Callable[[], object], n: int, *, seconds: float) -> float:
-    """Median seconds per element. The caches are not flushed: data stay in the one they fit into."""
-    repeats = max(1, ELEMENTS_PER_SAMPLE // n)
-
-    def sample() -> None:
-        for _ in range(repeats):
-            call()
-
-    return measure(sample, "cpu", warmup=1, min_samples=3, seconds=seconds, flush_l2=False).median_s / repeats / n
+def repeat(call: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        call()
 
 
 def gains(rows: Sequence[Row], n: int) -> dict[str, float]:
     """By how much each factor multiplies the speed at `n`, averaged over the orders; the product is the whole gain."""
     times = {
-        tuple(row[factor] for factor in FACTORS): float(row["time_ns_per_element"] or 0)
+        tuple(row[factor] for factor in FACTORS): number(row, "time_ns_per_element")
         for row in rows
         if row["n_elements"] == n and row["loop"] is not None
     }
@@ -119,11 +116,11 @@ def gains(rows: Sequence[Row], n: int) -> dict[str, float]:
 
 
 def time_of(rows: Sequence[Row], n: int, variant: str) -> float:
-    return next(float(r["time_ns_per_element"] or 0) for r in rows if (r["n_elements"], r["variant"]) == (n, variant))
+    return next(number(r, "time_ns_per_element") for r in rows if (r["n_elements"], r["variant"]) == (n, variant))
 
 
 def sizes_of(rows: Sequence[Row]) -> list[int]:
-    return sorted({int(row["n_elements"] or 0) for row in rows})
+    return sorted({int(number(row, "n_elements")) for row in rows})
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
@@ -166,31 +163,37 @@ def verdict(rows: Sequence[Row]) -> Verdict:
 
 
 def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    """Left: each factor's part of the gain, over n. Right: every variant at the largest n."""
-    left, right = fig.subplots(1, 2, width_ratios=(1, 1.25))
+    """Left: what each factor brings, over n. Right: every variant at the largest n."""
+    left, right = fig.subplots(1, 2, width_ratios=(1, 1.1))
     sizes, names = sizes_of(rows), ("loop in C", "native type", "contiguous")
     for index, (factor, name) in enumerate(zip(FACTORS, names, strict=True)):
-        heights = [gains(rows, n)[factor] for n in sizes]
-        left.bar([i + 0.27 * (index - 1) for i in range(len(sizes))], heights, width=0.25, label=name)
+        tops = [gains(rows, n)[factor] for n in sizes]
+        left.bar([i + 0.27 * (index - 1) for i in range(len(sizes))], [t - 1 for t in tops], 0.25, bottom=1, label=name)
     left.axhline(1, color=INK, linewidth=0.8)
-    left.set(yscale="log", xlabel="elements", ylabel="speed multiplied by", title="What each change brings")
-    left.set_xticks(range(len(sizes)), [f"{n:,}" for n in sizes])
-    left.set_yticks((0.5, 1, 2, 5, 10), ("×0.5", "×1", "×2", "×5", "×10"))
+    left.set(yscale="log", xlabel="elements", title="Speed multiplied by")
+    left.set_xticks(range(len(sizes)), [short(n) for n in sizes])
+    left.set_yticks((1, 2, 5, 10, 20), ("×1", "×2", "×5", "×10", "×20"))
     left.minorticks_off()
     left.grid(axis="x", visible=False)
-    left.legend()
+    left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
 
-    last = sorted(
-        (r for r in rows if r["n_elements"] == sizes[-1]), key=lambda r: -float(r["time_ns_per_element"] or 0)
-    )
-    values = [float(row["time_ns_per_element"] or 0) for row in last]
-    labels = [str(row["variant"]) for row in last]
-    bars = right.barh(labels, values, height=0.7, color=[COLOURS[3 if "for" in label else 0] for label in labels])
-    right.bar_label(bars, fmt="%.2g ns", padding=3, fontsize=7.5, color=INK)
-    right.set(xscale="log", xlabel="ns per element", title=f"{sizes[-1]:,} elements (orange: a Python loop)")
-    right.set_xlim(right=max(values) * 3)
+    last = [row for row in rows if row["n_elements"] == sizes[-1]]
+    last.sort(key=lambda row: -number(row, "time_ns_per_element"))
+    for height, row in enumerate(last):
+        value, slow = number(row, "time_ns_per_element"), str(row["variant"]).startswith("for ")
+        right.plot(value, height, "o", markersize=5, color=COLOURS[3 if slow else 0])
+        right.annotate(
+            f"{value:.2g} ns", (value, height), (6, 0), textcoords="offset points", va="center", fontsize=7.5
+        )
+    right.set_yticks(range(len(last)), [str(row["variant"]) for row in last])
+    right.set(xscale="log", xlabel="time per element, ns (orange: a Python loop)", title=f"{sizes[-1]:,} elements")
+    right.set_xlim(right=number(last[0], "time_ns_per_element") * 3)
+    log_ticks(right.xaxis)
     right.tick_params(axis="y", labelsize=7.5, length=0)
-    right.grid(axis="y", visible=False)
+
+
+def short(n: int) -> str:
+    return f"{n // 1_000_000}M" if n >= 1_000_000 else f"{n // 1_000}k"
 
 
 LAB = Lab(
@@ -203,7 +206,8 @@ LAB = Lab(
     "or one value per cache line of 64 bytes.",
     varies="n from 1,000 to 4,000,000; loop (Python, C), type (boxed, native) and layout (scattered, in order) in all "
     "eight combinations; and seven neighbours for comparison.",
-    measures="Median time per element; a factor's gain is its mean over the six orders of the three changes.",
+    measures="Time per element, the best of three medians; a factor's gain is its mean over the six orders of the "
+    "three changes.",
     needs_gpu=False,
     run=run,
     verdict=verdict,
