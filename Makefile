@@ -6,11 +6,12 @@ JOBS ?= 2
 # Two processes share two cores here: idle OpenMP threads must sleep, not spin.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help demo test test-full test-gpu check format tables clean
+.PHONY: help demo test test-full test-triton test-gpu check format tables clean
 help:
 	@echo "make demo       what this machine is, and a quick benchmark of every op"
 	@echo "make test       every test that needs no GPU (Triton kernels through the interpreter)"
 	@echo "make test-full  the same with every tuning, every mutant, and today's Triton"
+	@echo "make test-triton  the op conformance on another Triton: TRITON=3.9.0"
 	@echo "make test-gpu   the tests on a CUDA device, kernels compiled"
 	@echo "make check      format, lint, types, import direction, public names, generated tables"
 
@@ -27,8 +28,14 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not slow"
 
-test-full: $(VENV)/ready
+test-full: $(VENV)/ready test-triton
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
+
+# The kernels on today's Triton, beside the one that is pinned; its interpreter is the judge.
+TRITON ?= 3.9.0
+test-triton: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --no-deps --target .triton/$(TRITON) triton==$(TRITON)
+	PYTHONPATH=.triton/$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/ops/test_conformance.py
 
 # On a GPU machine the environment is the machine's own: its torch and Triton are the ones to test.
 test-gpu:

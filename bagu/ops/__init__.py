@@ -6,7 +6,43 @@
 ...     y = bagu.ops.rms_norm(x, w)
 """
 
+from bagu.ops.add_rms_norm import add_rms_norm
+from bagu.ops.batch_norm import batch_norm
+from bagu.ops.cross_entropy import cross_entropy
+from bagu.ops.dequantize_int8 import dequantize_int8
 from bagu.ops.dispatch import use
+from bagu.ops.geglu import geglu
+from bagu.ops.group_norm import group_norm
+from bagu.ops.gumbel_softmax import gumbel_softmax
+from bagu.ops.layer_norm import layer_norm
+from bagu.ops.linear_cross_entropy import Losses, linear_cross_entropy, token_losses
+from bagu.ops.linear_cross_entropy_loss import linear_cross_entropy_loss
+from bagu.ops.quantize_int8 import quantize_int8
 from bagu.ops.rms_norm import rms_norm
+from bagu.ops.rope import rope, rope_tables
+from bagu.ops.softmax import softmax
+from bagu.ops.swiglu import swiglu
+from bagu.ops.transpose import transpose
 
-__all__ = ["rms_norm", "use"]
+__all__ = [
+    "Losses",
+    "add_rms_norm",
+    "batch_norm",
+    "cross_entropy",
+    "dequantize_int8",
+    "geglu",
+    "group_norm",
+    "gumbel_softmax",
+    "layer_norm",
+    "linear_cross_entropy",
+    "linear_cross_entropy_loss",
+    "quantize_int8",
+    "rms_norm",
+    "rope",
+    "rope_tables",
+    "softmax",
+    "swiglu",
+    "token_losses",
+    "transpose",
+    "use",
+]

@@ -1,0 +1,177 @@
+"""`bagu bench ops`: every op on every backend against its peers, each as a share of a ceiling measured in the same run.
+
+The ceilings are measured first; then each contender runs at each bench case (`race`), the rows are judged against the
+ceilings (`roofline`), shown, and appended to the record as soon as an op is done. On a CPU and with --quick the sizes
+shrink to a budget (`sizing.shrink`), and a row says which size really ran.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from bagu.device import default_device, this_machine
+from bagu.errors import ArgumentError
+from bagu.ops import bench_table, catalogue, plot
+from bagu.ops.contenders import chosen_backends, contenders, label
+from bagu.ops.core import OpSpec
+from bagu.ops.race import Job, Point, Setting, rows_of, time_job
+from bagu.ops.roofline import higher
+from bagu.ops.sizing import dtype_named, shrink
+from bagu.record import append_rows, environment
+from bagu.timing import Ceilings, flush_buffer, measure_ceilings
+
+__all__ = ["RESULTS", "main"]
+
+RESULTS = Path("benchmarks/results")
+SECOND_LOOKS = 2  # a result over its ceiling is measured again, with the ceiling: most often the machine was disturbed
+SECONDS_BETWEEN_LINES = 5.0  # of progress, where there is no terminal
+
+
+def main(
+    names: Sequence[str],
+    *,
+    backends: Sequence[str] = (),
+    dtype: str | None = None,
+    quick: bool = False,
+    compiled: bool | None = None,
+    as_json: bool = False,
+    draw: bool = True,
+    out: Path | None = None,
+    device: str | None = None,
+) -> int:
+    """Time the named ops, all by default. Exit status 1: a backend of bagu failed, or a recorded row is a fault.
+
+    `compiled` asks for torch.compile as a peer; without it a quick run has none and a full one has. `out` is the folder
+    of the record; without it a quick run records nothing and a full one goes to RESULTS.
+    """
+    specs = [catalogue.spec(n) for n in names] or list(catalogue.SPECS.values())
+    on = _device(device)
+    kind = dtype_named(dtype) if dtype is not None else torch.bfloat16 if on.type == "cuda" else torch.float32
+    setting = Setting(device=on, dtype=kind, quick=quick, compiled=not quick if compiled is None else compiled)
+    jobs, notes = _jobs(specs, chosen_backends(specs, backends, on), setting)
+    folder = out if out is not None else None if quick else RESULTS
+    console = Console(stderr=as_json)
+    rows: list[dict[str, Any]] = []
+    # A Triton kernel runs on the current device, wherever its tensors are.
+    with torch.cuda.device(on) if on.type == "cuda" else nullcontext():
+        for found in _rows(jobs, notes, setting, console):
+            rows += found
+            if folder is not None:
+                _keep(found, folder, console, draw=draw)
+    if as_json:
+        print(json.dumps(rows, indent=1, ensure_ascii=False, allow_nan=False))
+    failed = any(row["error"] and row["backend"] for row in rows)
+    return int(failed or (folder is not None and any(row["fault"] for row in rows)))
+
+
+def _rows(
+    jobs: Sequence[Job], notes: Sequence[str], setting: Setting, console: Console
+) -> Iterator[list[dict[str, Any]]]:
+    """Measure the ceilings, then each op; shows an op's rows and hands them on as soon as it is done."""
+    env = environment()
+    console.print(bench_table.heading(env, setting.device, quick=setting.quick))
+
+    def measured() -> Ceilings:
+        return measure_ceilings(setting.device, dtype=setting.dtype, quick=setting.quick)
+
+    def judged(points: Sequence[Point]) -> list[dict[str, Any]]:
+        return rows_of(points, ceilings, setting, env)
+
+    ceilings = measured()
+    console.print(bench_table.ceilings_line(ceilings))
+    for note in notes:
+        console.print(f"[yellow]note[/]  {escape(note)}")
+    scrub = flush_buffer(setting.device)
+    for _, group in groupby(_track(jobs, console), key=lambda job: job.spec.name):
+        timed = [(job, list(time_job(job, setting, scrub))) for job in group]
+        for _ in range(SECOND_LOOKS):
+            doubted = [i for i, (_, points) in enumerate(timed) if any(row["fault"] for row in judged(points))]
+            if not doubted:
+                break
+            ceilings = higher(ceilings, measured())  # before a result is doubted, its ceiling is
+            for i in doubted:
+                timed[i] = (timed[i][0], list(time_job(timed[i][0], setting, scrub)))
+        found = judged([point for _, points in timed for point in points])
+        for part in ("", *bench_table.tables(found), *bench_table.remarks(found)):
+            console.print(part)
+        yield found
+
+
+def _keep(rows: Sequence[Mapping[str, Any]], folder: Path, console: Console, *, draw: bool) -> None:
+    """Append one op's rows to the machine's record, and draw them beside it."""
+    if not rows:
+        return
+    machine = rows[0]["env"]["machine"]
+    append_rows(folder / f"{machine}.jsonl", rows)
+    reason = plot.draw(rows, folder / "plots" / machine) if draw else None
+    drawn = "" if not draw else f"; no plot: {reason}" if reason else f"; plots/{machine}/{rows[0]['op']}.svg and .png"
+    console.print(f"[dim]{len(rows)} rows → {escape(str(folder))}/{machine}.jsonl{escape(drawn)}[/]")
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return default_device()
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ArgumentError(f"there is no device {name!r}", hint="cpu, cuda, or cuda:1") from error
+    if device.type == "cuda":
+        found = len(this_machine().gpus)
+        if (index := device.index or 0) >= found:
+            raise ArgumentError(f"device {name!r} was asked for, and torch finds {found} GPUs", hint="see bagu doctor")
+        return torch.device("cuda", index)
+    if device.type != "cpu":
+        raise ArgumentError(f"device {name!r} was asked for, and ops are timed on cpu or cuda", hint="--device cpu")
+    return device
+
+
+def _jobs(specs: Sequence[OpSpec], backends: Sequence[str], setting: Setting) -> tuple[list[Job], list[str]]:
+    """All that will be timed, in order, and a note for what is left out."""
+    jobs, notes = [], []
+    for spec in specs:
+        runners, left_out = contenders(spec, backends, setting.device, compiled=setting.compiled)
+        notes += left_out
+        cases = [c for c in spec.cases if c.bench][: 1 if setting.quick else None]
+        jobs += [
+            Job(spec=spec, case=shrink(spec, c, setting.dtype, setting.budget), contender=r)
+            for c in cases
+            for r in runners
+        ]
+    if setting.device.type != "cuda" and any("triton" in s.backends for s in specs):
+        notes.append("the triton backend is left out: kernels are timed on a CUDA device")
+    return jobs, list(dict.fromkeys(notes))
+
+
+def _track(jobs: Sequence[Job], console: Console) -> Iterator[Job]:
+    """The jobs, with a progress line: a bar on a terminal, else a line now and then."""
+    start = last = time.perf_counter()
+    if console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("runs"))
+        times = (TimeElapsedColumn(), TextColumn("elapsed, left"), TimeRemainingColumn())
+        # Drawn between runs only: a thread that redraws during one would be timed with it.
+        with Progress(*columns, *times, console=console, transient=True, auto_refresh=False) as progress:
+            task = progress.add_task("", total=len(jobs))
+            for job in jobs:
+                who = label(job.contender.name, backend=job.contender.backend)
+                progress.update(task, description=f"{job.spec.name} {job.case.name} {who}", refresh=True)
+                yield job
+                progress.advance(task)
+        return
+    for index, job in enumerate(jobs):
+        now = time.perf_counter()
+        if now - last >= SECONDS_BETWEEN_LINES:
+            left = (now - start) / index * (len(jobs) - index)
+            console.print(f"{index} of {len(jobs)} runs in {now - start:.0f} s, about {left:.0f} s left")
+            last = now
+        yield job

@@ -1,0 +1,227 @@
+"""Timing one contender at one case: its passes, and the rows that a record keeps of them.
+
+Each contender runs on inputs of its own in three passes: `fwd` as in training (the graph is kept, so one that saves
+more pays for it), `bwd` alone, and `fwd+bwd`; an op without gradients has only the first. Caches are flushed before
+every sample (`timing.measure`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from bagu.device import gpu, this_machine
+from bagu.ops.contenders import Contender, is_absent
+from bagu.ops.core import Case, Cost, OpSpec
+from bagu.ops.roofline import costs, floor, is_fault
+from bagu.ops.sizing import DTYPES, BenchStreams, bench_inputs, first_tensor, shape_label
+from bagu.timing import Ceilings, Timing, measure
+
+__all__ = ["Job", "Point", "Setting", "rows_of", "time_job"]
+
+MB = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What holds for a whole run."""
+
+    device: torch.device
+    dtype: torch.dtype
+    quick: bool
+    compiled: bool
+
+    @property
+    def budget(self) -> int:
+        """Bytes that a forward may move. A GPU runs the cases as they are, unless one is an eighth of its memory."""
+        if self.device.type != "cuda":
+            return (8 if self.quick else 64) * MB
+        return 256 * MB if self.quick else gpu(self.device).memory_bytes // 8
+
+    @property
+    def seconds(self) -> float:
+        """Sampling time of one point. A GPU takes hundreds of samples in 0.1 s; a CPU flushes for 0.05 s a sample."""
+        return 0.05 if self.quick else 0.1 if self.device.type == "cuda" else 0.3
+
+    @property
+    def cache_bytes(self) -> int:
+        return gpu(self.device).l2_bytes if self.device.type == "cuda" else this_machine().cache_bytes or 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One contender at one case."""
+
+    spec: OpSpec
+    case: Case
+    contender: Contender
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One pass of a job. A yardstick has no cost; one that failed has an error and no timing.
+
+    `peak_bytes` is the most memory a call holds at once beyond what was there before it; only a GPU tells.
+    """
+
+    job: Job
+    shape: str
+    dims: Mapping[str, Any]
+    step: str
+    cost: Cost | None
+    written: int
+    timing: Timing | None
+    peak_bytes: int | None
+    error: str | None
+
+
+def time_job(job: Job, setting: Setting, scrub: torch.Tensor) -> Iterator[Point]:
+    """Every pass of a job. What raises becomes a point with an error: one contender must not end the others' run."""
+    spec, device = job.spec, setting.device
+    args = bench_inputs(spec, job.case, setting.dtype, device)
+    dims, first = spec.bind(args), first_tensor(spec, args).dtype
+    cost, shape = costs(spec, dims, first), shape_label(spec, args)
+    numbers = {k: v for k, v in dims.items() if type(v) in (int, tuple)}
+
+    def point(step: str, cost: Cost | None, *, error: str | None = None, **measured: Any) -> Point:
+        nothing = {"written": 0, "timing": None, "peak_bytes": None}
+        return Point(job=job, shape=shape, dims=numbers, step=step, cost=cost, error=error, **nothing | measured)
+
+    step = "fwd"
+    try:
+        with _fresh_compiler() if job.contender.name == "compile" else nullcontext():
+            for step, fn, written in _passes(job, args, setting):
+                least = 3 if setting.quick else 5
+                timing = measure(fn, device, seconds=setting.seconds, min_samples=least, buffer=scrub)
+                known = None if written is None else cost[step]
+                yield point(step, known, written=written or 0, timing=timing, peak_bytes=_peak(fn, device))
+    except Exception as error:
+        if job.contender.backend or not is_absent(error):
+            words = str(error).strip().splitlines() or [""]
+            yield point(step, cost[step], error=f"{type(error).__name__}: {words[0]}"[:300])
+
+
+def _written_out(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A gradient that comes back as a view (torch's, of a transpose) has moved no bytes yet; its reader would."""
+    return [g.contiguous() for g in grads]
+
+
+def _peak(fn: Callable[[], object], device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    fn()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+@contextmanager
+def _fresh_compiler() -> Iterator[None]:
+    """torch.compile without memory of other cases: past 8 shapes of one function it gives up and runs eager.
+
+    Its backward may not give saved buffers away, since timing it alone runs it many times over one graph.
+    """
+    from torch._functorch import config
+
+    torch.compiler.reset()
+    with config.patch(donated_buffer=False):
+        yield
+
+
+def _passes(job: Job, args: dict[str, Any], setting: Setting) -> Iterator[tuple[str, Callable[[], object], int | None]]:
+    """(pass, call, bytes it writes) for each pass; the bytes are None for a yardstick."""
+    spec, run = job.spec, job.contender.run
+    leaves = [args[g].requires_grad_() for g in spec.grads if args[g] is not None]
+    out = run(**args)
+    if out is None:
+        yield "fwd+bwd" if leaves else "fwd", lambda: run(**args), None
+        return
+    names = [o.name for o in spec.sig.outputs]
+    outputs = dict(zip(names, out if isinstance(out, (tuple, list)) else (out,), strict=True))
+    written = sum(t.nbytes for t in outputs.values())
+    yield "fwd", lambda: run(**args), written
+    if not leaves:
+        return
+    flows = [outputs[n] for n in spec.differentiable]
+    streams = BenchStreams(spec.name, job.case.name, dtype=setting.dtype, device=setting.device)
+    douts = [  # the gradient of a scalar loss is 1, as `loss.backward()` makes it
+        torch.ones_like(y) if y.ndim == 0 else streams.normal(f"d{n}", *y.shape).to(y.dtype)
+        for n, y in zip(spec.differentiable, flows, strict=True)
+    ]
+    gradients = sum(leaf.nbytes for leaf in leaves)
+
+    def backward() -> object:
+        return _written_out(torch.autograd.grad(flows, leaves, douts, retain_graph=True))
+
+    backward()  # torch.compile builds it now, so that the warm-up before timing is one
+    yield "bwd", backward, gradients
+    flows, outputs, out = [], {}, None  # lets go of the graph: `fwd+bwd` may need its memory
+
+    def both() -> object:
+        out = run(**args)
+        made = dict(zip(names, out if isinstance(out, (tuple, list)) else (out,), strict=True))
+        return _written_out(torch.autograd.grad([made[n] for n in spec.differentiable], leaves, douts))
+
+    yield "fwd+bwd", both, written + gradients
+
+
+def rows_of(
+    points: Sequence[Point], ceilings: Ceilings, setting: Setting, env: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The points as rows of the record, judged against the ceilings. JSON values throughout; names carry units."""
+    return [_row(p, ceilings, setting, env) for p in points]
+
+
+def _row(p: Point, ceilings: Ceilings, setting: Setting, env: Mapping[str, Any]) -> dict[str, Any]:
+    spec, case, who, t = p.job.spec, p.job.case, p.job.contender, p.timing
+    original = next(c for c in spec.cases if c.name == case.name)
+    row: dict[str, Any] = {
+        "op": spec.name,
+        "case": case.name,
+        "shape": p.shape,
+        "dims": dict(p.dims),
+        "shrunk": case.params != original.params,
+        "dtype": next(k for k, v in DTYPES.items() if v == setting.dtype),
+        "device": str(setting.device),
+        "pass": p.step,
+        "backend": who.name if who.backend else None,
+        "peer": None if who.backend else who.name,
+        "yardstick": p.cost is None,
+        "median_s": t.median_s if t else None,
+        "low_s": t.low_s if t else None,
+        "high_s": t.high_s if t else None,
+        "samples": t.samples if t else 0,
+        "peak_bytes": p.peak_bytes,
+        "error": p.error,
+        "bytes": p.cost.bytes if p.cost else None,
+        "flops": p.cost.flops if p.cost else None,
+    }
+    return row | _judge(p, ceilings, setting) | {"quick": setting.quick, "ceilings": asdict(ceilings), "env": dict(env)}
+
+
+def _judge(p: Point, ceilings: Ceilings, setting: Setting) -> dict[str, Any]:
+    """Rate, share of the ceiling that bounds the pass, and whether the result can be true.
+
+    Bytes are compulsory for everyone, FLOPs are not: a peer may keep what our backward makes again, or make in one pass
+    what we make in the other. So FLOPs convict only a backend of ours, and rate a peer only over both passes together.
+    """
+    judged: dict[str, Any] = dict.fromkeys(("bound", "gb_per_s", "tflop_per_s", "ceiling", "share")) | {"fault": False}
+    if p.cost is None:
+        return judged
+    least, ours, whole = floor(p.cost, ceilings), p.job.contender.backend, p.step == "fwd+bwd" or not p.job.spec.grads
+    judged |= {"bound": least.bound, "ceiling": least.ceiling}
+    if p.timing is None:
+        return judged
+    seconds = p.timing.median_s
+    if least.bound == "memory":
+        judged |= {"gb_per_s": p.cost.bytes / seconds / 1e9, "share": least.seconds / seconds}
+    elif ours or whole:
+        judged |= {"tflop_per_s": p.cost.flops / seconds / 1e12, "share": least.seconds / seconds}
+    compulsory = p.cost if ours else p.cost._replace(flops=0)
+    cached = setting.cache_bytes if p.step == "fwd+bwd" else 0
+    fault = is_fault(compulsory, written=p.written, seconds=seconds, ceilings=ceilings, cached=cached)
+    return judged | {"fault": fault}

@@ -1,0 +1,86 @@
+"""The roofline: the least time a call can take on a machine whose ceilings were measured.
+
+The predicted time of a call is the larger of bytes / copy bandwidth and FLOPs / matmul rate, and the larger one names
+what bounds it. A share is that time over the measured one. Copy is the yardstick because most ops read about as much
+as they write, and because one yardstick makes ops comparable.
+
+Whether a result can be true is judged by a sharper limit: the bandwidth at the call's own mix of reads and writes. A
+loss that only reads may pass the copy bandwidth honestly, but not the read bandwidth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from bagu.ops.core import Cost, OpSpec
+from bagu.ops.signature import Dims, sizes
+from bagu.timing import Ceilings
+
+__all__ = ["FAULT", "PASSES", "Floor", "bandwidth", "costs", "floor", "higher", "is_fault"]
+
+FAULT = 1.03  # a result this far over its limit is a fault of the measurement
+PASSES = ("fwd", "bwd", "fwd+bwd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """The least time, and which ceiling sets it: "copy" (bound by memory) or "matmul" (bound by compute)."""
+
+    seconds: float
+    ceiling: str
+
+    @property
+    def bound(self) -> str:
+        return "memory" if self.ceiling == "copy" else "compute"
+
+
+def costs(spec: OpSpec, dims: Dims, first: torch.dtype) -> dict[str, Cost]:
+    """The cost of each pass at these dims; an op without gradients has only the first."""
+    numbers, itemsize = sizes(dims), first.itemsize
+    found = {"fwd": spec.cost(numbers, itemsize)}
+    if spec.grads and spec.cost_backward is not None:
+        found["bwd"] = spec.cost_backward(numbers, itemsize)
+        found["fwd+bwd"] = Cost(*(a + b for a, b in zip(found["fwd"], found["bwd"], strict=True)))
+    return found
+
+
+def floor(cost: Cost, ceilings: Ceilings) -> Floor:
+    memory_s, compute_s = cost.bytes / ceilings.copy, cost.flops / ceilings.matmul
+    if memory_s >= compute_s:
+        return Floor(seconds=memory_s, ceiling="copy")
+    return Floor(seconds=compute_s, ceiling="matmul")
+
+
+def bandwidth(ceilings: Ceilings, written: float) -> float:
+    """Bytes/s at best when the share `written` of the traffic is writes.
+
+    The time of a byte is interpolated between the three that were measured: all reads, half and half, all writes.
+    """
+    read_s, copy_s, write_s = 1 / ceilings.read, 1 / ceilings.copy, 1 / ceilings.write
+    if written <= 0.5:
+        return 1 / (read_s + (copy_s - read_s) * 2 * written)
+    return 1 / (copy_s + (write_s - copy_s) * (2 * written - 1))
+
+
+def is_fault(cost: Cost, *, written: int, seconds: float, ceilings: Ceilings, cached: int = 0) -> bool:
+    """Whether `seconds` is too short to be true.
+
+    `written` of the cost's bytes are writes. `cached` bytes may have come from a cache: a backward that follows its
+    forward finds there what the forward touched last.
+    """
+    rate = bandwidth(ceilings, min(1.0, written / cost.bytes))
+    least = max(max(0, cost.bytes - cached) / rate, cost.flops / ceilings.matmul)
+    return least > FAULT * seconds
+
+
+def higher(a: Ceilings, b: Ceilings) -> Ceilings:
+    """The better of two measurements, each ceiling for itself: a ceiling is a maximum, and noise only lowers it."""
+    return replace(
+        a,
+        read=max(a.read, b.read),
+        write=max(a.write, b.write),
+        copy=max(a.copy, b.copy),
+        matmul=max(a.matmul, b.matmul),
+    )

@@ -1,0 +1,235 @@
+"""`bagu ops list` and `bagu ops show NAME`: what an op means, takes, costs, and should take on this machine.
+
+A description is a value first (`describe`, also the JSON) and text second. The predicted time is a floor: the larger of
+bytes / copy bandwidth and FLOPs / matmul rate, by ceilings measured here (`roofline`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+
+from bagu.device import default_device, this_machine, triton_interprets
+from bagu.errors import ArgumentError
+from bagu.ops import catalogue
+from bagu.ops.bench import RESULTS
+from bagu.ops.core import Case, OpSpec
+from bagu.ops.roofline import costs, floor
+from bagu.ops.signature import EXACT, KINDS, TensorArg
+from bagu.ops.sizing import bench_inputs, dtype_named, first_tensor, resize, shape_label
+from bagu.record import read_rows
+from bagu.timing import Ceilings, measure_ceilings
+
+__all__ = ["describe", "list_ops", "parse_size", "show_op"]
+
+H200_BALANCE = 184.0  # FLOP/byte where an H200 turns from memory to compute: 788 TFLOP/s over 4.28 TB/s, bf16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Ceilings and where they come from."""
+
+    ceilings: Ceilings
+    words: str
+
+
+def list_ops(console: Console) -> None:
+    """Print every op in one table."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("op", "signature", "backends", "gradients", "bound"):
+        table.add_column(name, no_wrap=name == "op", overflow="fold")
+    for name, spec in catalogue.SPECS.items():
+        grads = ", ".join(spec.grads) or "none"
+        row = (f"[bold]{name}[/]", escape(spec.signature), ", ".join(spec.backends), grads, _bound(spec))
+        table.add_row(*row)
+    console.print(table)
+    console.print(f"\nbound: by FLOPs a byte at the first bench case in bf16; an H200 turns at {H200_BALANCE:.0f}.")
+    console.print("bagu ops show NAME tells what one means, costs and should take here.")
+
+
+def _bound(spec: OpSpec) -> str:
+    args = bench_inputs(spec, _bench_case(spec), torch.bfloat16, "meta")
+    cost = costs(spec, spec.bind(args), first_tensor(spec, args).dtype)["fwd"]
+    return "compute" if cost.intensity > H200_BALANCE else "memory"
+
+
+def _bench_case(spec: OpSpec) -> Case:
+    return next((c for c in spec.cases if c.bench), spec.cases[0])
+
+
+def parse_size(text: str) -> dict[str, int | tuple[int, ...]]:
+    """ "M=4096,shape=32x64x7x7" as {"M": 4096, "shape": (32, 64, 7, 7)}."""
+    size: dict[str, int | tuple[int, ...]] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, _, value = part.partition("=")
+        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", value.strip()):
+            raise ArgumentError(f"--size has {part!r}, and NAME=NUMBER is wanted", hint="--size M=4096,N=4096")
+        numbers = tuple(int(v) for v in value.split("x"))
+        size[name.strip()] = numbers if len(numbers) > 1 else numbers[0]
+    return size
+
+
+def show_op(
+    name: str,
+    console: Console,
+    *,
+    size: str = "",
+    dtype: str | None = None,
+    as_json: bool = False,
+    measure: bool = False,
+    results: Path = RESULTS,
+) -> None:
+    """Print one op. The ceilings are the last ones recorded for this machine under `results`, else measured now."""
+    spec, sizes = catalogue.spec(name), parse_size(size)
+    device = default_device()
+    kind = dtype_named(dtype) if dtype is not None else torch.bfloat16 if device.type == "cuda" else torch.float32
+    case = resize(spec, _bench_case(spec), sizes)
+    args = bench_inputs(spec, case, kind, "meta")  # sizes that do not fit each other stop here, before any measuring
+    spec.bind(args)
+    source = (None if measure else _recorded(results, device, kind)) or _measured(device, kind)
+    facts = describe(spec, case, args, source)
+    if as_json:
+        print(json.dumps(facts, indent=1, ensure_ascii=False))
+    else:
+        console.print(_render(facts))
+
+
+def _recorded(results: Path, device: torch.device, dtype: torch.dtype) -> Source | None:
+    """The ceilings of the last full benchmark of this machine, device and dtype."""
+    path = results / f"{this_machine().name}.jsonl"
+    if not path.exists():
+        return None
+    for row in reversed(read_rows(path)):
+        there = row["ceilings"]
+        if not row["quick"] and (there["device"], there["dtype"]) == (str(device), str(dtype).removeprefix("torch.")):
+            known = {f.name: there[f.name] for f in fields(Ceilings)}
+            return Source(ceilings=Ceilings(**known), words=f"ceilings measured {row['env']['time']} ({path})")
+    return None
+
+
+def _measured(device: torch.device, dtype: torch.dtype) -> Source:
+    return Source(
+        ceilings=measure_ceilings(device, dtype=dtype, quick=True), words="ceilings measured just now, quickly"
+    )
+
+
+def describe(spec: OpSpec, case: Case, args: Mapping[str, Any], source: Source) -> dict[str, Any]:
+    """Everything about an op at one size, in JSON values."""
+    first = first_tensor(spec, dict(args))
+    passes = {}
+    for step, cost in costs(spec, spec.bind(args), first.dtype).items():
+        least = floor(cost, source.ceilings)
+        passes[step] = {
+            "flops": cost.flops,
+            "bytes": cost.bytes,
+            "flops_per_byte": cost.intensity,
+            "bound": least.bound,
+            "predicted_s": least.seconds,
+        }
+    return {
+        "name": spec.name,
+        "signature": spec.signature,
+        "formula": (importlib.import_module(f"bagu.ops.{spec.name}.spec").__doc__ or "").strip(),
+        "arguments": [_argument(spec, a) for a in spec.sig.inputs],
+        "outputs": [str(o) for o in spec.sig.outputs],
+        "residuals": [str(r) for r in spec.sig.residuals],
+        "independent": list(spec.independent),
+        "ulps": spec.ulps,
+        "backends": {b: _backend(spec, b) for b in spec.backends},
+        "cases": [{"name": c.name, "why": c.why, "bench": c.bench} for c in spec.cases],
+        "size": {"case": case.name, "shape": shape_label(spec, dict(args)), "dtype": str(first.dtype)[6:]},
+        "cost": passes,
+        "ceilings": asdict(source.ceilings) | {"source": source.words},
+    }
+
+
+def _argument(spec: OpSpec, arg: Any) -> dict[str, Any]:
+    if not isinstance(arg, TensorArg):
+        return {"name": arg.name, "is": str(arg), "kind": f"a scalar, {arg.kind}", "gradient": False}
+    kind = KINDS.get(arg.dtype) or (str(EXACT[arg.dtype])[6:] if arg.dtype in EXACT else "fp32, or fp64 beside fp64")
+    if arg is spec.sig.tensors[0] and not arg.dtype:
+        kind = "a float dtype"
+    optional = ", may be None" if arg.optional else ""
+    return {"name": arg.name, "is": str(arg), "kind": kind + optional, "gradient": arg.name in spec.grads}
+
+
+def _backend(spec: OpSpec, backend: str) -> dict[str, Any]:
+    """Whether a backend runs here, and what can be tuned in it."""
+    if backend == "torch":
+        return {"runs": "yes", "tunable": {}}
+    if importlib.util.find_spec("triton") is None:
+        return {"runs": "no: Triton is not installed (pip install 'bagu[triton]')", "tunable": {}}
+    runs = (
+        "yes" if default_device().type == "cuda" else "in the interpreter only, slowly" if triton_interprets() else ""
+    )
+    tunable = getattr(spec.module(backend), "TUNABLE", {})
+    return {
+        "runs": runs or "no: it needs a CUDA device, or TRITON_INTERPRET=1 for its interpreter",
+        "tunable": {fn: {k: list(v) for k, v in space.items()} for fn, space in tunable.items()},
+    }
+
+
+def _render(facts: Mapping[str, Any]) -> Group:
+    backends = _grid("backend", "runs here", "tuning space")
+    for name, b in facts["backends"].items():
+        space = [f"{fn}: " + ", ".join(f"{k} ∈ {v}" for k, v in points.items()) for fn, points in b["tunable"].items()]
+        backends.add_row(name, b["runs"], "\n".join(space) or "nothing")
+    arguments = _grid("argument", "what it is", "gradient")
+    for a in facts["arguments"]:
+        arguments.add_row(escape(a["is"]), a["kind"], "yes" if a["gradient"] else "")
+    cases = _grid("case", "why", "timed")
+    for c in facts["cases"]:
+        cases.add_row(c["name"], escape(c["why"]), "yes" if c["bench"] else "")
+    cost = _grid("pass", "work", "traffic", "FLOP/byte", "bound by", "predicted time")
+    for step, p in facts["cost"].items():
+        work = (_si(p["flops"], "FLOP"), _si(p["bytes"], "B"), f"{p['flops_per_byte']:,.1f}")
+        cost.add_row(step, *work, p["bound"], f"≥ {_time(p['predicted_s'])}")
+    size, c = facts["size"], facts["ceilings"]
+    results = ", ".join(facts["outputs"]) + (f"; kept: {', '.join(facts['residuals'])}" if facts["residuals"] else "")
+    return Group(
+        f"[bold]{facts['name']}[/]  {escape(facts['signature'])}\n",
+        f"{escape(facts['formula'])}\n",
+        arguments,
+        f"\nreturns {escape(results)}, off the fp64 definition by at most {facts['ulps']:g} × its spacing",
+        f"independent along {', '.join(facts['independent'])}\n",
+        backends,
+        "",
+        cases,
+        f"\n[bold]cost at {size['shape']}[/] in {size['dtype']} (case {size['case']})",
+        cost,
+        f"[dim]copy {c['copy'] / 1e9:,.1f} GB/s, matmul {c['matmul'] / 1e12:,.2f} TFLOP/s ({c['dtype']}) on "
+        f"{c['device']}; {escape(c['source'])}[/]",
+    )
+
+
+def _grid(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in columns:
+        right = name in ("work", "traffic", "FLOP/byte", "predicted time")
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    return table
+
+
+def _si(value: float, unit: str) -> str:
+    """Three digits and a prefix: 8008000, "B" -> "8.01 MB"."""
+    prefix = next(
+        ((scale, p) for scale, p in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= scale), (1, "")
+    )
+    return f"{value / prefix[0]:.3g} {prefix[1]}{unit}"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1e-2:
+        return f"{1e6 * seconds:,.1f} µs"
+    return f"{1e3 * seconds:,.1f} ms" if seconds < 10 else f"{seconds:,.0f} s"

@@ -1,0 +1,145 @@
+"""Inputs for timing: a spec's bench cases at the size this machine should run, made in place and in the right dtype.
+
+A check draws in fp64 and rounds; at 4096 x 262,144 that detour is 8.6 GB. Here tensors are drawn in the dtype under
+test on the device that runs them, or on "meta", where they have a shape, cost nothing and are enough to ask a cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bagu.errors import ArgumentError, UnknownName
+from bagu.ops.core import Case, OpSpec, Streams
+from bagu.ops.roofline import costs
+from bagu.ops.signature import TensorArg
+
+__all__ = ["DTYPES", "bench_inputs", "dtype_named", "first_tensor", "forward_bytes", "resize", "shape_label", "shrink"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+FEWEST_ROWS = 16  # an independent dim is not shrunk below this while another one can give
+
+
+def dtype_named(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise UnknownName.among("dtype", name, DTYPES)
+    return DTYPES[name]
+
+
+class BenchStreams(Streams):
+    """Random tensors in one dtype on one device; on "meta" only their shapes."""
+
+    def __init__(self, *key: object, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__(*key, device=device)
+        self.dtype = dtype
+        self.meta = torch.device(device).type == "meta"
+
+    def normal(self, name: str, *shape: int) -> torch.Tensor:
+        if self.meta:
+            return torch.empty(shape, dtype=self.dtype, device="meta")
+        return torch.randn(shape, generator=self.generator(name), dtype=self.dtype, device=self.device)
+
+    def uniform(self, name: str, *shape: int) -> torch.Tensor:
+        if self.meta:
+            return torch.empty(shape, dtype=self.dtype, device="meta")
+        return torch.rand(shape, generator=self.generator(name), dtype=self.dtype, device=self.device)
+
+    def integers(self, name: str, low: int, high: int, *shape: int) -> torch.Tensor:
+        if self.meta:
+            return torch.empty(shape, dtype=torch.int64, device="meta")
+        return super().integers(name, low, high, *shape)
+
+
+def bench_inputs(spec: OpSpec, case: Case, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
+    """The arguments of a call at this case."""
+    drawn = spec.inputs(case, BenchStreams(spec.name, case.name, dtype=dtype, device=device))
+    args = spec.cast(case, drawn, dtype)
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+
+
+def first_tensor(spec: OpSpec, args: dict[str, Any]) -> torch.Tensor:
+    """The tensor whose dtype and device are the call's."""
+    return next(a for t in spec.sig.tensors if isinstance(a := args[t.name], torch.Tensor))
+
+
+def forward_bytes(spec: OpSpec, case: Case, dtype: torch.dtype) -> int:
+    """Bytes that the forward of a case moves at least; raises ArgumentError where the sizes do not fit each other."""
+    args = bench_inputs(spec, case, dtype, "meta")
+    return costs(spec, spec.bind(args), first_tensor(spec, args).dtype)["fwd"].bytes
+
+
+def shrink(spec: OpSpec, case: Case, dtype: torch.dtype, budget: int) -> Case:
+    """The case, with sizes halved until its forward moves at most `budget` bytes.
+
+    Independent dims give first, each down to 16: those that are parameters of the case, in the spec's order, then the
+    leading number where a parameter is a whole shape. So rows get fewer and stay as long as before. After them the
+    largest number gives. One that hardly lowers the bytes, or whose half does not fit the others (channels and
+    groups), stays as it is.
+    """
+    rows = [(d, None) for d in spec.independent if type(case.params.get(d)) is int]
+    first = (*rows, *(knob for knob in _numbers(case) if knob[1] == 0))
+    fixed: set[Knob] = set()
+    while (now := forward_bytes(spec, case, dtype)) > budget:
+        free = {k: v for k, v in _numbers(case).items() if v > 1 and k not in fixed}
+        if not free:
+            break
+        many = [k for k in first if free.get(k, 0) > FEWEST_ROWS]
+        knob = many[0] if many else max(free, key=lambda k: (k not in first, free[k]))
+        smaller = _with(case, knob, free[knob] // 2)
+        try:
+            helps = forward_bytes(spec, smaller, dtype) < 0.95 * now
+        except (ArgumentError, RuntimeError):  # torch raises the second where shapes cannot be broadcast
+            helps = False
+        if helps:
+            case = smaller
+        else:
+            fixed.add(knob)
+    return case
+
+
+Knob = tuple[str, int | None]  # a parameter that is a number, or one number of a parameter that is a shape
+
+
+def _numbers(case: Case) -> dict[Knob, int]:
+    found: dict[Knob, int] = {}
+    for name, value in case.params.items():
+        if type(value) is int:
+            found[name, None] = value
+        elif isinstance(value, tuple) and all(type(v) is int for v in value):
+            found |= {(name, i): v for i, v in enumerate(value)}
+    return found
+
+
+def _with(case: Case, knob: Knob, value: int) -> Case:
+    name, index = knob
+    if index is None:
+        return case.replace(**{name: value})
+    shape = case[name]
+    return case.replace(**{name: (*shape[:index], value, *shape[index + 1 :])})
+
+
+def resize(spec: OpSpec, case: Case, size: Mapping[str, int | tuple[int, ...]]) -> Case:
+    """The case at other sizes, by the names of its parameters."""
+    known = sorted({name for name, _ in _numbers(case)})
+    for name, value in size.items():
+        if name not in known:
+            raise UnknownName.among(f"size of {spec.name}[{case.name}]", name, known)
+        if type(value) is not type(case[name]):
+            want = "a shape like 32x64x8" if isinstance(case[name], tuple) else "a number"
+            raise ArgumentError(f"{spec.name}: the size {name} was given as {value}, and {want} is wanted")
+    return case.replace(**size)
+
+
+def shape_label(spec: OpSpec, args: dict[str, Any]) -> str:
+    """The first tensor's shape, then the dims that only other arguments have: "4096×4096 V=128256"."""
+    first = first_tensor(spec, args)
+    named = [t for t in spec.sig.tensors if isinstance(args[t.name], torch.Tensor)]
+    dims, own = spec.bind(args), _names(named[0])
+    other = {n: dims[n] for t in named[1:] for n in _names(t) if n not in own and type(dims[n]) is int}
+    return " ".join(["×".join(str(n) for n in first.shape) or "1", *(f"{n}={v}" for n, v in other.items())])
+
+
+def _names(arg: TensorArg) -> list[str]:
+    return [name for _, name in arg.dims if name]

@@ -1,0 +1,202 @@
+"""`python -m bagu.tables [--check]`: the tables of measured numbers in the READMEs, made from benchmarks/results.
+
+The text between the two marks of a README belongs to this module. It shows the GPU machines' rows: each op at its
+first bench case, then every case folded away. Numbers of one line come from one run, the latest that has the case, so
+that bagu and its peers are compared as they were measured. `--check` writes nothing and fails when a README is stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bagu.errors import BaguError
+from bagu.record import read_rows
+
+__all__ = ["main", "render", "updated"]
+
+BEGIN, END = "<!-- bench:ops:begin -->", "<!-- bench:ops:end -->"
+PEERS = ("eager", "compile", "liger")
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """The words of one language around the numbers."""
+
+    head: tuple[str, ...]
+    caption: str
+    all_cases: str
+    nothing: str
+    failed: str
+    fault: str
+
+
+ENGLISH = Words(
+    head=("op", "shape", "pass", "bagu", "of ceiling", "torch eager", "torch.compile", "Liger"),
+    caption="Measured on **{machine}** in {dtype} at commit {commit} (torch {torch}, Triton {triton}); copy bandwidth "
+    "{copy} GB/s and matmul {matmul} TFLOP/s in the same run. Higher is better; `bagu bench ops` repeats it.",
+    all_cases="All cases",
+    nothing="No GPU results are recorded yet: `bagu bench ops` on a GPU machine writes them to `benchmarks/results`.",
+    failed="failed",
+    fault="fault",
+)
+CHINESE = Words(
+    head=("算子", "形状", "阶段", "bagu", "占上限", "torch eager", "torch.compile", "Liger"),
+    caption="测于 **{machine}**，{dtype}，提交 {commit}（torch {torch}，Triton {triton}）；同一次运行中实测拷贝带宽 "
+    "{copy} GB/s，矩阵乘 {matmul} TFLOP/s。数值越高越好；用 `bagu bench ops` 复现。",
+    all_cases="全部用例",
+    nothing="尚无 GPU 结果：在 GPU 机器上运行 `bagu bench ops`，结果写入 `benchmarks/results`。",
+    failed="失败",
+    fault="测量有误",
+)
+FILES = {"README.md": ENGLISH, "README.zh.md": CHINESE}
+
+
+def render(rows: Sequence[Row], words: Words) -> str:
+    """The text between the marks: a caption and a table per GPU machine and dtype."""
+    rows = [r for r in rows if r["device"].startswith("cuda") and not r["quick"]]
+    parts = []
+    for machine, dtype in sorted({(r["env"]["machine"], r["dtype"]) for r in rows}):
+        mine = _latest([r for r in rows if (r["env"]["machine"], r["dtype"]) == (machine, dtype)])
+        firsts = dict(reversed([(r["op"], r["case"]) for r in mine]))  # of one op's cases the first stays
+        short = _short([r for r in mine if r["case"] == firsts[r["op"]]])
+        folded = f"<details><summary>{words.all_cases}</summary>\n\n{_table(mine, words)}\n\n</details>"
+        parts += [_caption(mine, words), _table(short, words), folded]
+    return "\n\n".join(parts) or words.nothing
+
+
+def _latest(rows: Sequence[Row]) -> list[Row]:
+    """The rows of one run per op and case: the latest, but not one where only the torch backend was asked for."""
+    runs: dict[tuple[str, str], dict[str, list[Row]]] = {}
+    for row in rows:
+        runs.setdefault((row["op"], row["case"]), {}).setdefault(row["env"]["time"], []).append(row)
+    chosen = []
+    for by_time in runs.values():
+        full = [t for t, run in by_time.items() if any(r["backend"] not in (None, "torch") for r in run)]
+        chosen += by_time[max(full or by_time)]
+    return chosen
+
+
+def _short(rows: Sequence[Row]) -> list[Row]:
+    """Passes apart for ops that memory bounds; together where compute does, since what is done in which is a choice."""
+    compute = {r["op"] for r in rows if r["bound"] == "compute"}
+    return [r for r in rows if (r["pass"] == "fwd+bwd") == (r["op"] in compute)]
+
+
+def _caption(rows: Sequence[Row], words: Words) -> str:
+    last = max(rows, key=lambda r: r["env"]["time"])
+    env, ceilings = last["env"], last["ceilings"]
+    commits = sorted({_commit(r["env"]["commit"]) for r in rows})
+    return words.caption.format(
+        machine=env["machine"],
+        dtype=last["dtype"],
+        commit=", ".join(commits),
+        torch=env["torch"],
+        triton=env["triton"],
+        copy=f"{ceilings['copy'] / 1e9:,.0f}",
+        matmul=f"{ceilings['matmul'] / 1e12:,.0f}",
+    )
+
+
+def _commit(commit: str | None) -> str:
+    if commit is None:
+        return "?"
+    short, dash, dirty = commit.partition("-")
+    return f"`{short[:9]}{dash}{dirty}`"
+
+
+def _table(rows: Sequence[Row], words: Words) -> str:
+    lines = [_line(words.head), _line(["---"] * 3 + ["--:"] * (len(words.head) - 3))]
+    by_work: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        by_work.setdefault((row["op"], row["case"], row["pass"]), []).append(row)
+    seen = ""
+    for (op, _, step), work in by_work.items():
+        ours = [r for r in work if r["backend"]]
+        best = next((r for r in ours if r["backend"] != "torch"), ours[0] if ours else None)
+        peers = [next((r for r in work if r["peer"] == p), None) for p in PEERS]
+        name = f"`{op}`" if op != seen else ""
+        share = _share(best, [r for r in work if r["yardstick"]]) if best else ""
+        cells = [f"**{_rate(best, words)}**" if best else "", share, *(_rate(p, words) for p in peers)]
+        lines.append(_line([name, work[0]["shape"], step, *cells]))
+        seen = op
+    return "\n".join(lines)
+
+
+def _share(row: Row, yardsticks: Sequence[Row]) -> str:
+    """ "0.84 matmul, 1.10× four_gemms": of its ceiling, and its time in units of the yardsticks of the same run."""
+    if row["share"] is None or row["fault"]:
+        return ""
+    times = [f"{row['median_s'] / y['median_s']:.2f}× {y['peer']}" for y in yardsticks if y["median_s"]]
+    return ", ".join([f"{row['share']:.2f} {row['ceiling']}", *times])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _rate(row: Row | None, words: Words) -> str:
+    if row is None:
+        return "–"
+    if row["median_s"] is None:
+        return words.failed
+    if row["fault"]:
+        return words.fault
+    if row["gb_per_s"] is not None:
+        return f"{row['gb_per_s']:,.0f} GB/s"
+    return (
+        f"{row['tflop_per_s']:,.1f} TFLOP/s" if row["tflop_per_s"] is not None else f"{1e3 * row['median_s']:,.2f} ms"
+    )
+
+
+def updated(text: str, inside: str, name: str) -> str:
+    """`text` with `inside` between its marks."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise BaguError(f"{name} has no place for the table", hint=f"put the lines {BEGIN} and {END} where it belongs")
+    return f"{before}{BEGIN}\n{inside}\n{END}{after}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrite the READMEs, or with --check only compare. Exit status: 1 for a stale one, 2 when one cannot be read."""
+    parser = argparse.ArgumentParser(prog="python -m bagu.tables", description="README tables from benchmarks/results")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a README is stale")
+    parser.add_argument("--root", type=Path, default=Path(), help="the checkout (default: the current folder)")
+    asked = parser.parse_args(argv)
+    try:
+        return _update(asked.root, check=asked.check)
+    except BaguError as error:
+        print(f"{error}\n  -> {error.hint}" if error.hint else error, file=sys.stderr)
+        return 2
+
+
+def _update(root: Path, *, check: bool) -> int:
+    rows = [row for path in sorted(root.glob("benchmarks/results/*.jsonl")) for row in read_rows(path)]
+    stale = []
+    for name, words in FILES.items():
+        path = root / name
+        if not path.exists():
+            raise BaguError(f"there is no {path}", hint="run it in the checkout, or give --root")
+        text = path.read_text(encoding="utf-8")
+        new = updated(text, render(rows, words), name)
+        if new != text:
+            stale.append(name)
+            if not check:
+                path.write_text(new, encoding="utf-8")
+    if check and stale:
+        print(f"{' and '.join(stale)}: not what benchmarks/results says; run python -m bagu.tables", file=sys.stderr)
+        return 1
+    if not check:
+        print(f"rewrote {' and '.join(stale)}" if stale else "nothing to rewrite")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

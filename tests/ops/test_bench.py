@@ -1,0 +1,291 @@
+"""`bagu bench ops`: a real quick run, the rows it records, the shrink rule, and when a number is not believed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bagu import cli
+from bagu.errors import ArgumentError, BackendError, UnknownName
+from bagu.ops import bench, bench_table, plot, race, roofline, sizing
+from bagu.ops.catalogue import SPECS, spec
+from bagu.ops.contenders import Contender, chosen_backends, contenders, is_absent
+from bagu.ops.core import Case, Cost
+from bagu.record import read_rows
+from bagu.timing import Ceilings, Timing
+
+CEILINGS = Ceilings(read=100e9, write=80e9, copy=50e9, matmul=1e12, dtype="float32", device="cpu")
+CPU = race.Setting(device=torch.device("cpu"), dtype=torch.float32, quick=True, compiled=False)
+RMS = spec("rms_norm")
+TINY = Case("llama_8b", RMS.cases[-1].why, bench=True, M=8, N=64)
+BUFFER = torch.zeros(1024)
+SMALL = Cost(flops=1, bytes=10**6)
+COLUMNS = {
+    "op", "case", "shape", "dims", "shrunk", "dtype", "device", "pass", "backend", "peer", "yardstick", "median_s",
+    "low_s", "high_s", "samples", "peak_bytes", "error", "bytes", "flops", "bound", "gb_per_s", "tflop_per_s",
+    "ceiling", "share", "fault", "quick", "ceilings", "env",
+}  # fmt: skip
+
+
+def run_cli(*argv: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        cli.main(argv)
+    return int(left.value.code or 0)
+
+
+# --- a real run -------------------------------------------------------------------------------------------------------
+
+
+def test_quick_run_prints_json_alone_records_the_same_rows_and_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run_cli("bench", "ops", "rms_norm", "--quick", "--json", "--device", "cpu", "--out", str(tmp_path))
+    printed = capsys.readouterr()
+    rows = json.loads(printed.out)
+    assert all(set(row) == COLUMNS for row in rows)
+    assert code == int(any(row["fault"] or (row["error"] and row["backend"]) for row in rows))
+    who = {(row["backend"], row["peer"], row["pass"]) for row in rows}
+    assert who == {(b, p, s) for b, p in (("torch", None), (None, "eager")) for s in roofline.PASSES}
+    machine = rows[0]["env"]["machine"]
+    assert read_rows(tmp_path / f"{machine}.jsonl") == rows
+    assert (tmp_path / "plots" / machine / "rms_norm.png").stat().st_size > 5000
+    assert "<svg" in (tmp_path / "plots" / machine / "rms_norm.svg").read_text()
+    for row in rows:
+        assert row["shrunk"] and row["quick"] and row["dtype"] == "fp32" and row["dims"]["M"] == [128]
+        assert 0 < row["low_s"] <= row["median_s"] <= row["high_s"]
+        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["median_s"] / 1e9)
+        assert row["share"] == pytest.approx(row["gb_per_s"] * 1e9 / row["ceilings"]["copy"])
+    assert "measured ceilings: read" in printed.err and "vs best peer" in printed.err
+
+
+def test_quick_run_without_out_records_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "measure_ceilings", lambda *_, **__: CEILINGS)  # 2 s, and tested above
+    bench.main(["rms_norm"], quick=True, device="cpu")
+    assert list(tmp_path.iterdir()) == []
+    shown = capsys.readouterr().out
+    assert "rms_norm" in shown and "torch eager" in shown and "GB/s" in shown
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
+
+
+# --- wrong names ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "message", "hint"),
+    [
+        (["rms_nrom"], "no op 'rms_nrom'", "'rms_norm'"),
+        (["--backend", "tritn"], "no backend 'tritn'", "'triton'"),
+        (["--dtype", "bf61"], "no dtype 'bf61'", "'bf16'"),
+        (["--device", "toaster"], "no device 'toaster'", "cuda"),
+        (["--backend", "triton", "--device", "cpu"], "runs on cpu", "timed on a CUDA device"),
+    ],
+)
+def test_wrong_names_are_told_with_a_hint_and_no_traceback(
+    argv: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_cli("bench", "ops", "--quick", *argv) == 2
+    told = capsys.readouterr()
+    assert message in told.err and hint in told.err
+    assert "Traceback" not in told.err and told.out == ""
+
+
+def test_backends_are_chosen_by_device() -> None:
+    assert chosen_backends([RMS], [], torch.device("cpu")) == ("torch",)
+    assert chosen_backends([RMS], [], torch.device("cuda")) == ("torch", "triton")
+    with pytest.raises(UnknownName):
+        chosen_backends([RMS], ["numpy"], torch.device("cuda"))
+    with pytest.raises(BackendError):
+        chosen_backends([RMS], ["triton"], torch.device("cpu"))
+
+
+# --- the shrink rule --------------------------------------------------------------------------------------------------
+
+
+def test_rows_give_first_and_keep_their_length() -> None:
+    small = sizing.shrink(RMS, Case("c", "", M=16384, N=4096), torch.float32, 8_000_000)
+    assert small.params == {"M": 128, "N": 4096}
+    assert sizing.forward_bytes(RMS, small, torch.float32) <= 8_000_000
+
+
+def test_a_row_gives_only_when_there_are_few() -> None:
+    small = sizing.shrink(RMS, Case("c", "", M=64, N=1 << 20), torch.float32, 8_000_000)
+    assert small.params == {"M": 16, "N": 1 << 15}
+
+
+def test_a_case_within_the_budget_stays() -> None:
+    case = Case("c", "", M=16, N=64, seed=7)
+    assert sizing.shrink(RMS, case, torch.float32, 8_000_000).params == case.params
+
+
+def test_what_does_not_lower_the_bytes_stays_and_shapes_shrink_too() -> None:
+    case = Case("c", "", lead=(4096, 4), N=1024, seed=1 << 40)
+    small = sizing.shrink(RMS, case, torch.float32, 8_000_000)
+    assert small.params == {"lead": (128, 4), "N": 1024, "seed": 1 << 40}
+
+
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_every_bench_case_of_every_op_fits_the_quick_budget(name: str) -> None:
+    for case in (c for c in spec(name).cases if c.bench):
+        small = sizing.shrink(spec(name), case, torch.float32, CPU.budget)
+        assert sizing.forward_bytes(spec(name), small, torch.float32) <= CPU.budget, case
+
+
+def test_sizes_are_asked_for_by_name() -> None:
+    assert sizing.resize(RMS, TINY, {"N": 32}).params == {"M": 8, "N": 32}
+    with pytest.raises(UnknownName, match="'n'"):
+        sizing.resize(RMS, TINY, {"n": 32})
+    with pytest.raises(ArgumentError, match="a number is wanted"):
+        sizing.resize(RMS, TINY, {"N": (2, 3)})
+
+
+# --- the roofline and its faults --------------------------------------------------------------------------------------
+
+
+def test_the_larger_floor_decides_the_bound() -> None:
+    memory = roofline.floor(Cost(flops=10**9, bytes=10**9), CEILINGS)
+    compute = roofline.floor(Cost(flops=10**12, bytes=10**9), CEILINGS)
+    assert (memory.bound, memory.seconds) == ("memory", pytest.approx(0.02))
+    assert (compute.bound, compute.seconds) == ("compute", pytest.approx(1.0))
+
+
+def test_every_gradient_has_a_cost() -> None:
+    assert [s.name for s in SPECS.values() if s.grads and s.cost_backward is None] == []
+
+
+def test_bandwidth_meets_the_three_ceilings() -> None:
+    found = [roofline.bandwidth(CEILINGS, w) for w in (0.0, 0.25, 0.5, 1.0)]
+    assert found == pytest.approx([100e9, 2 / (1 / 100e9 + 1 / 50e9), 50e9, 80e9])
+
+
+@pytest.mark.parametrize(
+    ("gb_per_s", "written", "cached", "fault"),
+    [
+        (50.0, 500, 0, False),  # a copy at the copy ceiling
+        (51.4, 500, 0, False),  # 2.8 % over
+        (51.6, 500, 0, True),  # 3.2 % over
+        (99.0, 0, 0, False),  # reads alone may pass the copy ceiling
+        (104.0, 0, 0, True),  # but not the read ceiling
+        (60.0, 500, 0, True),
+        (60.0, 500, 200, False),  # a fifth of it may have come from a cache
+        (60.0, 500, 100, True),
+    ],
+)
+def test_more_than_3_percent_over_the_ceiling_is_a_fault(
+    gb_per_s: float, written: int, cached: int, fault: bool
+) -> None:
+    cost = Cost(flops=1, bytes=1000)
+    seconds = cost.bytes / (gb_per_s * 1e9)
+    assert roofline.is_fault(cost, written=written, seconds=seconds, ceilings=CEILINGS, cached=cached) is fault
+
+
+def test_a_fault_is_flagged_in_its_row_and_told() -> None:
+    slow, fast = _row(seconds=1.0), _row(seconds=1e-6)
+    assert not slow["fault"] and list(bench_table.remarks([slow])) == []
+    assert fast["fault"]
+    assert "fault of the measurement" in next(bench_table.remarks([fast]))
+
+
+def test_flops_convict_only_ours_and_rate_a_peer_over_both_passes() -> None:
+    work = Cost(flops=10**12, bytes=10**6)  # 1 s of matmul
+    ours = _row(seconds=0.5, cost=work)
+    peer, whole = (_row(seconds=0.5, cost=work, backend=False, step=step) for step in ("fwd", "fwd+bwd"))
+    assert (ours["fault"], ours["tflop_per_s"], ours["share"]) == (True, 2.0, 2.0)
+    assert (peer["fault"], peer["tflop_per_s"], peer["share"]) == (False, None, None)
+    assert (whole["fault"], whole["tflop_per_s"]) == (False, 2.0)
+    assert list(bench_table.tables([ours, peer, whole]))
+
+
+def test_of_two_measurements_the_higher_ceiling_counts() -> None:
+    other = Ceilings(read=1.0, write=90e9, copy=40e9, matmul=2e12, dtype="float32", device="cpu")
+    found = roofline.higher(CEILINGS, other)
+    assert (found.read, found.write, found.copy, found.matmul) == (100e9, 90e9, 50e9, 2e12)
+
+
+def _row(*, seconds: float, cost: Cost = SMALL, backend: bool = True, step: str = "fwd") -> dict[str, Any]:
+    job = race.Job(spec=RMS, case=TINY, contender=Contender(name="torch", backend=backend, run=lambda: None))
+    timing = Timing(median_s=seconds, low_s=seconds, high_s=seconds, samples=3)
+    point = race.Point(job=job, shape="8×64", dims={}, step=step, cost=cost, written=0, timing=timing, peak_bytes=None,
+                       error=None)  # fmt: skip
+    return race.rows_of([point], CEILINGS, CPU, {})[0]
+
+
+# --- contenders -------------------------------------------------------------------------------------------------------
+
+
+def _timed(run: Any, *, backend: bool = False) -> list[dict[str, Any]]:
+    job = race.Job(spec=RMS, case=TINY, contender=Contender(name="other", backend=backend, run=run))
+    return race.rows_of(list(race.time_job(job, CPU, BUFFER)), CEILINGS, CPU, {})
+
+
+def test_one_that_fails_becomes_a_row_with_the_reason() -> None:
+    def broken(**_: Any) -> None:
+        raise RuntimeError("no such kernel\nsecond line")
+
+    (row,) = _timed(broken)
+    assert (row["median_s"], row["error"]) == (None, "RuntimeError: no such kernel")
+    assert "no such kernel" in next(bench_table.remarks([row]))
+    assert list(bench_table.tables([row]))
+
+
+def test_a_peer_that_is_not_installed_is_left_out_and_a_broken_one_is_not() -> None:
+    def absent(**_: Any) -> None:
+        import no_such_package_of_anyone.ops  # noqa: F401
+
+    def broken(**_: Any) -> None:
+        from json import no_such_name  # noqa: F401
+
+    assert _timed(absent) == []
+    assert [row["error"][:11] for row in _timed(broken)] == ["ImportError"]
+    assert _timed(absent, backend=True), "a backend of bagu is never left out silently"
+    assert not is_absent(ModuleNotFoundError("torch.gone", name="torch.gone"))
+
+
+def test_a_yardstick_is_timed_whole_and_is_no_peer() -> None:
+    rows = _timed(lambda **args: None)
+    assert [(r["pass"], r["yardstick"], r["share"], r["fault"]) for r in rows] == [("fwd+bwd", True, None, False)]
+    ours = _row(seconds=2 * rows[0]["median_s"]) | {"pass": "fwd+bwd", "fault": False}
+    assert bench_table.best_peer(ours, [ours, *rows]) is None
+    assert "takes 2.000× the time of other" in next(bench_table.remarks([ours, *rows]))
+
+
+def test_the_best_peer_is_the_fastest_at_the_same_work() -> None:
+    ours = _row(seconds=1.0)
+    peers = [ours | {"backend": None, "peer": p, "median_s": t} for p, t in (("eager", 3.0), ("liger", 2.0))]
+    other = ours | {"backend": None, "peer": "compile", "median_s": 0.1, "pass": "bwd"}
+    best = bench_table.best_peer(ours, [ours, *peers, other])
+    assert best is not None and best["peer"] == "liger"
+
+
+@pytest.mark.parametrize("name", sorted(n for n in SPECS if SPECS[n].peers))
+def test_peers_are_the_public_functions_of_the_folder(name: str) -> None:
+    found, _ = contenders(spec(name), ("torch",), torch.device("cpu"), compiled=False)
+    assert [c.name for c in found if c.backend] == ["torch"]
+    assert "eager" in [c.name for c in found] and "liger" not in [c.name for c in found]
+
+
+def test_compile_is_left_out_with_a_note_where_no_compiler_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr("bagu.ops.contenders.cxx_compiler", lambda: None)
+    found, notes = contenders(RMS, ("torch",), cpu, compiled=True)
+    assert "compile" not in [c.name for c in found] and "C++ compiler" in notes[0]
+
+
+@pytest.mark.slow  # 15 s of torch.compile
+def test_compile_is_timed_where_a_compiler_is() -> None:
+    found, notes = contenders(RMS, ("torch",), torch.device("cpu"), compiled=True)
+    compiled = next(c for c in found if c.name == "compile")
+    job = race.Job(spec=RMS, case=TINY, contender=compiled)
+    rows = race.rows_of(list(race.time_job(job, CPU, BUFFER)), CEILINGS, CPU, {})
+    assert notes == [] and [(r["pass"], r["error"]) for r in rows] == [(step, None) for step in roofline.PASSES]
+
+
+def test_without_a_rate_nothing_is_drawn(tmp_path: Path) -> None:
+    assert plot.draw(_timed(lambda **args: None), tmp_path) == "no row has a rate"
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,113 @@
+"""The README tables: made from a small record, stale ones found, numbers of one line from one run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bagu import tables
+from bagu.errors import BaguError
+
+PAGE = f"# bagu\n\nbefore\n{tables.BEGIN}\nold\n{tables.END}\nafter\n"
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    """One row as `bagu bench ops` records it on a GPU."""
+    env = {"machine": "nvidia-h200", "commit": "0123456789abcdef", "torch": "2.11.0", "triton": "3.6.0"}
+    ceilings = {
+        "read": 4.4e12,
+        "write": 4.3e12,
+        "copy": 4.28e12,
+        "matmul": 788e12,
+        "dtype": "bfloat16",
+        "device": "cuda:0",
+    }
+    made = {
+        "op": "rms_norm", "case": "llama_8b", "shape": "16384×4096", "dtype": "bf16", "device": "cuda:0", "pass": "fwd",
+        "backend": "triton", "peer": None, "yardstick": False, "median_s": 6.8e-5, "gb_per_s": 3947.0,
+        "tflop_per_s": None, "bound": "memory", "ceiling": "copy", "share": 0.922, "fault": False, "quick": False,
+        "ceilings": ceilings, "env": env | {"time": changes.pop("time", "2026-08-01T10:00:00+00:00")},
+    }  # fmt: skip
+    return made | changes
+
+
+def checkout(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    results = folder / "benchmarks/results"
+    results.mkdir(parents=True)
+    (results / "nvidia-h200.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    for name in tables.FILES:
+        (folder / name).write_text(PAGE, encoding="utf-8")
+    return folder
+
+
+def test_writes_both_pages_and_then_finds_them_fresh(tmp_path: Path) -> None:
+    root = checkout(tmp_path, [row(), row(backend=None, peer="eager", gb_per_s=1718.4)])
+    assert tables.main(["--check", "--root", str(root)]) == 1
+    assert (root / "README.md").read_text() == PAGE, "--check wrote"
+    assert tables.main(["--root", str(root)]) == 0
+    assert tables.main(["--check", "--root", str(root)]) == 0
+    english, chinese = ((root / name).read_text(encoding="utf-8") for name in tables.FILES)
+    line = "| `rms_norm` | 16384×4096 | fwd | **3,947 GB/s** | 0.92 copy | 1,718 GB/s | – | – |"
+    assert line in english and line in chinese
+    assert "nvidia-h200" in english and "`012345678`" in english and "copy bandwidth 4,280 GB/s" in english
+    assert "拷贝带宽" in chinese
+    assert english.startswith("# bagu\n\nbefore\n") and english.endswith("\nafter\n") and "old" not in english
+
+
+def test_without_gpu_results_it_says_so() -> None:
+    rows = [row(device="cpu"), row(quick=True)]
+    assert tables.render(rows, tables.ENGLISH) == tables.ENGLISH.nothing
+    assert tables.render([], tables.CHINESE) == tables.CHINESE.nothing
+
+
+def test_a_line_takes_the_latest_run_and_only_that() -> None:
+    old = [row(gb_per_s=1000.0), row(backend=None, peer="liger", gb_per_s=900.0)]
+    new = [row(gb_per_s=2000.0, time="2026-08-02T10:00:00+00:00")]
+    torch_only = [row(gb_per_s=1.0, backend="torch", time="2026-08-03T10:00:00+00:00")]
+    text = tables.render(old + new + torch_only, tables.ENGLISH)
+    assert "2,000 GB/s" in text
+    assert "1,000 GB/s" not in text and "900 GB/s" not in text, "a peer of an older run beside a newer result"
+    assert "**1 GB/s**" not in text, "a run of the torch backend alone replaced the kernel's"
+
+
+def test_the_short_table_has_the_first_case_and_the_folded_one_has_all() -> None:
+    rows = [
+        row(), row(**{"pass": "bwd"}), row(**{"pass": "fwd+bwd"}), row(case="odd", shape="16384×4095"),
+        row(op="linear_cross_entropy", bound="compute", gb_per_s=None, tflop_per_s=600.0, ceiling="matmul"),
+        row(op="linear_cross_entropy", gb_per_s=7.0, **{"pass": "bwd"}),
+        row(op="linear_cross_entropy", bound="compute", gb_per_s=None, tflop_per_s=650.0, **{"pass": "fwd+bwd"}),
+    ]  # fmt: skip
+    short, folded = tables.render(rows, tables.ENGLISH).split("<details>")
+    assert [short.count(t) for t in ("| fwd |", "| bwd |", "| fwd+bwd |", "16384×4095")] == [1, 1, 1, 0]
+    assert "650.0 TFLOP/s" in short and "600.0 TFLOP/s" not in short
+    assert [folded.count(t) for t in ("| fwd |", "| bwd |", "| fwd+bwd |", "16384×4095")] == [3, 2, 2, 1]
+
+
+def test_faults_and_failures_show_no_number() -> None:
+    rows = [row(fault=True), row(backend=None, peer="compile", median_s=None, share=None, gb_per_s=None)]
+    text = tables.render(rows, tables.ENGLISH)
+    assert "| **fault** |  | – | failed | – |" in text
+    assert "3,947" not in text
+
+
+def test_a_yardstick_is_a_unit_of_time_and_no_line_of_its_own() -> None:
+    work = {"op": "linear_cross_entropy", "pass": "fwd+bwd", "gb_per_s": None}
+    rows = [
+        row(**work, bound="compute", tflop_per_s=660.0, ceiling="matmul", share=0.84, median_s=1.1e-2),
+        row(**work, bound=None, backend=None, peer="four_gemms", yardstick=True, share=None, median_s=1.0e-2),
+    ]
+    short, _ = tables.render(rows, tables.ENGLISH).split("<details>")
+    assert "| **660.0 TFLOP/s** | 0.84 matmul, 1.10× four_gemms | – | – | – |" in short
+    assert short.count("linear_cross_entropy") == 1
+
+
+def test_a_page_without_marks_is_an_error_that_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = checkout(tmp_path, [])
+    (root / "README.zh.md").write_text("no marks")
+    assert tables.main(["--root", str(root)]) == 2
+    assert "README.zh.md has no place for the table" in capsys.readouterr().err
+    with pytest.raises(BaguError, match="README"):
+        tables.updated(tables.END + tables.BEGIN, "", "README.md")
