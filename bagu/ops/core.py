@@ -187,13 +187,16 @@ def _run(
 
     first = next(a for t in spec.sig.tensors if (a := args[t.name]) is not None)
     called = {
-        k: cast(v).detach().requires_grad_(k in spec.grads) if isinstance(v, torch.Tensor) else v
+        k: cast(v).detach().requires_grad_(k in spec.grads and v.is_floating_point())
+        if isinstance(v, torch.Tensor)
+        else v
         for k, v in args.items()
     }
     out = fn(**called)
     outputs = dict(zip((o.name for o in spec.sig.outputs), out if isinstance(out, tuple) else (out,), strict=True))
-    results = {o.name: (outputs[o.name].detach(), o.result_dtype(first.dtype)) for o in spec.sig.outputs}
-    leaves = [g for g in spec.grads if called[g] is not None]
+    given = args.get("dtype")
+    results = {o.name: (outputs[o.name].detach(), o.result_dtype(first.dtype, given)) for o in spec.sig.outputs}
+    leaves = [g for g in spec.grads if called[g] is not None and called[g].requires_grad]
     if leaves:
         flows = [outputs[name] for name in spec.differentiable]
         douts = [

@@ -127,7 +127,8 @@ def _register_forward(spec: OpSpec, backend: str, forward: Callable[..., tuple[t
         dims = sig.measure(args, {s.name: args[s.name] for s in sig.scalars})
         dims |= spec.derive(args, dims) if spec.derive is not None else {}
         x = args[first]
-        results = [x.new_empty(r.shape(dims), dtype=r.result_dtype(x.dtype)) for r in sig.results]
+        given = args.get("dtype")
+        results = [x.new_empty(r.shape(dims), dtype=r.result_dtype(x.dtype, given)) for r in sig.results]
         return results[0] if len(results) == 1 else tuple(results)
 
     schema = sig.schema(sig.inputs, len(sig.results))

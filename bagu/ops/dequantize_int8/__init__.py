@@ -1,0 +1,20 @@
+"""Numbers back from int8. What it means and costs is in spec.py."""
+
+from __future__ import annotations
+
+import torch
+
+from bagu.ops.dequantize_int8.spec import SPEC
+from bagu.ops.dispatch import call
+
+
+def dequantize_int8(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    granularity: str = "row",
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """q * scale in `dtype`, computed in fp32: the inverse of `quantize_int8` at the same `granularity`. No gradient."""
+    return call(SPEC, backend, q=q, scale=scale, granularity=granularity, dtype=str(dtype).removeprefix("torch."))

@@ -1,0 +1,14 @@
+"""Numbers back from int8 in PyTorch: what runs on a CPU, what the compiler fuses, and the formula in the open."""
+
+from __future__ import annotations
+
+import torch
+
+from bagu.ops.signature import accumulator
+
+
+def forward(q: torch.Tensor, scale: torch.Tensor, granularity: str, dtype: str) -> tuple[torch.Tensor]:
+    to = getattr(torch, dtype)
+    acc = torch.promote_types(accumulator(to), accumulator(scale.dtype))
+    each = scale.unsqueeze(-1) if granularity == "row" else scale
+    return ((q.to(acc) * each.to(acc)).to(to),)

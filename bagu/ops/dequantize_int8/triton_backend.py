@@ -1,0 +1,51 @@
+"""Numbers back from int8 on Triton: one product per number, so memory is the limit.
+
+A program owns a tile. A scale is loaded once per program (tensor), row or column of it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from bagu.ops.launch import as_rows, next_power_of_2
+
+TUNABLE = {"forward": {"block": (512, 4096), "num_warps": (4, 8)}}  # tests run each point
+
+
+@triton.jit
+def _dequantize(
+    q_ptr, scale_ptr, y_ptr, M, N, q_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(N, BLOCK_N)
+    m = (tl.program_id(0) // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (tl.program_id(0) % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    real = (m < M)[:, None] & (n < N)[None, :]
+    q = tl.load(q_ptr + m[:, None] * q_stride + n[None, :], real, 0).to(ACC)
+    if BY == "tensor":
+        scale = tl.load(scale_ptr).to(ACC)
+    elif BY == "row":
+        scale = tl.load(scale_ptr + m, m < M, 0.0).to(ACC)[:, None]
+    else:
+        scale = tl.load(scale_ptr + n, n < N, 0.0).to(ACC)[None, :]
+    tl.store(y_ptr + m[:, None] * N + n[None, :], q * scale, real)
+
+
+def forward(
+    q: torch.Tensor, scale: torch.Tensor, granularity: str, dtype: str,
+    *, block: int | None = None, num_warps: int | None = None,
+) -> tuple[torch.Tensor]:  # fmt: skip
+    y = torch.empty(q.shape, dtype=getattr(torch, dtype), device=q.device)
+    if not q.numel():
+        return (y,)
+    rows, block = as_rows(q), block or 4096
+    M, N = rows.shape
+    block_n = min(next_power_of_2(N), min(block, 512 if granularity == "channel" else 4096))
+    block_m = block // block_n
+    _dequantize[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
+        rows, scale.contiguous(), y, M, N, rows.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, BY=granularity,
+        ACC=tl.float64 if torch.float64 in (y.dtype, scale.dtype) else tl.float32, num_warps=num_warps or 4,
+    )  # fmt: skip
+    return (y,)

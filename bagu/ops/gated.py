@@ -1,0 +1,92 @@
+"""What `swiglu` and `geglu` share: y = act(gate) * up, where act(g) = g * s(g) and the step s goes from 0 to 1.
+
+gate and up come packed as one tensor [*M, 2N] (gate first, as one matmul makes them), or as two tensors [*M, N].
+Dims: M = rows (tokens), N = features of one half, K = last dim of the first tensor: 2N packed, N apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bagu.errors import ArgumentError
+from bagu.ops.core import Case, Cost, Streams
+from bagu.ops.signature import Dims
+
+__all__ = ["CASES", "cost", "cost_backward", "halves", "inputs", "join", "width"]
+
+
+def halves(x: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gate, up), as views."""
+    if up is not None:
+        return x, up
+    N = x.shape[-1] // 2
+    return x[..., :N], x[..., N:]
+
+
+def join(dgate: torch.Tensor, dup: torch.Tensor, packed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of the two halves as gradients of the arguments (x, up)."""
+    return (torch.cat((dgate, dup), -1), None) if packed else (dgate, dup)
+
+
+def width(op: str, args: Mapping[str, Any], dims: Dims) -> Dims:
+    """What `derive` of `op` gives: N, which no input has when gate and up are packed."""
+    K = dims["K"]
+    if args["up"] is not None:
+        return {"N": K}
+    if K % 2:
+        raise ArgumentError(
+            f"{op}: x has shape {list(args['x'].shape)} and there is no up, and packed they make an even last dim",
+            hint="pass up= if x is the gate alone",
+        )
+    return {"N": K // 2}
+
+
+def inputs(case: Case, streams: Streams) -> dict[str, Any]:
+    lead, N = case.get("lead", (case.get("M", 1),)), case["N"]
+    gate, up = case.get("scale", 1.0) * streams.normal("gate", *lead, N), streams.normal("up", *lead, N)
+    for row, value in enumerate(case.get("plant", ())):
+        gate[row, N // 2] = value
+    if case.get("plant_up", None) is not None:
+        up[-1, N // 2] = case["plant_up"]
+    if case.get("apart", False):
+        return {"x": gate, "up": up}
+    return {"x": torch.cat((gate, up), -1), "up": None}
+
+
+def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
+    """Negate, exp, add, divide, two products per feature; gate and up are read, y is written."""
+    M, N = dims["M"], dims["N"]
+    return Cost(flops=6 * M * N, bytes=3 * M * N * itemsize)
+
+
+def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
+    """s again, its slope, two products each way; dy, gate and up are read, their two gradients are written."""
+    M, N = dims["M"], dims["N"]
+    return Cost(flops=13 * M * N, bytes=5 * M * N * itemsize)
+
+
+INF, NAN = float("inf"), float("nan")
+CASES = [
+    Case("even", "powers of two need no masks, so a failure here is the math", M=8, N=64),
+    Case("ragged", "neither side is a multiple of a block, so every mask is used", M=5, N=123),
+    Case("apart", "gate and up are two tensors, walked as one long row", M=6, N=72, apart=True),
+    Case("apart_odd", "the long row ends inside a block", M=3, N=37, apart=True),
+    Case("batched", "the leading dims are several, and are folded into rows", lead=(2, 3), N=40),
+    Case("single", "there is no leading dim at all: one row", lead=(), N=24),
+    Case("narrow", "rows are short and many, so one program owns several of them", M=1500, N=2),
+    Case("point", "N = 1: the halves are neighbours", M=64, N=1),
+    Case("wide", "a row is several blocks long and the last one is not full", M=2, N=9001),
+    Case("blocks", "a row is two blocks to the last feature", M=2, N=4096),
+    Case("faint", "a small gate stands where s is steepest, about 1/2", M=4, N=48, scale=1e-3),
+    Case("loud", "exp(-gate) is past fp32's largest value, where the step is flat", M=4, N=48, scale=1e3),
+    Case("nan", "a NaN in gate or up spoils its own place and no other", M=3, N=33, plant=[NAN], plant_up=NAN),
+    Case("inf", "gate = inf passes; gate = -inf is -inf * 0 = NaN", M=3, N=33, plant=[INF, -INF]),
+    Case("inf_apart", "the same, where gradients of gate and up are two tensors", M=3, N=9, plant=[INF], apart=True),
+    Case("packed", "what a fused gate_up projection hands over at 16k tokens", bench=True, M=16384, N=8192),
+    Case("two", "gate and up from two projections", bench=True, M=16384, N=8192, apart=True),
+    Case("llama_8b", "the feed-forward size of an 8B model, no power of two", bench=True, M=16384, N=14336),
+    Case("odd", "an odd N leaves no row aligned", bench=True, M=16384, N=8191),
+]

@@ -1,0 +1,129 @@
+"""Gated units on Triton: each byte moves once, so memory is the limit, and 16 bytes a load keep it busy.
+
+A program owns a tile of rows and features. Two contiguous tensors are walked as one long row, which leaves no ragged
+row ends. Forward keeps nothing; backward computes s(g) again, which costs an exp and saves a tensor:
+
+    y = g * s * up        dup = dy * g * s        dgate = dy * up * (s + g * s')
+
+When gate and up are packed, dgate and dup are written straight into the two halves of one dx.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from bagu.ops.gated import halves
+from bagu.ops.launch import as_rows, next_power_of_2, triton_acc
+
+__all__ = ["TUNABLE", "run_backward", "run_forward"]
+
+TUNABLE = {  # tests run each point
+    "forward": {"block": (128, 2048), "num_warps": (4, 8)},
+    "backward": {"block": (128, 2048), "num_warps": (4, 8)},
+}
+
+
+@triton.jit
+def _step(g, KIND: tl.constexpr):
+    """s(g) and its slope. s is sigmoid(g) for silu, Phi(g) for gelu, sigmoid(2z) = (1 + tanh z) / 2 for gelu_tanh.
+
+    With e = exp(-|a|), sigmoid(a) is 1 / (1 + e) or e / (1 + e) and its slope e / (1 + e)^2: nothing overflows, and
+    1 - sigmoid(a) is never taken, which near 1 has no digits left.
+    """
+    if KIND == "gelu":
+        s = 0.5 + 0.5 * tl.erf(g * 0.7071067811865476)
+        slope = 0.3989422804014327 * tl.exp(-0.5 * g * g)
+    else:
+        a = g
+        if KIND == "gelu_tanh":  # 2z = 2 * sqrt(2 / pi) * (g + 0.044715 g^3)
+            a = 1.5957691216057308 * g * (1.0 + 0.044715 * g * g)
+        e = tl.exp(-tl.abs(a))
+        p = 1.0 / (1.0 + e)
+        s = tl.where(a >= 0.0, p, e * p)
+        slope = e * p * p
+        if KIND == "gelu_tanh":
+            slope *= 1.5957691216057308 * (1.0 + 0.134145 * g * g)
+    return s, slope
+
+
+@triton.jit
+def _tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The rows, features and mask of this program; a long row can pass 2^31 features."""
+    across = tl.cdiv(N, BLOCK_N)
+    m = (tl.program_id(0) // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    n = (tl.program_id(0) % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    return m, n, (m < M) & (n < N)
+
+
+@triton.jit
+def _forward(
+    g_ptr, u_ptr, y_ptr, M, N, g_stride, u_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    m, n, real = _tile(M, N, BLOCK_M, BLOCK_N)
+    g = tl.load(g_ptr + m * g_stride + n, real, 0.0).to(ACC)
+    u = tl.load(u_ptr + m * u_stride + n, real, 0.0).to(ACC)
+    s, _ = _step(g, KIND)
+    tl.store(y_ptr + m * N + n, g * s * u, real)
+
+
+@triton.jit
+def _backward(
+    dy_ptr, g_ptr, u_ptr, dg_ptr, du_ptr, M, N, dy_stride, g_stride, u_stride, dx_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    m, n, real = _tile(M, N, BLOCK_M, BLOCK_N)
+    dy = tl.load(dy_ptr + m * dy_stride + n, real, 0.0).to(ACC)
+    g = tl.load(g_ptr + m * g_stride + n, real, 0.0).to(ACC)
+    u = tl.load(u_ptr + m * u_stride + n, real, 0.0).to(ACC)
+    s, slope = _step(g, KIND)
+    tl.store(du_ptr + m * dx_stride + n, dy * g * s, real)
+    tl.store(dg_ptr + m * dx_stride + n, dy * u * (s + g * slope), real)
+
+
+def _rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Each as [M, N]; as [1, M * N] where all are contiguous."""
+    rows = [as_rows(t) for t in tensors]
+    return [r.view(1, -1) for r in rows] if all(r.is_contiguous() for r in rows) else rows
+
+
+def run_forward(
+    kind: str, x: torch.Tensor, up: torch.Tensor | None, block: int | None, num_warps: int | None
+) -> tuple[torch.Tensor]:
+    """y for the step `kind`: silu, gelu or gelu_tanh."""
+    gate, up = halves(x, up)
+    y = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    if not y.numel():
+        return (y,)
+    g, u = _rows(gate, up)
+    (M, N), block = g.shape, block or 2048
+    block_n = min(block, next_power_of_2(N))
+    block_m = block // block_n
+    _forward[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
+        g, u, y, M, N, g.stride(0), u.stride(0),
+        BLOCK_M=block_m, BLOCK_N=block_n, KIND=kind, ACC=triton_acc(x.dtype), num_warps=num_warps or 4,
+    )  # fmt: skip
+    return (y,)
+
+
+def run_backward(
+    kind: str, dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None, block: int | None, num_warps: int | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(dx, dup); dup is None where gate and up are packed in x."""
+    gate, u = halves(x, up)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dup = None if up is None else torch.empty_like(dx)
+    if not dy.numel():
+        return dx, dup
+    dys, g, u = _rows(dy, gate, u)
+    (M, N), block = g.shape, block or 2048
+    dg, du = halves(dx.view(M, -1), None if dup is None else dup.view(M, -1))
+    block_n = min(block, next_power_of_2(N))
+    block_m = block // block_n
+    _backward[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
+        dys, g, u, dg, du, M, N, dys.stride(0), g.stride(0), u.stride(0), dg.stride(0),
+        BLOCK_M=block_m, BLOCK_N=block_n, KIND=kind, ACC=triton_acc(x.dtype), num_warps=num_warps or 8,
+    )  # fmt: skip
+    return dx, dup

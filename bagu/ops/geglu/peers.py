@@ -1,0 +1,22 @@
+"""GeGLU by others, for the benchmark."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from bagu.ops.gated import halves
+
+
+def eager(x: torch.Tensor, up: torch.Tensor | None, approximate: str) -> torch.Tensor:
+    gate, up = halves(x, up)
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def liger(x: torch.Tensor, up: torch.Tensor | None, approximate: str) -> torch.Tensor:
+    """Takes two contiguous tensors, so a packed x is copied first, as it is in a Liger model."""
+    from liger_kernel.ops.geglu import LigerGELUMulFunction
+
+    if approximate != "tanh":
+        raise NotImplementedError("Liger's gelu is the tanh form only")
+    return LigerGELUMulFunction.apply(*halves(x, up))

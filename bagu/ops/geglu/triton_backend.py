@@ -1,0 +1,25 @@
+"""GeGLU on Triton: the gated kernels with s = Phi, or its tanh fit."""
+
+from __future__ import annotations
+
+import torch
+
+from bagu.ops.gated_kernels import TUNABLE, run_backward, run_forward
+
+__all__ = ["TUNABLE", "backward", "forward"]
+
+KIND = {"tanh": "gelu_tanh", "none": "gelu"}
+
+
+def forward(
+    x: torch.Tensor, up: torch.Tensor | None, approximate: str,
+    *, block: int | None = None, num_warps: int | None = None,
+) -> tuple[torch.Tensor]:  # fmt: skip
+    return run_forward(KIND[approximate], x, up, block, num_warps)
+
+
+def backward(
+    dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None, approximate: str,
+    *, block: int | None = None, num_warps: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    return run_backward(KIND[approximate], dy, x, up, block, num_warps)

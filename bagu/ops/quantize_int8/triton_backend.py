@@ -1,0 +1,214 @@
+"""Quantization to int8 on Triton: memory is the limit, at 3 bytes per bf16 number when a row is read once.
+
+By row: one program owns whole rows in registers. A row of more than WHOLE numbers is walked twice, and the second walk
+finds it in the L2.
+By tensor: a first launch leaves the largest |x| of each of its few programs; each program of the second reduces those,
+then quantizes a tile. It starts with the end of x, which the first may have left in the L2.
+By channel: the largest |x| of pieces of columns, a small launch that makes the scales and their inverses, then tiles.
+
+At 6 numbers per clock and multiprocessor there are 20 instructions for each, so:
+- |x| is compared as an integer (its bits without the sign), where NaN is above infinity and so survives a maximum;
+- x * (1 / scale) is added to 1.5 * 2^23, where the spacing of fp32 is 1: the sum is rounded to nearest even, and its
+  low byte is the result in two's complement (1.5 * 2^52 in fp64).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from bagu.ops.kernels import int64
+from bagu.ops.launch import as_rows, next_power_of_2, num_sms, triton_acc
+
+WHOLE = 32768  # the longest row kept in registers: 64 numbers a thread at 16 warps
+TUNABLE = {"forward": {"block": (512, 8192), "num_warps": (4, 8)}}  # tests run each point
+
+
+@triton.jit
+def _bits(x, ACC: tl.constexpr):
+    """|x| as an integer of the same order."""
+    x = x.to(ACC)
+    if x.dtype.is_fp64():
+        bits = x.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
+    else:
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return bits
+
+
+@triton.jit
+def _scale(top, ACC: tl.constexpr):
+    """The scale of a group whose largest |x| has these bits; 0 where it would be below 2^-126."""
+    scale = top.to(ACC, bitcast=True) / 127.0
+    return tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
+
+
+@triton.jit
+def _inverse(scale):
+    """1 / scale; 0 where the scale is 0, infinite or NaN."""
+    return 1.0 / tl.where(scale > 0.0, scale, float("inf"))
+
+
+@triton.jit
+def _rounded(x, inverse, ACC: tl.constexpr):
+    """x * inverse as int8; 0 where the inverse is, whatever x is (the low byte of a GPU's NaN is 255)."""
+    steps = x.to(ACC) * inverse
+    if steps.dtype.is_fp64():
+        q = (steps + 6755399441055744.0).to(tl.int64, bitcast=True)
+    else:
+        q = (steps + 12582912.0).to(tl.int32, bitcast=True)
+    return tl.where(inverse > 0.0, q, 0).to(tl.int8)
+
+
+@triton.jit
+def _rows(x_ptr, q_ptr, scale_ptr, M, N, x_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr):
+    m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    n = tl.arange(0, BLOCK_N)
+    real = (m < M)[:, None] & (n < N)[None, :]
+    x = tl.load(x_ptr + m[:, None] * x_stride + n[None, :], real, 0.0)
+    scale = _scale(tl.max(_bits(x, ACC), axis=1), ACC)
+    tl.store(scale_ptr + m, scale, m < M)
+    tl.store(q_ptr + m[:, None] * N + n[None, :], _rounded(x, _inverse(scale)[:, None], ACC), real)
+
+
+@triton.jit
+def _rows_wide(x_ptr, q_ptr, scale_ptr, M, N, x_stride, BLOCK_N: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr):
+    n = tl.arange(0, BLOCK_N)
+    for m in range(tl.program_id(0), M, tl.num_programs(0)):
+        row = x_ptr + int64(m) * x_stride
+        top = _bits(tl.zeros([BLOCK_N], ACC), ACC)
+        for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
+            at = start + n
+            top = tl.maximum(top, _bits(tl.load(row + at, at < N, 0.0), ACC))
+        scale = _scale(tl.max(top, axis=0), ACC)
+        inverse = _inverse(scale)
+        tl.store(scale_ptr + m, scale)
+        for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
+            at = start + n
+            x = tl.load(row + at, at < N, 0.0)
+            tl.store(q_ptr + int64(m) * N + at, _rounded(x, inverse, ACC), at < N)
+
+
+@triton.jit
+def _tensor_top(
+    x_ptr, top_ptr, M, N, x_stride, TILES,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The largest |x| of the tiles p, p + P, p + 2P, … for program p of P."""
+    across = tl.cdiv(N, BLOCK_N)
+    top = _bits(tl.zeros([BLOCK_M, BLOCK_N], ACC), ACC)
+    for tile in tl.range(tl.program_id(0), TILES, tl.num_programs(0), num_stages=STAGES):
+        m = int64(tile // across) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+        n = int64(tile % across) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        top = tl.maximum(top, _bits(tl.load(x_ptr + m * x_stride + n, (m < M) & (n < N), 0.0), ACC))
+    tl.store(top_ptr + tl.program_id(0), tl.max(tl.max(top, axis=1), axis=0))
+
+
+@triton.jit
+def _channel_top(
+    x_ptr, top_ptr, M, N, x_stride, ROWS,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The largest |x| of each of BLOCK_N columns in a piece of ROWS rows."""
+    across = tl.cdiv(N, BLOCK_N)
+    piece = tl.program_id(0) // across
+    n = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
+    top = _bits(tl.zeros([BLOCK_M, BLOCK_N], ACC), ACC)
+    for start in tl.range(piece * ROWS, min(piece * ROWS + ROWS, M), BLOCK_M, num_stages=STAGES):
+        m = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
+        real = (m < M)[:, None] & (n < N)[None, :]
+        top = tl.maximum(top, _bits(tl.load(x_ptr + m[:, None] * x_stride + n[None, :], real, 0.0), ACC))
+    tl.store(top_ptr + int64(piece) * N + n, tl.max(top, axis=0), n < N)
+
+
+@triton.jit
+def _channel_scales(
+    top_ptr, scale_ptr, inverse_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr
+):
+    """scale[n] and its inverse from the largest |x| of P pieces of column n."""
+    p, n = tl.arange(0, BLOCK_P), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    real = (p < P)[:, None] & (n < N)[None, :]
+    top = tl.load(top_ptr + p[:, None].to(tl.int64) * N + n[None, :], real, 0)
+    scale = _scale(tl.max(top, axis=0), ACC)
+    tl.store(scale_ptr + n, scale, n < N)
+    tl.store(inverse_ptr + n, _inverse(scale), n < N)
+
+
+@triton.jit
+def _tiles(
+    x_ptr, top_ptr, inverse_ptr, q_ptr, scale_ptr, P, M, N, x_stride,
+    BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr, CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """Quantize a tile, the last one first, by the column's scale or by the one that the P tops give."""
+    across = tl.cdiv(N, BLOCK_N)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    m = (tile // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (tile % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    real = (m < M)[:, None] & (n < N)[None, :]
+    x = tl.load(x_ptr + m[:, None] * x_stride + n[None, :], real, 0.0)
+    if CHANNEL:
+        inverse = tl.load(inverse_ptr + n, n < N, 0.0)[None, :]
+    else:
+        p = tl.arange(0, BLOCK_P)
+        scale = _scale(tl.max(tl.load(top_ptr + p, p < P, 0), axis=0), ACC)
+        inverse = _inverse(scale)
+        tl.store(scale_ptr, scale, tile == 0)
+    tl.store(q_ptr + m[:, None] * N + n[None, :], _rounded(x, inverse, ACC), real)
+
+
+def forward(
+    x: torch.Tensor, granularity: str, *, block: int | None = None, num_warps: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`block` is how many numbers a program holds at a time; a row of up to WHOLE is held whole."""
+    kept = torch.float64 if x.dtype == torch.float64 else torch.float32
+    shape = {"tensor": (1,), "row": x.shape[:-1], "channel": x.shape[-1:]}[granularity]
+    q = torch.empty_like(x, dtype=torch.int8, memory_format=torch.contiguous_format)
+    if not x.numel():
+        return q, torch.zeros(shape, dtype=kept, device=x.device)
+    scale = torch.empty(shape, dtype=kept, device=x.device)
+    rows, acc = as_rows(x), triton_acc(x.dtype)
+    M, N = rows.shape
+    if granularity != "row":
+        _by_many_rows(rows, q, scale, granularity == "channel", block or 8192, num_warps or 8)
+    elif N > WHOLE:
+        aligned = N % 16 == 0 and rows.stride(0) % 16 == 0  # if not, async copies go number by number, and spill
+        _rows_wide[(min(M, num_sms(x.device)),)](
+            rows, q, scale, M, N, rows.stride(0), BLOCK_N=16384, ACC=acc, STAGES=3 if aligned else 1, num_warps=32
+        )
+    else:
+        block_n = next_power_of_2(N)
+        block_m = max((block or 2048) // block_n, 1)
+        _rows[(triton.cdiv(M, block_m),)](
+            rows, q, scale, M, N, rows.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, ACC=acc,
+            num_warps=num_warps or min(max(block_m * block_n // 1024, 1), 16),
+        )  # fmt: skip
+    return q, scale
+
+
+def _by_many_rows(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, channel: bool, block: int, num_warps: int
+) -> None:
+    """Fill q and scale, the scale being that of the tensor or of each column."""
+    (M, N), acc, sms = x.shape, triton_acc(x.dtype), num_sms(x.device)
+    block_n = min(next_power_of_2(N), block, 512 if channel else 2048)
+    block_m = block // block_n
+    across, down = triton.cdiv(N, block_n), triton.cdiv(M, block_m)
+    tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "ACC": acc, "num_warps": num_warps}
+    pieces = min(down, max(8 * sms // across, 1)) if channel else min(down * across, 4 * sms)
+    bits = torch.int64 if x.dtype == torch.float64 else torch.int32
+    top = torch.empty((pieces, N) if channel else pieces, dtype=bits, device=x.device)
+    inverse = torch.empty_like(scale)
+    if channel:
+        rows = triton.cdiv(down, pieces) * block_m
+        _channel_top[(across * pieces,)](x, top, M, N, x.stride(0), rows, STAGES=3, **tile)
+        block_p = next_power_of_2(pieces)
+        columns = max(4096 // block_p, 1)
+        _channel_scales[(triton.cdiv(N, columns),)](
+            top, scale, inverse, pieces, N, BLOCK_P=block_p, BLOCK_N=columns, ACC=acc, num_warps=4
+        )
+    else:
+        _tensor_top[(pieces,)](x, top, M, N, x.stride(0), down * across, STAGES=3, **tile)
+    _tiles[(across * down,)](
+        x, top, inverse, q, scale, pieces, M, N, x.stride(0),
+        BLOCK_P=1 if channel else next_power_of_2(pieces), CHANNEL=channel, **tile,
+    )  # fmt: skip

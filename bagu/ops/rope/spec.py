@@ -1,0 +1,129 @@
+"""Rotary position embedding: turn each pair of features by an angle that grows with the token's position.
+
+    a' = a * cos[p, r] - b * sin[p, r]
+    b' = b * cos[p, r] + a * sin[p, r]        p = positions[t], or the index along the last of the dims T
+
+    layout = "half":          (a, b) = (x[r], x[r + R])
+    layout = "interleaved":   (a, b) = (x[2r], x[2r + 1])
+
+Features from 2R on pass through. The gradient of x is the turn by the opposite angle; the tables have none.
+Dims: T = tokens (batch and time), H = heads, D = features of a head, P = positions in the tables, R = pairs, 2R <= D.
+Paper: https://arxiv.org/abs/2104.09864
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bagu.errors import ArgumentError, UnknownName
+from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.rope import torch_backend
+from bagu.ops.signature import Dims
+
+LAYOUTS = ("half", "interleaved")
+INF, NAN = float("inf"), float("nan")
+
+
+def reference(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, layout: str
+) -> torch.Tensor:
+    """The definition, as the indices of each pair."""
+    R = cos.shape[1]
+    r = torch.arange(R, device=x.device)
+    a, b = (r, r + R) if layout == "half" else (2 * r, 2 * r + 1)
+    p = torch.arange(x.shape[-3], device=x.device) if positions is None else positions
+    c, s = cos[p].unsqueeze(-2), sin[p].unsqueeze(-2)
+    y = x.clone()
+    y[..., a] = x[..., a] * c - x[..., b] * s
+    y[..., b] = x[..., b] * c + x[..., a] * s
+    return y
+
+
+def inputs(case: Case, streams: Streams) -> dict[str, Any]:
+    """cos and sin are drawn apart: a kernel that mixes them up has no identity to hide behind."""
+    lead, H, D, R = case.get("lead", (case.get("T", 1),)), case["H"], case["D"], case["R"]
+    P = case.get("P", lead[-1])
+    x = streams.normal("x", *lead, H, D) * case.get("scale", 1.0)
+    for feature, value in case.get("plant", {}).items():
+        x[..., 0, 0, feature] = value
+    return {
+        "x": x,
+        "cos": 2 * streams.uniform("cos", P, R) - 1,
+        "sin": 2 * streams.uniform("sin", P, R) - 1,
+        "positions": streams.integers("positions", 0, P, *lead) if case.get("positions", False) else None,
+        "layout": case.get("layout", "half"),
+    }
+
+
+def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
+    """No dim is derived; what the signature cannot say is refused here."""
+    if args["layout"] not in LAYOUTS:
+        raise UnknownName.among("layout of rope", args["layout"], LAYOUTS)
+    if 2 * dims["R"] > dims["D"]:
+        raise ArgumentError(
+            f"rope: cos has R = {dims['R']} pairs, and x has D = {dims['D']} features: 2R <= D is wanted",
+            hint="a table has one column per pair, half as many as the features it turns",
+        )
+    if args["positions"] is None and not dims["T"]:
+        raise ArgumentError("rope: x has no token dim and there are no positions", hint="pass x as [1, H, D]")
+    if args["positions"] is None and dims["T"][-1] > dims["P"]:
+        raise ArgumentError(
+            f"rope: x has {dims['T'][-1]} tokens, and the tables have {dims['P']} positions",
+            hint="make longer tables with rope_tables, or pass positions",
+        )
+    return {}
+
+
+def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
+    """Four products and two sums a pair; x is read, y is written, each used row of the fp32 tables is read once."""
+    T, H, D, R = dims["T"], dims["H"], dims["D"], dims["R"]
+    return Cost(flops=6 * T * H * R, bytes=2 * T * H * D * itemsize + 2 * 4 * min(dims["P"], T) * R)
+
+
+HEAD: dict[str, Any] = {"H": 4, "D": 16, "R": 8}
+BIG: dict[str, Any] = {"T": 16384, "H": 32, "D": 128, "R": 64, "P": 16384, "bench": True, "mixed": ["cos", "sin"]}
+
+SPEC = OpSpec(
+    name="rope",
+    signature="x[*T, H, D], cos[P, R]: float, sin[P, R]: float, positions[*T]?: int, layout: str -> y[*T, H, D]",
+    reference=reference,
+    torch_backend=torch_backend,
+    inputs=inputs,
+    cost=cost,
+    cost_backward=cost,
+    grads=("x",),
+    saves=("cos", "sin", "positions"),
+    derive=derive,
+    ulps=1,
+    independent=("T", "H"),
+    peers=True,
+    public=("rope_tables",),
+    cases=[
+        Case("even", "powers of two need no masks, so a failure here is the math", T=4, H=2, D=16, R=8),
+        Case("ragged", "no side is a multiple of a block", T=5, H=3, D=23, R=9, P=40, positions=True),
+        Case("batched", "positions start again in each batch", lead=(2, 5), P=9, **HEAD),
+        Case("positions", "each token has a position of its own", lead=(2, 5), P=300, positions=True, **HEAD),
+        Case("deep", "three token dims are folded into two", lead=(2, 3, 4), H=1, D=8, R=4, positions=True, P=11),
+        Case("interleaved", "a pair is two neighbours, in registers", T=6, H=4, D=32, R=16, layout="interleaved"),
+        Case(
+            "interleaved_odd", "pairs are neighbours, and an odd rest passes through",
+            lead=(2, 3), H=3, D=21, R=7, P=8, positions=True, layout="interleaved",
+        ),
+        Case("partial", "only the first quarter of a head is turned", T=3, H=4, D=64, R=8, positions=True, P=50),
+        Case("one_head", "a head is less than a program's share, so it owns several tokens", T=67, H=1, D=8, R=4),
+        Case("many_heads", "the heads of one token are several programs", T=2, H=130, D=66, R=33),
+        Case("pair", "the smallest head: one pair", T=9, H=5, D=2, R=1, layout="interleaved"),
+        Case("mixed", "the tables stay fp32 beside 16-bit activations", T=8, H=4, D=32, R=16, mixed=["cos", "sin"]),
+        Case("loud", "a sum past fp16's largest value is an infinity, one below is not", T=4, scale=2e4, **HEAD),
+        Case("nan", "a NaN spoils its own pair and no other", T=3, H=2, D=12, R=4, plant={1: NAN}),
+        Case("inf", "an infinity spoils its pair, and no other", T=3, H=2, D=12, R=4, plant={2: INF, 11: -INF}),
+        Case("llama", "the queries of an 8B model at 16k tokens", positions=True, **BIG),
+        Case("interleaved_16k", "the same, pairs being neighbours", positions=True, layout="interleaved", **BIG),
+        Case("by_index", "no positions are read", **BIG),
+        Case("partial_16k", "half of each head passes through", positions=True, **BIG | {"R": 32}),
+        Case("head_192", "a head of 192 features, no power of two", positions=True, **BIG | {"D": 192, "R": 96}),
+    ],
+)  # fmt: skip

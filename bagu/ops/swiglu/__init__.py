@@ -1,0 +1,13 @@
+"""SwiGLU. What it means and costs is in spec.py."""
+
+from __future__ import annotations
+
+import torch
+
+from bagu.ops.dispatch import call
+from bagu.ops.swiglu.spec import SPEC
+
+
+def swiglu(x: torch.Tensor, up: torch.Tensor | None = None, *, backend: str | None = None) -> torch.Tensor:
+    """silu(gate) * up. `x` is gate and up packed along the last dim, gate first; or the gate alone, with `up` given."""
+    return call(SPEC, backend, x=x, up=up)

@@ -1,0 +1,41 @@
+"""SwiGLU: let one half of a projection open and close the other.
+
+    y[m, n] = silu(gate[m, n]) * up[m, n]        silu(g) = g * sigmoid(g)
+
+x is gate and up packed along the last dim, gate first; or gate alone, up being the second tensor.
+Dims: M = rows (tokens), N = features, K = 2N packed, N apart.   Paper: https://arxiv.org/abs/2002.05202
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from bagu.ops import gated
+from bagu.ops.core import OpSpec
+from bagu.ops.swiglu import torch_backend
+
+
+def reference(x: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
+    """The definition."""
+    gate, up = gated.halves(x, up)
+    return gate * torch.sigmoid(gate) * up
+
+
+SPEC = OpSpec(
+    name="swiglu",
+    signature="x[*M, K], up[*M, K]? -> y[*M, N]",
+    reference=reference,
+    torch_backend=torch_backend,
+    inputs=gated.inputs,
+    cost=gated.cost,
+    cost_backward=gated.cost_backward,
+    grads=("x", "up"),
+    saves=("x", "up"),
+    derive=partial(gated.width, "swiglu"),
+    ulps=1,
+    independent=("M",),
+    peers=True,
+    cases=gated.CASES,
+)

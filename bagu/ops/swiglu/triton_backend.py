@@ -1,0 +1,22 @@
+"""SwiGLU on Triton: the gated kernels with s = sigmoid."""
+
+from __future__ import annotations
+
+import torch
+
+from bagu.ops.gated_kernels import TUNABLE, run_backward, run_forward
+
+__all__ = ["TUNABLE", "backward", "forward"]
+
+
+def forward(
+    x: torch.Tensor, up: torch.Tensor | None, *, block: int | None = None, num_warps: int | None = None
+) -> tuple[torch.Tensor]:
+    return run_forward("silu", x, up, block, num_warps)
+
+
+def backward(
+    dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None,
+    *, block: int | None = None, num_warps: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    return run_backward("silu", dy, x, up, block, num_warps)
