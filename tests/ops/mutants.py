@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import importlib
 import importlib.util
 import itertools
 import os
@@ -40,24 +41,62 @@ class Mutant:
     kind: str
     kernel: str
     was: str  # the source that was changed
+    module: str
     source: str  # the whole module, changed
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.kernel}: {self.was}"
 
 
-def mutants(source: str) -> Iterator[Mutant]:
-    """Every mutant of every @triton.jit function of a module."""
-    tree = ast.parse(source)
+def mutants(spec: OpSpec) -> Iterator[Mutant]:
+    """Every mutant of every kernel of an op: those in its Triton backend, and those its imports lead to."""
+    backend = backend_module(spec)
+    for node in ast.walk(ast.parse(_source(backend))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bagu.ops."):
+            yield from _of_module(str(node.module), {a.name for a in node.names})
+    yield from _of_module(backend, None)
+
+
+def backend_module(spec: OpSpec) -> str:
+    return f"bagu.ops.{spec.name}.triton_backend"
+
+
+def _of_module(module: str, wanted: set[str] | None) -> Iterator[Mutant]:
+    """The mutants of a module's @triton.jit functions; only of those that the `wanted` names lead to."""
+    tree = ast.parse(_source(module))
+    reached = _reached(tree, wanted) if wanted is not None else None
     for at, node in enumerate(tree.body):
-        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
-            for i, inner in enumerate(ast.walk(node)):
-                for kind in _kinds(inner):
-                    changed = copy.deepcopy(tree)
-                    target = next(itertools.islice(ast.walk(changed.body[at]), i, None))
-                    was = ast.unparse(target)
-                    _apply(kind, target)
-                    yield Mutant(kind, node.name, was, ast.unparse(ast.fix_missing_locations(changed)))
+        if not isinstance(node, ast.FunctionDef) or not any("jit" in ast.unparse(d) for d in node.decorator_list):
+            continue
+        if reached is not None and node.name not in reached:
+            continue
+        for i, inner in enumerate(ast.walk(node)):
+            for kind in _kinds(inner):
+                changed = copy.deepcopy(tree)
+                target = next(itertools.islice(ast.walk(changed.body[at]), i, None))
+                was = ast.unparse(target)
+                _apply(kind, target)
+                yield Mutant(kind, node.name, was, module, ast.unparse(ast.fix_missing_locations(changed)))
+
+
+def _reached(tree: ast.Module, wanted: set[str]) -> set[str]:
+    """The top-level names of a module that these lead to, themselves included."""
+    uses = {
+        name: {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} for node in tree.body for name in _defines(node)
+    }
+    reached, new = set(), set(wanted)
+    while new:
+        reached |= new
+        new = {u for name in new for u in uses.get(name, ())} - reached
+    return reached
+
+
+def _defines(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Assign):
+        return [t.id for t in node.targets if isinstance(t, ast.Name)]
+    return []
 
 
 def _calls(node: ast.AST, name: str) -> bool:
@@ -91,16 +130,27 @@ def _apply(kind: str, node: ast.AST) -> None:
         node.right = ast.Constant(0.0)
 
 
-def load(source: str, folder: Path) -> ModuleType:
-    """The mutated module, from a file of its own: Triton reads a kernel's source from where it was defined."""
-    path = folder / f"mutant_{abs(hash(source))}.py"
-    path.write_text(source)
-    found = importlib.util.spec_from_file_location(path.stem, path)
+def _source(module: str) -> str:
+    found = importlib.util.find_spec(module)
+    assert found is not None and found.origin is not None, module
+    return Path(found.origin).read_text()
+
+
+def load(spec: OpSpec, mutant: Mutant, folder: Path) -> ModuleType:
+    """The op's Triton backend with the mutant in place of its module.
+
+    The mutant gets a file of its own: Triton reads a kernel's source from where it was defined.
+    """
+    path = folder / f"{mutant.module.rpartition('.')[2]}.py"
+    path.write_text(mutant.source)
+    found = importlib.util.spec_from_file_location(mutant.module, path)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
-    sys.modules[path.stem] = module
+    sys.modules[mutant.module] = module
     found.loader.exec_module(module)
-    return module
+    if mutant.module != backend_module(spec):
+        sys.modules.pop(backend_module(spec), None)
+    return importlib.import_module(backend_module(spec))
 
 
 def survives(spec: OpSpec, mutant: Mutant) -> bool:
@@ -110,10 +160,11 @@ def survives(spec: OpSpec, mutant: Mutant) -> bool:
         code = 0
         try:
             with tempfile.TemporaryDirectory() as folder:
-                module = load(mutant.source, Path(folder))
+                module = load(spec, mutant, Path(folder))
                 fn = paired(spec, module.forward, getattr(module, "backward", None))
-                for case in (c for c in spec.cases if not c.bench):
-                    check(spec, case, torch.float32, fn)
+                for dtype, case in itertools.product((torch.float32, torch.float16), spec.cases):
+                    if not case.bench:
+                        check(spec, case, dtype, fn)
         except BaseException:  # however it failed, the bug was noticed
             code = 1
         os._exit(code)

@@ -72,8 +72,10 @@ def point(population: Population, B: int, padding: str, setting: Setting) -> Row
         changes.append(layer_norm_change(x, real))
         padded += 100 * (~real).double().mean().item() / len(batches)
     # In evaluation the running averages stand in for the batch's statistics; over many steps they are these means.
-    running = {"running_mean": torch.stack(means).mean(0), "running_var": torch.stack(variances).mean(0)}
-    gaps = [rms(y - ops.batch_norm(tokens, **running, training=False)[0]) for tokens, y in outputs]
+    mean, var = torch.stack(means).mean(0), torch.stack(variances).mean(0)
+    gaps = [
+        rms(y - ops.batch_norm(tokens, running_mean=mean, running_var=var, training=False)[0]) for tokens, y in outputs
+    ]
     return {
         "batch_sequences": B,
         "padding": padding,

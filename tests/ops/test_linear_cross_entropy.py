@@ -1,0 +1,233 @@
+"""Cross-entropy and the chunked head: strided and whole logits, budgets, frozen parts, a graph used twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from bagu.errors import ArgumentError
+from bagu.ops.cross_entropy import cross_entropy
+from bagu.ops.dispatch import call, load
+from bagu.ops.linear_cross_entropy import chunked, linear_cross_entropy, token_losses
+from bagu.ops.linear_cross_entropy.chunked import chunks
+from bagu.ops.linear_cross_entropy_loss import linear_cross_entropy_loss
+from bagu.ops.linear_cross_entropy_loss.spec import SPEC as LOSS
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BACKENDS = pytest.mark.parametrize("backend", ["torch", "triton"])
+M, D, V, Z = 9, 6, 45, 0.02
+SMALL = 3 * V * 8  # bytes: three tokens of fp64 logits
+
+
+def head(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """hidden and weight that ask for gradients, targets of which two are ignored, and a weight per token."""
+    draw = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(*shape, generator=draw, dtype=torch.float64).to(DEVICE, dtype)  # noqa: E731
+    targets = torch.randint(0, V, (M,), generator=draw)
+    targets[[2, 8]] = -100
+    return {
+        "hidden": normal(M, D).requires_grad_(),
+        "weight": normal(V, D).requires_grad_(),
+        "targets": targets.to(DEVICE),
+        "token_weights": normal(M),
+    }
+
+
+def whole(args: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The weighted loss over logits kept whole, and its gradients."""
+    losses = cross_entropy(args["hidden"] @ args["weight"].T, args["targets"], z_loss=Z, backend="torch")
+    loss = (losses * args["token_weights"]).sum()
+    return loss, *torch.autograd.grad(loss, (args["hidden"], args["weight"]))
+
+
+@BACKENDS
+def test_loss_and_gradients_are_those_of_the_whole_logits(backend: str) -> None:
+    args = head()
+    want = whole(args)
+    weights = args.pop("token_weights")
+    parts = token_losses(*linear_cross_entropy(**args, memory=SMALL, backend=backend), z_loss=Z)
+    loss = (parts.loss * weights).sum()
+    for g, w in zip((loss, *torch.autograd.grad(loss, (args["hidden"], args["weight"]))), want, strict=True):
+        torch.testing.assert_close(g, w)
+    ignored = args["targets"] == -100
+    assert all((x[ignored] == 0).all() for x in parts)
+    torch.testing.assert_close(parts.loss, parts.z_loss - parts.logprobs)
+
+
+@BACKENDS
+def test_the_one_pass_loss_is_the_same_and_scales_with_what_comes_in(backend: str) -> None:
+    args = head()
+    want = whole(args)
+    loss, target_logit, lse = linear_cross_entropy_loss(**args, z_loss=Z, memory=SMALL, backend=backend)
+    assert not target_logit.requires_grad and not lse.requires_grad
+    for factor in (1.0, -3.0):
+        got = torch.autograd.grad(factor * loss, (args["hidden"], args["weight"]), retain_graph=True)
+        for g, w in zip(got, want[1:], strict=True):
+            torch.testing.assert_close(g, factor * w)
+    torch.testing.assert_close(loss, want[0])
+
+
+@BACKENDS
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_a_retained_graph_gives_the_same_gradients_again(backend: str, one_pass: bool) -> None:
+    args = head(torch.float32)
+    leaves = (args["hidden"], args["weight"])
+    if one_pass:
+        loss = linear_cross_entropy_loss(**args, backend=backend)[0]
+    else:
+        args.pop("token_weights")
+        loss = token_losses(*linear_cross_entropy(**args, backend=backend)).loss.sum()
+    first = [g.mul_(7) for g in torch.autograd.grad(loss, leaves, retain_graph=True)]  # as a clipped .grad would be
+    again = torch.autograd.grad(loss, leaves, retain_graph=True)
+    last = torch.autograd.grad(loss, leaves)
+    for f, a, z in zip(first, again, last, strict=True):
+        torch.testing.assert_close(f, 7 * a)
+        assert torch.equal(a, z)
+
+
+def test_the_budget_decides_the_chunks() -> None:
+    assert chunks(4096, 128256, 4, None, CUDA) == [(0, 4096)]  # 2.10e9 bytes of 2^31
+    assert len(chunks(8192, 128256, 4, None, CUDA)) == 2
+    assert len(chunks(4096, 128256, 4, None, CPU)) == 8
+    assert chunks(7, 100, 4, 1200, CPU) == [(0, 3), (3, 6), (6, 7)]
+    assert chunks(3, 100, 4, 1, CPU) == [(0, 1), (1, 2), (2, 3)]  # less than a row: a row at a time
+    assert chunks(0, 100, 4, None, CPU) == []
+    for memory in (1, 10**5, 10**7, 2**31):
+        spans = chunks(5000, 1000, 4, memory, CUDA)
+        assert [a for a, _ in spans[1:]] == [z for _, z in spans[:-1]] and (spans[0][0], spans[-1][1]) == (0, 5000)
+        assert all((z - a) * 4000 <= max(memory, 4000) for a, z in spans)
+    assert chunks(5000, 1000, 4, 12 * 10**6, CUDA) == [(0, 2560), (2560, 5000)]  # whole tiles of 128 rows
+
+
+@BACKENDS
+def test_no_more_logits_exist_than_the_budget_allows(backend: str) -> None:
+    args, made = head(torch.float32), []
+    kernels = LOSS.module(backend).KERNELS
+    spy = replace(kernels, logits=lambda h, w: made.append(h.shape[0]) or kernels.logits(h, w))
+    given = [args[n].detach() for n in ("hidden", "weight", "targets")]
+    _, lse = chunked.forward(*given, -100, 4 * V * 4, spy)
+    chunked.backward(lse, lse, *given, lse, -100, 4 * V * 4, chunked.EVERY, spy)
+    assert made == [3, 3, 3] * 2  # four rows fit, so three chunks, and those of one size
+
+
+@BACKENDS
+@pytest.mark.parametrize("padded", [40, 37])
+def test_cross_entropy_takes_a_slice_of_padded_logits(backend: str, padded: int) -> None:
+    """Rows of 33 words that lie 40 or 37 apart: alignment of a row in and of its gradient out differ, or agree."""
+    wide = torch.randn(5, padded, generator=torch.Generator().manual_seed(1)).to(DEVICE).requires_grad_()
+    targets = torch.arange(5, device=DEVICE) * 8
+    (got,) = torch.autograd.grad(cross_entropy(wide[:, :33], targets, backend=backend).sum(), wide)
+    part = wide[:, :33].detach().clone().requires_grad_()
+    (want,) = torch.autograd.grad(cross_entropy(part, targets, backend=backend).sum(), part)
+    torch.testing.assert_close(got[:, :33], want, rtol=0, atol=1e-7)
+    assert not got[:, 33:].any()
+
+
+@BACKENDS
+def test_a_frozen_weight_costs_no_product(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[int, ...]] = []
+    product = chunked.product
+    monkeypatch.setattr(chunked, "product", lambda *a: done.append(tuple(a[0].shape)) or product(*a))
+    args = head(torch.float32)
+    args["weight"].requires_grad_(False)
+    linear_cross_entropy_loss(**args, backend=backend)[0].backward()
+    want, args["hidden"].grad = args["hidden"].grad, None
+    weights = args.pop("token_weights")
+    target_logit, lse = linear_cross_entropy(**args, backend=backend)
+    (token_losses(target_logit, lse).loss * weights).sum().backward()
+    assert done == [(M, V), (M, V)]  # dlogits @ weight, once in each op
+    torch.testing.assert_close(args["hidden"].grad, want)
+    with torch.no_grad():
+        linear_cross_entropy_loss(**args, token_weights=weights, backend=backend)
+    assert len(done) == 2
+
+
+def test_gradients_that_are_not_asked_for_are_not_kept() -> None:
+    load(LOSS, "triton")
+    args: dict[str, Any] = head(torch.float32) | {"ignore_index": -100, "z_loss": 0.0, "memory": None}
+    for asked in ((True, False), (False, True), (False, False)):
+        args |= {"grad_hidden": asked[0], "grad_weight": asked[1]}
+        for results in (
+            LOSS.torch_backend.forward(**args),
+            torch.ops.bagu.linear_cross_entropy_loss_triton(*(args[a.name] for a in LOSS.sig.inputs)),
+        ):
+            assert [r.numel() > 0 for r in results[3:]] == list(asked)
+
+
+@BACKENDS
+def test_a_gradient_that_was_not_asked_for_cannot_be_had(backend: str) -> None:
+    args = head(torch.float32)
+    rest = {"ignore_index": -100, "z_loss": 0.0, "memory": None, "grad_hidden": True, "grad_weight": False}
+    loss = call(LOSS, backend, **args, **rest)[0]
+    with pytest.raises(ArgumentError, match="the gradient of weight is wanted"):
+        loss.backward()
+
+
+def test_residuals_that_are_given_away_are_scaled_where_they_are() -> None:
+    module = LOSS.module("triton")
+    args: dict[str, Any] = {k: v.detach() for k, v in head(torch.float32).items()}
+    args |= {"ignore_index": -100, "z_loss": 0.0, "memory": None, "grad_hidden": True, "grad_weight": True}
+    made = dict(zip(("hidden_grad", "weight_grad"), module.forward(**args)[3:], strict=True))
+    given = made | {k: v for k, v in args.items() if k not in ("targets", "token_weights")}
+    for factor in (1.0, 2.5):
+        dloss = torch.tensor(factor, device=DEVICE)
+        want = module.backward(dloss, **given)
+        got = module.backward_in_place(dloss, **given)
+        assert all(torch.equal(g, w) and w is not m for g, w, m in zip(got, want, made.values(), strict=True))
+        assert all(g is m for g, m in zip(got, made.values(), strict=True))
+
+
+@BACKENDS
+def test_the_public_functions_compile_as_one_graph(backend: str) -> None:
+    args = head(torch.float32)
+    leaves = (args["hidden"], args["weight"])
+    run = lambda: linear_cross_entropy_loss(**args, z_loss=Z, memory=SMALL // 2, backend=backend)[0]  # noqa: E731
+    torch._dynamo.reset()
+    got = torch.autograd.grad(torch.compile(run, fullgraph=True, backend="aot_eager")(), leaves)
+    for g, w in zip(got, torch.autograd.grad(run(), leaves), strict=True):
+        torch.testing.assert_close(g, w)
+
+
+def test_bad_values_are_refused() -> None:
+    args = head()
+    with pytest.raises(ArgumentError, match="linear_cross_entropy_loss: memory is 0 bytes"):
+        linear_cross_entropy_loss(**args, memory=0)
+    args.pop("token_weights")
+    with pytest.raises(ArgumentError, match="linear_cross_entropy: memory is -5 bytes"):
+        linear_cross_entropy(**args, memory=-5)
+    with pytest.raises(ArgumentError, match=r"label_smoothing is 1.5"):
+        cross_entropy(args["hidden"], args["targets"], label_smoothing=1.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="warps overtake each other only on a GPU")
+def test_overwriting_long_rows_loses_no_logit() -> None:
+    """16-bit gradients over fp32 logits, 32 blocks a row and more rows than run at once, as against a new tensor."""
+    from bagu.ops.linear_cross_entropy.triton_backend import KERNELS
+
+    rows, words = 1024, 128256
+    logits = torch.randn(rows, words, device="cuda")
+    targets = torch.randint(0, words, (rows,), device="cuda")
+    own = [torch.randn(rows, device="cuda") for _ in range(2)]
+    lse = logits.logsumexp(-1)
+    want = own[1][:, None] * (logits - lse[:, None]).exp()
+    want.scatter_add_(1, targets[:, None], own[0][:, None])
+    got = KERNELS.slope(logits, targets, lse, *own, -100, torch.bfloat16)
+    torch.testing.assert_close(got, want.bfloat16(), rtol=2**-7, atol=1e-30)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="elsewhere every sum is in fp32")
+def test_many_chunks_do_not_round_the_weights_gradient_away() -> None:
+    """4096 equal tokens in chunks of 16: a bf16 sum would stop growing at 256 of its 256 parts."""
+    hidden = torch.ones(4096, 64, device="cuda", dtype=torch.bfloat16)
+    weight = torch.zeros(128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(4096, device="cuda", dtype=torch.int64)
+    target_logit, _ = linear_cross_entropy(hidden, weight, targets, memory=16 * 128 * 4)
+    target_logit.sum().backward()
+    assert (weight.grad[0] == 4096).all()
