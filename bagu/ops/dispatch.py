@@ -156,6 +156,9 @@ def _register_backward(spec: OpSpec, backend: str, backward: Callable[..., tuple
         args = dict(zip(names, values, strict=True))
         known = {o: args[f"d{o}"] for o in spec.differentiable} | {s: args[s] for s in spec.saves}
         dims = sig.measure(known, {s.name: args[s.name] for s in sig.scalars})
+        if any(name not in dims for g in spec.grads for _, name in by_name[g].dims if name):
+            assert spec.derive is not None, f"{spec.name}: nothing the backward is given has the dims of its gradients"
+            dims |= spec.derive(args, dims)
         found = []
         for g, needed in zip(spec.grads, needs, strict=True):
             gone = (g in known and known[g] is None) or (selective and not needed)

@@ -1,0 +1,127 @@
+"""GroupNorm: bring each group of channels of each sample to zero mean and unit variance, then scale and shift.
+
+    y[b, c, s] = (x[b, c, s] - mean[b, g]) * r[b, g] * w[c] + b[c]        g = c // D
+    r[b, g] = 1 / sqrt(var[b, g] + eps)        mean and var over the D channels of a group and all of S
+
+Dims: B = batch, C = channels, D = C / groups, S = any number of further dims, none included.
+Paper: https://arxiv.org/abs/1803.08494
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bagu.errors import ArgumentError
+from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.group_norm import torch_backend
+from bagu.ops.signature import Dims
+
+
+def reference(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, groups: int, eps: float) -> torch.Tensor:
+    """The definition, one group per row."""
+    rows = x.unflatten(1, (groups, x.shape[1] // groups)).flatten(2)  # [B, groups, D * S]
+    off = rows - rows.mean(2, keepdim=True)
+    y = (off / torch.sqrt(off.square().mean(2, keepdim=True) + eps)).reshape(x.shape)
+    along = (-1, *(1 for _ in x.shape[2:]))
+    y = y if w is None else y * w.view(along)
+    return y if b is None else y + b.view(along)
+
+
+def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
+    """D, the channels of a group; a call whose groups are not equal stops here."""
+    C, groups = dims["C"], dims["groups"]
+    if groups < 1 or C % groups:
+        raise ArgumentError(
+            f"group_norm: groups is {groups}, and x has {C} channels, which it must divide",
+            hint="a group is a whole number of channels: 1 group is all of them, one per channel is C groups",
+        )
+    return {"D": C // groups}
+
+
+def inputs(case: Case, streams: Streams) -> dict[str, Any]:
+    shape = case["shape"]
+    C = shape[1]
+    x = case.get("shift", 0.0) + case.get("scale", 1.0) * streams.normal("x", *shape)
+    if "plant" in case.params:
+        x[(0, C // 2, *(0 for _ in shape[2:]))] = case["plant"]
+    return {
+        "x": x,
+        "w": 1 + 0.1 * streams.normal("w", C) if case.get("w", True) else None,
+        "b": 0.1 * streams.normal("b", C) if case.get("b", True) else None,
+        "groups": case["groups"],
+        "eps": 1e-5,
+    }
+
+
+def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
+    """x is read once and y written once. Groups too long for a program, in a tensor larger than the L2, have to be
+    read twice: three transfers for these two."""
+    n = dims["B"] * dims["C"] * dims["S"]
+    return Cost(flops=7 * n, bytes=(2 * n + 2 * dims["C"]) * itemsize + 4 * 2 * dims["B"] * dims["groups"])
+
+
+def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
+    """dy and x are read once and dx is written once; for long groups past the L2 it is five transfers for these
+    three."""
+    n = dims["B"] * dims["C"] * dims["S"]
+    return Cost(flops=11 * n, bytes=(3 * n + 3 * dims["C"]) * itemsize + 4 * 2 * dims["B"] * dims["groups"])
+
+
+nan, inf = float("nan"), float("inf")
+SPEC = OpSpec(
+    name="group_norm",
+    signature="x[B, C, *S], w[C]?: float, b[C]?: float, groups: int, eps: float -> y[B, C, *S]; "
+    "mean[B, groups]: acc, r[B, groups]: acc",
+    reference=reference,
+    torch_backend=torch_backend,
+    inputs=inputs,
+    cost=cost,
+    cost_backward=cost_backward,
+    grads=("x", "w", "b"),
+    saves=("x", "w", "b", "mean", "r"),
+    derive=derive,
+    ulps=1,
+    independent=("B", "groups"),
+    peers=True,
+    cases=[
+        Case("even", "powers of two need no masks, so a failure here is the math", shape=(4, 8, 4, 4), groups=2),
+        Case("ragged", "no side is a multiple of a block, so every mask is used", shape=(5, 21, 5, 7), groups=7),
+        Case("columns", "there is no S: a group is contiguous channels", shape=(13, 18), groups=3),
+        Case("narrow", "groups are short and many, so one program owns several of them", shape=(23, 35), groups=7),
+        Case("line", "one further dim, as sequences have", shape=(3, 6, 29), groups=3),
+        Case("volume", "three further dims", shape=(2, 6, 3, 4, 5), groups=2),
+        Case("one_group", "one group is LayerNorm over the whole sample", shape=(3, 6, 11), groups=1),
+        Case("each_alone", "as many groups as channels is InstanceNorm", shape=(3, 6, 11), groups=6),
+        Case("point", "a group of one value: y is the bias and dx is zero", shape=(8, 6), groups=6),
+        Case("bare", "no weight and no bias", shape=(4, 6, 9), groups=2, w=False, b=False),
+        Case("scaled", "a weight without a bias", shape=(4, 6, 9), groups=2, b=False),
+        Case("shifted", "a bias without a weight", shape=(4, 6, 9), groups=2, w=False),
+        Case("far", "a mean 1,000 times the spread: E[x^2] - E[x]^2 loses every digit", shape=(3, 6, 25, 27), groups=2,
+             shift=100.0, scale=0.1),
+        Case("faint", "the variance is near eps, so a kernel that drops eps shows it", shape=(4, 6, 12), groups=2,
+             scale=2e-3),
+        Case("loud", "x^2 is past fp16's largest value, so squaring must happen in fp32", shape=(4, 6, 12), groups=2,
+             scale=1e3),
+        Case("zero", "every group is all zeros and only eps keeps it finite", shape=(4, 6, 12), groups=2, scale=0.0),
+        Case("mixed", "weight and bias stay fp32 beside 16-bit activations", shape=(4, 6, 12), groups=2,
+             mixed=["w", "b"]),
+        Case("nan", "a NaN spoils its own group of its own sample and no other", shape=(3, 6, 14), groups=3, plant=nan),
+        Case("inf", "an infinity makes its group NaN and no other", shape=(3, 6, 14), groups=3, plant=inf),
+        Case("wide", "a group does not fit a program, so several share it", shape=(2, 4, 67, 131), groups=2),
+        Case("wide_bare", "long groups with no weight and no bias", shape=(1, 4, 131, 67), groups=2, w=False, b=False),
+        Case("wide_far", "long groups whose mean is 1,000 times the spread", shape=(1, 2, 9999), groups=1,
+             shift=100.0, scale=0.1),
+        Case("wide_inf", "a long group's infinity spoils it and no other", shape=(1, 2, 16500), groups=2, plant=inf),
+        Case("unet_bottom", "the middle of an image U-Net at batch 32: groups that fit a program", bench=True,
+             shape=(32, 1280, 16, 16), groups=32),
+        Case("unet_top", "its first level at batch 8: groups of 40,960 values", bench=True,
+             shape=(8, 320, 64, 64), groups=32),
+        Case("decoder", "an image decoder: 128 groups of a million values, four times the L2", bench=True,
+             shape=(4, 128, 512, 512), groups=32),
+        Case("tokens", "16k tokens of an 8B model, a group per head", bench=True, shape=(16384, 4096), groups=32),
+        Case("odd", "27 x 27 planes have no aligned rows", bench=True, shape=(128, 512, 27, 27), groups=32),
+    ],
+)  # fmt: skip

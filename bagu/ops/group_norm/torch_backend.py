@@ -1,0 +1,46 @@
+"""GroupNorm in PyTorch: what runs on a CPU, what the compiler fuses, and the formulas in the open."""
+
+from __future__ import annotations
+
+import torch
+
+from bagu.ops.signature import accumulator
+
+
+def forward(
+    x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, groups: int, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    acc, along = accumulator(x.dtype), (-1, *(1 for _ in x.shape[2:]))
+    rows = _by_group(x.to(acc), groups)
+    mean = rows.mean(2)
+    off = rows - mean.unsqueeze(2)
+    r = torch.rsqrt(off.square().mean(2) + eps)
+    y = (off * r.unsqueeze(2)).reshape(x.shape)
+    y = y if w is None else y * w.to(acc).view(along)
+    y = y if b is None else y + b.to(acc).view(along)
+    return y.to(x.dtype), mean, r
+
+
+def backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor | None,
+    b: torch.Tensor | None,
+    mean: torch.Tensor,
+    r: torch.Tensor,
+    groups: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    acc, over, along = r.dtype, [0, *range(2, x.ndim)], (-1, *(1 for _ in x.shape[2:]))
+    dyf, rf = dy.to(acc), r.unsqueeze(2)
+    xhat = (_by_group(x.to(acc), groups) - mean.unsqueeze(2)) * rf
+    g = _by_group(dyf if w is None else dyf * w.to(acc).view(along), groups)
+    dx = rf * (g - g.mean(2, keepdim=True) - xhat * (g * xhat).mean(2, keepdim=True))
+    dw = None if w is None else (dyf * xhat.reshape(x.shape)).sum(over).to(w.dtype)
+    db = None if b is None else dyf.sum(over).to(b.dtype)
+    return dx.reshape(x.shape).to(x.dtype), dw, db
+
+
+def _by_group(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """[B, C, *S] as [B, groups, D * S]."""
+    return x.unflatten(1, (groups, x.shape[1] // groups)).flatten(2)

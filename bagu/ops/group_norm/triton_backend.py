@@ -1,0 +1,157 @@
+"""GroupNorm on Triton: a group of one sample is a contiguous row of D channels of I values.
+
+Bandwidth is the limit. Rows that fit a program's registers, as [D, I] tiles, cross memory once each way. In backward
+a program keeps its groups and walks the batch, so dw and db are summed in registers:
+
+    db = sum_i dy        dw = sum_i dy * xhat        (per channel; their sums with w give mean(g) and mean(g * xhat))
+    dx = r * (g - mean(g) - xhat * mean(g * xhat))        g = dy * w
+
+Longer rows, or too few to fill the device, go the way of batch_norm: each is split over programs, and read a second
+time for the outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from bagu.ops.batch_norm.tiling import Tiling, as_channels
+from bagu.ops.batch_norm.triton_backend import channel_sums, normalize, pull, statistics
+from bagu.ops.kernels import column_sum, int64
+from bagu.ops.launch import next_power_of_2, num_sms, triton_acc
+from bagu.ops.signature import accumulator
+
+WHOLE = 16384  # the longest row, rounded up to a tile, kept in registers
+SHORT = 4096  # up to here a program is too short to be worth splitting
+TUNABLE = {  # tests run each point
+    "forward": {"block_m": (1, 4), "num_warps": (4, 8)},
+    "backward": {"block_g": (1, 4), "num_warps": (4, 8)},
+}
+
+
+@triton.jit
+def _forward(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, r_ptr, M, groups, D, I, b_stride, c_stride, eps,
+    BM: tl.constexpr, BD: tl.constexpr, BI: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    d, i = tl.arange(0, BD), tl.arange(0, BI)
+    c = (m % groups * D)[:, None] + d[None, :]
+    channel = (m < M)[:, None] & (d < D)[None, :]
+    real = channel[:, :, None] & (i < I)[None, None, :]
+    at = (m // groups).to(tl.int64)[:, None] * b_stride + c.to(tl.int64) * c_stride
+    x = tl.load(x_ptr + at[:, :, None] + i[None, None, :], real, 0.0).to(ACC)
+    mean = tl.sum(tl.sum(x, axis=2), axis=1) / (D * I)
+    off = tl.where(real, x - mean[:, None, None], 0.0)
+    r = 1.0 / tl.sqrt(tl.sum(tl.sum(off * off, axis=2), axis=1) / (D * I) + eps)
+    tl.store(mean_ptr + m, mean, m < M)
+    tl.store(r_ptr + m, r, m < M)
+    y = off * r[:, None, None]
+    if w_ptr is not None:
+        y *= tl.load(w_ptr + c, channel, 0.0).to(ACC)[:, :, None]
+    if b_ptr is not None:
+        y += tl.load(b_ptr + c, channel, 0.0).to(ACC)[:, :, None]
+    out = m.to(tl.int64)[:, None, None] * (D * I) + (d * I)[None, :, None] + i[None, None, :]
+    tl.store(y_ptr + out, y, real)
+
+
+@triton.jit
+def _backward(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, r_ptr, dx_ptr, part_ptr, B, C, groups, D, I,
+    dy_b_stride, dy_c_stride, x_b_stride, x_c_stride,
+    BG: tl.constexpr, BD: tl.constexpr, BI: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    g = tl.program_id(0) * BG + tl.arange(0, BG)
+    d, i = tl.arange(0, BD), tl.arange(0, BI)[None, None, :]
+    c = (g * D)[:, None] + d[None, :]
+    channel = (g < groups)[:, None] & (d < D)[None, :]
+    real = channel[:, :, None] & (i < I)
+    far = c.to(tl.int64)[:, :, None]
+    w = tl.full([BG, BD], 1.0, ACC)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + c, channel, 0.0).to(ACC)
+    dw, db = tl.zeros([BG, BD], ACC), tl.zeros([BG, BD], ACC)
+    for row in range(tl.program_id(1), B, tl.num_programs(1)):
+        b = int64(row)
+        dy = tl.load(dy_ptr + b * dy_b_stride + far * dy_c_stride + i, real, 0.0).to(ACC)
+        x = tl.load(x_ptr + b * x_b_stride + far * x_c_stride + i, real, 0.0).to(ACC)
+        mean = tl.load(mean_ptr + b * groups + g, g < groups, 0.0)
+        r = tl.load(r_ptr + b * groups + g, g < groups, 0.0)[:, None, None]
+        xhat = (x - mean[:, None, None]) * r
+        sums, dots = tl.sum(dy, axis=2), tl.sum(dy * xhat, axis=2)
+        along = tl.sum(sums * w, axis=1)[:, None, None] / (D * I)
+        pull = tl.sum(dots * w, axis=1)[:, None, None] / (D * I)
+        tl.store(dx_ptr + (b * C + far) * I + i, r * (dy * w[:, :, None] - along - xhat * pull), real)
+        db += sums
+        dw += dots
+    part = part_ptr + int64(tl.program_id(1)) * 2 * C + c
+    tl.store(part, db, channel)
+    tl.store(part + C, dw, channel)
+
+
+def _fits(x: torch.Tensor, groups: int, whole: int) -> tuple[int, int] | None:
+    """The tile [D, I] of a row of x[B, C, I] that a program can own, or None where rows are to be split."""
+    B, C, I = x.shape
+    d, i = next_power_of_2(C // groups), next_power_of_2(I)
+    enough = d * i <= SHORT or B * groups >= num_sms(x.device)
+    return (d, i) if d * i <= whole and enough else None
+
+
+def forward(
+    x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, groups: int, eps: float,
+    *, block_m: int | None = None, num_warps: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    (B, C), acc = x.shape[:2], accumulator(x.dtype)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    mean, r = (torch.empty(B, groups, dtype=acc, device=x.device) for _ in range(2))
+    if not x.numel():
+        return y, mean, r
+    flat, w, b = as_channels(x), *(None if v is None else v.contiguous() for v in (w, b))
+    D, I, M = C // groups, flat.shape[2], B * groups
+    if (tile := _fits(flat, groups, WHOLE)) is None:
+        rows = flat.contiguous().view(1, M, D * I)
+        statistics(rows, mean, r, eps, tiling=Tiling.of(rows, None, num_warps))
+        flat = rows.view(B, C, I)
+        normalize(flat, mean, r, w, b, y, tiling=Tiling.of(flat, None, num_warps), groups=groups, D=D)
+        return y, mean, r
+    size = tile[0] * tile[1]
+    block_m = block_m or max(1, min(2048 // size, next_power_of_2(M)))
+    _forward[(triton.cdiv(M, block_m),)](
+        flat, w, b, y, mean, r, M, groups, D, I, flat.stride(0), flat.stride(1), eps,
+        BM=block_m, BD=tile[0], BI=tile[1], ACC=triton_acc(x.dtype),
+        num_warps=num_warps or min(max(block_m * size // 512, 1), 16),
+    )  # fmt: skip
+    return y, mean, r
+
+
+def backward(
+    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, mean: torch.Tensor,
+    r: torch.Tensor, groups: int, eps: float, *, block_g: int | None = None, num_warps: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not x.numel():
+        return dx, None if w is None else torch.zeros_like(w), None if b is None else torch.zeros_like(b)
+    flat, dys, scale = as_channels(x), as_channels(dy), None if w is None else w.contiguous()
+    B, C, I = flat.shape
+    D = C // groups
+    # an odd I is read value by value, and their addresses take registers: ptxas spills at 16384
+    if (tile := _fits(flat, groups, WHOLE if I % 8 == 0 else WHOLE // 2)) is None:
+        flat, dys = flat.contiguous(), dys.contiguous()
+        rows, drows = flat.view(1, B * C, I), dys.view(1, B * C, I)
+        part = channel_sums(drows, rows, mean, r, tiling=Tiling.of(rows, None, num_warps), C=C, D=D)
+        pull(dys, flat, mean, r, scale, part, dx, tiling=Tiling.of(flat, None, num_warps), groups=groups, D=D)
+    else:
+        size = tile[0] * tile[1]
+        block_g = block_g or max(1, min(2048 // size, next_power_of_2(groups)))
+        across = triton.cdiv(groups, block_g)
+        programs = max(1, min(B, 4 * num_sms(x.device) // across))
+        part = torch.empty(programs, 2, C, dtype=r.dtype, device=x.device)
+        _backward[(across, programs)](
+            dys, flat, scale, mean, r, dx, part, B, C, groups, D, I,
+            dys.stride(0), dys.stride(1), flat.stride(0), flat.stride(1),
+            BG=block_g, BD=tile[0], BI=tile[1], ACC=triton_acc(x.dtype),
+            num_warps=num_warps or min(max(block_g * size // 512, 1), 32),
+        )  # fmt: skip
+    db, dw = column_sum(part.view(-1, 2 * C), r.dtype).view(2, C)
+    return dx, None if w is None else dw.to(w.dtype, copy=True), None if b is None else db.to(b.dtype, copy=True)

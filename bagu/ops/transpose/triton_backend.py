@@ -1,0 +1,119 @@
+"""Transpose on Triton: a tile is read along x's contiguous dim and written along y's.
+
+Bandwidth is the limit, and with it the length of the runs: a tile of 128 x 128 has runs of 256 bytes in bf16 on both
+sides (64 x 64 reaches 0.84 of copy bandwidth on an H200, this 0.90). Triton reads in the order of x's memory and writes
+in the order of y's, and turns the tile in shared memory where the two differ. Neighbouring programs write along y.
+
+Bits are moved, not numbers: every dtype is taken as the integer of its size, so NaN payloads, bools and int64 arrive
+as they were, and four kernels serve all dtypes. Any two dims of any strided tensor come down to the same kernel:
+dims that lie together in both tensors are merged, one tile side is y's last dim, the other is the one with x's
+smallest stride, and what is left, at most three dims, is walked by programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from bagu.ops.kernels import int64
+from bagu.ops.launch import next_power_of_2
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SIDE = {1: 128, 2: 128, 4: 64, 8: 32, 16: 32}  # of a turned tile, by itemsize: runs of 128 bytes or more
+TUNABLE = {"forward": {"rows": (64, 128), "columns": (64, 128), "group": (1, 4)}}  # tests run each point
+
+
+@triton.jit
+def _move(
+    x_ptr, y_ptr, R, C, n1, n2, xr, xc, x0, x1, x2, yr, y0, y1, y2, r_tiles, c_tiles,
+    BR: tl.constexpr, BC: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    tile, z = tl.program_id(0) % (r_tiles * c_tiles), tl.program_id(0) // (r_tiles * c_tiles)
+    first = tile // (GROUP * c_tiles) * GROUP  # GROUP rows of tiles are walked column by column
+    high = min(r_tiles - first, GROUP)
+    inside = tile % (GROUP * c_tiles)
+    r = int64(first + inside % high) * BR + tl.arange(0, BR)[:, None]
+    c = int64(inside // high) * BC + tl.arange(0, BC)[None, :]
+    i0, i1, i2 = int64(z // n2 // n1), int64(z // n2 % n1), int64(z % n2)
+    real = (r < R) & (c < C)
+    at = x_ptr + (i0 * x0 + i1 * x1 + i2 * x2) + r * xr + c * xc
+    value = tl.load(at, real, eviction_policy="evict_last")
+    tl.store(y_ptr + (i0 * y0 + i1 * y1 + i2 * y2) + r * yr + c, value, real)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walk:
+    """The dims of y, merged where they lie together in x too: (size, stride in x, stride in y)."""
+
+    rows: tuple[int, int, int]
+    columns: tuple[int, int, int]  # y's last dim
+    others: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def of(cls, view: torch.Tensor) -> Walk:
+        """For y = view.contiguous()."""
+        merged: list[list[int]] = []
+        for size, stride in zip(view.shape, view.stride(), strict=True):
+            if size == 1:
+                continue
+            if merged and merged[-1][1] == size * stride:
+                merged[-1] = [merged[-1][0] * size, stride]
+            else:
+                merged.append([size, stride])
+        dims, step = [], 1
+        for size, stride in reversed(merged):
+            dims.append((size, stride, step))
+            step *= size
+        one = (1, 1, step)
+        columns, *rest = dims or [one]
+        if not rest:
+            return cls(rows=one, columns=columns, others=())
+        # where y's last dim is contiguous in x too, the tile is rows of it, neighbours in y
+        rows = rest[0] if columns[1] == 1 else min(rest, key=lambda d: d[1])
+        return cls(rows=rows, columns=columns, others=tuple(d for d in reversed(rest) if d is not rows))
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """x as integers of its size; complex128, the one dtype of 16 bytes, as pairs of them."""
+    if x.element_size() == 16:
+        return torch.view_as_real(x).view(torch.int64)
+    return x.view(INTEGERS[x.element_size()])
+
+
+def _tile(walk: Walk, itemsize: int, rows: int | None, columns: int | None) -> tuple[int, int]:
+    """How many rows and columns a program moves: a square if it is turned, else long rows."""
+    (R, _, yr), (C, xc, _) = walk.rows, walk.columns
+    aligned = xc * itemsize % 16 == 0 and yr * itemsize % 16 == 0  # else each thread moves single values: fewer a tile
+    side = 16 if xc == 1 else SIDE[itemsize] if aligned else 64
+    r = min(rows or side, next_power_of_2(R))
+    c = min(columns or max(side, 4096 // r), next_power_of_2(C))
+    return (r if rows else min(max(r, 4096 // c), next_power_of_2(R))), c  # a slim side leaves room for the other
+
+
+def forward(
+    x: torch.Tensor, dim0: int, dim1: int,
+    *, rows: int | None = None, columns: int | None = None, group: int | None = None, num_warps: int | None = None,
+) -> tuple[torch.Tensor]:  # fmt: skip
+    view = x.resolve_conj().resolve_neg().transpose(dim0, dim1)
+    y = torch.empty_like(view, memory_format=torch.contiguous_format)
+    if not x.numel():
+        return (y,)
+    walk = Walk.of(_bits(view))
+    if len(walk.others) > 3:  # only a view of a view has so many dims that do not merge
+        return forward(x.contiguous(), dim0, dim1, rows=rows, columns=columns, group=group, num_warps=num_warps)
+    (R, xr, yr), (C, xc, _) = walk.rows, walk.columns
+    (n0, x0, y0), (n1, x1, y1), (n2, x2, y2) = ((1, 0, 0),) * (3 - len(walk.others)) + walk.others
+    br, bc = _tile(walk, y.element_size(), rows, columns)
+    r_tiles, c_tiles = triton.cdiv(R, br), triton.cdiv(C, bc)
+    _move[(n0 * n1 * n2 * r_tiles * c_tiles,)](
+        _bits(view), _bits(y), R, C, n1, n2, xr, xc, x0, x1, x2, yr, y0, y1, y2, r_tiles, c_tiles,
+        BR=br, BC=bc, GROUP=group or 1, num_warps=num_warps or (8 if br * bc > 8192 else 4),
+    )  # fmt: skip
+    return (y,)
+
+
+def backward(dy: torch.Tensor, dim0: int, dim1: int) -> tuple[torch.Tensor]:
+    return forward(dy, dim0, dim1)
