@@ -87,7 +87,7 @@ class OpSpec:
 
     A backend is the module `bagu.ops.<name>.<backend>_backend` with two functions of keyword arguments:
     `forward(inputs) -> (outputs, residuals)` and, where there are gradients,
-    `backward(d<output> of each differentiable output, the `saves`, the scalars) -> a gradient (or None) per `grads``.
+    `backward(d<output> of each differentiable output, the `saves`, the scalars) -> a gradient (or None) per `made``.
     """
 
     name: str
@@ -102,6 +102,7 @@ class OpSpec:
     backends: Sequence[str] = ("torch", "triton")
     cost_backward: Callable[[Mapping[str, int], int], Cost] | None = None
     grads: Sequence[str] = ()  # inputs that have a gradient
+    twins: Mapping[str, str] = field(default_factory=dict)  # input -> the input whose gradient is its own as well
     saves: Sequence[str] = ()  # inputs, outputs and residuals that the backward reads
     constant: Sequence[str] = ()  # outputs no gradient flows through
     derive: Callable[[Mapping[str, Any], Dims], Dims] | None = None  # dims of results that no input has
@@ -117,6 +118,11 @@ class OpSpec:
     def differentiable(self) -> tuple[str, ...]:
         """The outputs that gradients flow through."""
         return tuple(o.name for o in self.sig.outputs if o.name not in self.constant) if self.grads else ()
+
+    @cached_property
+    def made(self) -> tuple[str, ...]:
+        """The gradients a backward returns: `grads` without the twins."""
+        return tuple(g for g in self.grads if g not in self.twins)
 
     def bind(self, args: Mapping[str, Any]) -> Dims:
         """The dims of a call, every argument checked."""

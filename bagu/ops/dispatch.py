@@ -15,7 +15,7 @@ import importlib.util
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -146,7 +146,7 @@ def _register_backward(spec: OpSpec, backend: str, backward: Callable[..., tuple
     selective = "needs" in inspect.signature(backward).parameters  # it can leave out gradients nobody wants
 
     def run(needs: list[bool], *values: Any) -> Any:
-        more = {"needs": dict(zip(spec.grads, needs, strict=True))} if selective else {}
+        more = {"needs": dict(zip(spec.made, needs, strict=True))} if selective else {}
         grads = backward(**dict(zip(names, values, strict=True)), **more)
         absent = values[0].new_empty(0)  # an op returns tensors, never None
         found = [absent.clone() if g is None else g for g in grads]
@@ -156,17 +156,17 @@ def _register_backward(spec: OpSpec, backend: str, backward: Callable[..., tuple
         args = dict(zip(names, values, strict=True))
         known = {o: args[f"d{o}"] for o in spec.differentiable} | {s: args[s] for s in spec.saves}
         dims = sig.measure(known, {s.name: args[s.name] for s in sig.scalars})
-        if any(name not in dims for g in spec.grads for _, name in by_name[g].dims if name):
+        if any(name not in dims for g in spec.made for _, name in by_name[g].dims if name):
             assert spec.derive is not None, f"{spec.name}: nothing the backward is given has the dims of its gradients"
             dims |= spec.derive(args, dims)
         found = []
-        for g, needed in zip(spec.grads, needs, strict=True):
+        for g, needed in zip(spec.made, needs, strict=True):
             gone = (g in known and known[g] is None) or (selective and not needed)
             dtype = known[g].dtype if known.get(g) is not None else values[0].dtype
             found.append(values[0].new_empty(0 if gone else by_name[g].shape(dims), dtype=dtype))
         return found[0] if len(found) == 1 else tuple(found)
 
-    schema = sig.schema(takes, len(spec.grads)).replace("(", "(bool[] needs, ", 1)
+    schema = sig.schema(takes, len(spec.made)).replace("(", "(bool[] needs, ", 1)
     op = f"bagu::{spec.name}_{backend}"
     torch.library.custom_op(f"{op}_backward", run, mutates_args=(), schema=schema).register_fake(fake)
     grad_op = getattr(torch.ops.bagu, f"{spec.name}_{backend}_backward")
@@ -184,12 +184,11 @@ def _register_backward(spec: OpSpec, backend: str, backward: Callable[..., tuple
         ctx.absent = {g for g in spec.grads if known[g] is None}
 
     def link(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        needs = [ctx.needs_input_grad[positions[g]] for g in spec.grads]
-        grads = grad_op(needs, *(douts[i] for i in flows), *ctx.saved_tensors, *ctx.scalars)
-        grads = grads if isinstance(grads, (tuple, list)) else (grads,)
-        by_arg: Mapping[str, torch.Tensor] = dict(zip(spec.grads, grads, strict=True))
-        keep = {g for g, n in zip(spec.grads, needs, strict=True) if n and g not in ctx.absent}
-        return tuple(by_arg[a.name] if a.name in keep else None for a in sig.inputs)
+        wanted = {g for g in spec.grads if ctx.needs_input_grad[positions[g]] and g not in ctx.absent}
+        sources = {spec.twins.get(g, g) for g in wanted}
+        made = grad_op([g in sources for g in spec.made], *(douts[i] for i in flows), *ctx.saved_tensors, *ctx.scalars)
+        grads = dict(zip(spec.made, made if isinstance(made, (tuple, list)) else (made,), strict=True))
+        return tuple(grads[spec.twins.get(a.name, a.name)] if a.name in wanted else None for a in sig.inputs)
 
     torch.library.register_autograd(op, link, setup_context=setup_context)
 
@@ -220,9 +219,9 @@ def paired(
             given = {f"d{o.name}": d for o, d in zip(sig.results, douts, strict=True) if o.name in spec.differentiable}
             more = {}
             if "needs" in inspect.signature(backward).parameters:
-                more["needs"] = dict.fromkeys(spec.grads, True)
-            grads = dict(zip(spec.grads, backward(**given, **ctx.known, **more), strict=True))
-            return tuple(grads.get(n) for n in names)
+                more["needs"] = dict.fromkeys(spec.made, True)
+            grads = dict(zip(spec.made, backward(**given, **ctx.known, **more), strict=True))
+            return tuple(grads.get(spec.twins.get(n, n)) for n in names)
 
     def run(**args: Any) -> Any:
         results = Pair.apply(*(args[n] for n in names))

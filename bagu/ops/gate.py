@@ -117,7 +117,7 @@ def _launches(spec: OpSpec, case: Case, dtype: torch.dtype, backend: str) -> lis
             given = {f"d{o}": results[o] for o in spec.differentiable} | {s: known[s] for s in spec.saves}
             more = {}
             if "needs" in inspect.signature(module.backward).parameters:
-                more["needs"] = dict.fromkeys(spec.grads, True)
+                more["needs"] = dict.fromkeys(spec.made, True)
             module.backward(**given, **{s.name: args[s.name] for s in sig.scalars}, **more)
     return launches
 

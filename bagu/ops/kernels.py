@@ -8,7 +8,7 @@ import triton.language as tl
 
 from bagu.ops.launch import triton_acc
 
-__all__ = ["column_sum", "int64", "split_row"]
+__all__ = ["column_sum", "column_sums", "int64", "split_row"]
 
 
 @triton.jit
@@ -32,21 +32,37 @@ def split_row(row, N, VEC: tl.constexpr):
 
 
 @triton.jit
-def _column_sum(p_ptr, y_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr):
+def _column_sum(p_ptr, y_ptr, z_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = int64(tl.program_id(1))
     total = tl.zeros([BLOCK_P, BLOCK_N], ACC)
     for start in range(0, P, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
         real = (p < P)[:, None] & (n < N)[None, :]
-        total += tl.load(p_ptr + p[:, None].to(tl.int64) * N + n[None, :], real, 0.0)
-    tl.store(y_ptr + n, tl.sum(total, axis=0), n < N)
+        total += tl.load(p_ptr + (k * P + p[:, None]) * N + n[None, :], real, 0.0)
+    if k == 0:
+        tl.store(y_ptr + n, tl.sum(total, axis=0), n < N)
+    elif z_ptr is not None:
+        tl.store(z_ptr + n, tl.sum(total, axis=0), n < N)
 
 
 def column_sum(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """partial[P, N] summed over P in its own dtype (fp32 or fp64), rounded once to `dtype`. Deterministic."""
-    P, N = partial.shape
-    y = torch.empty(N, dtype=dtype, device=partial.device)
-    _column_sum[(triton.cdiv(N, 64),)](
-        partial, y, P, N, BLOCK_P=32, BLOCK_N=64, ACC=triton_acc(partial.dtype), num_warps=4
-    )
+    y = torch.empty(partial.shape[-1], dtype=dtype, device=partial.device)
+    _launch(partial, y, None)
     return y
+
+
+def column_sums(partial: torch.Tensor, first: torch.dtype, second: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both of partial[2, P, N] in one launch, as `column_sum` would."""
+    y, z = (torch.empty(partial.shape[-1], dtype=d, device=partial.device) for d in (first, second))
+    _launch(partial, y, z)
+    return y, z
+
+
+def _launch(partial: torch.Tensor, y: torch.Tensor, z: torch.Tensor | None) -> None:
+    """264 programs' sums of 4,096 features are 4 MB: to ask for them at once, a program has few columns, many rows."""
+    P, N = partial.shape[-2:]
+    _column_sum[(triton.cdiv(N, 32), 1 if z is None else 2)](
+        partial, y, z, P, N, BLOCK_P=128, BLOCK_N=32, ACC=triton_acc(partial.dtype), num_warps=8
+    )

@@ -14,7 +14,7 @@ H200_SMS = 132  # assumed where there is no device to ask: the interpreter, meta
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """x as [M, N] with unit stride along N; a view where the strides allow one, else a copy."""
-    rows = x.reshape(-1, x.shape[-1]) if x.ndim != 2 else x
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]) if x.ndim != 2 else x
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
 
 

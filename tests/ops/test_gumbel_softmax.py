@@ -91,6 +91,16 @@ def test_different_seeds_are_different_samples(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_may_lie_apart(backend: str) -> None:
+    wide = torch.randn(4, 40, generator=torch.Generator().manual_seed(1)).to(DEVICE).requires_grad_()
+    y = gumbel_softmax(wide[:, :15], seed=2, backend=backend)
+    want = gumbel_softmax(wide[:, :15].contiguous(), seed=2, backend=backend)
+    torch.testing.assert_close(y, want, rtol=0, atol=0)
+    a, b = (torch.autograd.grad(out.square().sum(), wide)[0] for out in (y, want))
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_empty_logits_give_empty_samples(backend: str) -> None:
     for shape in ((0, 5), (3, 0), (0,)):
         logits = torch.empty(shape, device=DEVICE, requires_grad=True)

@@ -1,0 +1,18 @@
+"""Residual add and RMSNorm by others, for the benchmark."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def eager(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    s = x + residual
+    return F.rms_norm(s, (s.shape[-1],), w, eps), s
+
+
+def liger(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+    # Not in place: that writes dx over dy, and a second backward through the same graph is then wrong.
+    return LigerFusedAddRMSNormFunction.apply(x, residual, w, eps, 0.0, "llama", False)

@@ -1,0 +1,33 @@
+"""Cross-entropy per token. What it means and costs is in spec.py."""
+
+from __future__ import annotations
+
+import torch
+
+from bagu.errors import ArgumentError
+from bagu.ops.cross_entropy.spec import SPEC
+from bagu.ops.dispatch import call
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The loss of each token in fp32, 0 where its target is `ignore_index`; `z_loss` weighs logsumexp².
+
+    Nothing is reduced: the mean over the targets that count is `losses.sum() / (targets != ignore_index).sum()`.
+    """
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ArgumentError(
+            f"cross_entropy: label_smoothing is {label_smoothing}, and a share between 0 and 1 is wanted",
+            hint="0.1 gives a tenth of the probability to the whole vocabulary",
+        )
+    return call(
+        SPEC, backend, logits=logits, targets=targets,
+        ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
+    )  # fmt: skip

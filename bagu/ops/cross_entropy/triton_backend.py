@@ -1,0 +1,233 @@
+"""Cross-entropy on Triton: the logits cross memory once forward and twice (in and out) backward, and that is the cost.
+
+Forward walks a row in blocks of R groups of G words, 16 bytes a group. Each lane keeps a running maximum and sum of
+its own and all lanes meet once, at the row's end; a group shares one maximum, so a word costs 1 1/G exps instead of 2
+(at 2 the exp units, 16 results a clock and multiprocessor, are slower than the memory). Few long rows are split over
+programs, and `_combine` joins the parts. Backward knows the row's lse, so any program can do any block:
+
+    dx = dy * ((1 + 2 z lse) * exp(x - lse) - (1 - s) * [v = t] - s / V)
+
+Groups are counted from 16-byte boundaries and not from the row's start, so a row of odd length is loaded as widely as
+any other. What is left of the row before the first whole group and after the last, its ends, is loaded apart.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from bagu.ops.launch import as_rows, next_power_of_2, num_sms, triton_acc
+from bagu.ops.signature import accumulator
+
+__all__ = ["TUNABLE", "backward", "forward", "reduce_rows"]
+
+TUNABLE = {  # tests run each point
+    "forward": {"block": (1024, 4096), "splits": (1, 3), "num_warps": (4, 8)},
+    "backward": {"block": (1024, 4096, 8192), "num_warps": (4, 8)},
+}
+
+
+@triton.jit
+def exp(x):
+    """e^x by tl.exp2, whose result flushes to 0 below 1e-38; tl.exp keeps those and pays 3 instructions more."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def _base(high):
+    """What is taken off before exp: the maximum, or 0 where that is infinite (inf - inf is NaN)."""
+    return tl.where(tl.abs(high) == float("inf"), 0.0, high)
+
+
+@triton.jit
+def _groups(start, V, G: tl.constexpr):
+    """The row that starts at element `start`: the boundary before it, how far behind that it starts, whole groups."""
+    lead = (start % G).to(tl.int32)
+    return start // G * G, lead, (lead + G - 1) // G, (lead + V) // G
+
+
+@triton.jit
+def _ends(lead, first, last, V, G: tl.constexpr):
+    """Where the words outside the whole groups are: up to G - 1 on each side."""
+    e = tl.arange(0, 2 * G)
+    at = tl.where(e >= G, last * G + e - G, e)
+    head = (e < G) & (at >= lead) & (at < first * G)
+    tail = (e >= G) & (at >= first * G)
+    return at, (head | tail) & (at < lead + V)
+
+
+@triton.jit
+def _finish(
+    x_ptr, y_ptr, lse_ptr, m, start, V, target, kept, high, total, plain, smoothing, z_loss,
+    ACC: tl.constexpr, SMOOTH: tl.constexpr, LOSS: tl.constexpr,
+):  # fmt: skip
+    """Write a row's lse, and its loss or its target's logit. A target outside the vocabulary reads NaN, not memory."""
+    lse = _base(high) + tl.log(total)
+    y = tl.load(x_ptr + start + target, (target >= 0) & (target < V), float("nan")).to(ACC)
+    if LOSS:
+        y = lse - (1.0 - smoothing) * y
+        if SMOOTH:
+            y -= smoothing * (plain / V)
+        if z_loss != 0.0:  # 0 * inf is NaN
+            y += z_loss * lse * lse
+    tl.store(y_ptr + m, tl.where(kept, y, 0.0))
+    tl.store(lse_ptr + m, tl.where(kept, lse, 0.0))
+
+
+@triton.jit
+def _forward(
+    x_ptr, t_ptr, y_ptr, lse_ptr, part_ptr, V, stride, ignore_index, smoothing, z_loss, per_split,
+    R: tl.constexpr, G: tl.constexpr, ACC: tl.constexpr, SMOOTH: tl.constexpr, LOSS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    m, split = tl.program_id(0), tl.program_id(1)
+    target = tl.load(t_ptr + m)
+    kept = target != ignore_index
+    start = m.to(tl.int64) * stride
+    offset, lead, first, last = _groups(start, V, G)
+    row, begin = x_ptr + offset, first + split * per_split
+    end = tl.minimum(begin + per_split, last) * kept  # an ignored row is not read
+    r, g = tl.arange(0, R), tl.arange(0, G)
+    high, total, plain = tl.full([R], float("-inf"), ACC), tl.zeros([R], ACC), tl.zeros([R], ACC)
+    for at in range(begin, end, R):
+        real = ((at + r) < end)[:, None]
+        x = tl.load(row + (at + r)[:, None] * G + g[None, :], real, float("-inf")).to(ACC)
+        higher = tl.maximum(high, tl.max(x, axis=1))
+        base = _base(higher)
+        total = total * exp(high - base) + tl.sum(exp(x - base[:, None]), axis=1)
+        high = higher
+        if SMOOTH:
+            plain += tl.sum(tl.where(real, x, 0.0), axis=1)
+
+    where, mine = _ends(lead, first, last, V, G)
+    mine = mine & kept & (split == 0)
+    ends = tl.load(row + where, mine, float("-inf")).to(ACC)
+    top = tl.maximum(tl.max(high, axis=0), tl.max(ends, axis=0))
+    shift = _base(top)
+    mass = tl.sum(total * exp(high - shift), axis=0) + tl.sum(exp(ends - shift), axis=0)
+    flat = tl.sum(plain, axis=0) + tl.sum(tl.where(mine, ends, 0.0), axis=0)
+    if SPLIT:
+        part = part_ptr + (m.to(tl.int64) * tl.num_programs(1) + split) * 3
+        tl.store(part, top)
+        tl.store(part + 1, mass)
+        tl.store(part + 2, flat)
+    else:
+        _finish(x_ptr, y_ptr, lse_ptr, m, start, V, target, kept, top, mass, flat, smoothing, z_loss, ACC, SMOOTH, LOSS)
+
+
+@triton.jit
+def _combine(
+    x_ptr, t_ptr, y_ptr, lse_ptr, part_ptr, V, stride, ignore_index, smoothing, z_loss, splits,
+    S: tl.constexpr, ACC: tl.constexpr, SMOOTH: tl.constexpr, LOSS: tl.constexpr,
+):  # fmt: skip
+    m, s = tl.program_id(0), tl.arange(0, S)
+    target = tl.load(t_ptr + m)
+    part = part_ptr + (m.to(tl.int64) * splits + s) * 3
+    high = tl.load(part, s < splits, float("-inf"))
+    total = tl.load(part + 1, s < splits, 0.0)
+    flat = tl.sum(tl.load(part + 2, s < splits, 0.0), axis=0)
+    top = tl.max(high, axis=0)
+    mass = tl.sum(total * exp(high - _base(top)), axis=0)
+    start = m.to(tl.int64) * stride
+    kept = target != ignore_index
+    _finish(x_ptr, y_ptr, lse_ptr, m, start, V, target, kept, top, mass, flat, smoothing, z_loss, ACC, SMOOTH, LOSS)
+
+
+@triton.jit
+def _slope(x, v, word, dy, pull, lse, V, smoothing, ACC: tl.constexpr, SMOOTH: tl.constexpr):
+    """dx of the words v of one row."""
+    d = pull * exp(x.to(ACC) - lse)
+    if SMOOTH:
+        d -= dy * (smoothing / V)
+    return tl.where(v == word, d - dy * (1.0 - smoothing), d)
+
+
+@triton.jit
+def _backward(
+    x_ptr, t_ptr, lse_ptr, dy_ptr, dx_ptr, V, stride, blocks, ignore_index, smoothing, z_loss,
+    R: tl.constexpr, G: tl.constexpr, ACC: tl.constexpr, SMOOTH: tl.constexpr, ENDS: tl.constexpr,
+):  # fmt: skip
+    m, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    target = tl.load(t_ptr + m)
+    kept = target != ignore_index
+    word = tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)  # 32 bits: it is compared with every v
+    dy, lse = tl.where(kept, tl.load(dy_ptr + m), 0.0), tl.load(lse_ptr + m)
+    pull = dy
+    if z_loss != 0.0:
+        pull += dy * 2.0 * z_loss * lse
+    # dx is contiguous; the host sets G so that its rows and those of x start at the same place of a group
+    x_offset = m.to(tl.int64) * stride // G * G
+    dx_offset, lead, first, last = _groups(m.to(tl.int64) * V, V, G)
+    group = first + block * R + tl.arange(0, R)[:, None]
+    at = group * G + tl.arange(0, G)[None, :]
+    x = tl.load(x_ptr + x_offset + at, (group < last) & kept, 0.0)
+    d = _slope(x, at - lead, word, dy, pull, lse, V, smoothing, ACC, SMOOTH)
+    tl.store(dx_ptr + dx_offset + at, d, group < last)
+    if ENDS and block == 0:
+        end, real = _ends(lead, first, last, V, G)
+        x_end = tl.load(x_ptr + x_offset + end, real & kept, 0.0)
+        d_end = _slope(x_end, end - lead, word, dy, pull, lse, V, smoothing, ACC, SMOOTH)
+        tl.store(dx_ptr + dx_offset + end, d_end, real)
+
+
+def reduce_rows(
+    rows: torch.Tensor, targets: torch.Tensor, y: torch.Tensor, lse: torch.Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float,
+    *, loss: bool, block: int | None = None, splits: int | None = None, num_warps: int | None = None,
+) -> None:  # fmt: skip
+    """Write `lse`, and into `y` each row's loss or, with `loss=False`, its target's logit.
+
+    rows is [M, V] with unit stride along V; targets, y and lse are contiguous [M].
+    """
+    (M, V), acc, G = rows.shape, triton_acc(rows.dtype), 16 // rows.element_size()
+    block = min(block or 4096, max(next_power_of_2(V), 2 * G))
+    # a program streams about 10 GB/s: below 8 a multiprocessor, long rows are split, 4 blocks to a part or more
+    splits = splits or max(1, min(triton.cdiv(8 * num_sms(rows.device), M), V // (4 * block)))
+    part = torch.empty(M, splits if splits > 1 else 0, 3, dtype=lse.dtype, device=rows.device)
+    per_split = triton.cdiv(V // G, splits)
+    shared = {"ACC": acc, "SMOOTH": label_smoothing != 0, "LOSS": loss}
+    _forward[(M, splits)](
+        rows, targets, y, lse, part, V, rows.stride(0), ignore_index, label_smoothing, z_loss, per_split,
+        R=block // G, G=G, SPLIT=splits > 1, num_warps=num_warps or min(max(block // (32 * G), 1), 4), **shared,
+    )  # fmt: skip
+    if splits > 1:
+        _combine[(M,)](
+            rows, targets, y, lse, part, V, rows.stride(0), ignore_index, label_smoothing, z_loss, splits,
+            S=next_power_of_2(splits), num_warps=1, **shared,
+        )  # fmt: skip
+
+
+def forward(
+    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
+    *, block: int | None = None, splits: int | None = None, num_warps: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    losses = torch.empty(targets.shape, dtype=accumulator(logits.dtype), device=logits.device)
+    lse = torch.empty_like(losses)
+    if losses.numel():
+        reduce_rows(
+            as_rows(logits), targets.reshape(-1).contiguous(), losses, lse, ignore_index, label_smoothing, z_loss,
+            loss=True, block=block, splits=splits, num_warps=num_warps,
+        )  # fmt: skip
+    return losses, lse
+
+
+def backward(
+    dlosses: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor, lse: torch.Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float, *, block: int | None = None, num_warps: int | None = None,
+) -> tuple[torch.Tensor]:  # fmt: skip
+    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if not dlogits.numel():
+        return (dlogits,)
+    rows = as_rows(logits)
+    (M, V), stride, G = rows.shape, rows.stride(0), 16 // rows.element_size()
+    if (stride - V) % G:
+        G = 1  # x and dx start at different places of a group: word by word
+    block = min(block or 4096, max(next_power_of_2(V), 2 * G))
+    blocks = max(1, triton.cdiv(V // G, block // G))
+    _backward[(M * blocks,)](
+        rows, targets.reshape(-1).contiguous(), lse.reshape(-1).contiguous(), dlosses.reshape(-1).contiguous(), dlogits,
+        V, stride, blocks, ignore_index, label_smoothing, z_loss,
+        R=block // G, G=G, ACC=triton_acc(logits.dtype), SMOOTH=label_smoothing != 0, ENDS=G > 1 and V % G != 0,
+        num_warps=num_warps or min(max(block // 512, 1), 4),
+    )  # fmt: skip
+    return (dlogits,)

@@ -1,0 +1,101 @@
+"""Gumbel-softmax: a sample from a categorical distribution that a gradient can pass through.
+
+    z[m, n] = (logits[m, n] + g[m, n]) / tau        g = -log(-log(1 - u)), u uniform in (0, 1)
+    y[m]    = softmax(z[m]), or with `hard` the one-hot of its largest, with the gradient of the soft one
+
+argmax_n z is distributed as softmax(logits). u[m, n] is word n % 4 of Philox4x32-10 at counter (n // 4, m) under key
+`seed`, in the middle of its 2^-32 wide step; m counts rows from 0 over all leading dims. So the sample is a function
+of seed and shape, the same on every backend, and the backward draws the noise again. A logit of -inf is never chosen;
+a row of nothing else, or with a NaN or +inf, is NaN, hard or not. Of equal largest z the first counts.
+
+Dims: M = rows (of distributions), N = categories.   Paper: https://arxiv.org/abs/1611.01144
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.gumbel_softmax import torch_backend
+from bagu.ops.gumbel_softmax.noise import words
+
+
+def reference(logits: torch.Tensor, tau: float, hard: bool, seed: int) -> torch.Tensor:
+    """The definition. The harness runs it in fp64, and its autograd gives the true gradients."""
+    u = (words(logits, seed).double() + 0.5) / 2**32
+    z = (logits - torch.log(-torch.log1p(-u).to(logits.dtype))) / tau
+    y = torch.softmax(z, -1)
+    if not hard:
+        return y
+    chosen = torch.arange(z.shape[-1], device=z.device) == z.argmax(-1, keepdim=True)
+    return chosen.to(y.dtype) + (y - y.detach())
+
+
+def inputs(case: Case, streams: Streams) -> dict[str, Any]:
+    lead, N = case.get("lead", (case.get("M", 1),)), case["N"]
+    logits = case.get("spread", 1.0) * streams.normal("logits", *lead, N)
+    if "plant" in case.params:
+        logits[0, N // 2] = case["plant"]
+    if "fill" in case.params:
+        logits[0] = case["fill"]
+    if case.get("banned", False):
+        logits[..., ::2] = -torch.inf
+    return {"logits": logits, "tau": case.get("tau", 1.0), "hard": case.get("hard", False), "seed": case["seed"]}
+
+
+def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
+    """Philox (20 integer operations an element), two logs, one exp, seven more; read once, written once."""
+    M, N = dims["M"], dims["N"]
+    return Cost(flops=30 * M * N, bytes=2 * M * N * itemsize + 8 * M)
+
+
+def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
+    """The noise again, then six operations; logits and dy are read once, dlogits is written once."""
+    M, N = dims["M"], dims["N"]
+    return Cost(flops=30 * M * N, bytes=3 * M * N * itemsize + 8 * M)
+
+
+NAN, INF = float("nan"), float("inf")
+SPEC = OpSpec(
+    name="gumbel_softmax",
+    signature="logits[*M, N], tau: float, hard: bool, seed: int -> y[*M, N]; top[*M]: acc, total[*M]: acc",
+    reference=reference,
+    torch_backend=torch_backend,
+    inputs=inputs,
+    cost=cost,
+    cost_backward=cost_backward,
+    grads=("logits",),
+    saves=("logits", "top", "total"),
+    ulps=4,  # two logs and an exp: in fp32 z is up to 3e-7 off, and y by as much of itself (2.7 measured)
+    independent=(),  # a row's noise depends on its number, so a slice alone draws another sample
+    peers=True,
+    cases=[
+        Case("even", "powers of two need no masks, so a failure here is the math", M=8, N=64, tau=0.7, seed=1),
+        Case("ragged", "neither side is a multiple of a block nor of Philox's four words", M=5, N=123, tau=1.5, seed=2),
+        Case("hard", "the one-hot of the sample, with the gradient of the soft one", M=9, N=50, hard=True, seed=3),
+        Case("batched", "the leading dims are several, and rows are counted across them", lead=(2, 3), N=40, seed=4),
+        Case("single", "there is no leading dim at all: row 0", lead=(), N=24, seed=5),
+        Case("narrow", "rows are shorter than four words, and each starts a fresh four", M=67, N=3, seed=6),
+        Case("point", "N = 1 makes y one and the gradient zero", M=64, N=1, seed=7),
+        Case("long_seed", "a seed has 63 bits, and the upper half of the key counts too", M=4, N=32, seed=2**63 - 1),
+        Case("cold", "a small tau makes y almost a one-hot", M=16, N=32, tau=0.1, seed=8),
+        Case("loud", "exp overflows every dtype unless the maximum is taken off first", M=4, N=48, spread=1e3, seed=9),
+        Case("banned", "a logit of -inf has y = 0 and no gradient", M=4, N=30, banned=True, seed=10),
+        Case("banned_hard", "and is never the one chosen", M=4, N=30, banned=True, hard=True, seed=10),
+        Case("nan", "a NaN spoils its own row and no other", M=3, N=33, plant=NAN, seed=11),
+        Case("nan_hard", "a hard sample hides no NaN behind zeros and a one", M=3, N=33, plant=NAN, hard=True, seed=11),
+        Case("inf_hard", "+inf gives inf - inf = NaN in its row", M=3, N=33, plant=INF, hard=True, seed=12),
+        Case("void", "a row of -inf has nothing to choose and is NaN", M=3, N=33, fill=-INF, hard=True, seed=13),
+        Case("wide", "the row does not fit a program, so it is walked in blocks", M=2, N=9001, seed=14),
+        Case("wide_hard", "the walk keeps the place of the largest too", M=2, N=9003, hard=True, seed=15),
+        Case("wide_banned", "whole lanes of the walk see only -inf", M=2, N=9002, banned=True, seed=16),
+        Case("wide_nan", "a NaN survives the walk, hard", M=2, N=9001, plant=NAN, hard=True, seed=17),
+        Case("rows_4k", "a codebook of 4,096 entries at 16k tokens", bench=True, M=16384, N=4096, seed=0),
+        Case("rows_4k_hard", "the straight-through sample", bench=True, M=16384, N=4096, hard=True, seed=0),
+        Case("odd_rows", "an odd N has no aligned rows", bench=True, M=16384, N=4095, seed=0),
+        Case("vocabulary", "one row does not fit a program's registers", bench=True, M=1024, N=131072, seed=0),
+    ],
+)

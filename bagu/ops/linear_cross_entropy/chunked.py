@@ -1,0 +1,167 @@
+"""A head's logits a few tokens at a time: the walk that both backends and both ops share.
+
+    forward, per chunk     logits = hidden @ weight.T      score: target's logit and logsumexp of each row
+    backward, per chunk    logits again                    slope: the gradient of each logit, over the logits' memory
+                           dhidden = dlogits @ weight      dweight += dlogits.T @ hidden
+
+A backend brings `logits`, `score` and `slope`; the products are cuBLAS's or the CPU's BLAS. On CUDA 16-bit operands
+stay 16-bit and logits come out in fp32, as they were summed; elsewhere operands are widened first, once per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from bagu.errors import ArgumentError
+from bagu.ops.signature import accumulator
+
+__all__ = [
+    "EVERY", "Gradients", "Kernels", "backward", "check_memory", "chunks", "forward", "joined", "operand", "part",
+    "product", "walk",
+]  # fmt: skip
+
+EVERY: Mapping[str, bool] = MappingProxyType({"hidden": True, "weight": True})  # which gradients are needed
+Scores = tuple[torch.Tensor, torch.Tensor]  # target_logit[m], lse[m]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """What a backend does to the logits [m, V] of one chunk.
+
+    `logits(hidden, weight)` makes them in the accumulator's dtype. `score(logits, targets, ignore_index)` reads them.
+    `slope(logits, targets, lse, dtarget_logit, dlse, ignore_index, dtype)` gives their gradient, may destroy them,
+    and may give it in `dtype` or in theirs.
+    """
+
+    logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    score: Callable[[torch.Tensor, torch.Tensor, int], Scores]
+    slope: Callable[..., torch.Tensor]
+
+
+def check_memory(op: str, memory: int | None) -> None:
+    if memory is not None and memory < 1:
+        raise ArgumentError(
+            f"{op}: memory is {memory} bytes, and the logits of a chunk need at least one",
+            hint="a budget below one token's logits does one token at a time; None takes the default",
+        )
+
+
+def chunks(M: int, V: int, itemsize: int, memory: int | None, device: torch.device) -> list[tuple[int, int]]:
+    """Where each chunk of the M tokens begins and ends, when `memory` bytes hold a chunk's logits.
+
+    Chunks are of one size, the last may be shorter. Where the budget allows, that size is a multiple of 128, the rows
+    of a GEMM tile. A budget below one row means one row.
+    """
+    budget = memory if memory is not None else 2**28 if device.type == "cpu" else 2**31
+    most = max(1, budget // max(1, V * itemsize))
+    rows = -(-M // max(1, -(-M // most)))
+    tiles = -(-rows // 128) * 128
+    rows = tiles if tiles <= most else rows
+    return [(at, min(at + rows, M)) for at in range(0, M, max(1, rows))]
+
+
+def operand(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x as a GEMM over `dtype` tensors takes it."""
+    return x.to(dtype if x.is_cuda else accumulator(dtype))
+
+
+def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """a @ b of two operands, summed in the accumulator's dtype and rounded once to `dtype`."""
+    if a.is_cuda and dtype != a.dtype:
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.mm(a, b).to(dtype)
+
+
+class Gradients:
+    """dhidden and dweight, a chunk at a time.
+
+    dweight is a sum over chunks. Two 16-bit roundings cost at most 1 ulp, so up to two chunks are summed in the
+    weight's own dtype; more are summed in fp32, at 4 bytes a weight, since every rounding to 16 bits drops what is
+    below half a spacing of the sum so far.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, dtype: torch.dtype, count: int, *, of_hidden: bool, of_weight: bool
+    ) -> None:
+        """`weight` is an operand, `dtype` the gradients', `count` how many chunks will come."""
+        self.weight, self.dtype, self.of_hidden, self.of_weight = weight, dtype, of_hidden, of_weight
+        self.total_dtype = weight.dtype if count <= 2 else accumulator(dtype)
+        self.parts: list[torch.Tensor] = []
+        self.total: torch.Tensor | None = None
+
+    def add(self, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Take in one chunk; `dlogits` and `hidden` are operands."""
+        if self.of_hidden:
+            self.parts.append(product(dlogits, self.weight, self.dtype))
+        if not self.of_weight:
+            return
+        if self.total is None:
+            self.total = product(dlogits.T, hidden, self.total_dtype)
+        elif self.total.dtype == dlogits.dtype:
+            self.total.addmm_(dlogits.T, hidden)
+        elif torch.compiler.is_compiling():  # addmm with out_dtype cannot be traced: pytorch issue 163880
+            self.total += product(dlogits.T, hidden, self.total.dtype)
+        else:
+            torch.addmm(self.total, dlogits.T, hidden, out_dtype=self.total.dtype, out=self.total)
+
+    def dhidden(self, shape: torch.Size) -> torch.Tensor:
+        return joined(self.parts, shape, self.weight, self.dtype)
+
+    def dweight(self) -> torch.Tensor:
+        return (torch.zeros_like(self.weight) if self.total is None else self.total).to(self.dtype)
+
+
+def walk(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, memory: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[tuple[int, int]]]:
+    """The operands [M, D] and [V, D], the targets [M], and the chunks of M."""
+    dtype = hidden.dtype
+    h, t = operand(hidden.reshape(-1, hidden.shape[-1]), dtype), targets.reshape(-1)
+    spans = chunks(h.shape[0], weight.shape[0], accumulator(dtype).itemsize, memory, hidden.device)
+    return h, operand(weight, dtype), t, spans
+
+
+def part(x: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
+    """The rows of x in `span`; x itself where that is all of them."""
+    return x if span == (0, x.shape[0]) else x[span[0] : span[1]]
+
+
+def joined(parts: list[torch.Tensor], shape: torch.Size, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The chunks' results as one tensor; without any, an empty one on the device of `like`."""
+    if not parts:
+        return like.new_zeros(shape, dtype=dtype)
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(shape)
+
+
+def forward(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None,
+    kernels: Kernels,
+) -> Scores:  # fmt: skip
+    """target_logit and lse of every token."""
+    h, w, t, spans = walk(hidden, weight, targets, memory)
+    scores = [kernels.score(kernels.logits(part(h, s), w), part(t, s), ignore_index) for s in spans]
+    join = lambda parts: joined(parts, targets.shape, hidden, accumulator(hidden.dtype))  # noqa: E731
+    return join([target_logit for target_logit, _ in scores]), join([lse for _, lse in scores])
+
+
+def backward(
+    dtarget_logit: torch.Tensor, dlse: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
+    lse: torch.Tensor, ignore_index: int, memory: int | None, needs: Mapping[str, bool], kernels: Kernels,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """dhidden and dweight, each None where it is not needed; without dweight one of the three products falls away."""
+    h, w, t, spans = walk(hidden, weight, targets, memory)
+    rows = [x.reshape(-1) for x in (lse, dtarget_logit, dlse)]
+    grads = Gradients(w, hidden.dtype, len(spans), of_hidden=needs["hidden"], of_weight=needs["weight"])
+    for s in spans:
+        own = [part(x, s) for x in rows]
+        dlogits = kernels.slope(kernels.logits(part(h, s), w), part(t, s), *own, ignore_index, hidden.dtype)
+        grads.add(operand(dlogits, hidden.dtype), part(h, s))
+        del dlogits  # before the next chunk's logits are made, or there would be two
+    return (
+        grads.dhidden(hidden.shape) if needs["hidden"] else None,
+        grads.dweight() if needs["weight"] else None,
+    )

@@ -1,0 +1,27 @@
+"""The same work by other means, for the benchmark. No library has this op: Liger's fused head gives only a loss."""
+
+from __future__ import annotations
+
+import torch
+
+
+def eager(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a PyTorch user writes: all logits in fp32, a gather and a logsumexp. `memory` is not asked."""
+    logits = (hidden @ weight.T).float()
+    kept = targets != ignore_index
+    target_logit = logits.gather(-1, torch.where(kept, targets, 0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(kept, target_logit, 0.0), torch.where(kept, logits.logsumexp(-1), 0.0)
+
+
+def four_gemms(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
+) -> None:
+    """A yardstick: the four products of forward and backward, and nothing else."""
+    with torch.no_grad():
+        h = hidden.flatten(0, -2)
+        logits = h @ weight.T
+        torch.mm(h, weight.T, out=logits)
+        logits @ weight
+        logits.T @ h

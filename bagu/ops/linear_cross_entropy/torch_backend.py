@@ -1,0 +1,76 @@
+"""The chunked head in PyTorch: one autograd node, so that no logits outlive their chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bagu.ops.cross_entropy.torch_backend import target_logits
+from bagu.ops.linear_cross_entropy import chunked
+from bagu.ops.linear_cross_entropy.chunked import EVERY, Kernels, product
+from bagu.ops.signature import accumulator
+
+__all__ = ["KERNELS", "backward", "forward"]
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return product(hidden, weight.T, accumulator(hidden.dtype))
+
+
+def _score(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    kept = targets != ignore_index
+    return (
+        torch.where(kept, target_logits(logits, targets), 0.0),
+        torch.where(kept, logits.logsumexp(-1), 0.0),
+    )
+
+
+def _slope(
+    logits: torch.Tensor, targets: torch.Tensor, lse: torch.Tensor, dtarget_logit: torch.Tensor, dlse: torch.Tensor,
+    ignore_index: int, dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """dlse * softmax, plus dtarget_logit at the target; nothing where the target is ignored. In place."""
+    kept = targets != ignore_index
+    inside = (targets >= 0) & (targets < logits.shape[-1]) & kept
+    word = torch.where(inside, targets, 0).long().unsqueeze(-1)
+    d = logits.sub_(lse.unsqueeze(-1)).exp_().mul_(dlse.unsqueeze(-1))
+    d = d.scatter_add_(-1, word, torch.where(inside, dtarget_logit, 0.0).unsqueeze(-1))
+    return d.masked_fill_(~kept.unsqueeze(-1), 0.0)
+
+
+KERNELS = Kernels(logits=_logits, score=_score, slope=_slope)
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int,
+        memory: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        target_logit, lse = chunked.forward(hidden, weight, targets, ignore_index, memory, KERNELS)
+        ctx.save_for_backward(hidden, weight, targets, lse)
+        ctx.rest = ignore_index, memory
+        return target_logit, lse
+
+    @staticmethod
+    def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, targets, lse = ctx.saved_tensors
+        ignore_index, memory = ctx.rest
+        needs = dict(zip(("hidden", "weight"), ctx.needs_input_grad[:2], strict=True))
+        dhidden, dweight = backward(douts[0], douts[1], hidden, weight, targets, lse, ignore_index, memory, needs)
+        return dhidden, dweight, None, None, None
+
+
+def forward(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _Head.apply(hidden, weight, targets, ignore_index, memory)
+
+
+def backward(
+    dtarget_logit: torch.Tensor, dlse: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
+    lse: torch.Tensor, ignore_index: int, memory: int | None, needs: Mapping[str, bool] = EVERY,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    return chunked.backward(dtarget_logit, dlse, hidden, weight, targets, lse, ignore_index, memory, needs, KERNELS)

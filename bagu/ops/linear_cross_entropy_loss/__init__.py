@@ -1,0 +1,34 @@
+"""The loss of a linear head with its gradients made in the same pass. What it means and costs is in spec.py."""
+
+from __future__ import annotations
+
+import torch
+
+from bagu.ops.dispatch import call
+from bagu.ops.linear_cross_entropy.chunked import check_memory
+from bagu.ops.linear_cross_entropy_loss.spec import SPEC
+
+
+def linear_cross_entropy_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    token_weights: torch.Tensor,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    memory: int | None = None,
+    *,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss, target_logit, lse): one scalar to call backward on, and two per-token constants for `token_losses`.
+
+    loss = sum of token_weights * (lse - target_logit + z_loss * lse²), so put what is known into the weights (1 / the
+    number of tokens, an advantage). They get no gradient. `memory`: see `linear_cross_entropy`.
+    """
+    check_memory("linear_cross_entropy_loss", memory)
+    asked = torch.is_grad_enabled()
+    return call(
+        SPEC, backend, hidden=hidden, weight=weight, targets=targets, token_weights=token_weights,
+        ignore_index=ignore_index, z_loss=z_loss, memory=memory,
+        grad_hidden=asked and hidden.requires_grad, grad_weight=asked and weight.requires_grad,
+    )  # fmt: skip

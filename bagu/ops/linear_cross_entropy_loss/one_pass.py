@@ -1,0 +1,61 @@
+"""Loss and gradients of a head in one walk over the tokens: what both backends share.
+
+A chunk's logits are made once, read (`score`) and turned into their gradient (`slope`), which the token weights make
+known already in the forward. The backward is left with a product by the incoming scalar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from bagu.errors import ArgumentError
+from bagu.ops.linear_cross_entropy.chunked import Gradients, Kernels, joined, operand, part, walk
+from bagu.ops.linear_cross_entropy.losses import token_losses
+from bagu.ops.signature import accumulator
+
+__all__ = ["check_made", "forward"]
+
+
+def forward(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
+    z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool, kernels: Kernels,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """loss, target_logit, lse, d loss / d hidden, d loss / d weight; a gradient that is not asked for is empty."""
+    h, w, t, spans = walk(hidden, weight, targets, memory)
+    acc = accumulator(hidden.dtype)
+    weights = token_weights.reshape(-1).to(acc)
+    grads = Gradients(w, hidden.dtype, len(spans), of_hidden=grad_hidden, of_weight=grad_weight)
+    scores: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for s in spans:
+        logits, words, own = kernels.logits(part(h, s), w), part(t, s), part(weights, s)
+        target_logit, lse = kernels.score(logits, words, ignore_index)
+        scores.append((target_logit, lse))
+        if grad_hidden or grad_weight:
+            dlse = own * (1 + 2 * z_loss * lse) if z_loss else own
+            dlogits = kernels.slope(logits, words, lse, -own, dlse, ignore_index, hidden.dtype)
+            grads.add(operand(dlogits, hidden.dtype), part(h, s))
+            del dlogits
+        del logits  # before the next chunk's are made, or there would be two
+    target_logit, lse = (joined([s[i] for s in scores], t.shape, hidden, acc) for i in (0, 1))
+    losses = weights * token_losses(target_logit, lse, z_loss).loss
+    loss = torch.where(t != ignore_index, losses, 0.0).sum()  # an ignored token's weight may be anything
+    absent = hidden.new_empty(0)
+    return (
+        loss,
+        target_logit.view(targets.shape),
+        lse.view(targets.shape),
+        grads.dhidden(hidden.shape) if grad_hidden else absent,
+        grads.dweight() if grad_weight else absent.clone(),
+    )
+
+
+def check_made(needs: Mapping[str, bool], *, grad_hidden: bool, grad_weight: bool) -> None:
+    """A gradient that is wanted now must have been asked for in the forward."""
+    for name, made in (("hidden", grad_hidden), ("weight", grad_weight)):
+        if needs[name] and not made:
+            raise ArgumentError(
+                f"linear_cross_entropy_loss: the gradient of {name} is wanted, and its forward had grad_{name}=False",
+                hint=f"call it with grad_{name}=True; the public function does where {name} requires a gradient",
+            )

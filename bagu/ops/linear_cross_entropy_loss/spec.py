@@ -1,0 +1,94 @@
+"""The loss of a linear head over all tokens, its gradients made in the same pass as its value.
+
+    x = hidden @ weight.T        lse[m] = log(sum_v exp(x[m, v]))
+    loss = sum_m token_weights[m] * (lse[m] - x[m, t[m]] + z_loss * lse[m]^2)        over the m that are not ignored
+
+Since the weights are known in the forward, so is the gradient of every logit: three GEMMs (x, dx @ weight,
+dx.T @ hidden) and no second x. `target_logit` and `lse` are as in linear_cross_entropy, but constants. The residuals
+are d loss / d hidden and d loss / d weight, each made only where `grad_hidden`, `grad_weight` ask for it; the
+backward multiplies them by the incoming scalar.
+
+Dims: M = tokens, D = features, V = vocabulary; H, W = shapes of the residuals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.linear_cross_entropy import spec as head
+from bagu.ops.linear_cross_entropy.losses import token_losses
+from bagu.ops.linear_cross_entropy_loss import torch_backend
+from bagu.ops.signature import Dims
+
+
+def reference(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
+    z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The definition, on the whole logits; autograd gives the gradients."""
+    target_logit, lse = head.reference(hidden, weight, targets, ignore_index, memory)
+    losses = token_losses(target_logit, lse, z_loss).loss
+    counted = torch.where(targets != ignore_index, token_weights * losses, 0.0)
+    return counted.sum(), target_logit.detach(), lse.detach()
+
+
+def inputs(case: Case, streams: Streams) -> dict[str, Any]:
+    args = head.inputs(case, streams)
+    M = max(1, args["targets"].numel())
+    spread = 0.0 if case.bench else 0.5  # other libraries weigh all tokens alike
+    return args | {
+        "token_weights": (1 + spread * streams.normal("token_weights", *args["targets"].shape)) / M,
+        "z_loss": case.get("z_loss", 0.0),
+        "grad_hidden": True,
+        "grad_weight": True,
+    }
+
+
+def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
+    """The residuals' shapes."""
+    return {
+        "H": (*dims["M"], dims["D"]) if args["grad_hidden"] else (0,),
+        "W": (dims["V"], dims["D"]) if args["grad_weight"] else (0,),
+    }
+
+
+def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
+    """Three GEMMs; hidden and weight are read once, their gradients written once."""
+    M, D, V = dims["M"], dims["D"], dims["V"]
+    return Cost(flops=6 * M * D * V, bytes=2 * (M * D + V * D) * itemsize + 20 * M)
+
+
+def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
+    """Both gradients are read once, scaled and written once."""
+    M, D, V = dims["M"], dims["D"], dims["V"]
+    return Cost(flops=M * D + V * D, bytes=2 * (M * D + V * D) * itemsize + 4)
+
+
+SPEC = OpSpec(
+    name="linear_cross_entropy_loss",
+    signature="hidden[*M, D], weight[V, D], targets[*M]: int, token_weights[*M]: float, ignore_index: int,"
+    " z_loss: float, memory: int?, grad_hidden: bool, grad_weight: bool"
+    " -> loss[]: acc, target_logit[*M]: acc, lse[*M]: acc; hidden_grad[*H], weight_grad[*W]",
+    reference=reference,
+    torch_backend=torch_backend,
+    inputs=inputs,
+    cost=cost,
+    cost_backward=cost_backward,
+    grads=("hidden", "weight"),
+    saves=("hidden", "weight", "hidden_grad", "weight_grad"),
+    constant=("target_logit", "lse"),
+    derive=derive,
+    ulps=2,  # as in linear_cross_entropy; the product by the incoming scalar is one rounding more, 0.8 in all measured
+    independent=(),
+    peers=True,
+    cases=[
+        *(c.replace(z_loss=0.01) if c.name == "even" else c for c in head.CASES),
+        Case("z", "the z-loss pulls every logsumexp to 0", M=6, D=8, V=40, z_loss=0.1, targets={2: -100}),
+        Case("mixed", "token weights stay fp32 beside 16-bit activations", M=6, D=8, V=40, mixed=["token_weights"]),
+        *head.BENCH,
+    ],
+)

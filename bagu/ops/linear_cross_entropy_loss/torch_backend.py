@@ -1,0 +1,57 @@
+"""The one-pass loss in PyTorch: one autograd node, whose backward scales what its forward made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bagu.ops.linear_cross_entropy.chunked import EVERY
+from bagu.ops.linear_cross_entropy.torch_backend import KERNELS
+from bagu.ops.linear_cross_entropy_loss import one_pass
+
+__all__ = ["backward", "forward"]
+
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Results:
+        results = one_pass.forward(*args, KERNELS)  # type: ignore[call-arg]
+        ctx.save_for_backward(*results[3:])
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.made = args[-2:]
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needs = dict(zip(("hidden", "weight"), ctx.needs_input_grad[:2], strict=True))
+        (hidden_grad, weight_grad), (grad_hidden, grad_weight) = ctx.saved_tensors, ctx.made
+        dhidden, dweight = _scaled(douts[0], hidden_grad, weight_grad, grad_hidden, grad_weight, needs)
+        return dhidden, dweight, *(None,) * 7
+
+
+def forward(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
+    z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
+) -> Results:  # fmt: skip
+    return _Loss.apply(hidden, weight, targets, token_weights, ignore_index, z_loss, memory, grad_hidden, grad_weight)
+
+
+def backward(
+    dloss: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, hidden_grad: torch.Tensor,
+    weight_grad: torch.Tensor, ignore_index: int, z_loss: float, memory: int | None, grad_hidden: bool,
+    grad_weight: bool, needs: Mapping[str, bool] = EVERY,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    return _scaled(dloss, hidden_grad, weight_grad, grad_hidden, grad_weight, needs)
+
+
+def _scaled(
+    dloss: torch.Tensor, hidden_grad: torch.Tensor, weight_grad: torch.Tensor, grad_hidden: bool, grad_weight: bool,
+    needs: Mapping[str, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    one_pass.check_made(needs, grad_hidden=grad_hidden, grad_weight=grad_weight)
+    scale = lambda g: (g.to(dloss.dtype) * dloss).to(g.dtype)  # noqa: E731
+    return scale(hidden_grad) if needs["hidden"] else None, scale(weight_grad) if needs["weight"] else None

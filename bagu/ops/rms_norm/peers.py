@@ -1,0 +1,17 @@
+"""RMSNorm by others, for the benchmark."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def eager(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x, (x.shape[-1],), w, eps)
+
+
+def liger(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    # Not in place: its default writes dx over dy, and a second backward through the same graph is then wrong.
+    return LigerRMSNormFunction.apply(x, w, eps, 0.0, "llama", False)

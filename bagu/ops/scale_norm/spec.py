@@ -1,0 +1,88 @@
+"""ScaleNorm: bring each row to one learned length, a norm with a single parameter.
+
+    y[m, n] = g * x[m, n] / max(norm[m], eps)        norm[m] = sqrt(sum_n x[m, n]^2)
+
+A row shorter than eps is divided by eps: its y is linear in x, and no gradient flows through its norm.
+Dims: M = rows (tokens), N = features.   Paper: https://arxiv.org/abs/1910.05895
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.scale_norm import torch_backend
+
+
+def reference(x: torch.Tensor, g: torch.Tensor, eps: float) -> torch.Tensor:
+    """The definition. The harness runs it in fp64, and its autograd gives the true gradients."""
+    return x * (g / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=eps))
+
+
+def inputs(case: Case, streams: Streams) -> dict[str, Any]:
+    lead, N = case.get("lead", (case.get("M", 1),)), case["N"]
+    x = case.get("scale", 1.0) * streams.normal("x", *lead, N)
+    if "plant" in case.params:
+        x[0, N // 2] = case["plant"]
+    g = float(N) ** 0.5 + 0.1 * streams.normal("g", 1)  # the paper starts it at sqrt(N), so y is about 1
+    return {"x": x, "g": g, "eps": case.get("eps", 1e-5)}
+
+
+def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
+    """Square, add, scale per element; x is read once and y written once."""
+    M, N = dims["M"], dims["N"]
+    return Cost(flops=3 * M * N, bytes=(2 * M * N + 1) * itemsize + 4 * M)
+
+
+def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
+    """dy and x are read once, dx is written once; dg is one number."""
+    M, N = dims["M"], dims["N"]
+    return Cost(flops=5 * M * N, bytes=(3 * M * N + 2) * itemsize + 4 * M)
+
+
+SPEC = OpSpec(
+    name="scale_norm",
+    signature="x[*M, N], g[1]: float, eps: float -> y[*M, N]; norm[*M]: acc",
+    reference=reference,
+    torch_backend=torch_backend,
+    inputs=inputs,
+    cost=cost,
+    cost_backward=cost_backward,
+    grads=("x", "g"),
+    saves=("x", "g", "norm"),
+    ulps=4,  # dg is one sum over every element, whose terms cancel: fp32 can be 3 off where the reference's is lucky
+    independent=("M",),
+    peers=True,
+    cases=[
+        Case("even", "powers of two need no masks, so a failure here is the math", M=8, N=64),
+        Case("ragged", "neither side is a multiple of a block, so every mask is used", M=5, N=123),
+        Case("batched", "the leading dims are several, and are folded into rows", lead=(2, 3), N=40),
+        Case("single", "there is no leading dim at all: one row", lead=(), N=24),
+        Case("narrow", "rows are short and many, so one program owns several of them", M=67, N=2),
+        Case("point", "N = 1 leaves the sign of x, and dx cancels to zero", M=64, N=1),
+        Case(
+            "short",
+            "rows are shorter than eps: it divides, and the norm has no gradient",
+            M=4,
+            N=48,
+            scale=1e-2,
+            eps=0.5,
+        ),
+        Case("around", "some rows are shorter than eps and some are not", M=12, N=16, eps=4.0),
+        Case("loud", "x^2 is past fp16's largest value, so squaring must happen in fp32", M=4, N=48, scale=1e3),
+        Case("zero", "the row is all zeros: y is zero and dx is g * dy / eps", M=3, N=16, scale=0.0, eps=0.5),
+        Case("mixed", "g stays fp32 beside 16-bit activations", M=6, N=72, mixed=["g"]),
+        Case("nan", "a NaN spoils its own row of y and dx and no other", M=3, N=33, plant=float("nan")),
+        Case("inf", "an infinity gives NaN in its place and zeros beside it", M=3, N=33, plant=float("inf")),
+        Case("crooked", "rows start at every alignment, and their ends are apart from their bodies", M=19, N=2053),
+        Case("wide", "the row does not fit a program, so it is walked in blocks", M=6, N=33333),
+        Case("gpt3_6_7b", "the hidden size of GPT-3 6.7B at 16k tokens", bench=True, M=16384, N=4096),
+        Case("opt_66b", "twice the width", bench=True, M=16384, N=8192),
+        Case("odd", "an odd N has no aligned rows", bench=True, M=16384, N=4095),
+        Case("wide_odd", "one past 65,536, where one row per program spills", bench=True, M=2048, N=65537),
+        Case("very_wide", "one row does not fit a program's registers", bench=True, M=1024, N=131072),
+    ],
+)

@@ -1,0 +1,28 @@
+"""The same work by other libraries, for the benchmark."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def eager(x: torch.Tensor, scale: float, mask: torch.Tensor | None, lengths: torch.Tensor | None) -> torch.Tensor:
+    """What a PyTorch user writes: scale and fill if need be, then F.softmax (NaN where a row sees nothing)."""
+    return F.softmax(_scores(x, scale, mask, lengths), -1)
+
+
+def liger(x: torch.Tensor, scale: float, mask: torch.Tensor | None, lengths: torch.Tensor | None) -> torch.Tensor:
+    """Liger has neither scale nor mask; they cost it what they cost `eager`."""
+    from liger_kernel.transformers.functional import liger_softmax
+
+    return liger_softmax(_scores(x, scale, mask, lengths))
+
+
+def _scores(x: torch.Tensor, scale: float, mask: torch.Tensor | None, lengths: torch.Tensor | None) -> torch.Tensor:
+    if scale != 1.0:
+        x = x * scale
+    if mask is not None:
+        x = x.masked_fill(~mask, -torch.inf)
+    if lengths is not None:
+        x = x.masked_fill(torch.arange(x.shape[-1], device=x.device) >= lengths.unsqueeze(-1), -torch.inf)
+    return x

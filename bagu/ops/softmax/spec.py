@@ -1,0 +1,126 @@
+"""Softmax: turn each row of scores into weights that are positive and sum to one.
+
+    y[m, n] = exp(scale * x[m, n] - t[m]) / sum_k exp(scale * x[m, k] - t[m])        t[m] = max_k scale * x[m, k]
+
+over the columns that row m may see: mask[m, n] true, n < lengths[m]. The others get y = 0 and no gradient, whatever
+their x. A row that sees nothing is all zeros. A row that sees only -inf is NaN in the columns it sees (0 / 0, as in
+PyTorch), and so is one that sees a NaN or +inf. The gradient needs y alone, and a column with y = 0 has none:
+
+    dx[m, n] = scale * y[m, n] * (dy[m, n] - sum_k dy[m, k] * y[m, k])
+
+Dims: M = rows (of scores, of tokens), N = columns (keys, vocabulary).
+Paper (the one-pass sum under a moving maximum, used for wide rows): https://arxiv.org/abs/1805.02867
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.softmax import torch_backend
+
+
+def reference(x: torch.Tensor, scale: float, mask: torch.Tensor | None, lengths: torch.Tensor | None) -> torch.Tensor:
+    """The definition. The harness runs it in fp64, and its autograd gives the true gradients."""
+    N = x.shape[-1]
+    keep = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+    if lengths is not None:
+        keep = keep & (torch.arange(N, device=x.device).expand(x.shape) < lengths[..., None])
+    return torch.where(keep, torch.softmax(torch.where(keep, scale * x, -torch.inf), -1), 0.0)
+
+
+def inputs(case: Case, streams: Streams) -> dict[str, Any]:
+    lead, N = case.get("lead", (case.get("M", 1),)), case["N"]
+    x = case.get("spread", 1.0) * streams.normal("x", *lead, N)
+    x[..., 0] += case.get("lead_by", 0.0)
+    if "plant" in case.params:
+        x[0, N // 2] = case["plant"]
+    if "fill" in case.params:
+        x[0] = case["fill"]
+    mask = lengths = None
+    if case.get("mask", False):
+        shape = case.get("mask_lead", lead)  # fewer rows than x: the mask of a bench case is broadcast, not copied
+        mask = streams.uniform("mask", *shape, N) < 0.6
+        if case.get("blind", False):
+            mask[0] = False
+        mask = mask.expand(*lead, N)
+    if case.get("lengths", False):
+        lengths = streams.integers("lengths", 1, N + 1, *lead)
+        if case.get("blind", False):
+            lengths[-1], lengths[-2] = 0, N + 5
+    return {"x": x, "scale": case.get("scale", 1.0), "mask": mask, "lengths": lengths}
+
+
+def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
+    """Scale, maximum, subtract, exp, add, divide per element; x is read once and y written once."""
+    M, N = dims["M"], dims["N"]
+    return Cost(flops=6 * M * N, bytes=2 * M * N * itemsize)
+
+
+def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
+    """Two sums (three operations), subtract, multiply, scale per element; dy and y are read once, dx written once."""
+    M, N = dims["M"], dims["N"]
+    return Cost(flops=6 * M * N, bytes=3 * M * N * itemsize)
+
+
+NAN, INF = float("nan"), float("inf")
+SPEC = OpSpec(
+    name="softmax",
+    signature="x[*M, N], scale: float, mask[*M, N]?: bool, lengths[*M]?: int -> y[*M, N]",
+    reference=reference,
+    torch_backend=torch_backend,
+    inputs=inputs,
+    cost=cost,
+    cost_backward=cost_backward,
+    grads=("x",),
+    saves=("y",),
+    ulps=2,  # a GPU's exp2 is off by up to 2^-22 of its result, two spacings of fp32
+    independent=("M",),
+    peers=True,
+    cases=[
+        Case("masked", "a mask drops columns, and neither they nor their x may count", M=8, N=64, mask=True, scale=0.3),
+        Case(
+            "ragged", "neither side is a multiple of a block, mask and lengths both cut, two rows see nothing",
+            M=7, N=123, mask=True, lengths=True, blind=True, scale=0.7,
+        ),
+        Case("even", "powers of two need no masks, so a failure here is the math", M=8, N=64),
+        Case("odd", "the tail of an odd row must not enter the maximum or the sum", M=5, N=77, scale=0.5),
+        Case("padded", "lengths alone: none, some, all and more than all columns", M=6, N=50, lengths=True, blind=True),
+        Case("batched", "the leading dims are several, and are folded into rows", lead=(2, 3), N=40, mask=True),
+        Case("single", "there is no leading dim at all: one row", lead=(), N=24),
+        Case("narrow", "rows are short and many, so one program owns several of them", M=67, N=2),
+        Case("point", "N = 1 makes y one and dx zero", M=64, N=1),
+        Case("flipped", "a negative scale must not let hidden columns win", M=5, N=33, mask=True, scale=-2.0),
+        Case("flat", "scale 0 forgets x, and 0 * -inf must stay in hidden columns", M=5, N=33, mask=True, scale=0.0),
+        Case("flat_odd", "scale 0 with nothing hidden but the tail of the block", M=5, N=33, scale=0.0),
+        Case("sharp", "one weight is almost 1, where a gradient from a rounded y cancels", M=64, N=32, lead_by=9.0),
+        Case("loud", "exp overflows every dtype unless the maximum is taken off first", M=4, N=48, spread=1e3),
+        Case("deep", "all scores are far below 0, where a maximum must not start", M=3, N=48, spread=1e-2, fill=-3e4),
+        Case("nan", "a NaN spoils its own row of y and dx and no other", M=3, N=33, plant=NAN),
+        Case("inf", "+inf gives inf - inf = NaN in its row", M=3, N=33, plant=INF),
+        Case("minus_inf", "-inf is a weight of 0, and its neighbours do not notice", M=3, N=33, plant=-INF),
+        Case("void", "-inf in every seen column is 0 / 0 = NaN there, 0 elsewhere", M=3, N=33, fill=-INF, mask=True),
+        Case("nan_masked", "hidden columns of a NaN row keep y = 0 and dx = 0", M=3, N=33, fill=NAN, mask=True),
+        Case("wide", "the row does not fit a program, so it is walked in blocks", M=2, N=70001),
+        Case(
+            "wide_masked", "the walk meets a mask, lengths, whole blocks of nothing and rows that see nothing",
+            M=3, N=40000, mask=True, lengths=True, blind=True, scale=2.0,
+        ),
+        Case("wide_flat", "scale 0 along the walk, where lanes begin at -inf", M=2, N=33333, scale=0.0),
+        Case("wide_nan", "a NaN must survive the running maximum of the walk", M=2, N=33333, plant=NAN),
+        Case("wide_void", "every block of the walk has a maximum of -inf", M=2, N=33333, fill=-INF),
+        Case("rows_2k", "attention scores of a 2k context", bench=True, M=16384, N=2048),
+        Case("rows_4k", "attention scores of a 4k context", bench=True, M=16384, N=4096),
+        Case("rows_8k", "attention scores of an 8k context", bench=True, M=16384, N=8192),
+        Case("odd_rows", "an odd N has no aligned rows", bench=True, M=16384, N=4095),
+        Case(
+            "shared_mask", "one mask serves every head and is read again from cache",
+            bench=True, lead=(4, 8, 512), N=4096, mask=True, mask_lead=(512,), scale=0.125,
+        ),
+        Case("wide_odd", "one row does not fit a program's registers, and is not aligned", bench=True, M=2048, N=65537),
+        Case("very_wide", "a vocabulary of 131,072", bench=True, M=1024, N=131072),
+    ],
+)  # fmt: skip
