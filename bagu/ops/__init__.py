@@ -20,6 +20,7 @@ from bagu.ops.linear_cross_entropy_loss import linear_cross_entropy_loss
 from bagu.ops.quantize_int8 import quantize_int8
 from bagu.ops.rms_norm import rms_norm
 from bagu.ops.rope import rope, rope_tables
+from bagu.ops.scale_norm import scale_norm
 from bagu.ops.softmax import softmax
 from bagu.ops.swiglu import swiglu
 from bagu.ops.transpose import transpose
@@ -40,6 +41,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_tables",
+    "scale_norm",
     "softmax",
     "swiglu",
     "token_losses",

@@ -55,7 +55,7 @@ class use:
 def call(spec: OpSpec, backend: str | None, /, **args: Any) -> Any:
     """Run `spec` on these arguments; returns its outputs (one tensor, or a tuple of them)."""
     spec.bind(args)
-    first = next(a for t in spec.sig.tensors if (a := args[t.name]) is not None)
+    first = args[spec.sig.tensors[0].name]  # the first tensor is never optional
     name = _choose(spec, backend if backend is not None else _asked, first)
     if name == "torch":
         results = spec.torch_backend.forward(**args)

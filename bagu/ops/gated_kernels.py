@@ -98,12 +98,17 @@ def run_forward(
     if not y.numel():
         return (y,)
     g, u = _rows(gate, up)
-    (M, N), block = g.shape, block or 2048
+    M, N = g.shape
+    crooked = (
+        N % 8 != 0
+    )  # 16 bits at a time: few values a thread, or the registers of their addresses leave few threads
+    block = block or (1024 if crooked else 2048)
     block_n = min(block, next_power_of_2(N))
     block_m = block // block_n
     _forward[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
         g, u, y, M, N, g.stride(0), u.stride(0),
-        BLOCK_M=block_m, BLOCK_N=block_n, KIND=kind, ACC=triton_acc(x.dtype), num_warps=num_warps or 4,
+        BLOCK_M=block_m, BLOCK_N=block_n, KIND=kind, ACC=triton_acc(x.dtype),
+        num_warps=num_warps or (8 if crooked else 4),
     )  # fmt: skip
     return (y,)
 

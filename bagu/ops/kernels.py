@@ -8,13 +8,31 @@ import triton.language as tl
 
 from bagu.ops.launch import triton_acc
 
-__all__ = ["column_sum", "column_sums", "int64", "split_row"]
+__all__ = ["column_sum", "column_sums", "int64", "quotient", "rsqrt", "split_row"]
 
 
 @triton.jit
 def int64(i):
     """A loop counter as a 64-bit offset; in the interpreter it is a Python int and has no `.to`."""
     return tl.zeros([], tl.int64) + i
+
+
+@triton.jit
+def quotient(a, b):
+    """a / b, rounded to nearest. Triton's fp32 division is up to 2 ulps off, and a whole row inherits that."""
+    if a.dtype == tl.float32:
+        return tl.div_rn(a, b * 1.0)
+    else:
+        return a / b
+
+
+@triton.jit
+def rsqrt(x):
+    """1 / sqrt(x), each step rounded to nearest; fast ones are 3 ulps off together, the same way in the whole row."""
+    if x.dtype == tl.float32:
+        return tl.div_rn(1.0, tl.sqrt_rn(x))
+    else:
+        return 1.0 / tl.sqrt(x)
 
 
 @triton.jit

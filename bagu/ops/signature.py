@@ -108,6 +108,8 @@ class Signature:
         for side in results:
             for result in side:
                 assert isinstance(result, TensorArg), f"a result is a tensor, not {result}: {text}"
+        first = next(a for a in parsed if isinstance(a, TensorArg))
+        assert not first.optional, f"the first tensor gives dtype and device and cannot be None: {text}"
         return cls(text.strip(), tuple(parsed), *(tuple(side) for side in results))  # type: ignore[arg-type]
 
     @property

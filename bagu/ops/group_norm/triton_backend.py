@@ -18,7 +18,7 @@ import triton.language as tl
 
 from bagu.ops.batch_norm.tiling import Tiling, as_channels
 from bagu.ops.batch_norm.triton_backend import channel_sums, normalize, pull, statistics
-from bagu.ops.kernels import column_sum, int64
+from bagu.ops.kernels import column_sum, int64, rsqrt
 from bagu.ops.launch import next_power_of_2, num_sms, triton_acc
 from bagu.ops.signature import accumulator
 
@@ -44,7 +44,7 @@ def _forward(
     x = tl.load(x_ptr + at[:, :, None] + i[None, None, :], real, 0.0).to(ACC)
     mean = tl.sum(tl.sum(x, axis=2), axis=1) / (D * I)
     off = tl.where(real, x - mean[:, None, None], 0.0)
-    r = 1.0 / tl.sqrt(tl.sum(tl.sum(off * off, axis=2), axis=1) / (D * I) + eps)
+    r = rsqrt(tl.sum(tl.sum(off * off, axis=2), axis=1) / (D * I) + eps)
     tl.store(mean_ptr + m, mean, m < M)
     tl.store(r_ptr + m, r, m < M)
     y = off * r[:, None, None]
@@ -152,6 +152,7 @@ def backward(
             dys.stride(0), dys.stride(1), flat.stride(0), flat.stride(1),
             BG=block_g, BD=tile[0], BI=tile[1], ACC=triton_acc(x.dtype),
             num_warps=num_warps or min(max(block_g * size // 512, 1), 32),
+            enable_fp_fusion=False,  # a group of one value has dx = 0, and a fused multiply-add would not
         )  # fmt: skip
     db, dw = column_sum(part.view(-1, 2 * C), r.dtype).view(2, C)
     return dx, None if w is None else dw.to(w.dtype, copy=True), None if b is None else db.to(b.dtype, copy=True)

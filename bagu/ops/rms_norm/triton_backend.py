@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.kernels import column_sum, int64, split_row
+from bagu.ops.kernels import column_sum, int64, quotient, rsqrt, split_row
 from bagu.ops.launch import as_rows, next_power_of_2, num_sms, triton_acc
 from bagu.ops.signature import accumulator
 
@@ -86,7 +86,7 @@ def _forward(
             squares = tl.sum(x * x) + tl.sum(end_x * end_x)
         else:
             squares = tl.sum(x * x, axis=1)[:, None]
-        r = 1.0 / tl.sqrt(squares / N + eps)
+        r = rsqrt(quotient(squares, N) + eps)
         tl.store(r_ptr + m, tl.zeros([BLOCK_M, 1], ACC) + r, m < M)
         tl.store(y_ptr + row + n, x * r * w, real)
         if VEC:
@@ -110,7 +110,7 @@ def _forward_wide(
                 x = (x.to(ACC) + addend.to(ACC)).to(x.dtype)
                 tl.store(s_ptr + int64(m) * N + at, x, at < N)
             squares += x.to(ACC) * x.to(ACC)
-        r = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / N + eps)
+        r = rsqrt(quotient(tl.sum(squares, axis=0), N) + eps)
         tl.store(r_ptr + m, r)
         if addend_ptr is not None:
             row = s_ptr + int64(m) * N
@@ -274,7 +274,7 @@ def add_forward(
     programs = max(programs // vec, 1) * vec if vec and programs < tiles else programs
     _forward[(programs,)](
         *args, triton.cdiv(tiles, programs), BLOCK_M=block_m, BLOCK_N=block_n, ACC=acc, VEC=vec,
-        num_warps=num_warps or min(max(tile // 512, 1), 16),
+        num_warps=num_warps or min(max(tile // (1024 if vec else 512), 1), 8),
     )  # fmt: skip
     return y, s, r
 

@@ -84,7 +84,7 @@ def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
 
 
 HEAD: dict[str, Any] = {"H": 4, "D": 16, "R": 8}
-BIG: dict[str, Any] = {"T": 16384, "H": 32, "D": 128, "R": 64, "P": 16384, "bench": True, "mixed": ["cos", "sin"]}
+BIG: dict[str, Any] = {"T": 32768, "H": 32, "D": 128, "R": 64, "P": 32768, "bench": True, "mixed": ["cos", "sin"]}
 
 SPEC = OpSpec(
     name="rope",
@@ -120,10 +120,10 @@ SPEC = OpSpec(
         Case("loud", "a sum past fp16's largest value is an infinity, one below is not", T=4, scale=2e4, **HEAD),
         Case("nan", "a NaN spoils its own pair and no other", T=3, H=2, D=12, R=4, plant={1: NAN}),
         Case("inf", "an infinity spoils its pair, and no other", T=3, H=2, D=12, R=4, plant={2: INF, 11: -INF}),
-        Case("llama", "the queries of an 8B model at 16k tokens", positions=True, **BIG),
-        Case("interleaved_16k", "the same, pairs being neighbours", positions=True, layout="interleaved", **BIG),
+        Case("llama", "the queries of an 8B model at 32k tokens", positions=True, **BIG),
+        Case("interleaved_32k", "the same, pairs being neighbours", positions=True, layout="interleaved", **BIG),
         Case("by_index", "no positions are read", **BIG),
-        Case("partial_16k", "half of each head passes through", positions=True, **BIG | {"R": 32}),
+        Case("partial_32k", "half of each head passes through", positions=True, **BIG | {"R": 32}),
         Case("head_192", "a head of 192 features, no power of two", positions=True, **BIG | {"D": 192, "R": 96}),
     ],
 )  # fmt: skip

@@ -77,7 +77,7 @@ def _run(
         B * T, T, H, x.stride(0), x.stride(1), x.stride(2),
         D=D, R=R, INTERLEAVED=layout == "interleaved", INVERSE=inverse,
         BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_R=pairs, BLOCK_REST=next_power_of_2(D - 2 * R),
-        ACC=triton_acc(x.dtype), num_warps=num_warps or max(1, min(4, block_t * block_h * pairs // 512)),
+        ACC=triton_acc(x.dtype), num_warps=num_warps or max(1, min(8, block_t * block_h * pairs // 256)),
     )  # fmt: skip
     return (y,)
 

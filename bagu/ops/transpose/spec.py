@@ -90,7 +90,7 @@ SPEC = OpSpec(
         Case("special", "NaN and infinity are moved like any other value", shape=(9, 11), plant=(nan, inf)),
         Case("empty", "a tensor without elements still has a shape", shape=(3, 0, 5), dims=(0, 1)),
         Case("bytes", "int8 is moved byte by byte", shape=(70, 45), dtype=torch.int8),
-        Case("flags", "bool is a byte too", shape=(33, 65), dtype=torch.bool, span=(0, 2)),
+        Case("flags", "bool is moved as a byte too", shape=(33, 65), dtype=torch.bool, span=(0, 2)),
         Case("shorts", "int16 is not among the op dtypes of a norm, and is moved all the same",
              shape=(21, 66), dtype=torch.int16),
         Case("longs", "int64 has eight bytes, and the high four matter", shape=(21, 34), dtype=torch.int64,

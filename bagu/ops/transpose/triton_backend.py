@@ -29,19 +29,21 @@ TUNABLE = {"forward": {"rows": (64, 128), "columns": (64, 128), "group": (1, 4)}
 @triton.jit
 def _move(
     x_ptr, y_ptr, R, C, n1, n2, xr, xc, x0, x1, x2, yr, y0, y1, y2, r_tiles, c_tiles,
-    BR: tl.constexpr, BC: tl.constexpr, GROUP: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, GROUP: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     tile, z = tl.program_id(0) % (r_tiles * c_tiles), tl.program_id(0) // (r_tiles * c_tiles)
     first = tile // (GROUP * c_tiles) * GROUP  # GROUP rows of tiles are walked column by column
     high = min(r_tiles - first, GROUP)
     inside = tile % (GROUP * c_tiles)
-    r = int64(first + inside % high) * BR + tl.arange(0, BR)[:, None]
-    c = int64(inside // high) * BC + tl.arange(0, BC)[None, :]
+    r0, c0 = int64(first + inside % high) * BR, int64(inside // high) * BC
     i0, i1, i2 = int64(z // n2 // n1), int64(z // n2 % n1), int64(z % n2)
-    real = (r < R) & (c < C)
-    at = x_ptr + (i0 * x0 + i1 * x1 + i2 * x2) + r * xr + c * xc
-    value = tl.load(at, real, eviction_policy="evict_last")
-    tl.store(y_ptr + (i0 * y0 + i1 * y1 + i2 * y2) + r * yr + c, value, real)
+    r, c = tl.arange(0, BR)[:, None], tl.arange(0, BC)[None, :]
+    real = (r < R - r0) & (c < C - c0)
+    if FAR:
+        r, c = r.to(tl.int64), c.to(tl.int64)
+    x = x_ptr + (i0 * x0 + i1 * x1 + i2 * x2 + r0 * xr + c0 * xc)
+    y = y_ptr + (i0 * y0 + i1 * y1 + i2 * y2 + r0 * yr + c0)
+    tl.store(y + (r * yr + c), tl.load(x + (r * xr + c * xc), real, eviction_policy="evict_last"), real)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,8 @@ def forward(
     r_tiles, c_tiles = triton.cdiv(R, br), triton.cdiv(C, bc)
     _move[(n0 * n1 * n2 * r_tiles * c_tiles,)](
         _bits(view), _bits(y), R, C, n1, n2, xr, xc, x0, x1, x2, yr, y0, y1, y2, r_tiles, c_tiles,
-        BR=br, BC=bc, GROUP=group or 1, num_warps=num_warps or (8 if br * bc > 8192 else 4),
+        BR=br, BC=bc, GROUP=group or 1, FAR=br * max(xr, yr) + bc * xc >= 2**31,
+        num_warps=num_warps or (8 if br * bc > 8192 else 4),
     )  # fmt: skip
     return (y,)
 
