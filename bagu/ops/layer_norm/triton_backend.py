@@ -27,8 +27,6 @@ from bagu.ops.signature import accumulator
 
 WHOLE = 16384  # forward: the longest row kept in registers, 32 values a thread at 16 warps
 WHOLE_BACKWARD = 8192  # w, dw, db, x and dy are 16 values a thread each; at 16,384 ptxas spills
-# dx = g - level - …, and at N = 1 the true difference is zero: a fused multiply-add would leave dy * w's own rounding.
-UNFUSED = {"enable_fp_fusion": False}
 TUNABLE = {  # tests run each point
     "forward": {"block_m": (1, 2), "programs_per_sm": (None, 2), "num_warps": (4, 8)},
     "backward": {"programs_per_sm": (1, 2), "num_warps": (4, 8, 16)},
@@ -271,7 +269,8 @@ def backward(
         dw, db = partial[0], None if b is None else partial[1]
         _backward[(programs,)](
             dys, rows, w, mean, rstd, dx, dw, db, M, N, *strides, triton.cdiv(tiles, programs),
-            BLOCK_M=block_m, BLOCK_N=block_n, ACC=acc, VEC=vec, num_warps=warps, maxnreg=128, **UNFUSED,
+            BLOCK_M=block_m, BLOCK_N=block_n, ACC=acc, VEC=vec, num_warps=warps, maxnreg=128,
+            enable_fp_fusion=vec > 0,  # at N = 1 dx is zero; fused, dy * w - level would leave the rounding of level
         )  # fmt: skip
     else:
         level, along = torch.empty_like(rstd), torch.empty_like(rstd)
@@ -282,7 +281,7 @@ def backward(
         dw, db = partial[0], None if b is None else partial[1]
         _columns[(blocks, splits)](
             dys, rows, w, mean, rstd, level, along, dx, dw, db, M, N, *strides, 4 * triton.cdiv(tiles, splits),
-            BLOCK_M=4, BLOCK_N=1024, ACC=acc, num_warps=4, **UNFUSED,
+            BLOCK_M=4, BLOCK_N=1024, ACC=acc, num_warps=4,
         )  # fmt: skip
     if b is None:
         return dx, column_sum(partial[0], w.dtype), None
