@@ -110,6 +110,9 @@ class OpSpec:
     wide_loads: bool = True  # the compile gate wants 128-bit loads in every kernel at the bench cases
     public: Sequence[str] = field(default=())  # further public names of the folder
 
+    def __post_init__(self) -> None:
+        _ = self.sig, self.differentiable, self.made  # now, since a first call under torch.compile could not parse
+
     @cached_property
     def sig(self) -> Signature:
         return Signature.parse(self.signature)
@@ -172,7 +175,7 @@ def check(
     spec.bind(rounded)
     want = _run(spec, spec.reference, rounded, torch.float64, streams)
     cost = [_run(spec, spec.reference, rounded, torch.float32, streams)]
-    cost += [_run(spec, spec.reference, _shaken(rounded, streams), torch.float64, streams)]
+    cost += [_run(spec, spec.reference, _shaken(rounded, streams, i), torch.float64, streams) for i in range(3)]
     given = {k: v.to(device, copy=True) if isinstance(v, torch.Tensor) else v for k, v in rounded.items()}
     with nan_filled_memory():
         got = _run(spec, fn, given, None, streams)
@@ -187,11 +190,11 @@ def check(
     }
 
 
-def _shaken(args: Mapping[str, Any], streams: Streams) -> dict[str, Any]:
+def _shaken(args: Mapping[str, Any], streams: Streams, turn: int) -> dict[str, Any]:
     """The inputs, each number off by about half an fp32 rounding: what any fp32 algorithm may make of them."""
     half = torch.finfo(torch.float32).eps / 2
     return {
-        k: v.double() * (1 + half * streams.normal(f"{k} shaken", *v.shape))
+        k: v.double() * (1 + half * streams.normal(f"{k} shaken {turn}", *v.shape))
         if isinstance(v, torch.Tensor) and v.is_floating_point()
         else v
         for k, v in args.items()

@@ -70,16 +70,16 @@ def _choose(spec: OpSpec, asked: str | None, first: torch.Tensor) -> str:
     on = first.device.type
     if asked is None:
         automatic = on == "cuda" and type(first) in (torch.Tensor, torch.nn.Parameter) and "triton" in spec.backends
-        return "triton" if automatic and _available(spec) else "torch"
+        return "triton" if automatic and _available(spec.name) else "torch"
+    if asked not in spec.backends:
+        raise UnknownName.among(f"backend of {spec.name}", asked, spec.backends)
     if asked != "torch":
-        load(spec, asked)
+        load(spec.name, asked)
         if on != "cuda" and not _interpreted():
             raise BackendError(
                 f"{spec.name}: the {asked} backend was asked for, and the tensors are on {on}",
                 hint="move them to a CUDA device, or set TRITON_INTERPRET=1 before Python starts to run it slowly here",
             )
-    elif "torch" not in spec.backends:
-        raise UnknownName.among(f"backend of {spec.name}", asked, spec.backends)
     return asked
 
 
@@ -89,20 +89,26 @@ def _interpreted() -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _available(spec: OpSpec) -> bool:
+def _available(op: str) -> bool:
     """Whether the automatic Triton backend can be had; if not, says so once."""
     if importlib.util.find_spec("triton") is not None:
-        load(spec, "triton")
+        load(op, "triton")
         return True
     warnings.warn("Triton is not installed: bagu.ops runs on the torch backend", RuntimeWarning, stacklevel=2)
     return False
 
 
 @torch.compiler.assume_constant_result
-def load(spec: OpSpec, backend: str) -> None:
-    """Import a backend and register its custom ops, the first time it is needed."""
-    if hasattr(torch.ops.bagu, f"{spec.name}_{backend}"):
+def load(op: str, backend: str) -> None:
+    """Import a backend and register its custom ops, the first time it is needed.
+
+    It takes the op's name, since a compiler that runs it at trace time can hand over a string but not a spec.
+    """
+    if hasattr(torch.ops.bagu, f"{op}_{backend}"):
         return
+    from bagu.ops.catalogue import SPECS
+
+    spec = SPECS[op]
     if backend == "triton" and importlib.util.find_spec("triton") is None:
         raise BackendError(
             f"{spec.name}: the triton backend was asked for, and Triton is not installed",

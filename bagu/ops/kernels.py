@@ -8,7 +8,7 @@ import triton.language as tl
 
 from bagu.ops.launch import triton_acc
 
-__all__ = ["column_sum", "column_sums", "int64", "quotient", "rsqrt", "split_row"]
+__all__ = ["column_sum", "column_sums", "int64", "reciprocal", "rsqrt", "split_row"]
 
 
 @triton.jit
@@ -18,19 +18,24 @@ def int64(i):
 
 
 @triton.jit
-def quotient(a, b):
-    """a / b, rounded to nearest. Triton's fp32 division is up to 2 ulps off, and a whole row inherits that."""
-    if a.dtype == tl.float32:
-        return tl.div_rn(a, b * 1.0)
+def reciprocal(N, ACC: tl.constexpr):
+    """1 / N in ACC, rounded to nearest. Taken before the row arrives, it keeps the slow division off the row's path."""
+    n = tl.zeros([], ACC) + N
+    if n.dtype == tl.float32:
+        return tl.div_rn(1.0, n)
     else:
-        return a / b
+        return 1.0 / n
 
 
 @triton.jit
 def rsqrt(x):
-    """1 / sqrt(x), each step rounded to nearest; fast ones are 3 ulps off together, the same way in the whole row."""
+    """1 / sqrt(x) within an ulp. The approximate one is 2 off, the same way in a whole row; a Newton step mends that.
+
+    A correctly rounded division here cost LayerNorm a tenth of its speed on an H200: every row waits for it.
+    """
     if x.dtype == tl.float32:
-        return tl.div_rn(1.0, tl.sqrt_rn(x))
+        r = tl.rsqrt(x)
+        return tl.where((x > 0.0) & (x < float("inf")), r + r * (0.5 - 0.5 * (x * r) * r), r)
     else:
         return 1.0 / tl.sqrt(x)
 

@@ -117,7 +117,7 @@ def test_compiles_as_one_graph_with_the_same_result(spec: OpSpec, backend: str) 
 
 @pytest.mark.parametrize("spec, backend", [p for p in BACKENDS if p.values[1] != "torch"])
 def test_opcheck(spec: OpSpec, backend: str) -> None:
-    load(spec, backend)
+    load(spec.name, backend)
     args = arguments(spec, torch.float32)
     op = getattr(torch.ops.bagu, f"{spec.name}_{backend}")
     torch.library.opcheck(op, tuple(args[a.name] for a in spec.sig.inputs))

@@ -1,13 +1,13 @@
 """LayerNorm on Triton: one program owns whole rows, so x crosses memory once each way; memory is the limit.
 
 The mean is taken first and the squared deviations from it second, both from registers, so a large mean costs the
-variance no digits. Programs are few and have many rows each: weight, bias, dw and db stay in registers, and the next
-rows are copied to shared memory two ahead (num_stages), which keeps bytes in flight while a row is being reduced.
+variance no digits. In the backward programs are few and have many rows each: w, dw and db stay in registers, and the
+next rows are copied to shared memory two ahead (num_stages), which keeps bytes in flight while a row is being reduced.
 Rows of an odd N are cut into an aligned body and its ends (VEC > 0) as RMSNorm's are.
 
-Forward rows past WHOLE are walked twice, first for mean and variance lane by lane (Welford), and the second walk
-finds them in the L2. Backward rows past WHOLE_BACKWARD cost x and dy twice: `_levels` finds the two means of each
-row, then `_columns` owns some features of all rows and has dx, dw and db from one more read.
+Forward rows past WHOLE are walked twice, first for mean and variance lane by lane (Welford). Backward rows past
+WHOLE_BACKWARD cost x and dy twice: `_levels` finds the two means of each row, then `_columns` owns some features of
+all rows and has dx, dw and db from one more read.
 
 Backward, with h = (x - mean) * rstd and g = dy * w, and no atomics, so the same inputs give the same bits:
 
@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.kernels import column_sum, column_sums, int64, quotient, rsqrt
+from bagu.ops.kernels import column_sum, column_sums, int64, reciprocal, rsqrt
 from bagu.ops.launch import as_rows, next_power_of_2, num_sms, triton_acc
 from bagu.ops.rms_norm.triton_backend import ends, vector, walk
 from bagu.ops.signature import accumulator
@@ -48,6 +48,7 @@ def _forward(
         b = tl.load(b_ptr + head + n, n < body, 0.0).to(ACC)
         if VEC:
             end_b = tl.load(b_ptr + at, end, 0.0).to(ACC)
+    share = reciprocal(N, ACC)
     for i in tl.range(0, trips, num_stages=3):
         tile = int64(i) * tl.num_programs(0) + tl.program_id(0)
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -60,15 +61,19 @@ def _forward(
         if VEC:
             first, last = m * N, end & (m < M)
             end_x = tl.load(x_ptr + first + at, last, 0.0).to(ACC)
-            mean = quotient(tl.sum(x) + tl.sum(end_x), N)
+            mean = (tl.sum(x) + tl.sum(end_x)) * share
             end_x = tl.where(end, end_x - mean, 0.0)
             x = tl.where(n < body, x - mean, 0.0)
-            variance = (tl.sum(x * x) + tl.sum(end_x * end_x)) / N
+            drift = (tl.sum(x) + tl.sum(end_x)) * share
+            variance = (tl.sum(x * x) + tl.sum(end_x * end_x)) * share
+            end_x -= drift
         else:
-            mean = quotient(tl.sum(x, axis=1)[:, None], N)
+            mean = tl.sum(x, axis=1)[:, None] * share
             x = tl.where(n < N, x - mean, 0.0)
-            variance = tl.sum(x * x, axis=1)[:, None] / N
-        rstd = rsqrt(variance + eps)
+            drift = tl.sum(x, axis=1)[:, None] * share
+            variance = tl.sum(x * x, axis=1)[:, None] * share
+        x, mean = x - drift, mean + drift  # what rounding left in the mean: cheaper than a mean rounded to nearest
+        rstd = rsqrt(variance - drift * drift + eps)
         tl.store(mean_ptr + m, tl.zeros([BLOCK_M, 1], ACC) + mean, m < M)
         tl.store(rstd_ptr + m, tl.zeros([BLOCK_M, 1], ACC) + rstd, m < M)
         y = x * rstd * w
@@ -85,22 +90,23 @@ def _forward(
 @triton.jit
 def _forward_wide(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_stride, eps,
-    BLOCK_N: tl.constexpr, ACC: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_N: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, BLOCK_N)
+    share = reciprocal(N, ACC)
     seen = ((N - n + BLOCK_N - 1) // BLOCK_N).to(ACC)  # how many features each lane meets; BLOCK_N < N
     for m in range(tl.program_id(0), M, tl.num_programs(0)):
         row = x_ptr + int64(m) * x_stride
         means = tl.zeros([BLOCK_N], ACC)
         squares = tl.zeros([BLOCK_N], ACC)
-        for start in tl.range(0, N, BLOCK_N, num_stages=4, loop_unroll_factor=UNROLL):
+        for start in tl.range(0, N, BLOCK_N, num_stages=4):
             at = start + n
             x = tl.load(row + at, at < N, 0.0, eviction_policy="evict_last").to(ACC)
             off = tl.where(at < N, x - means, 0.0)
             means += off * (tl.full([], 1.0, ACC) / (start // BLOCK_N + 1))
             squares += tl.where(at < N, off * (x - means), 0.0)
-        mean = quotient(tl.sum(seen * means, axis=0), N)
-        rstd = rsqrt(tl.sum(squares + seen * (means - mean) * (means - mean), axis=0) / N + eps)
+        mean = tl.sum(seen * means, axis=0) * share
+        rstd = rsqrt(tl.sum(squares + seen * (means - mean) * (means - mean), axis=0) * share + eps)
         tl.store(mean_ptr + m, mean)
         tl.store(rstd_ptr + m, rstd)
         for start in tl.range(0, N, BLOCK_N, num_stages=2):
@@ -231,7 +237,7 @@ def forward(
     if not x.numel():
         return y, mean, rstd
     if N > WHOLE:
-        programs, options = walk(rows, unroll=4)
+        programs, options = walk(rows)
         _forward_wide[(programs,)](rows, w, b, y, mean, rstd, M, N, rows.stride(0), eps, ACC=acc, **options)
         return y, mean, rstd
     block_n = next_power_of_2(N)

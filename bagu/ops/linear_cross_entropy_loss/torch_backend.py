@@ -37,7 +37,10 @@ def forward(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
     z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
 ) -> Results:  # fmt: skip
-    return _Loss.apply(hidden, weight, targets, token_weights, ignore_index, z_loss, memory, grad_hidden, grad_weight)
+    loss, *rest = _Loss.apply(
+        hidden, weight, targets, token_weights, ignore_index, z_loss, memory, grad_hidden, grad_weight
+    )
+    return loss, *(r.detach() for r in rest)  # under torch 2.11, compiled, mark_non_differentiable alone is not enough
 
 
 def backward(

@@ -67,6 +67,8 @@ SPEC = OpSpec(
         Case("mixed", "the weight stays fp32 beside 16-bit activations, as master weights do", M=6, N=72, mixed=["w"]),
         Case("nan", "a NaN spoils its own row of y and dx and no other", M=3, N=33, plant=float("nan")),
         Case("inf", "an infinity gives 0 * inf = NaN in its place and zeros beside it", M=3, N=33, plant=float("inf")),
+        Case("crooked", "rows start at every alignment, and their ends are apart from their bodies", M=19, N=1031),
+        Case("long", "the backward walks rows in blocks and splits them over programs", M=6, N=9000),
         Case("wide", "the row does not fit a program, so it is walked in blocks", M=3, N=33333),
         Case("llama_8b", "the hidden size of an 8B model at 16k tokens", bench=True, M=16384, N=4096),
         Case("qwen_32b", "a 5120-wide row is no power of two", bench=True, M=16384, N=5120),

@@ -1,8 +1,7 @@
 """RMSNorm on Triton: one program owns whole rows, so x crosses memory once each way; memory is the limit.
 
-Forward keeps r, one fp32 per row. A row of at most WHOLE features stays in registers. A longer one is walked twice,
-and the second walk finds it in the L2: that is why the wide grid is small (132 rows of 131,072 bf16 are 34 MB of an
-H200's 60). Backward rebuilds the rest from r, with g = dy * w:
+Forward keeps r, one fp32 per row. A row of at most WHOLE features stays in registers; a longer one is walked twice.
+Backward rebuilds the rest from r, with g = dy * w:
 
     dx = r * (g - x * r^2 * mean_n(g * x))        dw = sum_m dy * x * r
 
@@ -24,13 +23,12 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.kernels import column_sum, int64, quotient, rsqrt, split_row
+from bagu.ops.kernels import column_sum, int64, reciprocal, rsqrt, split_row
 from bagu.ops.launch import as_rows, next_power_of_2, num_sms, triton_acc
 from bagu.ops.signature import accumulator
 
 WHOLE = 32768  # forward: the longest row kept in registers, 64 values a thread at 16 warps; at 65,536 ptxas spills
 WHOLE_BACKWARD = 8192  # w, dw, x and dy are 16 values a thread each; at 16,384 ptxas spills
-L2 = 36_000_000  # bytes of rows in flight that an H200's 60 MB of L2 still hold when they are read again
 TUNABLE = {  # tests run each point
     "forward": {"block_m": (1, 2), "programs_per_sm": (None, 2), "num_warps": (4, 8)},
     "backward": {"programs_per_sm": (1, 2), "num_warps": (4, 8, 16)},
@@ -71,6 +69,7 @@ def _forward(
         end_w = tl.load(w_ptr + at, end, 0.0).to(ACC)
     n = tl.arange(0, BLOCK_N)[None, :]
     w = tl.load(w_ptr + head + n, n < body, 0.0).to(ACC)
+    share = reciprocal(N, ACC)
     for i in tl.range(0, trips, num_stages=3):
         tile = int64(i) * tl.num_programs(0) + tl.program_id(0)
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -86,7 +85,7 @@ def _forward(
             squares = tl.sum(x * x) + tl.sum(end_x * end_x)
         else:
             squares = tl.sum(x * x, axis=1)[:, None]
-        r = rsqrt(quotient(squares, N) + eps)
+        r = rsqrt(squares * share + eps)
         tl.store(r_ptr + m, tl.zeros([BLOCK_M, 1], ACC) + r, m < M)
         tl.store(y_ptr + row + n, x * r * w, real)
         if VEC:
@@ -96,13 +95,14 @@ def _forward(
 @triton.jit
 def _forward_wide(
     x_ptr, addend_ptr, w_ptr, y_ptr, s_ptr, r_ptr, M, N, x_stride, addend_stride, eps,
-    BLOCK_N: tl.constexpr, ACC: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_N: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, BLOCK_N)
+    share = reciprocal(N, ACC)
     for m in range(tl.program_id(0), M, tl.num_programs(0)):
         row = x_ptr + int64(m) * x_stride
         squares = tl.zeros([BLOCK_N], ACC)
-        for start in tl.range(0, N, BLOCK_N, num_stages=4, loop_unroll_factor=UNROLL):
+        for start in tl.range(0, N, BLOCK_N, num_stages=4):
             at = start + n
             x = tl.load(row + at, at < N, 0.0, eviction_policy="evict_last")
             if addend_ptr is not None:
@@ -110,7 +110,7 @@ def _forward_wide(
                 x = (x.to(ACC) + addend.to(ACC)).to(x.dtype)
                 tl.store(s_ptr + int64(m) * N + at, x, at < N)
             squares += x.to(ACC) * x.to(ACC)
-        r = rsqrt(quotient(tl.sum(squares, axis=0), N) + eps)
+        r = rsqrt(tl.sum(squares, axis=0) * share + eps)
         tl.store(r_ptr + m, r)
         if addend_ptr is not None:
             row = s_ptr + int64(m) * N
@@ -222,22 +222,15 @@ def vector(*rows: torch.Tensor) -> int:
     return wide if rows[0].shape[1] % wide and all(r.is_contiguous() for r in rows) else 0
 
 
-def walk(rows: torch.Tensor, *, unroll: int, tensors: int = 1) -> tuple[int, dict[str, int]]:
-    """The grid of a kernel that walks rows twice (of several `tensors`), small enough for the L2, and its options.
+def walk(rows: torch.Tensor) -> tuple[int, dict[str, int]]:
+    """The grid of a kernel that walks its rows twice, and its options.
 
-    An asynchronous copy takes 4 bytes or more: where 16-bit rows start anywhere there is none, and two programs share
-    a multiprocessor (64 registers a thread) with `unroll` loads in flight each.
+    Many small programs, a row each: on an H200 0.61 of copy bandwidth at 1024 x 131,072, where one program of 16 warps
+    a multiprocessor, whose rows the L2 holds for the second walk, reaches 0.47.
     """
-    (M, N), size, sms = rows.shape, rows.element_size(), num_sms(rows.device)
+    (M, N), size = rows.shape, rows.element_size()
     crooked = N * size % 16 != 0
-    split = crooked and size == 2
-    options = {
-        "BLOCK_N": (4096 if crooked else 8192) // max(size // 4, 1),
-        "UNROLL": unroll if split else 1,
-        "num_warps": 16,
-        "maxnreg": 64 if split else 128,
-    }
-    return min(M, sms * max(1, min(2, L2 // (sms * N * size * tensors)))), options
+    return M, {"BLOCK_N": 2048 // max(size // 4, 1), "num_warps": 8 if crooked else 4}
 
 
 def forward(
@@ -262,7 +255,7 @@ def add_forward(
         return y, s, r
     args = rows, more, w, y, s, r, M, N, rows.stride(0), 0 if more is None else more.stride(0), eps
     if N > WHOLE:
-        programs, options = walk(rows, unroll=4 if addend is None else 2)
+        programs, options = walk(rows)
         _forward_wide[(programs,)](*args, ACC=acc, **options)
         return y, s, r
     block_n = next_power_of_2(N)

@@ -58,13 +58,13 @@ def _forward(
 @triton.jit
 def _forward_wide(
     x_ptr, g_ptr, y_ptr, norm_ptr, M, N, x_stride, eps,
-    BLOCK_N: tl.constexpr, ACC: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_N: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, BLOCK_N)
     for m in range(tl.program_id(0), M, tl.num_programs(0)):
         row = x_ptr + int64(m) * x_stride
         squares = tl.zeros([BLOCK_N], ACC)
-        for start in tl.range(0, N, BLOCK_N, num_stages=4, loop_unroll_factor=UNROLL):
+        for start in tl.range(0, N, BLOCK_N, num_stages=4):
             at = start + n
             x = tl.load(row + at, at < N, 0.0, eviction_policy="evict_last").to(ACC)
             squares += x * x
@@ -118,14 +118,14 @@ def _backward(
 @triton.jit
 def _backward_wide(
     dy_ptr, x_ptr, g_ptr, norm_ptr, dx_ptr, dg_ptr, M, N, dy_stride, x_stride, eps,
-    BLOCK_N: tl.constexpr, ACC: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_N: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, BLOCK_N)
     g = tl.load(g_ptr).to(ACC)
     dg = tl.zeros([], ACC)
     for m in range(tl.program_id(0), M, tl.num_programs(0)):
         products = tl.zeros([BLOCK_N], ACC)
-        for start in tl.range(0, N, BLOCK_N, num_stages=4, loop_unroll_factor=UNROLL):
+        for start in tl.range(0, N, BLOCK_N, num_stages=4):
             at = start + n
             dy = tl.load(dy_ptr + int64(m) * dy_stride + at, at < N, 0.0, eviction_policy="evict_last").to(ACC)
             x = tl.load(x_ptr + int64(m) * x_stride + at, at < N, 0.0, eviction_policy="evict_last").to(ACC)
@@ -153,7 +153,7 @@ def forward(
     if not x.numel():
         return y, norm
     if N > WHOLE:
-        programs, options = walk(rows, unroll=4)
+        programs, options = walk(rows)
         _forward_wide[(programs,)](rows, g, y, norm, M, N, rows.stride(0), eps, ACC=acc, **options)
         return y, norm
     block_n = next_power_of_2(N)
@@ -177,7 +177,7 @@ def backward(
         return dx, torch.zeros_like(g)
     strides, block_n = (dys.stride(0), rows.stride(0)), next_power_of_2(N)
     if block_n * x.element_size() > WHOLE_BACKWARD:
-        programs, options = walk(rows, tensors=2, unroll=1)
+        programs, options = walk(rows)
         partial = torch.empty(programs, 1, dtype=norm.dtype, device=x.device)
         _backward_wide[(programs,)](dys, rows, g, norm, dx, partial, M, N, *strides, eps, ACC=acc, **options)
         return dx, column_sum(partial, g.dtype)

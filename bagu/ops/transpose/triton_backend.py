@@ -23,19 +23,16 @@ from bagu.ops.launch import next_power_of_2
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SIDE = {1: 128, 2: 128, 4: 64, 8: 32, 16: 32}  # of a turned tile, by itemsize: runs of 128 bytes or more
-TUNABLE = {"forward": {"rows": (64, 128), "columns": (64, 128), "group": (1, 4)}}  # tests run each point
+TUNABLE = {"forward": {"rows": (64, 128), "columns": (64, 128), "num_warps": (4, 8)}}  # tests run each point
 
 
 @triton.jit
 def _move(
     x_ptr, y_ptr, R, C, n1, n2, xr, xc, x0, x1, x2, yr, y0, y1, y2, r_tiles, c_tiles,
-    BR: tl.constexpr, BC: tl.constexpr, GROUP: tl.constexpr, FAR: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     tile, z = tl.program_id(0) % (r_tiles * c_tiles), tl.program_id(0) // (r_tiles * c_tiles)
-    first = tile // (GROUP * c_tiles) * GROUP  # GROUP rows of tiles are walked column by column
-    high = min(r_tiles - first, GROUP)
-    inside = tile % (GROUP * c_tiles)
-    r0, c0 = int64(first + inside % high) * BR, int64(inside // high) * BC
+    r0, c0 = int64(tile // c_tiles) * BR, int64(tile % c_tiles) * BC
     i0, i1, i2 = int64(z // n2 // n1), int64(z // n2 % n1), int64(z % n2)
     r, c = tl.arange(0, BR)[:, None], tl.arange(0, BC)[None, :]
     real = (r < R - r0) & (c < C - c0)
@@ -97,7 +94,7 @@ def _tile(walk: Walk, itemsize: int, rows: int | None, columns: int | None) -> t
 
 def forward(
     x: torch.Tensor, dim0: int, dim1: int,
-    *, rows: int | None = None, columns: int | None = None, group: int | None = None, num_warps: int | None = None,
+    *, rows: int | None = None, columns: int | None = None, num_warps: int | None = None,
 ) -> tuple[torch.Tensor]:  # fmt: skip
     view = x.resolve_conj().resolve_neg().transpose(dim0, dim1)
     y = torch.empty_like(view, memory_format=torch.contiguous_format)
@@ -105,14 +102,14 @@ def forward(
         return (y,)
     walk = Walk.of(_bits(view))
     if len(walk.others) > 3:  # only a view of a view has so many dims that do not merge
-        return forward(x.contiguous(), dim0, dim1, rows=rows, columns=columns, group=group, num_warps=num_warps)
+        return forward(x.contiguous(), dim0, dim1, rows=rows, columns=columns, num_warps=num_warps)
     (R, xr, yr), (C, xc, _) = walk.rows, walk.columns
     (n0, x0, y0), (n1, x1, y1), (n2, x2, y2) = ((1, 0, 0),) * (3 - len(walk.others)) + walk.others
     br, bc = _tile(walk, y.element_size(), rows, columns)
     r_tiles, c_tiles = triton.cdiv(R, br), triton.cdiv(C, bc)
     _move[(n0 * n1 * n2 * r_tiles * c_tiles,)](
         _bits(view), _bits(y), R, C, n1, n2, xr, xc, x0, x1, x2, yr, y0, y1, y2, r_tiles, c_tiles,
-        BR=br, BC=bc, GROUP=group or 1, FAR=br * max(xr, yr) + bc * xc >= 2**31,
+        BR=br, BC=bc, FAR=br * max(xr, yr) + bc * xc >= 2**31,
         num_warps=num_warps or (8 if br * bc > 8192 else 4),
     )  # fmt: skip
     return (y,)
