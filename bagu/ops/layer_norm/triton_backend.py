@@ -36,16 +36,17 @@ TUNABLE = {  # tests run each point
 @triton.jit
 def _forward(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_stride, eps, trips,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     head, body = 0, N
     if VEC:
         head, body, at, end = ends(N, VEC)
         end_w = tl.load(w_ptr + at, end, 0.0).to(ACC)
     n = tl.arange(0, BLOCK_N)[None, :]
-    w = tl.load(w_ptr + head + n, n < body, 0.0).to(ACC)
+    inside = EVEN | (n < body)
+    w = tl.load(w_ptr + head + n, inside, 0.0).to(ACC)
     if b_ptr is not None:
-        b = tl.load(b_ptr + head + n, n < body, 0.0).to(ACC)
+        b = tl.load(b_ptr + head + n, inside, 0.0).to(ACC)
         if VEC:
             end_b = tl.load(b_ptr + at, end, 0.0).to(ACC)
     share = reciprocal(N, ACC)
@@ -56,7 +57,7 @@ def _forward(
         if VEC:  # contiguous, one row at a time
             row = tl.multiple_of(tile * N + head, VEC)
             x_row = row
-        real = (m < M) & (n < body)
+        real = (m < M) & inside
         x = tl.load(x_ptr + x_row + n, real, 0.0, eviction_policy="evict_last").to(ACC)
         if VEC:
             first, last = m * N, end & (m < M)
@@ -66,14 +67,19 @@ def _forward(
             x = tl.where(n < body, x - mean, 0.0)
             drift = (tl.sum(x) + tl.sum(end_x)) * share
             variance = (tl.sum(x * x) + tl.sum(end_x * end_x)) * share
-            end_x -= drift
+            variance -= drift * drift
+            end_x, x, mean = end_x - drift, x - drift, mean + drift
+        elif EVEN:  # N is a power of two: `share` is exact, and so is the mean's rounding
+            mean = tl.sum(x, axis=1)[:, None] * share
+            x = x - mean
+            variance = tl.sum(x * x, axis=1)[:, None] * share
         else:
             mean = tl.sum(x, axis=1)[:, None] * share
             x = tl.where(n < N, x - mean, 0.0)
-            drift = tl.sum(x, axis=1)[:, None] * share
-            variance = tl.sum(x * x, axis=1)[:, None] * share
-        x, mean = x - drift, mean + drift  # what rounding left in the mean: cheaper than a mean rounded to nearest
-        rstd = rsqrt(variance - drift * drift + eps)
+            drift = tl.sum(x, axis=1)[:, None] * share  # what rounding left in the mean; a rounded division is slower
+            variance = tl.sum(x * x, axis=1)[:, None] * share - drift * drift
+            x, mean = x - drift, mean + drift
+        rstd = rsqrt(variance + eps)
         tl.store(mean_ptr + m, tl.zeros([BLOCK_M, 1], ACC) + mean, m < M)
         tl.store(rstd_ptr + m, tl.zeros([BLOCK_M, 1], ACC) + rstd, m < M)
         y = x * rstd * w
@@ -241,14 +247,17 @@ def forward(
         _forward_wide[(programs,)](rows, w, b, y, mean, rstd, M, N, rows.stride(0), eps, ACC=acc, **options)
         return y, mean, rstd
     block_n = next_power_of_2(N)
-    block_m = block_m or max(1, 2048 // block_n)
+    vec = vector(rows) if 2048 <= block_n <= 8192 and block_m in (None, 1) else 0
+    most = 1 if vec else max(1, min(2 if block_n == 8192 else 8192 // block_n, M // (4 * sms)))  # enough programs first
+    block_m = block_m or 1 << most.bit_length() - 1
     tile, tiles = block_m * block_n, triton.cdiv(M, block_m)
-    vec = vector(rows) if block_m == 1 and tile <= 8192 else 0
+    programs_per_sm = programs_per_sm or (16384 // tile if vec else None)
     programs = min(tiles, sms * programs_per_sm) if programs_per_sm else tiles
     programs = max(programs // vec, 1) * vec if vec and programs < tiles else programs
     _forward[(programs,)](
         rows, w, b, y, mean, rstd, M, N, rows.stride(0), eps, triton.cdiv(tiles, programs),
-        BLOCK_M=block_m, BLOCK_N=block_n, ACC=acc, VEC=vec, num_warps=num_warps or min(max(tile // 1024, 1), 16),
+        BLOCK_M=block_m, BLOCK_N=block_n, ACC=acc, VEC=vec, EVEN=block_n == N,
+        num_warps=num_warps or min(max(tile // 2048, 1), 16),
     )  # fmt: skip
     return y, mean, rstd
 

@@ -29,9 +29,11 @@ TUNABLE = {"forward": {"rows": (64, 128), "columns": (64, 128), "num_warps": (4,
 @triton.jit
 def _move(
     x_ptr, y_ptr, R, C, n1, n2, xr, xc, x0, x1, x2, yr, y0, y1, y2, r_tiles, c_tiles,
-    BR: tl.constexpr, BC: tl.constexpr, FAR: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, FAR: tl.constexpr, BATCHED: tl.constexpr,
 ):  # fmt: skip
-    tile, z = tl.program_id(0) % (r_tiles * c_tiles), tl.program_id(0) // (r_tiles * c_tiles)
+    tile, z = tl.program_id(0), 0
+    if BATCHED:
+        tile, z = tile % (r_tiles * c_tiles), tile // (r_tiles * c_tiles)
     r0, c0 = int64(tile // c_tiles) * BR, int64(tile % c_tiles) * BC
     i0, i1, i2 = int64(z // n2 // n1), int64(z // n2 % n1), int64(z % n2)
     r, c = tl.arange(0, BR)[:, None], tl.arange(0, BC)[None, :]
@@ -109,7 +111,7 @@ def forward(
     r_tiles, c_tiles = triton.cdiv(R, br), triton.cdiv(C, bc)
     _move[(n0 * n1 * n2 * r_tiles * c_tiles,)](
         _bits(view), _bits(y), R, C, n1, n2, xr, xc, x0, x1, x2, yr, y0, y1, y2, r_tiles, c_tiles,
-        BR=br, BC=bc, FAR=br * max(xr, yr) + bc * xc >= 2**31,
+        BR=br, BC=bc, FAR=br * max(xr, yr) + bc * xc >= 2**31, BATCHED=n0 * n1 * n2 > 1,
         num_warps=num_warps or (8 if br * bc > 8192 else 4),
     )  # fmt: skip
     return (y,)
