@@ -63,6 +63,7 @@ def doctor(
 @bench.command("ops")
 def bench_ops(
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Ops to time; all by default.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="Only this bench case; may be repeated.")] = None,
     backend: Annotated[list[str] | None, typer.Option(help="Only this backend of bagu; may be repeated.")] = None,
     dtype: Dtype = None,
     quick: Annotated[
@@ -82,6 +83,7 @@ def bench_ops(
     raise typer.Exit(
         part.main(
             names or (),
+            cases=case or (),
             backends=backend or (),
             dtype=dtype,
             quick=quick,

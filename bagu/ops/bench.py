@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bagu.device import default_device, this_machine
-from bagu.errors import ArgumentError
+from bagu.errors import ArgumentError, UnknownName
 from bagu.ops import bench_table, catalogue, plot
 from bagu.ops.contenders import chosen_backends, contenders, label
 from bagu.ops.core import OpSpec
@@ -41,6 +41,7 @@ SECONDS_BETWEEN_LINES = 5.0  # of progress, where there is no terminal
 def main(
     names: Sequence[str],
     *,
+    cases: Sequence[str] = (),
     backends: Sequence[str] = (),
     dtype: str | None = None,
     quick: bool = False,
@@ -59,7 +60,7 @@ def main(
     on = _device(device)
     kind = dtype_named(dtype) if dtype is not None else torch.bfloat16 if on.type == "cuda" else torch.float32
     setting = Setting(device=on, dtype=kind, quick=quick, compiled=not quick if compiled is None else compiled)
-    jobs, notes = _jobs(specs, chosen_backends(specs, backends, on), setting)
+    jobs, notes = _jobs(specs, cases, chosen_backends(specs, backends, on), setting)
     folder = out if out is not None else None if quick else RESULTS
     console = Console(stderr=as_json)
     rows: list[dict[str, Any]] = []
@@ -136,13 +137,19 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
-def _jobs(specs: Sequence[OpSpec], backends: Sequence[str], setting: Setting) -> tuple[list[Job], list[str]]:
-    """All that will be timed, in order, and a note for what is left out."""
+def _jobs(
+    specs: Sequence[OpSpec], named: Sequence[str], backends: Sequence[str], setting: Setting
+) -> tuple[list[Job], list[str]]:
+    """All that will be timed, in order, and a note for what is left out. `named` picks cases; by default all."""
     jobs, notes = [], []
+    known = {c.name for spec in specs for c in spec.cases if c.bench}
+    for name in named:
+        if name not in known:
+            raise UnknownName.among("bench case", name, known)
     for spec in specs:
         runners, left_out = contenders(spec, backends, setting.device, compiled=setting.compiled)
         notes += left_out
-        cases = [c for c in spec.cases if c.bench][: 1 if setting.quick else None]
+        cases = [c for c in spec.cases if c.bench and (not named or c.name in named)][: 1 if setting.quick else None]
         jobs += [
             Job(spec=spec, case=shrink(spec, c, setting.dtype, setting.budget), contender=r)
             for c in cases
