@@ -37,9 +37,10 @@ test-triton: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --no-deps --target .triton/$(TRITON) triton==$(TRITON)
 	PYTHONPATH=.triton/$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/ops/test_conformance.py
 
-# On a GPU machine the environment is the machine's own: its torch and Triton are the ones to test.
+# On a GPU machine the environment is the machine's own: its torch and Triton are the ones to test. Compiling the kernels
+# of every case takes 45 minutes of one core, so with pytest-xdist it takes them all.
 test-gpu:
-	$(PYTHON) -m pytest tests/ops -m "not slow"
+	$(PYTHON) -m pytest $$($(PYTHON) -c "import xdist" 2>/dev/null && echo -n auto) -m "not slow" tests/ops tests/test_timing.py
 
 check: $(VENV)/ready
 	$(BIN)/ruff format --check .

@@ -1,8 +1,9 @@
-"""`python -m bagu.tables [--check]`: the tables of measured numbers in the READMEs, made from benchmarks/results.
+"""`python -m bagu.tables [--check]`: the tables of measured numbers in the documents, made from benchmarks/results.
 
-The text between the two marks of a README belongs to this module. It shows the GPU machines' rows: each op at its
-first bench case, then every case folded away. Numbers of one line come from one run, the latest that has the case, so
-that bagu and its peers are compared as they were measured. `--check` writes nothing and fails when a README is stale.
+The text between the two marks of a document belongs to this module. It shows the GPU machines' rows: in a README each
+op at its first bench case, in docs/benchmarks.md every case. Numbers of one line come from one run, the latest that
+has the case, so that bagu and its peers are compared as they were measured. `--check` writes nothing and fails when a
+document is stale.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ class Words:
 
     head: tuple[str, ...]
     caption: str
-    all_cases: str
     nothing: str
     failed: str
     fault: str
@@ -41,7 +41,6 @@ ENGLISH = Words(
     head=("op", "shape", "pass", "bagu", "of ceiling", "torch eager", "torch.compile", "Liger"),
     caption="Measured on **{machine}** in {dtype} at commit {commit} (torch {torch}, Triton {triton}); copy bandwidth "
     "{copy} GB/s and matmul {matmul} TFLOP/s in the same run. Higher is better; `bagu bench ops` repeats it.",
-    all_cases="All cases",
     nothing="No GPU results are recorded yet: `bagu bench ops` on a GPU machine writes them to `benchmarks/results`.",
     failed="failed",
     fault="fault",
@@ -50,24 +49,22 @@ CHINESE = Words(
     head=("算子", "形状", "阶段", "bagu", "占上限", "torch eager", "torch.compile", "Liger"),
     caption="测于 **{machine}**，{dtype}，提交 {commit}（torch {torch}，Triton {triton}）；同一次运行中实测拷贝带宽 "
     "{copy} GB/s，矩阵乘 {matmul} TFLOP/s。数值越高越好；用 `bagu bench ops` 复现。",
-    all_cases="全部用例",
     nothing="尚无 GPU 结果：在 GPU 机器上运行 `bagu bench ops`，结果写入 `benchmarks/results`。",
     failed="失败",
     fault="测量有误",
 )
-FILES = {"README.md": ENGLISH, "README.zh.md": CHINESE}
+FILES = {"README.md": (ENGLISH, False), "README.zh.md": (CHINESE, False), "docs/benchmarks.md": (ENGLISH, True)}
 
 
-def render(rows: Sequence[Row], words: Words) -> str:
-    """The text between the marks: a caption and a table per GPU machine and dtype."""
+def render(rows: Sequence[Row], words: Words, *, every: bool = False) -> str:
+    """The text between the marks: a caption and a table per GPU machine and dtype; of `every` case, or the first."""
     rows = [r for r in rows if r["device"].startswith("cuda") and not r["quick"]]
     parts = []
     for machine, dtype in sorted({(r["env"]["machine"], r["dtype"]) for r in rows}):
         mine = _latest([r for r in rows if (r["env"]["machine"], r["dtype"]) == (machine, dtype)])
         firsts = dict(reversed([(r["op"], r["case"]) for r in mine]))  # of one op's cases the first stays
-        short = _short([r for r in mine if r["case"] == firsts[r["op"]]])
-        folded = f"<details><summary>{words.all_cases}</summary>\n\n{_table(mine, words)}\n\n</details>"
-        parts += [_caption(mine, words), _table(short, words), folded]
+        shown = mine if every else _short([r for r in mine if r["case"] == firsts[r["op"]]])
+        parts += [_caption(mine, words), _table(shown, words)]
     return "\n\n".join(parts) or words.nothing
 
 
@@ -165,9 +162,11 @@ def updated(text: str, inside: str, name: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite the READMEs, or with --check only compare. Exit status: 1 for a stale one, 2 when one cannot be read."""
-    parser = argparse.ArgumentParser(prog="python -m bagu.tables", description="README tables from benchmarks/results")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a README is stale")
+    """Rewrite the documents, or with --check only compare. Exit status: 1 if one is stale, 2 if one cannot be read."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bagu.tables", description="tables of numbers from benchmarks/results"
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a document is stale")
     parser.add_argument("--root", type=Path, default=Path(), help="the checkout (default: the current folder)")
     asked = parser.parse_args(argv)
     try:
@@ -180,12 +179,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _update(root: Path, *, check: bool) -> int:
     rows = [row for path in sorted(root.glob("benchmarks/results/*.jsonl")) for row in read_rows(path)]
     stale = []
-    for name, words in FILES.items():
+    for name, (words, every) in FILES.items():
         path = root / name
         if not path.exists():
             raise BaguError(f"there is no {path}", hint="run it in the checkout, or give --root")
         text = path.read_text(encoding="utf-8")
-        new = updated(text, render(rows, words), name)
+        new = updated(text, render(rows, words, every=every), name)
         if new != text:
             stale.append(name)
             if not check:

@@ -143,7 +143,8 @@ def _cuda_samples(fn: Callable[[], object], scrub: torch.Tensor | None, plan: _P
         flush_s = _host_and_wall(scrub.zero_)[1]
         # The GPU must still be busy flushing while the host submits fn, or the gap between two of its kernels would be
         # timed with them: flush as often as it takes to cover the host's part.
-        flushes = min(max(1, math.ceil(1.5 * host_s / flush_s)), MAX_FLUSHES)
+        # Three times: through autograd's own thread the host's part varies, and 1.5 times left transposes starved.
+        flushes = min(max(1, math.ceil(3 * host_s / flush_s)), MAX_FLUSHES)
     fitting = int(plan.seconds / (call_s + flushes * flush_s))
     count = min(max(fitting, plan.min_samples), plan.max_samples)
     pairs = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(count)]

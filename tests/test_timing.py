@@ -147,7 +147,7 @@ def test_cuda_ceilings_are_quick_and_in_order() -> None:
     middle = time.perf_counter()
     full = measure_ceilings("cuda")
     assert middle - start < 2
-    assert time.perf_counter() - middle < 5
+    assert time.perf_counter() - middle < 15
     assert full.copy > 0.97 * quick.copy
     assert full.read > 0.97 * quick.read
     assert full.device == "cuda"

@@ -203,5 +203,11 @@ def test_more_than_2_31_elements() -> None:
     q, scale = bagu.ops.quantize_int8(x.detach(), granularity="row")
     assert torch.equal(q[-8:], bagu.ops.quantize_int8(tail.detach(), granularity="row")[0])
     del q, scale
+    targets = torch.zeros(M, dtype=torch.int64, device="cuda")
+    y, last = bagu.ops.cross_entropy(x, targets), bagu.ops.cross_entropy(tail, targets[-8:])
+    assert torch.equal(y[-8:], last)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(dx[-8:], torch.autograd.grad(last.sum(), tail)[0])
+    del y, dx
     flipped = bagu.ops.transpose(x.detach(), 0, 1)
     assert torch.equal(flipped[:, -8:], tail.detach().T)

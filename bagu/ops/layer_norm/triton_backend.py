@@ -251,13 +251,13 @@ def forward(
     most = 1 if vec else max(1, min(2 if block_n == 8192 else 8192 // block_n, M // (4 * sms)))  # enough programs first
     block_m = block_m or 1 << most.bit_length() - 1
     tile, tiles = block_m * block_n, triton.cdiv(M, block_m)
-    programs_per_sm = programs_per_sm or (16384 // tile if vec else None)
+    programs_per_sm = programs_per_sm or (12288 // tile if vec else None)
     programs = min(tiles, sms * programs_per_sm) if programs_per_sm else tiles
     programs = max(programs // vec, 1) * vec if vec and programs < tiles else programs
     _forward[(programs,)](
         rows, w, b, y, mean, rstd, M, N, rows.stride(0), eps, triton.cdiv(tiles, programs),
         BLOCK_M=block_m, BLOCK_N=block_n, ACC=acc, VEC=vec, EVEN=block_n == N,
-        num_warps=num_warps or min(max(tile // 2048, 1), 16),
+        num_warps=num_warps or min(max(tile // (1024 if vec else 2048), 1), 16),
     )  # fmt: skip
     return y, mean, rstd
 

@@ -1,9 +1,8 @@
 """The one-pass loss on Triton: the head's kernels in a walk of three GEMMs, and a kernel that scales a gradient.
 
 At 4096 x 4096 x 128,256 in bf16 dweight is 1.05 GB, so scaling it into a new tensor moves 2.1 GB: 0.5 ms beside
-17 ms of GEMMs. `backward` does that, because a custom op may neither change nor return its inputs. Where the caller
-owns the residuals and nobody will read them again, `backward_in_place` scales them where they are; when the
-incoming gradient is 1, as after `loss.backward()`, each program reads that one number on the device and is done.
+17 ms of GEMMs. It could be scaled where it is, but a custom op may neither change nor return its inputs, and a second
+backward over a retained graph would scale it twice.
 """
 
 from __future__ import annotations
@@ -14,40 +13,34 @@ import torch
 import triton
 import triton.language as tl
 
+from bagu.ops.kernels import int64
 from bagu.ops.launch import num_sms, triton_acc
 from bagu.ops.linear_cross_entropy.chunked import EVERY
 from bagu.ops.linear_cross_entropy.triton_backend import KERNELS
 from bagu.ops.linear_cross_entropy_loss import one_pass
 
-__all__ = ["TUNABLE", "backward", "backward_in_place", "forward"]
+__all__ = ["TUNABLE", "backward", "forward"]
 
 TUNABLE = {"backward": {"block": (2048, 4096), "num_warps": (4, 8)}}  # tests run each point
 
 
 @triton.jit
-def _scale(x_ptr, g_ptr, y_ptr, N, blocks, BLOCK: tl.constexpr, ACC: tl.constexpr, IN_PLACE: tl.constexpr):
-    """y = x * g; in place there is nothing to do when g is 1."""
+def _scale(x_ptr, g_ptr, y_ptr, N, blocks, BLOCK: tl.constexpr, ACC: tl.constexpr):
     g = tl.load(g_ptr).to(ACC)
-    todo = blocks
-    if IN_PLACE:
-        todo = blocks * (g != 1.0)
-    for block in range(tl.program_id(0), todo, tl.num_programs(0)):
-        n = (tl.zeros([], tl.int64) + block) * BLOCK + tl.arange(0, BLOCK)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        n = int64(block) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + n, n < N, 0.0).to(ACC)
         tl.store(y_ptr + n, x * g, n < N)
 
 
-def _scaled(
-    x: torch.Tensor, factor: torch.Tensor, y: torch.Tensor, block: int | None = None, num_warps: int | None = None
-) -> torch.Tensor:
-    """y = x * factor, both contiguous, y possibly x; a few programs per multiprocessor share the blocks."""
-    block = block or 4096
+def _scaled(x: torch.Tensor, factor: torch.Tensor, block: int | None, num_warps: int | None) -> torch.Tensor:
+    """x * factor, x being contiguous; a few programs per multiprocessor share the blocks."""
+    y, block = torch.empty_like(x), block or 4096
     blocks = triton.cdiv(x.numel(), block)
     if blocks:
         _scale[(min(blocks, 8 * num_sms(x.device)),)](
-            x, factor, y, x.numel(), blocks,
-            BLOCK=block, ACC=triton_acc(x.dtype), IN_PLACE=y is x, num_warps=num_warps or 4,
-        )  # fmt: skip
+            x, factor, y, x.numel(), blocks, BLOCK=block, ACC=triton_acc(x.dtype), num_warps=num_warps or 4
+        )
     return y
 
 
@@ -66,16 +59,5 @@ def backward(
     grad_weight: bool, needs: Mapping[str, bool] = EVERY, *, block: int | None = None, num_warps: int | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     one_pass.check_made(needs, grad_hidden=grad_hidden, grad_weight=grad_weight)
-    scale = lambda g: _scaled(g, dloss, torch.empty_like(g), block, num_warps)  # noqa: E731
-    return scale(hidden_grad) if needs["hidden"] else None, scale(weight_grad) if needs["weight"] else None
-
-
-def backward_in_place(
-    dloss: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, hidden_grad: torch.Tensor,
-    weight_grad: torch.Tensor, ignore_index: int, z_loss: float, memory: int | None, grad_hidden: bool,
-    grad_weight: bool, needs: Mapping[str, bool] = EVERY,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """`backward` for a caller that gives the residuals away: they are overwritten and returned."""
-    one_pass.check_made(needs, grad_hidden=grad_hidden, grad_weight=grad_weight)
-    scale = lambda g: _scaled(g, dloss, g)  # noqa: E731
+    scale = lambda g: _scaled(g, dloss, block, num_warps)  # noqa: E731
     return scale(hidden_grad) if needs["hidden"] else None, scale(weight_grad) if needs["weight"] else None
