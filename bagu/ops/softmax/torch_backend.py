@@ -18,7 +18,8 @@ def allowed(x: torch.Tensor, mask: torch.Tensor | None, lengths: torch.Tensor | 
 def forward(
     x: torch.Tensor, scale: float, mask: torch.Tensor | None, lengths: torch.Tensor | None
 ) -> tuple[torch.Tensor]:
-    z = x.to(accumulator(x.dtype)) * scale
+    z = x.to(accumulator(x.dtype))
+    z = z if scale == 1 else z * scale
     keep = allowed(x, mask, lengths)
     if keep is None:
         return (torch.softmax(z, -1).to(x.dtype),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from bagu.ops.gated import halves, join
 from bagu.ops.signature import accumulator
@@ -11,8 +12,7 @@ from bagu.ops.signature import accumulator
 def forward(x: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor]:
     gate, up = halves(x, up)
     acc = accumulator(x.dtype)
-    g = gate.to(acc)
-    return ((g * torch.sigmoid(g) * up.to(acc)).to(x.dtype),)
+    return ((F.silu(gate.to(acc)) * up.to(acc)).to(x.dtype),)
 
 
 def backward(dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
