@@ -108,7 +108,6 @@ class OpSpec:
     derive: Callable[[Mapping[str, Any], Dims], Dims] | None = None  # dims of results that no input has
     peers: bool = False  # the folder has peers.py: the same work by other libraries, for the benchmark
     wide_loads: bool = True  # the compile gate wants 128-bit loads in every kernel at the bench cases
-    public: Sequence[str] = field(default=())  # further public names of the folder
 
     def __post_init__(self) -> None:
         _ = self.sig, self.differentiable, self.made  # now, since a first call under torch.compile could not parse

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import os
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from bagu.device import triton_interprets
 from bagu.errors import BackendError, UnknownName
 from bagu.ops.core import OpSpec
 from bagu.ops.signature import ScalarArg, TensorArg
@@ -85,7 +86,7 @@ def _choose(spec: OpSpec, asked: str | None, first: torch.Tensor) -> str:
 
 @torch.compiler.assume_constant_result
 def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    return triton_interprets()
 
 
 @torch.compiler.assume_constant_result
@@ -120,12 +121,19 @@ def load(op: str, backend: str) -> None:
         _register_backward(spec, backend, module.backward)
 
 
+def _on(x: torch.Tensor) -> AbstractContextManager[None]:
+    """A Triton kernel runs on the current device, wherever its tensors are: make it theirs."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
 def _register_forward(spec: OpSpec, backend: str, forward: Callable[..., tuple[torch.Tensor, ...]]) -> None:
     sig, names = spec.sig, [a.name for a in spec.sig.inputs]
     first = sig.tensors[0].name
 
     def run(*values: Any) -> Any:
-        results = forward(**dict(zip(names, values, strict=True)))
+        args = dict(zip(names, values, strict=True))
+        with _on(args[first]):
+            results = forward(**args)
         return results[0] if len(results) == 1 else tuple(results)
 
     def fake(*values: Any) -> Any:
@@ -153,7 +161,8 @@ def _register_backward(spec: OpSpec, backend: str, backward: Callable[..., tuple
 
     def run(needs: list[bool], *values: Any) -> Any:
         more = {"needs": dict(zip(spec.made, needs, strict=True))} if selective else {}
-        grads = backward(**dict(zip(names, values, strict=True)), **more)
+        with _on(values[0]):
+            grads = backward(**dict(zip(names, values, strict=True)), **more)
         absent = values[0].new_empty(0)  # an op returns tensors, never None
         found = [absent.clone() if g is None else g for g in grads]
         return found[0] if len(found) == 1 else tuple(found)

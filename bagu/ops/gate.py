@@ -8,7 +8,6 @@ shared memory than a block has, or reads a large aligned tensor without 128-bit 
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from bagu.device import triton_interprets
 from bagu.errors import BackendError
 from bagu.ops.catalogue import SPECS, spec
 from bagu.ops.core import Case, OpSpec, Streams
@@ -125,7 +125,7 @@ def _launches(spec: OpSpec, case: Case, dtype: torch.dtype, backend: str) -> lis
 @contextmanager
 def _recorded() -> Iterator[list[Launch]]:
     """Inside, launching a kernel writes it down instead."""
-    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+    if triton_interprets():
         raise BackendError("the compile gate was asked for with TRITON_INTERPRET set", hint="unset it and start again")
     from triton.runtime.jit import JITFunction
 

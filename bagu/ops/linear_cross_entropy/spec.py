@@ -107,6 +107,5 @@ SPEC = OpSpec(
     ulps=2,
     independent=("M",),
     peers=True,
-    public=("Losses", "token_losses"),
     cases=[*CASES, *BENCH],
 )

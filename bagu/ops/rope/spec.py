@@ -100,7 +100,6 @@ SPEC = OpSpec(
     ulps=1,
     independent=("T", "H"),
     peers=True,
-    public=("rope_tables",),
     cases=[
         Case("even", "powers of two need no masks, so a failure here is the math", T=4, H=2, D=16, R=8),
         Case("ragged", "no side is a multiple of a block", T=5, H=3, D=23, R=9, P=40, positions=True),
