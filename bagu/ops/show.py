@@ -47,12 +47,13 @@ class Source:
 def list_ops(console: Console) -> None:
     """Print every op in one table."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("op", "signature", "backends", "gradients", "bound"):
-        table.add_column(name, no_wrap=name == "op", overflow="fold")
+    for name in ("op", "what it is, and its signature", "backends", "bound"):
+        table.add_column(name, no_wrap=name == "op")
     for name, spec in catalogue.SPECS.items():
-        grads = ", ".join(spec.grads) or "none"
-        row = (f"[bold]{name}[/]", escape(spec.signature), ", ".join(spec.backends), grads, _bound(spec))
-        table.add_row(*row)
+        what = (importlib.import_module(f"bagu.ops.{name}.spec").__doc__ or "").split("\n")[0]
+        grads = f"gradients of {', '.join(spec.grads)}" if spec.grads else "no gradients"
+        words = f"{escape(what)}\n[dim]{escape(spec.signature)}\n{grads}[/]\n"
+        table.add_row(f"[bold]{name}[/]", words, "\n".join(spec.backends), _bound(spec))
     console.print(table)
     console.print(f"\nbound: by FLOPs a byte at the first bench case in bf16; an H200 turns at {H200_BALANCE:.0f}.")
     console.print("bagu ops show NAME tells what one means, costs and should take here.")

@@ -100,7 +100,7 @@ def _forward(
             plain += tl.sum(tl.where(real, x, 0.0), axis=1)
 
     where, mine = _ends(lead, first, last, V, G)
-    mine = mine & kept & (split == 0)
+    mine = (mine & kept & (split == 0)) != 0  # Triton 3.9 interprets a scalar & a tensor as int64
     ends = tl.load(row + where, mine, float("-inf")).to(ACC)
     top = tl.maximum(tl.max(high, axis=0), tl.max(ends, axis=0))
     shift = _base(top)
@@ -160,12 +160,12 @@ def _backward(
     dx_offset, lead, first, last = _groups(m.to(tl.int64) * V, V, G)
     group = first + block * R + tl.arange(0, R)[:, None]
     at = group * G + tl.arange(0, G)[None, :]
-    x = tl.load(x_ptr + x_offset + at, (group < last) & kept, 0.0)
+    x = tl.load(x_ptr + x_offset + at, ((group < last) & kept) != 0, 0.0)
     d = _slope(x, at - lead, word, dy, pull, lse, V, smoothing, ACC, SMOOTH)
     tl.store(dx_ptr + dx_offset + at, d, group < last)
     if ENDS and block == 0:
         end, real = _ends(lead, first, last, V, G)
-        x_end = tl.load(x_ptr + x_offset + end, real & kept, 0.0)
+        x_end = tl.load(x_ptr + x_offset + end, (real & kept) != 0, 0.0)
         d_end = _slope(x_end, end - lead, word, dy, pull, lse, V, smoothing, ACC, SMOOTH)
         tl.store(dx_ptr + dx_offset + end, d_end, real)
 

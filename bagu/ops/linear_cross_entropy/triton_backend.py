@@ -51,7 +51,7 @@ def _slope(
     x_row, y_row = x_ptr + m.to(tl.int64) * x_stride, y_ptr + m.to(tl.int64) * y_stride
     for start in range(0, width, BLOCK):
         v = start + tl.arange(0, BLOCK)
-        x = tl.load(x_row + v, (v < width) & kept, 0.0).to(ACC)
+        x = tl.load(x_row + v, ((v < width) & kept) != 0, 0.0).to(ACC)
         tl.debug_barrier()
         y = dlse * exp(x - lse)
         tl.store(y_row + v, tl.where(v == word, y + dt, y), v < width)
