@@ -98,8 +98,10 @@ def test_list_names_every_op_and_what_bounds_it() -> None:
     lines = captured.get().splitlines()
     for name in SPECS:
         assert any(line.startswith(f"{name} ") for line in lines), name
-    line = next(line for line in lines if line.startswith("rms_norm "))
-    assert "torch, triton" in line and "x, w" in line and line.rstrip().endswith("memory")
+    at = next(i for i, line in enumerate(lines) if line.startswith("rms_norm "))
+    assert lines[at].rstrip().endswith("memory") and "RMSNorm: " in lines[at]
+    assert SPECS["rms_norm"].signature in lines[at + 1] and "triton" in lines[at + 1]
+    assert "gradients of x, w" in lines[at + 2]
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
