@@ -95,33 +95,51 @@ def _forward(
 
 @triton.jit
 def _forward_wide(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_stride, eps,
-    BLOCK_N: tl.constexpr, ACC: tl.constexpr,
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, N, x_stride, eps,
+    BLOCK_N: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    n = tl.arange(0, BLOCK_N)
+    m = int64(tl.program_id(0))
+    first, head, body = m * N, 0, N
+    x_row, row = m * x_stride, first
+    if VEC:
+        head, body, at, end = ends(N, VEC)
+        row = tl.multiple_of(first + head, VEC)
+        x_row = row
+        end_x = tl.load(x_ptr + first + at, end, 0.0).to(ACC)
+    n = tl.arange(0, BLOCK_N)[None, :]
+    means = tl.zeros([1, BLOCK_N], ACC)
+    squares = tl.zeros([1, BLOCK_N], ACC)
+    for start in tl.range(0, body, BLOCK_N, num_stages=4):
+        i = start + n
+        x = tl.load(x_ptr + x_row + i, i < body, 0.0, eviction_policy="evict_last").to(ACC)
+        off = tl.where(i < body, x - means, 0.0)
+        means += off * (tl.full([], 1.0, ACC) / (start // BLOCK_N + 1))
+        squares += tl.where(i < body, off * (x - means), 0.0)
+    seen = ((body - n + BLOCK_N - 1) // BLOCK_N).to(ACC)  # how many features each lane met; BLOCK_N < body
     share = reciprocal(N, ACC)
-    seen = ((N - n + BLOCK_N - 1) // BLOCK_N).to(ACC)  # how many features each lane meets; BLOCK_N < N
-    for m in range(tl.program_id(0), M, tl.num_programs(0)):
-        row = x_ptr + int64(m) * x_stride
-        means = tl.zeros([BLOCK_N], ACC)
-        squares = tl.zeros([BLOCK_N], ACC)
-        for start in tl.range(0, N, BLOCK_N, num_stages=4):
-            at = start + n
-            x = tl.load(row + at, at < N, 0.0, eviction_policy="evict_last").to(ACC)
-            off = tl.where(at < N, x - means, 0.0)
-            means += off * (tl.full([], 1.0, ACC) / (start // BLOCK_N + 1))
-            squares += tl.where(at < N, off * (x - means), 0.0)
-        mean = tl.sum(seen * means, axis=0) * share
-        rstd = rsqrt(tl.sum(squares + seen * (means - mean) * (means - mean), axis=0) * share + eps)
-        tl.store(mean_ptr + m, mean)
-        tl.store(rstd_ptr + m, rstd)
-        for start in tl.range(0, N, BLOCK_N, num_stages=2):
-            at = start + n
-            x = tl.load(row + at, at < N, 0.0, eviction_policy="evict_first").to(ACC)
-            y = (x - mean) * rstd * tl.load(w_ptr + at, at < N, 0.0).to(ACC)
-            if b_ptr is not None:
-                y += tl.load(b_ptr + at, at < N, 0.0).to(ACC)
-            tl.store(y_ptr + int64(m) * N + at, y, at < N)
+    total = tl.sum(seen * means)
+    if VEC:
+        total += tl.sum(end_x)
+    mean = total * share
+    spread = tl.sum(squares + seen * (means - mean) * (means - mean))
+    if VEC:
+        end_x = tl.where(end, end_x - mean, 0.0)
+        spread += tl.sum(end_x * end_x)
+    rstd = rsqrt(spread * share + eps)
+    tl.store(mean_ptr + m, mean)
+    tl.store(rstd_ptr + m, rstd)
+    for start in tl.range(0, body, BLOCK_N, num_stages=2):
+        i = start + n
+        x = tl.load(x_ptr + x_row + i, i < body, 0.0, eviction_policy="evict_first").to(ACC)
+        y = (x - mean) * rstd * tl.load(w_ptr + head + i, i < body, 0.0).to(ACC)
+        if b_ptr is not None:
+            y += tl.load(b_ptr + head + i, i < body, 0.0).to(ACC)
+        tl.store(y_ptr + row + i, y, i < body)
+    if VEC:
+        end_y = end_x * rstd * tl.load(w_ptr + at, end, 0.0).to(ACC)
+        if b_ptr is not None:
+            end_y += tl.load(b_ptr + at, end, 0.0).to(ACC)
+        tl.store(y_ptr + first + at, end_y, end)
 
 
 @triton.jit
@@ -243,8 +261,7 @@ def forward(
     if not x.numel():
         return y, mean, rstd
     if N > WHOLE:
-        programs, options = walk(rows)
-        _forward_wide[(programs,)](rows, w, b, y, mean, rstd, M, N, rows.stride(0), eps, ACC=acc, **options)
+        _forward_wide[(M,)](rows, w, b, y, mean, rstd, N, rows.stride(0), eps, ACC=acc, VEC=vector(rows), **walk(rows))
         return y, mean, rstd
     block_n = next_power_of_2(N)
     vec = vector(rows) if 2048 <= block_n <= 8192 and block_m in (None, 1) else 0

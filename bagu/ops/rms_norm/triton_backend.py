@@ -94,32 +94,39 @@ def _forward(
 
 @triton.jit
 def _forward_wide(
-    x_ptr, addend_ptr, w_ptr, y_ptr, s_ptr, r_ptr, M, N, x_stride, addend_stride, eps,
-    BLOCK_N: tl.constexpr, ACC: tl.constexpr,
+    x_ptr, addend_ptr, w_ptr, y_ptr, s_ptr, r_ptr, N, x_stride, addend_stride, eps,
+    BLOCK_N: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    n = tl.arange(0, BLOCK_N)
-    share = reciprocal(N, ACC)
-    for m in range(tl.program_id(0), M, tl.num_programs(0)):
-        row = x_ptr + int64(m) * x_stride
-        squares = tl.zeros([BLOCK_N], ACC)
-        for start in tl.range(0, N, BLOCK_N, num_stages=4):
-            at = start + n
-            x = tl.load(row + at, at < N, 0.0, eviction_policy="evict_last")
-            if addend_ptr is not None:
-                addend = tl.load(addend_ptr + int64(m) * addend_stride + at, at < N, 0.0)
-                x = (x.to(ACC) + addend.to(ACC)).to(x.dtype)
-                tl.store(s_ptr + int64(m) * N + at, x, at < N)
-            squares += x.to(ACC) * x.to(ACC)
-        r = rsqrt(tl.sum(squares, axis=0) * share + eps)
-        tl.store(r_ptr + m, r)
-        if addend_ptr is not None:
-            row = s_ptr + int64(m) * N
-            tl.debug_barrier()  # a thread may read what another one wrote
-        for start in tl.range(0, N, BLOCK_N, num_stages=2):
-            at = start + n
-            x = tl.load(row + at, at < N, 0.0, eviction_policy="evict_first").to(ACC)
-            w = tl.load(w_ptr + at, at < N, 0.0).to(ACC)
-            tl.store(y_ptr + int64(m) * N + at, x * r * w, at < N)
+    m = int64(tl.program_id(0))
+    first, head, body = m * N, 0, N
+    x_row, addend_row, row = m * x_stride, m * addend_stride, first
+    if VEC:
+        head, body, at, end = ends(N, VEC)
+        row = tl.multiple_of(first + head, VEC)
+        x_row, addend_row = row, row
+        end_x = _sum(x_ptr, addend_ptr, s_ptr, first, first, first, at, end, ACC)
+    n = tl.arange(0, BLOCK_N)[None, :]
+    squares = tl.zeros([1, BLOCK_N], ACC)
+    for start in tl.range(0, body, BLOCK_N, num_stages=4):
+        i = start + n
+        x = _sum(x_ptr, addend_ptr, s_ptr, x_row, addend_row, row, i, i < body, ACC)
+        squares += x * x
+    total = tl.sum(squares)
+    if VEC:
+        total += tl.sum(end_x * end_x)
+    r = rsqrt(total * reciprocal(N, ACC) + eps)
+    tl.store(r_ptr + m, r)
+    source = x_ptr + x_row
+    if addend_ptr is not None:
+        source = s_ptr + row
+        tl.debug_barrier()  # a thread may read what another one wrote
+    for start in tl.range(0, body, BLOCK_N, num_stages=2):
+        i = start + n
+        x = tl.load(source + i, i < body, 0.0, eviction_policy="evict_first").to(ACC)
+        w = tl.load(w_ptr + head + i, i < body, 0.0).to(ACC)
+        tl.store(y_ptr + row + i, x * r * w, i < body)
+    if VEC:
+        tl.store(y_ptr + first + at, end_x * r * tl.load(w_ptr + at, end, 0.0).to(ACC), end)
 
 
 @triton.jit
@@ -222,15 +229,13 @@ def vector(*rows: torch.Tensor) -> int:
     return wide if rows[0].shape[1] % wide and all(r.is_contiguous() for r in rows) else 0
 
 
-def walk(rows: torch.Tensor) -> tuple[int, dict[str, int]]:
-    """The grid of a kernel that walks its rows twice, and its options.
+def walk(rows: torch.Tensor) -> dict[str, int]:
+    """The options of a kernel that walks a row twice: small programs, one a row.
 
-    Many small programs, a row each: on an H200 0.61 of copy bandwidth at 1024 x 131,072, where one program of 16 warps
-    a multiprocessor, whose rows the L2 holds for the second walk, reaches 0.47.
+    On an H200 they reach 0.61 of copy bandwidth at 1024 x 131,072; one program of 16 warps a multiprocessor, whose rows
+    the L2 holds for the second walk, reaches 0.47.
     """
-    (M, N), size = rows.shape, rows.element_size()
-    crooked = N * size % 16 != 0
-    return M, {"BLOCK_N": 2048 // max(size // 4, 1), "num_warps": 8 if crooked else 4}
+    return {"BLOCK_N": 2048 // max(rows.element_size() // 4, 1), "num_warps": 4}
 
 
 def forward(
@@ -253,20 +258,20 @@ def add_forward(
     r = torch.empty(x.shape[:-1], dtype=accumulator(x.dtype), device=x.device)
     if not x.numel():
         return y, s, r
-    args = rows, more, w, y, s, r, M, N, rows.stride(0), 0 if more is None else more.stride(0), eps
+    vec = vector(rows) if more is None else vector(rows, more)
+    strides = rows.stride(0), 0 if more is None else more.stride(0)
     if N > WHOLE:
-        programs, options = walk(rows)
-        _forward_wide[(programs,)](*args, ACC=acc, **options)
+        _forward_wide[(M,)](rows, more, w, y, s, r, N, *strides, eps, ACC=acc, VEC=vec, **walk(rows))
         return y, s, r
     block_n = next_power_of_2(N)
     block_m = block_m or max(1, 2048 // block_n)
     tile, tiles = block_m * block_n, triton.cdiv(M, block_m)
-    vec = vector(rows) if more is None else vector(rows, more)
     vec = vec if block_m == 1 and tile <= 8192 else 0
     programs = min(tiles, sms * programs_per_sm) if programs_per_sm else tiles
     programs = max(programs // vec, 1) * vec if vec and programs < tiles else programs
     _forward[(programs,)](
-        *args, triton.cdiv(tiles, programs), BLOCK_M=block_m, BLOCK_N=block_n, ACC=acc, VEC=vec,
+        rows, more, w, y, s, r, M, N, *strides, eps, triton.cdiv(tiles, programs),
+        BLOCK_M=block_m, BLOCK_N=block_n, ACC=acc, VEC=vec,
         num_warps=num_warps or min(max(tile // (1024 if vec else 512), 1), 8),
     )  # fmt: skip
     return y, s, r

@@ -153,8 +153,7 @@ def forward(
     if not x.numel():
         return y, norm
     if N > WHOLE:
-        programs, options = walk(rows)
-        _forward_wide[(programs,)](rows, g, y, norm, M, N, rows.stride(0), eps, ACC=acc, **options)
+        _forward_wide[(M,)](rows, g, y, norm, M, N, rows.stride(0), eps, ACC=acc, **walk(rows))
         return y, norm
     block_n = next_power_of_2(N)
     block_m = block_m or max(1, 2048 // block_n)
@@ -177,9 +176,8 @@ def backward(
         return dx, torch.zeros_like(g)
     strides, block_n = (dys.stride(0), rows.stride(0)), next_power_of_2(N)
     if block_n * x.element_size() > WHOLE_BACKWARD:
-        programs, options = walk(rows)
-        partial = torch.empty(programs, 1, dtype=norm.dtype, device=x.device)
-        _backward_wide[(programs,)](dys, rows, g, norm, dx, partial, M, N, *strides, eps, ACC=acc, **options)
+        partial = torch.empty(M, 1, dtype=norm.dtype, device=x.device)
+        _backward_wide[(M,)](dys, rows, g, norm, dx, partial, M, N, *strides, eps, ACC=acc, **walk(rows))
         return dx, column_sum(partial, g.dtype)
     block_m = max(1, 2048 // block_n)
     tile, tiles = block_m * block_n, triton.cdiv(M, block_m)
