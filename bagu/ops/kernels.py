@@ -63,29 +63,31 @@ def _column_sum(p_ptr, y_ptr, z_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.co
         p = start + tl.arange(0, BLOCK_P)
         real = (p < P)[:, None] & (n < N)[None, :]
         total += tl.load(p_ptr + (k * P + p[:, None]) * N + n[None, :], real, 0.0)
-    if k == 0:
-        tl.store(y_ptr + n, tl.sum(total, axis=0), n < N)
-    elif z_ptr is not None:
-        tl.store(z_ptr + n, tl.sum(total, axis=0), n < N)
+    out = y_ptr
+    if k > 0:
+        out = z_ptr
+    tl.store(out + n, tl.sum(total, axis=0), n < N)
 
 
 def column_sum(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """partial[P, N] summed over P in its own dtype (fp32 or fp64), rounded once to `dtype`. Deterministic."""
     y = torch.empty(partial.shape[-1], dtype=dtype, device=partial.device)
-    _launch(partial, y, None)
+    _launch(partial, y, y, 1)
     return y
 
 
 def column_sums(partial: torch.Tensor, first: torch.dtype, second: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both of partial[2, P, N] in one launch, as `column_sum` would."""
-    y, z = (torch.empty(partial.shape[-1], dtype=d, device=partial.device) for d in (first, second))
-    _launch(partial, y, z)
+    """Both of partial[2, P, N] as `column_sum` would; in one launch where they have one dtype."""
+    if first != second:
+        return column_sum(partial[0], first), column_sum(partial[1], second)
+    y, z = (torch.empty(partial.shape[-1], dtype=first, device=partial.device) for _ in range(2))
+    _launch(partial, y, z, 2)
     return y, z
 
 
-def _launch(partial: torch.Tensor, y: torch.Tensor, z: torch.Tensor | None) -> None:
+def _launch(partial: torch.Tensor, y: torch.Tensor, z: torch.Tensor, outputs: int) -> None:
     """264 programs' sums of 4,096 features are 4 MB: to ask for them at once, a program has few columns, many rows."""
     P, N = partial.shape[-2:]
-    _column_sum[(triton.cdiv(N, 32), 1 if z is None else 2)](
+    _column_sum[(triton.cdiv(N, 32), outputs)](
         partial, y, z, P, N, BLOCK_P=128, BLOCK_N=32, ACC=triton_acc(partial.dtype), num_warps=8
     )

@@ -68,12 +68,18 @@ class Mutant:
 
 
 def mutants(spec: OpSpec) -> Iterator[Mutant]:
-    """Every mutant of every kernel of an op: those in its Triton backend, and those its imports lead to."""
+    """Every mutant of every kernel of an op: those its imports lead to, then those in its Triton backend.
+
+    Kernels of another op are that op's business, unless this one has none of its own.
+    """
     backend = backend_module(spec)
+    own = list(_of_module(backend, None))
     for node in ast.walk(ast.parse(_source(backend))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bagu.ops."):
-            yield from _of_module(str(node.module), {a.name for a in node.names})
-    yield from _of_module(backend, None)
+            foreign = str(node.module).endswith(".triton_backend")
+            if not (foreign and own):
+                yield from _of_module(str(node.module), {a.name for a in node.names})
+    yield from own
 
 
 def backend_module(spec: OpSpec) -> str:

@@ -70,6 +70,7 @@ SPEC = OpSpec(
         Case("crooked", "rows start at every alignment, and their ends are apart from their bodies", M=19, N=1031),
         Case("long", "the backward walks rows in blocks and splits them over programs", M=6, N=9000),
         Case("wide", "the row does not fit a program, so it is walked in blocks", M=3, N=33333),
+        Case("wide_faint", "x^2 is near eps in a row that is walked", M=1, N=33001, scale=1e-3),
         Case("llama_8b", "the hidden size of an 8B model at 16k tokens", bench=True, M=16384, N=4096),
         Case("qwen_32b", "a 5120-wide row is no power of two", bench=True, M=16384, N=5120),
         Case("odd", "an odd N has no aligned rows", bench=True, M=16384, N=4095),
