@@ -1,0 +1,63 @@
+"""What crosses the parts: batches of tokens, and the protocols by which parts meet without importing each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+__all__ = ["IGNORE", "Batch", "Tokenizer"]
+
+IGNORE = -100  # a target that does not count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """T tokens, always full: documents (or pieces of them) one after another, which never see each other.
+
+    `cu_seqlens` are the T-offsets at which segments begin, and T; it is padded with T to a fixed length, so a padded
+    segment is empty. `max_len` bounds the length of a segment and is a host int: nothing has to be read back from the
+    device to launch a kernel. Padding tokens, where a packer needs them, are a segment of their own whose targets
+    are `IGNORE`.
+    """
+
+    ids: torch.Tensor  # [T] int64
+    targets: torch.Tensor  # [T] int64: what token t is to predict, or IGNORE
+    positions: torch.Tensor  # [T] int64: place inside the segment
+    cu_seqlens: torch.Tensor  # [S + 1] int32
+    max_len: int
+    num_targets: int  # targets that count
+    target_bytes: int  # bytes of text those targets stand for: what bits per byte divides by
+    num_padding: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all segments are exactly `max_len` long: S segments of at most max_len make T only then."""
+        return (self.cu_seqlens.shape[0] - 1) * self.max_len == self.num_tokens
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+        """The same batch with its tensors on `device`."""
+        names = ("ids", "targets", "positions", "cu_seqlens")
+        return replace(self, **{n: getattr(self, n).to(device, non_blocking=non_blocking) for n in names})
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. `decode(encode(text)) == text` for any text."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_id(self) -> int:
+        """The token that ends a document."""
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
