@@ -12,12 +12,16 @@ from bagu.ops.cross_entropy import cross_entropy
 from bagu.ops.dequantize_int8 import dequantize_int8
 from bagu.ops.dispatch import use
 from bagu.ops.geglu import geglu
+from bagu.ops.gelu import gelu
 from bagu.ops.group_norm import group_norm
+from bagu.ops.grouped_matmul import grouped_matmul
 from bagu.ops.gumbel_softmax import gumbel_softmax
 from bagu.ops.layer_norm import layer_norm
 from bagu.ops.linear_cross_entropy import Losses, linear_cross_entropy, token_losses
 from bagu.ops.linear_cross_entropy_loss import linear_cross_entropy_loss
+from bagu.ops.matmul import matmul
 from bagu.ops.quantize_int8 import quantize_int8
+from bagu.ops.relu_squared import relu_squared
 from bagu.ops.rms_norm import rms_norm
 from bagu.ops.rope import rope, rope_tables
 from bagu.ops.scale_norm import scale_norm
@@ -32,12 +36,16 @@ __all__ = [
     "cross_entropy",
     "dequantize_int8",
     "geglu",
+    "gelu",
     "group_norm",
+    "grouped_matmul",
     "gumbel_softmax",
     "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_loss",
+    "matmul",
     "quantize_int8",
+    "relu_squared",
     "rms_norm",
     "rope",
     "rope_tables",

@@ -23,8 +23,8 @@ def linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(target_logit, lse) of each token in fp32, both differentiable and both 0 where the target is `ignore_index`.
 
-    `memory` is how many bytes of logits may exist at a time (2^28 on a CPU, 2^31 elsewhere): it sets how many tokens
-    are done at once. `token_losses` makes loss, z-loss and logprobs from the two.
+    `memory` is how many bytes of logits may exist at a time (by default 16 MiB and 512 tokens at least on a CPU, 2 GiB
+    elsewhere): it sets how many tokens are done at once. `token_losses` makes loss, z-loss and logprobs from the two.
     """
     check_memory("linear_cross_entropy", memory)
     return call(SPEC, backend, hidden=hidden, weight=weight, targets=targets, ignore_index=ignore_index, memory=memory)

@@ -5,7 +5,8 @@
                            dhidden = dlogits @ weight      dweight += dlogits.T @ hidden
 
 A backend brings `logits`, `score` and `slope`; the products are cuBLAS's or the CPU's BLAS. On CUDA 16-bit operands
-stay 16-bit and logits come out in fp32, as they were summed; elsewhere operands are widened first, once per call.
+stay 16-bit and logits come out in fp32, as they were summed. On a CPU the weight is widened, once per call, and of the
+activations fp16; products that bf16 has a part in are cpu_gemm.py's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from types import MappingProxyType
 import torch
 
 from bagu.errors import ArgumentError
+from bagu.ops.linear_cross_entropy import cpu_gemm
 from bagu.ops.signature import accumulator
 
 __all__ = [
@@ -34,12 +36,14 @@ class Kernels:
 
     `logits(hidden, weight)` makes them in the accumulator's dtype. `score(logits, targets, ignore_index)` reads them.
     `slope(logits, targets, lse, dtarget_logit, dlse, ignore_index, dtype)` gives their gradient, may destroy them,
-    and may give it in `dtype` or in theirs.
+    and may give it in `dtype` or in theirs. `turn(logits, targets, weights, z_loss, ignore_index, dtype)` is both at
+    once, for the one-pass loss, where a backend has something better than one after the other.
     """
 
     logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     score: Callable[[torch.Tensor, torch.Tensor, int], Scores]
     slope: Callable[..., torch.Tensor]
+    turn: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
 
 
 def check_memory(op: str, memory: int | None) -> None:
@@ -54,10 +58,13 @@ def chunks(M: int, V: int, itemsize: int, memory: int | None, device: torch.devi
     """Where each chunk of the M tokens begins and ends, when `memory` bytes hold a chunk's logits.
 
     Chunks are of one size, the last may be shorter. Where the budget allows, that size is a multiple of 128, the rows
-    of a GEMM tile. A budget below one row means one row.
+    of a GEMM tile. A budget below one row means one row. By default it is 2 GiB on an accelerator. On a CPU it is 16 MiB,
+    and 512 rows at least: more than 32 MiB is new memory at every malloc, and its page faults take longer than the GEMM
+    (4096 x 4096 logits: 36 ms for a softmax of the whole, 6 ms in chunks of 16 MiB).
     """
-    budget = memory if memory is not None else 2**28 if device.type == "cpu" else 2**31
-    most = max(1, budget // max(1, V * itemsize))
+    row = max(1, V * itemsize)
+    budget = memory if memory is not None else max(2**24, 512 * row) if device.type == "cpu" else 2**31
+    most = max(1, budget // row)
     rows = -(-M // max(1, -(-M // most)))
     tiles = -(-rows // 128) * 128
     rows = tiles if tiles <= most else rows
@@ -73,6 +80,8 @@ def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     """a @ b of two operands, summed in the accumulator's dtype and rounded once to `dtype`."""
     if a.is_cuda and dtype != a.dtype:
         return torch.mm(a, b, out_dtype=dtype)
+    if not a.is_cuda and torch.bfloat16 in (a.dtype, b.dtype, dtype):
+        return cpu_gemm.mm(a, b).to(dtype)
     return torch.mm(a, b).to(dtype)
 
 
@@ -101,10 +110,12 @@ class Gradients:
             return
         if self.total is None:
             self.total = product(dlogits.T, hidden, self.total_dtype)
-        elif self.total.dtype == dlogits.dtype:
+        elif self.total.dtype == dlogits.dtype == hidden.dtype:
             self.total.addmm_(dlogits.T, hidden)
         elif torch.compiler.is_compiling():  # addmm with out_dtype cannot be traced: pytorch issue 163880
             self.total += product(dlogits.T, hidden, self.total.dtype)
+        elif not dlogits.is_cuda:
+            cpu_gemm.addmm_(self.total, dlogits.T, hidden)
         else:
             torch.addmm(self.total, dlogits.T, hidden, out_dtype=self.total.dtype, out=self.total)
 
@@ -120,7 +131,8 @@ def walk(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[tuple[int, int]]]:
     """The operands [M, D] and [V, D], the targets [M], and the chunks of M."""
     dtype = hidden.dtype
-    h, t = operand(hidden.reshape(-1, hidden.shape[-1]), dtype), targets.reshape(-1)
+    h, t = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    h = h if dtype == torch.bfloat16 else operand(h, dtype)  # bf16 tells a product on a CPU that it may be in bf16
     spans = chunks(h.shape[0], weight.shape[0], accumulator(dtype).itemsize, memory, hidden.device)
     return h, operand(weight, dtype), t, spans
 

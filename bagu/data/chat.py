@@ -1,0 +1,157 @@
+"""Chats: messages to token ids, and which of them the assistant said.
+
+A chat template (chat_template.py) writes messages as one text with control tokens between them. The loss mask comes
+from the same rendering, so it cannot drift from the text:
+
+* A template with `{% generation %} ... {% endgeneration %}` marks the assistant's part itself.
+* For any other, what rendering one more assistant message adds to the text, after the generation prompt, is that
+  message's part. A template that rewrites earlier turns as the chat grows has no such part and is refused.
+
+The token that ends the assistant's turn belongs to it: a model that never sees it as a target never stops.
+
+What a message says is data: "<|assistant|>" in a user's message is encoded as the characters it is made of. Before
+rendering, guard characters are put into the names of control tokens inside messages, and after one that ends like the
+beginning of a name; no token may cross a guard. So only the template can write a control token, and it still sees the
+real messages. Guards and marks are Unicode noncharacters, which text has no use for; a message with one is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+
+from bagu.data.chat_template import CLOSE, DEFAULT_TEMPLATE, OPEN, ChatTemplate, Message, Span
+from bagu.data.source import Conversation
+from bagu.data.store import TokenDocument
+from bagu.data.tokenizer import BpeTokenizer
+from bagu.errors import BaguError
+
+__all__ = ["DEFAULT_TEMPLATE", "ChatEncoder", "ChatTemplate", "EncodedChat"]
+
+GUARD = "\ufdd2"
+MARKS = re.compile(f"[{OPEN}{CLOSE}{GUARD}]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedChat:
+    """Token ids, and a 1 for each that the assistant said."""
+
+    ids: list[int]
+    mask: list[int]
+
+
+class ChatEncoder:
+    """Chats to tokens, for training (`encode`) and for sampling (`prompt`)."""
+
+    def __init__(self, tokenizer: BpeTokenizer, template: ChatTemplate | None = None) -> None:
+        """Without a template, the tokenizer's own."""
+        if template is None and tokenizer.chat_template is None:
+            hint = "give one: ChatTemplate(source=DEFAULT_TEMPLATE) fits tokenizers that bagu trains"
+            raise BaguError("the tokenizer has no chat template", hint=hint)
+        source = tokenizer.chat_template or ""
+        self.template = template or ChatTemplate(source=source, variables={"eos_token": tokenizer.eos_token})
+        self.tokenizer = tokenizer
+        self._markup = tokenizers.Tokenizer.from_str(tokenizer.spec)  # its own: offsets are needed here
+        self._markup.no_padding()
+        self._markup.no_truncation()
+        names = sorted(tokenizer.special_ids, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._begun = tuple({name[:n] for name in names for n in range(1, len(name))})
+
+    def encode(self, messages: Sequence[Message], **variables: Any) -> EncodedChat:
+        """All messages, and which tokens are the assistant's; a chat without any is refused."""
+        text, spans = self._rendered(self._safe(messages), self._safe(variables))
+        ids, places = self._tokens(text)
+        mask = [int(any(start < end and end > a and start < b for a, b in spans)) for start, end in places]
+        if not any(mask):
+            roles = ", ".join(str(m.get("role")) for m in messages)
+            hint = "leave it out of the data, or mend the template's generation block"
+            raise BaguError(f"nothing in this chat is the assistant's: its roles are {roles}", hint=hint)
+        return EncodedChat(ids=ids, mask=mask)
+
+    def prompt(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """The ids after which the assistant's next answer begins."""
+        safe = self._safe(variables)
+        return self._tokens(self.template.render(self._safe(messages), add_generation_prompt=True, **safe))[0]
+
+    def documents(self, conversations: Iterable[Conversation]) -> Iterator[TokenDocument]:
+        """Conversations as a token store takes them."""
+        for conversation in conversations:
+            chat = self.encode(conversation.messages)
+            yield TokenDocument(id=conversation.id, tokens=chat.ids, mask=chat.mask)
+
+    def _safe(self, value: Any) -> Any:
+        """The same messages, in which no text is the name of a control token."""
+        if isinstance(value, str):
+            self._check(value)
+            value = self._special.sub(lambda match: GUARD.join(match[0]), value)
+            return value + GUARD if value.endswith(self._begun) else value
+        if isinstance(value, Mapping):
+            return {self._safe(key): self._safe(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._safe(item) for item in value]
+        return value
+
+    def _check(self, text: str) -> None:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            hint = "it was decoded wrongly; decode it again from its bytes"
+            raise BaguError(f"a message has half of a surrogate pair at character {error.start}", hint=hint) from error
+        if MARKS.search(text):
+            hint = "remove the noncharacters U+FDD0 to U+FDD2; they have no meaning in text"
+            raise BaguError("a message contains a Unicode noncharacter, which chats use as a mark", hint=hint)
+
+    def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> tuple[str, list[Span]]:
+        """The text (guards in it) and where in it the assistant speaks."""
+        text, spans = self.template.render_spans(messages, **variables)
+        if self.template.marks_generation:
+            return text, [self._with_end(text, span) for span in spans]
+        for i, message in enumerate(messages):
+            if message.get("role") == "assistant":
+                before = self.template.render(messages[:i], add_generation_prompt=True, **variables)
+                after = self.template.render(messages[: i + 1], **variables)
+                if not (after.startswith(before) and text.startswith(after)):
+                    hint = "put {% generation %} and {% endgeneration %} around what it writes for the assistant"
+                    raise BaguError(f"the chat template rewrites the text before or in message {i}", hint=hint)
+                spans.append(self._to_end(text, (len(before), len(after))))
+        return text, spans
+
+    def _with_end(self, text: str, span: Span) -> Span:
+        """A generation block's span; with the control token right after it, where the block leaves out its end."""
+        start, end = span
+        ends_itself = any(not text[m.end() : end].strip() for m in self._special.finditer(text, start, end))
+        follows = self._special.match(text, end)
+        return (start, follows.end()) if follows and not ends_itself else span
+
+    def _to_end(self, text: str, span: Span) -> Span:
+        """A span without the white space that the template puts after the control token that ends the turn."""
+        start, end = span
+        ends = [m.end() for m in self._special.finditer(text, start, end) if not text[m.end() : end].strip()]
+        return (start, ends[-1]) if ends else span
+
+    def _tokens(self, text: str) -> tuple[list[int], list[Span]]:
+        """Ids, and the characters of `text` each stands for. What lies between guards is encoded by itself."""
+        ids: list[int] = []
+        places: list[Span] = []
+        at = 0
+        for part in text.split(GUARD):
+            encoding = self._markup.encode(part, add_special_tokens=False)
+            ids += encoding.ids
+            places += _whole_offsets(encoding.offsets, at)
+            at += len(part) + len(GUARD)
+        return ids, places
+
+
+def _whole_offsets(offsets: Sequence[Span], base: int) -> list[Span]:
+    """Offsets without gaps: some tokenizers leave the space before a word out of its token's offsets."""
+    whole: list[Span] = []
+    previous = 0
+    for start, end in offsets:
+        whole.append((base + min(start, previous), base + end))
+        previous = max(previous, end)
+    return whole

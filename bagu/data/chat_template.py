@@ -1,0 +1,148 @@
+"""Chat templates: Jinja programs, as in tokenizer_config.json, that write messages as one text.
+
+They run in Jinja's sandbox with what `transformers` gives them: the same switches, `tojson`, `raise_exception`,
+`strftime_now`, and `{% generation %} ... {% endgeneration %}` blocks around what the assistant says.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+from bagu.data.tokenizer import BpeTokenizer
+from bagu.errors import BaguError
+
+__all__ = ["CLOSE", "DEFAULT_TEMPLATE", "OPEN", "ChatTemplate", "Message", "Span"]
+
+DEFAULT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role == "assistant" -%}
+<|assistant|>{% generation %}{{ message.content }}<|end|>{% endgeneration %}
+{%- elif message.role == "user" -%}
+<|user|>{{ message.content }}<|end|>
+{%- elif message.role == "system" -%}
+<|system|>{{ message.content }}<|end|>
+{%- else -%}
+{{- raise_exception("the roles are system, user and assistant, this message has " ~ message.role) -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}
+"""
+
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # noncharacters: around what the assistant says
+
+Message = Mapping[str, Any]  # role, content, and what else a template reads
+Span = tuple[int, int]  # characters of a text
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %} ... {% endgeneration %}`: puts marks around what the block writes."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Any) -> str:
+        return f"{OPEN}{caller()}{CLOSE}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """A Jinja chat template and the variables it reads besides the messages (`eos_token`, ...)."""
+
+    source: str
+    variables: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Self:
+        """The template of a tokenizer's folder, with the tokens tokenizer_config.json names."""
+        source = BpeTokenizer.load(folder).chat_template
+        file = Path(folder) / "tokenizer_config.json"
+        if source is None:
+            raise BaguError(f"{folder} has no chat template", hint="add chat_template.jinja; DEFAULT_TEMPLATE is one")
+        config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        tokens = {name: value for name, value in config.items() if name.endswith("_token") and value is not None}
+        contents = {name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items()}
+        return cls(source=source, variables={name: t for name, t in contents.items() if isinstance(t, str)})
+
+    @property
+    def marks_generation(self) -> bool:
+        """Whether the template says itself what the assistant wrote."""
+        return re.search(r"\{%[-+]?\s*generation\b", self.source) is not None
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **variables: Any) -> str:
+        """The text of a chat. With `add_generation_prompt` it ends where the assistant's answer is to begin."""
+        return self.render_spans(messages, add_generation_prompt=add_generation_prompt, **variables)[0]
+
+    def render_spans(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
+        """The text, and what the generation blocks wrote of it."""
+        values = {"tools": None, "add_generation_prompt": False, **self.variables, **variables}
+        try:
+            return _take_marks(self._compiled.render(messages=list(messages), **values))
+        except jinja2.TemplateError as error:
+            roles = ", ".join(str(m.get("role")) for m in messages) or "none"
+            hint = f"the roles of its messages: {roles}"
+            raise BaguError(f"the chat template refuses this chat: {error}", hint=hint) from error
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        # what transformers gives a template: the same switches, filter and functions
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
+        try:
+            return environment.from_string(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            hint = "mend chat_template in tokenizer_config.json"
+            raise BaguError(f"line {error.lineno} of the chat template: {error.message}", hint=hint) from error
+
+
+def _take_marks(marked: str) -> tuple[str, list[Span]]:
+    """The text without the marks of generation blocks, and the spans between them."""
+    parts: list[str] = []
+    spans: list[Span] = []
+    at = start = 0
+    for part in re.split(f"([{OPEN}{CLOSE}])", marked):
+        if part == OPEN:
+            start = at
+        elif part == CLOSE:
+            spans.append((start, at))
+        else:
+            parts.append(part)
+            at += len(part)
+    return "".join(parts), spans
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes for HTML, which a prompt is not."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)

@@ -1,0 +1,280 @@
+"""Where text comes from. A source is a frozen value; reading it gives the same documents in the same order every time.
+
+Documents stream: one file, line or row group is in memory at a time. A document without text is left out, since there
+is nothing in it to predict. A file that cannot be read, or a source without any document, is an error: a corpus that is
+quietly smaller than the user thinks costs more than a stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, TypeVar
+
+from bagu.errors import BaguError
+
+__all__ = [
+    "ChatJsonlSource",
+    "Conversation",
+    "Document",
+    "JsonlSource",
+    "ParquetSource",
+    "Source",
+    "TextSource",
+    "open_source",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """`id` is unique in its source and the same on every machine: a relative path, or file and line."""
+
+    id: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """Messages as chat templates take them: mappings with at least `role` and `content`."""
+
+    id: str
+    messages: tuple[Mapping[str, Any], ...]
+
+
+class Source(Protocol):
+    def documents(self) -> Iterator[Document]: ...
+
+    def describe(self) -> dict[str, Any]:
+        """Name, number of files, bytes on disk, empty files and the corpus hash. Reads every file."""
+        ...
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """A text file, or those in a folder that match `glob`; each file is one document, UTF-8, byte for byte."""
+
+    path: Path
+    glob: str = "**/*.txt"
+
+    def documents(self) -> Iterator[Document]:
+        texts = ((name, decode(file, read(file))) for name, file in list_files(self.path, self.glob))
+        return non_empty((Document(id=name, text=text) for name, text in texts if text), self.path)
+
+    def describe(self) -> dict[str, Any]:
+        return describe_files("text", list_files(self.path, self.glob))
+
+
+@dataclass(frozen=True)
+class JsonlSource:
+    """JSON lines (`.gz` too), a file or a folder of them; `field` of each object is one document."""
+
+    path: Path
+    field: str = "text"
+    glob: str = "**/*.jsonl*"
+
+    def documents(self) -> Iterator[Document]:
+        rows = json_lines(list_files(self.path, self.glob))
+        texts = ((row.id, row.text(self.field)) for row in rows)
+        return non_empty((Document(id=id, text=text) for id, text in texts if text), self.path)
+
+    def describe(self) -> dict[str, Any]:
+        return describe_files("jsonl", list_files(self.path, self.glob))
+
+
+@dataclass(frozen=True)
+class ChatJsonlSource:
+    """JSON lines of chats: `{"messages": [{"role": "user", "content": "..."}, ...]}`."""
+
+    path: Path
+    glob: str = "**/*.jsonl*"
+
+    def conversations(self) -> Iterator[Conversation]:
+        rows = json_lines(list_files(self.path, self.glob))
+        return non_empty((Conversation(id=row.id, messages=row.messages()) for row in rows), self.path)
+
+    def describe(self) -> dict[str, Any]:
+        return describe_files("chat jsonl", list_files(self.path, self.glob))
+
+
+@dataclass(frozen=True)
+class ParquetSource:
+    """Parquet, a file or a folder of them, read batch by batch; each value of `column` is one document."""
+
+    path: Path
+    column: str = "text"
+    glob: str = "**/*.parquet"
+
+    def documents(self) -> Iterator[Document]:
+        files = list_files(self.path, self.glob)
+        return non_empty((d for name, file in files for d in self._rows(name, file)), self.path)
+
+    def describe(self) -> dict[str, Any]:
+        return describe_files("parquet", list_files(self.path, self.glob))
+
+    def _rows(self, name: str, path: Path) -> Iterator[Document]:
+        try:
+            import pyarrow
+            import pyarrow.parquet as pq
+        except ImportError as error:
+            raise BaguError("reading Parquet needs pyarrow", hint="pip install 'bagu[parquet]'") from error
+        try:
+            with pq.ParquetFile(path) as file:
+                kinds = {f.name: f.type for f in file.schema_arrow}
+                if self.column not in kinds:
+                    raise BaguError(f"{path} has no column {self.column!r}", hint=f"it has: {', '.join(kinds)}")
+                if not (
+                    pyarrow.types.is_string(kinds[self.column]) or pyarrow.types.is_large_string(kinds[self.column])
+                ):
+                    raise BaguError(
+                        f"{path}: column {self.column!r} holds {kinds[self.column]}, a document is a string"
+                    )
+                batches = file.iter_batches(columns=[self.column], batch_size=1024)
+                values = (value for batch in batches for value in batch.column(0).to_pylist())
+                yield from (Document(id=f"{name}:{row}", text=text) for row, text in enumerate(values) if text)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise BaguError(
+                f"{path} cannot be read as Parquet: {error}", hint="write it again, or leave it out"
+            ) from error
+
+
+def open_source(path: Path) -> TextSource | JsonlSource | ParquetSource:
+    """The source for a path by what is there: Parquet, JSON lines, or text."""
+    if path.is_dir():
+        if any(path.rglob("*.parquet")):
+            return ParquetSource(path)
+        return JsonlSource(path) if any(path.rglob("*.jsonl*")) else TextSource(path)
+    if path.suffix == ".parquet":
+        return ParquetSource(path)
+    return JsonlSource(path) if ".jsonl" in path.suffixes else TextSource(path)
+
+
+def list_files(path: Path, glob: str) -> list[tuple[str, Path]]:
+    """(relative name, path) of the file, or of the folder's files that match, sorted by name."""
+    path = Path(path)
+    if path.is_file():
+        return [(path.name, path)]
+    if not path.is_dir():
+        raise BaguError(f"there is no file or folder {path}", hint="check the spelling and the working folder")
+    found = sorted((file.relative_to(path).as_posix(), file) for file in path.glob(glob) if file.is_file())
+    if not found:
+        raise BaguError(f"no file under {path} matches {glob!r}", hint="name the files with glob=")
+    return found
+
+
+def read(path: Path) -> bytes:
+    with readable(path) as file:
+        return file.read()
+
+
+def decode(path: Path, data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        hint = "convert it (iconv -f latin1 -t utf-8), or leave it out"
+        raise BaguError(f"{path} is not UTF-8: {error.reason} at byte {error.start}", hint=hint) from error
+
+
+def describe_files(name: str, files: list[tuple[str, Path]]) -> dict[str, Any]:
+    """Facts about the files; `sha256` is over each one's relative name and content hash, so no two corpora share it."""
+    corpus, size, empty = hashlib.sha256(), 0, 0
+    for relative, path in files:
+        digest, length = hash_file(path)
+        corpus.update(f"{relative}\0{digest}\n".encode())
+        size += length
+        empty += not length
+    return {"name": name, "files": len(files), "empty_files": empty, "bytes": size, "sha256": corpus.hexdigest()}
+
+
+def hash_file(path: Path) -> tuple[str, int]:
+    """SHA-256 and size, without holding the file in memory."""
+    with readable(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        hint = "mend its permissions, or leave it out"
+        raise BaguError(f"{path} cannot be read: {error.strerror or error}", hint=hint) from error
+
+
+def non_empty(items: Iterable[T], path: Path | str) -> Iterator[T]:
+    """The items; an error after the last when there was none."""
+    empty = True
+    for item in items:
+        empty = False
+        yield item
+    if empty:
+        raise BaguError(f"{path} holds no document with text", hint="check that this is the file that was meant")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A JSON object and where it stands: `id` by the relative name, `place` by the path, for errors."""
+
+    id: str
+    place: str
+    fields: Mapping[str, Any]
+
+    def text(self, field: str) -> str:
+        if field not in self.fields:
+            raise BaguError(f"{self.place}: there is no field {field!r}", hint=f"found {found(self.fields)}")
+        return self.string(self.fields[field], f"field {field!r}")
+
+    def messages(self) -> tuple[Mapping[str, Any], ...]:
+        messages = self.fields.get("messages")
+        if not isinstance(messages, list) or not messages:
+            form = '{"messages": [{"role": ..., "content": ...}, ...]}'
+            raise BaguError(f"{self.place}: not a chat, which is {form}", hint=f"found {found(self.fields)}")
+        for number, message in enumerate(messages):
+            for key in ("role", "content"):
+                if not isinstance(message, dict) or key not in message:
+                    raise BaguError(f"{self.place}: message {number} has no {key}", hint=f"found {message!r:.80}")
+                self.string(message[key], f"the {key} of message {number}")
+        return tuple(messages)
+
+    def string(self, value: Any, what: str) -> str:
+        if not isinstance(value, str):
+            raise BaguError(f"{self.place}: {what} is a {type(value).__name__}, not a string")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair: "\ud83d"
+            reason = f"half of a surrogate pair at character {error.start}"
+            raise BaguError(f"{self.place}: {what} is not Unicode text: {reason}", hint="mend that line") from error
+        return value
+
+
+def json_lines(files: list[tuple[str, Path]]) -> Iterator[Row]:
+    """Every line that is not blank."""
+    for name, path in files:
+        try:
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    if line.strip():
+                        yield Row(f"{name}:{number}", f"{path}:{number}", json_object(f"{path}:{number}", line))
+        except (OSError, EOFError) as error:
+            raise BaguError(f"{path} cannot be read: {error}", hint="mend it or leave it out") from error
+
+
+def json_object(place: str, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise BaguError(f"{place}: not JSON: {error}", hint="mend or delete that line") from error
+    if not isinstance(row, dict):
+        raise BaguError(f"{place}: a row is a JSON object, this is a {type(row).__name__}")
+    return row
+
+
+def found(fields: Mapping[str, Any]) -> str:
+    return ", ".join(fields) or "an empty object"

@@ -1,0 +1,63 @@
+"""Train and validation, by document.
+
+Where a document goes is decided by a hash of its id and the seed alone: adding documents moves none of the others, and
+pairs made from a held-out file can be held out by the same rule. Split after de-duplication, or copies of a training
+document are what the validation measures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from bagu.data.source import Document
+from bagu.errors import BaguError
+
+__all__ = ["Split", "hold_out", "place", "sample"]
+
+
+class Split(NamedTuple):
+    train: list[Document]
+    validation: list[Document]
+
+
+def place(document_id: str, *, seed: int, purpose: str = "split") -> float:
+    """A number in [0, 1) for the document: it is held out when this is below the validation share.
+
+    Choices made for different purposes are independent under one seed.
+    """
+    hashed = hashlib.blake2b(document_id.encode(), key=str(seed).encode(), person=purpose.encode(), digest_size=8)
+    return (int.from_bytes(hashed.digest()) >> 11) / 2**53  # 53 bits: a float holds them all
+
+
+def hold_out(documents: Iterable[Document], *, fraction: float, seed: int = 0) -> Split:
+    """Hold out about `fraction` of the documents, at least one; at least one is left to train on. Order is kept."""
+    if not 0 < fraction < 1:
+        raise BaguError(f"the validation fraction is {fraction}", hint="a number between 0 and 1, 0.05 say")
+    documents = list(documents)
+    places = {document.id: place(document.id, seed=seed) for document in documents}
+    if len(places) < max(2, len(documents)):
+        hint = "a long one can be cut into several, each with an id of its own"
+        raise BaguError(f"a split needs two documents, all of different ids: {len(places)} ids found", hint=hint)
+    least, most = min(places, key=lambda id: places[id]), max(places, key=lambda id: places[id])
+    held = {id for id, at in places.items() if at < fraction} - {most} | {least}
+    return Split(
+        train=[document for document in documents if document.id not in held],
+        validation=[document for document in documents if document.id in held],
+    )
+
+
+def sample(documents: Iterable[Document], *, max_bytes: int, total_bytes: int, seed: int = 0) -> Iterator[str]:
+    """About `max_bytes` of `total_bytes` of text, spread over the whole corpus; all of it when it is smaller.
+
+    Pieces of 64 Ki characters are chosen, so that a corpus may be many short documents or one long one.
+    """
+    share, size, piece = max_bytes / max(total_bytes, 1), 0, 1 << 16
+    for document in documents:
+        for start in range(0, len(document.text), piece):
+            chosen = place(f"{document.id}:{start}", seed=seed, purpose="sample") < share
+            if chosen and size < max_bytes:
+                text = document.text[start : start + piece]
+                size += len(text.encode())
+                yield text

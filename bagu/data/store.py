@@ -1,0 +1,300 @@
+"""Tokenised documents, one after another: made once, kept on disk, mapped into memory when read.
+
+    tokens         [N] uint16 or uint32     all documents, each ending as its tokenizer or chat template ends it
+    offsets        [D + 1] int64            document i is tokens[offsets[i] : offsets[i + 1]]
+    mask           [N] uint8, or absent     1 where a token counts as a target (chats: what the assistant said)
+    names          [B] uint8                the documents' ids in UTF-8, cut by
+    name_offsets   [D + 1] int64
+    token_bytes    [V] int32                bytes of text a token id stands for; 0 for control tokens
+
+A stored folder is `<cache>/<key>`, where the key is a hash of the facts that decide its content (source, tokenizer,
+split, ...). So a change of any of them is another folder, a folder is never rewritten, and a folder that exists is
+whole: it is written beside its place, synced, and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+from numpy.lib import format as npy
+
+from bagu.data.source import Document
+from bagu.data.tokenizer import BpeTokenizer
+from bagu.errors import BaguError
+
+__all__ = ["TokenDocument", "TokenStore", "build", "in_memory", "on_disk", "tokenize"]
+
+FORMAT = 1
+FACTS = "facts.json"
+Progress = Callable[[int, int], None]  # documents and tokens so far
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenDocument:
+    """One tokenised document. `mask` is 1 where a token counts as a target; None when all do."""
+
+    id: str
+    tokens: Sequence[int] | np.ndarray
+    mask: Sequence[int] | np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenStore:
+    """Read-only. The arrays may be memory maps; slices of them are views."""
+
+    flat: np.ndarray
+    offsets: np.ndarray
+    loss_mask: np.ndarray | None
+    names: np.ndarray
+    name_offsets: np.ndarray
+    token_bytes: np.ndarray
+    facts: Mapping[str, Any]  # what decided the content; {} for a store in memory
+
+    def __post_init__(self) -> None:
+        ends = {"offsets": int(self.offsets[-1]), "tokens": len(self.flat)}
+        if self.loss_mask is not None:
+            ends["mask"] = len(self.loss_mask)
+        if len(set(ends.values())) > 1 or len(self.offsets) != len(self.name_offsets):
+            raise ValueError(f"arrays that do not fit each other: {ends}")
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.flat)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.token_bytes)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """[D] int64: tokens of each document."""
+        return np.diff(self.offsets)
+
+    def length(self, document: int) -> int:
+        start, end = self._span(document)
+        return end - start
+
+    def tokens(self, document: int, start: int = 0, end: int | None = None) -> np.ndarray:
+        """Tokens `start` to `end` of a document, as a view; slicing past its end stops there."""
+        return self._cut(self.flat, document, start, end)
+
+    def mask(self, document: int, start: int = 0, end: int | None = None) -> np.ndarray | None:
+        """Which of these tokens count as targets; None when all do."""
+        return None if self.loss_mask is None else self._cut(self.loss_mask, document, start, end)
+
+    def document_id(self, document: int) -> str:
+        self._span(document)
+        return bytes(self.names[self.name_offsets[document] : self.name_offsets[document + 1]]).decode()
+
+    def num_bytes(self) -> int:
+        """Bytes of text in all documents. Reads every token."""
+        chunk = 1 << 22  # 4 M tokens at a time: a memory map is not drawn into memory whole
+        return sum(int(self.token_bytes[self.flat[i : i + chunk]].sum()) for i in range(0, self.num_tokens, chunk))
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, np.ndarray], *, facts: Mapping[str, Any]) -> Self:
+        """From arrays by the names above."""
+        rest = {name: array for name, array in arrays.items() if name not in ("tokens", "mask")}
+        return cls(flat=arrays["tokens"], loss_mask=arrays.get("mask"), facts=facts, **rest)
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> Self:
+        """The store in `folder`, memory-mapped."""
+        folder = Path(folder)
+        try:
+            facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+            # asarray: a plain array over the map, since a slice of np.memmap costs several times one of an array
+            arrays = {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in folder.glob("*.npy")}
+            return cls.of(arrays, facts=facts)
+        except (OSError, LookupError, TypeError, ValueError) as error:
+            hint = "delete the folder; it is built again from the source"
+            raise BaguError(f"{folder} is not a whole token store: {error}", hint=hint) from error
+
+    def _span(self, document: int) -> tuple[int, int]:
+        if not 0 <= document < self.num_documents:
+            raise IndexError(f"document {document} of {self.num_documents}")
+        return int(self.offsets[document]), int(self.offsets[document + 1])
+
+    def _cut(self, array: np.ndarray, document: int, start: int, end: int | None) -> np.ndarray:
+        first, last = self._span(document)
+        stop = last if end is None else min(first + end, last)
+        return array[first + start : stop]
+
+
+def tokenize(documents: Iterable[Document], tokenizer: BpeTokenizer, *, chunk: int = 256) -> Iterator[TokenDocument]:
+    """Encode documents in order, `chunk` at a time, each followed by the end-of-text token."""
+    documents = iter(documents)
+    while group := list(islice(documents, chunk)):
+        for document, ids in zip(group, tokenizer.encode_batch([d.text for d in group]), strict=True):
+            yield TokenDocument(id=document.id, tokens=[*ids, tokenizer.eos_id])
+
+
+def build(
+    documents: Iterable[Document],
+    tokenizer: BpeTokenizer,
+    cache: str | os.PathLike[str],
+    *,
+    source: Mapping[str, Any],
+    progress: Progress | None = None,
+) -> TokenStore:
+    """The store of `documents` under `cache`: opened if it is there, else tokenised and written.
+
+    `source` holds the JSON facts that decide the documents and their order (`describe()` of the source, the seed and
+    share of a split, ...). `documents` is not touched when the store is there, so a generator costs nothing then.
+    """
+    facts = {"source": dict(source), "tokenizer": tokenizer.fingerprint}
+    tokenized = tokenize(documents, tokenizer)
+    return on_disk(tokenized, cache, token_bytes=tokenizer.token_bytes, facts=facts, progress=progress)
+
+
+def in_memory(documents: Iterable[TokenDocument], *, token_bytes: np.ndarray) -> TokenStore:
+    """A store that touches no disk."""
+    parts: dict[str, list[np.ndarray]] = defaultdict(list)
+    _fill(documents, token_bytes, lambda name, values: parts[name].append(values), progress=None)
+    return TokenStore.of({name: np.concatenate(values) for name, values in parts.items()}, facts={})
+
+
+def on_disk(
+    documents: Iterable[TokenDocument],
+    cache: str | os.PathLike[str],
+    *,
+    token_bytes: np.ndarray,
+    facts: Mapping[str, Any],
+    progress: Progress | None = None,
+) -> TokenStore:
+    """The store that `facts` name under `cache`: opened if it is there, else `documents` are written to it."""
+    text = json.dumps({"format": FORMAT, **facts}, sort_keys=True, indent=1)
+    folder = Path(cache) / hashlib.sha256(text.encode()).hexdigest()[:16]
+    if folder.exists():
+        return TokenStore.open(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as scratch:
+            draft = Path(scratch) / "store"
+            _write(draft, documents, token_bytes, text, progress)
+            _publish(draft, folder)
+    except OSError as error:
+        hint = "free some disk space, or name another cache folder; what was there before has not changed"
+        raise BaguError(f"the token store {folder} could not be written: {error}", hint=hint) from error
+    return TokenStore.open(folder)
+
+
+def _write(
+    folder: Path, documents: Iterable[TokenDocument], token_bytes: np.ndarray, facts: str, progress: Progress | None
+) -> None:
+    """All files of a store, on the disk when this returns."""
+    folder.mkdir()
+    arrays: dict[str, _NpyFile] = {}
+    with contextlib.ExitStack() as files:
+
+        def put(name: str, values: np.ndarray) -> None:
+            if name not in arrays:
+                arrays[name] = _NpyFile(files.enter_context((folder / f"{name}.npy").open("wb")), values.dtype)
+            arrays[name].append(values)
+
+        _fill(documents, token_bytes, put, progress)
+        for array in arrays.values():
+            array.finish()
+        file = files.enter_context((folder / FACTS).open("w", encoding="utf-8"))
+        file.write(facts)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _publish(draft: Path, folder: Path) -> None:
+    """Give a finished store its name. Of several processes that build the same one, the first wins."""
+    try:
+        draft.rename(folder)
+    except OSError:
+        if not folder.exists():
+            raise
+
+
+class _NpyFile:
+    """A `.npy` file that grows. NumPy leaves room in the header for 21 digits of length, so it can be set last."""
+
+    def __init__(self, file: BinaryIO, dtype: np.dtype) -> None:
+        self.file, self.dtype, self.length = file, dtype, 0
+        self._write_header()
+        self.start = file.tell()
+
+    def append(self, values: np.ndarray) -> None:
+        self.file.write(np.ascontiguousarray(values).data)
+        self.length += len(values)
+
+    def finish(self) -> None:
+        self.file.seek(0)
+        self._write_header()
+        assert self.file.tell() == self.start, "the header grew over the data"
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def _write_header(self) -> None:
+        header = {"descr": npy.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.length,)}
+        npy.write_array_header_1_0(self.file, header)
+
+
+def _fill(
+    documents: Iterable[TokenDocument],
+    token_bytes: np.ndarray,
+    put: Callable[[str, np.ndarray], None],
+    progress: Progress | None,
+) -> None:
+    """Give `put` the pieces of every array, by name and in order. Either every document has a mask or none."""
+    dtype = np.uint16 if len(token_bytes) <= np.iinfo(np.uint16).max + 1 else np.uint32
+    ends, name_ends, masked = array("q", [0]), array("q", [0]), False
+    for number, document in enumerate(documents):
+        ids, mask = _checked(document, len(token_bytes))
+        masked = masked if number else mask is not None
+        if masked != (mask is not None):
+            raise BaguError(f"document {document.id!r} and the ones before it differ in having a loss mask")
+        put("tokens", ids.astype(dtype))
+        if mask is not None:
+            put("mask", mask)
+        name = np.frombuffer(document.id.encode(), np.uint8)
+        put("names", name)
+        ends.append(ends[-1] + len(ids))
+        name_ends.append(name_ends[-1] + len(name))
+        if progress is not None:
+            progress(number + 1, ends[-1])
+    if len(ends) == 1:
+        raise BaguError("there is no document to store", hint="look at the source, and at the share of the split")
+    put("offsets", np.array(ends, np.int64))
+    put("name_offsets", np.array(name_ends, np.int64))
+    put("token_bytes", np.asarray(token_bytes, np.int32))
+
+
+def _checked(document: TokenDocument, vocab_size: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """The document's arrays. Ids that the vocabulary does not have would wrap around when stored."""
+    ids = np.asarray(document.tokens, np.int64)
+    if not len(ids):
+        raise BaguError(f"document {document.id!r} has no tokens", hint="leave it out")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise BaguError(
+            f"document {document.id!r} has token id {wrong}, the vocabulary has {vocab_size} tokens",
+            hint="encode the documents with the tokenizer that the store is made for",
+        )
+    if document.mask is None:
+        return ids, None
+    mask = np.asarray(document.mask, np.uint8)
+    if mask.shape != ids.shape or mask.max() > 1:
+        raise BaguError(f"document {document.id!r} needs a loss mask of {len(ids)} zeros and ones, found {mask!r:.80}")
+    return ids, mask

@@ -1,0 +1,109 @@
+"""`bagu tokenizer train` and `bagu tokenizer stats`: make a tokenizer, and say how good and how fast one is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from bagu.data.source import Source, open_source
+from bagu.data.split import sample
+from bagu.data.stdlib import StdlibSource
+from bagu.data.tokenizer import BpeTokenizer
+from bagu.errors import BaguError
+
+__all__ = ["TokenizerStats", "stats", "stats_main", "train_main"]
+
+MB = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerStats:
+    """How a tokenizer does on some texts."""
+
+    texts: int
+    bytes: int
+    tokens: int
+    encode_seconds: float
+    changed: tuple[int, ...]  # texts that did not come back byte for byte
+    vocab_size: int
+    vocab_used: int  # tokens that occur at least once
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.bytes / self.tokens
+
+    @property
+    def encode_mb_per_second(self) -> float:
+        return self.bytes / MB / self.encode_seconds
+
+
+def stats(tokenizer: BpeTokenizer, texts: Sequence[str]) -> TokenizerStats:
+    """Encode and decode `texts`, and count."""
+    if not any(texts):
+        raise BaguError("there is no text to measure the tokenizer on", hint="give documents that are not empty")
+    _ = tokenizer.encode(texts[0])  # parses the tokenizer outside the clock
+    start = time.perf_counter()
+    encoded = tokenizer.encode_batch(texts)
+    seconds = time.perf_counter() - start
+    pairs = enumerate(zip(texts, encoded, strict=True))
+    return TokenizerStats(
+        texts=len(texts),
+        bytes=sum(len(text.encode()) for text in texts),
+        tokens=sum(map(len, encoded)),
+        encode_seconds=seconds,
+        changed=tuple(i for i, (text, ids) in pairs if tokenizer.decode(ids) != text),
+        vocab_size=tokenizer.vocab_size,
+        vocab_used=len(np.unique(np.concatenate([np.asarray(ids, np.int64) for ids in encoded]))),
+    )
+
+
+def train_main(
+    out: Path, *, path: Path | None = None, vocab_size: int = 4096, max_mb: float = 64, chat_template: str | None = None
+) -> BpeTokenizer:
+    """Train on `path` (default: the standard library), at most `max_mb` of it, and save to the folder `out`."""
+    console, texts = Console(), _texts(path, max_mb)
+    size = sum(len(text.encode()) for text in texts)
+    with console.status(f"training on {size / MB:.1f} MB of text"):
+        start = time.perf_counter()
+        tokenizer = BpeTokenizer.train(texts, vocab_size=vocab_size, chat_template=chat_template)
+        seconds = time.perf_counter() - start
+    tokenizer.save(out)
+    console.print(f"{tokenizer.vocab_size} tokens from {size / MB:.1f} MB in {seconds:.1f} s, saved in {out}")
+    if tokenizer.vocab_size < vocab_size:
+        console.print(f"the text has no more merges to learn: {vocab_size} tokens were asked for")
+    return tokenizer
+
+
+def stats_main(tokenizer: Path, *, path: Path | None = None, max_mb: float = 8) -> TokenizerStats:
+    """Print how the tokenizer in a folder (or file) does on `path` (default: the standard library)."""
+    result = stats(BpeTokenizer.load(tokenizer), _texts(path, max_mb))
+    Console().print(_table(result))
+    return result
+
+
+def _texts(path: Path | None, max_mb: float) -> list[str]:
+    source: Source = StdlibSource() if path is None else open_source(path)
+    total = source.describe()["bytes"]  # on disk: of a compressed corpus the sample leans to its first files
+    texts = list(sample(source.documents(), max_bytes=int(max_mb * MB), total_bytes=total))
+    if not texts:
+        raise BaguError(f"a sample of {max_mb} MB of {total / MB:.1f} MB chose no text", hint="ask for more MB")
+    return texts
+
+
+def _table(result: TokenizerStats) -> Table:
+    table = Table(show_header=False, box=None)
+    table.add_row("text", f"{result.texts} pieces, {result.bytes / MB:.1f} MB")
+    table.add_row("tokens", f"{result.tokens:,}")
+    table.add_row("compression", f"{result.bytes_per_token:.3f} bytes/token")
+    table.add_row("encoding", f"{result.encode_mb_per_second:.1f} MB/s")
+    used = result.vocab_used / result.vocab_size
+    table.add_row("vocabulary", f"{result.vocab_used} of {result.vocab_size} tokens occur ({used:.0%})")
+    changed = f"{len(result.changed)} of {result.texts} pieces come back changed"
+    table.add_row("round trip", changed if result.changed else "exact")
+    return table

@@ -1,0 +1,93 @@
+"""Attention over packed tokens: MHA, GQA and MQA by the head counts, softmax or linear.
+
+One weight makes queries, keys and values, laid out by key head: [q heads of group 0 …, k 0, v 0, q heads of group 1 …],
+so that a run of whole groups is a shard of it.
+
+Dims: T = tokens, H = heads, G = key heads, n = H / G, D = features of a head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Unpack
+
+import torch
+from torch import nn
+
+from bagu import ops
+from bagu.nn.config import ModelConfig, Rope
+from bagu.nn.kv import KV
+from bagu.nn.linear import Factory, Linear
+from bagu.nn.norm import RMSNorm
+from bagu.nn.positions import Signals
+
+__all__ = ["Attention", "Context", "Softmax"]
+
+
+class Context(NamedTuple):
+    """What all layers of one forward share."""
+
+    cu_seqlens: torch.Tensor  # [S + 1] int32
+    max_len: int
+    signals: Signals
+    kv: KV | None
+
+
+class Softmax(nn.Module):
+    """Softmax attention of q[T, H, D] to k[T, G, D] and v[T, G, E] inside each segment, or to the KV view's past."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.window = layer, config.window(layer)
+        self.scale, self.causal = config.scale, config.causal
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
+        cu_seqlens, max_len, signals, kv = context
+        if kv is not None:
+            return self.cached(kv, q, k, v, v.shape[-1], signals)
+        out: torch.Tensor = ops.attention(
+            q, k, v, cu_seqlens, max_len,
+            causal=self.causal, window=self.window, scale=self.scale, slopes=signals.slopes, bias=signals.bias,
+        )[0]  # fmt: skip
+        return out
+
+    def cached(
+        self, kv: KV, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, v_dim: int, signals: Signals
+    ) -> torch.Tensor:
+        return kv.attend(
+            self.layer, q, k, v, v_dim=v_dim,
+            scale=self.scale, window=self.window, slopes=signals.slopes, bias=signals.bias,
+        )  # fmt: skip
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, **factory: Unpack[Factory]) -> None:
+        super().__init__()
+        H, G, D, wn = config.num_heads, config.num_kv_heads, config.head_dim, config.weight_norm
+        self.num_groups, self.group_size, self.head_dim = G, H // G, D
+        self.qkv = Linear(config.hidden_size, (H + 2 * G) * D, bias=config.qkv_bias, weight_norm=wn, **factory)
+        self.out = Linear(H * D, config.hidden_size, bias=config.out_bias, weight_norm=wn, **factory)
+        self.q_norm = RMSNorm(D, config.norm.eps, **factory) if config.qk_norm else None
+        self.k_norm = RMSNorm(D, config.norm.eps, **factory) if config.qk_norm else None
+        self.layout = config.positions.layout if isinstance(config.positions, Rope) else "half"
+        self.softmax = Softmax(config, layer) if config.attention == "softmax" else None
+        self.causal = config.causal
+
+    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        T, G, n, D = x.shape[0], self.num_groups, self.group_size, self.head_dim
+        q, k, v = self.qkv(x).view(T, G, n + 2, D).split((n, 1, 1), 2)
+        q, k, v = q.reshape(T, G * n, D), k.squeeze(2), v.squeeze(2)  # a copy of q where 1 < G < H, else views
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.softmax is None:
+            y = self.linear(q, k, v, context)
+        else:
+            y = self.softmax(self.turn(q, context), self.turn(k, context), v, context)
+        return self.out(y.flatten(1))
+
+    def turn(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        """RoPE, where the model has it."""
+        cos, sin = context.signals.cos, context.signals.sin
+        return x if cos is None or sin is None else ops.rope(x, cos, sin, layout=self.layout)
+
+    def linear(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
+        raise NotImplementedError

@@ -1,0 +1,148 @@
+"""What a family is: a way to read and to write its config.json, and rules that name its tensors.
+
+A rule says which Hugging Face tensors lie in one of ours, and its layout shows them there as views: loading copies each
+file tensor into its view, saving reads the view. A merge and its split are thereby one function, and neither holds a
+second copy of the weights. Shapes need no data: a layout works on the meta device too.
+
+Templates: `{layer}` and `{expert}` stand for numbers, a last `*` for the last word of a name (weight, bias).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from bagu.nn.config import ModelConfig
+from bagu.nn.hub import WeightsError
+
+__all__ = ["Family", "Layout", "Part", "Rule", "conv1d", "experts", "gate_up", "gpt2_qkv", "qkv", "same"]
+
+
+class Part(NamedTuple):
+    """One Hugging Face tensor inside ours: a view of where it lies, and the shape it has in the file."""
+
+    view: torch.Tensor
+    shape: tuple[int, ...]
+
+    def load(self, tensor: torch.Tensor) -> None:
+        self.view.copy_(tensor.reshape(self.view.shape))
+
+    def save(self) -> torch.Tensor:
+        return self.view.reshape(self.shape).contiguous()
+
+
+Layout = Callable[[torch.Tensor, ModelConfig], Sequence[Part]]
+
+
+def same(t: torch.Tensor, config: ModelConfig) -> list[Part]:
+    return [Part(t, tuple(t.shape))]
+
+
+def conv1d(t: torch.Tensor, config: ModelConfig) -> list[Part]:
+    """GPT-2 keeps the weight of a linear layer as [in, out]; a bias is as everywhere."""
+    return same(t.t(), config)
+
+
+def qkv(t: torch.Tensor, config: ModelConfig) -> list[Part]:
+    """Rows [q heads of group g.., k_g, v_g] of each group g, as the q, the k and the v of all groups."""
+    G, per_group, D, rest = config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim, t.shape[1:]
+    heads = t.view(G, per_group + 2, D, *rest)
+    return [Part(x, (x.shape[:3].numel(), *rest)) for x in heads.split([per_group, 1, 1], dim=1)]
+
+
+def gpt2_qkv(t: torch.Tensor, config: ModelConfig) -> list[Part]:
+    """As `qkv` with a group per head, and one tensor [in, 3 * out] in the file."""
+    heads = t.view(config.num_heads, 3, config.head_dim, *t.shape[1:]).transpose(0, 1)
+    return [Part(heads if t.dim() == 1 else heads.movedim(-1, 0), tuple(reversed(t.shape)))]
+
+
+def gate_up(t: torch.Tensor, config: ModelConfig) -> list[Part]:
+    """The gate's rows, then the rows it gates."""
+    return [part for half in t.chunk(2) for part in same(half, config)]
+
+
+def experts(layout: Layout) -> Layout:
+    """A tensor whose first dim is the experts, as the tensors of each expert in turn."""
+
+    def laid_out(t: torch.Tensor, config: ModelConfig) -> list[Part]:
+        return [part for expert in t for part in layout(expert, config)]
+
+    return laid_out
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`ours` holds `theirs`, laid out by `layout`; all three are in the order of the layout's parts."""
+
+    ours: str
+    theirs: str | tuple[str, ...]
+    layout: Layout = same
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        text = re.escape(self.ours).replace(r"\{layer\}", r"(?P<layer>\d+)").replace(r"\*", r"(?P<leaf>[^.]+)")
+        return re.compile(text)
+
+    def parts(self, name: str, t: torch.Tensor, config: ModelConfig) -> dict[str, Part] | None:
+        """Their names and places in our tensor `name`; None where the rule is for another."""
+        if (match := self.pattern.fullmatch(name)) is None:
+            return None
+        parts = self.layout(t, config)
+        theirs = (self.theirs,) if isinstance(self.theirs, str) else self.theirs
+        names = [n.replace("*", match.groupdict().get("leaf", "")) for n in theirs] * (len(parts) // len(theirs))
+        where = {"layer": match.groupdict().get("layer")}
+        return {
+            n.format(expert=i // len(theirs), **where): p for i, (n, p) in enumerate(zip(names, parts, strict=True))
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A model family of Hugging Face as data. `read` and `write` turn config.json to a ModelConfig and back."""
+
+    name: str  # config.json's model_type
+    architecture: str  # the class that transformers makes of it
+    read: Callable[[Mapping[str, Any]], ModelConfig]
+    write: Callable[[ModelConfig], dict[str, Any]]
+    rules: Sequence[Rule]
+    prefix: str = ""  # what a checkpoint of the headless class leaves off its names
+    wants: Mapping[str, Any] = field(default_factory=dict)  # switches of theirs that know one value here
+    unused: Sequence[str] = ()  # patterns of tensors that files carry and this model has no use for
+    copies: Mapping[str, str] = field(default_factory=dict)  # a second copy in some files -> the tensor that is read
+    renamed: Sequence[tuple[str, str]] = ()  # (pattern, replacement) of names in old files
+
+    def config(self, hf: Mapping[str, Any]) -> ModelConfig:
+        """The model that a config.json describes, or an error that says what is missing here for it."""
+        if hf.get("quantization_config"):
+            raise WeightsError(
+                f"{self.name}: the weights are quantized ({hf['quantization_config'].get('quant_method', 'unknown')})",
+                hint="give a folder with bf16, fp16 or fp32 weights",
+            )
+        for key, value in self.wants.items():
+            if key in hf and hf[key] != value:
+                raise WeightsError(
+                    f"{self.name}: config.json has {key} = {hf[key]!r}, and only {value!r} is known here",
+                    hint="such a model would load and answer wrongly, so it is refused",
+                )
+        try:
+            return self.read(hf)
+        except KeyError as error:
+            raise WeightsError(f"{self.name}: config.json has no {error}", hint="fetch or write it again") from error
+
+    def parts(self, tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, Part]:
+        """Their name of every tensor -> where it lies in ours."""
+        out: dict[str, Part] = {}
+        for name, t in tensors.items():
+            found = next((p for rule in self.rules if (p := rule.parts(name, t, config)) is not None), None)
+            if found is None:
+                raise WeightsError(
+                    f"{self.name} has no name for the tensor {name}",
+                    hint="merge adapters into the weights before saving" if "lora" in name else "",
+                )
+            out |= found
+        return out

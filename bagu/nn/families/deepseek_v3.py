@@ -1,0 +1,107 @@
+"""DeepSeek-V3: multi-head latent attention, and experts in groups, balanced by a bias that only the choice sees.
+
+The extra layer that files carry behind the last one predicts a second token; it is left out, as transformers does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bagu.nn.config import MLAConfig, ModelConfig, MoEConfig
+from bagu.nn.families.core import Rule, gate_up
+from bagu.nn.families.decoder import DENSE, EXPERTS, decoder, read_decoder, write_decoder
+from bagu.nn.families.rope import read_rope
+from bagu.nn.hub import WeightsError
+
+__all__ = ["DEEPSEEK_V3"]
+
+LATENT = (
+    Rule("blocks.{layer}.attention.q_a.weight", "model.layers.{layer}.self_attn.q_a_proj.weight"),
+    Rule("blocks.{layer}.attention.q_norm.weight", "model.layers.{layer}.self_attn.q_a_layernorm.weight"),
+    Rule("blocks.{layer}.attention.q_b.weight", "model.layers.{layer}.self_attn.q_b_proj.weight"),
+    Rule("blocks.{layer}.attention.q.weight", "model.layers.{layer}.self_attn.q_proj.weight"),
+    Rule("blocks.{layer}.attention.kv_a.weight", "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight"),
+    Rule("blocks.{layer}.attention.kv_norm.weight", "model.layers.{layer}.self_attn.kv_a_layernorm.weight"),
+    Rule("blocks.{layer}.attention.kv_b.weight", "model.layers.{layer}.self_attn.kv_b_proj.weight"),
+)
+SHARED = (
+    Rule("blocks.{layer}.ffn.bias", "model.layers.{layer}.mlp.gate.e_score_correction_bias"),
+    Rule(
+        "blocks.{layer}.ffn.shared.gate_up.weight",
+        (
+            "model.layers.{layer}.mlp.shared_experts.gate_proj.weight",
+            "model.layers.{layer}.mlp.shared_experts.up_proj.weight",
+        ),
+        gate_up,
+    ),
+    Rule("blocks.{layer}.ffn.shared.down.weight", "model.layers.{layer}.mlp.shared_experts.down_proj.weight"),
+)
+WANTS = {"attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+
+
+def read(hf: Mapping[str, Any]) -> ModelConfig:
+    mla = MLAConfig(
+        q_rank=hf["q_lora_rank"],
+        kv_rank=hf["kv_lora_rank"],
+        nope_dim=hf["qk_nope_head_dim"],
+        rope_dim=hf["qk_rope_head_dim"],
+        v_dim=hf["v_head_dim"],
+        eps=1e-6,  # the norms of the latents do not follow rms_norm_eps
+    )
+    moe = MoEConfig(
+        num_experts=hf["n_routed_experts"],
+        top_k=hf["num_experts_per_tok"],
+        expert_size=hf["moe_intermediate_size"],
+        num_shared=hf["n_shared_experts"],
+        dense_layers=tuple(range(min(hf["first_k_dense_replace"], hf["num_hidden_layers"]))),
+        scoring="sigmoid",
+        normalize_top_k=hf["norm_topk_prob"],
+        route_scale=float(hf["routed_scaling_factor"]),
+        num_groups=hf["n_group"],
+        top_groups=hf["topk_group"],
+        bias_rate=0.001,  # the paper's, for most of its training: https://arxiv.org/abs/2412.19437, 4.2
+    )
+    fields = read_decoder(hf) | {
+        "num_kv_heads": hf["num_attention_heads"],
+        "head_dim": mla.nope_dim + mla.rope_dim,
+        "positions": read_rope(hf, "interleaved" if hf.get("rope_interleave", True) else "half"),
+    }
+    return ModelConfig(**fields, mla=mla, moe=moe)
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    mla, moe = config.mla, config.moe
+    if mla is None or moe is None:
+        raise WeightsError("the model has no MLA, or no mixture of experts", hint="")
+    return write_decoder(config) | {
+        "head_dim": mla.rope_dim,  # what transformers calls so; its RoPE reads it
+        "rope_interleave": getattr(config.positions, "layout", None) == "interleaved",
+        "q_lora_rank": mla.q_rank,
+        "kv_lora_rank": mla.kv_rank,
+        "qk_nope_head_dim": mla.nope_dim,
+        "qk_rope_head_dim": mla.rope_dim,
+        "v_head_dim": mla.v_dim,
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.expert_size,
+        "n_shared_experts": moe.num_shared,
+        "first_k_dense_replace": len(moe.dense_layers),
+        "norm_topk_prob": moe.normalize_top_k,
+        "routed_scaling_factor": moe.route_scale,
+        "n_group": moe.num_groups,
+        "topk_group": moe.top_groups,
+        "num_nextn_predict_layers": 0,
+        **WANTS,
+    }
+
+
+DEEPSEEK_V3 = decoder(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    read,
+    write,
+    (*LATENT, *DENSE, *EXPERTS, *SHARED),
+    wants=WANTS,
+    unused=(r"model\.layers\.{num_layers}\..*",),
+)

@@ -1,0 +1,83 @@
+"""GPT-2: learned positions, LayerNorm before each sublayer, biases everywhere, weights stored [in, out]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bagu.nn.config import FFNKind, Learned, ModelConfig, NormConfig
+from bagu.nn.families.core import Family, Rule, conv1d, gpt2_qkv
+from bagu.nn.hub import WeightsError
+
+__all__ = ["GPT2"]
+
+ACTS: dict[str, FFNKind] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}
+
+
+def read(hf: Mapping[str, Any]) -> ModelConfig:
+    """`resid_pdrop` is the dropout; `attn_pdrop`, of the attention weights, is not known here."""
+    act, heads = hf.get("activation_function", "gelu_new"), hf["n_head"]
+    if act not in ACTS:
+        raise WeightsError(f"config.json has activation_function {act!r}", hint=f"known here: {', '.join(ACTS)}")
+    return ModelConfig(
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["n_embd"],
+        num_layers=hf["n_layer"],
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hf["n_embd"] // heads,
+        intermediate_size=hf.get("n_inner") or 4 * hf["n_embd"],
+        max_len=hf["n_positions"],
+        norm=NormConfig(kind="layer", placement="pre", eps=float(hf.get("layer_norm_epsilon", 1e-5)), bias=True),
+        positions=Learned(),
+        qkv_bias=True,
+        out_bias=True,
+        ffn=ACTS[act],
+        ffn_bias=True,
+        dropout=float(hf.get("resid_pdrop", 0.1)),
+        tie_embeddings=hf.get("tie_word_embeddings", True),
+        init_std=float(hf.get("initializer_range", 0.02)),
+    )
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    acts = {kind: act for act, kind in reversed(ACTS.items())}
+    return {
+        "vocab_size": config.vocab_size,
+        "n_embd": config.hidden_size,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_inner": config.intermediate_size,
+        "n_positions": config.max_len,
+        "layer_norm_epsilon": config.norm.eps,
+        "activation_function": acts.get(config.ffn, config.ffn),
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": 0.0,
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.init_std,
+    }
+
+
+GPT2 = Family(
+    name="gpt2",
+    architecture="GPT2LMHeadModel",
+    read=read,
+    write=write,
+    rules=(
+        Rule("embedding.weight", "transformer.wte.weight"),
+        Rule("positions.weight", "transformer.wpe.weight"),
+        Rule("norm.*", "transformer.ln_f.*"),
+        Rule("head.weight", "lm_head.weight"),
+        Rule("blocks.{layer}.attention_norm.*", "transformer.h.{layer}.ln_1.*"),
+        Rule("blocks.{layer}.attention.qkv.*", "transformer.h.{layer}.attn.c_attn.*", gpt2_qkv),
+        Rule("blocks.{layer}.attention.out.*", "transformer.h.{layer}.attn.c_proj.*", conv1d),
+        Rule("blocks.{layer}.ffn_norm.*", "transformer.h.{layer}.ln_2.*"),
+        Rule("blocks.{layer}.ffn.up.*", "transformer.h.{layer}.mlp.c_fc.*", conv1d),
+        Rule("blocks.{layer}.ffn.down.*", "transformer.h.{layer}.mlp.c_proj.*", conv1d),
+    ),
+    prefix="transformer.",
+    wants={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    unused=(r".*\.attn\.(masked_)?bias",),  # the causal mask, which transformers wrote as a buffer
+    copies={"lm_head.weight": "transformer.wte.weight"},
+)

@@ -1,0 +1,79 @@
+"""Qwen3, dense and mixture of experts: queries and keys are normalised head by head before RoPE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bagu.nn.config import ModelConfig, MoEConfig
+from bagu.nn.families.core import Rule
+from bagu.nn.families.decoder import (
+    DENSE,
+    EXPERTS,
+    QKV,
+    decoder,
+    read_decoder,
+    read_windows,
+    write_decoder,
+    write_windows,
+)
+from bagu.nn.hub import WeightsError
+
+__all__ = ["QWEN3", "QWEN3_MOE"]
+
+QK_NORM = (
+    Rule("blocks.{layer}.attention.q_norm.weight", "model.layers.{layer}.self_attn.q_norm.weight"),
+    Rule("blocks.{layer}.attention.k_norm.weight", "model.layers.{layer}.self_attn.k_norm.weight"),
+)
+
+
+def read(hf: Mapping[str, Any]) -> ModelConfig:
+    fields = read_decoder({"head_dim": 128} | dict(hf))  # the default of this one family
+    return ModelConfig(**fields, **_attention(hf), windows=read_windows(hf))
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    return write_decoder(config) | write_windows(config) | {"attention_bias": config.qkv_bias}
+
+
+def read_moe(hf: Mapping[str, Any]) -> ModelConfig:
+    """Layers are dense where `mlp_only_layers` names them or `decoder_sparse_step` skips them."""
+    named, step = hf.get("mlp_only_layers") or (), hf.get("decoder_sparse_step", 1)
+    moe = MoEConfig(
+        num_experts=hf["num_local_experts"] if "num_local_experts" in hf else hf["num_experts"],
+        top_k=hf["num_experts_per_tok"],
+        expert_size=hf["moe_intermediate_size"],
+        dense_layers=tuple(i for i in range(hf["num_hidden_layers"]) if i in named or (i + 1) % step),
+        scoring="softmax",
+        normalize_top_k=hf.get("norm_topk_prob", False),
+        aux_weight=float(hf.get("router_aux_loss_coef", 0.001)) or None,
+    )
+    window = hf.get("sliding_window") if hf.get("use_sliding_window", False) else None
+    return ModelConfig(**read_decoder(hf), **_attention(hf), windows=(window,), moe=moe)
+
+
+def write_moe(config: ModelConfig) -> dict[str, Any]:
+    moe = config.moe
+    if moe is None:
+        raise WeightsError("the model has no mixture of experts", hint="qwen3 is the family without")
+    return write_decoder(config) | {
+        "attention_bias": config.qkv_bias,
+        "use_sliding_window": config.window(0) is not None,
+        "sliding_window": config.window(0),
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.expert_size,
+        "mlp_only_layers": list(moe.dense_layers),
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": moe.normalize_top_k,
+        "router_aux_loss_coef": moe.aux_weight or 0.0,
+    }
+
+
+def _attention(hf: Mapping[str, Any]) -> dict[str, bool]:
+    bias = hf.get("attention_bias", False)
+    return {"qk_norm": True, "qkv_bias": bias, "out_bias": bias}
+
+
+QWEN3 = decoder("qwen3", "Qwen3ForCausalLM", read, write, (*QKV, *QK_NORM, *DENSE))
+QWEN3_MOE = decoder("qwen3_moe", "Qwen3MoeForCausalLM", read_moe, write_moe, (*QKV, *QK_NORM, *DENSE, *EXPERTS))

@@ -1,0 +1,48 @@
+"""The feed-forward part of a block: up, activation, down. With a gate, one weight makes gate and up, gate first."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import nn
+
+from bagu import ops
+from bagu.nn.config import FFNKind, ModelConfig
+from bagu.nn.linear import Factory, Linear
+
+__all__ = ["FFN", "activate"]
+
+
+def activate(kind: FFNKind, x: torch.Tensor) -> torch.Tensor:
+    """x[T, F], or x[T, 2F] with the gate first, to [T, F]."""
+    match kind:
+        case "swiglu":
+            return ops.swiglu(x)
+        case "geglu":
+            return ops.geglu(x, approximate="none")
+        case "geglu_tanh":
+            return ops.geglu(x, approximate="tanh")
+        case "gelu":
+            return ops.gelu(x)
+        case "gelu_tanh":
+            return ops.gelu(x, approximate=True)
+        case "relu2":
+            return ops.relu_squared(x)
+
+
+class FFN(nn.Module):
+    def __init__(self, config: ModelConfig, intermediate_size: int, **factory: Unpack[Factory]) -> None:
+        super().__init__()
+        self.kind = config.ffn
+        D, F, bias, wn = config.hidden_size, intermediate_size, config.ffn_bias, config.weight_norm
+        if config.gated:
+            self.gate_up = Linear(D, 2 * F, bias=bias, weight_norm=wn, **factory)
+        else:
+            self.up = Linear(D, F, bias=bias, weight_norm=wn, **factory)
+        self.down = Linear(F, D, bias=bias, weight_norm=wn, **factory)
+        self.gated = config.gated
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(activate(self.kind, self.gate_up(x) if self.gated else self.up(x)))
+        return y

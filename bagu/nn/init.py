@@ -1,0 +1,55 @@
+"""First weights, drawn by name: the same for a seed on any device, in any order, for a part of the model as for all.
+
+matrices, embeddings     normal, init_std (0.02, as GPT-2 and Llama)
+back to the stream       init_std / sqrt(2 * layers): 2 * layers of them add up to the variance of one (GPT-2)
+gains 1, biases 0        under weight normalisation the gain is the length of the drawn row, so W is what was drawn
+model without norms      1 / sqrt(inputs) for matrices: a block neither grows nor shrinks what passes through it
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from bagu.nn.linear import Linear
+from bagu.nn.model import Transformer
+from bagu.nn.moe import MoE
+from bagu.nn.norm import Norm, ScaleNorm
+
+__all__ = ["draw", "init_weights"]
+
+
+@torch.no_grad()
+def init_weights(model: Transformer, seed: int) -> Transformer:
+    """Draw all weights of `model` in place, and return it."""
+    config = model.config
+    for path, module in model.named_modules():
+        for name, p in module.named_parameters(recurse=False):
+            if isinstance(module, Norm) and name == "weight":
+                p.fill_(math.sqrt(config.hidden_size) if isinstance(module, ScaleNorm) else 1.0)
+            elif name == "bias":
+                p.zero_()
+            elif name != "gain":
+                p.copy_(draw(p.shape, f"{path}.{name}", seed) * _std(model, module, path, name, p))
+        if isinstance(module, Linear) and module.gain is not None:
+            module.gain.copy_(module.weight.float().norm(dim=1))
+    return model
+
+
+def draw(shape: Sequence[int], name: str, seed: int) -> torch.Tensor:
+    """Standard normal, fp32 on the CPU, from a stream that (seed, name) alone chooses."""
+    stream = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
+    return torch.randn(tuple(shape), generator=stream)
+
+
+def _std(model: Transformer, module: nn.Module, path: str, name: str, p: torch.Tensor) -> float:
+    config = model.config
+    matrix = isinstance(module, (Linear, MoE))
+    if matrix and config.norm.placement == "none":
+        return 1.0 / math.sqrt(p.shape[-1])
+    back = matrix and f"{path}.{name}".endswith((".attention.out.weight", ".down.weight", ".ffn.down"))
+    return config.init_std / math.sqrt(2 * config.num_layers) if back else config.init_std

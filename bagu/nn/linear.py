@@ -1,0 +1,86 @@
+"""The linear layer: y = x Wᵀ + b, W as [out, in]. Every matmul with a weight goes through it, so FLOPs can be counted.
+
+Two things may be laid over a weight: weight normalisation (W = gain * V / |V|, a row at a time;
+https://arxiv.org/abs/1602.07868) and LoRA (W + scale * B A; https://arxiv.org/abs/2106.09685, put on by nn/lora.py).
+"""
+
+from __future__ import annotations
+
+from typing import TypedDict, Unpack
+
+import torch
+from torch import nn
+
+from bagu import ops
+
+__all__ = ["Factory", "Linear", "parameter"]
+
+
+class Factory(TypedDict, total=False):
+    """Where a module's parameters are made, and in what dtype."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+def parameter(*shape: int, **factory: Unpack[Factory]) -> nn.Parameter:
+    """A parameter of NaNs: a model whose weights were neither drawn nor loaded says so in its first loss."""
+    return nn.Parameter(torch.full(shape, float("nan"), device=factory.get("device"), dtype=factory.get("dtype")))
+
+
+class Linear(nn.Module):
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    gain: nn.Parameter | None  # length of each row, under weight normalisation
+    lora_a: nn.Parameter | None  # [rank, in]
+    lora_b: nn.Parameter | None  # [out, rank]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        weight_norm: bool = False,
+        **factory: Unpack[Factory],
+    ) -> None:
+        super().__init__()
+        self.weight = parameter(out_features, in_features, **factory)
+        self.bias = parameter(out_features, **factory) if bias else None
+        self.gain = parameter(out_features, **factory) if weight_norm else None
+        self.lora_a = self.lora_b = None
+        self.lora_scale = 0.0
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    def matrix(self) -> torch.Tensor:
+        """The weight without LoRA: the parameter itself, or its rows at their learned lengths."""
+        if self.gain is None:
+            return self.weight
+        acc = torch.promote_types(self.weight.dtype, torch.float32)
+        v = self.weight.to(acc)
+        return (v * (self.gain.to(acc) / v.norm(dim=1)).unsqueeze(1)).to(self.weight.dtype)
+
+    def merged(self) -> torch.Tensor:
+        """The weight with LoRA in it, added up in fp32 and rounded once."""
+        w = self.matrix()
+        if self.lora_a is None or self.lora_b is None:
+            return w
+        acc = torch.promote_types(w.dtype, torch.float32)
+        return (w.to(acc) + self.lora_scale * (self.lora_b.to(acc) @ self.lora_a.to(acc))).to(w.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = ops.matmul(x, self.matrix(), self.bias)
+        if self.lora_a is None or self.lora_b is None:
+            return y
+        return y + ops.matmul(ops.matmul(x, self.lora_a) * self.lora_scale, self.lora_b)
+
+    def extra_repr(self) -> str:
+        more = "".join(f", {name}" for name in ("bias", "gain", "lora_a") if getattr(self, name) is not None)
+        return f"{self.in_features} -> {self.out_features}{more}"

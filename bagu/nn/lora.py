@@ -1,0 +1,87 @@
+"""LoRA: train W + (alpha / rank) * B A in place of W, A being [rank, in] and B [out, rank].
+
+Paper: https://arxiv.org/abs/2106.09685
+
+`add_lora` freezes the model and lays a pair over each linear that is asked for; B starts at zero, so nothing changes
+until it is trained. `merge` adds the pairs to the weights and takes them off. A fused linear (qkv) gets one pair.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from bagu.errors import ArgumentError
+from bagu.nn.init import draw
+from bagu.nn.linear import Linear
+from bagu.nn.model import Transformer
+
+__all__ = ["add_lora", "load_lora", "lora_state", "merge"]
+
+
+def add_lora(model: Transformer, *, rank: int, alpha: float, targets: str = ".*", seed: int = 0) -> list[str]:
+    """Put a pair of rank `rank` on every linear whose whole name matches `targets`, and freeze all else.
+
+    Names are those of `model.named_modules()`: ".*(qkv|out)" is attention, ".*" is every linear. Returns the names.
+    """
+    if rank < 1:
+        raise ArgumentError(f"LoRA of rank {rank}", hint="rank is 1 or more; 8 to 64 is usual")
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+    chosen = {name: m for name, m in linears.items() if re.fullmatch(targets, name)}
+    if not chosen:
+        example = ", ".join(list(linears)[:4])
+        raise ArgumentError(f"no linear of the model matches {targets!r}", hint=f"names are like {example}")
+    for name, linear in chosen.items():
+        if linear.lora_a is not None:
+            raise ArgumentError(f"{name} has LoRA already", hint="merge it first")
+        if linear.gain is not None:
+            raise ArgumentError(
+                f"{name} is under weight normalisation, into which LoRA cannot be merged",
+                hint="make the model with weight_norm=False",
+            )
+    model.requires_grad_(False)
+    for name, linear in chosen.items():
+        w = linear.weight
+        a = draw((rank, linear.in_features), f"{name}.lora_a", seed) / linear.in_features**0.5
+        linear.lora_a = nn.Parameter(a.to(w.device, w.dtype))
+        linear.lora_b = nn.Parameter(torch.zeros(linear.out_features, rank, device=w.device, dtype=w.dtype))
+        linear.lora_scale = alpha / rank
+    return list(chosen)
+
+
+@torch.no_grad()
+def merge(model: Transformer) -> None:
+    """Add every pair to its weight, take it off, and make all parameters trainable again."""
+    for linear in _adapted(model).values():
+        linear.weight.copy_(linear.merged())
+        linear.lora_a = linear.lora_b = None
+    model.requires_grad_(True)
+
+
+def lora_state(model: Transformer) -> dict[str, torch.Tensor]:
+    """The pairs by name: all that a LoRA run has to keep beside the model it started from."""
+    return {name: p.detach() for name, p in model.named_parameters() if name.endswith((".lora_a", ".lora_b"))}
+
+
+@torch.no_grad()
+def load_lora(model: Transformer, state: Mapping[str, torch.Tensor]) -> None:
+    """Put pairs from `lora_state` into a model that has the same ones."""
+    own = lora_state(model)
+    if own.keys() != state.keys() or any(own[name].shape != state[name].shape for name in own):
+        odd = sorted(own.keys() ^ state.keys()) or [n for n in own if own[n].shape != state[n].shape]
+        raise ArgumentError(
+            f"the LoRA state does not fit the model: {len(odd)} tensors differ, {odd[0]} first",
+            hint="call add_lora with the rank and targets it was made with",
+        )
+    for name, p in own.items():
+        p.copy_(state[name])
+
+
+def _adapted(model: Transformer) -> dict[str, Linear]:
+    found = {name: m for name, m in model.named_modules() if isinstance(m, Linear) and m.lora_a is not None}
+    if not found:
+        raise ArgumentError("the model has no LoRA", hint="call add_lora first")
+    return found

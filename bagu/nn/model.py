@@ -1,0 +1,158 @@
+"""The Transformer: embed, blocks, norm. Tokens travel packed, [T] and not [batch, time]: see bagu.types.Batch.
+
+The head is apart (`head_weight`), because training fuses it with the loss and never makes the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Unpack
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bagu import ops
+from bagu.errors import ArgumentError
+from bagu.nn.attention import Context
+from bagu.nn.block import Block, expected_size
+from bagu.nn.config import ModelConfig
+from bagu.nn.ffn import activate
+from bagu.nn.kv import KV
+from bagu.nn.linear import Factory, Linear, parameter
+from bagu.nn.moe import MoE
+from bagu.nn.norm import make_norm
+from bagu.nn.positions import make_encoding
+
+__all__ = ["Embedding", "MLMHead", "Output", "Transformer"]
+
+
+class Output(NamedTuple):
+    hidden: torch.Tensor  # [T, D]: what the head is applied to, after the last norm
+    aux_loss: torch.Tensor | None  # [] fp32: to be added to the loss; the sum over the layers with a balance loss
+    expert_load: tuple[torch.Tensor, ...]  # [E] int64 a layer with experts, for `update_balance`
+
+
+class Embedding(nn.Module):
+    """A vector a row; also the weight of the head."""
+
+    def __init__(self, rows: int, size: int, **factory: Unpack[Factory]) -> None:
+        super().__init__()
+        self.weight = parameter(rows, size, **factory)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class MLMHead(nn.Module):
+    """BERT's: dense, GELU, norm. The head's bias is a weight on a feature that is always 1, so that loss and logits are
+    still one product of two tensors; eight features are added, not one, since kernels read rows by 16 bytes."""
+
+    def __init__(self, config: ModelConfig, **factory: Unpack[Factory]) -> None:
+        super().__init__()
+        D = config.hidden_size
+        self.dense = Linear(D, D, bias=True, **factory)
+        self.norm = make_norm(config.norm, D, **factory)
+        self.bias = parameter(config.vocab_size, **factory)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(activate("gelu", self.dense(x)))
+        return torch.cat((x, x.new_ones(len(x), 1), x.new_zeros(len(x), 7)), 1)
+
+    def weight(self, table: torch.Tensor) -> torch.Tensor:
+        return torch.cat((table, self.bias.unsqueeze(1), table.new_zeros(len(table), 7)), 1)
+
+
+class Transformer(nn.Module):
+    """`init_weights` draws its weights and nn/weights.py loads them; until then they are NaN."""
+
+    def __init__(self, config: ModelConfig, **factory: Unpack[Factory]) -> None:
+        super().__init__()
+        self.config = config
+        V, D, placement = config.vocab_size, config.hidden_size, config.norm.placement
+        self.embedding = Embedding(V, D, **factory)
+        self.positions = make_encoding(config, **factory)
+        self.token_types = Embedding(config.num_token_types, D, **factory) if config.num_token_types else None
+        self.embedding_norm = make_norm(config.norm, D, **factory) if config.embedding_norm else None
+        self.blocks = nn.ModuleList(Block(config, i, **factory) for i in range(config.num_layers))
+        self.norm = make_norm(config.norm, D, **factory) if placement in ("pre", "sandwich") else None
+        self.mlm = MLMHead(config, **factory) if config.mlm_head else None
+        self.head = None if config.tie_embeddings else Embedding(V, D, **factory)
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_len: int,
+        kv: KV | None = None,
+        *,
+        token_types: torch.Tensor | None = None,
+    ) -> Output:
+        """The hidden state of each of T tokens.
+
+        `positions[T]` are places in the sequence, `cu_seqlens[S + 1]` where segments begin, `max_len` a host bound on
+        their length. With a KV view the tokens are the new ones of its sequences, and `positions` go on from the past.
+        """
+        self._check(max_len, kv)
+        x = self._embed(ids, positions, token_types)
+        context = Context(cu_seqlens, max_len, self.positions.signals(positions), kv)
+        delta, routings = None, []
+        for block in self.blocks:
+            x, delta, routing = block(x, delta, context)
+            if routing is not None:
+                routings.append(routing)
+        losses = [r.aux_loss for r in routings if r.aux_loss is not None]
+        aux_loss = torch.stack(losses).sum() if losses else None
+        return Output(self._finish(x, delta), aux_loss, tuple(r.load for r in routings))
+
+    def _check(self, max_len: int, kv: KV | None) -> None:
+        """Lengths are compared on the host; the positions themselves are not read back from the device."""
+        longest = max_len if kv is None else kv.max_len  # past and new
+        if longest > self.config.max_len:
+            raise ArgumentError(
+                f"a sequence of {longest} tokens, and the model has positions for {self.config.max_len}",
+                hint="shorten it, or make the model with a larger max_len",
+            )
+        if kv is not None and self.training and self.config.norm.kind == "batch":
+            raise ArgumentError(
+                "a KV view with batch norm in training mode, whose statistics are of the new tokens alone",
+                hint="call model.eval() first",
+            )
+
+    def _embed(self, ids: torch.Tensor, positions: torch.Tensor, token_types: torch.Tensor | None) -> torch.Tensor:
+        x: torch.Tensor = self.embedding(ids)
+        if self.config.norm.placement == "none":
+            x = x / self.config.init_std  # the stream starts at size 1, which expected_size goes on from
+        if self.token_types is not None:
+            x = x + self.token_types(torch.zeros_like(ids) if token_types is None else token_types)
+        elif token_types is not None:
+            raise ArgumentError("token_types for a model that has none", hint="set num_token_types, or leave them out")
+        x = self.positions.embed(x, positions)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
+
+    def _finish(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        if self.norm is not None:
+            x, _ = self.norm.add(delta, x)
+        elif self.config.norm.alpha is not None:
+            x = x / expected_size(self.config.norm.alpha, 2 * self.config.num_layers)
+        return x if self.mlm is None else self.mlm(x)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[V, D] (D as in `Output.hidden`): what the loss takes beside the hidden states."""
+        table = self.embedding.weight if self.head is None else self.head.weight
+        return table if self.mlm is None else self.mlm.weight(table)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, V]."""
+        return ops.matmul(hidden, self.head_weight)
+
+    def update_balance(self, expert_load: Sequence[torch.Tensor]) -> None:
+        """Step the aux-free balancing biases, by the summed `expert_load` of all micro-batches of an optimizer step."""
+        layers = [m for m in self.modules() if isinstance(m, MoE)]
+        for layer, load in zip(layers, expert_load, strict=True):
+            if layer.moe.bias_rate is not None:
+                layer.update_balance(load)

@@ -1,0 +1,115 @@
+"""The norms of a block: one module a kind, each of which can also take the residual add before it.
+
+`norm(x)` is the norm; `norm.add(delta, x)` is `(norm(x + delta), x + delta)`, one pass for RMSNorm on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import nn
+
+from bagu import ops
+from bagu.nn.config import NormConfig
+from bagu.nn.linear import Factory, parameter
+
+__all__ = ["BatchNorm", "GroupNorm", "LayerNorm", "Norm", "RMSNorm", "ScaleNorm", "make_norm"]
+
+
+class Norm(nn.Module):
+    """What the kinds share: the gain and the residual add."""
+
+    def __init__(self, size: int, eps: float, **factory: Unpack[Factory]) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = parameter(size, **factory)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def add(self, delta: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + delta), x + delta); a delta of None is nothing to add."""
+        s = x if delta is None else x + delta
+        return self(s), s
+
+
+class RMSNorm(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, delta: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (self(x), x) if delta is None else ops.add_rms_norm(delta, x, self.weight, self.eps)
+
+
+class ScaleNorm(Norm):
+    """One gain for all features."""
+
+    def __init__(self, eps: float, **factory: Unpack[Factory]) -> None:
+        super().__init__(1, eps, **factory)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.scale_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(Norm):
+    bias: nn.Parameter | None
+
+    def __init__(self, size: int, eps: float, *, bias: bool, **factory: Unpack[Factory]) -> None:
+        super().__init__(size, eps, **factory)
+        self.bias = parameter(size, **factory) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class GroupNorm(LayerNorm):
+    """Each run of size / groups features of a token is normalised by itself."""
+
+    def __init__(self, size: int, eps: float, groups: int, *, bias: bool, **factory: Unpack[Factory]) -> None:
+        super().__init__(size, eps, bias=bias, **factory)
+        self.groups = groups
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.group_norm(x, self.groups, self.weight, self.bias, self.eps)
+
+
+class BatchNorm(LayerNorm):
+    """Each feature over the tokens of the batch, in training; by running statistics otherwise.
+
+    Tokens of one batch see each other through the statistics, later ones and other documents included.
+    """
+
+    mean: torch.Tensor
+    var: torch.Tensor
+
+    def __init__(self, size: int, eps: float, *, bias: bool, **factory: Unpack[Factory]) -> None:
+        super().__init__(size, eps, bias=bias, **factory)
+        self.register_buffer("mean", torch.zeros(size, device=factory.get("device")))
+        self.register_buffer("var", torch.ones(size, device=factory.get("device")))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, mean, var = ops.batch_norm(
+            x, self.weight, self.bias, self.mean, self.var, training=self.training, eps=self.eps
+        )
+        if self.training:
+            with torch.no_grad():
+                self.mean.copy_(mean)
+                self.var.copy_(var)
+        return y
+
+
+def make_norm(config: NormConfig, size: int, **factory: Unpack[Factory]) -> Norm:
+    """The norm of `size` features that the config names."""
+    match config.kind:
+        case "rms":
+            return RMSNorm(size, config.eps, **factory)
+        case "scale":
+            return ScaleNorm(config.eps, **factory)
+        case "layer":
+            return LayerNorm(size, config.eps, bias=config.bias, **factory)
+        case "group":
+            assert config.groups is not None, "NormConfig asks group norm for its groups"
+            return GroupNorm(size, config.eps, config.groups, bias=config.bias, **factory)
+        case "batch":
+            return BatchNorm(size, config.eps, bias=config.bias, **factory)

@@ -1,0 +1,223 @@
+"""How a model knows the order of its tokens. Each encoding acts in one of three places:
+
+    the embedding      learned, sinusoidal          `embed(x, positions)`
+    queries and keys   RoPE                          `signals(positions)` gives cos and sin, a row a token
+    the scores         ALiBi, T5                     `signals(positions)` gives slopes, or a bias a distance
+
+`signals` is called once a forward and serves all layers. Tables are made in fp64 on the CPU, kept as fp32 on the device
+of the tokens, and are no buffers: a cast of the model to bf16 must not round them, a checkpoint must not hold them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Unpack
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bagu.nn.config import (
+    Alibi,
+    Learned,
+    Llama3Scaling,
+    ModelConfig,
+    Rope,
+    Sinusoidal,
+    T5Relative,
+    YarnScaling,
+    yarn_mscale,
+)
+from bagu.nn.linear import Factory, parameter
+
+__all__ = ["Encoding", "Signals", "alibi_slopes", "make_encoding", "rope_speeds", "sinusoids", "t5_bucket"]
+
+
+class Signals(NamedTuple):
+    """What attention needs to know of the positions; all None where the embedding already says it."""
+
+    cos: torch.Tensor | None = None  # [T, R] fp32
+    sin: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None  # [H] fp32
+    bias: torch.Tensor | None = None  # [H, 2 * distances - 1]
+
+
+class Encoding(nn.Module):
+    """No positions, and the base of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tables: tuple[torch.Tensor, ...] = ()
+
+    def make_tables(self) -> tuple[torch.Tensor, ...]:
+        """Constants of this encoding, fp32 (or int64) on the CPU."""
+        return ()
+
+    def tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """The same on `device`, made once."""
+        if not self._tables or self._tables[0].device != device:
+            self._tables = tuple(t.to(device) for t in self.make_tables())
+        return self._tables
+
+    def embed(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The embeddings x[T, D], with the positions in them where this encoding puts them there."""
+        return x
+
+    def signals(self, positions: torch.Tensor) -> Signals:
+        return Signals()
+
+
+class LearnedEncoding(Encoding):
+    def __init__(self, max_len: int, size: int, **factory: Unpack[Factory]) -> None:
+        super().__init__()
+        self.weight = parameter(max_len, size, **factory)
+
+    def embed(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return x + F.embedding(positions, self.weight)
+
+
+class SinusoidalEncoding(Encoding):
+    def __init__(self, max_len: int, size: int, base: float) -> None:
+        super().__init__()
+        self.max_len, self.size, self.base = max_len, size, base
+
+    def make_tables(self) -> tuple[torch.Tensor, ...]:
+        return (sinusoids(self.max_len, self.size, self.base),)
+
+    def embed(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        (table,) = self.tables(x.device)
+        return x * math.sqrt(self.size) + table[positions].to(x.dtype)
+
+
+class RopeEncoding(Encoding):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert isinstance(config.positions, Rope)
+        self.rope, self.max_len, self.dim = config.positions, config.max_len, config.rope_dim
+
+    def make_tables(self) -> tuple[torch.Tensor, ...]:
+        speeds, size = rope_speeds(self.rope, self.dim)
+        angle = torch.arange(self.max_len, dtype=torch.float64).outer(speeds)
+        return (angle.cos() * size).float(), (angle.sin() * size).float()
+
+    def signals(self, positions: torch.Tensor) -> Signals:
+        cos, sin = self.tables(positions.device)
+        return Signals(cos=cos.index_select(0, positions), sin=sin.index_select(0, positions))
+
+
+class AlibiEncoding(Encoding):
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+
+    def make_tables(self) -> tuple[torch.Tensor, ...]:
+        return (torch.tensor(alibi_slopes(self.num_heads), dtype=torch.float32),)
+
+    def signals(self, positions: torch.Tensor) -> Signals:
+        return Signals(slopes=self.tables(positions.device)[0])
+
+
+class T5Encoding(Encoding):
+    """The learned table is a number a head and bucket; attention takes one a head and distance, so it is spread."""
+
+    def __init__(self, num_heads: int, config: T5Relative, *, causal: bool, **factory: Unpack[Factory]) -> None:
+        super().__init__()
+        self.config, self.causal = config, causal
+        self.weight = parameter(num_heads, config.buckets, **factory)
+
+    def make_tables(self) -> tuple[torch.Tensor, ...]:
+        far = self.config.max_distance  # all distances from here on share a bucket
+        return (t5_bucket(torch.arange(-far, far + 1), self.config, causal=self.causal),)
+
+    def signals(self, positions: torch.Tensor) -> Signals:
+        (buckets,) = self.tables(positions.device)
+        return Signals(bias=self.weight.index_select(1, buckets))
+
+
+def make_encoding(config: ModelConfig, **factory: Unpack[Factory]) -> Encoding:
+    match config.positions:
+        case Rope():
+            return RopeEncoding(config)
+        case Learned():
+            return LearnedEncoding(config.max_len, config.hidden_size, **factory)
+        case Sinusoidal(base=base):
+            return SinusoidalEncoding(config.max_len, config.hidden_size, base)
+        case Alibi():
+            return AlibiEncoding(config.num_heads)
+        case T5Relative() as t5:
+            return T5Encoding(config.num_heads, t5, causal=config.causal, **factory)
+        case _:
+            return Encoding()
+
+
+# The formulas
+
+
+def rope_speeds(rope: Rope, dim: int) -> tuple[torch.Tensor, float]:
+    """(radians a position of each of the dim / 2 pairs, fp64; what cos and sin are multiplied by)."""
+    speeds = rope.base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    match rope.scaling:
+        case Llama3Scaling() as s:
+            return _llama3(speeds, s), 1.0
+        case YarnScaling() as s:
+            return _yarn(speeds, rope.base, s), _yarn_size(s)
+        case _:
+            return speeds, 1.0
+
+
+def _llama3(speeds: torch.Tensor, s: Llama3Scaling) -> torch.Tensor:
+    turns = s.original_max_len * speeds / (2 * math.pi)  # of each pair, over the context it was trained on
+    keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
+    return keep * speeds + (1 - keep) * speeds / s.factor
+
+
+def _yarn(speeds: torch.Tensor, base: float, s: YarnScaling) -> torch.Tensor:
+    R = len(speeds)
+
+    def pair(turns: float) -> float:
+        """The pair, as a fraction, that turns so many times over the context it was trained on."""
+        return R * math.log(s.original_max_len / (turns * 2 * math.pi)) / math.log(base)
+
+    low, high = pair(s.beta_fast), pair(s.beta_slow)
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * R - 1)
+    slowed = ((torch.arange(R, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return slowed * speeds / s.factor + (1 - slowed) * speeds
+
+
+def _yarn_size(s: YarnScaling) -> float:
+    if s.attention_factor is not None:
+        return s.attention_factor
+    if s.mscale and s.mscale_all_dim:
+        return yarn_mscale(s.factor, s.mscale) / yarn_mscale(s.factor, s.mscale_all_dim)
+    return yarn_mscale(s.factor)
+
+
+def sinusoids(length: int, size: int, base: float = 10000.0) -> torch.Tensor:
+    """[length, size] fp32: sin and cos of each speed side by side (https://arxiv.org/abs/1706.03762, 3.5)."""
+    speeds = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    angle = torch.arange(length, dtype=torch.float64).outer(speeds)
+    return torch.stack((angle.sin(), angle.cos()), -1).flatten(1).float()
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """2^(-8/n), 2^(-16/n), … for n heads, n a power of two; other counts add every second slope of the next power."""
+    n = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * (i + 1) / n) for i in range(n)]
+    between = [2.0 ** (-4 * (i + 1) / n) for i in range(0, 2 * n, 2)]
+    return slopes + between[: heads - n]
+
+
+def t5_bucket(distance: torch.Tensor, config: T5Relative, *, causal: bool) -> torch.Tensor:
+    """The bucket of key position minus query position: near ones have their own, far ones share by the logarithm.
+
+    Without causality the upper half of the buckets is for keys after the query; with it they are all for keys before.
+    """
+    n = config.buckets if causal else config.buckets // 2
+    exact = n // 2
+    far = (-distance).clamp(min=0) if causal else distance.abs()
+    ratio = torch.log(far.clamp(min=1) / exact) / math.log(config.max_distance / exact)
+    coarse = (exact + (ratio * (n - exact)).long()).clamp(max=n - 1)
+    bucket = torch.where(far < exact, far, coarse)
+    return bucket if causal else bucket + n * (distance > 0)

@@ -1,0 +1,123 @@
+"""Generation without an engine: a batch of prompts, a DenseKV, one token each a step. For samples during training, and
+the reference of the serving engine.
+
+The draw for token t of prompt i is a function of (seed, i, t): the same whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bagu import ops
+from bagu.errors import ArgumentError
+from bagu.nn.kv import DenseKV
+from bagu.nn.model import Transformer
+
+__all__ = ["generate", "pick", "uniform"]
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    eos_id: int | None = None,
+) -> list[list[int]]:
+    """The new tokens of each prompt, up to `max_new_tokens` or the eos, which is left off. Temperature 0 is greedy."""
+    _check(model, prompts, max_new_tokens, temperature, top_k, top_p)
+    training = model.training
+    model.eval()
+    try:
+        return _generate(model, prompts, max_new_tokens, temperature, top_k, top_p, seed, eos_id)
+    finally:
+        model.train(training)
+
+
+def _generate(
+    model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float,
+    top_k: int | None, top_p: float | None, seed: int, eos_id: int | None,
+) -> list[list[int]]:  # fmt: skip
+    table = model.embedding.weight
+    longest = max(map(len, prompts)) + max_new_tokens - 1  # the last token drawn is never read
+    kv = DenseKV(model.config, len(prompts), longest, device=table.device, dtype=table.dtype)
+    new: list[list[int]] = [list(p) for p in prompts]  # what each sequence brings to the next forward
+    found: list[list[int]] = [[] for _ in prompts]
+    for t in range(max_new_tokens):
+        positions, cu_seqlens, max_len = kv.plan([len(n) for n in new])
+        ids = torch.tensor([i for n in new for i in n], device=table.device)
+        hidden = model(ids, positions, cu_seqlens, max_len, kv).hidden
+        alive = [i for i, n in enumerate(new) if n]
+        logits = model.logits(hidden[cu_seqlens[1:].long()[alive] - 1])
+        u = torch.tensor([uniform(seed, i, t) for i in alive], device=table.device)
+        drawn = pick(logits, u, temperature=temperature, top_k=top_k, top_p=top_p).tolist()
+        new = [[] for _ in prompts]
+        for i, token in zip(alive, drawn, strict=True):
+            if token != eos_id:
+                found[i].append(token)
+                new[i] = [token]
+        if not any(new):
+            break
+    return found
+
+
+def pick(
+    logits: torch.Tensor,
+    u: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> torch.Tensor:
+    """A token for each row of logits[N, V] by its number u[N] in [0, 1): the token at that height of the stacked
+    probabilities, most likely first, of those among the `top_k` and inside `top_p` (the fewest that reach it)."""
+    if temperature == 0.0:
+        return logits.argmax(-1)
+    ranked, tokens = logits.float().sort(dim=-1, descending=True, stable=True)
+    p = ops.softmax(ranked, 1.0 / temperature)
+    if top_k is not None:
+        p = p.masked_fill(torch.arange(p.shape[-1], device=p.device) >= top_k, 0.0)
+    if top_p is not None:
+        p = p / p.sum(-1, keepdim=True)
+        p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0.0)
+    height = p.cumsum(-1)
+    place = (height <= u.to(height).unsqueeze(-1) * height[:, -1:]).sum(-1)
+    last = (p > 0).sum(-1) - 1  # u * total may round up to the total
+    return tokens.gather(-1, torch.minimum(place, last).unsqueeze(-1)).squeeze(-1)
+
+
+def uniform(*key: int) -> float:
+    """A number in [0, 1) that is a function of the key: splitmix64 over its parts."""
+    x = 0
+    for part in key:
+        x = (x + part + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        x ^= x >> 31
+    return (x >> 11) / 2**53
+
+
+def _check(
+    model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float,
+    top_k: int | None, top_p: float | None,
+) -> None:  # fmt: skip
+    if not prompts or not all(prompts):
+        raise ArgumentError("generate: there is an empty prompt, or none", hint="a prompt has at least one token")
+    longest = max(map(len, prompts)) + max_new_tokens
+    if max_new_tokens < 1 or longest > model.config.max_len:
+        raise ArgumentError(
+            f"generate: {max_new_tokens} new tokens make {longest} in all, and the model has {model.config.max_len}",
+            hint="ask for 1 or more that fit, or shorten the prompt",
+        )
+    wrong_p = top_p is not None and not 0.0 < top_p <= 1.0
+    if temperature < 0.0 or (top_k is not None and top_k < 1) or wrong_p:
+        raise ArgumentError(
+            f"generate: temperature = {temperature}, top_k = {top_k}, top_p = {top_p}",
+            hint="temperature is 0 or more, top_k 1 or more, top_p above 0 and at most 1",
+        )

@@ -1,0 +1,232 @@
+"""Checkpoints of Hugging Face, in and out: a folder with config.json and safetensors, whole or in shards.
+
+    from_pretrained(name)         config.json -> family -> ModelConfig -> Transformer; names and shapes are compared
+                                  before anything is allocated, then tensors are copied in one at a time
+    save_pretrained(model, dir)   the way back: transformers loads what is written
+
+Only safetensors are read: a pickle runs the code it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from bagu.config import write_whole
+from bagu.errors import UnknownName
+from bagu.nn import hub
+from bagu.nn.families import FAMILIES, Family, can_say, family_for, family_of
+from bagu.nn.families.core import Part
+from bagu.nn.hub import WeightsError, read_json
+from bagu.nn.model import Transformer
+
+__all__ = ["WeightsError", "from_pretrained", "save_pretrained"]
+
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+SHOWN = 4  # names in an error; the rest are counted
+
+
+def from_pretrained(
+    name: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> Transformer:
+    """The model in folder `name` (or of that hub id), in eval mode. `dtype` None is the one config.json names."""
+    folder = hub.find(name)
+    hf = read_json(folder / "config.json")
+    family = family_of(hf)
+    config = family.config(hf)
+    if dtype is None:
+        dtype = _dtype(hf.get("dtype", hf.get("torch_dtype", "float32")))
+    with opened(folder) as files:
+        tensors = Tensors(files, family, config.num_layers)
+        tensors.check(parts_of(Transformer(config, device="meta", dtype=dtype), family))
+        model = Transformer(config, device=device, dtype=dtype)
+        with torch.no_grad():
+            for theirs, part in parts_of(model, family).items():
+                part.load(tensors.read(theirs))
+    return model.eval()
+
+
+def save_pretrained(
+    model: Transformer,
+    folder: str | Path,
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    family: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write config.json and the weights, in shards where they pass `max_shard_bytes`; a tied head is written once.
+
+    `family` None is the first that can say the model. `extra` goes into config.json: eos_token_id and other facts that
+    a model does not know. All files are written before the first is moved to its place; weights that were
+    there before are replaced, other files are kept. At most one shard is held in memory beside the model.
+    """
+    chosen = _family(model, family)
+    parts = parts_of(model, chosen)
+    hf = {"architectures": [chosen.architecture], "model_type": chosen.name, **chosen.write(model.config)}
+    dtype = next(model.parameters()).dtype
+    hf |= {
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **(extra or {}),
+    }
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
+            _write_shards(parts, Path(partial), max_shard_bytes)
+            written = [file.replace(folder / file.name).name for file in Path(partial).iterdir()]
+        for old in [*folder.glob("model*.safetensors"), folder / INDEX]:
+            if old.name not in written:  # transformers reads model.safetensors before an index: a stale one would win
+                old.unlink(missing_ok=True)
+        write_whole(folder / "config.json", json.dumps(hf, indent=2) + "\n")
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{folder} cannot be written: {error}", hint="free some space, or save elsewhere") from error
+
+
+def parts_of(model: Transformer, family: Family) -> dict[str, Part]:
+    """Their name of every tensor of the model -> where it lies. A parameter that is used twice is named once."""
+    seen: dict[int, str] = {}
+    tensors = {n: t for n, t in model.state_dict(keep_vars=True).items() if seen.setdefault(id(t), n) == n}
+    return family.parts({n: t.detach() for n, t in tensors.items()}, model.config)
+
+
+class Tensors:
+    """The tensors of a checkpoint under the names that its family has for them today."""
+
+    def __init__(self, files: Mapping[str, Any], family: Family, num_layers: int) -> None:
+        self.files, self.family = files, family
+        headless = family.prefix and not any(name.startswith(family.prefix) for name in files)
+        self.stored: dict[str, str] = {}  # today's name -> the name in the file
+        for name in files:
+            today = name
+            for pattern, new in family.renamed:
+                today = re.sub(pattern, new, today)
+            if headless and not today.startswith("lm_head."):
+                today = family.prefix + today
+            if not any(re.fullmatch(u.replace("{num_layers}", str(num_layers)), today) for u in family.unused):
+                self.stored[today] = name
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        stored = self.stored[name]
+        return tuple(self.files[stored].get_slice(stored).get_shape())
+
+    def read(self, name: str) -> torch.Tensor:
+        stored = self.stored[name]
+        return self.files[stored].get_tensor(stored)
+
+    def check(self, parts: Mapping[str, Part]) -> None:
+        """Refuse a checkpoint that lacks a tensor, has one too many, or one of another shape."""
+        for copy, original in self.family.copies.items():
+            if copy in self.stored and copy not in parts:
+                if original in self.stored and not torch.equal(self.read(copy), self.read(original)):
+                    raise WeightsError(
+                        f"{copy} differs from {original}, and config.json says that they are one tensor",
+                        hint="set tie_word_embeddings to false in config.json",
+                    )
+                del self.stored[copy]
+        wrong = [n for n in parts if n in self.stored and self.shape(n) != parts[n].shape]
+        faults = [
+            _listed("is missing", "are missing", sorted(parts.keys() - self.stored.keys())),
+            _listed("is not of this model", "are not of this model", sorted(self.stored.keys() - parts.keys())),
+            _listed(
+                "has another shape",
+                "have another shape",
+                [f"{n} {list(self.shape(n))} for {list(parts[n].shape)}" for n in wrong],
+            ),
+        ]
+        if any(faults):
+            raise WeightsError(
+                f"the weights do not fit config.json ({self.family.name}): {'; '.join(f for f in faults if f)}",
+                hint="is config.json of this checkpoint, and is the download complete?",
+            )
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[dict[str, Any]]:
+    """Each tensor's name -> the open file that holds it."""
+    files: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for path in _paths(folder):
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise WeightsError(f"{path} cannot be read: {error}", hint="fetch or write it again") from error
+            files |= dict.fromkeys(file.keys(), file)
+        yield files
+
+
+def _paths(folder: Path) -> list[Path]:
+    """The safetensors files of a folder."""
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]
+    if (folder / INDEX).is_file():
+        shards = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+        if outside := [s for s in shards if Path(s).name != s]:
+            raise WeightsError(f"{folder / INDEX} names a file outside its folder: {outside[0]}", hint="do not load it")
+        if absent := [s for s in shards if not (folder / s).is_file()]:
+            raise WeightsError(
+                f"{folder} lacks {len(absent)} of {len(shards)} shards, {absent[0]} first", hint="fetch it again"
+            )
+        return [folder / s for s in shards]
+    if pickles := [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]:
+        raise WeightsError(
+            f"{folder} has no safetensors, only {pickles[0].name}, and a pickle can run any code",
+            hint="load it with transformers where you trust it, and save_pretrained there writes safetensors",
+        )
+    raise WeightsError(f"{folder} has no {WHOLE} and no {INDEX}", hint="is it a model's folder?")
+
+
+def _write_shards(parts: Mapping[str, Part], folder: Path, max_shard_bytes: int) -> None:
+    shards: list[list[str]] = []
+    room = 0
+    for name, part in parts.items():
+        size = part.view.numel() * part.view.element_size()
+        if not shards or size > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= size
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(shards, start=1):
+        file = WHOLE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
+        save_file({n: parts[n].save() for n in names}, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum(p.view.numel() * p.view.element_size() for p in parts.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _family(model: Transformer, name: str | None) -> Family:
+    if name is None:
+        return family_for(model.config)
+    if name not in FAMILIES:
+        raise UnknownName.among("model family", name, FAMILIES)
+    if not can_say(FAMILIES[name], model.config):
+        raise WeightsError(f"{name} has no model of this configuration", hint="leave the family out: one is found")
+    return FAMILIES[name]
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise UnknownName.among("dtype of weights", name, DTYPES)
+    return DTYPES[name]
+
+
+def _listed(one: str, many: str, names: Sequence[str]) -> str:
+    """ "a, b and 7 more are missing", or nothing for no names."""
+    if not names:
+        return ""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more} {one if len(names) == 1 else many}"

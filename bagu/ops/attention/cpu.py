@@ -1,0 +1,198 @@
+"""Attention on a CPU: PyTorch's blocked kernel, over segments of one length at a time.
+
+That kernel takes [B, heads, L, features], heads in groups and an additive mask, and gives the logsumexp. Segments that
+are all of one length are one call of it, in the sight of the compiler. Others are a call for each run of equal lengths,
+read from `cu_seqlens` on the host: a graph cannot hold that, so it is a custom op with its own backward. Nothing is
+copied or padded either way, since a run of segments is a view of the packed tokens.
+
+A learned bias has a gradient, which the kernel does not give: those segments are done with all scores in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bagu.errors import ArgumentError
+from bagu.ops.attention import dense
+from bagu.ops.attention.shape import Shape
+from bagu.ops.signature import accumulator
+
+__all__ = ["equal", "ragged"]
+
+# Longest segments whose 16-bit backward is done in fp32. The 16-bit kernel packs its blocks anew for each segment and
+# head. One core of a Xeon with AMX, 4096 tokens, 4 heads of 64, bf16 against fp32 with the copies to and from it:
+# 16 long 90 / 10 ms, 102 long 63 / 18 ms, 256 long 34 / 31 ms, 512 long 47 / 49 ms, 1024 long 52 / 82 ms.
+WIDEN = 256
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _wide(x: torch.Tensor, features: int) -> torch.Tensor:
+    """[B, L, heads, F] as the kernel takes it, zeros being added up to `features`: q, k and v have the same number."""
+    x = x.transpose(1, 2)
+    return x if x.shape[-1] == features else torch.nn.functional.pad(x, (0, features - x.shape[-1]))
+
+
+def _mask(shape: Shape, q: torch.Tensor) -> torch.Tensor | None:
+    """fp32 beside 16-bit inputs too: slope * distance has more digits than bf16. Two dims or four."""
+    if shape.plain:
+        return None
+    added = shape.additive(q.shape[1], q.new_empty(0, dtype=accumulator(q.dtype)))
+    return added.unsqueeze(0) if added is not None and added.ndim == 3 else added
+
+
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape, scale: float) -> Pair:
+    """out[B, L, H, E] and lse[B, L, H] of segments that are all L long."""
+    if shape.bias is not None:
+        return dense.forward(q, k, v, shape.additive(q.shape[1], q.new_empty(0, dtype=accumulator(q.dtype))), scale)
+    wide, mask = max(q.shape[-1], v.shape[-1]), _mask(shape, q)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        _wide(q, wide), _wide(k, wide), _wide(v, wide), 0.0, shape.causal and mask is None, attn_mask=mask, scale=scale
+    )
+    return out.transpose(1, 2)[..., : v.shape[-1]], lse.transpose(1, 2)
+
+
+def _backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    shape: Shape, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """dq, dk, dv, and dbias where there is a bias, of segments that are all L long."""
+    D, E, dtype, acc = q.shape[-1], v.shape[-1], q.dtype, accumulator(q.dtype)
+    if shape.bias is not None:
+        added = shape.additive(q.shape[1], q.new_empty(0, dtype=acc))
+        dq, dk, dv, dscores = dense.backward(dout, q, k, v, out, lse, added, scale)
+        return dq, dk, dv, shape.bias_gradient(dscores)
+    mask, wide = _mask(shape, q), max(D, E)
+    held = [x.to(acc) if q.shape[1] <= WIDEN else x for x in (dout, q, k, v, out)]
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(_wide(x, wide) for x in held), lse.transpose(1, 2), 0.0, shape.causal and mask is None, attn_mask=mask,
+        scale=scale,
+    )  # fmt: skip
+    dq, dk, dv = (g.transpose(1, 2)[..., :n].to(dtype) for g, n in zip(grads, (D, D, E), strict=True))
+    return dq, dk, dv, None
+
+
+class _Equal(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, causal: bool,
+        window: int | None, scale: float,
+    ) -> Pair:  # fmt: skip
+        out, lse = _forward(q, k, v, Shape(causal=causal, window=window, slopes=slopes), scale)
+        ctx.save_for_backward(q, k, v, slopes, out, lse)
+        ctx.rest = causal, window, scale
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, slopes, out, lse = ctx.saved_tensors
+        causal, window, scale = ctx.rest
+        shape = Shape(causal=causal, window=window, slopes=slopes)
+        return *_backward(douts[0], q, k, v, out, lse, shape, scale)[:3], None, None, None, None
+
+
+def equal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape, scale: float) -> Pair:
+    """out[B, L, H, E] and lse[B, L, H] of B segments of length L; differentiable, and in the compiler's sight."""
+    if shape.bias is not None:
+        return _forward(q, k, v, shape, scale)  # autograd sees through it
+    return _Equal.apply(q, k, v, shape.slopes, shape.causal, shape.window, scale)
+
+
+def runs(cu_seqlens: torch.Tensor, T: int, max_len: int) -> list[tuple[int, int, int]]:
+    """(begin, segments, length) of each run of neighbours of one length, empty segments left out.
+
+    The offsets are at hand here, so wrong ones are refused; other devices trust the host that built the batch.
+    """
+    offsets: list[int] = cu_seqlens.tolist()
+    lengths = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+    if offsets[0] != 0 or offsets[-1] != T or min(lengths, default=0) < 0 or max(lengths, default=0) > max_len:
+        raise ArgumentError(
+            f"attention: cu_seqlens is {offsets}, and offsets that rise from 0 to T = {T} by at most max_len ="
+            f" {max_len} are wanted",
+            hint="cu_seqlens holds where each segment begins, then T; segments past the last are empty (T again)",
+        )
+    found: list[tuple[int, int, int]] = []
+    for at, length in zip(offsets, lengths, strict=False):
+        if found and length == found[-1][2]:
+            found[-1] = (found[-1][0], found[-1][1] + 1, length)
+        elif length:
+            found.append((at, 1, length))
+    return found
+
+
+def _part(x: torch.Tensor, begin: int, count: int, length: int) -> torch.Tensor:
+    """A run of segments of the packed x[T, …] as [count, length, …]."""
+    return x[begin : begin + count * length].unflatten(0, (count, length))
+
+
+@torch.library.custom_op("bagu::attention_ragged", mutates_args=())
+def ragged(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
+    bias: torch.Tensor | None, max_len: int, causal: bool, window: int | None, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out[T, H, E] and lse[T, H] of segments of any lengths."""
+    out, lse = _ragged_like(q, k, v, cu_seqlens, slopes, bias, max_len, causal, window, scale)
+    shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias)
+    for run in runs(cu_seqlens, q.shape[0], max_len):
+        found = _forward(*(_part(x, *run) for x in (q, k, v)), shape, scale)
+        for whole, part in zip((out, lse), found, strict=True):
+            _part(whole, *run).copy_(part)
+    return out, lse
+
+
+@ragged.register_fake
+def _ragged_like(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
+    bias: torch.Tensor | None, max_len: int, causal: bool, window: int | None, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    T, H, _ = q.shape
+    return q.new_empty(T, H, v.shape[-1]), q.new_empty(T, H, dtype=accumulator(q.dtype))
+
+
+@torch.library.custom_op("bagu::attention_ragged_backward", mutates_args=())
+def _ragged_backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
+    slopes: torch.Tensor | None, bias: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, max_len: int,
+    causal: bool, window: int | None, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dq, dk, dv, and dbias, which is empty where there is no bias."""
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias)
+    dbias = q.new_zeros(() if bias is None else bias.shape, dtype=accumulator(q.dtype))
+    for run in runs(cu_seqlens, q.shape[0], max_len):
+        *found, more = _backward(*(_part(x, *run) for x in (dout, q, k, v, out, lse)), shape, scale)
+        for whole, part in zip((dq, dk, dv), found, strict=True):
+            _part(whole, *run).copy_(part)
+        if more is not None:
+            dbias += more
+    return dq, dk, dv, q.new_empty(0) if bias is None else dbias.to(bias.dtype)
+
+
+@_ragged_backward.register_fake
+def _ragged_backward_like(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
+    slopes: torch.Tensor | None, bias: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, max_len: int,
+    causal: bool, window: int | None, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    return *grads, q.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
+    q, k, v, cu_seqlens, slopes, bias, *rest = inputs
+    ctx.save_for_backward(q, k, v, cu_seqlens, slopes, bias, *output)
+    ctx.rest = rest
+    ctx.mark_non_differentiable(output[1])
+
+
+def _link(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    has_bias = ctx.saved_tensors[5] is not None
+    dq, dk, dv, dbias = _ragged_backward(dout, *ctx.saved_tensors, *ctx.rest)
+    return dq, dk, dv, None, None, dbias if has_bias else None, None, None, None, None
+
+
+ragged.register_autograd(_link, setup_context=_keep)

@@ -1,0 +1,66 @@
+"""Attention on a GPU by the kernels that ship with PyTorch, until bagu's own are there. Nothing is read back.
+
+    segments of one length, no window     cuDNN on Hopper and newer (H200, d128, causal: about 1.6x FlashAttention-2)
+    anything else                         FlashAttention-2 over `cu_seqlens`
+
+Both take 16-bit inputs, heads in groups, and no term but the window; the rest runs with all scores in memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bagu.ops.attention.shape import Shape
+
+__all__ = ["equal", "fits", "packed", "prefers_equal"]
+
+WIDEST = 256  # features of a head that FlashAttention-2 takes
+CUDNN_WIDEST = 128  # and that cuDNN's backward takes on every release since Hopper
+
+
+def fits(q: torch.Tensor, v: torch.Tensor, shape: Shape) -> bool:
+    """Whether a fused kernel can run this call."""
+    return (
+        q.dtype in (torch.float16, torch.bfloat16)
+        and max(q.shape[-1], v.shape[-1]) <= WIDEST
+        and shape.slopes is None
+        and shape.bias is None
+    )
+
+
+def prefers_equal(q: torch.Tensor, v: torch.Tensor, shape: Shape) -> bool:
+    """Whether segments of one length are better done by cuDNN. Its backward does not promise the same bits twice."""
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    narrow = all(x.shape[-1] % 8 == 0 and x.shape[-1] <= CUDNN_WIDEST for x in (q, v))
+    return shape.plain and narrow and not strict and _hopper(q.device.index or 0)
+
+
+@torch.compiler.assume_constant_result
+def _hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0) and torch.backends.cudnn.is_available()
+
+
+def equal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out[B, L, H, E] and lse[B, L, H] of B segments of length L."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, shape.causal, False, scale=scale
+    )[:2]
+    return out.transpose(1, 2), lse.reshape(q.shape[:3]).transpose(1, 2)
+
+
+def packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, shape: Shape,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out[T, H, E] and lse[T, H]. The kernel wants q, k and v of one width, a multiple of 8: zeros fill it up."""
+    E, wide = v.shape[-1], -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
+    q, k, v = (torch.nn.functional.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (q, k, v))
+    side = -1 if shape.window is None else shape.window - 1  # the kernel counts keys beside the query's own
+    out, lse = torch.ops.aten._flash_attention_forward(
+        q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, shape.causal, False, scale=scale,
+        window_size_left=side, window_size_right=0 if shape.causal else side,
+    )[:2]  # fmt: skip
+    return out[..., :E], lse.T

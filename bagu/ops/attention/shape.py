@@ -1,0 +1,83 @@
+"""What is added to the score of two tokens for where they stand, whatever they hold.
+
+A query at i and a key at j are apart by j - i. From that follow what is hidden (-inf: later keys, keys outside the
+window, other segments), ALiBi's penalty and the learned bias. Distances inside a segment are the same counted from the
+segment's begin or from the batch's, so one function serves a segment, many of one length, and the whole batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Shape", "index", "segment_of"]
+
+
+def index(n: int, like: torch.Tensor) -> torch.Tensor:
+    """0, 1, …, n - 1 as int64. Not by torch.arange, since a DTensor takes no plain tensor beside it."""
+    return like.new_ones(n, dtype=torch.int64).cumsum(0) - 1
+
+
+def segment_of(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
+    """The segment of each of T tokens, found on the device: how many segments have ended at or before it."""
+    return (index(T, cu_seqlens).unsqueeze(1) >= cu_seqlens[1:].unsqueeze(0)).sum(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Which keys a query sees, and what their distance adds to their scores."""
+
+    causal: bool
+    window: int | None = None
+    slopes: torch.Tensor | None = None  # [H]
+    bias: torch.Tensor | None = None  # [H, 2R - 1]
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but `causal`, which every fused kernel knows."""
+        return self.window is None and self.slopes is None and self.bias is None
+
+    def additive(self, L: int, like: torch.Tensor, segment: torch.Tensor | None = None) -> torch.Tensor | None:
+        """What L queries and L keys get: [L, L], or [H, L, L] where heads differ, in `like`'s dtype; None if nothing.
+
+        With `segment`, the segment of each of the L tokens, other segments are hidden too.
+        """
+        apart, total = _apart(L, like), None
+        if self.slopes is not None:
+            total = -self.slopes.to(like.dtype)[:, None, None] * apart.abs()
+        if self.bias is not None:
+            learned = self.bias.to(like.dtype)[:, self._column(apart)]
+            total = learned if total is None else total + learned
+        hidden = self._hidden(apart, segment)
+        if hidden is None:
+            return total
+        return (like.new_zeros(L, L) if total is None else total).masked_fill(hidden, -torch.inf)
+
+    def bias_gradient(self, dscores: torch.Tensor) -> torch.Tensor:
+        """The gradient of `bias` from that of the scores [B, H, L, L]: one sum for each distance."""
+        assert self.bias is not None
+        column = self._column(_apart(dscores.shape[-1], dscores)).flatten()
+        summed = dscores.sum(0).flatten(1)
+        return summed.new_zeros(self.bias.shape).index_add(1, column, summed)
+
+    def _hidden(self, apart: torch.Tensor, segment: torch.Tensor | None) -> torch.Tensor | None:
+        found = [apart > 0] if self.causal else []
+        if self.window is not None:
+            found.append(apart.abs() >= self.window)
+        if segment is not None:
+            found.append(segment.unsqueeze(0) != segment.unsqueeze(1))
+        total = None
+        for hidden in found:
+            total = hidden if total is None else total | hidden
+        return total
+
+    def _column(self, apart: torch.Tensor) -> torch.Tensor:
+        assert self.bias is not None
+        reach = self.bias.shape[1] // 2
+        return apart.clamp(-reach, reach) + reach
+
+
+def _apart(L: int, like: torch.Tensor) -> torch.Tensor:
+    place = index(L, like)
+    return place.unsqueeze(0) - place.unsqueeze(1)

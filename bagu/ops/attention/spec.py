@@ -1,0 +1,188 @@
+"""Attention over packed segments: each token's mix of the values of its segment, by how well query and key agree.
+
+    s[i, j] = scale * q[i] . k[j] - slope * |i - j| + bias[R - 1 + clamp(j - i, ±(R - 1))]
+    lse[i]  = log(sum_j exp(s[i, j]))        out[i] = sum_j exp(s[i, j] - lse[i]) * v[j]
+
+for each head, over the keys j that query i may see: those of its own segment, with j <= i if `causal`, and with
+|i - j| < window if there is one. Token t belongs to the segment that cu_seqlens[s] <= t < cu_seqlens[s + 1] holds; a
+segment may be empty. Head h reads keys and values of group h // (H / G): G = H is MHA, G = 1 is MQA, between is GQA.
+
+`slopes` (ALiBi) are constants; `bias` is learned: T5's buckets are bias = table[:, bucket(distance)]. `lse` is what
+split KV and ring attention join parts with. No gradient flows through it: fused kernels give none.
+
+Dims: T = tokens, H = query heads, G = key heads, D = features of a key, E = of a value, S1 = segments + 1, P = 2R - 1.
+Papers: https://arxiv.org/abs/1706.03762, 2205.14135 (IO-aware), 2305.13245 (GQA), 2108.12409 (ALiBi), 1910.10683 (T5)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bagu.errors import ArgumentError
+from bagu.ops.attention import torch_backend
+from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.signature import Dims
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
+    bias: torch.Tensor | None, max_len: int, causal: bool, window: int | None, scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The definition, one segment after another."""
+    per_group, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
+    k, v = k.repeat_interleave(per_group, 1), v.repeat_interleave(per_group, 1)
+    outs, lses = [], []
+    for begin, end in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False):
+        i = torch.arange(end - begin)[:, None]
+        j = torch.arange(end - begin)[None, :]
+        s = scale * torch.einsum("ihd,jhd->hij", q[begin:end], k[begin:end])
+        if slopes is not None:
+            s = s - slopes[:, None, None] * (i - j).abs()
+        if bias is not None:
+            R = (bias.shape[1] + 1) // 2
+            s = s + bias[:, R - 1 + (j - i).clamp(1 - R, R - 1)]
+        seen = (j <= i) if causal else torch.ones_like(i - j, dtype=torch.bool)
+        if window is not None:
+            seen = seen & ((i - j).abs() < window)
+        s = s.masked_fill(~seen, -torch.inf)
+        lse = s.logsumexp(-1)
+        outs.append(torch.einsum("hij,jhe->ihe", (s - lse[..., None]).exp(), v[begin:end]))
+        lses.append(lse.T)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def inputs(case: Case, streams: Streams) -> dict[str, Any]:
+    """`lengths` are the segments'; or there are S of length L."""
+    lengths = case.get("lengths", (case.get("L", 1),) * case.get("S", 1))
+    H, D = case["H"], case["D"]
+    T, G, E = sum(lengths), case.get("G", H), case.get("E", D)
+    loud = case.get("loud", 1.0)
+    heads = torch.arange(1, H + 1, dtype=torch.float64)
+    return {
+        "q": loud * streams.normal("q", T, H, D),
+        "k": loud * streams.normal("k", T, G, D),
+        "v": streams.normal("v", T, G, E),
+        "cu_seqlens": torch.tensor((0, *lengths)).cumsum(0).to(torch.int32),
+        "slopes": 2 ** (-8 * heads / H) if case.get("alibi", False) else None,
+        "bias": streams.normal("bias", H, 2 * case["R"] - 1) if "R" in case.params else None,
+        "max_len": case.get("max_len", max(lengths)),
+        "causal": case.get("causal", True),
+        "window": case.get("window", None),
+        "scale": case.get("scale", None),
+    }
+
+
+def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
+    """No dim is derived; what the signature cannot say is refused here."""
+    T, H, G, S = dims["T"], dims["H"], dims["G"], dims["S1"] - 1
+    if G == 0 or H % G:
+        raise ArgumentError(
+            f"attention: q has {H} heads and k has {G}, and a multiple is wanted",
+            hint="each key head serves H / G query heads",
+        )
+    if S < 0 or S * args["max_len"] < T:
+        raise ArgumentError(
+            f"attention: cu_seqlens has {S} segments of at most max_len = {args['max_len']}, and there are {T} tokens",
+            hint="max_len is the length of the longest segment, and cu_seqlens ends with T",
+        )
+    if args["window"] is not None and args["window"] < 1:
+        raise ArgumentError(
+            f"attention: window is {args['window']}, and a query sees at least itself",
+            hint="window = 1 is the query's own key; None is no window",
+        )
+    if args["bias"] is not None and dims["P"] % 2 == 0:
+        raise ArgumentError(
+            f"attention: bias has {dims['P']} distances, and an odd number is wanted",
+            hint="2R - 1 columns stand for the distances -(R - 1) … R - 1",
+        )
+    return {}
+
+
+def pairs(dims: Mapping[str, Any]) -> int:
+    """How many (query, key) pairs there are at least: exact where segments are of one length, less than others have."""
+    T, S = dims["T"], max(1, dims["S1"] - 1)
+    L = T / S
+    w = L if dims["window"] is None else min(dims["window"], L)
+    before = w * (w + 1) / 2 + (L - w) * w  # sum over i of the keys at or before i that are inside the window
+    return round(S * (before if dims["causal"] else 2 * before - L))
+
+
+def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
+    """Two products for each pair and head. Tokens are read once, and out and the fp32 lse written once."""
+    T, H, G, D, E = (dims[n] for n in "THGDE")
+    return Cost(flops=2 * pairs(dims) * H * (D + E), bytes=T * (H + G) * (D + E) * itemsize + 4 * T * H)
+
+
+def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
+    """Five products for each pair: scores again, dP, dV, dQ, dK. Also out, dout and lse are read; three are written."""
+    T, H, G, D, E = (dims[n] for n in "THGDE")
+    moved = T * (2 * H * D + 2 * H * E + 2 * G * (D + E)) * itemsize
+    return Cost(flops=2 * pairs(dims) * H * (3 * D + 2 * E), bytes=moved + 4 * T * H)
+
+
+RAGGED = (5, 1, 9, 9, 2)
+CASES = [
+    Case("even", "segments of one length run as one call, so a failure here is the math", S=2, L=4, H=2, D=8),
+    Case("ragged", "lengths differ, one segment is a single token, two neighbours are equal", lengths=RAGGED, H=2, D=8),
+    Case("single", "one segment is the whole batch", S=1, L=37, H=3, D=16),
+    Case("padded", "cu_seqlens is filled up with T, and those segments are empty", lengths=(6, 3, 0, 0, 0), H=2, D=8),
+    Case("hollow", "an empty segment stands first and in the middle", lengths=(0, 4, 0, 4, 3), H=2, D=8),
+    Case("singletons", "every segment is one token, which sees itself alone: out is v", S=7, L=1, H=2, D=8),
+    Case("slack", "max_len bounds the lengths and none reaches it", lengths=(3, 5), max_len=9, H=2, D=8),
+    Case("gqa", "two query heads share a key head, and its gradient is their sum", lengths=RAGGED, H=4, G=2, D=8),
+    Case("mqa", "all query heads share one key head", S=2, L=6, H=3, G=1, D=8),
+    Case("bidirectional", "a query sees its whole segment", lengths=RAGGED, H=2, D=8, causal=False),
+    Case("bidirectional_even", "the same, segments being of one length", S=2, L=6, H=2, D=8, causal=False),
+    Case("window", "a query sees itself and two before it", lengths=RAGGED, H=2, D=8, window=3),
+    Case("window_even", "the same in segments of one length, heads sharing keys", S=2, L=8, H=4, G=2, D=8, window=3),
+    Case("window_one", "a window of 1 leaves a query its own key alone", S=1, L=5, H=2, D=8, window=1),
+    Case("window_wide", "the window is past the segment, so it hides nothing", lengths=(5, 3), H=2, D=8, window=99),
+    Case("window_both", "without causal the window reaches both ways", lengths=RAGGED, H=2, D=8, window=2, causal=False),
+    Case("alibi", "each head has a slope of its own", lengths=RAGGED, H=4, G=2, D=8, alibi=True),
+    Case("alibi_even", "slopes in segments of one length, seen from both sides", S=2, L=6, H=2, D=8, alibi=True,
+         causal=False),
+    Case("alibi_far", "slope times distance has more digits than bf16", S=1, L=300, H=2, D=8, alibi=True, mixed=["slopes"]),
+    Case("bias", "a learned bias by distance, clamped at its ends, has a gradient", lengths=RAGGED, H=2, D=8, R=4),
+    Case("bias_even", "the same in segments of one length, seen from both sides", S=2, L=6, H=4, G=2, D=8, R=9,
+         causal=False),
+    Case("bias_alibi", "slopes, bias and window at once, the bias kept in fp32", lengths=RAGGED, H=2, D=8, R=3, alibi=True,
+         window=4, mixed=["bias"]),
+    Case("narrow_values", "a value is shorter than a key, as in MLA", lengths=RAGGED, H=2, D=24, E=16),
+    Case("wide_values", "a value is longer than a key", S=2, L=6, H=2, D=8, E=20),
+    Case("odd", "no size is a multiple of a block", lengths=(7, 13), H=3, D=11, E=5),
+    Case("scale", "the scale is given and is not 1 / sqrt(D)", lengths=RAGGED, H=2, D=8, scale=0.3),
+    Case("loud", "exp of these scores overflows unless the maximum is taken off", lengths=(9, 6), H=2, D=16, loud=8.0),
+    Case("blocks", "segments are several blocks long and end inside one", lengths=(150, 33, 257), H=2, D=16),
+]  # fmt: skip
+BIG: dict[str, Any] = {"H": 32, "G": 8, "D": 128, "bench": True}
+BENCH = [
+    Case("llama_8b", "an 8B Llama 3 on eight sequences of 2k tokens", S=8, L=2048, **BIG),
+    Case("packed_16k", "documents of many lengths in 16k tokens", lengths=(3000, 700, 2048, 5000, 90, 1546, 4000), **BIG),
+    Case("long_16k", "one document of 16k tokens", S=1, L=16384, **BIG),
+    Case("window_1k", "every second layer of a windowed model", S=1, L=16384, window=1024, **BIG),
+    Case("mla", "DeepSeek-V3's training form: keys of 192, values of 128", S=2, L=4096, H=32, D=192, E=128, bench=True),
+    Case("laptop", "bagu's demo: sixteen sequences of 256 tokens", S=16, L=256, H=4, D=64, bench=True),
+]
+
+SPEC = OpSpec(
+    name="attention",
+    signature="q[T, H, D], k[T, G, D], v[T, G, E], cu_seqlens[S1]: i32, slopes[H]?: float, bias[H, P]?: float,"
+    " max_len: int, causal: bool, window: int?, scale: float? -> out[T, H, E], lse[T, H]: acc",
+    reference=reference,
+    torch_backend=torch_backend,
+    inputs=inputs,
+    cost=cost,
+    cost_backward=cost_backward,
+    grads=("q", "k", "v", "bias"),
+    saves=("q", "k", "v", "cu_seqlens", "slopes", "bias", "out", "lse"),
+    constant=("lse",),
+    derive=derive,
+    ulps=4,
+    independent=("H", "G"),
+    backends=("torch",),
+    peers=True,
+    cases=[*CASES, *BENCH],
+)

@@ -1,0 +1,94 @@
+"""Attention by PyTorch's own kernels, chosen by where the tensors are; and with all scores in memory for the rest.
+
+    CPU                               cpu.py: one call for segments of one length, else one for each run of lengths
+    CUDA, 16 bits, no slopes, bias    cuda.py: cuDNN or FlashAttention-2
+    all else (DTensor too)            dense.py, ordinary PyTorch; ragged segments cost H * T^2 numbers
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+import torch
+
+from bagu.ops.attention import cpu, cuda, dense
+from bagu.ops.attention.shape import Shape, segment_of
+from bagu.ops.signature import accumulator
+
+__all__ = ["Path", "backward", "forward", "path"]
+
+
+class Path(Enum):
+    """Which way a call goes: where, and whether as segments of one length."""
+
+    CPU_EQUAL = auto()
+    CPU_RAGGED = auto()
+    CUDA_EQUAL = auto()
+    CUDA_PACKED = auto()
+    DENSE_EQUAL = auto()
+    DENSE_RAGGED = auto()
+
+
+def uniform(T: int, cu_seqlens: torch.Tensor, max_len: int) -> bool:
+    """Whether every segment is exactly max_len long, by the sizes alone: S segments of at most max_len make T."""
+    return T > 0 and (cu_seqlens.shape[0] - 1) * max_len == T
+
+
+def path(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, shape: Shape) -> Path:
+    plain = type(q) in (torch.Tensor, torch.nn.Parameter)  # a DTensor sees only what is ordinary PyTorch
+    same = uniform(q.shape[0], cu_seqlens, max_len)
+    if plain and q.device.type == "cpu":
+        return Path.CPU_EQUAL if same else Path.CPU_RAGGED
+    if plain and q.device.type == "cuda" and q.shape[0] > 0 and cuda.fits(q, v, shape):
+        return Path.CUDA_EQUAL if same and cuda.prefers_equal(q, v, shape) else Path.CUDA_PACKED
+    return Path.DENSE_EQUAL if same else Path.DENSE_RAGGED
+
+
+def _split(x: torch.Tensor, length: int) -> torch.Tensor:
+    """The packed x[T, …] as [T / length, length, …]."""
+    return x.unsqueeze(0) if x.shape[0] == length else x.unflatten(0, (-1, length))
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
+    bias: torch.Tensor | None, max_len: int, causal: bool, window: int | None, scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    way = path(q, v, cu_seqlens, max_len, shape)
+    if way is Path.CPU_RAGGED:
+        return cpu.ragged(q, k, v, cu_seqlens, slopes, bias, max_len, causal, window, scale)
+    if way is Path.CUDA_PACKED:
+        return cuda.packed(q, k, v, cu_seqlens, max_len, shape, scale)
+    length = q.shape[0] if way is Path.DENSE_RAGGED else max_len
+    parts = [_split(x, length) for x in (q, k, v)]
+    if way is Path.CPU_EQUAL:
+        out, lse = cpu.equal(*parts, shape, scale)
+    elif way is Path.CUDA_EQUAL:
+        out, lse = cuda.equal(*parts, shape, scale)
+    else:
+        out, lse = dense.forward(*parts, _added(q, cu_seqlens, max_len, shape), scale)
+    return out.flatten(0, 1), lse.flatten(0, 1)
+
+
+def _added(q: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, shape: Shape) -> torch.Tensor | None:
+    """What is added to all scores at once: of one segment where all are alike, else of the whole batch."""
+    like, T = q.new_empty(0, dtype=accumulator(q.dtype)), q.shape[0]
+    if uniform(T, cu_seqlens, max_len):
+        return shape.additive(max_len, like)
+    return shape.additive(T, like, segment_of(cu_seqlens, T))
+
+
+def backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
+    slopes: torch.Tensor | None, bias: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, max_len: int,
+    causal: bool, window: int | None, scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """The formulas with all scores in memory, for another backend's forward; each path above has its own backward."""
+    shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias)
+    length = max_len if uniform(q.shape[0], cu_seqlens, max_len) else q.shape[0]
+    parts = [_split(x, length) for x in (dout, q, k, v, out, lse)]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    dq, dk, dv, dscores = dense.backward(*parts, _added(q, cu_seqlens, max_len, shape), scale)
+    dbias = None if bias is None else shape.bias_gradient(dscores).to(bias.dtype)
+    return dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1), dbias

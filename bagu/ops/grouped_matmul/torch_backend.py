@@ -1,0 +1,112 @@
+"""One linear layer per expert in PyTorch: a grouped GEMM where there is one, else a loop over experts.
+
+How many rows an expert has is data, and a loop over it has no single graph. So the two grouped products are custom
+ops, opaque to the compiler and counted by FLOP counters: rows (y, and dx with the weights the other way around) and
+weights (dw). Nothing of this is needed for a DTensor, which takes the loop as ordinary PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+
+def forward(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor]:
+    if type(x) in (torch.Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
+        return (multiply_rows(x, w, offsets),)
+    shares = list(_shares(offsets.full_tensor()))  # type: ignore[attr-defined]  # a DTensor
+    parts = [x[a:b] @ w[e].mT for e, (a, b) in enumerate(shares)]
+    return (torch.cat((*parts, x.new_zeros(x.shape[0] - shares[-1][1], w.shape[1]))),)
+
+
+def backward(
+    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return multiply_rows(dy, w.mT, offsets), multiply_weights(dy, x, offsets)
+
+
+@torch.library.custom_op("bagu::grouped_rows", mutates_args=())
+def multiply_rows(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """y[T, N]: each expert's rows of x[T, K] times its w[e].T, and zeros past the last end."""
+    if _one_launch(x, w):
+        y = torch._grouped_mm(x, w.mT, offsets)
+        spare = torch.arange(x.shape[0], device=x.device) >= offsets[-1]  # not written, and a length would be a sync
+        return y.masked_fill_(spare.unsqueeze(-1), 0)
+    y = x.new_empty(x.shape[0], w.shape[1])
+    end = 0
+    for e, (start, end) in enumerate(_shares(offsets)):
+        if end > start:
+            torch.mm(x[start:end], w[e].mT, out=y[start:end])
+    y[end:].zero_()
+    return y
+
+
+@torch.library.custom_op("bagu::grouped_weights", mutates_args=())
+def multiply_weights(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """dw[E, N, K]: each expert's rows of dy[T, N], transposed, times its rows of x[T, K]."""
+    if _one_launch(x, dy):
+        return torch._grouped_mm(dy.mT, x, offsets)
+    dw = x.new_empty(offsets.shape[0], dy.shape[1], x.shape[1])
+    for e, (start, end) in enumerate(_shares(offsets)):
+        torch.mm(dy[start:end].mT, x[start:end], out=dw[e])  # a sum over no rows is zero
+    return dw
+
+
+def _shares(offsets: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """(start, end) of each expert's rows. On CUDA this waits for the device."""
+    ends = offsets.tolist()
+    return zip([0, *ends[:-1]], ends, strict=True)
+
+
+def _one_launch(*operands: torch.Tensor) -> bool:
+    """Whether CUTLASS's grouped GEMM takes these: bf16, every row at a multiple of 16 bytes (torch 2.11 to 2.13)."""
+    return all(
+        t.is_cuda
+        and t.dtype == torch.bfloat16
+        and t.numel() > 0
+        and t.data_ptr() % 16 == 0
+        and 1 in t.stride()[-2:]
+        and all(s * t.element_size() % 16 == 0 or s == 1 for s in t.stride())
+        for t in operands
+    )
+
+
+@multiply_rows.register_fake
+def _(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], w.shape[1])
+
+
+@multiply_weights.register_fake
+def _(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(offsets.shape[0], dy.shape[1], x.shape[1])
+
+
+def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _link(
+    ctx: torch.autograd.function.FunctionCtx, dy: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    x, w, offsets = ctx.saved_tensors  # type: ignore[attr-defined]
+    dx, dw, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
+    return (
+        multiply_rows(dy, w.mT, offsets) if dx else None,
+        multiply_weights(dy, x, offsets) if dw else None,
+        None,
+    )
+
+
+torch.library.register_autograd("bagu::grouped_rows", _link, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.bagu.grouped_rows)
+def _rows_flops(x: torch.Size, w: torch.Size, offsets: torch.Size, **_: object) -> int:
+    return 2 * x[0] * x[1] * w[1]
+
+
+@register_flop_formula(torch.ops.bagu.grouped_weights)
+def _weights_flops(dy: torch.Size, x: torch.Size, offsets: torch.Size, **_: object) -> int:
+    return 2 * x[0] * x[1] * dy[1]

@@ -1,0 +1,225 @@
+"""What long work shows while it runs: one line for training, numbered stages for a demo.
+
+On a terminal the line is redrawn in place and always fits: what matters least is left out first. Anywhere else (a file,
+a pipe, CI) plain lines come, at every tenth of the work and now and then in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
+
+from bagu.run import Metrics, Observer
+
+__all__ = ["Stage", "Stages", "TrainProgress", "duration", "training_words"]
+
+REFRESH_PER_S = 8
+QUIET_EVENTS = {"start", "resume", "save", "evaluate", "sample"}  # in the record; as lines they would only be noise
+BAR = (8, 36)  # cells: below the first no bar is drawn, above the second it says no more
+
+
+class TrainProgress(Observer):
+    """The progress line of a training run of `steps` steps, of which `start` are done already.
+
+    Metrics that come only now and then (validation) stay on the line until the next. `live=False` leaves the drawing to
+    whoever renders this object.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        start: int = 0,
+        name: str = "train",
+        console: Console | None = None,
+        live: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.steps, self.done, self.name = steps, start, name
+        self.console = console or Console(stderr=True)
+        self.metrics: dict[str, float | int] = {}
+        self._clock = clock
+        self._began = clock()
+        self._recent: deque[tuple[float, int]] = deque([(self._began, start)], maxlen=50)  # what the rate is taken from
+        self._last = (self._began, start)  # time and step of the last plain line
+        self._plain = not draws(self.console)
+        self._live = Live(self, console=self.console, refresh_per_second=REFRESH_PER_S) if live else None
+        if self._live and not self._plain:
+            self._live.start()
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        self.done = step + 1
+        self.metrics |= {name: value for name, value in metrics.items() if value is not None}
+        self._recent.append((self._clock(), self.done))
+        if self._plain and self._due():
+            self._last = self._recent[-1]
+            self.console.print(self.sentence(), soft_wrap=True, highlight=False, markup=False)
+
+    def on_event(self, kind: str, step: int, **facts: Any) -> None:
+        if kind not in QUIET_EVENTS:
+            said = ", ".join(f"{name} {_short(value)}" for name, value in facts.items())
+            text = f"{self.name} step {step}: {kind.replace('_', ' ')}" + (f" ({said})" if said else "")
+            self.console.print(text, style="yellow", soft_wrap=True, highlight=False, markup=False)
+
+    def on_sample(self, step: int, texts: Sequence[str]) -> None:
+        """Texts are for the folder; they would tear the line."""
+
+    def rewind(self, step: int) -> None:
+        self.done = step
+        self._recent.clear()
+        self._recent.append((self._clock(), step))
+        self._last = (self._clock(), step)
+
+    def close(self) -> None:
+        if self._live and not self._plain:
+            self._live.stop()  # leaves the line as it is last drawn
+
+    def seconds_left(self) -> float | None:
+        """From the rate of the last steps; None until one is done."""
+        (t0, s0), (t1, s1) = self._recent[0], self._recent[-1]
+        return (t1 - t0) / (s1 - s0) * (self.steps - self.done) if s1 > s0 else None
+
+    def sentence(self) -> str:
+        """The line in plain words."""
+        return ", ".join(
+            [f"{self.name} {self.done:,}/{self.steps:,} steps", *training_words(self.metrics), self._time()]
+        )
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        separator, full, empty = (" | ", "#", "-") if options.ascii_only else (" · ", "━", "─")
+        words, ends = training_words(self.metrics), self._time()
+        shown = [f"{self.name} {self.done:,}/{self.steps:,} steps", *words[:1], ends, *words[1:]]
+        width = options.max_width
+        while len(shown) > 1 and cell_len(separator.join(shown)) > width:
+            shown.pop()
+        if ends in shown:
+            shown.remove(ends)
+            shown.append(ends)
+        line = Text(no_wrap=True, overflow="crop", end="")
+        cells = min(BAR[1], width - cell_len(separator.join(shown)) - len(separator))
+        if cells >= BAR[0]:
+            filled = round(cells * min(self.done / max(self.steps, 1), 1))
+            line.append(full * filled, style="green").append(empty * (cells - filled), style="dim").append("  ")
+        for number, part in enumerate(shown):
+            line.append(separator if number else "", style="dim").append(part, style="" if number else "bold")
+        line.truncate(width)
+        yield line
+
+    def _time(self) -> str:
+        left = self.seconds_left()
+        if left is None:
+            return f"{duration(self._clock() - self._began)} so far"
+        if self.done >= self.steps:
+            return f"{duration(self._clock() - self._began)} in all"
+        return f"{duration(left)} left"
+
+    def _due(self) -> bool:
+        """A tenth of the steps, or 5 s and later one part in 50 of the time: a run of an hour writes no book."""
+        now, then = self._recent[-1], self._last
+        quiet = max(5.0, (now[0] - self._began) / 50)
+        tenth = max(self.steps // 10, 1)
+        return then[1] // tenth != now[1] // tenth or now[0] - then[0] >= quiet or self.done >= self.steps
+
+
+class Stages:
+    """Numbered stages of a longer job, each with a spinner while it runs and its time and result after.
+
+    with stages.stage("Tokenizer") as stage:
+        stage.result = "4,096 tokens, 3.9 bytes a token"
+    """
+
+    def __init__(self, total: int, *, console: Console | None = None) -> None:
+        self.total = total
+        self.console = console or Console()
+        self.number = 0
+
+    @contextlib.contextmanager
+    def stage(self, title: str) -> Iterator[Stage]:
+        """One stage. If its body raises, the stage is marked as failed and the error goes on."""
+        self.number += 1
+        stage = Stage(f"{self.number}/{self.total} {title}", self.console)
+        live = Live(stage, console=self.console, refresh_per_second=REFRESH_PER_S, transient=True)
+        plain = not draws(self.console)
+        if plain:
+            self.console.print(f"{stage.title} ...", highlight=False, markup=False)
+        done = False
+        try:
+            with contextlib.nullcontext() if plain else live:
+                yield stage
+            done = True
+        finally:
+            self.console.print(stage.summary(done, ascii_only=self.console.options.ascii_only))
+
+
+class Stage:
+    """A stage that runs: `detail` is shown beside the spinner, `result` when it is over."""
+
+    def __init__(self, title: str, console: Console) -> None:
+        self.title, self.console = title, console
+        self.detail = self.result = ""
+        self.progress: TrainProgress | None = None
+        self.began = time.monotonic()
+        self._spinner: Spinner | None = None
+
+    def training(self, steps: int, *, start: int = 0, name: str = "train") -> TrainProgress:
+        """An observer whose line is drawn under the stage's."""
+        self.progress = TrainProgress(steps, start=start, name=name, console=self.console, live=False)
+        return self.progress
+
+    def summary(self, done: bool, *, ascii_only: bool = False) -> Text:
+        """The line that stays."""
+        mark = ("ok" if done else "failed") if ascii_only else ("✓" if done else "✗")
+        text = Text.assemble((mark, "green" if done else "red"), " ", (self.title, "bold"))
+        text.append(f"  {duration(time.monotonic() - self.began)}", style="dim")
+        return text.append(f"  {self.result}" if done and self.result else "" if done else "  failed")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._spinner is None:
+            self._spinner = Spinner("line" if options.ascii_only else "dots", style="cyan")
+        words = Text(no_wrap=True, overflow="ellipsis")
+        words.append(self.title, style="bold").append(f"  {duration(time.monotonic() - self.began)}", style="dim")
+        words.append(f"  {self.detail}" if self.detail else "")
+        words.truncate(max(options.max_width - 2, 1), overflow="ellipsis")
+        self._spinner.update(text=words)
+        yield Group(self._spinner, self.progress) if self.progress else self._spinner
+
+
+def draws(console: Console) -> bool:
+    """Whether a line can be redrawn in place."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+def training_words(metrics: Mapping[str, float | int | None]) -> list[str]:
+    """The metrics a person watches, the most important first, each with its unit."""
+    formats = {
+        "loss_nats": "loss {:.3f} nats",
+        "bits_per_byte": "{:.3f} bits/byte",
+        "val_bits_per_byte": "validation {:.3f} bits/byte",
+        "tokens_per_s": "{:,.0f} tokens/s",
+        "mfu_percent": "MFU {:.1f} %",
+    }
+    return [text.format(value) for name, text in formats.items() if (value := metrics.get(name)) is not None]
+
+
+def duration(seconds: float) -> str:
+    """0.42 s, 12.3 s, 4 min 05 s, 3 h 20 min."""
+    if seconds < 1:
+        return f"{seconds:.2f} s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _short(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

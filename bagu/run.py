@@ -1,0 +1,386 @@
+"""The run folder: everything a training run leaves behind, and the observer that writes it while the run goes on.
+
+    config.json        what was asked for                  metrics.jsonl   a row a step
+    environment.json   what it ran on                      events.jsonl    starts, skips, rollbacks, saves: a log
+    checkpoints/       the trainer's                       samples/        texts by step
+    tensorboard/       event files, when it is installed   report.html     `bagu.train.report` makes it
+    run.lock           who is writing
+
+A run may be killed at any moment. Metrics are a function of the step: a row torn by the kill is dropped when the folder
+is opened, and `rewind` drops the rows of steps that will run again, so none stands twice. Events are a history: what
+happened twice is there twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import numbers
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from bagu import config as configs
+from bagu import record
+from bagu.errors import BackendError, BaguError
+
+__all__ = ["Metrics", "Observer", "RunFolder", "RunRecorder", "TensorBoard"]
+
+Metrics = Mapping[str, float | int | None]
+
+
+class Observer(Protocol):
+    """What a training loop tells of itself. Names of metrics end in their unit: `loss_nats`, `tokens_per_s`.
+
+    The loop's names: loss_nats, bits_per_byte, lr, grad_norm, tokens_per_s, mfu_percent, memory_bytes, padding_percent,
+    data_wait_s, val_loss_nats, val_bits_per_byte. A metric that was not measured at a step is left out or None.
+    """
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        """Step `step` is done. Steps ascend, except after `rewind`."""
+
+    def on_event(self, kind: str, step: int, **facts: Any) -> None:
+        """Something worth knowing happened at `step`; `facts` are JSON values."""
+
+    def on_sample(self, step: int, texts: Sequence[str]) -> None:
+        """What the model writes after `step`."""
+
+    def rewind(self, step: int) -> None:
+        """The next step is `step`: what was told of it and of later ones is void. Called at every resume."""
+
+    def close(self) -> None:
+        """The run is over, in whatever way."""
+
+
+class RunFolder:
+    """The paths of a run and what can be read from them; `create` also gives the right to write.
+
+    Reading needs no lock and may happen while the run goes on.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.config_path = self.path / "config.json"
+        self.environment_path = self.path / "environment.json"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.events_path = self.path / "events.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.samples_path = self.path / "samples"
+        self.tensorboard = self.path / "tensorboard"
+        self.report = self.path / "report.html"
+        self.lock = Lock(self.path / "run.lock")
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], config: Any, *, resume: bool = False) -> Self:
+        """Begin a run of `config` in a new or empty folder, or with `resume` go on with the one that is there.
+
+        `close` gives the folder back. What has changed since the run began is in the event of its start.
+        """
+        folder = cls(path)
+        folder._refuse_what_is_not_ours(resume)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.lock.take()
+        try:
+            _drop_torn_row(folder.metrics_path)
+            _drop_torn_row(folder.events_path)
+            before = {"config": folder.config(), "environment": folder.environment()} if folder.is_run() else None
+            now = {"config": configs.to_dict(config), "environment": record.environment()}
+            configs.write_whole(folder.environment_path, json.dumps(now["environment"], indent=2) + "\n")
+            configs.save(config, folder.config_path)  # last: with it the folder is a run
+            changed = [line for line in configs.diff(before, now) if not line.startswith("environment.time:")]
+            _append(
+                folder.events_path, _event("start", None, resumed=before is not None, changed=changed if before else [])
+            )
+        except BaseException:
+            folder.lock.release()
+            raise
+        return folder
+
+    def close(self) -> None:
+        """Let another process write."""
+        self.lock.release()
+
+    def is_run(self) -> bool:
+        return self.config_path.exists()
+
+    def config(self) -> dict[str, Any]:
+        """The run's configuration as plain JSON; `bagu.config.load` makes the tree of it."""
+        return _read_object(self.config_path)
+
+    def environment(self) -> dict[str, Any]:
+        return _read_object(self.environment_path)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """A row a step, in the order of steps."""
+        return _rows(self.metrics_path)
+
+    def events(self) -> list[dict[str, Any]]:
+        """What happened, in the order of time."""
+        return _rows(self.events_path)
+
+    def samples(self) -> dict[int, list[str]]:
+        """The texts by step, in the order of steps."""
+        return {step: _read_object(path)["texts"] for step, path in self._sample_files()}
+
+    def _sample_files(self) -> list[tuple[int, Path]]:
+        return [(int(path.stem), path) for path in sorted(self.samples_path.glob("[0-9]*.json"))]
+
+    def _refuse_what_is_not_ours(self, resume: bool) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise BaguError(f"{self.path} is a file, and a run is a folder", hint="give another path")
+        if self.is_run():
+            if not resume:
+                raise BaguError(f"{self.path} already holds a run", hint="resume it, or give another folder")
+            return
+        ours = {self.lock.path, self.environment_path}  # all that a run killed in its first moment can have left
+        found = [p for p in self.path.glob("*") if p not in ours and not p.name.endswith(".tmp")]
+        if found:
+            raise BaguError(
+                f"{self.path} is not a run and not empty: it has {found[0].name}", hint="give a new or empty folder"
+            )
+
+
+class Lock:
+    """One writer: a file with the writer's process. The lock of a process that is gone is taken over."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.held = False
+
+    def take(self) -> None:
+        with self._only_me() as file:
+            owner = _owner(file.read())
+            if owner and _lives(owner):
+                raise BaguError(
+                    f"{self.path.parent} is being written by process {owner['pid']} on {owner['host']}",
+                    hint=f"wait for it or stop it; if it is gone, delete {self.path}",
+                )
+            file.seek(0)
+            file.truncate()
+            me = os.getpid()
+            file.write(json.dumps({"pid": me, "host": platform.node(), "born": _born(me)}))
+        self.held = True
+
+    def release(self) -> None:
+        if self.held:
+            self.held = False
+            with self._only_me() as file:
+                file.truncate(0)
+
+    @contextlib.contextmanager
+    def _only_me(self) -> Iterator[Any]:
+        """The open file, while no other process looks at it. It is never deleted: that would split the lock in two."""
+        with self.path.open("a+", encoding="utf-8") as file:
+            try:
+                import fcntl
+            except ImportError:  # Windows: two processes that start in the same millisecond are not kept apart
+                pass
+            else:
+                # held for microseconds and not for the run: a forked worker would go on holding it for a dead parent
+                fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            yield file
+
+
+class RunRecorder(Observer):
+    """The observer that keeps the record: to the folder, to TensorBoard and to the progress line.
+
+    A metric that is not finite goes on as None, with an event that says which. `tensorboard=None` writes event files
+    when TensorBoard is installed and says so once when it is not; True insists. Closing it closes the folder.
+    """
+
+    def __init__(self, folder: RunFolder, *, progress: Observer | None = None, tensorboard: bool | None = None) -> None:
+        if not folder.lock.held:
+            raise BaguError(f"{folder.path} is open for reading only", hint="open it with RunFolder.create")
+        self.folder = folder
+        self.others = [progress] if progress else []
+        if tensorboard is None and record.package_version("tensorboard") is None:
+            print("bagu: no TensorBoard files, it is not installed (pip install 'bagu[tensorboard]')", file=sys.stderr)
+        elif tensorboard is not False:
+            self.others.append(TensorBoard(folder.tensorboard))
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        known = {name: _number(name, value) for name, value in metrics.items()}
+        finite = {k: v if v is None or math.isfinite(v) else None for k, v in known.items()}
+        _append(self.folder.metrics_path, {"step": step, **finite})
+        for observer in self.others:
+            observer.on_step(step, finite)
+        if lost := {name: str(known[name]) for name in known if known[name] is not None and finite[name] is None}:
+            self.on_event("non_finite", step, metrics=lost)
+
+    def on_event(self, kind: str, step: int, **facts: Any) -> None:
+        _append(self.folder.events_path, _event(kind, step, **facts))
+        for observer in self.others:
+            observer.on_event(kind, step, **facts)
+
+    def on_sample(self, step: int, texts: Sequence[str]) -> None:
+        data = {"step": step, "texts": list(texts)}
+        path = self.folder.samples_path / f"{step:09d}.json"
+        configs.write_whole(path, json.dumps(data, ensure_ascii=False, indent=2) + "\n")
+        for observer in self.others:
+            observer.on_sample(step, texts)
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows and samples of `step` and after. Rows go in one cut: a kill leaves all or the right ones."""
+        _truncate(self.folder.metrics_path, step)
+        for at, path in self.folder._sample_files():
+            if at >= step:
+                path.unlink()
+        for observer in self.others:
+            observer.rewind(step)
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:  # each is closed, even if the one before it fails
+            stack.callback(self.folder.close)
+            for observer in self.others:
+                stack.callback(observer.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class TensorBoard(Observer):
+    """Event files for TensorBoard: a scalar a metric, a text a sample."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise BackendError("TensorBoard cannot be imported", hint="pip install 'bagu[tensorboard]'") from error
+        self._open = lambda step: SummaryWriter(str(folder), purge_step=step, flush_secs=10)
+        self._writer = self._open(None)
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+
+    def on_event(self, kind: str, step: int, **facts: Any) -> None:
+        self._writer.add_text(f"event/{kind}", json.dumps(facts, ensure_ascii=False), step)
+
+    def on_sample(self, step: int, texts: Sequence[str]) -> None:
+        for number, text in enumerate(texts):
+            self._writer.add_text(f"sample/{number}", "    " + text.replace("\n", "\n    "), step)  # a Markdown block
+
+    def rewind(self, step: int) -> None:
+        self._writer.close()
+        self._writer = self._open(step)  # a new file, which tells the reader to forget `step` and after
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+# Rows
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
+    """One row, in the file when this returns. A row that did not fit on the disk is taken back and is an error."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        record.append_rows(path, [row])
+    except BaseException as error:
+        if path.exists():
+            os.truncate(path, size)
+        if isinstance(error, OSError):
+            raise BaguError(
+                f"{path}: a row cannot be written: {error}", hint="free some disk space, then resume"
+            ) from error
+        raise
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The rows; one that is being written just now is not there yet."""
+    rows = []
+    for number, line in enumerate(_lines(path), start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise BaguError(f"{path}:{number}: not JSON: {error}", hint="mend or delete that line") from error
+    return rows
+
+
+def _lines(path: Path) -> list[bytes]:
+    """The lines that are whole, without their ends."""
+    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+
+
+def _drop_torn_row(path: Path) -> None:
+    whole = sum(len(line) + 1 for line in _lines(path))
+    if path.exists() and path.stat().st_size != whole:
+        os.truncate(path, whole)
+
+
+def _truncate(path: Path, step: int) -> None:
+    """Drop the rows from the first of `step` or after. Rows are in the order of steps, so this is one cut."""
+    keep = 0
+    for line, row in zip(_lines(path), _rows(path), strict=True):
+        if row["step"] >= step:
+            os.truncate(path, keep)
+            return
+        keep += len(line) + 1
+
+
+def _event(kind: str, step: int | None, **facts: Any) -> dict[str, Any]:
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"step": step, "kind": kind, "time": now, **facts}
+
+
+def _number(name: str, value: Any) -> float | int | None:
+    if value is None or isinstance(value, numbers.Integral):
+        return value if value is None else int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise BaguError(
+        f"the metric {name} is a {type(value).__name__}", hint="a metric is a number; read a tensor with .item()"
+    )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise BaguError(f"there is no {path}", hint=f"{path.parent} is not the folder of a run") from None
+    except ValueError as error:
+        raise BaguError(f"{path}: not JSON: {error}", hint="it was changed by hand; mend it") from error
+
+
+# Processes
+
+
+def _owner(text: str) -> dict[str, Any] | None:
+    """Who wrote the lock; None when it is free. A lock torn by a kill was never held."""
+    try:
+        owner = json.loads(text)
+    except ValueError:
+        return None
+    return owner if isinstance(owner, dict) and {"pid", "host", "born"} <= owner.keys() else None
+
+
+def _lives(owner: Mapping[str, Any]) -> bool:
+    """Whether the lock's process still runs; one that cannot be asked (another machine, Windows) counts as alive."""
+    if owner["host"] != platform.node() or os.name != "posix":
+        return True
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return owner["born"] is None or owner["born"] == _born(owner["pid"])  # else the number was given out again
+
+
+def _born(pid: int) -> str | None:
+    """When a process began, in ticks since the boot; None where that cannot be known. A zombie was never born."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return "zombie" if state in "ZX" else rest[18]

@@ -1,0 +1,249 @@
+"""One checkpoint on disk: a folder that is whole or does not exist, with a checksum for each file and no pickle.
+
+    model.safetensors       fp32 masters by parameter name, and the model's buffers
+    optimizer.safetensors   its state, named "exp_avg/<parameter>"
+    state.json              step, data_step, the loader's cursor, the guard's memory, what the run was
+    manifest.json           size and SHA-256 of the others; written last
+
+Everything is written and synced in a folder with another name, which is then renamed: a kill or a full disk leaves that
+one behind and the checkpoints before it as they were. Tensors are stored by name and in fp32, so a checkpoint does not
+depend on the layout or the compute dtype of the run that wrote it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import nn
+
+from bagu.errors import BaguError
+from bagu.train.state import TrainState
+
+__all__ = [
+    "CheckpointError",
+    "Snapshot",
+    "checkpoints",
+    "clear_partial",
+    "newest_good",
+    "restore",
+    "snapshot",
+    "state_of",
+    "unneeded",
+    "verify",
+    "write",
+]
+
+FORMAT = 1
+MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+PARTIAL = ".partial-"  # what a folder's name starts with until it is whole
+
+
+class CheckpointError(BaguError, RuntimeError):
+    """A checkpoint cannot be written, or what is there cannot be used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A run at one moment, in host memory of its own: training may go on while it is written."""
+
+    step: int
+    model: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, torch.Tensor]
+    facts: Mapping[str, Any]
+    ready: torch.cuda.Event | None  # when the copies from the GPU have arrived
+
+
+def snapshot(state: TrainState, facts: Mapping[str, Any]) -> Snapshot:
+    """Copy what a resume needs. On a GPU the copies are queued, and nobody waits for them here."""
+    device = state.device
+    model = state.flat.masters(_copy) | {name: _copy(value) for name, value in _buffers(state.model).items()}
+    optimizer = state.optimizer.tensors(_copy)
+    ready = None
+    if device.type == "cuda":
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(device))
+    own = {
+        "step": state.step,
+        "data_step": state.data_step,
+        "seed": state.config.seed,  # all randomness is a function of it and data_step
+        "guard": state.guard.state(),
+        "frozen": state.frozen_digest,
+    }
+    return Snapshot(step=state.step, model=model, optimizer=optimizer, facts={**facts, **own}, ready=ready)
+
+
+def write(folder: Path, snap: Snapshot) -> Path:
+    """Write `snap` as `folder`/step-…; replaces a checkpoint of the same step. What fails leaves no trace."""
+    final = folder / f"step-{snap.step:09d}"
+    partial = folder / f"{PARTIAL}{final.name}"
+    try:
+        if snap.ready is not None:
+            snap.ready.synchronize()
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        safetensors.torch.save_file(dict(snap.model), partial / MODEL)
+        safetensors.torch.save_file(dict(snap.optimizer), partial / OPTIMIZER)
+        (partial / STATE).write_text(json.dumps(snap.facts, indent=1, allow_nan=False), encoding="utf-8")
+        files = {
+            n: {"bytes": (partial / n).stat().st_size, "sha256": _sha256(partial / n)}
+            for n in (MODEL, OPTIMIZER, STATE)
+        }
+        (partial / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
+        for name in (*files, MANIFEST):
+            _sync(partial / name)
+        _sync(partial)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync(folder)
+    except (OSError, safetensors.SafetensorError, ValueError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"the checkpoint of step {snap.step} was not written to {folder}: {error}",
+            hint="free some disk space; the checkpoints before it are whole",
+        ) from error
+    return final
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints in `folder`, by ascending step. Whole means renamed: see `verify` for their content."""
+    return sorted(p for p in folder.glob("step-*") if p.is_dir())
+
+
+def clear_partial(folder: Path) -> None:
+    """Remove what a killed run was writing."""
+    for path in folder.glob(f"{PARTIAL}*"):
+        shutil.rmtree(path)
+
+
+def unneeded(folder: Path, *, keep_last: int, keep_best: bool) -> list[Path]:
+    """The checkpoints that neither the last `keep_last` nor the best one are."""
+    found = checkpoints(folder)
+    kept = set(found[-keep_last:])
+    if keep_best:
+        scores = {path: state_of(path)["val_loss_nats"] for path in found}
+        kept |= set(sorted((p for p in found if scores[p] is not None), key=scores.__getitem__)[:1])
+    return [path for path in found if path not in kept]
+
+
+def verify(path: Path) -> None:
+    """Raise, with the reason, unless every file of the checkpoint is what was written."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {manifest['format']}, and this bagu reads {FORMAT}", hint="use the bagu it is from"
+            )
+        for name, want in manifest["files"].items():
+            size = (path / name).stat().st_size
+            if size != want["bytes"]:
+                raise CheckpointError(f"{path / name} has {size} of {want['bytes']} bytes")
+            if _sha256(path / name) != want["sha256"]:
+                raise CheckpointError(f"{path / name} is not what was written: its SHA-256 differs")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def newest_good(folder: Path, passed_over: Callable[[Path, CheckpointError], None]) -> Path | None:
+    """The last checkpoint that verifies; `passed_over` is told of each later one that does not, and why."""
+    found = checkpoints(folder)
+    for path in reversed(found):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            passed_over(path, error)
+        else:
+            return path
+    if found:
+        raise CheckpointError(
+            f"none of the {len(found)} checkpoints in {folder} can be used", hint="begin anew in another folder"
+        )
+    return None
+
+
+def state_of(path: Path) -> dict[str, Any]:
+    """What state.json of a verified checkpoint says."""
+    return dict(json.loads((path / STATE).read_text(encoding="utf-8")))
+
+
+def restore(path: Path, state: TrainState) -> dict[str, Any]:
+    """Put a verified checkpoint into `state`; returns the facts that were saved with it.
+
+    Nothing is changed unless every tensor has a place and every place a tensor.
+    """
+    facts = state_of(path)
+    if facts["frozen"] != state.frozen_digest:
+        raise CheckpointError(
+            f"the frozen weights of the model are not those {path} was trained on", hint="load the same base model"
+        )
+    files = {MODEL: state.flat.masters() | _buffers(state.model), OPTIMIZER: state.optimizer.tensors()}
+    for name, places in files.items():
+        _check_fit(path / name, places)
+    with torch.no_grad():
+        for name, places in files.items():
+            with safetensors.safe_open(path / name, framework="pt") as file:
+                for key, place in places.items():
+                    place.copy_(file.get_tensor(key))
+    state.flat.publish()
+    state.step, state.data_step = facts["step"], facts["data_step"]
+    state.guard.load(facts["guard"])
+    return facts
+
+
+def _check_fit(file: Path, places: Mapping[str, torch.Tensor]) -> None:
+    """That the file has exactly these tensors in these shapes."""
+    with safetensors.safe_open(file, framework="pt") as saved:
+        shapes = {key: tuple(saved.get_slice(key).get_shape()) for key in saved.keys()}  # noqa: SIM118
+    wrong = [f"{k} is missing" for k in places.keys() - shapes.keys()]
+    wrong += [f"{k} has no place in this run" for k in shapes.keys() - places.keys()]
+    wrong += [
+        f"{k} is {list(shapes[k])}, here {list(p.shape)}"
+        for k, p in places.items()
+        if k in shapes and shapes[k] != tuple(p.shape)
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise CheckpointError(
+            f"{file} does not fit this run: {'; '.join(sorted(wrong)[:4])}{more}",
+            hint="resume with the model and the optimizer that the run began with",
+        )
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A host copy: from a GPU into pinned memory, queued on the stream that will change the tensor next."""
+    on_gpu = tensor.device.type == "cuda"
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+    return copy.copy_(tensor.detach(), non_blocking=on_gpu)
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What the model remembers besides parameters (running statistics, balancing biases)."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: value for name, value in model.state_dict().items() if name not in parameters}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Make a file's bytes, or a folder's names, survive a power cut."""
+    if os.name == "nt" and path.is_dir():  # Windows has no such call for folders
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

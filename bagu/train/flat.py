@@ -1,0 +1,179 @@
+"""Flat memory: every trained parameter is a view of one long buffer, and so are its master and its gradient.
+
+    master   [N] fp32               what the optimizer updates
+    compute  [n] per segment        what the model computes with; in an fp32 segment the masters themselves
+    grad     [N] fp32               the sum over a step's micro-batches
+
+N counts all trained parameters, each padded to a multiple of `ALIGN` elements; padding is zero and stays zero. One
+buffer makes the gradient norm one reduction and an update a few passes over memory, whatever the number of layers.
+A segment is a stretch of it with one role (which optimizer rule, decayed or not) and one compute dtype.
+
+Gradients leave autograd through a hook that runs as soon as a parameter's gradient is whole: the first micro-batch
+copies it into `grad`, the later ones add, and `p.grad` is dropped. So micro-batches sum in fp32 when the model is bf16,
+and no bf16 gradient outlives its layer's backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby
+
+import torch
+from torch import nn
+
+from bagu.errors import BaguError
+from bagu.nn.linear import Linear
+from bagu.nn.moe import MoE
+
+__all__ = ["ALIGN", "FlatParameters", "Role", "Segment", "Slot", "roles"]
+
+ALIGN = 64  # elements: 128 bytes of bf16, so a kernel's vector loads stay aligned for every parameter
+
+
+class Role(StrEnum):
+    """What a parameter is to the optimizer. Matrices and embeddings are decayed, vectors (norms, biases) are not."""
+
+    MATRIX = "matrix"
+    EMBEDDING = "embedding"
+    VECTOR = "vector"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One parameter and its place [start, start + numel) in the flat buffers."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+
+    def of(self, flat: torch.Tensor, offset: int = 0) -> torch.Tensor:
+        """This parameter's part of a buffer that begins at flat position `offset`, in the parameter's shape."""
+        start = self.start - offset
+        return flat[start : start + self.parameter.numel()].view(self.parameter.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Parameters of one role and dtype, side by side."""
+
+    role: Role
+    dtype: torch.dtype
+    start: int
+    stop: int
+    slots: tuple[Slot, ...]
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.start : self.stop]
+
+
+def roles(model: nn.Module) -> dict[str, Role]:
+    """The role of each parameter that is trained, by name; a parameter used twice (a tied head) has one name.
+
+    A matrix maps activations to activations: it belongs to a linear layer or to experts. Any other table of vectors
+    (tokens, positions) is an embedding.
+    """
+    maps = {id(p) for m in model.modules() if isinstance(m, (Linear, MoE)) for p in m.parameters(recurse=False)}
+
+    def role(p: nn.Parameter) -> Role:
+        if p.ndim < 2:
+            return Role.VECTOR
+        return Role.MATRIX if id(p) in maps else Role.EMBEDDING
+
+    return {name: role(p) for name, p in model.named_parameters() if p.requires_grad}
+
+
+class FlatParameters:
+    """The trained parameters of a model, laid out flat. Making one moves the parameters' data; their values stay.
+
+    Frozen parameters are left alone. `release()` takes the hooks off; the parameters stay views of these buffers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        by_name, role_of = dict(model.named_parameters()), roles(model)
+        if not role_of:
+            raise BaguError("the model has no trainable parameter", hint="set requires_grad on what is to be trained")
+        device = next(iter(by_name.values())).device
+        order = list(Role)
+        names = sorted(role_of, key=lambda n: (order.index(role_of[n]), str(by_name[n].dtype)))  # stable: model order
+        segments, end = [], 0
+        for (role, dtype), members in groupby(names, key=lambda n: (role_of[n], by_name[n].dtype)):
+            start, slots = end, []
+            for name in members:
+                slots.append(Slot(name=name, parameter=by_name[name], start=end))
+                end += -(-by_name[name].numel() // ALIGN) * ALIGN
+            segments.append(Segment(role=role, dtype=dtype, start=start, stop=end, slots=tuple(slots)))
+        self.segments = tuple(segments)
+        self.master = torch.zeros(end, dtype=torch.float32, device=device)
+        self.grad = torch.zeros(end, dtype=torch.float32, device=device)
+        self._compute = [self._adopt(segment) for segment in self.segments]
+        self._has_grad = [False] * len(self.slots)
+        self._grads = [slot.of(self.grad) for slot in self.slots]
+        self._hooks = [
+            slot.parameter.register_post_accumulate_grad_hook(functools.partial(self._take, i))
+            for i, slot in enumerate(self.slots)
+        ]
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [slot for segment in self.segments for slot in segment.slots]
+
+    @property
+    def device(self) -> torch.device:
+        return self.master.device
+
+    def _adopt(self, segment: Segment) -> torch.Tensor | None:
+        """Copy a segment's parameters into the master and make them views; returns the compute buffer, if any."""
+        low = segment.dtype != torch.float32
+        size = segment.stop - segment.start
+        compute = torch.zeros(size, dtype=segment.dtype, device=self.device) if low else None
+        with torch.no_grad():
+            for slot in segment.slots:
+                slot.of(self.master).copy_(slot.parameter)
+                slot.parameter.data = slot.of(self.master) if compute is None else slot.of(compute, segment.start)
+        if compute is not None:
+            compute.copy_(segment.of(self.master))
+        return compute
+
+    def _take(self, index: int, parameter: torch.Tensor) -> None:
+        """The hook: move a finished gradient into the flat buffer."""
+        assert parameter.grad is not None
+        if self._has_grad[index]:
+            self._grads[index].add_(parameter.grad)
+        else:
+            self._grads[index].copy_(parameter.grad)
+            self._has_grad[index] = True
+        parameter.grad = None
+
+    def begin(self) -> None:
+        """Start a step: the next gradient of each parameter replaces the last step's. Touches no memory."""
+        self._has_grad = [False] * len(self._has_grad)
+
+    def finish(self) -> torch.Tensor:
+        """End the backward passes of a step; returns the global gradient norm, on the device.
+
+        A parameter that took no part (an expert no token chose) still holds the last step's gradient: zero it.
+        """
+        for index, seen in enumerate(self._has_grad):
+            if not seen:
+                self._grads[index].zero_()
+        return torch.linalg.vector_norm(self.grad)
+
+    def publish(self) -> None:
+        """Cast the masters into the parameters the model computes with; fp32 ones are their masters already."""
+        for segment, compute in zip(self.segments, self._compute, strict=True):
+            if compute is not None:
+                compute.copy_(segment.of(self.master))
+
+    def masters(self, copy: Callable[[torch.Tensor], torch.Tensor] = lambda t: t) -> dict[str, torch.Tensor]:
+        """The fp32 masters by parameter name: views of the buffer, or of what `copy` makes of it."""
+        flat = copy(self.master)
+        return {slot.name: slot.of(flat) for slot in self.slots}
+
+    def release(self) -> None:
+        """Take the hooks off, so that the model can be trained by other means."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

@@ -1,0 +1,66 @@
+"""What a step cost, next to what it achieved. Every name ends in its unit; what cannot be known here is None."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+
+from bagu.train.step import StepResult
+
+__all__ = ["Meters", "peak_memory"]
+
+
+class Meters:
+    """Times steps and makes the row of metrics of each.
+
+    A step lasts from `start` (before its data is asked for) to `row` (when its loss is known on the host); evaluation,
+    sampling and saving happen outside. On a GPU the update itself then still runs, and is in the next step's time.
+    """
+
+    def __init__(
+        self, device: torch.device, *, flops_per_token: float | None = None, peak_flops: float | None = None
+    ) -> None:
+        self.device, self.flops_per_token, self.peak_flops = device, flops_per_token, peak_flops
+        self._start = self._data_wait = 0.0
+
+    def start(self) -> None:
+        self._start = time.perf_counter()
+
+    def data_arrived(self) -> None:
+        """The micro-batches are here: what passed since `start` was waiting."""
+        self._data_wait = time.perf_counter() - self._start
+
+    def row(self, result: StepResult) -> dict[str, float | int | None]:
+        seconds = time.perf_counter() - self._start
+        tokens = result.totals.tokens
+        row: dict[str, float | int | None] = {
+            "loss_nats": result.nll,
+            "bits_per_byte": result.bits_per_byte,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            "tokens": tokens,
+            "tokens_per_s": tokens / seconds,
+            "mfu_percent": None,
+            "memory_bytes": peak_memory(self.device),
+            "padding_percent": 100 * result.totals.padding / tokens,
+            "data_wait_s": self._data_wait,
+        }
+        if result.loss != result.nll:  # z-loss or a balance loss was added
+            row["objective_nats"] = result.loss
+        if self.flops_per_token is not None and self.peak_flops is not None:
+            row["mfu_percent"] = 100 * tokens / seconds * self.flops_per_token / self.peak_flops
+        return row
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes in use so far: allocated by torch on a GPU, resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes, except on macOS

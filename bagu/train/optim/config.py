@@ -1,0 +1,77 @@
+"""Which optimizer, and its options. An option that the kind does not use is refused, not ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from bagu.errors import ArgumentError, UnknownName
+
+__all__ = ["DEFAULTS", "OptimizerConfig"]
+
+Kind = Literal[
+    "sgd", "momentum", "nesterov", "adagrad", "adadelta", "rmsprop", "adam", "adamw", "lion", "muon"
+]  # fmt: skip
+
+# What each kind takes besides the learning rate, and what it is when not given: torch's defaults for the older rules,
+# those of language-model training (GPT-3, Llama: betas 0.9, 0.95 and decay 0.1) for AdamW and what follows it.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "sgd": {"weight_decay": 0.0},
+    "momentum": {"momentum": 0.9, "weight_decay": 0.0},
+    "nesterov": {"momentum": 0.9, "weight_decay": 0.0},
+    "adagrad": {"eps": 1e-10, "weight_decay": 0.0},
+    "adadelta": {"rho": 0.9, "eps": 1e-6, "weight_decay": 0.0},
+    "rmsprop": {"rho": 0.99, "eps": 1e-8, "weight_decay": 0.0},
+    "adam": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    "adamw": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
+    "lion": {"betas": (0.9, 0.99), "weight_decay": 0.1},
+    "muon": {"momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "newton_schulz_steps": 5},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """`lr` is the schedule's peak. An option left at None takes the kind's default, see `options`.
+
+    `rho` is how much of the running average of squared gradients stays each step (Adadelta, RMSprop). Muon updates
+    the matrices, and AdamW with `betas` and `eps` the embeddings and vectors, at the same learning rate.
+    """
+
+    kind: Kind = "adamw"
+    lr: float = 1e-3
+    weight_decay: float | None = None
+    momentum: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    rho: float | None = None
+    newton_schulz_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in DEFAULTS:
+            raise UnknownName.among("optimizer", self.kind, get_args(Kind))
+        known = DEFAULTS[self.kind]
+        for name in self._given():
+            if name not in known:
+                raise ArgumentError(
+                    f"{name} is set, and {self.kind} has no {name}", hint=f"{self.kind} takes lr, {', '.join(known)}"
+                )
+        options = self.options()
+        shares = {"momentum": options.get("momentum"), "rho": options.get("rho")}
+        shares |= {f"betas[{i}]": b for i, b in enumerate(options.get("betas", ()))}
+        for name, share in shares.items():
+            if share is not None and not 0 <= share < 1:
+                raise ArgumentError(f"{name} is {share}", hint="it is the share of the past that stays: 0 <= x < 1")
+        for name, least in (("lr", self.lr), ("weight_decay", options["weight_decay"]), ("eps", options.get("eps", 0))):
+            if least < 0:
+                raise ArgumentError(f"{name} is {least}, and must not be negative")
+        if options.get("newton_schulz_steps", 1) < 1:
+            raise ArgumentError(f"newton_schulz_steps is {self.newton_schulz_steps}", hint="5 is usual")
+
+    def options(self) -> dict[str, Any]:
+        """Every option of this kind with its value."""
+        return {**DEFAULTS[self.kind], **self._given()}
+
+    def _given(self) -> dict[str, Any]:
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("kind", "lr")}
+        return {name: value for name, value in named.items() if value is not None}

@@ -1,0 +1,165 @@
+"""What a run does to its model and its process before the first step, and takes back after the last.
+
+The model itself knows nothing of compilation or recomputation: both are put around its blocks here.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from bagu import device as machine
+from bagu.errors import BackendError, BaguError
+from bagu.train.state import TrainConfig
+
+__all__ = ["Interrupt", "deterministic", "prepared"]
+
+Recompute = Literal["none", "selective", "block"]
+
+
+@contextmanager
+def prepared(model: nn.Module, config: TrainConfig, device: torch.device) -> Iterator[None]:
+    """The model in training mode, with its blocks recomputed and compiled as the configuration says, for a while."""
+    with ExitStack() as stack:
+        if config.deterministic:
+            stack.enter_context(deterministic(device))
+        blocks = list(model.get_submodule("blocks").children())
+        if config.activation_checkpointing != "none":
+            stack.enter_context(_recomputing(blocks, config.activation_checkpointing))
+        if config.compile is not False and _can_compile(device, asked=config.compile is True):
+            stack.enter_context(_compiled(blocks))
+        was_training = model.training
+        stack.callback(model.train, was_training)
+        model.train()
+        yield
+
+
+# --- recomputation ----------------------------------------------------------------------------------------------------
+
+# What "selective" keeps: products and attention are most of a block's FLOPs and a third of its activations. Norms,
+# activation functions, RoPE and dropout read and write memory, and are made again.
+KEPT = ("mm", "matmul", "attention", "grouped")
+
+
+def _keep(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = op.name().split("::")[-1]
+    kept = any(part in name for part in KEPT)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _recomputing(blocks: list[nn.Module], how: Recompute) -> Iterator[None]:
+    """Each block forgets its activations (all of them, or the cheap ones) and makes them again in the backward."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if how == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
+
+    def forgetful(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            return checkpoint(forward, *args, **options, **kwargs)
+
+        return run
+
+    for block in blocks:
+        block.forward = forgetful(block.forward)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward  # the instance's; the class's shows again
+
+
+# --- compilation ------------------------------------------------------------------------------------------------------
+
+
+def _can_compile(device: torch.device, *, asked: bool) -> bool:
+    """Whether torch.compile can work here. If not: an error when it was asked for, else a warning."""
+    missing = None
+    if device.type == "cpu" and machine.cxx_compiler() is None:
+        missing = "a C++ compiler (g++ or clang++)"
+    elif device.type == "cuda" and machine.c_compiler() is None:
+        missing = "a C compiler (gcc or clang), by which Triton builds its launchers"
+    if missing is None:
+        return True
+    message = f"torch.compile needs {missing}, and there is none here"
+    if asked:
+        raise BackendError(message, hint="install one, or set compile=false")
+    warnings.warn(f"{message}: the run goes on without it", RuntimeWarning, stacklevel=3)
+    return False
+
+
+@contextmanager
+def _compiled(blocks: list[nn.Module]) -> Iterator[None]:
+    """Each block compiled. They share their code, so it is one compilation and not one per layer."""
+    for block in blocks:
+        block.compile(dynamic=False)  # a batch always has the same shape
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block._compiled_call_impl = None
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """Only algorithms that give the same bits each time; one that has no such form raises."""
+    if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+        raise BaguError(
+            "deterministic=true on a GPU needs CUBLAS_WORKSPACE_CONFIG to be set before Python starts",
+            hint="export CUBLAS_WORKSPACE_CONFIG=:4096:8",
+        )
+    was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # a pass over every new tensor, for debugging
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was[0], warn_only=was[1])
+        memory.fill_uninitialized_memory = filled
+
+
+class Interrupt:
+    """While open, the first Ctrl-C (or SIGTERM) only sets `asked`, so that the step can be finished and saved.
+
+    The second one does what it always does. In a thread that is not the main one there are no signals to catch.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {s: signal.signal(s, self._ask) for s in self.SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

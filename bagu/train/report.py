@@ -1,0 +1,350 @@
+"""One page about a training run, or about the runs of a pipeline: `report.html`.
+
+The page stands alone: its style and charts are inside it, it has no script and asks the network for nothing (a content
+security policy forbids both), and it follows the reader's light or dark setting. Every text from a run is escaped: what
+a model writes is shown, never obeyed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from bagu import __version__
+from bagu.config import write_whole
+from bagu.errors import BaguError
+from bagu.run import RunFolder
+from bagu.train.charts import Chart, Line, Mark, Reference, text
+
+__all__ = ["Card", "Comparison", "ReportData", "Run", "Table", "read_run", "render", "write_report"]
+
+MAX_EVENTS = 200
+ROUTINE = {"start", "save", "evaluate", "sample"}  # in the table of events, but no mark on the curves
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """A number of the summary; `value` carries its unit."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What was written for one prompt, before and after."""
+
+    prompt: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Columns of numbers are set right. `note` says how they were made."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run folder holds, read."""
+
+    name: str
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]] = ()
+    samples: Mapping[int, Sequence[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportData:
+    """All a page shows. Without `cards` the summary is made from the last run's metrics."""
+
+    title: str
+    runs: Sequence[Run]
+    subtitle: str = ""
+    cards: Sequence[Card] = ()
+    references: Mapping[str, float] = field(default_factory=dict)  # bits per byte of other compressors, by name
+    comparisons: Sequence[Comparison] = ()
+    compared: tuple[str, str] = ("before", "after")  # what the two sides of the comparisons are
+    tables: Sequence[Table] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """A chart of the page: which metrics, and by what their values are multiplied to be in `unit`."""
+
+    title: str
+    unit: str
+    metrics: Mapping[str, str]  # key of the metric: name of the line
+    factor: float = 1.0
+    zero: bool = False
+    log: bool = False
+    references: bool = False
+
+
+CURVES = (
+    Curve(title="Loss", unit="nats per token", metrics={"loss_nats": "training", "val_loss_nats": "validation"}),
+    Curve(
+        title="Bits per byte",
+        unit="bits per byte",
+        metrics={"bits_per_byte": "training", "val_bits_per_byte": "validation"},
+        references=True,
+    ),
+    Curve(title="Learning rate", unit="", metrics={"lr": "learning rate"}),
+    Curve(title="Gradient norm", unit="", metrics={"grad_norm": "gradient norm"}, log=True),
+    Curve(title="Speed", unit="tokens/s", metrics={"tokens_per_s": "speed"}, zero=True),
+    Curve(title="Model FLOP utilisation", unit="% of the peak", metrics={"mfu_percent": "MFU"}, zero=True),
+    Curve(title="Memory", unit="GiB", metrics={"memory_bytes": "memory"}, factor=2.0**-30, zero=True),
+    Curve(title="Padding", unit="% of tokens", metrics={"padding_percent": "padding"}, zero=True),
+    Curve(title="Waiting for data", unit="ms per step", metrics={"data_wait_s": "wait"}, factor=1e3, zero=True),
+)
+
+
+def read_run(folder: RunFolder | str | os.PathLike[str], name: str = "") -> Run:
+    """The run in `folder`, which may still be going on; `name` is the folder's by default."""
+    folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
+    if not folder.is_run():
+        raise BaguError(f"{folder.path} is not the folder of a run", hint="give a folder that bagu train has written")
+    return Run(
+        name=name or folder.path.resolve().name,
+        config=folder.config(),
+        environment=folder.environment(),
+        metrics=folder.metrics(),
+        events=folder.events(),
+        samples=folder.samples(),
+    )
+
+
+def write_report(
+    source: ReportData | RunFolder | str | os.PathLike[str], path: str | os.PathLike[str] | None = None
+) -> Path:
+    """Write the page of `source`, or of the single run in that folder, and return where it is.
+
+    `path` is `report.html` in the run's folder by default; a ReportData has no folder and needs it.
+    """
+    if isinstance(source, ReportData):
+        if path is None:
+            raise ValueError("a report of several runs needs a path")
+        data = source
+    else:
+        folder = source if isinstance(source, RunFolder) else RunFolder(source)
+        run = read_run(folder)
+        data, path = ReportData(title=run.name, runs=[run]), path or folder.report
+    write_whole(path, render(data))
+    return Path(path)
+
+
+def render(data: ReportData) -> str:
+    """The page."""
+    if not data.runs:
+        raise ValueError("a report needs a run")
+    css = (files("bagu.train") / "report.css").read_text(encoding="utf-8")
+    last = data.runs[-1]
+    where = f"{last.environment['machine']} · {_date(last.environment['time'])}"
+    sections = [
+        _comparisons(data),
+        *(
+            _run(run, data.references if number == 0 else {}, len(data.runs) > 1)
+            for number, run in enumerate(data.runs)
+        ),
+        "".join(_table(table) for table in data.tables),
+        _details(data.runs),
+    ]
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="bagu {__version__}">
+<title>{text(data.title)}</title>
+<style>
+{css}</style>
+</head>
+<body>
+<header>
+<h1>{text(data.title)}</h1>
+<p class="soft">{text(data.subtitle or where)}</p>
+{_cards(data.cards or summary(last))}
+</header>
+<main>
+{"".join(sections)}</main>
+<footer>{text(f"bagu {__version__}" + (f" · {where}" if data.subtitle else ""))}</footer>
+</body>
+</html>
+"""
+
+
+def summary(run: Run) -> list[Card]:
+    """The cards of a run: where its curves ended, and how fast it was."""
+    cards = []
+
+    def last(key: str) -> float | None:
+        return next((row[key] for row in reversed(run.metrics) if row.get(key) is not None), None)
+
+    for key, name, unit in (
+        ("val_bits_per_byte", "Validation", "bits/byte"),
+        ("val_loss_nats", "Validation loss", "nats"),
+        ("loss_nats", "Training loss", "nats"),
+    ):
+        if (value := last(key)) is not None:
+            cards.append(Card(name=name, value=f"{value:.3f} {unit}"))
+    if run.metrics:
+        cards.append(Card(name="Steps", value=f"{run.metrics[-1]['step'] + 1:,} steps"))
+    if speeds := [row["tokens_per_s"] for row in run.metrics if row.get("tokens_per_s") is not None]:
+        cards.append(Card(name="Speed", value=f"{statistics.median(speeds):,.0f} tokens/s", note="median of the steps"))
+    if shares := [row["mfu_percent"] for row in run.metrics if row.get("mfu_percent") is not None]:
+        cards.append(Card(name="MFU", value=f"{statistics.median(shares):.1f} %", note="median, of the peak FLOP/s"))
+    if sizes := [row["memory_bytes"] for row in run.metrics if row.get("memory_bytes") is not None]:
+        cards.append(Card(name="Memory", value=f"{max(sizes) / 2**30:.2f} GiB", note="the most at any step"))
+    return cards
+
+
+# Sections
+
+
+def _cards(cards: Iterable[Card]) -> str:
+    def one(card: Card) -> str:
+        note = f'<p class="note">{text(card.note)}</p>' if card.note else ""
+        return f'<div class="card"><dl><dt>{text(card.name)}</dt><dd>{text(card.value)}</dd></dl>{note}</div>'
+
+    return f'<div class="cards">{"".join(map(one, cards))}</div>'
+
+
+def _comparisons(data: ReportData) -> str:
+    """The given pairs; else what the run that sampled wrote first and last."""
+    pairs, names = list(data.comparisons), data.compared
+    sampled = next((run.samples for run in reversed(data.runs) if len(run.samples) > 1), None)
+    if not pairs and sampled:
+        first, last = min(sampled), max(sampled)
+        names = (f"after step {first:,}", f"after step {last:,}")
+        pairs = [Comparison(prompt="", before=a, after=b) for a, b in zip(sampled[first], sampled[last], strict=False)]
+    if not pairs:
+        return ""
+
+    def side(name: str, words: str) -> str:
+        return f'<div><p class="label">{text(name)}</p><pre>{text(words)}</pre></div>'
+
+    cards = [
+        '<div class="card">'
+        + (f'<p class="label">prompt</p><pre class="prompt">{text(pair.prompt)}</pre>' if pair.prompt else "")
+        + f'<div class="pair">{side(names[0], pair.before)}{side(names[1], pair.after)}</div></div>'
+        for pair in pairs
+    ]
+    return f"<section><h2>What it writes</h2>{''.join(cards)}</section>\n"
+
+
+def _run(run: Run, references: Mapping[str, float], named: bool) -> str:
+    """The curves of one run; a metric that never changes is told in words."""
+    marks = [
+        Mark(name=f"step {e['step']:,}: {e['kind'].replace('_', ' ')}", x=e["step"])
+        for e in run.events
+        if e["kind"] not in ROUTINE and e["step"] is not None
+    ]
+    figures, constants = [], []
+    for curve in CURVES:
+        lines = [Line(name=name, points=_points(run.metrics, key, curve.factor)) for key, name in curve.metrics.items()]
+        lines = [line for line in lines if line.points]
+        values = {y for line in lines for _, y in line.points}
+        if len(values) == 1 and len(run.metrics) > 1 and not curve.references:
+            constants.append((curve.title, f"{text_of(values.pop())} {curve.unit}, at every step".replace(" ,", ",")))
+        elif values:
+            beside = [Reference(name=n, y=y) for n, y in references.items()] if curve.references else []
+            chart = Chart(lines=lines, unit=curve.unit, references=beside, marks=marks, zero=curve.zero, log=curve.log)
+            figures.append(f'<div class="card"><h3>{text(curve.title)}</h3>{chart.svg()}</div>')
+    if not figures:
+        return ""
+    title = f"Curves: {run.name}" if named else "Curves"
+    facts = _facts(constants) if constants else ""
+    return f'<section><h2>{text(title)}</h2><div class="grid">{"".join(figures)}</div>{facts}</section>\n'
+
+
+def _points(metrics: Sequence[Mapping[str, Any]], key: str, factor: float) -> list[tuple[float, float]]:
+    return [(row["step"], row[key] * factor) for row in metrics if row.get(key) is not None and math.isfinite(row[key])]
+
+
+def _table(table: Table) -> str:
+    note = f'<p class="note">{text(table.note)}</p>' if table.note else ""
+    return f"<section><h2>{text(table.title)}</h2>{_grid(table.columns, table.rows)}{note}</section>\n"
+
+
+def _grid(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    numeric = [all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(columns))]
+    side = [' class="number"' if n else "" for n in numeric]
+    head = "".join(f"<th{s}>{text(c)}</th>" for c, s in zip(columns, side, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td{s}>{text(text_of(cell))}</td>" for cell, s in zip(row, side, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _details(runs: Sequence[Run]) -> str:
+    """Configuration, environment and events, folded; an environment that runs share is shown once."""
+    parts, seen = [], None
+    for run in runs:
+        of = f" of {run.name}" if len(runs) > 1 else ""
+        config = json.dumps(run.config, indent=2, ensure_ascii=False)
+        parts.append(f"<details><summary>Configuration{text(of)}</summary><pre>{text(config)}</pre></details>")
+        software = {key: value for key, value in run.environment.items() if key != "time"}
+        if software != seen:
+            facts = _facts((key, text_of(value)) for key, value in run.environment.items())
+            parts.append(f"<details><summary>Environment{text(of)}</summary>{facts}</details>")
+        seen = software
+        if run.events:
+            parts.append(f"<details><summary>Events{text(of)}: {len(run.events):,}</summary>{_events(run)}</details>")
+    return f"<section><h2>How it was made</h2>{''.join(parts)}</section>\n"
+
+
+def _events(run: Run) -> str:
+    rows = []
+    for event in run.events[-MAX_EVENTS:]:
+        facts = {key: value for key, value in event.items() if key not in ("step", "kind", "time")}
+        words = "; ".join(f"{key.replace('_', ' ')}: {text_of(value)}" for key, value in facts.items() if value != [])
+        rows.append((_date(event["time"]), event["step"], event["kind"].replace("_", " "), words))
+    left = len(run.events) - len(rows)
+    note = f'<p class="note">{left:,} earlier events are in events.jsonl.</p>' if left else ""
+    return note + _grid(("time", "step", "what", "facts"), rows)
+
+
+def _facts(pairs: Iterable[tuple[str, str]]) -> str:
+    return (
+        '<dl class="facts">'
+        + "".join(f"<dt>{text(name)}</dt><dd>{text(value)}</dd>" for name, value in pairs)
+        + "</dl>"
+    )
+
+
+# Words
+
+
+def _date(iso: str) -> str:
+    return f"{datetime.datetime.fromisoformat(iso):%Y-%m-%d %H:%M} UTC"
+
+
+def text_of(value: Any) -> str:
+    """A value as a reader wants it: four digits of a fraction, thousands apart, a dash where there is none."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,106 @@
+"""A run's configuration, and what changes while it runs."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from bagu.errors import ArgumentError
+from bagu.nn.model import Transformer
+from bagu.train.flat import FlatParameters
+from bagu.train.objective import LanguageModelling, Objective
+from bagu.train.optim import Optimizer, OptimizerConfig
+from bagu.train.schedule import ScheduleConfig, factor
+from bagu.train.stability import Guard, StabilityConfig
+
+__all__ = ["TrainConfig", "TrainState"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How to train. Which tokens make a step (context, rows, micro-batches) is the loader's; the dtype is the model's.
+
+    `clip` is the largest global gradient norm. `compile`: true compiles or raises, null compiles where that can be
+    done here and says so where not. `activation_checkpointing` keeps of each block its input ("block") or its matrix
+    products and attention ("selective"), and makes the rest again in the backward. `deterministic` makes a GPU run
+    the same to the bit each time, and slower. `…_every` counts steps; null is never, and a save also happens at the
+    end. `keep_best` keeps, besides the last `keep_last` checkpoints, the one with the lowest validation loss.
+    """
+
+    steps: int = 1000
+    seed: int = 0
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    stability: StabilityConfig = field(default_factory=StabilityConfig)
+    clip: float | None = 1.0
+    z_loss: float = 0.0
+    compile: bool | None = False
+    activation_checkpointing: Literal["none", "selective", "block"] = "none"
+    deterministic: bool = False
+    eval_every: int | None = None
+    sample_every: int | None = None
+    save_every: int | None = None
+    keep_last: int = 2
+    keep_best: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "eval_every", "sample_every", "save_every", "keep_last"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ArgumentError(f"{name} is {value}", hint="at least 1" + (", or null" if "every" in name else ""))
+        if self.clip is not None and self.clip <= 0:
+            raise ArgumentError(f"clip is {self.clip}", hint="use null for no clipping")
+        if self.z_loss < 0:
+            raise ArgumentError(f"z_loss is {self.z_loss}", hint="1e-4 is usual, 0 is none")
+        if self.keep_best and (
+            self.eval_every is None or self.save_every is None or self.save_every % self.eval_every != 0
+        ):
+            raise ArgumentError(
+                f"keep_best is set with eval_every={self.eval_every} and save_every={self.save_every}",
+                hint="a checkpoint is compared by the evaluation at its own step: make save_every a multiple",
+            )
+
+
+class TrainState:
+    """The model with its flat parameters, the optimizer, and where the run is.
+
+    `step` counts updates made, `data_step` the loader's steps used up; a skipped batch moves the second alone.
+    """
+
+    def __init__(self, model: Transformer, config: TrainConfig, objective: Objective | None = None) -> None:
+        self.model, self.config = model, config
+        self.objective = objective if objective is not None else LanguageModelling(z_loss=config.z_loss)
+        self.flat = FlatParameters(model)
+        self.optimizer = Optimizer(config.optimizer, self.flat)
+        self.guard = Guard(config.stability)
+        self.step = 0
+        self.data_step = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.flat.device
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return self.config.optimizer.lr * factor(self.config.schedule, self.step, self.config.steps)
+
+    @functools.cached_property
+    def frozen_digest(self) -> str | None:
+        """A fingerprint of the parameters that are not trained, which a checkpoint does not hold; None if all are."""
+        frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
+        if not frozen:
+            return None
+        digest = hashlib.sha256()
+        for name, p in frozen:
+            digest.update(f"{name} {tuple(p.shape)} {p.dtype}".encode())
+            digest.update(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Let the model go; it keeps its trained parameters."""
+        self.flat.release()

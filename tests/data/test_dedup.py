@@ -1,0 +1,149 @@
+"""Near-duplicates against the definition, and the split that follows."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bagu.data import Document, StdlibSource, deduplicate, hold_out
+from bagu.data.dedup import BINS, SHINGLE, Shingler, jaccard
+from bagu.data.split import place, sample
+from bagu.errors import BaguError
+
+
+def shingle_set(text: str) -> set[bytes]:
+    data = re.sub(r"\s+", " ", text).encode()
+    return {data[i : i + SHINGLE] for i in range(max(1, len(data) - SHINGLE + 1))}
+
+
+def similarity(a: str, b: str) -> float:
+    """The definition, without a hash."""
+    x, y = shingle_set(a), shingle_set(b)
+    return len(x & y) / len(x | y)
+
+
+def words(seed: int, count: int) -> list[str]:
+    rng = random.Random(seed)
+    return ["".join(rng.choices("abcdefgh", k=rng.randint(2, 8))) for _ in range(count)]
+
+
+def edited(text: list[str], edits: int, seed: int) -> str:
+    rng, out = random.Random(seed), list(text)
+    for at in rng.sample(range(len(out)), min(edits, len(out))):
+        out[at] = "EDIT"
+    return " ".join(out)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.text(alphabet="ab \n", max_size=80), st.text(alphabet="ab \n", max_size=80), st.integers(0, 9))
+def test_similarity_is_the_jaccard_similarity_of_shingles(a: str, b: str, seed: int) -> None:
+    shingler = Shingler(seed)
+    assert jaccard(shingler.shingles(a), shingler.shingles(b)) == pytest.approx(similarity(a, b), abs=1e-12)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), min_size=2, max_size=12),
+    st.sampled_from([15, 120, 600]),
+    st.integers(0, 3),
+)
+def test_what_is_kept_has_no_near_duplicates_and_what_is_removed_has_one(
+    recipe: list[tuple[int, int]], length: int, seed: int
+) -> None:
+    """Documents are edited copies of four texts; pairs are checked one by one against the definition."""
+    texts = [edited(words(base, length), edits, seed=i) for i, (base, edits) in enumerate(recipe)]
+    documents = [Document(id=str(i), text=text) for i, text in enumerate(texts)]
+    kept, report = deduplicate(documents, seed=seed)
+    assert report.documents == len(documents) == len(kept) + len(report.removed)
+    ids = [int(d.id) for d in kept]
+    assert ids == sorted(ids)
+    assert not [(i, j) for i in ids for j in ids if i < j and similarity(texts[i], texts[j]) >= 0.8]
+    for pair in report.removed:
+        assert int(pair.kept) in ids
+        assert int(pair.kept) < int(pair.removed)
+        assert pair.similarity == pytest.approx(similarity(texts[int(pair.kept)], texts[int(pair.removed)]), abs=1e-12)
+        assert pair.similarity >= 0.8
+
+
+@pytest.mark.parametrize("length", [8, 60, 1000])
+def test_the_share_of_equal_bins_estimates_similarity(length: int) -> None:
+    """Also where most of the 128 bins are empty and borrow: averaged over seeds, the estimate has no bias."""
+    a, b = " ".join(words(1, length)), edited(words(1, length), max(1, length // 30), seed=2)
+    shares = []
+    for seed in range(60):
+        shingler = Shingler(seed)
+        x, y = (shingler.signature(shingler.shingles(text)) for text in (a, b))
+        shares.append((x == y).mean())
+    # One seed's deviation is at most 0.5 / sqrt(shingles); 60 seeds and four deviations.
+    bound = 4 * 0.5 / min(BINS, len(shingle_set(a))) ** 0.5 / 60**0.5
+    assert abs(sum(shares) / 60 - similarity(a, b)) < bound
+
+
+def test_copies_and_white_space_are_duplicates_and_short_texts_are_told_apart() -> None:
+    texts = ["x = 1\n", "x = 1\n", "x  =  1\n", "x = 2\n", "\n", " \n\n", "y"]
+    kept, report = deduplicate(Document(id=str(i), text=t) for i, t in enumerate(texts))
+    assert [d.id for d in kept] == ["0", "3", "4", "6"]
+    assert [(p.removed, p.kept, p.similarity) for p in report.removed] == [("1", "0", 1), ("2", "0", 1), ("5", "4", 1)]
+    assert report.removed_bytes == len("x = 1\n") + len("x  =  1\n") + 3
+
+
+def test_the_real_library_has_look_alikes() -> None:
+    wanted = ("encodings/cp", "encodings/iso8859", "json/")
+    documents = [d for d in StdlibSource().documents() if d.id.startswith(wanted)]
+    kept, report = deduplicate(documents)
+    removed = {p.removed: p for p in report.removed}
+    assert removed["encodings/cp1140.py"].kept == "encodings/cp037.py"  # they differ in the euro sign
+    assert {d.id for d in documents if d.id.startswith("json/")} <= {d.id for d in kept}
+    assert deduplicate(documents, seed=5)[1].removed == report.removed  # judged exactly: the seed changes nothing
+
+
+def test_a_threshold_that_the_bands_cannot_find_is_refused() -> None:
+    with pytest.raises(BaguError, match=r"threshold is 0\.2"):
+        deduplicate([], threshold=0.2)
+
+
+def documents(count: int, prefix: str = "d") -> list[Document]:
+    return [Document(id=f"{prefix}{i}", text="x" * 100) for i in range(count)]
+
+
+def test_a_split_is_about_the_fraction_and_adding_documents_moves_none() -> None:
+    few, many = hold_out(documents(1000), fraction=0.1), hold_out(documents(3000), fraction=0.1)
+    assert 60 < len(few.validation) < 140
+    assert {d.id for d in few.validation} == {d.id for d in many.validation if int(d.id[1:]) < 1000}
+    assert len(few.train) + len(few.validation) == 1000
+    assert [d.id for d in few.train] == sorted((d.id for d in few.train), key=lambda i: int(i[1:]))
+    other = hold_out(documents(1000), fraction=0.1, seed=1)
+    assert {d.id for d in other.validation} != {d.id for d in few.validation}
+
+
+@settings(derandomize=True)
+@given(st.integers(2, 6), st.floats(0.0001, 0.9999), st.integers(0, 50))
+def test_neither_side_of_a_split_is_empty(count: int, fraction: float, seed: int) -> None:
+    train, validation = hold_out(documents(count), fraction=fraction, seed=seed)
+    assert train
+    assert validation
+    assert len(train) + len(validation) == count
+
+
+def test_a_split_that_cannot_be_made_is_refused() -> None:
+    with pytest.raises(BaguError, match="1 ids found"):
+        hold_out(documents(1), fraction=0.1)
+    with pytest.raises(BaguError, match="1 ids found"):
+        hold_out(documents(1) * 2, fraction=0.1)
+    with pytest.raises(BaguError, match="fraction is 1"):
+        hold_out(documents(3), fraction=1)
+
+
+def test_a_sample_is_spread_out_bounded_and_independent_of_the_split() -> None:
+    corpus = [*documents(2000), Document(id="long", text="y" * 2_000_000)]
+    assert "".join(sample(corpus, max_bytes=10**7, total_bytes=2_200_000)) == "".join(d.text for d in corpus)
+    texts = list(sample(corpus, max_bytes=500_000, total_bytes=2_200_000))
+    assert 250_000 < sum(map(len, texts)) < 500_000 + 65_536
+    assert 300 < sum(t[0] == "x" for t in texts) < 600
+    assert any(t[0] == "y" for t in texts)
+    held = [d.id for d in documents(2000) if place(d.id, seed=0) < 0.2]
+    assert 0.1 < sum(place(i, seed=0, purpose="sample") < 0.2 for i in held) / len(held) < 0.3

@@ -1,0 +1,134 @@
+"""Sources: the same documents in the same order, and a bad file, line or field is named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from bagu.data import ChatJsonlSource, JsonlSource, ParquetSource, TextSource, open_source
+from bagu.errors import BaguError
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_text_files_come_in_order_of_their_names_byte_for_byte(tmp_path: Path) -> None:
+    write(tmp_path / "b.txt", "two\r\n\ttabs\x00 and more\n")
+    write(tmp_path / "a" / "z.txt", "één")
+    write(tmp_path / "empty.txt", "")
+    write(tmp_path / "not.md", "other")
+    found = {d.id: d.text for d in TextSource(tmp_path).documents()}
+    assert list(found.items()) == [("a/z.txt", "één"), ("b.txt", "two\r\n\ttabs\x00 and more\n")]
+    assert TextSource(tmp_path).describe()["empty_files"] == 1
+    assert [d.id for d in TextSource(tmp_path / "b.txt").documents()] == ["b.txt"]
+
+
+def test_the_corpus_hash_sees_names_and_content_and_not_where_the_folder_is(tmp_path: Path) -> None:
+    def sha(folder: str, **files: str) -> str:
+        for name, text in files.items():
+            write(tmp_path / folder / f"{name}.txt", text)
+        return TextSource(tmp_path / folder).describe()["sha256"]
+
+    first = sha("one", a="x", b="y")
+    assert sha("two", b="y", a="x") == first
+    assert len({first, sha("three", a="y", b="x"), sha("four", a="x", c="y"), sha("five", a="xy", b="")}) == 4
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
+def test_json_lines(tmp_path: Path, name: str) -> None:
+    lines = b'{"text": "a\\u00e9 \\ud83d\\ude00", "n": 1}\n\n{"text": ""}\n{"text": "last"}'
+    path = write(tmp_path / name, gzip.compress(lines) if name.endswith("gz") else lines)
+    source = open_source(path)
+    assert isinstance(source, JsonlSource)
+    assert [(d.id, d.text) for d in source.documents()] == [(f"{name}:1", "aé 😀"), (f"{name}:4", "last")]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b'{"text": "a"', "not JSON: Expecting"),
+        (b'{"text": "\xff"}', "not JSON: 'utf-8' codec"),
+        (b'["text"]', "a row is a JSON object, this is a list"),
+        (b'{"txt": 1, "lang": 2}', "there is no field 'text'"),
+        (b'{"text": 5}', "field 'text' is a int, not a string"),
+        (b'{"text": "\\ud83d"}', "half of a surrogate pair at character 0"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_line(tmp_path: Path, line: bytes, says: str) -> None:
+    path = write(tmp_path / "rows.jsonl", b'{"text": "fine"}\n' + line + b"\n")
+    documents = JsonlSource(path).documents()
+    assert next(documents).text == "fine"  # it streams: what comes before the fault was read
+    with pytest.raises(BaguError) as caught:
+        next(documents)
+    assert str(caught.value).startswith(f"{path}:2: ")
+    assert says in str(caught.value)
+
+
+def test_a_missing_field_lists_what_is_there(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", '{"body": "x", "lang": "en"}\n')
+    with pytest.raises(BaguError) as caught:
+        list(JsonlSource(path).documents())
+    assert "body, lang" in caught.value.hint
+    assert [d.text for d in JsonlSource(path, field="body").documents()] == ["x"]
+
+
+def test_chats(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "你好", "name": "b"}]
+    path = write(tmp_path / "chat.jsonl", json.dumps({"messages": messages}) + "\n")
+    (chat,) = ChatJsonlSource(path).conversations()
+    assert chat.id == "chat.jsonl:1"
+    assert list(chat.messages) == messages
+    for bad in ({"messages": []}, {"text": "x"}, {"messages": ["hi"]}, {"messages": [{"role": "user"}]},
+                {"messages": [{"role": "user", "content": None}]}):  # fmt: skip
+        write(path, json.dumps(bad))
+        with pytest.raises(BaguError, match=r"chat\.jsonl:1: "):
+            list(ChatJsonlSource(path).conversations())
+
+
+def test_parquet_streams_rows_and_names_a_wrong_column(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    texts = [f"text {i}" for i in range(5)] + [None, ""]
+    pq.write_table(pa.table({"text": texts, "n": list(range(7))}), tmp_path / "x.parquet", row_group_size=2)
+    found = [(d.id, d.text) for d in open_source(tmp_path).documents()]
+    assert found == [(f"x.parquet:{i}", f"text {i}") for i in range(5)]
+    with pytest.raises(BaguError, match="no column 'body'") as caught:
+        list(ParquetSource(tmp_path, column="body").documents())
+    assert "text, n" in caught.value.hint
+    with pytest.raises(BaguError, match="holds int64, a document is a string"):
+        list(ParquetSource(tmp_path, column="n").documents())
+    write(tmp_path / "x.parquet", b"PAR1 and then nothing")
+    with pytest.raises(BaguError, match=r"x\.parquet cannot be read as Parquet"):
+        list(ParquetSource(tmp_path).documents())
+
+
+def test_nothing_to_read_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(BaguError, match="there is no file or folder"):
+        list(TextSource(tmp_path / "gone").documents())
+    with pytest.raises(BaguError, match="matches"):
+        list(TextSource(tmp_path).documents())
+    empty = write(tmp_path / "empty.txt", "")
+    with pytest.raises(BaguError, match="holds no document with text"):
+        list(TextSource(empty).documents())
+    latin = write(tmp_path / "latin.txt", "één".encode("latin-1"))
+    with pytest.raises(BaguError, match=r"latin\.txt is not UTF-8: invalid continuation byte at byte 0"):
+        list(TextSource(latin).documents())
+    torn = write(tmp_path / "torn.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 100)[:30])
+    with pytest.raises(BaguError, match=r"torn\.jsonl\.gz cannot be read"):
+        list(JsonlSource(torn).documents())
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", "fine")
+    gone = write(tmp_path / "b.txt", "not for long")
+    documents = TextSource(tmp_path).documents()
+    assert next(documents).id == "a.txt"
+    gone.unlink()
+    with pytest.raises(BaguError, match=r"b\.txt cannot be read: No such file"):
+        next(documents)

@@ -1,0 +1,219 @@
+"""Families as data: a config.json is read as one model, and what is written is read back as the same one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bagu.errors import UnknownName
+from bagu.nn.config import (
+    Alibi,
+    Llama3Scaling,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    NormConfig,
+    Rope,
+    YarnScaling,
+)
+from bagu.nn.families import FAMILIES, family_for, family_of
+from bagu.nn.hub import WeightsError
+
+# as published: what config.json on the hub says of each, without keys nobody reads
+LLAMA_31_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 131072,
+    "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "vocab_size": 128256,
+    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
+                     "original_max_position_embeddings": 8192},
+}  # fmt: skip
+QWEN25_05B = {
+    "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 896, "intermediate_size": 4864,
+    "max_position_embeddings": 32768, "max_window_layers": 24, "num_attention_heads": 14, "num_hidden_layers": 24,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
+    "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "attention_bias": False, "first_k_dense_replace": 3, "hidden_act": "silu",
+    "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+    "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc",
+    "v_head_dim": 128, "vocab_size": 129280,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+}  # fmt: skip
+GPT2 = {
+    "model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1,
+    "layer_norm_epsilon": 1e-05, "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+    "resid_pdrop": 0.1, "vocab_size": 50257,
+}  # fmt: skip
+
+
+def read(hf: dict[str, Any]) -> ModelConfig:
+    return family_of(hf).config(hf)
+
+
+def test_llama_31() -> None:
+    config = read(LLAMA_31_8B)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 8, 128)
+    assert config.positions == Rope(
+        base=500000.0,
+        scaling=Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_len=8192),
+    )
+    assert config.norm == NormConfig(kind="rms", placement="pre", eps=1e-5)
+
+
+def test_qwen25_has_a_window_in_its_file_and_does_not_use_it() -> None:
+    config = read(QWEN25_05B)
+    assert config.windows == (None,)
+    assert config.qkv_bias and not config.out_bias and config.tie_embeddings
+    windowed = read(QWEN25_05B | {"use_sliding_window": True, "max_window_layers": 22})
+    assert [windowed.window(i) for i in (0, 21, 22, 23)] == [None, None, 32768, 32768]
+
+
+def test_deepseek_v3() -> None:
+    config = read(DEEPSEEK_V3)
+    assert config.mla == MLAConfig(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+    assert config.moe is not None and config.moe.dense_layers == (0, 1, 2)
+    assert (config.moe.num_groups, config.moe.top_groups, config.moe.scoring) == (8, 4, "sigmoid")
+    assert config.positions == Rope(
+        base=10000.0,
+        layout="interleaved",
+        scaling=YarnScaling(factor=40.0, original_max_len=4096, mscale=1.0, mscale_all_dim=1.0),
+    )
+
+
+def test_gpt2_defaults_that_its_file_leaves_out() -> None:
+    config = read(GPT2)
+    assert config.intermediate_size == 4 * 768 and config.tie_embeddings and config.dropout == 0.1
+
+
+@pytest.mark.parametrize("hf", [LLAMA_31_8B, QWEN25_05B, DEEPSEEK_V3, GPT2], ids=lambda hf: hf["model_type"])
+def test_what_is_written_is_read_back(hf: dict[str, Any]) -> None:
+    family, config = family_of(hf), read(hf)
+    written = json.loads(json.dumps(family.write(config)))
+    assert family.config(written) == config
+    assert family_for(config) is family
+
+
+def test_both_spellings_of_rope_are_one() -> None:
+    new = {k: v for k, v in LLAMA_31_8B.items() if k not in ("rope_theta", "rope_scaling")}
+    new["rope_parameters"] = {"rope_theta": 500000.0, **LLAMA_31_8B["rope_scaling"]}  # type: ignore[dict-item]
+    assert read(new) == read(LLAMA_31_8B)
+
+
+def test_an_unknown_family_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UnknownName, match="'qwen3_mo'") as caught:
+        family_of({"model_type": "qwen3_mo"})
+    assert "qwen3_moe" in caught.value.hint
+    with pytest.raises(WeightsError, match="no model_type"):
+        family_of({})
+
+
+@pytest.mark.parametrize(
+    ("hf", "change", "says"),
+    [
+        (LLAMA_31_8B, {"hidden_act": "relu"}, "hidden_act 'relu'"),
+        (LLAMA_31_8B, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        (LLAMA_31_8B, {"partial_rotary_factor": 0.5}, "a part of each head"),
+        (LLAMA_31_8B, {"quantization_config": {"quant_method": "fp8"}}, "quantized .fp8"),
+        (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        (GPT2, {"activation_function": "swish"}, "activation_function 'swish'"),
+    ],
+)
+def test_a_switch_that_is_not_known_here_is_refused(hf: dict[str, Any], change: dict[str, Any], says: str) -> None:
+    with pytest.raises(WeightsError, match=says):
+        read(hf | change)
+
+
+def test_a_key_that_is_missing_is_named() -> None:
+    with pytest.raises(WeightsError, match="hidden_size"):
+        read({k: v for k, v in LLAMA_31_8B.items() if k != "hidden_size"})
+
+
+SMALL = ModelConfig(
+    vocab_size=100, hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96,
+    max_len=64,
+)  # fmt: skip
+EXPERTS = MoEConfig(num_experts=8, top_k=2, expert_size=32)
+
+
+def test_each_model_is_saved_as_the_plainest_family_that_has_it() -> None:
+    names = {
+        "llama": SMALL,
+        "mistral": dataclasses.replace(SMALL, windows=(16,)),
+        "qwen2": dataclasses.replace(SMALL, qkv_bias=True, windows=(None, 8)),
+        "qwen3": dataclasses.replace(SMALL, qk_norm=True),
+        "qwen3_moe": dataclasses.replace(SMALL, qk_norm=True, moe=dataclasses.replace(EXPERTS, dense_layers=(2, 0))),
+    }
+    assert {name: family_for(config).name for name, config in names.items()} == {name: name for name in names}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"positions": Alibi()},
+        {"ffn": "relu2"},
+        {"qk_norm": True, "windows": (8, 16, None, None)},
+        {"out_bias": True},
+        {"moe": EXPERTS},
+        {"norm": NormConfig(kind="rms", placement="sandwich")},
+        {"attention": "linear"},
+        {"weight_norm": True},
+    ],
+)
+def test_a_model_no_family_has_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(WeightsError, match="no family"):
+        family_for(dataclasses.replace(SMALL, **change))
+
+
+def test_training_only_fields_do_not_stand_in_the_way() -> None:
+    assert family_for(dataclasses.replace(SMALL, dropout=0.2, init_std=0.01)).name == "llama"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]),
+    head_dim=st.sampled_from([8, 16, 40]),
+    window=st.sampled_from([None, 5]),
+    qk_norm=st.booleans(),
+    qkv_bias=st.booleans(),
+    out_bias=st.booleans(),
+    tied=st.booleans(),
+    moe=st.booleans(),
+    ffn=st.sampled_from(["swiglu", "geglu", "geglu_tanh", "gelu"]),
+    base=st.sampled_from([1e4, 5e5]),
+)
+def test_a_family_that_is_found_says_the_same_model(
+    heads: tuple[int, int], head_dim: int, window: int | None, qk_norm: bool, qkv_bias: bool, out_bias: bool,
+    tied: bool, moe: bool, ffn: Any, base: float,
+) -> None:  # fmt: skip
+    """Whatever the switches: either a family is found and reads back what it writes, or all of them refuse."""
+    config = dataclasses.replace(
+        SMALL, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, windows=(window,), qk_norm=qk_norm,
+        qkv_bias=qkv_bias, out_bias=out_bias, tie_embeddings=tied, moe=EXPERTS if moe else None, ffn=ffn,
+        positions=Rope(base=base),
+    )  # fmt: skip
+    try:
+        family = family_for(config)
+    except WeightsError:
+        return
+    again = family.config(json.loads(json.dumps(family.write(config))))
+    assert [again.window(i) for i in range(4)] == [window] * 4
+    moe_again = again.moe and dataclasses.replace(again.moe, aux_weight=None)
+    assert dataclasses.replace(again, windows=config.windows, moe=moe_again) == config
+
+
+def test_names_of_families_are_model_types_and_unique() -> None:
+    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt2", "bert"}

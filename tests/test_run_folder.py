@@ -1,0 +1,283 @@
+"""The run folder: no step stands twice, nothing whole is lost to a kill, and one process writes at a time."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bagu.config import load
+from bagu.errors import BackendError, BaguError
+from bagu.run import Metrics, Observer, RunFolder, RunRecorder, _truncate
+
+
+@dataclass(frozen=True)
+class Config:
+    lr: float = 1e-3
+
+
+class Memory(Observer):
+    """An observer that remembers the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        self.calls.append(("step", step, dict(metrics)))
+
+    def on_event(self, kind: str, step: int, **facts: Any) -> None:
+        self.calls.append(("event", kind, step, facts))
+
+    def on_sample(self, step: int, texts: Sequence[str]) -> None:
+        self.calls.append(("sample", step, list(texts)))
+
+    def rewind(self, step: int) -> None:
+        self.calls.append(("rewind", step))
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+
+def recorder(path: Path, *, resume: bool = False, **options: Any) -> RunRecorder:
+    return RunRecorder(RunFolder.create(path, Config(), resume=resume), **{"tensorboard": False, **options})
+
+
+def test_a_run_leaves_its_record(tmp_path: Path) -> None:
+    memory = Memory()
+    with recorder(tmp_path / "a" / "run", progress=memory) as run:
+        run.on_step(0, {"loss_nats": 2.5, "lr": 1e-3, "val_loss_nats": None})
+        run.on_event("save", 0, bytes=12)
+        run.on_sample(0, ["def f():\n  中文"])
+    folder = RunFolder(tmp_path / "a" / "run")
+    assert load(Config, folder.config_path) == Config()
+    assert folder.environment()["torch"]
+    assert folder.metrics() == [{"step": 0, "loss_nats": 2.5, "lr": 1e-3, "val_loss_nats": None}]
+    start, save = folder.events()
+    assert (start["kind"], start["resumed"], start["changed"]) == ("start", False, [])
+    assert (save["kind"], save["step"], save["bytes"]) == ("save", 0, 12)
+    assert folder.samples() == {0: ["def f():\n  中文"]}
+    assert [call[0] for call in memory.calls] == ["step", "event", "sample", "close"]
+
+
+def test_a_number_that_is_not_finite_is_null_and_an_event(tmp_path: Path) -> None:
+    memory = Memory()
+    with recorder(tmp_path, progress=memory) as run:
+        run.on_step(3, {"loss_nats": float("nan"), "grad_norm": float("-inf"), "lr": 0.1})
+    assert RunFolder(tmp_path).metrics() == [{"step": 3, "loss_nats": None, "grad_norm": None, "lr": 0.1}]
+    event = RunFolder(tmp_path).events()[-1]
+    assert (event["kind"], event["step"]) == ("non_finite", 3)
+    assert event["metrics"] == {"loss_nats": "nan", "grad_norm": "-inf"}
+    assert memory.calls[0] == ("step", 3, {"loss_nats": None, "grad_norm": None, "lr": 0.1})
+
+
+def test_a_metric_is_a_number(tmp_path: Path) -> None:
+    import numpy as np
+
+    with recorder(tmp_path) as run:
+        run.on_step(0, {"loss_nats": np.float32(0.5), "tokens": np.int64(3)})  # type: ignore[dict-item]
+        with pytest.raises(BaguError, match="metric loss_nats is a str"):
+            run.on_step(1, {"loss_nats": "2"})  # type: ignore[dict-item]
+    assert RunFolder(tmp_path).metrics() == [{"step": 0, "loss_nats": 0.5, "tokens": 3}]
+
+
+def test_rewind_drops_the_steps_that_run_again(tmp_path: Path) -> None:
+    memory = Memory()
+    with recorder(tmp_path, progress=memory) as run:
+        for step in range(5):
+            run.on_step(step, {"loss_nats": float(step)})
+            run.on_sample(step, [f"text {step}"])
+        run.on_event("rollback", 4, to=2)
+        run.rewind(2)
+        run.on_step(2, {"loss_nats": 20.0})
+    folder = RunFolder(tmp_path)
+    assert [(r["step"], r["loss_nats"]) for r in folder.metrics()] == [(0, 0.0), (1, 1.0), (2, 20.0)]
+    assert list(folder.samples()) == [0, 1]
+    assert "rollback" in [e["kind"] for e in folder.events()], "the history stays"
+    assert ("rewind", 2) in memory.calls
+
+
+@given(st.lists(st.integers(0, 30), unique=True), st.integers(0, 31), st.integers(0, 40))
+def test_a_cut_keeps_exactly_the_steps_before_it(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[int], cut: int, torn: int
+) -> None:
+    """Whatever the steps, the cut, and the bytes of a row that a kill left unfinished."""
+    path = tmp_path_factory.getbasetemp() / "cut.jsonl"
+    rows = [{"step": s, "text": "中" * (s % 3)} for s in sorted(steps)]
+    text = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
+    unfinished = '{"step": 99, "text": "中文中文中文中文"}'.encode()[:torn]
+    path.write_bytes(text.encode() + unfinished)
+    _truncate(path, cut)
+    kept = path.read_bytes()
+    if any(s >= cut for s in steps):
+        unfinished = b""
+    expected = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows if r["step"] < cut)
+    assert kept == expected.encode() + unfinished
+
+
+def test_a_torn_row_is_dropped_on_open(tmp_path: Path) -> None:
+    with recorder(tmp_path) as run:
+        run.on_step(0, {"loss_nats": 1.0})
+    path = RunFolder(tmp_path).metrics_path
+    with path.open("ab") as file:
+        file.write('{"step": 1, "loss_nats": 1.0, "中'.encode()[:-1])
+    assert len(RunFolder(tmp_path).metrics()) == 1, "a reader of a run that goes on does not see half a row"
+    with recorder(tmp_path, resume=True) as run:
+        run.on_step(1, {"loss_nats": 3.0})
+    assert [r["step"] for r in RunFolder(tmp_path).metrics()] == [0, 1]
+
+
+def test_a_broken_row_inside_is_named(tmp_path: Path) -> None:
+    with recorder(tmp_path) as run:
+        run.on_step(0, {"loss_nats": 1.0})
+    path = RunFolder(tmp_path).metrics_path
+    path.write_text("{]\n" + path.read_text())
+    with pytest.raises(BaguError, match=r"metrics\.jsonl:1: not JSON"):
+        RunFolder(tmp_path).metrics()
+
+
+def test_resume_says_what_has_changed(tmp_path: Path) -> None:
+    recorder(tmp_path).close()
+    with RunRecorder(RunFolder.create(tmp_path, Config(lr=2e-3), resume=True), tensorboard=False):
+        pass
+    last = RunFolder(tmp_path).events()[-1]
+    assert (last["kind"], last["resumed"], last["changed"]) == ("start", True, ["config.lr: 0.001 → 0.002"])
+    assert RunFolder(tmp_path).config() == {"lr": 2e-3}
+
+
+def test_resume_in_an_empty_folder_begins(tmp_path: Path) -> None:
+    recorder(tmp_path / "new", resume=True).close()
+    assert RunFolder(tmp_path / "new").events()[0]["resumed"] is False
+
+
+def test_folders_that_are_not_ours_are_refused_and_untouched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(BaguError, match=r"is not a run and not empty: it has thesis\.txt"):
+            RunFolder.create(tmp_path, Config(), resume=resume)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
+    with pytest.raises(BaguError, match="is a file"):
+        RunFolder.create(tmp_path / "thesis.txt", Config())
+    recorder(tmp_path / "run").close()
+    with pytest.raises(BaguError, match="already holds a run"):
+        RunFolder.create(tmp_path / "run", Config())
+
+
+def test_two_writers_are_refused(tmp_path: Path) -> None:
+    with recorder(tmp_path):
+        with pytest.raises(BaguError, match=f"is being written by process {os.getpid()}"):
+            RunFolder.create(tmp_path, Config(), resume=True)
+        assert RunFolder(tmp_path).metrics() == [], "reading needs no lock"
+    recorder(tmp_path, resume=True).close()
+
+
+def _hold(path: Path, ready: Any) -> None:
+    RunFolder.create(path, Config())
+    ready.set()
+    signal.pause()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a dead process cannot be told on Windows")
+def test_the_lock_of_another_process_holds_until_it_dies(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    other = context.Process(target=_hold, args=(tmp_path / "run", ready))
+    other.start()
+    try:
+        assert ready.wait(30)
+        with pytest.raises(BaguError, match=f"is being written by process {other.pid}"):
+            RunFolder.create(tmp_path / "run", Config(), resume=True)
+    finally:
+        other.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # dead but not buried: a zombie holds nothing
+    folder = RunFolder.create(tmp_path / "run", Config(), resume=True)
+    folder.close()
+    other.join()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs the start time of a process")
+def test_a_process_number_given_out_again_is_not_the_owner(tmp_path: Path) -> None:
+    recorder(tmp_path).close()
+    lock = RunFolder(tmp_path).lock
+    lock.take()
+    owner = json.loads(lock.path.read_text())
+    lock.path.write_text(json.dumps({**owner, "born": "1"}))
+    recorder(tmp_path, resume=True).close()
+    lock.path.write_text(json.dumps({**owner, "host": "elsewhere"}))
+    with pytest.raises(BaguError, match="on elsewhere") as caught:
+        RunFolder.create(tmp_path, Config(), resume=True)
+    assert str(lock.path) in caught.value.hint, "a lock of another machine is for a person to judge"
+
+
+def test_a_folder_that_is_only_read_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(BaguError, match="open for reading only"):
+        RunRecorder(RunFolder(tmp_path))
+
+
+def test_a_full_disk_loses_no_row(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: the row that does not fit is taken back and is an error."""
+    script = f"""
+import resource, signal
+from bagu.errors import BaguError
+from bagu.run import RunFolder, RunRecorder
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+run = RunRecorder(RunFolder.create({str(tmp_path / "run")!r}, {{}}), tensorboard=False)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    for step in range(100):
+        run.on_step(step, {{"loss_nats": 1.0}})
+except BaguError as error:
+    print(step, error.hint)
+"""
+    pytest.importorskip("resource")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    step, hint = done.stdout.split(maxsplit=1)
+    assert "disk space" in hint
+    assert [r["step"] for r in RunFolder(tmp_path / "run").metrics()] == list(range(int(step)))
+    assert RunFolder(tmp_path / "run").metrics_path.read_bytes().endswith(b"\n")
+
+
+def scalars(folder: Path) -> Mapping[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_no_step_twice(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    with recorder(tmp_path, tensorboard=True) as run:
+        for step in range(4):
+            run.on_step(step, {"loss_nats": float(step), "val_loss_nats": None})
+        run.on_sample(3, ["<b>a\n\nb"])
+        run.rewind(2)
+        run.on_step(2, {"loss_nats": 20.0})
+    with recorder(tmp_path, resume=True, tensorboard=True) as run:
+        run.rewind(1)
+        for step in (1, 2, 3):
+            run.on_step(step, {"loss_nats": 10.0 * step})
+    assert scalars(tmp_path / "tensorboard") == {"loss_nats": [(0, 0.0), (1, 10.0), (2, 20.0), (3, 30.0)]}
+
+
+def test_without_tensorboard_it_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bagu.run.record.package_version", lambda name: None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with recorder(tmp_path, tensorboard=None) as run:
+        run.on_step(0, {"loss_nats": 1.0})
+        run.on_step(1, {"loss_nats": 1.0})
+    assert capsys.readouterr().err.count("bagu[tensorboard]") == 1
+    with pytest.raises(BackendError, match="TensorBoard cannot be imported"):
+        recorder(tmp_path, resume=True, tensorboard=True)

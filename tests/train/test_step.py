@@ -1,0 +1,227 @@
+"""One step: what is summed, what is divided, what is left as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import VOCAB, Notes, batches, loader, model
+
+from bagu import ops
+from bagu.errors import ArgumentError, BackendError, BaguError
+from bagu.nn.config import MoEConfig
+from bagu.nn.model import Transformer
+from bagu.train import OptimizerConfig, StabilityConfig, TrainConfig, TrainState, fit, prepare, step
+from bagu.train.objective import LanguageModelling, Share, Totals
+from bagu.types import IGNORE, Batch
+
+CONFIG = TrainConfig(steps=20, optimizer=OptimizerConfig(lr=0.02))
+
+
+def gradients(micro: tuple[Batch, ...], dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, torch.Tensor]:
+    """The flat gradients a step would use: SGD at a rate of 0 leaves them alone."""
+    config = TrainConfig(optimizer=OptimizerConfig(kind="sgd", lr=0.0), clip=None, **options)
+    state = TrainState(model(dtype), config)
+    step(state, micro)
+    return {slot.name: slot.of(state.flat.grad).clone() for slot in state.flat.slots}
+
+
+def poisoned(m: Transformer, batch: Batch, totals: Totals) -> Share:
+    """The loss as it is, times NaN: so is every gradient."""
+    share = LanguageModelling()(m, batch, totals)
+    return share._replace(loss=share.loss * float("nan"))
+
+
+def masked(batch: Batch, keep: int) -> Batch:
+    """The batch with only its first `keep` targets."""
+    counted = (batch.targets != IGNORE).cumsum(0) <= keep
+    targets = torch.where(counted, batch.targets, IGNORE)
+    return dataclasses.replace(batch, targets=targets, num_targets=int((targets != IGNORE).sum()))
+
+
+def test_micro_batches_weigh_by_their_targets() -> None:
+    """One batch of eight rows and two of four have the same gradient, also when the halves have unlike targets."""
+    whole, halves = batches(rows=8), batches(rows=4, micro_batches=2)
+    assert torch.equal(whole[0].ids, torch.cat([h.ids for h in halves]))
+    few = (masked(halves[0], 5), halves[1])
+    joined = dataclasses.replace(
+        whole[0], targets=torch.cat([h.targets for h in few]), num_targets=sum(h.num_targets for h in few)
+    )
+    for one, two in (((whole[0],), halves), ((joined,), few)):
+        a, b = gradients(one), gradients(two)
+        for name in a:
+            torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-6)
+
+
+def test_loss_and_bits_per_byte_are_those_of_the_logits() -> None:
+    m, (batch,) = model(), batches()
+    with torch.no_grad():
+        logits = m.logits(m(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len).hidden)
+    want = torch.nn.functional.cross_entropy(logits, batch.targets, ignore_index=IGNORE)
+    result = step(TrainState(m, CONFIG), (batch,))
+    assert result.loss == result.nll == pytest.approx(float(want), rel=1e-5)
+    assert result.bits_per_byte == pytest.approx(float(want) / math.log(2) / 3)  # three bytes a token
+    z = step(TrainState(model(), dataclasses.replace(CONFIG, z_loss=0.1)), (batch,))
+    lse = logits.logsumexp(-1)[batch.targets != IGNORE]
+    assert z.nll == pytest.approx(float(want), rel=1e-5)
+    assert z.loss == pytest.approx(float(want + 0.1 * lse.square().mean()), rel=1e-5)
+
+
+def test_a_step_equals_plain_torch() -> None:
+    """Autograd, clip_grad_norm_ and torch's AdamW on the same model and batches."""
+    data, plain = loader(), model()
+    state = TrainState(model(), dataclasses.replace(CONFIG, clip=0.5))
+    optimizer = torch.optim.AdamW(
+        [{"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": 0.1},
+         {"params": [p for p in plain.parameters() if p.ndim < 2], "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )  # fmt: skip
+    for s in range(5):
+        (batch,) = data.batch(s)
+        for group in optimizer.param_groups:
+            group["lr"] = state.lr
+        hidden = plain(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len).hidden
+        weights = torch.full(batch.targets.shape, 1 / batch.num_targets)
+        ops.linear_cross_entropy_loss(hidden, plain.head_weight, batch.targets, weights)[0].backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert step(state, (batch,)).grad_norm == pytest.approx(float(norm), rel=1e-4)
+    for (name, a), b in zip(state.model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "lion"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_learns(kind: str, dtype: torch.dtype) -> None:
+    lr = 0.008 if kind == "lion" else 0.02
+    state = TrainState(model(dtype), TrainConfig(steps=40, optimizer=OptimizerConfig(kind=kind, lr=lr)))
+    data = loader()
+    losses = [step(state, data.batch(s)).loss for s in range(40)]
+    assert losses[0] == pytest.approx(math.log(VOCAB), rel=0.05)
+    assert sum(losses[-5:]) / 5 < 0.6 * losses[0]
+
+
+def test_masters_keep_what_bf16_would_lose() -> None:
+    state = TrainState(model(torch.bfloat16), TrainConfig(optimizer=OptimizerConfig(kind="sgd", lr=1e-6)))
+    before = {n: p.clone() for n, p in state.model.named_parameters()}
+    step(state, batches())
+    moved = {n: (m != before[n].float()).float().mean() for n, m in state.flat.masters().items()}
+    seen = {n: (p != before[n]).float().mean() for n, p in state.model.named_parameters()}
+    matrices = [n for n in moved if before[n].ndim == 2 and "emb" not in n and "head" not in n]
+    assert all(moved[n] > 0.9 and seen[n] < 0.1 for n in matrices)
+
+
+def test_a_refused_step_changes_the_data_position_alone() -> None:
+    state = TrainState(model(), CONFIG)
+    step(state, batches())
+    tensors = {**state.flat.masters(), **state.optimizer.tensors()}
+    before = {n: t.clone() for n, t in tensors.items()}
+    sound, state.objective = state.objective, poisoned
+    result = step(state, batches(1))
+    state.objective = sound
+    assert result.skipped == "the loss is nan"
+    assert (state.step, state.data_step) == (1, 2)
+    assert all(torch.equal(t, before[n]) for n, t in tensors.items())
+    assert step(state, batches(2)).skipped is None
+
+
+def test_a_step_without_targets_is_refused() -> None:
+    with pytest.raises(BaguError, match="no target that counts"):
+        step(TrainState(model(), CONFIG), (masked(batches()[0], 0),))
+
+
+def test_dropout_is_a_function_of_seed_and_data_step() -> None:
+    def losses(seed: int, noise: int) -> list[float]:
+        state = TrainState(model(dropout=0.3), dataclasses.replace(CONFIG, seed=seed))
+        torch.manual_seed(noise)
+        return [step(state, batches(0)).loss for _ in range(2)]
+
+    assert losses(0, 1) == losses(0, 2)
+    assert losses(0, 1) != losses(1, 1)
+
+
+def test_experts_are_balanced_once_per_step_by_the_load_of_all_micro_batches() -> None:
+    moe = MoEConfig(num_experts=4, top_k=2, expert_size=16, bias_rate=0.01, aux_weight=0.01)
+    state = TrainState(model(moe=moe), CONFIG)
+    result = step(state, batches(micro_batches=2))
+    assert result.loss > result.nll
+    biases = torch.stack([b for b in state.model.buffers() if b.shape == (4,)])  # of two layers
+    assert biases.shape == (2, 4) and biases.any()
+    steps = biases.abs()
+    assert ((steps == 0) | (steps - 0.01).abs().lt(1e-6)).all()  # one step of the rate, not one per micro-batch
+
+
+@pytest.mark.parametrize("how", ["selective", "block"])
+def test_recomputed_activations_give_the_same_bits_from_less_memory(how: str) -> None:
+    def run(mode: str) -> tuple[dict[str, torch.Tensor], int]:
+        kept: dict[int, int] = {}
+
+        def keep(t: torch.Tensor) -> torch.Tensor:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        m = model(dropout=0.1)
+        config = dataclasses.replace(CONFIG, activation_checkpointing=mode)
+        state = TrainState(m, config)
+        with prepare.prepared(m, config, state.device):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+                step(state, batches())
+        return {n: t.clone() for n, t in state.flat.masters().items()}, sum(kept.values())
+
+    (want, all_bytes), (got, fewer_bytes) = run("none"), run(how)
+    assert all(torch.equal(got[n], want[n]) for n in want)
+    assert fewer_bytes < all_bytes
+
+
+def test_a_model_is_as_before_after_a_run() -> None:
+    m = model()
+    m.eval()
+    fit(dataclasses.replace(CONFIG, steps=2, activation_checkpointing="block", deterministic=True), m, loader())
+    assert not m.training
+    assert all("forward" not in vars(b) and b._compiled_call_impl is None for b in m.blocks)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_compile_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bagu.device.cxx_compiler", lambda: None)
+    asked = dataclasses.replace(CONFIG, steps=1, compile=True)
+    with pytest.raises(BackendError, match=r"C\+\+ compiler"):
+        fit(asked, model(), loader())
+    with pytest.warns(RuntimeWarning, match="goes on without"):
+        fit(dataclasses.replace(asked, compile=None), model(), loader())
+
+
+def test_rows_have_every_meter_and_callables_run_when_due() -> None:
+    notes, m = Notes(), model()
+    modes = []
+
+    def evaluate(_: object) -> dict[str, float]:
+        modes.append((m.training, torch.is_grad_enabled()))
+        return {"val_loss_nats": 1.5}
+
+    config = TrainConfig(steps=5, eval_every=2, sample_every=3)
+    result = fit(
+        config, m, loader(), observers=[notes], evaluate=evaluate, sample=lambda _: ["text"],
+        flops_per_token=1e3, peak_flops=1e9,
+    )  # fmt: skip
+    assert result.step == 5 and not result.interrupted and result.checkpoint is None
+    names = "loss_nats bits_per_byte lr grad_norm tokens_per_s mfu_percent memory_bytes padding_percent data_wait_s"
+    assert all(set(names.split()) <= row.keys() and None not in row.values() for row in notes.rows.values())
+    assert [s for s, row in notes.rows.items() if "val_loss_nats" in row] == [1, 3, 4]
+    assert list(notes.texts) == [2, 4]
+    assert modes == [(False, False)] * 3
+
+
+def test_options_that_would_do_nothing_are_refused() -> None:
+    for option in ("eval_every", "sample_every", "save_every"):
+        with pytest.raises(ArgumentError, match=option):
+            fit(TrainConfig(steps=1, **{option: 1}), model(), loader())
+    with pytest.raises(ArgumentError, match="keep_best"):
+        TrainConfig(keep_best=True, eval_every=2, save_every=3)
+    with pytest.raises(ArgumentError, match="clip"):
+        TrainConfig(clip=0.0)
+    with pytest.raises(ArgumentError, match="min_history"):
+        StabilityConfig(window=4, min_history=5)

@@ -1,0 +1,103 @@
+"""A small real run: the model, the loader and the trainer in miniature, for the tests here, and as a script.
+
+    python tiny_run.py FOLDER '{"steps": 12}' [--resume] [--slow-save]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bagu.config import from_dict
+from bagu.data.loader import DataConfig, Loader
+from bagu.data.store import TokenDocument, in_memory
+from bagu.nn.config import ModelConfig
+from bagu.nn.init import init_weights
+from bagu.nn.model import Transformer
+from bagu.run import RunFolder, RunRecorder
+from bagu.train import TrainConfig, checkpoint, fit
+from bagu.types import Batch
+
+VOCAB, CONTEXT = 64, 32
+
+
+def model(dtype: torch.dtype = torch.float32, **changes: Any) -> Transformer:
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16,
+        "intermediate_size": 48, "max_len": CONTEXT,
+    }  # fmt: skip
+    return init_weights(Transformer(ModelConfig(**sizes | changes), dtype=dtype), seed=1)
+
+
+def loader(*, micro_batches: int = 1, rows: int = 4, seed: int = 0) -> Loader:
+    """Documents of unlike lengths that count upwards by a stride of their own: something a small model can learn."""
+    stream = np.random.default_rng(0)
+    documents = [
+        TokenDocument(id=str(i), tokens=(stream.integers(VOCAB) + stream.integers(1, 4) * np.arange(n)) % VOCAB)
+        for i, n in enumerate(stream.integers(2, 3 * CONTEXT, size=60))
+    ]
+    store = in_memory(documents, token_bytes=np.full(VOCAB, 3, np.int32))
+    return Loader({"counting": store}, DataConfig(context=CONTEXT, rows=rows, micro_batches=micro_batches, seed=seed))
+
+
+def batches(step: int = 0, *, micro_batches: int = 1, rows: int = 4) -> tuple[Batch, ...]:
+    return loader(micro_batches=micro_batches, rows=rows).batch(step)
+
+
+class Notes:
+    """An observer that remembers."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, Any]] = {}
+        self.events: list[dict[str, Any]] = []
+        self.texts: dict[int, list[str]] = {}
+
+    def on_step(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
+        assert step == len(self.rows), "steps ascend by one"
+        self.rows[step] = dict(metrics)
+
+    def on_event(self, kind: str, step: int, **facts: Any) -> None:
+        self.events.append({"kind": kind, "step": step, **facts})
+
+    def on_sample(self, step: int, texts: Sequence[str]) -> None:
+        self.texts[step] = list(texts)
+
+    def rewind(self, step: int) -> None:
+        self.rows = {s: row for s, row in self.rows.items() if s < step}
+
+    def close(self) -> None:
+        pass
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == kind]
+
+
+def main() -> None:
+    folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    resume = "--resume" in sys.argv
+    if "--slow-save" in sys.argv:  # so that a kill can fall into a save
+        sync = checkpoint._sync
+
+        def slow(path: Path) -> None:
+            time.sleep(0.05)
+            sync(path)
+
+        checkpoint._sync = slow
+    torch.set_num_threads(1)
+    config = from_dict(TrainConfig, options)
+    run = RunFolder.create(folder, config, resume=resume)
+    with RunRecorder(run, tensorboard=False) as recorder:
+        trained = model(torch.bfloat16, dropout=0.1)
+        data = loader(micro_batches=2)
+        fit(config, trained, data, folder=run.checkpoints, resume=resume, observers=[recorder])
+
+
+if __name__ == "__main__":
+    main()
