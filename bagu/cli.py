@@ -28,9 +28,11 @@ app = typer.Typer(
 bench = _group("Measure: every op against its peers and the machine's ceilings.")
 ops = _group("The catalogue of ops: what each means, costs and should take here.")
 lab = _group("Labs: a textbook claim, measured with the real parts.")
+tokenizer = _group("Tokenizers: train one, and see how good and how fast one is.")
 app.add_typer(bench, name="bench")
 app.add_typer(ops, name="ops")
 app.add_typer(lab, name="lab")
+app.add_typer(tokenizer, name="tokenizer")
 
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout and nothing else there.")]
 Dtype = Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp64; by default bf16 on a GPU, fp32 on a CPU.")]
@@ -58,6 +60,121 @@ def doctor(
     from bagu import doctor as part
 
     raise typer.Exit(part.main(as_json=as_json, measure=measure))
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="A new or empty folder for runs and report.")] = Path("runs/demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="Every stage in small, under a minute.")] = False,
+) -> None:
+    """Train a tokenizer and a language model on this Python's own library, fine-tune it, and write a report."""
+    from bagu.recipes.demo import demo as part
+
+    part(out, quick=quick)
+
+
+@app.command()
+def train(
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="DATA", help="Files or folders of text, JSON lines or Parquet; 'stdlib' by default."),
+    ] = None,
+    recipe: Annotated[str, typer.Option(help="Where to start from: small, gpt2_124m, llama_1b, sft, lora.")] = "small",
+    config: Annotated[Path | None, typer.Option(help="A run's config.json instead of a recipe.")] = None,
+    start: Annotated[
+        str | None, typer.Option("--from", help="Go on from this model: a run, a checkpoint, a Hugging Face folder.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="e.g. train.optimizer.lr=3e-4; repeatable.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The folder of the run.")] = Path("runs/train"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    prompt: Annotated[list[str] | None, typer.Option(help="Continued while training; repeatable.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the configuration and stop.")] = False,
+) -> None:
+    """Pretrain, continue pretraining or fine-tune. Ctrl-C saves; --resume goes on to the same bits."""
+    from bagu.recipes import command
+
+    raise typer.Exit(
+        command.train_main(
+            data or [], recipe=recipe, config=config, start=start, settings=settings or [], out=out, resume=resume,
+            prompts=prompt or [], dry_run=dry_run,
+        )
+    )  # fmt: skip
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) -> None:
+    """Write report.html of a run, which may still be going on."""
+    from bagu.train.report import write_report
+
+    typer.echo(write_report(run))
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a Hugging Face folder or id.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write: safetensors, config.json, tokenizer.")],
+    dtype: Annotated[str | None, typer.Option(help="bf16 or fp32; by default as saved.")] = None,
+) -> None:
+    """Write a model as transformers, vLLM and others read it."""
+    from bagu.recipes import command
+
+    command.export_main(model, out, dtype=dtype)
+
+
+@tokenizer.command("train")
+def tokenizer_train(
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    data: Annotated[Path | None, typer.Argument(help="Text, JSON lines or Parquet; by default the library.")] = None,
+    vocab_size: Annotated[int, typer.Option(help="Tokens in all.")] = 4096,
+    max_mb: Annotated[float, typer.Option(help="Learn from at most so many MB of text.")] = 64,
+) -> None:
+    """Learn a byte-level BPE."""
+    from bagu.data import tokenizer_cli
+
+    tokenizer_cli.train_main(out, path=data, vocab_size=vocab_size, max_mb=max_mb)
+
+
+@tokenizer.command("stats")
+def tokenizer_stats(
+    path: Annotated[Path, typer.Argument(help="A folder with tokenizer.json.")],
+    data: Annotated[Path | None, typer.Argument(help="Text to measure on; by default the library.")] = None,
+    max_mb: Annotated[float, typer.Option(help="Measure on at most so many MB.")] = 8,
+) -> None:
+    """Bytes per token, speed, and whether text comes back byte for byte."""
+    from bagu.data import tokenizer_cli
+
+    tokenizer_cli.stats_main(path, path=data, max_mb=max_mb)
+
+
+@bench.command("train")
+def bench_train(
+    shape: Annotated[str, typer.Option(help="cpu_6m, llama_1b or gpt_d20; by default what suits this machine.")] = "",
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="transformers, transformers-compile, or a script that prints JSON with tokens_per_s."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Timed steps of each contender.")] = 20,
+    micro_batches: Annotated[list[int] | None, typer.Option(help="How many a step is made of; repeatable.")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="Time bagu under torch.compile too.")] = False,
+    recompute: Annotated[str, typer.Option(help="none, selective or block.")] = "none",
+    rounds: Annotated[int, typer.Option(help="Run everything so often, in turn.")] = 1,
+    dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the first GPU.")] = None,
+    out: Annotated[Path | None, typer.Option(help="By default benchmarks/results/train.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tokens per second of a whole optimizer step, beside peers in the same run."""
+    from bagu.train import bench as part
+
+    raise typer.Exit(
+        part.main(
+            shape or None, peers=peer or (), steps=steps, micro_batches=micro_batches or (1,),
+            compiled=(False, True) if compile else (False,), recompute=recompute, rounds=rounds, dtype=dtype,
+            device=device, out=out, as_json=as_json,
+        )
+    )  # fmt: skip
 
 
 @bench.command("ops")

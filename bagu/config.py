@@ -262,8 +262,7 @@ def _assigned(hint: Any, data: Any, keys: Sequence[str], text: str, where: str =
                 has = f"items 0 to {len(data) - 1}" if data else "no items"
                 raise ConfigError(f"{below}: {where} has {has}", hint=f"to change how many, set {where} as a whole")
             at = int(key)
-            item = args[at] if args[-1] is not ... and len(args) > at else args[0]
-            return [*data[:at], _assigned(item, data[at], keys[1:], text, below), *data[at + 1 :]]
+            return [*data[:at], _assigned(_item(member, at), data[at], keys[1:], text, below), *data[at + 1 :]]
         if typing.get_origin(member) in (dict, Mapping):
             data = data or {}
             return data | {key: _assigned(args[1], data.get(key), keys[1:], text, below)}
@@ -295,11 +294,16 @@ def _plain(member: Any, text: str) -> Any:
         if member in (int, float):
             return member(text)
         if typing.get_origin(member) in (tuple, list) and not text.startswith("["):
-            items = typing.get_args(member)
-            return [_plain(items[0], part.strip()) for part in text.split(",")]
+            return [_plain(_item(member, at), part.strip()) for at, part in enumerate(text.split(","))]
         return json.loads(text, object_pairs_hook=_object)
     except ValueError:
         return text
+
+
+def _item(hint: Any, at: int) -> Any:
+    """The type of item `at` of a list or tuple; one too many is refused later, when the items are counted."""
+    args = typing.get_args(hint)
+    return args[at] if typing.get_origin(hint) is tuple and args[-1] is not ... and at < len(args) else args[0]
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

@@ -25,6 +25,7 @@ __all__ = [
     "Machine",
     "available_memory",
     "c_compiler",
+    "compute_dtype",
     "cuda_build",
     "cxx_compiler",
     "default_device",
@@ -35,6 +36,7 @@ __all__ = [
     "this_machine",
     "torch_nccl",
     "triton_interprets",
+    "vendor_flops",
 ]
 
 
@@ -80,6 +82,27 @@ def this_machine() -> Machine:
 def default_device() -> torch.device:
     """The first CUDA device when torch can use one, else the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """What a model computes in here: bf16 where the hardware multiplies it, else fp32.
+
+    A CPU without AVX512-BF16 or AMX takes bf16 apart in software, which is several times slower than fp32.
+    """
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float32
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+# Dense bf16 FLOP/s as the vendor states them; MFU is by custom a share of these, not of what can be reached.
+VENDOR_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+
+
+def vendor_flops(device: torch.device) -> float | None:
+    """The stated dense bf16 FLOP/s of a GPU that is in the table; None for any other device."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((flops for part, flops in VENDOR_FLOPS.items() if part in name), None)
 
 
 # --- the GPU side -----------------------------------------------------------------------------------------------------

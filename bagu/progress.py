@@ -23,8 +23,8 @@ from bagu.run import Metrics, Observer
 __all__ = ["Stage", "Stages", "TrainProgress", "duration", "training_words"]
 
 REFRESH_PER_S = 8
-QUIET_EVENTS = {"start", "resume", "save", "evaluate", "sample"}  # in the record; as lines they would only be noise
-BAR = (8, 36)  # cells: below the first no bar is drawn, above the second it says no more
+QUIET_EVENTS = {"start", "save", "evaluate", "sample"}  # in the record; as lines they would only be noise
+BARS = (32, 24, 16, 8)  # cells; few sizes, so that the bar does not breathe with the digits beside it
 
 
 class TrainProgress(Observer):
@@ -68,7 +68,7 @@ class TrainProgress(Observer):
         if kind not in QUIET_EVENTS:
             said = ", ".join(f"{name} {_short(value)}" for name, value in facts.items())
             text = f"{self.name} step {step}: {kind.replace('_', ' ')}" + (f" ({said})" if said else "")
-            self.console.print(text, style="yellow", soft_wrap=True, highlight=False, markup=False)
+            self.console.print(Text(text, style="yellow"), soft_wrap=True)  # style= would colour the live line as well
 
     def on_sample(self, step: int, texts: Sequence[str]) -> None:
         """Texts are for the folder; they would tear the line."""
@@ -105,8 +105,8 @@ class TrainProgress(Observer):
             shown.remove(ends)
             shown.append(ends)
         line = Text(no_wrap=True, overflow="crop", end="")
-        cells = min(BAR[1], width - cell_len(separator.join(shown)) - len(separator))
-        if cells >= BAR[0]:
+        room = width - cell_len(separator.join(shown)) - 2
+        if cells := next((size for size in BARS if size <= room), 0):
             filled = round(cells * min(self.done / max(self.steps, 1), 1))
             line.append(full * filled, style="green").append(empty * (cells - filled), style="dim").append("  ")
         for number, part in enumerate(shown):

@@ -57,6 +57,8 @@ class Tree:
     sources: tuple[Source, ...] = ()
     mix: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    span: tuple[int, str] = (0, "")
+    windows: tuple[int | None, ...] = ()
 
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -128,6 +130,9 @@ def test_save_and_load(tmp_path: Path) -> None:
         ("sources.0.path=b.txt", "sources", (Source(path=Path("b.txt"), weight=2.0),)),
         ('sources=[{"path": "c"}]', "sources", (Source(path=Path("c")),)),
         ("mix.code=0.5", "mix", {"code": 0.5}),
+        ("notes=a,3", "notes", ["a", "3"]),
+        ("span=3,4", "span", (3, "4")),
+        ("windows=4,null", "windows", (4, None)),
     ],
 )
 def test_a_setting_is_read_as_its_fields_type(setting: str, name: str, value: object) -> None:

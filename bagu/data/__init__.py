@@ -1,6 +1,12 @@
 """Text to token batches: sources, tokenizer, chat templates, packing, mixing, cursor."""
 
+from bagu.data.chat import DEFAULT_TEMPLATE, ChatEncoder, ChatTemplate, EncodedChat
 from bagu.data.dedup import DedupReport, deduplicate
+from bagu.data.loader import DataConfig, Loader, check_vocab, evaluation_batches
+from bagu.data.masked import mask_batch
+from bagu.data.mix import MixConfig, MixPoint, Mixture
+from bagu.data.pack import Packing
+from bagu.data.prefetch import Prefetch
 from bagu.data.source import (
     ChatJsonlSource,
     Conversation,
@@ -16,23 +22,37 @@ from bagu.data.store import TokenDocument, TokenStore, build, in_memory, on_disk
 from bagu.data.tokenizer import SPECIAL_TOKENS, BpeTokenizer
 
 __all__ = [
+    "DEFAULT_TEMPLATE",
     "SPECIAL_TOKENS",
     "BpeTokenizer",
+    "ChatEncoder",
     "ChatJsonlSource",
+    "ChatTemplate",
     "Conversation",
+    "DataConfig",
     "DedupReport",
     "Document",
+    "EncodedChat",
     "JsonlSource",
+    "Loader",
+    "MixConfig",
+    "MixPoint",
+    "Mixture",
+    "Packing",
     "ParquetSource",
+    "Prefetch",
     "Split",
     "StdlibSource",
     "TextSource",
     "TokenDocument",
     "TokenStore",
     "build",
+    "check_vocab",
     "deduplicate",
+    "evaluation_batches",
     "hold_out",
     "in_memory",
+    "mask_batch",
     "on_disk",
     "open_source",
     "sft_pairs",

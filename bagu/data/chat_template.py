@@ -93,7 +93,7 @@ class ChatTemplate:
         values = {"tools": None, "add_generation_prompt": False, **self.variables, **variables}
         try:
             return _take_marks(self._compiled.render(messages=list(messages), **values))
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:  # TypeError: the template adds text to a content of None
             roles = ", ".join(str(m.get("role")) for m in messages) or "none"
             hint = f"the roles of its messages: {roles}"
             raise BaguError(f"the chat template refuses this chat: {error}", hint=hint) from error

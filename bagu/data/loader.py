@@ -97,6 +97,8 @@ class Loader:
 
     def batch(self, step: int) -> tuple[Batch, ...]:
         """The micro-batches of global step `step`."""
+        if step < 0:
+            raise ArgumentError(f"there is no step {step}", hint="steps are counted from 0")
         c = self.config
         rows = []
         for source, number in self.mixture.rows(step):

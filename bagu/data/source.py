@@ -13,8 +13,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from bagu.errors import BaguError
 
@@ -199,7 +200,7 @@ def hash_file(path: Path) -> tuple[str, int]:
 
 
 @contextlib.contextmanager
-def readable(path: Path) -> Iterator[BinaryIO]:
+def readable(path: Path) -> Iterator[BufferedReader]:
     try:
         with path.open("rb") as file:
             yield file

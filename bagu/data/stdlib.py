@@ -1,6 +1,6 @@
 """The corpus every Python carries: the standard library that runs bagu, as text and as docstring-to-function pairs.
 
-Without its tests (many systems leave them out) CPython 3.11's has 734 modules, 12 MB. Versions differ, so the report of
+Without its tests (many systems leave them out) CPython 3.11's has 732 files, 12 MB. Versions differ, so the report of
 a run names the Python and the corpus hash.
 """
 
@@ -87,7 +87,7 @@ def sft_pairs(documents: Iterable[Document], *, max_bytes: int = 1024) -> Iterat
     for document in documents:
         lines = document.text.split("\n")  # as `ast` counts them; splitlines() also cuts at form feeds
         answers: set[str] = set()  # a platform's two branches may define one function twice
-        for function in functions(document.text):
+        for function in functions(parsed(document.text)):
             summary = (ast.get_docstring(function) or "").strip().split("\n\n")[0]
             answer = without_docstring(function, lines, max_bytes) if summary else None
             if answer is None or answer in answers:
@@ -98,11 +98,14 @@ def sft_pairs(documents: Iterable[Document], *, max_bytes: int = 1024) -> Iterat
             yield Conversation(id=f"{document.id}:{function.lineno}:{function.name}", messages=messages)
 
 
-def functions(text: str) -> list[ast.FunctionDef]:
-    """All functions and methods, in file order; none when the text is not Python of this version."""
-    tree = parsed(text)
-    found = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    return sorted(found, key=lambda node: node.lineno)
+def functions(node: ast.AST | None) -> Iterator[ast.FunctionDef]:
+    """All functions and methods in file order. Only statements are looked into: there are fewer of them than nodes."""
+    for block in ("body", "handlers", "orelse", "finalbody", "cases"):
+        statements = getattr(node, block, None)
+        for statement in statements if isinstance(statements, list) else ():
+            if isinstance(statement, ast.FunctionDef):
+                yield statement
+            yield from functions(statement)
 
 
 def without_docstring(function: ast.FunctionDef, lines: list[str], max_bytes: int) -> str | None:
@@ -121,6 +124,7 @@ def without_docstring(function: ast.FunctionDef, lines: list[str], max_bytes: in
 
 
 def parsed(text: str) -> ast.Module | None:
+    """The syntax tree; None when the text is not Python of this version."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old modules escape what needs no escape
         try:

@@ -123,7 +123,7 @@ class TokenStore:
             # asarray: a plain array over the map, since a slice of np.memmap costs several times one of an array
             arrays = {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in folder.glob("*.npy")}
             return cls.of(arrays, facts=facts)
-        except (OSError, LookupError, TypeError, ValueError) as error:
+        except (OSError, EOFError, LookupError, TypeError, ValueError) as error:
             hint = "delete the folder; it is built again from the source"
             raise BaguError(f"{folder} is not a whole token store: {error}", hint=hint) from error
 

@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bagu.data.chat_template import DEFAULT_TEMPLATE
 from bagu.data.source import Source, open_source
 from bagu.data.split import sample
 from bagu.data.stdlib import StdlibSource
@@ -63,15 +64,16 @@ def stats(tokenizer: BpeTokenizer, texts: Sequence[str]) -> TokenizerStats:
     )
 
 
-def train_main(
-    out: Path, *, path: Path | None = None, vocab_size: int = 4096, max_mb: float = 64, chat_template: str | None = None
-) -> BpeTokenizer:
-    """Train on `path` (default: the standard library), at most `max_mb` of it, and save to the folder `out`."""
+def train_main(out: Path, *, path: Path | None = None, vocab_size: int = 4096, max_mb: float = 64) -> BpeTokenizer:
+    """Train on `path` (default: the standard library), at most `max_mb` of it, and save to the folder `out`.
+
+    The tokenizer gets bagu's chat template, whose markers are in its vocabulary.
+    """
     console, texts = Console(), _texts(path, max_mb)
     size = sum(len(text.encode()) for text in texts)
     with console.status(f"training on {size / MB:.1f} MB of text"):
         start = time.perf_counter()
-        tokenizer = BpeTokenizer.train(texts, vocab_size=vocab_size, chat_template=chat_template)
+        tokenizer = BpeTokenizer.train(texts, vocab_size=vocab_size, chat_template=DEFAULT_TEMPLATE)
         seconds = time.perf_counter() - start
     tokenizer.save(out)
     console.print(f"{tokenizer.vocab_size} tokens from {size / MB:.1f} MB in {seconds:.1f} s, saved in {out}")

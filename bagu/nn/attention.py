@@ -44,10 +44,10 @@ class Softmax(nn.Module):
         cu_seqlens, max_len, signals, kv = context
         if kv is not None:
             return self.cached(kv, q, k, v, v.shape[-1], signals)
-        out: torch.Tensor = ops.attention(
+        out, _ = ops.attention(
             q, k, v, cu_seqlens, max_len,
             causal=self.causal, window=self.window, scale=self.scale, slopes=signals.slopes, bias=signals.bias,
-        )[0]  # fmt: skip
+        )  # fmt: skip
         return out
 
     def cached(
@@ -90,4 +90,9 @@ class Attention(nn.Module):
         return x if cos is None or sin is None else ops.rope(x, cos, sin, layout=self.layout)
 
     def linear(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
-        raise NotImplementedError
+        """RoPE turns the features above the line alone: below it they must stay positive (RoFormer, 3.3)."""
+        q, k = ops.positive_features(q), ops.positive_features(k)
+        return ops.linear_attention(
+            self.turn(q, context), self.turn(k, context), v, context.cu_seqlens, context.max_len,
+            causal=self.causal, norm_q=q, norm_k=k,
+        )  # fmt: skip

@@ -42,7 +42,8 @@ def init_weights(model: Transformer, seed: int) -> Transformer:
 
 def draw(shape: Sequence[int], name: str, seed: int) -> torch.Tensor:
     """Standard normal, fp32 on the CPU, from a stream that (seed, name) alone chooses."""
-    stream = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
+    key = zlib.crc32(f"{seed} {name}".encode())  # the generator reads 32 bits of its seed, and no more
+    stream = torch.Generator().manual_seed(key)
     return torch.randn(tuple(shape), generator=stream)
 
 

@@ -85,8 +85,9 @@ class BatchNorm(LayerNorm):
 
     def __init__(self, size: int, eps: float, *, bias: bool, **factory: Unpack[Factory]) -> None:
         super().__init__(size, eps, bias=bias, **factory)
-        self.register_buffer("mean", torch.zeros(size, device=factory.get("device")))
-        self.register_buffer("var", torch.ones(size, device=factory.get("device")))
+        acc = torch.promote_types(self.weight.dtype, torch.float32)
+        self.register_buffer("mean", torch.zeros(size, device=self.weight.device, dtype=acc))
+        self.register_buffer("var", torch.ones(size, device=self.weight.device, dtype=acc))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y, mean, var = ops.batch_norm(

@@ -56,7 +56,8 @@ class Encoding(nn.Module):
     def tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         """The same on `device`, made once."""
         if not self._tables or self._tables[0].device != device:
-            self._tables = tuple(t.to(device) for t in self.make_tables())
+            with torch.inference_mode(False):  # they outlive this call, and a later one may train
+                self._tables = tuple(t.to(device) for t in self.make_tables())
         return self._tables
 
     def embed(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ class Tape:
         self.entering: list[set[str]] = []  # storages that go into each block
 
     def call(
-        self, kind: Kind, op: str, dims: Mapping[str, Any], *, itemsize: int | None = None, **storages: str
+        self, kind: Kind, op: str, dims: Mapping[str, Any], itemsize: int | None = None, /, **storages: str
     ) -> None:
         """One op; `storages` are those of its arguments and results that are no weights."""
         s, size = spec(op), itemsize or self.itemsize
@@ -75,12 +75,11 @@ class Tape:
     def norm(self, module: Norm, x: str, y: str, heads: int = 1) -> None:
         """`heads` is more than one where each head is a row of its own."""
         M, N = self.tokens * heads, self.config.hidden_size if isinstance(module, ScaleNorm) else module.weight.numel()
-        if isinstance(module, (GroupNorm, BatchNorm)):
-            groups = {"groups": module.groups} if isinstance(module, GroupNorm) else {}
-            named = {"mean": f"{y}.mean", "r": f"{y}.r"} if groups else {}
-            self.call(
-                "other", "group_norm" if groups else "batch_norm", {"B": M, "C": N, "S": 1, **groups}, x=x, **named
-            )
+        if isinstance(module, GroupNorm):
+            dims = {"B": M, "C": N, "S": 1, "groups": module.groups}
+            self.call("other", "group_norm", dims, x=x, y=y, mean=f"{y}.mean", r=f"{y}.r")
+        elif isinstance(module, BatchNorm):
+            self.call("other", "batch_norm", {"B": M, "C": N, "S": 1}, x=x, y=y)
         elif isinstance(module, LayerNorm):
             self.call("other", "layer_norm", {"M": M, "N": N}, x=x, y=y, mean=f"{y}.mean", rstd=f"{y}.rstd")
         elif isinstance(module, RMSNorm):
@@ -124,7 +123,7 @@ def record(model: Transformer, context: int, itemsize: int) -> Tape:
     for i, block in enumerate(model.blocks):
         assert isinstance(block, Block)
         tape.entering.append({x} if delta is None else {x, delta})
-        x, delta = _block(tape, block, f"blocks.{i}", x, delta)
+        x, delta = _block(tape, block, i, x, delta)
     if model.norm is not None:
         tape.add_norm(model.norm, delta, x, "hidden")
         x = "hidden"
@@ -138,13 +137,14 @@ def record(model: Transformer, context: int, itemsize: int) -> Tape:
     return tape
 
 
-def _block(tape: Tape, block: Block, at: str, x: str, delta: str | None) -> tuple[str, str | None]:
+def _block(tape: Tape, block: Block, layer: int, x: str, delta: str | None) -> tuple[str, str | None]:
     """Returns the stream behind the block: where x is, and where what is still to be added is."""
+    at = f"blocks.{layer}"
     seen, fed = f"{at}.attention", f"{at}.ffn"
     size = tape.tokens * tape.config.hidden_size * tape.itemsize
     if block.placement in ("pre", "sandwich"):
         s = tape.add_norm(block.attention_norm, delta, x, f"{at}.h1")
-        _attention(tape, block.attention, f"{at}.h1", seen)
+        _attention(tape, block.attention, layer, f"{at}.h1", seen)
         if block.placement == "sandwich":
             tape.norm(block.attention_post_norm, seen, f"{seen}.normed")
             seen = f"{seen}.normed"
@@ -156,45 +156,63 @@ def _block(tape: Tape, block: Block, at: str, x: str, delta: str | None) -> tupl
         tape.write(fed, size)
         return s, fed
     if block.placement == "post":
-        _attention(tape, block.attention, x, seen)
+        _attention(tape, block.attention, layer, x, seen)
         tape.add_norm(block.attention_norm, seen, x, f"{at}.h1")
         _feed(tape, block.ffn, f"{at}.h1", fed)
         tape.add_norm(block.ffn_norm, fed, f"{at}.h1", f"{at}.h2")
     else:
-        _attention(tape, block.attention, f"{at}.h1", seen)
+        _attention(tape, block.attention, layer, f"{at}.h1", seen)
         _feed(tape, block.ffn, f"{at}.h2", fed)
         tape.write(f"{at}.out", size)
         return f"{at}.out", None
     return f"{at}.h2", None
 
 
-def _attention(tape: Tape, module: Attention | MLA, x: str, y: str) -> None:
+def _attention(tape: Tape, module: Attention | MLA, layer: int, x: str, y: str) -> None:
     c, T = tape.config, tape.tokens
-    H, G, D = c.num_heads, c.num_kv_heads, c.head_dim
     if isinstance(module, MLA):
         q, k, v = _latent(tape, module, x, y)
     else:
-        qkv = f"{y}.qkv"
-        tape.linear(module.qkv, x, qkv)
-        q, k, v = qkv if G in (1, H) else f"{y}.q", qkv, qkv
-        tape.write(q, T * H * D * tape.itemsize)
-        if module.q_norm is not None and module.k_norm is not None:
-            tape.norm(module.q_norm, q, f"{y}.qn", heads=H)
-            tape.norm(module.k_norm, k, f"{y}.kn", heads=G)
-            q, k = f"{y}.qn", f"{y}.kn"
-        if c.rope_dim:
-            q, k = _rope(tape, q, f"{y}.qr", H, D), _rope(tape, k, f"{y}.kr", G, D)
-    if c.attention == "linear":
-        _linear_attention(tape, q, k, v, y)
-    else:
-        layer = int(y.split(".")[1])
-        dims = {
-            "T": T, "H": H, "G": G, "D": D, "E": c.v_dim, "S1": 2, "max_len": T, "causal": c.causal,
-            "window": c.window(layer),
-        }  # fmt: skip
+        q, k, v = _heads(tape, module, x, y)
+    dims = {
+        "T": T, "H": c.num_heads, "G": c.num_kv_heads, "D": c.head_dim, "E": c.v_dim, "S1": 2, "max_len": T,
+        "causal": c.causal, "window": c.window(layer),
+    }  # fmt: skip
+    if c.attention == "softmax":
         tape.call("attention", "attention", dims, q=q, k=k, v=v, out=f"{y}.out", lse=f"{y}.lse")
+    else:
+        norms = {"norm_q": f"{y}.qf", "norm_k": f"{y}.kf"}
+        tape.call("attention", "linear_attention", dims | {"F": c.head_dim}, q=q, k=k, v=v, out=f"{y}.out", **norms)
     tape.linear(module.out, f"{y}.out", y)
     tape.drop(y)
+
+
+def _heads(tape: Tape, module: Attention, x: str, y: str) -> tuple[str, str, str]:
+    """MHA, GQA and MQA up to the attention itself. Returns the storages of q, k and v."""
+    c, T, qkv = tape.config, tape.tokens, f"{y}.qkv"
+    H, G, D = c.num_heads, c.num_kv_heads, c.head_dim
+    tape.linear(module.qkv, x, qkv)
+    q, k = qkv if G in (1, H) else f"{y}.q", qkv  # groups of several heads are copied together
+    tape.write(q, T * H * D * tape.itemsize)
+    if module.q_norm is not None and module.k_norm is not None:
+        tape.norm(module.q_norm, q, f"{y}.qn", heads=H)
+        tape.norm(module.k_norm, k, f"{y}.kn", heads=G)
+        q, k = f"{y}.qn", f"{y}.kn"
+    if c.attention == "linear":
+        q, k = _features(tape, q, f"{y}.qf", H), _features(tape, k, f"{y}.kf", G)
+    if c.rope_dim:
+        q, k = _rope(tape, q, f"{y}.qr", H, D), _rope(tape, k, f"{y}.kr", G, D)
+    return q, k, qkv
+
+
+def _features(tape: Tape, x: str, y: str, heads: int) -> str:
+    """elu + 1: PyTorch keeps its input, exp of it, and which side of 0 it is on."""
+    size = tape.tokens * heads * tape.config.head_dim
+    tape.write(y, size * tape.itemsize)
+    tape.kept.add(x)
+    tape.keep(f"{y}.exp", size * tape.itemsize)
+    tape.keep(f"{y}.side", size)
+    return y
 
 
 def _rope(tape: Tape, x: str, y: str, heads: int, features: int) -> str:
@@ -240,9 +258,9 @@ def _moe(tape: Tape, module: MoE, x: str, y: str) -> None:
     T, D, moe, acc = tape.tokens, tape.config.hidden_size, module.moe, max(4, tape.itemsize)
     E, K, F = moe.num_experts, moe.top_k, moe.expert_size
     wide = x if acc == tape.itemsize else f"{y}.x32"  # the router reads an fp32 copy
-    tape.call("linear", "matmul", {"M": T, "N": E, "K": D}, itemsize=acc, x=wide, y=f"{y}.logits")
+    tape.call("linear", "matmul", {"M": T, "N": E, "K": D}, acc, x=wide, y=f"{y}.logits")
     if moe.scoring == "softmax":
-        tape.call("other", "softmax", {"M": T, "N": E}, itemsize=acc, x=f"{y}.logits", y=f"{y}.scores")
+        tape.call("other", "softmax", {"M": T, "N": E}, acc, x=f"{y}.logits", y=f"{y}.scores")
     else:
         tape.keep(f"{y}.scores", T * E * acc)
     rows = T * K

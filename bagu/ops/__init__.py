@@ -7,6 +7,7 @@
 """
 
 from bagu.ops.add_rms_norm import add_rms_norm
+from bagu.ops.attention import attention
 from bagu.ops.batch_norm import batch_norm
 from bagu.ops.cross_entropy import cross_entropy
 from bagu.ops.dequantize_int8 import dequantize_int8
@@ -17,6 +18,7 @@ from bagu.ops.group_norm import group_norm
 from bagu.ops.grouped_matmul import grouped_matmul
 from bagu.ops.gumbel_softmax import gumbel_softmax
 from bagu.ops.layer_norm import layer_norm
+from bagu.ops.linear_attention import linear_attention, positive_features
 from bagu.ops.linear_cross_entropy import Losses, linear_cross_entropy, token_losses
 from bagu.ops.linear_cross_entropy_loss import linear_cross_entropy_loss
 from bagu.ops.matmul import matmul
@@ -32,6 +34,7 @@ from bagu.ops.transpose import transpose
 __all__ = [
     "Losses",
     "add_rms_norm",
+    "attention",
     "batch_norm",
     "cross_entropy",
     "dequantize_int8",
@@ -41,9 +44,11 @@ __all__ = [
     "grouped_matmul",
     "gumbel_softmax",
     "layer_norm",
+    "linear_attention",
     "linear_cross_entropy",
     "linear_cross_entropy_loss",
     "matmul",
+    "positive_features",
     "quantize_int8",
     "relu_squared",
     "rms_norm",

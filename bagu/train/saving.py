@@ -56,11 +56,10 @@ class Saver:
         done, self._done = self._done, []
         return done
 
-    def close(self) -> list[Saved]:
-        """Wait for the writer and end it; returns what `finished` had not told yet."""
+    def close(self) -> None:
+        """Wait for the writer and end it; `finished` still tells how the last save ended."""
         self.wait()
         self._pool.shutdown()
-        return self.finished()
 
     def _write(self, snap: Snapshot) -> Saved:
         start = time.perf_counter()

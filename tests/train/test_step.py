@@ -105,7 +105,7 @@ def test_it_learns(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_masters_keep_what_bf16_would_lose() -> None:
-    state = TrainState(model(torch.bfloat16), TrainConfig(optimizer=OptimizerConfig(kind="sgd", lr=1e-6)))
+    state = TrainState(model(torch.bfloat16), TrainConfig(optimizer=OptimizerConfig(kind="sgd", lr=1e-3)))
     before = {n: p.clone() for n, p in state.model.named_parameters()}
     step(state, batches())
     moved = {n: (m != before[n].float()).float().mean() for n, m in state.flat.masters().items()}
@@ -166,9 +166,9 @@ def test_recomputed_activations_give_the_same_bits_from_less_memory(how: str) ->
         m = model(dropout=0.1)
         config = dataclasses.replace(CONFIG, activation_checkpointing=mode)
         state = TrainState(m, config)
-        with prepare.prepared(m, config, state.device):
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-                step(state, batches())
+        watched = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
+        with prepare.prepared(m, config, state.device), watched:
+            step(state, batches())
         return {n: t.clone() for n, t in state.flat.masters().items()}, sum(kept.values())
 
     (want, all_bytes), (got, fewer_bytes) = run("none"), run(how)

@@ -1,12 +1,7 @@
-"""A small real run: the model, the loader and the trainer in miniature, for the tests here, and as a script.
-
-    python tiny_run.py FOLDER '{"steps": 12}' [--resume] [--slow-save]
-"""
+"""A small real run: the model, the loader and the trainer in miniature, and `train` for a process of its own."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,12 +23,12 @@ from bagu.types import Batch
 VOCAB, CONTEXT = 64, 32
 
 
-def model(dtype: torch.dtype = torch.float32, **changes: Any) -> Transformer:
+def model(dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any) -> Transformer:
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16,
         "intermediate_size": 48, "max_len": CONTEXT,
     }  # fmt: skip
-    return init_weights(Transformer(ModelConfig(**sizes | changes), dtype=dtype), seed=1)
+    return init_weights(Transformer(ModelConfig(**sizes | changes), dtype=dtype, device=device), seed=1)
 
 
 def loader(*, micro_batches: int = 1, rows: int = 4, seed: int = 0) -> Loader:
@@ -44,7 +39,8 @@ def loader(*, micro_batches: int = 1, rows: int = 4, seed: int = 0) -> Loader:
         for i, n in enumerate(stream.integers(2, 3 * CONTEXT, size=60))
     ]
     store = in_memory(documents, token_bytes=np.full(VOCAB, 3, np.int32))
-    return Loader({"counting": store}, DataConfig(context=CONTEXT, rows=rows, micro_batches=micro_batches, seed=seed))
+    shape = DataConfig(context=CONTEXT, rows=rows, micro_batches=micro_batches, seed=seed, max_segments_per_row=8)
+    return Loader({"counting": store}, shape)
 
 
 def batches(step: int = 0, *, micro_batches: int = 1, rows: int = 4) -> tuple[Batch, ...]:
@@ -60,7 +56,7 @@ class Notes:
         self.texts: dict[int, list[str]] = {}
 
     def on_step(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
-        assert step == len(self.rows), "steps ascend by one"
+        assert not self.rows or step == max(self.rows) + 1, "steps ascend by one"
         self.rows[step] = dict(metrics)
 
     def on_event(self, kind: str, step: int, **facts: Any) -> None:
@@ -79,10 +75,9 @@ class Notes:
         return [event for event in self.events if event["kind"] == kind]
 
 
-def main() -> None:
-    folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
-    resume = "--resume" in sys.argv
-    if "--slow-save" in sys.argv:  # so that a kill can fall into a save
+def train(folder: Path, options: Mapping[str, Any], *, resume: bool, slow_save: bool) -> None:
+    """A run in a folder of its own, with everything on that a resume must bring back: bf16, dropout, micro-batches."""
+    if slow_save:  # so that a kill can fall into a save
         sync = checkpoint._sync
 
         def slow(path: Path) -> None:
@@ -97,7 +92,3 @@ def main() -> None:
         trained = model(torch.bfloat16, dropout=0.1)
         data = loader(micro_batches=2)
         fit(config, trained, data, folder=run.checkpoints, resume=resume, observers=[recorder])
-
-
-if __name__ == "__main__":
-    main()

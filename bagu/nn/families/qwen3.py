@@ -70,7 +70,7 @@ def write_moe(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _attention(hf: Mapping[str, Any]) -> dict[str, bool]:
+def _attention(hf: Mapping[str, Any]) -> dict[str, Any]:
     bias = hf.get("attention_bias", False)
     return {"qk_norm": True, "qkv_bias": bias, "out_bias": bias}
 

@@ -10,13 +10,14 @@ A learned bias has a gradient, which the kernel does not give: those segments ar
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from bagu.errors import ArgumentError
 from bagu.ops.attention import dense
-from bagu.ops.attention.shape import Shape
+from bagu.ops.attention.shape import Shape, side_by_side
 from bagu.ops.signature import accumulator
 
 __all__ = ["equal", "ragged"]
@@ -27,27 +28,31 @@ __all__ = ["equal", "ragged"]
 WIDEN = 256
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _wide(x: torch.Tensor, features: int) -> torch.Tensor:
     """[B, L, heads, F] as the kernel takes it, zeros being added up to `features`: q, k and v have the same number."""
-    x = x.transpose(1, 2)
+    x = side_by_side(x).transpose(1, 2)
     return x if x.shape[-1] == features else torch.nn.functional.pad(x, (0, features - x.shape[-1]))
+
+
+def _like(q: torch.Tensor) -> torch.Tensor:
+    """A tensor with q's device and the dtype of scores."""
+    return q.new_empty(0, dtype=accumulator(q.dtype))
 
 
 def _mask(shape: Shape, q: torch.Tensor) -> torch.Tensor | None:
     """fp32 beside 16-bit inputs too: slope * distance has more digits than bf16. Two dims or four."""
     if shape.plain:
         return None
-    added = shape.additive(q.shape[1], q.new_empty(0, dtype=accumulator(q.dtype)))
+    added = shape.additive(q.shape[1], _like(q))
     return added.unsqueeze(0) if added is not None and added.ndim == 3 else added
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape, scale: float) -> Pair:
+def _forward(shape: Shape, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
     """out[B, L, H, E] and lse[B, L, H] of segments that are all L long."""
     if shape.bias is not None:
-        return dense.forward(q, k, v, shape.additive(q.shape[1], q.new_empty(0, dtype=accumulator(q.dtype))), scale)
+        return dense.forward(shape.additive(q.shape[1], _like(q)), scale, q, k, v)
     wide, mask = max(q.shape[-1], v.shape[-1]), _mask(shape, q)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         _wide(q, wide), _wide(k, wide), _wide(v, wide), 0.0, shape.causal and mask is None, attn_mask=mask, scale=scale
@@ -56,14 +61,13 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape, sc
 
 
 def _backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    shape: Shape, scale: float,
+    shape: Shape, scale: float, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """dq, dk, dv, and dbias where there is a bias, of segments that are all L long."""
     D, E, dtype, acc = q.shape[-1], v.shape[-1], q.dtype, accumulator(q.dtype)
     if shape.bias is not None:
-        added = shape.additive(q.shape[1], q.new_empty(0, dtype=acc))
-        dq, dk, dv, dscores = dense.backward(dout, q, k, v, out, lse, added, scale)
+        dq, dk, dv, dscores = dense.backward(shape.additive(q.shape[1], _like(q)), scale, dout, q, k, v)
         return dq, dk, dv, shape.bias_gradient(dscores)
     mask, wide = _mask(shape, q), max(D, E)
     held = [x.to(acc) if q.shape[1] <= WIDEN else x for x in (dout, q, k, v, out)]
@@ -81,7 +85,7 @@ class _Equal(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, causal: bool,
         window: int | None, scale: float,
     ) -> Pair:  # fmt: skip
-        out, lse = _forward(q, k, v, Shape(causal=causal, window=window, slopes=slopes), scale)
+        out, lse = _forward(Shape(causal=causal, window=window, slopes=slopes), scale, q, k, v)
         ctx.save_for_backward(q, k, v, slopes, out, lse)
         ctx.rest = causal, window, scale
         ctx.mark_non_differentiable(lse)
@@ -92,13 +96,13 @@ class _Equal(torch.autograd.Function):
         q, k, v, slopes, out, lse = ctx.saved_tensors
         causal, window, scale = ctx.rest
         shape = Shape(causal=causal, window=window, slopes=slopes)
-        return *_backward(douts[0], q, k, v, out, lse, shape, scale)[:3], None, None, None, None
+        return *_backward(shape, scale, douts[0], q, k, v, out, lse)[:3], None, None, None, None
 
 
-def equal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape, scale: float) -> Pair:
+def equal(shape: Shape, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
     """out[B, L, H, E] and lse[B, L, H] of B segments of length L; differentiable, and in the compiler's sight."""
     if shape.bias is not None:
-        return _forward(q, k, v, shape, scale)  # autograd sees through it
+        return _forward(shape, scale, q, k, v)  # autograd sees through it
     return _Equal.apply(q, k, v, shape.slopes, shape.causal, shape.window, scale)
 
 
@@ -108,7 +112,7 @@ def runs(cu_seqlens: torch.Tensor, T: int, max_len: int) -> list[tuple[int, int,
     The offsets are at hand here, so wrong ones are refused; other devices trust the host that built the batch.
     """
     offsets: list[int] = cu_seqlens.tolist()
-    lengths = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(offsets)]
     if offsets[0] != 0 or offsets[-1] != T or min(lengths, default=0) < 0 or max(lengths, default=0) > max_len:
         raise ArgumentError(
             f"attention: cu_seqlens is {offsets}, and offsets that rise from 0 to T = {T} by at most max_len ="
@@ -138,7 +142,7 @@ def ragged(
     out, lse = _ragged_like(q, k, v, cu_seqlens, slopes, bias, max_len, causal, window, scale)
     shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias)
     for run in runs(cu_seqlens, q.shape[0], max_len):
-        found = _forward(*(_part(x, *run) for x in (q, k, v)), shape, scale)
+        found = _forward(shape, scale, *(_part(x, *run) for x in (q, k, v)))
         for whole, part in zip((out, lse), found, strict=True):
             _part(whole, *run).copy_(part)
     return out, lse
@@ -164,7 +168,7 @@ def _ragged_backward(
     shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias)
     dbias = q.new_zeros(() if bias is None else bias.shape, dtype=accumulator(q.dtype))
     for run in runs(cu_seqlens, q.shape[0], max_len):
-        *found, more = _backward(*(_part(x, *run) for x in (dout, q, k, v, out, lse)), shape, scale)
+        *found, more = _backward(shape, scale, *(_part(x, *run) for x in (dout, q, k, v, out, lse)))
         for whole, part in zip((dq, dk, dv), found, strict=True):
             _part(whole, *run).copy_(part)
         if more is not None:
@@ -178,8 +182,8 @@ def _ragged_backward_like(
     slopes: torch.Tensor | None, bias: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, max_len: int,
     causal: bool, window: int | None, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    return *grads, q.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv, q.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from bagu.ops.attention.shape import Shape
+from bagu.ops.attention.shape import Shape, side_by_side
 
 __all__ = ["equal", "fits", "packed", "prefers_equal"]
 
@@ -41,10 +41,10 @@ def _hopper(device: int) -> bool:
 
 
 def equal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape, scale: float
+    shape: Shape, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[B, L, H, E] and lse[B, L, H] of B segments of length L."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (side_by_side(x).transpose(1, 2) for x in (q, k, v))
     out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, shape.causal, False, scale=scale
     )[:2]
@@ -52,12 +52,15 @@ def equal(
 
 
 def packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, shape: Shape,
-    scale: float,
+    shape: Shape, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
+    max_len: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out[T, H, E] and lse[T, H]. The kernel wants q, k and v of one width, a multiple of 8: zeros fill it up."""
     E, wide = v.shape[-1], -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
-    q, k, v = (torch.nn.functional.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (q, k, v))
+    q, k, v = (
+        torch.nn.functional.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else side_by_side(x)
+        for x in (q, k, v)
+    )
     side = -1 if shape.window is None else shape.window - 1  # the kernel counts keys beside the query's own
     out, lse = torch.ops.aten._flash_attention_forward(
         q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, shape.causal, False, scale=scale,

@@ -17,6 +17,7 @@ Papers: https://arxiv.org/abs/1706.03762, 2205.14135 (IO-aware), 2305.13245 (GQA
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def reference(
     per_group, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
     k, v = k.repeat_interleave(per_group, 1), v.repeat_interleave(per_group, 1)
     outs, lses = [], []
-    for begin, end in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False):
+    for begin, end in pairwise(cu_seqlens.tolist()):
         i = torch.arange(end - begin)[:, None]
         j = torch.arange(end - begin)[None, :]
         s = scale * torch.einsum("ihd,jhd->hij", q[begin:end], k[begin:end])
@@ -59,11 +60,13 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     lengths = case.get("lengths", (case.get("L", 1),) * case.get("S", 1))
     H, D = case["H"], case["D"]
     T, G, E = sum(lengths), case.get("G", H), case.get("E", D)
-    loud = case.get("loud", 1.0)
+    q, k = streams.normal("q", T, H, D), streams.normal("k", T, G, D)
+    if "loud" in case.params:  # all scores are raised alike, so the weights stay as they were
+        q[..., 0], k[..., 0] = case["loud"], 2.0
     heads = torch.arange(1, H + 1, dtype=torch.float64)
     return {
-        "q": loud * streams.normal("q", T, H, D),
-        "k": loud * streams.normal("k", T, G, D),
+        "q": q,
+        "k": k,
         "v": streams.normal("v", T, G, E),
         "cu_seqlens": torch.tensor((0, *lengths)).cumsum(0).to(torch.int32),
         "slopes": 2 ** (-8 * heads / H) if case.get("alibi", False) else None,
@@ -130,7 +133,7 @@ CASES = [
     Case("single", "one segment is the whole batch", S=1, L=37, H=3, D=16),
     Case("padded", "cu_seqlens is filled up with T, and those segments are empty", lengths=(6, 3, 0, 0, 0), H=2, D=8),
     Case("hollow", "an empty segment stands first and in the middle", lengths=(0, 4, 0, 4, 3), H=2, D=8),
-    Case("singletons", "every segment is one token, which sees itself alone: out is v", S=7, L=1, H=2, D=8),
+    Case("singletons", "most segments are one token and see only themselves: out is v", lengths=(1, 1, 4, 1), H=2, D=8),
     Case("slack", "max_len bounds the lengths and none reaches it", lengths=(3, 5), max_len=9, H=2, D=8),
     Case("gqa", "two query heads share a key head, and its gradient is their sum", lengths=RAGGED, H=4, G=2, D=8),
     Case("mqa", "all query heads share one key head", S=2, L=6, H=3, G=1, D=8),
@@ -138,29 +141,32 @@ CASES = [
     Case("bidirectional_even", "the same, segments being of one length", S=2, L=6, H=2, D=8, causal=False),
     Case("window", "a query sees itself and two before it", lengths=RAGGED, H=2, D=8, window=3),
     Case("window_even", "the same in segments of one length, heads sharing keys", S=2, L=8, H=4, G=2, D=8, window=3),
-    Case("window_one", "a window of 1 leaves a query its own key alone", S=1, L=5, H=2, D=8, window=1),
     Case("window_wide", "the window is past the segment, so it hides nothing", lengths=(5, 3), H=2, D=8, window=99),
-    Case("window_both", "without causal the window reaches both ways", lengths=RAGGED, H=2, D=8, window=2, causal=False),
+    Case("window_both", "without causal a window reaches both ways", lengths=RAGGED, H=2, D=8, window=2, causal=False),
     Case("alibi", "each head has a slope of its own", lengths=RAGGED, H=4, G=2, D=8, alibi=True),
     Case("alibi_even", "slopes in segments of one length, seen from both sides", S=2, L=6, H=2, D=8, alibi=True,
          causal=False),
-    Case("alibi_far", "slope times distance has more digits than bf16", S=1, L=300, H=2, D=8, alibi=True, mixed=["slopes"]),
+    Case("alibi_far", "slope times distance has more digits than bf16", S=1, L=300, H=2, D=8, alibi=True,
+         mixed=["slopes"]),
     Case("bias", "a learned bias by distance, clamped at its ends, has a gradient", lengths=RAGGED, H=2, D=8, R=4),
     Case("bias_even", "the same in segments of one length, seen from both sides", S=2, L=6, H=4, G=2, D=8, R=9,
          causal=False),
-    Case("bias_alibi", "slopes, bias and window at once, the bias kept in fp32", lengths=RAGGED, H=2, D=8, R=3, alibi=True,
-         window=4, mixed=["bias"]),
+    Case("bias_alibi", "slopes, bias and window at once, the bias kept in fp32", lengths=RAGGED, H=2, D=8, R=3,
+         alibi=True, window=4, mixed=["bias"]),
     Case("narrow_values", "a value is shorter than a key, as in MLA", lengths=RAGGED, H=2, D=24, E=16),
     Case("wide_values", "a value is longer than a key", S=2, L=6, H=2, D=8, E=20),
     Case("odd", "no size is a multiple of a block", lengths=(7, 13), H=3, D=11, E=5),
     Case("scale", "the scale is given and is not 1 / sqrt(D)", lengths=RAGGED, H=2, D=8, scale=0.3),
-    Case("loud", "exp of these scores overflows unless the maximum is taken off", lengths=(9, 6), H=2, D=16, loud=8.0),
+    Case("loud", "exp of these scores overflows unless the maximum is taken off", lengths=(9, 6), H=2, D=16,
+         loud=256.0),
     Case("blocks", "segments are several blocks long and end inside one", lengths=(150, 33, 257), H=2, D=16),
 ]  # fmt: skip
 BIG: dict[str, Any] = {"H": 32, "G": 8, "D": 128, "bench": True}
 BENCH = [
     Case("llama_8b", "an 8B Llama 3 on eight sequences of 2k tokens", S=8, L=2048, **BIG),
-    Case("packed_16k", "documents of many lengths in 16k tokens", lengths=(3000, 700, 2048, 5000, 90, 1546, 4000), **BIG),
+    Case(
+        "packed_16k", "documents of many lengths in 16k tokens", lengths=(3000, 700, 2048, 5000, 90, 1546, 4000), **BIG
+    ),
     Case("long_16k", "one document of 16k tokens", S=1, L=16384, **BIG),
     Case("window_1k", "every second layer of a windowed model", S=1, L=16384, window=1024, **BIG),
     Case("mla", "DeepSeek-V3's training form: keys of 192, values of 128", S=2, L=4096, H=32, D=192, E=128, bench=True),
@@ -180,7 +186,10 @@ SPEC = OpSpec(
     saves=("q", "k", "v", "cu_seqlens", "slopes", "bias", "out", "lse"),
     constant=("lse",),
     derive=derive,
+    # Fused kernels round the weights and dS to 16 bits before their products, and take rowsum(dP * P) from the rounded
+    # out. Measured over the cases: 1.3 on a CPU; at 4096 tokens of 4 heads in bf16 the worst of 10^6 results is 5.
     ulps=4,
+    ulps_of={"lse": 128},  # PyTorch's CPU kernel has a quick exp for 16-bit inputs, good to 2^-17: 108 ulps of fp32
     independent=("H", "G"),
     backends=("torch",),
     peers=True,

@@ -1,8 +1,8 @@
 """Attention by PyTorch's own kernels, chosen by where the tensors are; and with all scores in memory for the rest.
 
-    CPU                               cpu.py: one call for segments of one length, else one for each run of lengths
-    CUDA, 16 bits, no slopes, bias    cuda.py: cuDNN or FlashAttention-2
-    all else (DTensor too)            dense.py, ordinary PyTorch; ragged segments cost H * T^2 numbers
+CPU                               cpu.py: one call for segments of one length, else one for each run of lengths
+CUDA, 16 bits, no slopes, bias    cuda.py: cuDNN or FlashAttention-2
+all else (DTensor too)            dense.py, ordinary PyTorch; ragged segments cost H * T^2 numbers
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ def forward(
     if way is Path.CPU_RAGGED:
         return cpu.ragged(q, k, v, cu_seqlens, slopes, bias, max_len, causal, window, scale)
     if way is Path.CUDA_PACKED:
-        return cuda.packed(q, k, v, cu_seqlens, max_len, shape, scale)
+        return cuda.packed(shape, scale, q, k, v, cu_seqlens, max_len)
     length = q.shape[0] if way is Path.DENSE_RAGGED else max_len
     parts = [_split(x, length) for x in (q, k, v)]
     if way is Path.CPU_EQUAL:
-        out, lse = cpu.equal(*parts, shape, scale)
+        out, lse = cpu.equal(shape, scale, *parts)
     elif way is Path.CUDA_EQUAL:
-        out, lse = cuda.equal(*parts, shape, scale)
+        out, lse = cuda.equal(shape, scale, *parts)
     else:
-        out, lse = dense.forward(*parts, _added(q, cu_seqlens, max_len, shape), scale)
+        out, lse = dense.forward(_added(q, cu_seqlens, max_len, shape), scale, *parts)
     return out.flatten(0, 1), lse.flatten(0, 1)
 
 
@@ -87,8 +87,8 @@ def backward(
     """The formulas with all scores in memory, for another backend's forward; each path above has its own backward."""
     shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias)
     length = max_len if uniform(q.shape[0], cu_seqlens, max_len) else q.shape[0]
-    parts = [_split(x, length) for x in (dout, q, k, v, out, lse)]
+    parts = [_split(x, length) for x in (dout, q, k, v)]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    dq, dk, dv, dscores = dense.backward(*parts, _added(q, cu_seqlens, max_len, shape), scale)
+    dq, dk, dv, dscores = dense.backward(_added(q, cu_seqlens, max_len, shape), scale, *parts)
     dbias = None if bias is None else shape.bias_gradient(dscores).to(bias.dtype)
     return dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1), dbias

@@ -1,0 +1,116 @@
+"""Recipes: functions that return a whole run. A variant is a few lines on top of another; `--set` changes the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from bagu.data.loader import DataConfig
+from bagu.errors import BaguError, UnknownName
+from bagu.nn.config import Learned, ModelConfig, NormConfig
+from bagu.recipes.run import STDLIB, LoraConfig, Run, SourceConfig, TokenizerConfig
+from bagu.train.optim import OptimizerConfig
+from bagu.train.schedule import ScheduleConfig
+from bagu.train.state import TrainConfig
+
+__all__ = ["RECIPES", "recipe", "with_data", "with_start"]
+
+
+def small() -> Run:
+    """5.9M parameters: learns a few megabytes of text on two CPU cores in minutes."""
+    return Run(
+        model=ModelConfig(
+            vocab_size=4096, hidden_size=256, num_layers=6, num_heads=4, num_kv_heads=4, head_dim=64,
+            intermediate_size=704, max_len=256, tie_embeddings=True,
+        ),
+        tokenizer=TokenizerConfig(vocab_size=4096),
+        data=DataConfig(context=256, rows=16),
+        train=TrainConfig(
+            steps=600, eval_every=100, sample_every=200, save_every=100,
+            optimizer=OptimizerConfig(kind="muon", lr=0.01),
+            schedule=ScheduleConfig(kind="wsd", warmup_steps=30, decay_share=0.5),
+        ),
+    )  # fmt: skip
+
+
+def gpt2_124m() -> Run:
+    """GPT-2 small, for one GPU: 0.5M tokens a step."""
+    return Run(
+        model=ModelConfig(
+            vocab_size=32768, hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=12, head_dim=64,
+            intermediate_size=3072, max_len=1024, ffn="gelu_tanh", positions=Learned(), tie_embeddings=True,
+            norm=NormConfig(kind="layer", eps=1e-5, bias=True), qkv_bias=True, out_bias=True, ffn_bias=True,
+        ),
+        tokenizer=TokenizerConfig(vocab_size=32768),
+        data=DataConfig(context=1024, rows=32, micro_batches=16),
+        train=TrainConfig(
+            steps=10_000, eval_every=250, sample_every=1000, save_every=500,
+            optimizer=OptimizerConfig(kind="adamw", lr=6e-4),
+            schedule=ScheduleConfig(kind="cosine", warmup_steps=500, final=0.1),
+        ),
+    )  # fmt: skip
+
+
+def llama_1b() -> Run:
+    """TinyLlama's 1.1B, for one GPU of 80 GB or more: 0.5M tokens a step."""
+    return Run(
+        model=ModelConfig(
+            vocab_size=32000, hidden_size=2048, num_layers=22, num_heads=32, num_kv_heads=4, head_dim=64,
+            intermediate_size=5632, max_len=2048,
+        ),
+        tokenizer=TokenizerConfig(vocab_size=32000),
+        data=DataConfig(context=2048, rows=8, micro_batches=32),
+        train=TrainConfig(
+            steps=20_000, eval_every=500, sample_every=2000, save_every=500,
+            optimizer=OptimizerConfig(kind="adamw", lr=4e-4),
+            schedule=ScheduleConfig(kind="cosine", warmup_steps=1000, final=0.1),
+        ),
+    )  # fmt: skip
+
+
+def sft() -> Run:
+    """Fine-tuning of a model that `--from` names, on chats: only the assistant's tokens count."""
+    return Run(
+        stage="sft", init_from="", sources={"chats": SourceConfig()},
+        data=DataConfig(context=256, rows=16, packing="whole"),
+        train=TrainConfig(
+            steps=200, eval_every=50, save_every=100, optimizer=OptimizerConfig(kind="adamw", lr=1e-4),
+            schedule=ScheduleConfig(kind="linear", warmup_steps=10),
+        ),
+    )  # fmt: skip
+
+
+def lora() -> Run:
+    """The same with adapters of rank 8 instead of the weights: the optimizer's state all but vanishes."""
+    run = sft()
+    optimizer = OptimizerConfig(kind="adamw", lr=1e-3, weight_decay=0.0)
+    return replace(run, lora=LoraConfig(), train=replace(run.train, optimizer=optimizer))
+
+
+RECIPES: dict[str, Callable[[], Run]] = {f.__name__: f for f in (small, gpt2_124m, llama_1b, sft, lora)}
+
+
+def recipe(name: str) -> Run:
+    if name not in RECIPES:
+        raise UnknownName.among("recipe", name, RECIPES)
+    return RECIPES[name]()
+
+
+def with_data(run: Run, paths: list[str]) -> Run:
+    """The run on these files or folders instead of its own, each a source named after it."""
+    if not paths:
+        return run
+    names = [STDLIB if p == STDLIB else Path(p).stem for p in paths]
+    if len(set(names)) < len(names):
+        raise BaguError(f"two sources would both be called {max(names, key=names.count)!r}", hint="rename one file")
+    return replace(run, sources={n: SourceConfig(path=p) for n, p in zip(names, paths, strict=True)})
+
+
+def with_start(run: Run, start: str | None) -> Run:
+    """The run from a model that is there, if one is given; one that needs it says so."""
+    if start is not None:
+        return replace(run, init_from=start, model=None, tokenizer=TokenizerConfig())
+    if run.init_from == "":
+        raise BaguError(f"a run of stage {run.stage!r} needs a model to start from", hint="give one with --from")
+    return run

@@ -1,0 +1,92 @@
+"""MODEL on the command line: a run folder, a checkpoint of a run, a folder of Hugging Face, or a hub id.
+
+A run leaves its result in `model/`: a Hugging Face folder where a family can say the model, and otherwise `bagu.json`
+with the weights by bagu's own names. The tokenizer is beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from bagu import config as configs
+from bagu.data.tokenizer import BpeTokenizer
+from bagu.nn import hub, weights
+from bagu.nn.config import ModelConfig
+from bagu.nn.families import family_for
+from bagu.nn.hub import WeightsError
+from bagu.nn.model import Transformer
+from bagu.run import RunFolder
+from bagu.train import checkpoint
+
+__all__ = ["MODEL", "NATIVE", "find_model", "load_model", "save_model"]
+
+MODEL, NATIVE = "model", "bagu.json"
+
+
+def find_model(name: str | Path) -> Path:
+    """The folder with the files of MODEL: of a run its result."""
+    folder = hub.find(name)
+    if not RunFolder(folder).environment_path.is_file():  # config.json is also what Hugging Face calls its own
+        return folder
+    if not (folder / MODEL).is_dir():
+        saved = checkpoint.checkpoints(RunFolder(folder).checkpoints)
+        hint = f"give its checkpoint {saved[-1]}, or let it finish" if saved else "let it finish"
+        raise WeightsError(f"the run {folder} has no model yet", hint=hint)
+    return folder / MODEL
+
+
+def load_model(
+    name: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> Transformer:
+    """The model of MODEL, in eval mode; `dtype` None is the one it was saved in."""
+    folder = find_model(name)
+    if (folder / checkpoint.MANIFEST).is_file():
+        checkpoint.verify(folder)
+        return _native(folder.parent.parent / NATIVE, folder / checkpoint.MODEL, dtype, device)
+    if (folder / NATIVE).is_file():
+        return _native(folder / NATIVE, folder / weights.WHOLE, dtype, device)
+    return weights.from_pretrained(folder, dtype=dtype, device=device)
+
+
+def save_model(model: Transformer, tokenizer: BpeTokenizer | None, folder: Path) -> None:
+    """Write the model as Hugging Face folders are, if it is one of their families, else by bagu's names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    extra = None if tokenizer is None else {"eos_token_id": tokenizer.eos_id}
+    try:
+        family_for(model.config)
+    except WeightsError:
+        state = {k: v.contiguous() for k, v in model.state_dict().items()}
+        safetensors.torch.save_file(_once(state), folder / weights.WHOLE)
+        configs.save(model.config, folder / NATIVE)
+    else:
+        weights.save_pretrained(model, folder, extra=extra)
+    if tokenizer is not None:
+        tokenizer.save(folder)
+
+
+def _native(config: Path, file: Path, dtype: torch.dtype | None, device: torch.device | str) -> Transformer:
+    if not config.is_file():
+        raise WeightsError(f"there is no {config}", hint="a checkpoint is read beside the run that made it")
+    state = safetensors.torch.load_file(file, device=str(device))
+    floats = [t.dtype for t in state.values() if t.is_floating_point()]
+    model = Transformer(configs.load(ModelConfig, config), device=device, dtype=dtype or floats[0])
+    wanted = _once(model.state_dict())
+    for what, names in (("misses", wanted.keys() - state.keys()), ("has surplus", state.keys() - wanted.keys())):
+        if names:
+            hint = "an adapter's checkpoint holds no base: give the run's folder" if what == "misses" else ""
+            raise WeightsError(f"{file} {what} {len(names)} tensors, {sorted(names)[0]} first", hint=hint)
+    for name, tensor in wanted.items():
+        if tensor.shape != state[name].shape:
+            raise WeightsError(f"{file}: {name} is {list(state[name].shape)}, and {list(tensor.shape)} is wanted")
+        tensor.copy_(state[name])
+    return model.eval()
+
+
+def _once(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A tensor that goes by two names, by the first."""
+    seen: set[int] = set()
+    return {k: v for k, v in state.items() if not (v.data_ptr() in seen or seen.add(v.data_ptr()))}  # type: ignore[func-returns-value]

@@ -1,0 +1,109 @@
+"""What a training run is: one frozen tree, from the files it reads to the steps it makes.
+
+Stages differ in data and start, not in kind. Pretraining begins with random weights; continued pretraining is the same
+with `init_from` and, to limit forgetting, a mixture that holds some of the old data; SFT reads chats and counts the
+assistant's tokens alone, and with `lora` trains adapters instead of the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from bagu.config import ConfigError
+from bagu.data.loader import DataConfig
+from bagu.nn.config import ModelConfig
+from bagu.train.state import TrainConfig
+
+__all__ = ["STDLIB", "LoraConfig", "Run", "SourceConfig", "TokenizerConfig"]
+
+STDLIB = "stdlib"  # the corpus that is always there
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """Text (or, for SFT, chats): "stdlib", or a file or folder of text, JSON lines or Parquet.
+
+    `field` is the key or column that holds the text, `glob` which files of a folder are meant. For SFT the standard
+    library gives docstring-to-function pairs of at most `max_bytes` an answer; any other source is JSON lines of chats.
+    """
+
+    path: str = STDLIB
+    field: str | None = None
+    glob: str | None = None
+    max_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """A tokenizer that is there (`path`), or one of `vocab_size` trained on at most `max_mb` of the training text."""
+
+    path: str | None = None
+    vocab_size: int | None = None
+    max_mb: float = 64.0
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.vocab_size is not None:
+            raise ConfigError("vocab_size is set, and a tokenizer that is read has its own", hint="leave one out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters on the linears whose name matches the regular expression `targets`."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: str = ".*"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A stage of training. Without `init_from`, `model` says what is made; with it, the model is what is found there.
+
+    `init_from` is a run folder, a bagu checkpoint or a Hugging Face folder; its tokenizer is taken too unless one is
+    named. `validation` is the share of documents held out, `dedup` the similarity from which a document counts as a
+    copy of an earlier one (null: no look). `eval_batches` bounds an evaluation.
+    """
+
+    stage: Literal["pretrain", "sft"] = "pretrain"
+    sources: dict[str, SourceConfig] = field(default_factory=lambda: {STDLIB: SourceConfig()})
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    data: DataConfig
+    train: TrainConfig
+    model: ModelConfig | None = None
+    init_from: str | None = None
+    lora: LoraConfig | None = None
+    dtype: Literal["bf16", "fp32"] | None = None  # what the model computes in; null: by the hardware
+    device: str | None = None
+    validation: float = 0.05
+    dedup: float | None = 0.8
+    eval_batches: int = 16
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.init_from is None):
+            which = "both" if self.model is not None else "neither"
+            raise ConfigError(
+                f"a run has either model or init_from, and this has {which}",
+                hint="a model that is found is not described, one that is described is new",
+            )
+        if not self.sources:
+            raise ConfigError("there is no source", hint=f"sources.text.path={STDLIB} is always there")
+        if self.stage == "sft" and self.init_from is None:
+            raise ConfigError("SFT of random weights", hint="set init_from to a pretrained model")
+        if self.lora is not None and self.init_from is None:
+            raise ConfigError("LoRA on random weights", hint="set init_from to a pretrained model")
+        if self.model is not None and self.data.context > self.model.max_len:
+            raise ConfigError(
+                f"data.context is {self.data.context}, and the model has positions for {self.model.max_len}",
+                hint="raise model.max_len or lower data.context",
+            )
+        unknown = self.data.mix.weights.keys() - self.sources.keys() if self.data.mix.weights else set()
+        if unknown:
+            raise ConfigError(f"data.mix has a weight for {sorted(unknown)[0]!r}, and there is no such source")
+
+    @property
+    def corpus(self) -> Path | None:
+        """The one path of the run's data, where it has one; for titles."""
+        paths = {s.path for s in self.sources.values()}
+        return Path(paths.pop()) if len(paths) == 1 else None

@@ -1,0 +1,241 @@
+"""`bagu bench train`: how fast a whole optimizer step runs, beside peers in the same run.
+
+A contender is a function that makes one step on random tokens and returns when its loss is on the host. Every contender
+gets the same tokens a step, a warm-up, and the same clock: a sample is one step, the device idle at both ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bagu.device import default_device, this_machine
+from bagu.errors import BaguError, UnknownName
+from bagu.nn import count
+from bagu.nn.config import ModelConfig
+from bagu.nn.init import init_weights
+from bagu.nn.model import Transformer
+from bagu.record import append_rows, environment
+from bagu.train.optim import OptimizerConfig
+from bagu.train.peers import PEERS
+from bagu.train.prepare import prepared
+from bagu.train.state import TrainConfig, TrainState
+from bagu.train.step import step
+from bagu.types import Batch
+
+__all__ = ["SHAPES", "Shape", "main", "random_batches"]
+
+RESULTS = Path("benchmarks/results/train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model and the tokens of one step."""
+
+    why: str
+    model: ModelConfig
+    sequences: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.length
+
+
+SHAPES = {
+    "cpu_6m": Shape(
+        why="what a laptop trains in minutes: 5.9M parameters",
+        model=ModelConfig(
+            vocab_size=4096, hidden_size=256, num_layers=6, num_heads=4, num_kv_heads=4, head_dim=64,
+            intermediate_size=704, max_len=256, tie_embeddings=True,
+        ),
+        sequences=16, length=256,
+    ),
+    "llama_1b": Shape(
+        why="TinyLlama's shape: 1.1B parameters",
+        model=ModelConfig(
+            vocab_size=32000, hidden_size=2048, num_layers=22, num_heads=32, num_kv_heads=4, head_dim=64,
+            intermediate_size=5632, max_len=2048,
+        ),
+        sequences=16, length=2048,
+    ),
+    "gpt_d20": Shape(
+        why="nanochat's depth 20: 480M parameters",
+        model=ModelConfig(
+            vocab_size=32768, hidden_size=1280, num_layers=20, num_heads=10, num_kv_heads=10, head_dim=128,
+            intermediate_size=5120, max_len=2048, ffn="relu2", qk_norm=True,
+        ),
+        sequences=32, length=2048,
+    ),
+}  # fmt: skip
+
+
+def random_batches(shape: Shape, micro_batches: int, device: torch.device, seed: int = 0) -> tuple[Batch, ...]:
+    """Documents of exactly `length` tokens, every token a target."""
+    if shape.sequences % micro_batches:
+        raise BaguError(
+            f"{shape.sequences} sequences do not split into {micro_batches} micro-batches", hint="choose a divisor"
+        )
+    rows, generator = shape.sequences // micro_batches, torch.Generator().manual_seed(seed)
+    T = rows * shape.length
+    made = []
+    for _ in range(micro_batches):
+        ids = torch.randint(shape.model.vocab_size, (T + 1,), generator=generator)
+        made.append(
+            Batch(
+                ids=ids[:-1], targets=ids[1:], positions=torch.arange(shape.length).repeat(rows),
+                cu_seqlens=torch.arange(rows + 1, dtype=torch.int32) * shape.length, max_len=shape.length,
+                num_targets=T, target_bytes=0,
+            ).to(device)
+        )  # fmt: skip
+    return tuple(made)
+
+
+@contextmanager
+def bagu_step(
+    shape: Shape, device: torch.device, dtype: torch.dtype, *, micro_batches: int, compiled: bool, recompute: str
+) -> Iterator[Callable[[], float]]:
+    """One step of bagu's trainer: fp32 masters, AdamW, clipping, the guard; all that a real run does but its data."""
+    config = TrainConfig(
+        steps=10**6, compile=compiled, activation_checkpointing=recompute,  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(kind="adamw", lr=1e-4),
+    )  # fmt: skip
+    model = Transformer(shape.model, device=device, dtype=dtype)
+    init_weights(model, seed=0)
+    state, batches = TrainState(model, config), random_batches(shape, micro_batches, device)
+    with prepared(model, config, device):
+        yield lambda: step(state, batches).loss
+    state.close()
+
+
+def timed(one_step: Callable[[], float], device: torch.device, *, steps: int, warmup: int = 3) -> list[float]:
+    """Seconds of each of `steps` steps after the warm-up; a loss that is not finite is an error, not a time."""
+    samples = []
+    for i in range(warmup + steps):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        loss = one_step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        samples.append(time.perf_counter() - start)
+        if not loss < float("inf"):
+            raise BaguError(f"the loss of step {i} is {loss}", hint="a benchmark of a broken run means nothing")
+    return samples[warmup:]
+
+
+def _row(name: str, shape: Shape, samples: Sequence[float], device: torch.device, settings: dict[str, Any]) -> dict:
+    flops = count.flops(shape.model, shape.length).training * shape.tokens
+    median = statistics.median(samples)
+    return {
+        "system": "train", "contender": name, "tokens": shape.tokens, "tokens_per_s": shape.tokens / median,
+        "step_s": median, "low_s": min(samples), "high_s": max(samples), "samples": len(samples),
+        "tflop_per_s": flops / median / 1e12,
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None, **settings,
+    }  # fmt: skip
+
+
+def _script(path: Path) -> dict[str, Any]:
+    """Run a peer's own script, unmodified; the last line of its output is JSON with `tokens_per_s`."""
+    run = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False)
+    try:
+        found = json.loads(run.stdout.strip().splitlines()[-1])
+        rate = float(found["tokens_per_s"])
+    except (IndexError, ValueError, KeyError, TypeError) as error:
+        last = (run.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
+        raise BaguError(
+            f"{path} (exit status {run.returncode}) did not end in a line of JSON with tokens_per_s: {last}"
+        ) from error
+    return {"system": "train", "contender": path.name, "tokens_per_s": rate, "reported": found}
+
+
+def main(
+    shape: str | None,
+    *,
+    peers: Sequence[str] = (),
+    steps: int = 20,
+    micro_batches: Sequence[int] = (1,),
+    compiled: Sequence[bool] = (False,),
+    recompute: str = "none",
+    rounds: int = 1,
+    dtype: str = "bf16",
+    device: str | None = None,
+    out: Path | None = None,
+    as_json: bool = False,
+) -> int:
+    """Time bagu and the peers, `rounds` times in turn, print a table and append the rows to `out`."""
+    where = torch.device(device) if device else default_device()
+    shape = shape or ("llama_1b" if where.type == "cuda" else "cpu_6m")
+    if shape not in SHAPES:
+        raise UnknownName.among("shape", shape, SHAPES)
+    unknown = [p for p in peers if p not in PEERS and not Path(p).is_file()]
+    if unknown:
+        raise UnknownName.among("peer", unknown[0], [*PEERS, "PATH.py"])
+    chosen, dtypes = SHAPES[shape], {"bf16": torch.bfloat16, "fp32": torch.float32}
+    if dtype not in dtypes:
+        raise UnknownName.among("dtype", dtype, dtypes)
+    as_dtype = dtypes[dtype]
+    rows: list[dict[str, Any]] = []
+    for _ in range(rounds):
+        for c in compiled:
+            for m in micro_batches:
+                name = "bagu compiled" if c else "bagu"
+                settings = {"dtype": dtype, "micro_batches": m, "recompute": recompute}
+                with _fresh(where), bagu_step(
+                    chosen, where, as_dtype, micro_batches=m, compiled=c, recompute=recompute
+                ) as one_step:  # fmt: skip
+                    rows.append(_row(name, chosen, timed(one_step, where, steps=steps), where, settings))
+        for peer in peers:
+            if peer in PEERS:
+                with _fresh(where), PEERS[peer](chosen, where, as_dtype) as one_step:
+                    rows.append(_row(peer, chosen, timed(one_step, where, steps=steps), where, {"dtype": dtype}))
+            else:
+                rows.append(_script(Path(peer)))
+    env, common = environment(), {"shape": shape, "model": asdict(chosen.model), "device": str(where)}
+    rows = [row | common | {"env": env} for row in rows]
+    append_rows((out or RESULTS) / f"{this_machine().name}.jsonl", rows)
+    if as_json:
+        print(json.dumps(rows))
+    else:
+        _show(chosen, rows)
+    return 0
+
+
+@contextmanager
+def _fresh(device: torch.device) -> Iterator[None]:
+    """Nothing of the contender before is left in memory or in the compiler."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    yield
+
+
+def _show(shape: Shape, rows: Sequence[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{shape.why}; {shape.sequences} × {shape.length} tokens a step", title_justify="left")
+    for head in ("contender", "micro-batches", "tokens/s", "TFLOP/s", "peak memory", "against the fastest peer"):
+        table.add_column(head, justify="left" if head == "contender" else "right")
+    peers = [r["tokens_per_s"] for r in rows if not r["contender"].startswith("bagu")]
+    for row in rows:
+        tflops, peak = row.get("tflop_per_s"), row.get("peak_bytes")
+        table.add_row(
+            row["contender"], str(row.get("micro_batches", "–")), f"{row['tokens_per_s']:,.0f}",
+            f"{tflops:,.1f}" if tflops else "–", f"{peak / 2**30:.1f} GiB" if peak else "–",
+            f"{row['tokens_per_s'] / max(peers):.2f}×" if peers else "–",
+        )  # fmt: skip
+    Console().print(table)

@@ -1,0 +1,71 @@
+"""The same training step by other libraries, for the benchmark. Each is written as its users write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bagu.errors import BaguError
+from bagu.nn.config import ModelConfig, Rope
+
+if TYPE_CHECKING:
+    from bagu.train.bench import Shape
+
+__all__ = ["PEERS"]
+
+Contender = Callable[["Shape", torch.device, torch.dtype], AbstractContextManager[Callable[[], float]]]
+
+
+def _llama(config: ModelConfig) -> Any:
+    """The transformers config of the same model, where it is a Llama."""
+    from transformers import LlamaConfig
+
+    rope, plain = config.positions, config.ffn == "swiglu" and config.norm.kind == "rms" and not config.qk_norm
+    if not isinstance(rope, Rope) or not plain or config.moe is not None or config.mla is not None:
+        raise BaguError("the transformers peer is a Llama, and this shape is not", hint="leave the peer out")
+    return LlamaConfig(
+        vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size, max_position_embeddings=config.max_len,
+        tie_word_embeddings=config.tie_embeddings, use_cache=False,
+    )  # fmt: skip
+
+
+@contextmanager
+def _transformers(
+    shape: Shape, device: torch.device, dtype: torch.dtype, *, compiled: bool
+) -> Iterator[Callable[[], float]]:
+    """LlamaForCausalLM with SDPA, its own loss, fused AdamW on the parameters in their dtype, and clipping."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = LlamaForCausalLM(_llama(shape.model)).to(dtype)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    ids = torch.randint(shape.model.vocab_size, (shape.sequences, shape.length), device=device)
+    run = torch.compile(model) if compiled else model
+
+    def one_step() -> float:
+        optimizer.zero_grad()
+        loss = run(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return float(loss.item())
+
+    yield one_step
+
+
+def _eager(shape: Shape, device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Callable[[], float]]:
+    return _transformers(shape, device, dtype, compiled=False)
+
+
+def _compiled(shape: Shape, device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Callable[[], float]]:
+    return _transformers(shape, device, dtype, compiled=True)
+
+
+PEERS: dict[str, Contender] = {"transformers": _eager, "transformers-compile": _compiled}

@@ -1,0 +1,181 @@
+"""Byte-level BPE: exact round trips, no control token out of text, and files that `transformers` reads alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
+
+from bagu.data import SPECIAL_TOKENS, BpeTokenizer, StdlibSource
+from bagu.data.tokenizer_cli import stats, stats_main, train_main
+from bagu.errors import BaguError
+
+TEXTS = [Path(p).read_text(encoding="utf-8") for _, p in StdlibSource(Path(json.__file__).parent).files()]
+TOKENIZER = BpeTokenizer.train(TEXTS, vocab_size=600, chat_template="{{ messages[0].content }}")
+any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+with_markup = st.lists(st.sampled_from([*SPECIAL_TOKENS, "<|", "|>", " ", "\n", "é", "a"]), max_size=8).map("".join)
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(any_text | with_markup)
+def test_round_trip_is_exact_and_text_never_makes_a_control_token(text: str) -> None:
+    ids = TOKENIZER.encode(text)
+    assert TOKENIZER.decode(ids) == text
+    assert not set(ids) & set(TOKENIZER.special_ids.values())
+    assert TOKENIZER.token_bytes[ids].sum() == len(text.encode())
+    assert TOKENIZER.encode_batch([text, "x"])[0] == ids
+
+
+def test_markup_means_control_tokens() -> None:
+    ids = TOKENIZER.encode_markup("<|user|>hi<|end|>")
+    assert [ids[0], ids[-1]] == [TOKENIZER.token_id("<|user|>"), TOKENIZER.token_id("<|end|>")]
+    assert TOKENIZER.decode(ids) == "<|user|>hi<|end|>"
+    assert TOKENIZER.encode("hi") == ids[1:-1]
+    assert TOKENIZER.encode("<|user|>hi<|end|>") != ids  # and encoding markup before has not changed that
+
+
+def test_half_of_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(BaguError, match=r"text 1 has half of a surrogate pair, '\\ud83d', at character 2"):
+        TOKENIZER.encode_batch(["fine", "ab\ud83d"])
+    with pytest.raises(BaguError, match="only Unicode text"):
+        TOKENIZER.encode("\udcff")
+
+
+def test_the_vocabulary() -> None:
+    assert TOKENIZER.vocab_size == 600
+    assert list(TOKENIZER.special_ids) == list(SPECIAL_TOKENS)
+    assert TOKENIZER.eos_id == TOKENIZER.token_id("<|endoftext|>")
+    assert TOKENIZER.token_bytes.shape == (600,)
+    assert (TOKENIZER.token_bytes == 0).sum() == len(SPECIAL_TOKENS)
+    with pytest.raises(BaguError, match="has no token '<nope>'"):
+        TOKENIZER.token_id("<nope>")
+    with pytest.raises(BaguError, match="a vocabulary of 200 is too small") as caught:
+        BpeTokenizer.train(TEXTS, vocab_size=200)
+    assert "at least 262" in caught.value.hint
+
+
+def test_training_is_reproducible_and_a_small_text_gives_what_it_has() -> None:
+    assert BpeTokenizer.train(TEXTS, vocab_size=600).fingerprint == TOKENIZER.fingerprint
+    assert BpeTokenizer.train(TEXTS[:1], vocab_size=600).fingerprint != TOKENIZER.fingerprint
+    assert BpeTokenizer.train(["ab"], vocab_size=600).vocab_size == 256 + len(SPECIAL_TOKENS) + 1
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    TOKENIZER.save(tmp_path / "new" / "folder")
+    loaded = BpeTokenizer.load(tmp_path / "new" / "folder")
+    assert loaded == TOKENIZER
+    assert loaded.fingerprint == TOKENIZER.fingerprint
+    assert BpeTokenizer.load(tmp_path / "new" / "folder" / "tokenizer.json") == TOKENIZER
+    assert loaded.encode(TEXTS[0]) == TOKENIZER.encode(TEXTS[0])
+    (tmp_path / "new" / "folder" / "chat_template.jinja").write_text("{{ 1 }}")
+    assert BpeTokenizer.load(tmp_path / "new" / "folder").chat_template == "{{ 1 }}"
+
+
+def test_transformers_reads_it_alike(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    TOKENIZER.save(tmp_path)
+    peer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert peer.eos_token_id == TOKENIZER.eos_id
+    assert len(peer) == TOKENIZER.vocab_size
+    for text in [*TEXTS[:2], "a . b , c 's\n", "  é 你好 12345"]:
+        assert peer(text, add_special_tokens=False)["input_ids"] == TOKENIZER.encode(text)
+        assert peer.decode(TOKENIZER.encode(text)) == text
+    markup = "<|user|>hi<|end|>"
+    assert peer(markup, add_special_tokens=False)["input_ids"] == TOKENIZER.encode_markup(markup)
+    chat = [{"role": "user", "content": "hello"}]
+    assert peer.apply_chat_template(chat, tokenize=False) == "hello"
+
+
+def save_foreign(folder: Path, tokenizer: tokenizers.Tokenizer, config: dict | None) -> Path:
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_foreign_tokenizer_loads_with_its_padding_and_its_way_to_write_pieces(tmp_path: Path) -> None:
+    vocab = {"<unk>": 0, "▁a": 1, "b": 2, "<0x0A>": 3, "▁": 4, "é": 5}
+    made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.add_special_tokens(["<unk>", "</s>", "<|stop|>"])
+    made.add_tokens(["<think>"])  # not special: a word that text may use
+    made.enable_padding(length=64)
+    made.enable_truncation(4)
+    plain = BpeTokenizer.load(save_foreign(tmp_path / "plain", made, None))
+    assert plain.eos_token == "</s>"
+    assert plain.vocab_size == 9
+    assert plain.token_bytes.tolist() == [0, 2, 1, 1, 1, 2, 0, 0, len("<think>")]
+    assert len(plain.encode("b" * 10)) == 11  # neither padded to 64 nor cut to 4
+    assert plain.token_id("<think>") in plain.encode("b<think>")
+    config = {
+        "eos_token": {"content": "<|stop|>", "special": True},
+        "chat_template": [{"name": "default", "template": "t"}],
+    }
+    told = BpeTokenizer.load(save_foreign(tmp_path / "told", made, config))
+    assert (told.eos_id, told.chat_template) == (made.token_to_id("<|stop|>"), "t")
+
+
+def test_a_vocabulary_with_holes_is_as_large_as_its_last_id(tmp_path: Path) -> None:
+    made = tokenizers.Tokenizer(models.BPE(vocab={"</s>": 0, "a": 1, "é": 7}, merges=[]))
+    made.add_special_tokens(["</s>"])
+    loaded = BpeTokenizer.load(save_foreign(tmp_path / "holes", made, None))
+    assert loaded.vocab_size == 8
+    assert loaded.token_bytes.tolist() == [0, 1, 0, 0, 0, 0, 0, 2]
+
+
+def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BaguError, match="there is no tokenizer at"):
+        BpeTokenizer.load(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    for content, says in (("{", "is not a tokenizer.json"), ("[]", "is not a tokenizer.json"),
+                          (TOKENIZER.spec.replace('"merges"', '"mergers"'), "cannot be used")):  # fmt: skip
+        file.write_text(content)
+        with pytest.raises(BaguError, match=says):
+            BpeTokenizer.load(file)
+    made = tokenizers.Tokenizer(models.BPE())
+    made.add_special_tokens(["<s>"])
+    folder = save_foreign(tmp_path / "endless", made, {})
+    with pytest.raises(BaguError, match="does not say which token ends a document") as caught:
+        BpeTokenizer.load(folder)
+    assert "special tokens: <s>" in caught.value.hint
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<gone>"}')
+    with pytest.raises(BaguError, match="has no token '<gone>'"):
+        BpeTokenizer.load(folder)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(BaguError, match=r"tokenizer_config\.json is not JSON"):
+        BpeTokenizer.load(folder)
+
+
+def test_stats_count_what_they_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = stats(TOKENIZER, TEXTS)
+    encoded = TOKENIZER.encode_batch(TEXTS)
+    assert found.bytes == sum(len(t.encode()) for t in TEXTS)
+    assert found.tokens == sum(map(len, encoded))
+    assert found.vocab_used == len(np.unique(np.concatenate(encoded)))
+    assert found.changed == ()
+    assert found.encode_seconds > 0
+    with pytest.raises(BaguError, match="no text"):
+        stats(TOKENIZER, [""])
+
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    train_main(tmp_path / "out", path=tmp_path / "a.txt", vocab_size=400)
+    result = stats_main(tmp_path / "out", path=tmp_path / "a.txt")
+    printed = capsys.readouterr().out
+    assert "400 tokens" in printed
+    assert f"{result.bytes_per_token:.3f} bytes/token" in printed
+    assert "MB/s" in printed
+    assert "exact" in printed
+
+
+def test_stats_see_a_tokenizer_that_loses_text() -> None:
+    lossy = json.loads(TOKENIZER.spec)
+    lossy["normalizer"] = {"type": "Lowercase"}
+    found = stats(BpeTokenizer(spec=json.dumps(lossy), eos_token="<|endoftext|>"), ["abc", "ABC"])
+    assert found.changed == (1,)

@@ -1,0 +1,139 @@
+"""A run killed with SIGKILL at any moment goes on and ends with the bits of a run that was never killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import Notes, loader, model, train
+
+from bagu.run import RunFolder
+from bagu.train import TrainConfig, checkpoint, fit
+
+STEPS = 60
+OPTIONS = {"steps": STEPS, "save_every": 7, "keep_last": 2, "optimizer": {"lr": 0.01}}
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    """Processes forked from one that has imported torch and computed nothing: each is real, and starts at once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bagu.train", "bagu.data.loader", "bagu.nn.init"])
+    return context
+
+
+def wait_for(condition: Callable[[], bool], process: BaseProcess) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def kill(process: BaseProcess) -> None:
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def steps_written(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def saving(folder: Path) -> bool:
+    """A save has begun and is not done: the half-written folder is there."""
+    return any((folder / "checkpoints").glob(".partial-*"))
+
+
+def outcome(folder: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """What must be equal: the metrics that are not timings, and the last checkpoint to the byte."""
+    timings = ("tokens_per_s", "data_wait_s", "memory_bytes")
+    rows = [{k: v for k, v in row.items() if k not in timings} for row in RunFolder(folder).metrics()]
+    last = folder / "checkpoints" / f"step-{STEPS:09d}"
+    return rows, {p.name: p.read_bytes() for p in sorted(last.iterdir())}
+
+
+def test_killed_at_any_step_it_ends_with_the_same_bits(tmp_path: Path, server: Any) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+
+    def start(folder: Path, *, resume: bool = False, slow_save: bool = False) -> BaseProcess:
+        process = server.Process(
+            target=train, args=(folder, OPTIONS), kwargs={"resume": resume, "slow_save": slow_save}
+        )
+        process.start()
+        return process
+
+    process = start(killed, slow_save=True)
+    wait_for(lambda: saving(killed), process)  # the first save, and none before it: the resume starts over
+    kill(process)
+    for moment in sorted(random.Random(0).sample(range(8, STEPS - 2), 3)):
+        process = start(killed, resume=True, slow_save=True)
+        wait_for(lambda m=moment: steps_written(killed) >= m, process)
+        kill(process)
+    for process in (start(killed, resume=True), start(whole)):
+        process.join(60)
+        assert process.exitcode == 0
+    (want_rows, want_files), (rows, files) = outcome(whole), outcome(killed)
+    assert [row["step"] for row in rows] == list(range(STEPS))  # none lost, none twice
+    assert rows == want_rows
+    assert files == want_files  # weights, optimizer, cursor, guard
+    assert not list((killed / "checkpoints").glob(".partial-*"))
+
+
+class PressAt(Notes):
+    """Presses Ctrl-C while a step is being recorded."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.at = step
+
+    def on_step(self, step: int, metrics: Any) -> None:
+        super().on_step(step, metrics)
+        if step == self.at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_finishes_the_step_saves_and_can_go_on(tmp_path: Path) -> None:
+    config = TrainConfig(steps=20)
+    whole, again = model(dropout=0.1), model(dropout=0.1)
+    fit(config, whole, loader())
+    notes, before = PressAt(8), signal.getsignal(signal.SIGINT)
+    first = fit(config, model(dropout=0.1), loader(), folder=tmp_path, observers=[notes])
+    assert first.interrupted and first.step == 9 and notes.of("interrupt")
+    assert first.checkpoint is not None and checkpoint.state_of(first.checkpoint)["step"] == 9
+    assert signal.getsignal(signal.SIGINT) is before
+    second = fit(config, again, loader(), folder=tmp_path, resume=True)
+    assert second.step == 20 and not second.interrupted
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gpu_run_is_the_same_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    config = TrainConfig(steps=30, deterministic=True, compile=compiled, activation_checkpointing="selective")
+    models = [model(torch.bfloat16, "cuda", head_dim=32, dropout=0.1) for _ in range(3)]
+    whole, begun, again = models
+    fit(config, whole, loader(micro_batches=2))
+    fit(config, begun, loader(micro_batches=2), folder=tmp_path, observers=[PressAt(11)])
+    result = fit(config, again, loader(micro_batches=2), folder=tmp_path, resume=True)
+    assert result.step == 30
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    config = TrainConfig(steps=4)
+    done = fit(config, model(), loader(), folder=tmp_path)
+    again = model()
+    result = fit(config, again, loader(), folder=tmp_path, resume=True)
+    assert result.step == 4 and result.checkpoint == done.checkpoint and result.metrics == {}
