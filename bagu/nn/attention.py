@@ -75,23 +75,31 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         T, G, n, D = x.shape[0], self.num_groups, self.group_size, self.head_dim
         q, k, v = self.qkv(x).view(T, G, n + 2, D).split((n, 1, 1), 2)
-        q, k, v = q.reshape(T, G * n, D), k.squeeze(2), v.squeeze(2)  # a copy of q where 1 < G < H, else views
+        k, v = k.squeeze(2), v.squeeze(2)
+        if G == 1 or n == 1:
+            q = q.view(T, G * n, D)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        elif context.signals.cos is not None:
+            v = v.contiguous()  # attention keeps it for the backward, and a view would keep all of qkv with it
         if self.softmax is None:
             y = self.linear(q, k, v, context)
         else:
-            y = self.softmax(self.turn(q, context), self.turn(k, context), v, context)
+            q, k = self.turn(q, context), self.turn(k, context)
+            y = self.softmax(q.reshape(T, G * n, D), k, v, context)
         return self.out(y.flatten(1))
 
     def turn(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        """RoPE, where the model has it."""
-        cos, sin = context.signals.cos, context.signals.sin
-        return x if cos is None or sin is None else ops.rope(x, cos, sin, layout=self.layout)
+        """RoPE, where the model has it. Grouped queries [T, G, n, D] are read where they lie and written dense: a copy
+        to [T, H, D] before would cost 1 % of a training step on an H200."""
+        cos, sin, rows = context.signals.cos, context.signals.sin, context.signals.rows
+        if cos is None or sin is None:
+            return x
+        return ops.rope(x, cos, sin, rows if x.ndim == 4 else None, self.layout)
 
     def linear(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
         """RoPE turns the features above the line alone: below it they must stay positive (RoFormer, 3.3)."""
-        q, k = ops.positive_features(q), ops.positive_features(k)
+        q, k = ops.positive_features(q.reshape(len(q), -1, self.head_dim)), ops.positive_features(k)
         return ops.linear_attention(
             self.turn(q, context), self.turn(k, context), v, context.cu_seqlens, context.max_len,
             causal=self.causal, norm_q=q, norm_k=k,

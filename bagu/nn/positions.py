@@ -38,6 +38,7 @@ class Signals(NamedTuple):
 
     cos: torch.Tensor | None = None  # [T, R] fp32
     sin: torch.Tensor | None = None
+    rows: torch.Tensor | None = None  # [T, G] int64, with grouped queries: the row of cos and sin of each token
     slopes: torch.Tensor | None = None  # [H] fp32
     bias: torch.Tensor | None = None  # [H, 2 * distances - 1]
 
@@ -95,6 +96,7 @@ class RopeEncoding(Encoding):
         super().__init__()
         assert isinstance(config.positions, Rope)
         self.rope, self.max_len, self.dim = config.positions, config.max_len, config.rope_dim
+        self.num_groups = config.num_kv_heads if 1 < config.num_kv_heads < config.num_heads else None
 
     def make_tables(self) -> tuple[torch.Tensor, ...]:
         speeds, size = rope_speeds(self.rope, self.dim)
@@ -103,7 +105,10 @@ class RopeEncoding(Encoding):
 
     def signals(self, positions: torch.Tensor) -> Signals:
         cos, sin = self.tables(positions.device)
-        return Signals(cos=cos.index_select(0, positions), sin=sin.index_select(0, positions))
+        rows = None
+        if self.num_groups is not None:
+            rows = torch.arange(len(positions), device=positions.device).unsqueeze(1).repeat(1, self.num_groups)
+        return Signals(cos=cos.index_select(0, positions), sin=sin.index_select(0, positions), rows=rows)
 
 
 class AlibiEncoding(Encoding):

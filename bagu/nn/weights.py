@@ -45,7 +45,7 @@ def from_pretrained(
     family = family_of(hf)
     config = family.config(hf)
     if dtype is None:
-        dtype = _dtype(hf.get("dtype", hf.get("torch_dtype", "float32")))
+        dtype = _dtype(hf.get("dtype") or hf.get("torch_dtype") or "float32")
     with opened(folder) as files:
         tensors = Tensors(files, family, config.num_layers)
         tensors.check(parts_of(Transformer(config, device="meta", dtype=dtype), family))
@@ -67,8 +67,8 @@ def save_pretrained(
     """Write config.json and the weights, in shards where they pass `max_shard_bytes`; a tied head is written once.
 
     `family` None is the first that can say the model. `extra` goes into config.json: eos_token_id and other facts that
-    a model does not know. All files are written before the first is moved to its place; weights that were
-    there before are replaced, other files are kept. At most one shard is held in memory beside the model.
+    a model does not know. All weights are written before the first file is moved to its place; weights that were there
+    are replaced, other files are kept. At most one shard is held in memory beside the model.
     """
     chosen = _family(model, family)
     parts = parts_of(model, chosen)

@@ -62,8 +62,8 @@ def node(
             known = ctx.scalars | dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))
             needed = [n for n, needs in zip(names, ctx.needs_input_grad, strict=True) if needs]
             if torch.is_grad_enabled():
-                y = formula(*(known[n] for n in names))[0]
-                made = dict(zip(needed, torch.autograd.grad(y, [known[n] for n in needed], douts[0], create_graph=True)))
+                y, inputs = formula(*(known[n] for n in names))[0], [known[n] for n in needed]
+                made = dict(zip(needed, torch.autograd.grad(y, inputs, douts[0], create_graph=True), strict=True))
             else:
                 made = dict(zip(grads, backward(douts[0], **{n: known[n] for n in wants}), strict=True))
             return tuple(made[n] if n in needed else None for n in names)

@@ -100,7 +100,11 @@ class Corpus:
 
     @cached_property
     def split(self) -> Split:
-        return hold_out(self._read[0], fraction=self.run.validation, seed=self.run.data.seed)
+        """Held-out documents come in an order of their own, so that the first few are a fair sample of all."""
+        seed = self.run.data.seed
+        split = hold_out(self._read[0], fraction=self.run.validation, seed=seed)
+        held = sorted(split.validation, key=lambda d: place(d.id, seed=seed, purpose="order"))
+        return Split(train=split.train, validation=held)
 
 
 def train_tokenizer(corpora: Mapping[str, Corpus], config: TokenizerConfig) -> BpeTokenizer:

@@ -90,7 +90,7 @@ def test_long_documents_do_not_clog_the_packer() -> None:
     rows = rows_of_epoch(layout)
     assert min(len(row) for row in rows) >= 1
     assert layout.report()["tokens_lost"] == 0
-    assert layout.report()["padding_percent"] < 1
+    assert layout.report()["padding_percent"] < 2
     assert tokens_of(rows) == every_token_once(lengths)
 
 

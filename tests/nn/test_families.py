@@ -93,6 +93,14 @@ def test_deepseek_v3() -> None:
     )
 
 
+def test_yarn_has_the_defaults_of_its_paper() -> None:
+    """Qwen2.5's long context is switched on by these three keys."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert read(QWEN25_05B | {"rope_scaling": scaling}).positions == Rope(
+        base=1000000.0, scaling=YarnScaling(factor=4.0, original_max_len=32768, beta_fast=32.0, beta_slow=1.0)
+    )
+
+
 def test_gpt2_defaults_that_its_file_leaves_out() -> None:
     config = read(GPT2)
     assert config.intermediate_size == 4 * 768 and config.tie_embeddings and config.dropout == 0.1

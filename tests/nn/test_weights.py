@@ -7,7 +7,9 @@ one by one there.
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from bagu.errors import BaguError
 from bagu.nn import hub
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
+from bagu.nn.lora import add_lora
 from bagu.nn.model import Transformer
 from bagu.nn.weights import WeightsError, from_pretrained, save_pretrained
 
@@ -37,6 +40,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+BETAS = {"rope_theta": 100.0, "beta_fast": 4.0, "beta_slow": 0.5, "original_max_position_embeddings": 64}
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
 DEEPSEEK = {
     "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
@@ -52,7 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm": ("llama", SIZES | {"tie_word_embeddings": True}),
     "mistral": ("mistral", SIZES | {"sliding_window": 5, "head_dim": 32}),
     "qwen25": ("qwen2", SIZES | {"tie_word_embeddings": True}),
-    "qwen25_yarn": ("qwen2", SIZES | {"rope_parameters": YARN}),
+    "qwen25_yarn": ("qwen2", SIZES | {"rope_parameters": YARN | BETAS, "max_position_embeddings": 256}),
     "qwen25_windows": ("qwen2", SIZES | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     "qwen3": ("qwen3", SIZES | {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", SIZES | MOE | {"norm_topk_prob": True}),
@@ -90,7 +94,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
             with torch.no_grad():
                 for name, t in model.state_dict().items():
                     noise = torch.randn(t.shape, generator=draw)
-                    t.copy_(1 + 0.1 * noise if "norm" in name.lower() and "weight" in name else 0.1 * noise)
+                    gain = re.search(r"(norm|ln_\w)\.weight$", name.lower())
+                    t.copy_(0.1 * noise + 1 if gain else 0.1 * noise)
             model.save_pretrained(folder)
         return folder
 
@@ -283,6 +288,9 @@ def test_names_that_are_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     with pytest.raises(WeightsError, match="the hub did not give it") as caught:
         hub.find("nobody/nothing")
     assert "\n" not in str(caught.value)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # importing it fails
+    with pytest.raises(WeightsError, match="huggingface_hub, which would fetch it, is not installed"):
+        hub.find("nobody/nothing")
 
 
 def test_a_save_that_fails_leaves_what_was_there(
@@ -307,6 +315,14 @@ def test_a_save_that_fails_leaves_what_was_there(
         save_pretrained(model, tmp_path, max_shard_bytes=60_000)
     assert torch.equal(logits(from_pretrained(tmp_path)), want)
     assert not list(tmp_path.glob(".partial*"))
+
+
+def test_adapters_are_merged_before_saving(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    model = from_pretrained(checkpoint("llama2"))
+    add_lora(model, rank=2, alpha=4.0)
+    with pytest.raises(WeightsError, match=r"no name for the tensor .*lora") as caught:
+        save_pretrained(model, tmp_path)
+    assert "merge" in caught.value.hint and not list(tmp_path.iterdir())
 
 
 def test_the_family_can_be_asked_for(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

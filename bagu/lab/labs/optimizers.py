@@ -19,7 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from typing import TYPE_CHECKING, get_args
 
 import torch
@@ -30,6 +30,7 @@ from bagu.data import StdlibSource
 from bagu.device import available_memory
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.plot import INK, log_ticks
+from bagu.nn import count
 from bagu.nn.init import draw
 from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
@@ -42,14 +43,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DECADES = tuple(10.0**i for i in range(-4, 3))
+DECADES = range(-4, 3)  # learning rates are searched among 1e-4, 1e-3, … 100
 SEARCH_SEED, SEEDS = 0, (1, 2, 3)
 NEWTON = ("newton", "damped newton")
-LARGE = SHAPES["cpu_6m"].model  # the model of `bagu demo`'s size
-LETTERS, WINDOWS = 27, 512  # a to z and one for all else
+NEWTON_BUDGET = 60
+DIVERGED = 1e6  # a loss so many times the first one does not come back
+LARGE = SHAPES["cpu_6m"].model  # what a laptop trains in minutes
+LETTERS, WINDOWS = 27, 256  # a to z and one for all else
 
 
-class Quadratic(nn.Module):
+class Problem(nn.Module):
+    """Called without arguments it gives the loss, which is to come down to `target`."""
+
+    target: float
+
+
+class Quadratic(Problem):
     """½ θᵀAθ in 64 dimensions, eigenvalues from 1 down to 1/κ evenly in the logarithm, along random directions."""
 
     def __init__(self, condition: float, seed: int) -> None:
@@ -65,7 +74,7 @@ class Quadratic(nn.Module):
         return 0.5 * self.theta @ (self.A @ self.theta)
 
 
-class Rosenbrock(nn.Module):
+class Rosenbrock(Problem):
     """(1 - x)² + 100 (y - x²)²: a curved valley, 2,500 times steeper across than along near its end at (1, 1)."""
 
     def __init__(self, seed: int) -> None:
@@ -79,7 +88,7 @@ class Rosenbrock(nn.Module):
         return (1 - x) ** 2 + 100 * (y - x**2) ** 2
 
 
-class NextLetter(nn.Module):
+class NextLetter(Problem):
     """Embedding, linear, GELU, linear: 27 letters from the last two. The loss is the mean over all windows, in nats."""
 
     def __init__(self, letters: torch.Tensor, seed: int, *, embedding: int = 3, hidden: int = 8) -> None:
@@ -91,7 +100,7 @@ class NextLetter(nn.Module):
         with torch.no_grad():
             for name, p in self.named_parameters():
                 p.copy_(draw(p.shape, name, seed) * (1 if name == "embedding" else p.shape[-1] ** -0.5))
-        self.target = 2.0
+        self.target = 1.7
 
     def forward(self) -> torch.Tensor:
         seen = self.embedding[self.windows[:, :2]].flatten(1)
@@ -116,7 +125,7 @@ class Descent:
     step_s: float
 
 
-def first_order(problem: nn.Module, kind: Rule, lr: float, budget: int) -> Descent:
+def first_order(problem: Problem, kind: Rule, lr: float, budget: int) -> Descent:
     """Updates with the trainer's own optimizer, at a constant learning rate."""
     flat = FlatParameters(problem)
     optimizer = Optimizer(OptimizerConfig(kind=kind, lr=lr, weight_decay=0.0), flat)
@@ -132,7 +141,7 @@ def first_order(problem: nn.Module, kind: Rule, lr: float, budget: int) -> Desce
     return done
 
 
-def newton(problem: nn.Module, budget: int, *, damped: bool) -> Descent:
+def newton(problem: Problem, budget: int, *, damped: bool) -> Descent:
     """Newton's method as it stands in a textbook; or damped, with the size of each curvature instead of its sign."""
     parameters = list(problem.parameters())
     damping = 1e-3
@@ -157,13 +166,14 @@ def newton(problem: nn.Module, budget: int, *, damped: bool) -> Descent:
     return descend(problem, update, budget)
 
 
-def descend(problem: nn.Module, update: Callable[[int, torch.Tensor], None], budget: int) -> Descent:
-    times = [math.inf]
+def descend(problem: Problem, update: Callable[[int, torch.Tensor], None], budget: int) -> Descent:
+    times, limit = [math.inf], 0.0
     for step in range(1, budget + 2):
         begin = time.perf_counter()
         loss = problem()
         value = loss.item()
-        if value <= problem.target or not math.isfinite(value) or step > budget:
+        limit = limit or DIVERGED * value
+        if value <= problem.target or step > budget or not value <= limit:  # which a NaN is not either
             break
         update(step, loss)
         times.append(time.perf_counter() - begin)
@@ -182,3 +192,165 @@ def gradient_and_hessian(loss: torch.Tensor, parameters: list[nn.Parameter]) -> 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([t.flatten() for t in tensors])
 
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A problem, to be made with any seed, and how many first-order updates it may take."""
+
+    name: str
+    make: Callable[[int], Problem]
+    budget: int
+    condition: float | None = None
+
+
+def cases(setting: Setting) -> list[Case]:
+    quick = setting.quick
+    conditions = (1, 100, 10_000) if quick else (1, 10, 100, 1_000, 10_000)
+    return [
+        *(
+            Case(name="quadratic", make=partial(Quadratic, c), budget=300 if quick else 2000, condition=c)
+            for c in conditions
+        ),
+        Case(name="Rosenbrock", make=Rosenbrock, budget=300 if quick else 3000),
+        Case(name="network", make=partial(NextLetter, letters()), budget=60 if quick else 300),
+    ]
+
+
+def run(setting: Setting) -> list[Row]:
+    points: list[tuple[Case, str]] = []
+    for case in cases(setting):
+        has_matrix = Role.MATRIX in roles(case.make(SEARCH_SEED)).values()
+        points += [(case, name) for name in (*get_args(Rule), *NEWTON) if name != "muon" or has_matrix]
+    return [point(case, name, setting) for case, name in setting.track(points)]
+
+
+def point(case: Case, name: str, setting: Setting) -> Row:
+    """One optimizer on one problem. The learning rate is chosen with one seed, and the rest measured with others."""
+    seeds = SEEDS[:1] if setting.quick else SEEDS
+    lr = None
+    if name in NEWTON:
+        descend_from = partial(newton, budget=NEWTON_BUDGET, damped=name != "newton")
+        newton(case.make(SEARCH_SEED), 1, damped=True)  # the first call is slow
+    else:
+        lr = search(case, name, halves=not setting.quick)
+        descend_from = partial(first_order, kind=name, lr=lr or 0.0, budget=case.budget if lr else 20)
+    runs = [descend_from(case.make(seed)) for seed in seeds]
+    reached = [done.steps for done in runs if done.steps is not None]
+    steps = statistics.median_low(reached) if len(reached) == len(runs) else None
+    step_s = statistics.median_low([done.step_s for done in runs])
+    return {
+        "problem": case.name,
+        "condition": case.condition,
+        "optimizer": name,
+        "parameters": sum(p.numel() for p in case.make(SEARCH_SEED).parameters()),
+        "lr": lr,
+        "seeds": len(seeds),
+        "seeds_at_target": len(reached),
+        "steps": steps,
+        "steps_min": min(reached, default=None),
+        "steps_max": max(reached, default=None),
+        "step_us": step_s * 1e6,
+        "time_ms": None if steps is None else steps * step_s * 1e3,
+        "large_model_parameters": count.parameters(LARGE).total,
+        "large_model_state_bytes": large_state_bytes(name),
+        "memory_available_bytes": available_memory(),
+    }
+
+
+def search(case: Case, kind: Rule, *, halves: bool) -> float | None:
+    """The learning rate with the fewest steps to the target: by decades, then the half-decades beside the best one.
+
+    A learning rate is given up once it has taken as many steps as the best before it. None: no one gets there.
+    """
+    best, fewest = None, case.budget + 1
+
+    def attempt(lr: float) -> None:
+        nonlocal best, fewest
+        done = first_order(case.make(SEARCH_SEED), kind, lr, fewest - 1)
+        if done.steps is not None:
+            best, fewest = lr, done.steps
+
+    for decade in DECADES:
+        attempt(10.0**decade)
+    if halves and best is not None:
+        for lr in (best / math.sqrt(10), best * math.sqrt(10)):
+            attempt(lr)
+    return best
+
+
+def large_state_bytes(name: str) -> int:
+    """What the optimizer would keep for the large model, beside parameters and gradients; fp32 throughout."""
+    if name in NEWTON:
+        return 4 * count.parameters(LARGE).total ** 2
+    flat = FlatParameters(Transformer(LARGE, device="meta"))
+    state = Optimizer(OptimizerConfig(kind=name), flat).tensors().values()
+    return sum(t.numel() * t.element_size() for t in state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """The best on one problem: Newton's, plain or damped, and the first-order rules with fewest steps and least time."""
+
+    label: str
+    newton: Row | None
+    fewest: Row | None
+    fastest: Row | None
+
+    @property
+    def fewer_steps(self) -> bool:
+        return less(self.newton, self.fewest, "steps")
+
+    @property
+    def replaces(self) -> bool:
+        return self.fewer_steps and less(self.newton, self.fastest, "time_ms")
+
+
+def less(a: Row | None, b: Row | None, key: str) -> bool:
+    """Whether a has less; a problem that only one of them solves is that one's."""
+    return a is not None and (b is None or number(a, key) < number(b, key))
+
+
+def standings(rows: Sequence[Row]) -> list[Standing]:
+    found = []
+    for label in dict.fromkeys(map(labelled, rows)):
+        solved = [row for row in rows if labelled(row) == label and row["steps"] is not None]
+        second = [row for row in solved if row["optimizer"] in NEWTON]
+        first = [row for row in solved if row["optimizer"] not in NEWTON]
+        steps, time_ms = (partial(number, key=key) for key in ("steps", "time_ms"))
+        found.append(
+            Standing(
+                label=label,
+                newton=min(second, key=steps, default=None),
+                fewest=min(first, key=steps, default=None),
+                fastest=min(first, key=time_ms, default=None),
+            )
+        )
+    return found
+
+
+def labelled(row: Row) -> str:
+    return str(row["problem"]) + ("" if row["condition"] is None else f" κ={row['condition']:,}")
+
+
+def verdict(rows: Sequence[Row]) -> Verdict:
+    """Held when Newton's method has fewer steps and less time on every problem, and its state for the large model fits."""
+    all_standings = standings(rows)
+    fewer, replaces = ([s for s in all_standings if getattr(s, what)] for what in ("fewer_steps", "replaces"))
+    state = {str(row["optimizer"]): number(row, "large_model_state_bytes") for row in rows}
+    free = rows[0]["memory_available_bytes"]
+    fits = free is not None and state["newton"] <= number(rows[0], "memory_available_bytes")
+    kind: Kind = (
+        "did not hold"
+        if not replaces
+        else "held"
+        if fits and len(replaces) == len(all_standings)
+        else "holds only where"
+    )
+    plain = [row for row in rows if row["optimizer"] == "newton" and row["problem"] == "network"]
+    network = next(s for s in all_standings if s.label == "network")
+    size = number(rows[0], "large_model_parameters") / 1e6
+    return Verdict(
+        kind=kind,
+        sentence_en="",
+        sentence_zh="",
+    )

@@ -17,7 +17,7 @@ from bagu.nn.families.qwen import QWEN2
 from bagu.nn.families.qwen3 import QWEN3, QWEN3_MOE
 from bagu.nn.hub import WeightsError
 
-__all__ = ["FAMILIES", "Family", "family_for", "family_of"]
+__all__ = ["FAMILIES", "Family", "can_say", "family_for", "family_of"]
 
 # a model is saved as the first of these that can say it, so the plainest comes first
 FAMILIES: dict[str, Family] = {f.name: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3, GPT2, BERT)}
@@ -45,6 +45,7 @@ def family_for(config: ModelConfig) -> Family:
 
 
 def can_say(family: Family, config: ModelConfig) -> bool:
+    """Whether a config.json of this family can describe a model with the logits of `config`."""
     try:
         return _served(family.config(family.write(config))) == _served(config)
     except BaguError:  # an objection to what it would have to write is a no

@@ -77,7 +77,7 @@ def experts(layout: Layout) -> Layout:
 
 @dataclass(frozen=True)
 class Rule:
-    """`ours` holds `theirs`, laid out by `layout`; all three are in the order of the layout's parts."""
+    """The tensor `ours` holds `theirs`, in the order of the layout's parts; experts repeat the whole list."""
 
     ours: str
     theirs: str | tuple[str, ...]
@@ -142,7 +142,7 @@ class Family:
             if found is None:
                 raise WeightsError(
                     f"{self.name} has no name for the tensor {name}",
-                    hint="merge adapters into the weights before saving" if "lora" in name else "",
+                    hint="merge adapters into the weights first; any other tensor needs a rule in its family",
                 )
             out |= found
         return out

@@ -1,15 +1,16 @@
-"""LayerNorm in PyTorch: what runs on a CPU, what the compiler fuses, and the formulas in the open."""
+"""LayerNorm in PyTorch: the formula for whatever looks through it, and PyTorch's kernel for an eager call on a CPU."""
 
 from __future__ import annotations
 
 import torch
 
+from bagu.ops import eager
 from bagu.ops.signature import accumulator
 
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-def forward(
-    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+
+def formula(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, eps: float) -> Triple:
     acc = accumulator(x.dtype)
     xf = x.to(acc)
     mean = xf.mean(-1)
@@ -17,6 +18,13 @@ def forward(
     rstd = torch.rsqrt(centred.square().mean(-1) + eps)
     y = centred * rstd.unsqueeze(-1) * w.to(acc)
     return (y if b is None else y + b.to(acc)).to(x.dtype), mean, rstd
+
+
+def kernel(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, eps: float) -> Triple:
+    """PyTorch's fused kernel; weight and bias are widened, or it would round mean and rstd to 16 bits."""
+    acc = accumulator(x.dtype)
+    y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], w.to(acc), None if b is None else b.to(acc), eps)
+    return y, mean.squeeze(-1), rstd.squeeze(-1)
 
 
 def backward(
@@ -28,12 +36,25 @@ def backward(
     rstd: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    acc = rstd.dtype
-    dyf, rf = dy.to(acc), rstd.unsqueeze(-1)
-    h = (x.to(acc) - mean.unsqueeze(-1)) * rf
-    g = dyf * w.to(acc)
-    dx = rf * (g - g.mean(-1, keepdim=True) - h * (g * h).mean(-1, keepdim=True))
-    rows = tuple(range(x.ndim - 1))
-    dw = (dyf * h).sum(rows) if rows else dyf * h
+    """g = w dy;  h = (x - mean) rstd;  dx = rstd (g - mean_n(g) - h mean_n(g h)). In place on what was made here.
+
+    Not PyTorch's kernel: its dx loses the spread of a row beside a large mean, and its dw is rounded to 16 bits.
+    """
+    acc, rf, rows = rstd.dtype, rstd.unsqueeze(-1), tuple(range(x.ndim - 1))
+    dyf = dy.to(acc)
+    h = (x.to(acc) - mean.unsqueeze(-1)).mul_(rf)
+    product = dyf * h
+    dw = product.sum(rows) if rows else product.clone()
     db = None if b is None else (dyf.sum(rows) if rows else dyf).to(b.dtype)
+    g = dyf * w.to(acc)
+    pull = torch.mul(g, h, out=product).mean(-1, keepdim=True)
+    dx = g.sub_(g.mean(-1, keepdim=True)).addcmul_(h, pull, value=-1).mul_(rf)
     return dx.to(x.dtype), dw.to(w.dtype), db
+
+
+# 4096 x 256 in bf16 on two cores, forward and backward: NUMBERS
+_node = eager.node(formula, kernel, backward, residuals=("mean", "rstd"), grads=("x", "w", "b"))
+
+
+def forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, eps: float) -> Triple:
+    return _node(x, w, b, eps)

@@ -36,14 +36,21 @@ class Kernels:
 
     `logits(hidden, weight)` makes them in the accumulator's dtype. `score(logits, targets, ignore_index)` reads them.
     `slope(logits, targets, lse, dtarget_logit, dlse, ignore_index, dtype)` gives their gradient, may destroy them,
-    and may give it in `dtype` or in theirs. `turn(logits, targets, weights, z_loss, ignore_index, dtype)` is both at
-    once, for the one-pass loss, where a backend has something better than one after the other.
+    and may give it in `dtype` or in theirs.
     """
 
     logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     score: Callable[[torch.Tensor, torch.Tensor, int], Scores]
     slope: Callable[..., torch.Tensor]
-    turn: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
+
+    def turn(
+        self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, z_loss: float, ignore_index: int,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """target_logit, lse and the gradient of the logits in the weighted loss: what the one-pass loss wants."""
+        target_logit, lse = self.score(logits, targets, ignore_index)
+        dlse = weights * (1 + 2 * z_loss * lse) if z_loss else weights
+        return target_logit, lse, self.slope(logits, targets, lse, -weights, dlse, ignore_index, dtype)
 
 
 def check_memory(op: str, memory: int | None) -> None:
@@ -58,9 +65,11 @@ def chunks(M: int, V: int, itemsize: int, memory: int | None, device: torch.devi
     """Where each chunk of the M tokens begins and ends, when `memory` bytes hold a chunk's logits.
 
     Chunks are of one size, the last may be shorter. Where the budget allows, that size is a multiple of 128, the rows
-    of a GEMM tile. A budget below one row means one row. By default it is 2 GiB on an accelerator. On a CPU it is 16 MiB,
-    and 512 rows at least: more than 32 MiB is new memory at every malloc, and its page faults take longer than the GEMM
-    (4096 x 4096 logits: 36 ms for a softmax of the whole, 6 ms in chunks of 16 MiB).
+    of a GEMM tile. A budget below one row means one row.
+
+    The default is 2 GiB on an accelerator; on a CPU 16 MiB, and 512 rows at least. There, more than 32 MiB is fresh
+    memory at every malloc, and its page faults take longer than a GEMM: a softmax of 4096 x 4096 logits is 25 ms in one
+    piece and 6 ms in chunks of 16 MiB.
     """
     row = max(1, V * itemsize)
     budget = memory if memory is not None else max(2**24, 512 * row) if device.type == "cpu" else 2**31

@@ -7,7 +7,6 @@ known already in the forward. The backward is left with a product by the incomin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 
@@ -32,14 +31,12 @@ def forward(
     for s in spans:
         logits, words, own = kernels.logits(part(h, s), w), part(t, s), part(weights, s)
         if grad_hidden or grad_weight:
-            *score, dlogits = (kernels.turn or partial(_turn, kernels))(
-                logits, words, own, z_loss, ignore_index, hidden.dtype
-            )
+            target_logit, lse, dlogits = kernels.turn(logits, words, own, z_loss, ignore_index, hidden.dtype)
             grads.add(operand(dlogits, hidden.dtype), part(h, s))
             del dlogits
         else:
-            score = kernels.score(logits, words, ignore_index)
-        scores.append(tuple(score))
+            target_logit, lse = kernels.score(logits, words, ignore_index)
+        scores.append((target_logit, lse))
         del logits  # before the next chunk's are made, or there would be two
     target_logit, lse = (joined([s[i] for s in scores], t.shape, hidden, acc) for i in (0, 1))
     losses = weights * token_losses(target_logit, lse, z_loss).loss
@@ -52,16 +49,6 @@ def forward(
         grads.dhidden(hidden.shape) if grad_hidden else absent,
         grads.dweight() if grad_weight else absent.clone(),
     )
-
-
-def _turn(
-    kernels: Kernels, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, z_loss: float,
-    ignore_index: int, dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """target_logit, lse and the gradient of the logits, one kernel after the other."""
-    target_logit, lse = kernels.score(logits, targets, ignore_index)
-    dlse = weights * (1 + 2 * z_loss * lse) if z_loss else weights
-    return target_logit, lse, kernels.slope(logits, targets, lse, -weights, dlse, ignore_index, dtype)
 
 
 def check_made(needs: Mapping[str, bool], *, grad_hidden: bool, grad_weight: bool) -> None:

@@ -51,7 +51,6 @@ SPEC = OpSpec(
     saves=("x",),
     ulps=1,
     independent=("M",),
-    backends=("torch",),
     cases=[
         Case("even", "powers of two need no masks, so a failure here is the math", lead=(8, 64)),
         Case("ragged", "the end fills no block, so the mask is used", lead=(5, 123)),

@@ -1,13 +1,16 @@
-"""Rotary position embedding in PyTorch: what runs on a CPU, what the compiler fuses, and the formulas in the open."""
+"""Rotary position embedding in PyTorch: the formula for whatever looks through it, and the passes on a CPU."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from bagu.ops import eager
 from bagu.ops.signature import accumulator
 
 
-def forward(
+def formula(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, layout: str
 ) -> tuple[torch.Tensor]:
     acc, R = accumulator(x.dtype), cos.shape[1]
@@ -21,6 +24,48 @@ def forward(
         a, b = turned.unflatten(-1, (R, 2)).unbind(-1)
         y = torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2)
     return (torch.cat((y.to(x.dtype), rest), -1),)
+
+
+def passes(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, layout: str
+) -> torch.Tensor:
+    """The same, each feature of a pair written where it belongs."""
+    acc, R = accumulator(x.dtype), cos.shape[1]
+    if positions is None:
+        c, s = (t[: x.shape[-3]].to(acc).unsqueeze(-2) for t in (cos, sin))
+    else:
+        rows, shape = positions.reshape(-1), (*positions.shape, 1, R)
+        c, s = (t.index_select(0, rows).to(acc).view(shape) for t in (cos, sin))
+    y = torch.empty(x.shape, dtype=x.dtype)
+    first, second = (slice(0, R), slice(R, 2 * R)) if layout == "half" else (slice(0, 2 * R, 2), slice(1, 2 * R, 2))
+    a, b = x[..., first].to(acc), x[..., second].to(acc)
+    y[..., first] = (a * c).addcmul_(b, s, value=-1)
+    y[..., second] = (b * c).addcmul_(a, s)
+    y[..., 2 * R :] = x[..., 2 * R :]
+    return y
+
+
+class _Node(torch.autograd.Function):
+    """One node; its backward is a call again, and so has a derivative of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        cos, sin, positions, layout = rest
+        ctx.save_for_backward(cos, sin, positions)
+        ctx.layout = layout
+        return passes(x, cos, sin, positions, layout)
+
+    @staticmethod
+    def backward(ctx: Any, *dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *backward(dy[0], *ctx.saved_tensors, ctx.layout), None, None, None, None
+
+
+def forward(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, layout: str
+) -> tuple[torch.Tensor]:
+    if not eager.plain(x):
+        return formula(x, cos, sin, positions, layout)
+    return (_Node.apply(x, cos, sin, positions, layout),)
 
 
 def backward(

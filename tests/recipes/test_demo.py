@@ -1,0 +1,82 @@
+"""`bagu demo --quick`, as a newcomer runs it: every stage, one process, no network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bagu.recipes.demo import FULL, QUICK
+from bagu.recipes.models import load_model
+from bagu.run import RunFolder
+
+NO_NETWORK = """
+import socket
+def refuse(*args, **kwargs): raise OSError("the demo asked for the network")
+socket.socket.connect = refuse
+socket.create_connection = refuse
+from bagu.cli import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The demo's folder and what it printed."""
+    home = tmp_path_factory.mktemp("demo")
+    env = {**os.environ, "BAGU_CACHE": str(home / "cache"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    command = [sys.executable, "-c", NO_NETWORK, "demo", "--quick", "--out", str(home / "out")]
+    run = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=300)
+    assert run.returncode == 0, run.stderr
+    return home / "out", run.stdout
+
+
+def test_it_says_where_the_report_is_and_how_to_go_on(finished: tuple[Path, str]) -> None:
+    out, said = finished
+    assert str(out / "report.html") in said and "bagu train --from" in said
+    assert said.count("✓") == 6, said
+
+
+def test_the_report_has_the_yardsticks_and_both_samples(finished: tuple[Path, str]) -> None:
+    page = (finished[0] / "report.html").read_text(encoding="utf-8")
+    for part in ("gzip -9", "primed", "before fine-tuning", "after fine-tuning", "parse", "distinct 4-grams", "sha256"):
+        assert part in page, part
+
+
+def test_both_runs_are_whole_and_their_models_load(finished: tuple[Path, str]) -> None:
+    for name, steps in (("pretrain", QUICK.pretrain_steps), ("sft", QUICK.sft_steps)):
+        folder = RunFolder(finished[0] / name)
+        rows = folder.metrics()
+        assert [row["step"] for row in rows] == list(range(steps))
+        held_out = [row["val_bits_per_byte"] for row in rows if "val_bits_per_byte" in row]
+        assert held_out[-1] < held_out[0]
+        assert load_model(folder.path).config.vocab_size == QUICK.vocab_size
+        assert json.loads((folder.path / "data.json").read_text())["sources"]["stdlib"]["sha256"]
+
+
+def test_transformers_reads_the_result(finished: tuple[Path, str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(finished[0] / "sft" / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(finished[0] / "sft" / "model")
+    chat = [{"role": "user", "content": "Write the Python function `add`."}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert model(**ids).logits.shape[-1] == QUICK.vocab_size
+
+
+def test_the_full_demo_is_a_few_million_parameters() -> None:
+    from bagu.nn import count
+
+    assert 3e6 < count.parameters(FULL.model()).total < 10e6
+
+
+def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("keep me")
+    run = subprocess.run(
+        [sys.executable, "-m", "bagu", "demo", "--out", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2 and "is not empty" in run.stderr and "--out" in run.stderr
+    assert (tmp_path / "mine.txt").read_text() == "keep me"

@@ -1,0 +1,137 @@
+"""`bagu train` as a user meets it: a small run, going on with one, and what bad input is answered with."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from bagu.cli import main
+from bagu.config import to_dict
+from bagu.recipes.catalogue import RECIPES, recipe
+from bagu.recipes.models import load_model
+from bagu.run import RunFolder
+
+TINY = [
+    "model.vocab_size=512", "tokenizer.vocab_size=512", "model.hidden_size=32", "model.num_layers=1",
+    "model.num_heads=2", "model.num_kv_heads=1", "model.head_dim=16", "model.intermediate_size=48", "model.max_len=64",
+    "data.context=32", "data.rows=4", "train.steps=6", "train.eval_every=3", "train.sample_every=null",
+    "train.save_every=2", "dtype=fp32", "validation=0.3", "eval_batches=2",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGU_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Twenty different small files."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(20):
+        words = " ".join(f"word{(i * 7 + j * j) % 97} is {j}" for j in range(120))
+        (folder / f"{i}.txt").write_text(words)
+    return folder
+
+
+def bagu(*args: str | Path) -> int:
+    """Exit status of the command."""
+    with pytest.raises(SystemExit) as end:
+        main([str(a) for a in args])
+    return int(end.value.code or 0)
+
+
+def settings(*more: str) -> list[str]:
+    return [part for s in (*TINY, *more) for part in ("--set", s)]
+
+
+def test_a_run_on_text_files_and_more_of_it(texts: Path, tmp_path: Path) -> None:
+    assert bagu("train", texts, "--out", tmp_path / "run", *settings()) == 0
+    folder = RunFolder(tmp_path / "run")
+    assert len(folder.metrics()) == 6 and folder.report.is_file()
+    assert bagu("train", "--resume", "--out", tmp_path / "run", "--set", "train.steps=9") == 0
+    assert [r["step"] for r in folder.metrics()] == list(range(9))
+    assert bagu("export", tmp_path / "run", tmp_path / "exported", "--dtype", "fp32") == 0
+    assert load_model(tmp_path / "exported").config == load_model(tmp_path / "run").config
+    last = sorted(folder.checkpoints.iterdir())[-1]
+    assert load_model(last).config == load_model(tmp_path / "run").config
+
+
+def test_continued_pretraining_and_lora_start_from_a_run(texts: Path, tmp_path: Path) -> None:
+    assert bagu("train", texts, "--out", tmp_path / "base", *settings()) == 0
+    small = ["--set", "data.context=32", "--set", "data.rows=4", "--set", "train.steps=3", "--set", "dtype=fp32"]
+    more = ["--set", "train.eval_every=null", "--set", "train.save_every=null", "--set", "train.sample_every=null"]
+    new = tmp_path / "new.jsonl"
+    new.write_text("".join(json.dumps({"text": f"new text {i} " * 30}) + "\n" for i in range(12)))
+    mixed = ["--set", 'data.mix.weights={"texts": 1, "new": 3}', "--set", "validation=0.3"]
+    status = bagu("train", texts, new, "--from", tmp_path / "base", "--out", tmp_path / "on", *small, *more, *mixed)
+    assert status == 0
+    report = json.loads((tmp_path / "on" / "data.json").read_text())["loader"]["sources"]
+    assert report["new"]["mix_percent"] == pytest.approx(75, abs=10)
+    chats = tmp_path / "chats.jsonl"
+    turns = lambda i: [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i} it is"}]  # noqa: E731
+    chats.write_text("".join(json.dumps({"messages": turns(i)}) + "\n" for i in range(40)))
+    lora = ["--recipe", "lora", "--from", tmp_path / "base", "--out", tmp_path / "lora"]
+    assert bagu("train", chats, *lora, *small, *more, "--set", "validation=0.3") == 0
+    assert load_model(tmp_path / "lora").config == load_model(tmp_path / "base").config
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_a_whole_run(name: str) -> None:
+    assert to_dict(recipe(name))
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["--set", "train.stepz=3"], r"stepz.*\n.*steps"),
+        (["--set", "model.num_heads=3"], r"num_heads"),
+        (["--set", "train.optimizer.lr=fast"], r"train\.optimizer\.lr"),
+        (["--set", "data.context=4096"], r"positions for"),
+        (["--recipe", "smal"], r"small"),
+        (["--recipe", "sft"], r"--from"),
+        (["--from", "nowhere/at/all"], r"no folder"),
+    ],
+)
+def test_a_recipe_with_an_impossible_key_says_which(
+    extra: list[str], said: str, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bagu("train", texts, "--out", tmp_path / "run", *extra) == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], data: Path, *more: str | Path) -> str:
+    assert bagu("train", data, "--out", tmp_path / "run", *settings(), *more) == 2
+    return capsys.readouterr().err
+
+
+def test_bad_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "fine"}\n{"text": oops}\n')
+    assert f"{broken}:2: not JSON" in refused(tmp_path, capsys, broken)
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    assert str(empty) in refused(tmp_path, capsys, empty)
+    assert "no file or folder" in refused(tmp_path, capsys, tmp_path / "missing.txt")
+
+
+def test_a_tokenizer_that_does_not_match_the_model(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["tokenizer", "train", str(tmp_path / "tok"), str(texts), "--vocab-size", "600"])
+    said = refused(tmp_path, capsys, texts, "--set", "tokenizer.vocab_size=null", "--set",
+                   f"tokenizer.path={tmp_path / 'tok'}")  # fmt: skip
+    assert "vocabulary" in said and "model.vocab_size=" in said
+
+
+def test_a_finished_run_is_not_written_over(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bagu("train", texts, "--out", tmp_path / "run", *settings()) == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert "already holds a run" in refused(tmp_path, capsys, texts)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
