@@ -8,7 +8,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: help demo test test-full test-triton test-gpu check format tables clean
 help:
-	@echo "make demo       what this machine is, and a quick benchmark of every op"
+	@echo "make demo       train a tokenizer and a model on the standard library, fine-tune it, write a report"
 	@echo "make test       every test that needs no GPU (Triton kernels through the interpreter)"
 	@echo "make test-full  the same with every tuning, every mutant, and today's Triton"
 	@echo "make test-triton  the op conformance on another Triton: TRITON=3.9.0"
@@ -22,8 +22,8 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(VENV)/ready
-	$(BIN)/bagu doctor
-	$(BIN)/bagu bench ops --quick
+	$(BIN)/bagu doctor --no-measure
+	$(BIN)/bagu demo
 
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not slow"

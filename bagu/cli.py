@@ -64,7 +64,9 @@ def doctor(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="A new or empty folder for runs and report.")] = Path("runs/demo"),
+    out: Annotated[
+        Path | None, typer.Option(help="A new or empty folder; by default runs/demo, or runs/demo-2 and so on.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Every stage in small, under a minute.")] = False,
 ) -> None:
     """Train a tokenizer and a language model on this Python's own library, fine-tune it, and write a report."""

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bagu import train_table
 from bagu.errors import BaguError
 from bagu.record import read_rows
 
 __all__ = ["main", "render", "updated"]
 
 BEGIN, END = "<!-- bench:ops:begin -->", "<!-- bench:ops:end -->"
+TRAIN_BEGIN, TRAIN_END = "<!-- bench:train:begin -->", "<!-- bench:train:end -->"
 PEERS = ("eager", "compile", "liger")
 
 Row = Mapping[str, Any]
@@ -35,6 +37,7 @@ class Words:
     nothing: str
     failed: str
     fault: str
+    language: str
 
 
 ENGLISH = Words(
@@ -44,6 +47,7 @@ ENGLISH = Words(
     nothing="No GPU results are recorded yet: `bagu bench ops` on a GPU machine writes them to `benchmarks/results`.",
     failed="failed",
     fault="fault",
+    language="en",
 )
 CHINESE = Words(
     head=("算子", "形状", "阶段", "bagu", "占上限", "torch eager", "torch.compile", "Liger"),
@@ -52,6 +56,7 @@ CHINESE = Words(
     nothing="尚无 GPU 结果：在 GPU 机器上运行 `bagu bench ops`，结果写入 `benchmarks/results`。",
     failed="失败",
     fault="测量有误",
+    language="zh",
 )
 FILES = {"README.md": (ENGLISH, False), "README.zh.md": (CHINESE, False), "docs/benchmarks.md": (ENGLISH, True)}
 
@@ -152,13 +157,14 @@ def _rate(row: Row | None, words: Words) -> str:
     )
 
 
-def updated(text: str, inside: str, name: str) -> str:
+def updated(text: str, inside: str, name: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
     """`text` with `inside` between its marks."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    first, last = marks
+    before, begin, rest = text.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise BaguError(f"{name} has no place for the table", hint=f"put the lines {BEGIN} and {END} where it belongs")
-    return f"{before}{BEGIN}\n{inside}\n{END}{after}"
+        raise BaguError(f"{name} has no place for the table", hint=f"put the lines {first} and {last} where it belongs")
+    return f"{before}{first}\n{inside}\n{last}{after}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -177,7 +183,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _update(root: Path, *, check: bool) -> int:
-    rows = [row for path in sorted(root.glob("benchmarks/results/*.jsonl")) for row in read_rows(path)]
+    rows, trained = (
+        [row for path in sorted(root.glob(f"benchmarks/results/{where}*.jsonl")) for row in read_rows(path)]
+        for where in ("", "train/")
+    )
     stale = []
     for name, (words, every) in FILES.items():
         path = root / name
@@ -185,6 +194,7 @@ def _update(root: Path, *, check: bool) -> int:
             raise BaguError(f"there is no {path}", hint="run it in the checkout, or give --root")
         text = path.read_text(encoding="utf-8")
         new = updated(text, render(rows, words, every=every), name)
+        new = updated(new, train_table.render(trained, words.language), name, (TRAIN_BEGIN, TRAIN_END))
         if new != text:
             stale.append(name)
             if not check:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from bagu import tables
+from bagu import tables, train_table
 from bagu.errors import BaguError
 
-PAGE = f"# bagu\n\nbefore\n{tables.BEGIN}\nold\n{tables.END}\nafter\n"
+TRAIN = f"{tables.TRAIN_BEGIN}\nold\n{tables.TRAIN_END}"
+PAGE = f"# bagu\n\nbefore\n{tables.BEGIN}\nold\n{tables.END}\n{TRAIN}\nafter\n"
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -112,3 +113,27 @@ def test_a_page_without_marks_is_an_error_that_names_it(tmp_path: Path, capsys: 
     assert "README.zh.md has no place for the table" in capsys.readouterr().err
     with pytest.raises(BaguError, match="README"):
         tables.updated(tables.END + tables.BEGIN, "", "README.md")
+
+
+def trained(contender: str, rate: float, **changes: Any) -> dict[str, Any]:
+    """One row as `bagu bench train` records it."""
+    env = {"machine": "nvidia-h200", "commit": "0123456789abcdef", "time": changes.pop("time", "2026-08-01T10:00:00")}
+    made = {
+        "system": "train", "contender": contender, "shape": "llama_1b", "tokens": 32768, "tokens_per_s": rate,
+        "tflop_per_s": 500.0, "peak_bytes": 2**35, "model": {"num_layers": 22, "hidden_size": 2048}, "env": env,
+    }  # fmt: skip
+    return made | changes
+
+
+def test_training_speed_is_set_against_the_fastest_peer_of_the_latest_run() -> None:
+    rows = [
+        trained("bagu", 1.0, time="2026-07-01T10:00:00"), trained("bagu", 75000.0, micro_batches=1),
+        trained("bagu", 80000.0, micro_batches=1), trained("bagu", 70000.0, micro_batches=2),
+        trained("transformers", 50000.0), trained("transformers-compile", 64000.0),
+    ]  # fmt: skip
+    text = train_table.render(rows, "en")
+    assert "| **bagu** | **80,000** | 500.0 | 32.0 GiB | 1.25× |" in text
+    assert "**bagu, 2 micro-batches** | **70,000** | 500.0 | 32.0 GiB | 1.09× |" in text
+    assert "75,000" not in text and "transformers | 50,000" in text and "`012345678`" in text
+    assert "微批" in train_table.render(rows, "zh")
+    assert "bagu bench train" in train_table.render([], "en")

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from bagu.nn.choices import yarn_mscale
 from bagu.nn.config import (
     Alibi,
     Learned,
@@ -26,7 +27,6 @@ from bagu.nn.config import (
     Sinusoidal,
     T5Relative,
     YarnScaling,
-    yarn_mscale,
 )
 from bagu.nn.linear import Factory, parameter
 

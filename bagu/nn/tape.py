@@ -191,25 +191,31 @@ def _heads(tape: Tape, module: Attention, x: str, y: str) -> tuple[str, str, str
     """MHA, GQA and MQA up to the attention itself. Returns the storages of q, k and v."""
     c, T, qkv = tape.config, tape.tokens, f"{y}.qkv"
     H, G, D = c.num_heads, c.num_kv_heads, c.head_dim
+    apart = G not in (1, H)  # the queries of a group lie between other groups' keys: to be one [T, H, D] is a copy
     tape.linear(module.qkv, x, qkv)
-    q, k = qkv if G in (1, H) else f"{y}.q", qkv  # groups of several heads are copied together
-    tape.write(q, T * H * D * tape.itemsize)
+    q = k = v = qkv
     if module.q_norm is not None and module.k_norm is not None:
         tape.norm(module.q_norm, q, f"{y}.qn", heads=H)
         tape.norm(module.k_norm, k, f"{y}.kn", heads=G)
         q, k = f"{y}.qn", f"{y}.kn"
+    elif c.rope_dim:
+        v = f"{y}.v"  # a copy, so that qkv can go
+    if q == qkv and apart and not (c.rope_dim and c.attention == "softmax"):
+        q = f"{y}.q"
     if c.attention == "linear":
         q, k = _features(tape, q, f"{y}.qf", H), _features(tape, k, f"{y}.kf", G)
     if c.rope_dim:
         q, k = _rope(tape, q, f"{y}.qr", H, D), _rope(tape, k, f"{y}.kr", G, D)
-    return q, k, qkv
+        if apart and c.attention == "softmax":
+            tape.keep("rows", T * G * 8)  # int64: which row of cos and sin each run of heads reads
+    return q, k, v
 
 
 def _features(tape: Tape, x: str, y: str, heads: int) -> str:
     """elu + 1: PyTorch keeps its input, exp of it, and which side of 0 it is on."""
     size = tape.tokens * heads * tape.config.head_dim
     tape.write(y, size * tape.itemsize)
-    tape.kept.add(x)
+    tape.keep(x, size * tape.itemsize)
     tape.keep(f"{y}.exp", size * tape.itemsize)
     tape.keep(f"{y}.side", size)
     return y

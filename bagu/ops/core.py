@@ -166,9 +166,10 @@ def check(
     """Worst error, in ulps, of each output and gradient of `fn(**inputs)`; raises where one is too large.
 
     Allowed: `spec.ulps` spacings of the result's dtype, plus twice what fp32 itself costs the definition at this
-    case (so a cancelling sum is judged against what fp32 can do at all): the most the reference loses when run in fp32,
-    on these inputs and three times on inputs that were rounded once more (one run can be lucky). An integer result is judged against the
-    reference's unrounded value: it may be half a step away. Inputs must come back unchanged.
+    case (so a cancelling sum is judged against what fp32 can do at all): the most the reference loses when run in
+    fp32, on these inputs and three times on inputs that were rounded once more (one run can be lucky). An integer
+    result is judged against the reference's unrounded value: it may be half a step away. Inputs must come back
+    unchanged.
     """
     streams = Streams(spec.name, case.name)
     rounded = spec.cast(case, spec.inputs(case, streams), dtype)

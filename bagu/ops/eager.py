@@ -60,6 +60,7 @@ def node(
         @staticmethod
         def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             known = ctx.scalars | dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))
+            made: dict[str, torch.Tensor | None]
             needed = [n for n, needs in zip(names, ctx.needs_input_grad, strict=True) if needs]
             if torch.is_grad_enabled():
                 y, inputs = formula(*(known[n] for n in names))[0], [known[n] for n in needed]

@@ -99,8 +99,14 @@ QUICK = Demo(
 )  # fmt: skip
 
 
-def demo(out: Path, *, quick: bool = False, console: Console | None = None) -> Path:
-    """Run every stage into the folder `out`; returns the report. Fixed seeds: the same machine, the same numbers."""
+def demo(out: Path | None, *, quick: bool = False, console: Console | None = None) -> Path:
+    """Run every stage into the folder `out`; returns the report. Fixed seeds: the same machine, the same numbers.
+
+    Without a folder, the first of runs/demo, runs/demo-2, … that is free: nothing is written over.
+    """
+    if out is None:
+        names = ("runs/demo", *(f"runs/demo-{n}" for n in range(2, 1000)))
+        out = next(p for p in map(Path, names) if not p.exists())
     if out.exists() and any(out.iterdir()):
         raise BaguError(f"{out} is not empty", hint="give another folder with --out, or delete it")
     console = console or Console()

@@ -66,12 +66,12 @@ def train(
     dtype = DTYPES[run.dtype] if run.dtype else compute_dtype(device)
     found = find_model(run.init_from) if run.init_from else None
     corpora = corpora if corpora is not None else {n: Corpus(n, c, run) for n, c in run.sources.items()}
-    folder = RunFolder.create(out, run, resume=resume)
+    tokenizer = tokenizer or _tokenizer(run, found, corpora, out)
+    model = _model(run, found, tokenizer, device, dtype)
+    tokens = tokens_of(run, corpora, tokenizer, model.config.vocab_size)
+    folder = RunFolder.create(out, run, resume=resume)  # after all that can be wrong with the input
     recorder = RunRecorder(folder, progress=progress or TrainProgress(run.train.steps, name=run.stage))
     try:
-        tokenizer = tokenizer or _tokenizer(run, found, corpora, out)
-        model = _model(run, found, tokenizer, device, dtype)
-        tokens = tokens_of(run, corpora, tokenizer, model.config.vocab_size)
         tokenizer.save(out / "tokenizer")
         configs.save(model.config, out / NATIVE)
         facts = {"sources": tokens.facts, "loader": tokens.loader.report(run.train.steps)}

@@ -125,8 +125,8 @@ def test_a_tokenizer_that_does_not_match_the_model(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["tokenizer", "train", str(tmp_path / "tok"), str(texts), "--vocab-size", "600"])
-    said = refused(tmp_path, capsys, texts, "--set", "tokenizer.vocab_size=null", "--set",
-                   f"tokenizer.path={tmp_path / 'tok'}")  # fmt: skip
+    said = refused(tmp_path, capsys, texts, "--set", "tokenizer.vocab_size=null", "--set", "model.vocab_size=400",
+                   "--set", f"tokenizer.path={tmp_path / 'tok'}")  # fmt: skip
     assert "vocabulary" in said and "model.vocab_size=" in said
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 GOOD = 10.0  # percent: what a rule of thumb may be off by
 CONTEXTS = (128, 512, 2048, 8192, 32768, 131072)
 USUAL = 2048  # tokens: where the three meanings of N are compared
-RULES = {"blocks": "only blocks", "blocks and head": "blocks and head", "all": "all parameters"}
+RULES = ("blocks", "blocks_and_head", "all")  # what N may count; the second is what is multiplied
+RULE = "six_nd_error_{}_percent".format
 
 
 def gpt(width: int, layers: int, vocab_size: int = 50257) -> ModelConfig:
@@ -74,25 +76,24 @@ def models() -> dict[str, ModelConfig]:
 
 
 def run(setting: Setting) -> list[Row]:
-    chosen = models()
-    contexts = CONTEXTS
+    large, contexts, small_contexts = models(), CONTEXTS, (64, 256, 1024)
     if setting.quick:
-        chosen = {n: c for n, c in chosen.items() if n in ("bagu small 6M", "GPT-2 124M", "TinyLlama 1.1B")}
-        contexts = (128, 2048, 32768)
-    small = {"gpt d64 L2": gpt(64, 2, 512), "llama d128 L3": replace(SHAPES["cpu_6m"].model, hidden_size=128, num_layers=3)}
-    points: list[tuple[str, ModelConfig, int, bool]] = [(n, c, T, False) for (n, c), T in product(chosen.items(), contexts)]
-    points += [(n, c, T, True) for (n, c), T in product(small.items(), (64, 256) if setting.quick else (64, 256, 1024))]
-    return [
-        measured(name, config, T) if small_one else counted(name, config, T)
-        for name, config, T, small_one in setting.track(points)
-    ]
+        large = {name: large[name] for name in ("bagu small 6M", "GPT-2 124M", "TinyLlama 1.1B")}
+        contexts, small_contexts = (128, 2048, 32768), (64, 256)
+    small = {
+        "GPT of d64 L2": gpt(64, 2, vocab_size=512),
+        "Llama of d128 L3": replace(SHAPES["cpu_6m"].model, hidden_size=128, num_layers=3),
+    }
+    points = [partial(counted, *model, T) for model, T in product(large.items(), contexts)]
+    points += [partial(measured, *model, T) for model, T in product(small.items(), small_contexts)]
+    return [point() for point in setting.track(points)]
 
 
 def counted(name: str, config: ModelConfig, context: int) -> Row:
     """The rules beside the count, for one model in one context. Errors are the rule's, in percent of the count."""
     n, cost = count.parameters(config), count.flops(config, context)
     blocks, by_rule = n.attention + n.ffn + n.norm, 12 * config.num_layers * config.hidden_size**2
-    six = {"blocks": 6 * (n.active - n.embedding - n.head), "blocks and head": count.six_nd(config), "all": 6 * n.total}
+    six = (6 * (n.active - n.embedding - n.head), count.six_nd(config), 6 * n.total)
     return {
         "kind": "counted",
         "model": name,
@@ -106,7 +107,7 @@ def counted(name: str, config: ModelConfig, context: int) -> Row:
         "rule_error_of_total_percent": off(by_rule, n.total),
         "flops_per_token": cost.training,
         "attention_percent": 100 * cost.attention / cost.forward,
-    } | {f"six_nd_error_{key.replace(' ', '_')}_percent": off(value, cost.training) for key, value in six.items()}
+    } | {RULE(rule): off(value, cost.training) for rule, value in zip(RULES, six, strict=True)}
 
 
 def off(rule: float, truth: float) -> float:
@@ -142,3 +143,117 @@ def measured(name: str, config: ModelConfig, context: int) -> Row:
         "counter_attention_flops_per_token": attention / context,
         "attention_ratio": attention / context / (3 * cost.attention),
     }
+
+
+def verdict(rows: Sequence[Row]) -> Verdict:
+    """Held when both rules are within GOOD percent at every model and context; did not when neither ever is."""
+    points = [row for row in rows if row["kind"] == "counted"]
+    by_model = {str(row["model"]): row for row in points}
+    sized = {name: number(row, "rule_error_of_blocks_percent") for name, row in by_model.items()}
+    fits = [name for name, error in sized.items() if abs(error) <= GOOD]
+    good = {rule: sum(abs(number(row, RULE(rule))) <= GOOD for row in points) for rule in RULES}
+    both = len(fits) == len(sized), good["blocks_and_head"] == len(points)
+    kind: Kind = "held" if all(both) else "holds only where" if fits or any(good.values()) else "did not hold"
+    limits = {name: limit(points, name) for name in by_model}
+    reach = sorted(T / number(by_model[name], "width") for name, T in limits.items() if T is not None)
+    worst = min(points, key=lambda row: number(row, RULE("blocks_and_head")))
+    odd = max(sized, key=lambda name: abs(sized[name]))
+    checked = [row for row in rows if row["kind"] == "measured"]
+    differ = max(abs(number(row, "weight_difference_percent")) for row in checked)
+    square = max(number(row, "attention_ratio") for row in checked)
+    upto_en = (
+        f"up to a context of {reach[0]:.1f}·d to {reach[-1]:.1f}·d tokens" if reach else "at every context counted"
+    )
+    upto_zh = f"在上下文不超过 {reach[0]:.1f}·d 至 {reach[-1]:.1f}·d 时" if reach else "在所有上下文长度下"
+    lowest, at = number(worst, RULE("blocks_and_head")), f"{worst['context_tokens']:,}"
+    return Verdict(
+        kind=kind,
+        sentence_en=f"12·L·d² is within {GOOD:g} % of the blocks' parameters in {len(fits)} of {len(sized)} models "
+        f"({odd}: {sized[odd]:+.0f} %). With N the blocks and the head, 6ND is within {GOOD:g} % of the count "
+        f"{upto_en}, and too low from there ({lowest:+.0f} % for {worst['model']} at {at} tokens). Within {GOOD:g} % "
+        f"are {good['blocks_and_head']} of {len(points)} points; {good['blocks']} with the blocks alone, "
+        f"{good['all']} with all parameters. PyTorch's counter agrees on the weights' products to {differ:.1g} %, and "
+        f"counts attention {square:.1f} times as high: the whole square, and scores made again.",
+        sentence_zh=f"{len(sized)} 个模型中有 {len(fits)} 个的各层参数与 12·L·d² 相差不超过 {GOOD:g} %"
+        f"（{odd}：{sized[odd]:+.0f} %）。N 取各层加输出头时，6ND {upto_zh}误差不超过 {GOOD:g} %，再长则偏低"
+        f"（{worst['model']} 在 {at} 个 token 时为 {lowest:+.0f} %）。{len(points)} 个测点中误差不超过 {GOOD:g} % 的有 "
+        f"{good['blocks_and_head']} 个；N 只取各层时 {good['blocks']} 个，取全部参数时 {good['all']} 个。PyTorch 的计数器"
+        f"对权重乘法的结果相差不到 {differ:.1g} %，对注意力则高 {square:.1f} 倍：它按整个方阵计，并计入重算的分数。",
+    )
+
+
+def limit(points: Sequence[Row], model: str) -> float | None:
+    """The context at which 6ND gets GOOD percent too low; None when it does not in these rows.
+
+    The count is a straight line over the context, so between two contexts it is known.
+    """
+    line = [
+        (number(row, "context_tokens"), 1 / (1 + number(row, RULE("blocks_and_head")) / 100))
+        for row in points if row["model"] == model
+    ]  # fmt: skip
+    bound = 1 / (1 - GOOD / 100)
+    for (T0, r0), (T1, r1) in pairwise(line):
+        if r0 <= bound < r1:
+            return T0 + (T1 - T0) * (bound - r0) / (r1 - r0)
+    return None
+
+
+def plot(fig: Figure, rows: Sequence[Row]) -> None:
+    points = [row for row in rows if row["kind"] == "counted"]
+    names = list(dict.fromkeys(str(row["model"]) for row in points))
+    left, middle, right = fig.subplots(1, 3, width_ratios=(1.5, 1, 1))
+    styles = product(("-", "--"), COLOURS)
+    for name, (dash, colour) in zip(names, styles, strict=False):
+        line = [row for row in points if row["model"] == name]
+        spans = [number(row, "context_tokens") / number(row, "width") for row in line]
+        errors = [number(row, RULE("blocks_and_head")) for row in line]
+        left.plot(spans, errors, dash, color=colour, marker="o", markersize=3, label=name)
+    left.axhspan(-GOOD, GOOD, color=COLOURS[2], alpha=0.15, lw=0)
+    left.set(xscale="log", xlabel="context, in widths d", ylabel="error, %", title="6ND (blocks and head)")
+    log_ticks(left.xaxis)
+    left.set_xticks((0.01, 0.1, 1, 10, 100), ("0.01", "0.1", "1", "10", "100"))
+    left.legend(fontsize=6.5, loc="lower left")
+    usual = {str(row["model"]): row for row in points if row["context_tokens"] == USUAL}
+    meanings = {RULE(rule): rule.replace("_", " ") for rule in RULES}
+    dots(middle, usual, meanings, f"6ND at {USUAL:,} tokens, N =")
+    sizes = {"rule_error_of_blocks_percent": "of the blocks", "rule_error_of_total_percent": "of all parameters"}
+    dots(right, usual, sizes, "12·L·d²")
+    right.set_yticklabels([])
+
+
+def dots(axes: Axes, by_model: dict[str, Row], keys: dict[str, str], title: str) -> None:
+    """A row of dots a model; one outside the axes is written at the edge."""
+    edge = 40.0
+    for (key, label), marker, colour in zip(keys.items(), "os^", COLOURS, strict=False):
+        errors = [number(row, key) for row in by_model.values()]
+        heights = range(len(errors))
+        axes.plot([max(-edge, min(edge, e)) for e in errors], heights, marker, color=colour, label=label, alpha=0.9)
+        for y, error in enumerate(errors):
+            if abs(error) > edge:
+                side = 1 if error > 0 else -1
+                lift = 0.3 if marker == "o" else -0.3
+                axes.text(side * edge * 0.9, y + lift, f"{error:+,.0f} %", ha="right" if side > 0 else "left",
+                          va="center", fontsize=6.5, color=INK)  # fmt: skip
+    axes.axvspan(-GOOD, GOOD, color=COLOURS[2], alpha=0.15, lw=0)
+    axes.set(xlim=(-1.1 * edge, 1.1 * edge), ylim=(len(by_model) - 0.3, -0.7), xlabel="error, %", title=title)
+    axes.set_yticks(range(len(by_model)), by_model, fontsize=7)
+    axes.legend(fontsize=6.5, loc="lower center", ncols=1)
+
+
+LAB = Lab(
+    name="flop_rules",
+    title_en="Parameter and FLOP rules",
+    title_zh="参数量与计算量的经验公式",
+    claim_en="L layers of width d have N = 12·L·d² parameters, and training costs 6N FLOPs a token.",
+    claim_zh="宽度为 d 的 L 层模型有 N = 12·L·d² 个参数，训练每个 token 需要 6N 次浮点运算。",
+    regime="Decoders from 6M to 671B parameters with causal attention over documents as long as the context; FLOPs are "
+    "those of products with weights, keys and values, a backward being twice its forward, nothing made again.",
+    varies="Model (GPT, Llama, a mixture of experts), context (128 to 131,072 tokens), what N counts: the blocks, blocks "
+    "and head, or all parameters.",
+    measures=f"Error of both rules against bagu.nn.count, and where it passes {GOOD:g} %; the count against PyTorch's "
+    "FLOP counter over a forward and backward that runs, for two small models.",
+    needs_gpu=False,
+    run=run,
+    verdict=verdict,
+    plot=plot,
+)

@@ -57,7 +57,8 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *backward(dy[0], *ctx.saved_tensors, ctx.layout), None, None, None, None
+        cos, sin, positions = ctx.saved_tensors
+        return *backward(dy[0], cos, sin, positions, ctx.layout), None, None, None, None
 
 
 def forward(

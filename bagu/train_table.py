@@ -1,0 +1,81 @@
+"""The table of training speeds in the documents, from the rows of `bagu bench train`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["WORDS", "render"]
+
+Row = Mapping[str, Any]
+WORDS = {
+    "en": {
+        "head": ("machine", "model and step", "contender", "tokens/s", "TFLOP/s", "peak memory", "against the peer"),
+        "caption": "A whole optimizer step on random tokens, medians, commit {commit}. `bagu bench train` repeats it.",
+        "nothing": "No training speed is recorded yet: `bagu bench train` writes it to `benchmarks/results/train`.",
+        "micro": "{n} micro-batches",
+    },
+    "zh": {
+        "head": ("机器", "模型与每步", "参赛者", "tokens/s", "TFLOP/s", "显存峰值", "与对手之比"),
+        "caption": "随机 token 上的完整优化步，取中位数，提交 {commit}。用 `bagu bench train` 复现。",
+        "nothing": "尚无训练速度的记录：`bagu bench train` 会写入 `benchmarks/results/train`。",
+        "micro": "{n} 个微批",
+    },
+}
+
+
+def render(rows: Sequence[Row], language: str) -> str:
+    """One block of lines per machine and shape, from its latest run; the ratio is to the fastest peer of that run."""
+    words: dict[str, Any] = WORDS[language]
+    if not rows:
+        return str(words["nothing"])
+    head = words["head"]
+    lines = [_line(head), _line(["---"] * 3 + ["--:"] * (len(head) - 3))]
+    commits = set()
+    for machine, shape in sorted({(r["env"]["machine"], r["shape"]) for r in rows}, reverse=True):
+        mine = [r for r in rows if (r["env"]["machine"], r["shape"]) == (machine, shape)]
+        last = max(r["env"]["time"] for r in mine)
+        run = [r for r in mine if r["env"]["time"] == last]
+        commits |= {str(r["env"]["commit"])[:9] for r in run}
+        lines += _block(machine, run, words)
+    caption = words["caption"].format(commit=", ".join(f"`{c}`" for c in sorted(commits)))
+    return f"{caption}\n\n" + "\n".join(lines)
+
+
+def _block(machine: str, run: Sequence[Row], words: Mapping[str, Any]) -> list[str]:
+    """Bagu's best and its leanest run, and each peer at its best."""
+    best: dict[tuple[str, Any], Row] = {}
+    for row in run:  # several rounds: the fastest of each
+        key = (row["contender"], row.get("micro_batches"))
+        if key not in best or row["tokens_per_s"] > best[key]["tokens_per_s"]:
+            best[key] = row
+    peers = [r["tokens_per_s"] for r in best.values() if not r["contender"].startswith("bagu")]
+    lines, named = [], False
+    for row in best.values():
+        ours = row["contender"].startswith("bagu")
+        micro = row.get("micro_batches") or 1
+        name = row["contender"] + (f", {words['micro'].format(n=micro)}" if micro > 1 else "")
+        rate = f"{row['tokens_per_s']:,.0f}"
+        ratio = f"{row['tokens_per_s'] / max(peers):.2f}×" if peers and ours else "–"
+        peak, tflops = row.get("peak_bytes"), row.get("tflop_per_s")
+        lines.append(
+            _line(
+                [
+                    "" if named else machine, "" if named else _what(run), f"**{name}**" if ours else name,
+                    f"**{rate}**" if ours else rate, f"{tflops:,.1f}" if tflops else "–",
+                    f"{peak / 2**30:.1f} GiB" if peak else "–", ratio,
+                ]
+            )
+        )  # fmt: skip
+        named = True
+    return lines
+
+
+def _what(run: Sequence[Row]) -> str:
+    row = next(r for r in run if r.get("tokens"))
+    model = row["model"]
+    return f"`{row['shape']}`: {model['num_layers']} × {model['hidden_size']}, {row['tokens']:,} tokens"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
