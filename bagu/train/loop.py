@@ -99,10 +99,10 @@ def fit(
             if sample is not None and _due(config.sample_every, state.step, last):
                 with _inference(model), torch.compiler.set_stance("force_eager"):  # its shapes change at each token
                     run.tell("on_sample", state.step - 1, sample(model))
-            if folder is not None and (_due(config.save_every, state.step, last) or interrupt.asked):
+            if folder is not None and _due(config.save_every, state.step, last):
                 run.save(row)
         if interrupt.asked:
-            run.tell("on_event", "interrupt", state.step, data_step=state.data_step)
+            run.interrupted(row)
     return FitResult(step=state.step, interrupted=interrupt.asked, metrics=row, checkpoint=run.checkpoint)
 
 
@@ -151,6 +151,7 @@ class _Run:
         self.observers, self.identity = tuple(observers), dict(identity)
         self.checkpoint: Path | None = None  # the last one known to be whole
         self.failure: checkpoint.CheckpointError | None = None  # of the last save
+        self.saved_at: int | None = None  # the data_step of the last save
         config = state.config
         self.saver = None if folder is None else Saver(folder, keep_last=config.keep_last, keep_best=config.keep_best)
         self._feed = contextlib.ExitStack()
@@ -197,6 +198,13 @@ class _Run:
             "val_loss_nats": row.get("val_loss_nats"),
         }
         self.saver.save(lambda: checkpoint.snapshot(self.state, facts))
+        self.saved_at = self.state.data_step
+
+    def interrupted(self, row: Mapping[str, float | int | None]) -> None:
+        """Ctrl-C came, at whatever point of the last step: what is not saved yet is saved now."""
+        self.tell("on_event", "interrupt", self.state.step, data_step=self.state.data_step)
+        if self.saver is not None and self.saved_at != self.state.data_step:
+            self.save(row)
 
     def tell_saves(self) -> None:
         """Report the saves that have ended. A failed one is told, and the run goes on."""

@@ -4,7 +4,7 @@ A rule says which Hugging Face tensors lie in one of ours, and its layout shows 
 file tensor into its view, saving reads the view. A merge and its split are thereby one function, and neither holds a
 second copy of the weights. Shapes need no data: a layout works on the meta device too.
 
-Templates: `{layer}` and `{expert}` stand for numbers, a last `*` for the last word of a name (weight, bias).
+Templates: `{layer}` and `{expert}` stand for numbers, a last `*` for `weight` or `bias`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Rule:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        text = re.escape(self.ours).replace(r"\{layer\}", r"(?P<layer>\d+)").replace(r"\*", r"(?P<leaf>[^.]+)")
+        text = re.escape(self.ours).replace(r"\{layer\}", r"(?P<layer>\d+)").replace(r"\*", r"(?P<leaf>weight|bias)")
         return re.compile(text)
 
     def parts(self, name: str, t: torch.Tensor, config: ModelConfig) -> dict[str, Part] | None:

@@ -1,0 +1,255 @@
+"""Optimizers: the family of `bagu.train.optim` and Newton's method, in steps, in time and in memory.
+
+A quadratic with a condition number κ, Rosenbrock's valley, and a small network that guesses the next letter of the
+standard library's text: all without noise and with few parameters, where Newton's method is at its best. Weight decay
+is 0, so that all minimise the same function; AdamW then is Adam with other betas.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, cast, get_args
+
+from bagu.device import available_memory
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.labs.optimizers.descent import Descent, best_lr, first_order, newton, one_thread
+from bagu.lab.labs.optimizers.problems import WINDOWS, NextLetter, Problem, Quadratic, Rosenbrock, corpus_letters
+from bagu.lab.plot import INK
+from bagu.nn import count
+from bagu.nn.model import Transformer
+from bagu.train.bench import SHAPES
+from bagu.train.flat import FlatParameters, Role, roles
+from bagu.train.optim import Optimizer, OptimizerConfig
+from bagu.train.optim.config import Kind as Rule
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NEWTON = ("newton", "damped newton")
+NEWTON_BUDGET = 60
+SEARCH_SEED, SEEDS = 0, (1, 2, 3)
+LARGE = SHAPES["cpu_6m"].model  # what a laptop trains in minutes
+UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "B": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A problem, to be made with any seed, and how many first-order updates it may take."""
+
+    name: str
+    make: Callable[[int], Problem]
+    budget: int
+    condition: int | None = None
+
+
+def cases(setting: Setting) -> list[Case]:
+    quick = setting.quick
+    conditions = (1, 10_000) if quick else (1, 10, 100, 1_000, 10_000)
+    budget = 300 if quick else 2000
+    return [
+        *(Case(name="quadratic", make=partial(Quadratic, c), budget=budget, condition=c) for c in conditions),
+        Case(name="Rosenbrock", make=Rosenbrock, budget=budget),
+        Case(name="network", make=partial(NextLetter, corpus_letters()), budget=60 if quick else 300),
+    ]
+
+
+def run(setting: Setting) -> list[Row]:
+    points: list[tuple[Case, str]] = []
+    for case in cases(setting):
+        has_matrix = Role.MATRIX in roles(case.make(SEARCH_SEED)).values()  # without one Muon is AdamW
+        points += [(case, name) for name in (*get_args(Rule), *NEWTON) if name != "muon" or has_matrix]
+    with one_thread():
+        return [point(case, name, setting) for case, name in setting.track(points)]
+
+
+def point(case: Case, name: str, setting: Setting) -> Row:
+    """One optimizer on one problem. The learning rate is chosen with one seed, and the rest measured with others."""
+    seeds = SEEDS[:1] if setting.quick else SEEDS
+    lr, runs = descents(case, name, seeds, halves=not setting.quick)
+    reached = [done.steps for done in runs if done.steps is not None]
+    steps = statistics.median_low(reached) if len(reached) == len(seeds) else None
+    step_s = statistics.median_low([done.step_s for done in runs])
+    return {
+        "problem": case.name,
+        "condition": case.condition,
+        "optimizer": name,
+        "parameters": sum(p.numel() for p in case.make(SEARCH_SEED).parameters()),
+        "lr": lr,
+        "seeds": len(seeds),
+        "seeds_at_target": len(reached),
+        "steps": steps,
+        "steps_min": min(reached, default=None),
+        "steps_max": max(reached, default=None),
+        "step_us": step_s * 1e6,
+        "time_ms": None if steps is None else steps * step_s * 1e3,
+        "large_model_parameters": count.parameters(LARGE).total,
+        "large_model_state_bytes": large_state_bytes(name),
+        "memory_available_bytes": available_memory(),
+    }
+
+
+def descents(case: Case, name: str, seeds: Sequence[int], *, halves: bool) -> tuple[float | None, list[Descent]]:
+    """The learning rate, None where there is none to choose or none gets there, and a run for each seed."""
+    if name in NEWTON:
+        damped = name == "damped newton"
+        newton(case.make(SEARCH_SEED), damped=damped, budget=1)  # the first call is slow, and is not to be timed
+        return None, [newton(case.make(seed), damped=damped, budget=NEWTON_BUDGET) for seed in seeds]
+    rule = cast("Rule", name)
+    lr = best_lr(partial(case.make, SEARCH_SEED), rule, budget=case.budget, halves=halves)
+    if lr is None:  # still, a step has its time
+        return None, [first_order(case.make(SEARCH_SEED), rule, lr=0.0, budget=20)]
+    return lr, [first_order(case.make(seed), rule, lr=lr, budget=case.budget) for seed in seeds]
+
+
+def large_state_bytes(name: str) -> int:
+    """What the optimizer would keep for the large model, beside parameters and gradients, in fp32."""
+    if name in NEWTON:
+        return 4 * count.parameters(LARGE).total ** 2
+    flat = FlatParameters(Transformer(LARGE, device="meta"))
+    state = Optimizer(OptimizerConfig(kind=cast("Rule", name)), flat).tensors().values()
+    return sum(t.numel() * t.element_size() for t in state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """The best on one problem: Newton's, plain or damped; first-order rules by fewest steps and by least time."""
+
+    label: str
+    newton: Row | None
+    fewest: Row | None
+    fastest: Row | None
+
+    @property
+    def fewer_steps(self) -> bool:
+        return less(self.newton, self.fewest, "steps")
+
+    @property
+    def replaces(self) -> bool:
+        return self.fewer_steps and less(self.newton, self.fastest, "time_ms")
+
+
+def less(a: Row | None, b: Row | None, key: str) -> bool:
+    """Whether a has less; a problem that only one of them solves is that one's."""
+    return a is not None and (b is None or number(a, key) < number(b, key))
+
+
+def standings(rows: Sequence[Row]) -> list[Standing]:
+    found = []
+    for label in dict.fromkeys(map(labelled, rows)):
+        solved = [row for row in rows if labelled(row) == label and row["steps"] is not None]
+        second = [row for row in solved if row["optimizer"] in NEWTON]
+        first = [row for row in solved if row["optimizer"] not in NEWTON]
+        found.append(
+            Standing(
+                label=label,
+                newton=min(second, key=lambda row: number(row, "steps"), default=None),
+                fewest=min(first, key=lambda row: number(row, "steps"), default=None),
+                fastest=min(first, key=lambda row: number(row, "time_ms"), default=None),
+            )
+        )
+    return found
+
+
+def labelled(row: Row) -> str:
+    return str(row["problem"]) + ("" if row["condition"] is None else f" κ = {number(row, 'condition'):,.0f}")
+
+
+def verdict(rows: Sequence[Row]) -> Verdict:
+    """Held when Newton's method has fewer steps and less time on every problem, and fits for the large model."""
+    every = standings(rows)
+    fewer, replaces = [s for s in every if s.fewer_steps], [s for s in every if s.replaces]
+    state = {str(row["optimizer"]): number(row, "large_model_state_bytes") for row in rows}
+    plain = next(row for row in rows if row["problem"] == "network" and row["optimizer"] == "newton")
+    network = next(s for s in every if s.label == "network")
+    fits = plain["memory_available_bytes"] is None or state["newton"] <= number(plain, "memory_available_bytes")
+    kind: Kind = "held" if fits and len(replaces) == len(every) else "holds only where" if replaces else "did not hold"
+    size, small = number(plain, "large_model_parameters") / 1e6, plain["parameters"]
+    adam, hessian = bytes_text(state["adam"]), bytes_text(state["newton"])
+    fails = plain["steps"] is None
+    return Verdict(
+        kind=kind,
+        sentence_en=f"Newton's method takes the fewest steps on {listed(fewer, ', ', 'no problem')}; the least time as "
+        f"well on {listed(replaces, ', ', 'none')}. On the network of {small} parameters it is {told(network.newton)} "
+        f"against {told(network.fewest)} and {told(network.fastest)}"
+        f"{', and undamped it does not get there' if fails else ''}. For {size:.1f}M parameters Adam's state is {adam} "
+        f"and the Hessian {hessian}, which {'fits' if fits else 'does not fit'} in the memory here.",
+        sentence_zh=f"牛顿法步数最少的问题：{listed(fewer, '、', '无')}；耗时也最短的：{listed(replaces, '、', '无')}。"
+        f"在 {small} 个参数的网络上：{told(network.newton)}，一阶方法为 {told(network.fewest)} 和 {told(network.fastest)}"
+        f"{'；不加阻尼的牛顿法无法达到目标' if fails else ''}。对 {size:.1f}M 参数的模型，Adam 的状态为 {adam}，"
+        f"海森矩阵为 {hessian}，本机内存{'放得下' if fits else '放不下'}。",
+    )
+
+
+def listed(found: Sequence[Standing], comma: str, none: str) -> str:
+    return comma.join(s.label for s in found) or none
+
+
+def told(row: Row | None) -> str:
+    if row is None:
+        return "none"
+    return f"{row['optimizer']}: {number(row, 'steps'):.0f} × {number(row, 'step_us') / 1e3:.3g} ms"
+
+
+def bytes_text(size: float) -> str:
+    unit = next((unit for unit, scale in UNITS.items() if size >= scale), "B")
+    return f"{size / UNITS[unit]:.3g} {unit}"
+
+
+def plot(fig: Figure, rows: Sequence[Row]) -> None:
+    """Steps over the condition number; then steps, time and memory with a line for each optimizer."""
+    left, *others = fig.subplots(1, 4, width_ratios=(1.7, 1, 1, 1))
+    order = [name for name in (*get_args(Rule), *NEWTON) if any(row["optimizer"] == name for row in rows)]
+    plot_quadratic(left, rows, order)
+    for axes, key, unit, title in (
+        (others[0], "steps", "steps", "Steps to the target"),
+        (others[1], "time_ms", "ms", "Time to the target"),
+        (others[2], "large_model_state_bytes", "bytes", "State for 5.9M parameters"),
+    ):
+        for problem, marker in (("network", "o"), ("Rosenbrock", "D")):
+            chosen = [row for row in rows if row["problem"] == problem and row[key] is not None]
+            at = [order.index(str(row["optimizer"])) for row in chosen]
+            same = key == "large_model_state_bytes"
+            style = {"color": INK, "marker": "s"} if same else {"marker": marker, "label": problem}
+            axes.plot(
+                [max(number(row, key), 1) if same else number(row, key) for row in chosen], at, linestyle="", **style
+            )
+        axes.set(xscale="log", xlabel=unit, title=title)
+        axes.set_yticks(range(len(order)), order if axes is others[0] else [])
+        axes.invert_yaxis()
+    others[0].legend()
+
+
+def plot_quadratic(axes: Axes, rows: Sequence[Row], order: Sequence[str]) -> None:
+    for index, name in enumerate(order):
+        solved = [r for r in rows if r["optimizer"] == name and r["problem"] == "quadratic" and r["steps"] is not None]
+        style = {"linestyle": "-" if index < 6 else "--"} | ({"color": INK} if name in NEWTON else {})
+        points = [(number(row, "condition"), number(row, "steps")) for row in solved]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", label=name, **style)
+    axes.set(xscale="log", yscale="log", xlabel="condition number κ", ylabel="steps", title="Steps on a quadratic")
+    axes.legend(ncols=2, fontsize=7)
+
+
+LAB = Lab(
+    name="optimizers",
+    title_en="Optimizers and Newton's method",
+    title_zh="优化器与牛顿法",
+    claim_en="Newton's method needs far fewer steps than SGD or Adam, so it should replace them.",
+    claim_zh="牛顿法收敛所需的步数远少于 SGD 和 Adam，所以应当取代一阶方法。",
+    regime="Losses without noise, fp32, one CPU thread. A quadratic in 64 dimensions with log-spaced eigenvalues along "
+    "random directions (target: 1e-4 of the first loss); Rosenbrock's function (1e-3); a network of 380 parameters on "
+    f"{WINDOWS} windows of text (1.7 nats). No weight decay.",
+    varies="Condition number; optimizer: every kind of bagu.train.optim, Newton's method, plain and damped. A learning "
+    "rate is constant and the best with another seed (decades from 1e-4 to 100; in a full run then the half-decades "
+    "beside the best).",
+    measures="Steps until the loss is first at its target, median of three seeds (quick: one); median time of a step; "
+    "bytes of state for a model of 5.9M parameters. Newton's method counts by its better form.",
+    needs_gpu=False,
+    run=run,
+    verdict=verdict,
+    plot=plot,
+)
