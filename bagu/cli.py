@@ -95,6 +95,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the configuration and stop.")] = False,
 ) -> None:
     """Pretrain, continue pretraining or fine-tune. Ctrl-C saves; --resume goes on to the same bits."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once by cuBLAS; train.deterministic needs it
     from bagu.recipes import command
 
     raise typer.Exit(

@@ -194,9 +194,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
 
 
 def _link(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    has_bias = ctx.saved_tensors[5] is not None
-    dq, dk, dv, dbias = _ragged_backward(dout, *ctx.saved_tensors, *ctx.rest)
-    return dq, dk, dv, None, None, dbias if has_bias else None, None, None, None, None
+    saved = ctx.saved_tensors  # once: a recomputed block makes them again at each look, and refuses the second
+    dq, dk, dv, dbias = _ragged_backward(dout, *saved, *ctx.rest)
+    return dq, dk, dv, None, None, None if saved[5] is None else dbias, None, None, None, None
 
 
 ragged.register_autograd(_link, setup_context=_keep)

@@ -1,0 +1,150 @@
+"""Past the training length: each encoding is trained at L tokens and read at 4 L.
+
+A token far into a piece is predicted twice by the same weights: with all that stands before it in the piece, and with
+its last L/2 to L tokens alone, in a window that starts at position 0 as training did. The difference of the two losses
+is what the length does, and nothing else: the targets, the weights and the text near by are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import torch
+
+from bagu import ops
+from bagu.data import BpeTokenizer, DataConfig, Loader, StdlibSource, TokenStore, hold_out, in_memory, tokenize
+from bagu.errors import ArgumentError
+from bagu.lab.core import Row
+from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.nn.config import Alibi, Learned, NoPositions, Positions, Rope, Sinusoidal, T5Relative, YarnScaling
+from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, fit
+
+L, LONGER = 64, 4
+VOCAB, ROWS = 512, 16
+GROUP = L // 4  # positions whose losses are averaged to one row
+
+ABSOLUTE, RELATIVE, NEITHER = "absolute", "relative", "neither"
+TRAINED: dict[str, tuple[str, Positions]] = {
+    "learned": (ABSOLUTE, Learned()),
+    "sinusoidal": (ABSOLUTE, Sinusoidal()),
+    "RoPE": (RELATIVE, Rope()),
+    "ALiBi": (RELATIVE, Alibi()),
+    # T5 trains at 512 tokens and has one bucket from a distance of 128 on: a quarter of the length, as here
+    "T5": (RELATIVE, T5Relative(buckets=16, max_distance=L // 4)),
+    "none": (NEITHER, NoPositions()),
+}
+
+
+def config(positions: Positions) -> ModelConfig:
+    """Tables that are computed are made as long as they are read; a table that is learned has what training shows."""
+    return ModelConfig(
+        vocab_size=VOCAB, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16, intermediate_size=176,
+        max_len=L if isinstance(positions, Learned) else LONGER * L, positions=positions, tie_embeddings=True,
+    )  # fmt: skip
+
+
+def repairs(trained: ModelConfig) -> dict[str, ModelConfig]:
+    """What is done to a RoPE model when it is read, without more training."""
+    yarn = YarnScaling(factor=LONGER, original_max_len=L)
+    return {
+        "RoPE, YaRN": replace(trained, positions=Rope(scaling=yarn)),
+        "RoPE, window": replace(trained, windows=(L,)),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Modules of the standard library to train on, and pieces [N, 4 L + 1] of others."""
+
+    train: TokenStore
+    pieces: torch.Tensor
+
+    @classmethod
+    def read(cls, *, every: int, pieces: int) -> Text:
+        """Of every n-th module."""
+        split = hold_out(islice(StdlibSource().documents(), 0, None, every), fraction=0.15)
+        tokenizer = BpeTokenizer.train((d.text for d in split.train[::4]), vocab_size=VOCAB)
+        train, held = (in_memory(tokenize(part, tokenizer), token_bytes=tokenizer.token_bytes) for part in split)
+        found = torch.stack(list(islice(cut(held, LONGER * L + 1), pieces)))
+        return cls(train=train, pieces=found)
+
+
+def cut(store: TokenStore, size: int) -> Iterator[torch.Tensor]:
+    """Pieces of exactly `size` tokens, one of each document in turn until all are used up."""
+    most = int(store.lengths.max()) // size
+    for turn in range(most):
+        for document in range(store.num_documents):
+            tokens = store.tokens(document, turn * size, (turn + 1) * size)
+            if len(tokens) == size:
+                yield torch.from_numpy(tokens.astype("int64"))
+
+
+def measure(encoding: str, seed: int, steps: int, text: Text, device: str) -> list[Row]:
+    """Train one model; a row for each way to read it and each group of positions."""
+    kind, positions = TRAINED[encoding]
+    model = init_weights(Transformer(config(positions), device=device), seed)
+    train = TrainConfig(
+        steps=steps, seed=seed, optimizer=OptimizerConfig(kind="muon", lr=0.01),
+        schedule=ScheduleConfig(kind="wsd", warmup_steps=steps // 20, decay_share=0.5),
+    )  # fmt: skip
+    fit(train, model, Loader({"text": text.train}, DataConfig(context=L, rows=ROWS, seed=seed)))
+    pieces = text.pieces.to(device)
+    short = in_windows(model, pieces)
+    read = {encoding: model}
+    if encoding == "RoPE":
+        for name, repaired in repairs(model.config).items():
+            read[name] = Transformer(repaired, device=device)
+            read[name].load_state_dict(model.state_dict())
+    rows: list[Row] = []
+    for name, reader in read.items():
+        loss = whole(reader, pieces)
+        for start in range(0, LONGER * L, GROUP):
+            seen = slice(start, start + GROUP)
+            rows.append(
+                {
+                    "part": "length",
+                    "encoding": name,
+                    "kind": kind,
+                    "seed": seed,
+                    "train_length_tokens": L,
+                    "position_from_tokens": start,
+                    "position_to_tokens": start + GROUP,
+                    "targets": pieces.shape[0] * GROUP,
+                    "loss_nats": loss[:, seen].mean().item() if start < loss.shape[1] else None,
+                    "short_loss_nats": short[:, seen].mean().item(),
+                }
+            )
+    return rows
+
+
+def whole(model: Transformer, pieces: torch.Tensor) -> torch.Tensor:
+    """[N, 4 L] nats with all of the piece before each token; [N, L] of a model that refuses to go further."""
+    try:
+        return losses(model, pieces)
+    except ArgumentError:
+        return losses(model, pieces[:, : model.config.max_len + 1])
+
+
+def in_windows(model: Transformer, pieces: torch.Tensor) -> torch.Tensor:
+    """[N, 4 L] nats of the same tokens, from windows of L that begin every L/2: the second half of each is kept."""
+    windows = pieces.unfold(1, L + 1, L // 2)  # [N, W, L + 1]
+    found = losses(model, windows.flatten(0, 1)).unflatten(0, windows.shape[:2])
+    return torch.cat((found[:, 0, : L // 2], found[:, :, L // 2 :].flatten(1)), 1)
+
+
+@torch.no_grad()
+def losses(model: Transformer, pieces: torch.Tensor, chunk: int = 4096) -> torch.Tensor:
+    """[N, T] nats of tokens 1 to T of pieces[N, T + 1], each piece from position 0 on."""
+    model.eval()
+    T = pieces.shape[1] - 1
+    found = []
+    for part in pieces.split(max(chunk // T, 1)):
+        ids, targets = part[:, :-1].flatten(), part[:, 1:].flatten()
+        edges = torch.arange(0, len(ids) + 1, T, dtype=torch.int32, device=ids.device)
+        positions = torch.arange(T, device=ids.device).repeat(len(part))
+        hidden = model(ids, positions, edges, T).hidden
+        logit, lse = ops.linear_cross_entropy(hidden, model.head_weight, targets)
+        found.append((lse - logit).view(len(part), T))
+    return torch.cat(found).double()
