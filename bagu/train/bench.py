@@ -218,6 +218,7 @@ def _fresh(device: torch.device) -> Iterator[None]:
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
+        torch.cuda.init()  # before it there are no statistics to reset
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     yield
