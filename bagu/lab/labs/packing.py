@@ -112,7 +112,7 @@ def model(device: str, context: int, seed: int) -> Transformer:
 
 def train_config(steps: int, seed: int) -> TrainConfig:
     return TrainConfig(
-        steps=steps, seed=seed, optimizer=OptimizerConfig(kind="adamw", lr=4e-3),
+        steps=steps, seed=seed, optimizer=OptimizerConfig(kind="muon", lr=0.02),
         schedule=ScheduleConfig(kind="linear", warmup_steps=steps // 10),
     )  # fmt: skip
 
