@@ -76,16 +76,19 @@ def models() -> dict[str, ModelConfig]:
 
 
 def run(setting: Setting) -> list[Row]:
-    large, contexts, small_contexts = models(), CONTEXTS, (64, 256, 1024)
+    large = models()
     if setting.quick:
         large = {name: large[name] for name in ("bagu small 6M", "GPT-2 124M", "TinyLlama 1.1B")}
-        contexts, small_contexts = (128, 2048, 32768), (64, 256)
+    contexts = (128, 2048, 32768) if setting.quick else CONTEXTS
     small = {
         "GPT of d64 L2": gpt(64, 2, vocab_size=512),
         "Llama of d128 L3": replace(SHAPES["cpu_6m"].model, hidden_size=128, num_layers=3),
     }
     points = [partial(counted, *model, T) for model, T in product(large.items(), contexts)]
-    points += [partial(measured, *model, T) for model, T in product(small.items(), small_contexts)]
+    points += [
+        partial(measured, *model, T)
+        for model, T in product(small.items(), (64, 256) if setting.quick else (64, 256, 1024))
+    ]
     return [point() for point in setting.track(points)]
 
 
@@ -94,7 +97,7 @@ def counted(name: str, config: ModelConfig, context: int) -> Row:
     n, cost = count.parameters(config), count.flops(config, context)
     blocks, by_rule = n.attention + n.ffn + n.norm, 12 * config.num_layers * config.hidden_size**2
     six = (6 * (n.active - n.embedding - n.head), count.six_nd(config), 6 * n.total)
-    return {
+    row: Row = {
         "kind": "counted",
         "model": name,
         "width": config.hidden_size,
@@ -107,7 +110,8 @@ def counted(name: str, config: ModelConfig, context: int) -> Row:
         "rule_error_of_total_percent": off(by_rule, n.total),
         "flops_per_token": cost.training,
         "attention_percent": 100 * cost.attention / cost.forward,
-    } | {RULE(rule): off(value, cost.training) for rule, value in zip(RULES, six, strict=True)}
+    }
+    return row | {RULE(rule): off(value, cost.training) for rule, value in zip(RULES, six, strict=True)}
 
 
 def off(rule: float, truth: float) -> float:
@@ -177,8 +181,9 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         sentence_zh=f"{len(sized)} 个模型中有 {len(fits)} 个的各层参数与 12·L·d² 相差不超过 {GOOD:g} %"
         f"（{odd}：{sized[odd]:+.0f} %）。N 取各层加输出头时，6ND {upto_zh}误差不超过 {GOOD:g} %，再长则偏低"
         f"（{worst['model']} 在 {at} 个 token 时为 {lowest:+.0f} %）。{len(points)} 个测点中误差不超过 {GOOD:g} % 的有 "
-        f"{good['blocks_and_head']} 个；N 只取各层时 {good['blocks']} 个，取全部参数时 {good['all']} 个。PyTorch 的计数器"
-        f"对权重乘法的结果相差不到 {differ:.1g} %，对注意力则高 {square:.1f} 倍：它按整个方阵计，并计入重算的分数。",
+        f"{good['blocks_and_head']} 个；N 只取各层时 {good['blocks']} 个，取全部参数时 {good['all']} 个。PyTorch 的"
+        f"计数器对权重乘法的结果相差不到 {differ:.1g} %，对注意力则为 {square:.1f} 倍："
+        "它按整个方阵计，并计入重算的分数。",
     )
 
 
@@ -235,7 +240,7 @@ def dots(axes: Axes, by_model: dict[str, Row], keys: dict[str, str], title: str)
                 axes.text(side * edge * 0.9, y + lift, f"{error:+,.0f} %", ha="right" if side > 0 else "left",
                           va="center", fontsize=6.5, color=INK)  # fmt: skip
     axes.axvspan(-GOOD, GOOD, color=COLOURS[2], alpha=0.15, lw=0)
-    axes.set(xlim=(-1.1 * edge, 1.1 * edge), ylim=(len(by_model) - 0.3, -0.7), xlabel="error, %", title=title)
+    axes.set(xlim=(-1.1 * edge, 1.1 * edge), ylim=(len(by_model) + 1.2, -0.7), xlabel="error, %", title=title)
     axes.set_yticks(range(len(by_model)), by_model, fontsize=7)
     axes.legend(fontsize=6.5, loc="lower center", ncols=1)
 
@@ -248,8 +253,8 @@ LAB = Lab(
     claim_zh="宽度为 d 的 L 层模型有 N = 12·L·d² 个参数，训练每个 token 需要 6N 次浮点运算。",
     regime="Decoders from 6M to 671B parameters with causal attention over documents as long as the context; FLOPs are "
     "those of products with weights, keys and values, a backward being twice its forward, nothing made again.",
-    varies="Model (GPT, Llama, a mixture of experts), context (128 to 131,072 tokens), what N counts: the blocks, blocks "
-    "and head, or all parameters.",
+    varies="Model (GPT, Llama, a mixture of experts), context (128 to 131,072 tokens), what N counts: the blocks, "
+    "blocks and head, or all parameters.",
     measures=f"Error of both rules against bagu.nn.count, and where it passes {GOOD:g} %; the count against PyTorch's "
     "FLOP counter over a forward and backward that runs, for two small models.",
     needs_gpu=False,

@@ -32,7 +32,9 @@ def multiply_rows(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> to
     """y[T, N]: each expert's rows of x[T, K] times its w[e].T, and zeros past the last end."""
     if _one_launch(x, w):
         y = torch._grouped_mm(x, w.mT, offsets)
-        spare = torch.arange(x.shape[0], device=x.device) >= offsets[-1]  # not written, and a length would be a sync
+        # Spare rows are not written, and to know their number would stop the device: a pass over y instead, 0.4 ms
+        # beside the 1.4 ms of 131072 x 1536 x 2048 with 128 experts on an H200.
+        spare = torch.arange(x.shape[0], device=x.device) >= offsets[-1]
         return y.masked_fill_(spare.unsqueeze(-1), 0)
     y = x.new_empty(x.shape[0], w.shape[1])
     end = 0
@@ -62,15 +64,12 @@ def _shares(offsets: torch.Tensor) -> Iterator[tuple[int, int]]:
 
 def _one_launch(*operands: torch.Tensor) -> bool:
     """Whether CUTLASS's grouped GEMM takes these: bf16, every row at a multiple of 16 bytes (torch 2.11 to 2.13)."""
-    return all(
-        t.is_cuda
-        and t.dtype == torch.bfloat16
-        and t.numel() > 0
-        and t.data_ptr() % 16 == 0
-        and 1 in t.stride()[-2:]
-        and all(s * t.element_size() % 16 == 0 or s == 1 for s in t.stride())
-        for t in operands
-    )
+
+    def aligned(t: torch.Tensor) -> bool:
+        unit, row = sorted(t.stride()[-2:])
+        return unit == 1 and all(n * t.element_size() % 16 == 0 for n in (row, *t.stride()[:-2], t.storage_offset()))
+
+    return all(t.is_cuda and t.dtype == torch.bfloat16 and t.numel() > 0 and aligned(t) for t in operands)
 
 
 @multiply_rows.register_fake

@@ -37,7 +37,7 @@ def backward(
     return dx.to(x.dtype), dw.to(w.dtype)
 
 
-# 4096 x 256 in bf16 on two cores, forward and backward: 4.9 ms as a formula, 1.7 ms as one node.
+# 4096 x 256 in bf16 on two cores, forward and backward: 1.6 times as fast as the formula.
 _node = eager.node(formula, passes, backward, residuals=("r",), grads=("x", "w"))
 
 
