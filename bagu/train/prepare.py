@@ -5,9 +5,11 @@ The model itself knows nothing of compilation or recomputation: both are put aro
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,11 +27,14 @@ from bagu.train.state import TrainConfig
 __all__ = ["Interrupt", "deterministic", "prepared"]
 
 Recompute = Literal["none", "selective", "block"]
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 
 
 @contextmanager
 def prepared(model: nn.Module, config: TrainConfig, device: torch.device) -> Iterator[None]:
     """The model in training mode, with its blocks recomputed and compiled as the configuration says, for a while."""
+    if device.type == "cpu":
+        keep_freed_memory()
     with ExitStack() as stack:
         if config.deterministic:
             stack.enter_context(deterministic(device))
@@ -113,6 +118,22 @@ def _compiled(blocks: list[nn.Module]) -> Iterator[None]:
 
 
 # --- the process ------------------------------------------------------------------------------------------------------
+
+
+def keep_freed_memory() -> bool:
+    """Ask glibc to keep what is freed instead of giving it back to the system; whether it could be asked.
+
+    A step frees and allocates the same activations again, and every page that went back faults in anew, zeroed: a sixth
+    of a step of the 5.9M model. Holds for the process from here on; its resident memory stays at its peak.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        libc = ctypes.CDLL(None)
+        options = {M_TRIM_THRESHOLD: 2**31 - 1, M_MMAP_MAX: 0, M_TOP_PAD: 2**26}
+        return all(libc.mallopt(option, value) for option, value in options.items())
+    except AttributeError:  # musl has no such function
+        return False
 
 
 @contextmanager

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 VOCAB, CONTEXT, ROWS = 1024, 128, 8
-FIRST_STEPS, MORE_STEPS = 400, 100
+FIRST_STEPS, MORE_STEPS = 300, 75
 PEAK = 0.02  # learning rate of the first training; continued training begins with all of it, or with a quarter
 SHARES = (0, 5, 10, 25, 50, 100)  # percent of old text; 100 is the control: the same steps, nothing new
 CLAIMED = (5, 10)
@@ -97,7 +97,7 @@ def train(model: Transformer, texts: Texts, *, share: float, lr: float, steps: i
 
 def losses(model: Transformer, texts: Texts, setting: Setting) -> dict[str, float]:
     """In nats a token, on held-out text of each kind."""
-    shape, batches = DataConfig(context=CONTEXT, rows=ROWS), 4 if setting.quick else 50
+    shape, batches = DataConfig(context=CONTEXT, rows=ROWS), 4 if setting.quick else 30
     model.eval()
     found = {}
     for name, store in texts.held.items():

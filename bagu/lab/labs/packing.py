@@ -205,7 +205,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         f"{behind[0]:+.3f} ± {behind[1]:.3f} behind unrelated ones, and {mask:.2f} times the speed.",
         sentence_zh=f"打包后每秒有效 token 数与填充相比的倍数（随上下文长度）：{words_zh}。在有效 token 数和更新次数"
         f"相同时，与填充（{base:.2f} nats）相比损失变化：{told} nats（种子均值的 95 % 区间）。让文档互相可见："
-        f"单独的文档上 {alone[0]:+.3f} ± {alone[1]:.3f} nats，接在无关文档之后 {behind[0]:+.3f} ± {behind[1]:.3f} nats，"
+        f"单独 {alone[0]:+.3f} ± {alone[1]:.3f} nats，接在无关文档之后 {behind[0]:+.3f} ± {behind[1]:.3f} nats，"
         f"速度为 {mask:.2f} 倍。",
     )
 
