@@ -92,7 +92,9 @@ def train(model: Transformer, texts: Texts, *, share: float, lr: float, steps: i
         steps=steps, seed=seed, optimizer=OptimizerConfig(kind="muon", lr=lr),
         schedule=ScheduleConfig(kind="linear", warmup_steps=max(steps // 10, 1)),
     )  # fmt: skip
-    fit(config, model, Loader(texts.train, DataConfig(context=CONTEXT, rows=ROWS, seed=seed, mix=mix)))
+    done = fit(config, model, Loader(texts.train, DataConfig(context=CONTEXT, rows=ROWS, seed=seed, mix=mix)))
+    if done.interrupted:  # a Ctrl-C ends the lab, and not this training alone
+        raise KeyboardInterrupt
 
 
 def losses(model: Transformer, texts: Texts, setting: Setting) -> dict[str, float]:

@@ -166,7 +166,8 @@ def loss(way: Way, seed: int, texts: Texts, setting: Setting) -> list[Row]:
     """Train on functions, then measure on the held-out ones: each alone, and in rows shared with others."""
     steps = 12 if setting.quick else 120
     trained, feed = model(setting.device, CONTEXT, seed), loader(texts.functions, way, context=CONTEXT, seed=seed)
-    fit(train_config(steps, seed), trained, feed)
+    if fit(train_config(steps, seed), trained, feed).interrupted:  # a Ctrl-C ends the lab, and not this training alone
+        raise KeyboardInterrupt
     trained.eval()
     useful = sum(b.num_targets for s in range(steps) for b in feed.batch(s))
     row: Row = {"kind": "loss", "way": way, "seed": seed, "steps": steps, "useful_tokens": useful}

@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, cast, get_args
 
 from bagu.device import available_memory
@@ -87,7 +87,7 @@ def point(case: Case, name: str, setting: Setting) -> Row:
         "steps_max": max(reached, default=None),
         "step_us": step_s * 1e6,
         "time_ms": None if steps is None else steps * step_s * 1e3,
-        "large_model_parameters": count.parameters(LARGE).total,
+        "large_model_parameters": large_parameters(),
         "large_model_state_bytes": large_state_bytes(name),
         "memory_available_bytes": available_memory(),
     }
@@ -106,10 +106,16 @@ def descents(case: Case, name: str, seeds: Sequence[int], *, halves: bool) -> tu
     return lr, [first_order(case.make(seed), rule, lr=lr, budget=case.budget) for seed in seeds]
 
 
+@cache
+def large_parameters() -> int:
+    return count.parameters(LARGE).total
+
+
+@cache
 def large_state_bytes(name: str) -> int:
     """What the optimizer would keep for the large model, beside parameters and gradients, in fp32."""
     if name in NEWTON:
-        return 4 * count.parameters(LARGE).total ** 2
+        return 4 * large_parameters() ** 2
     flat = FlatParameters(Transformer(LARGE, device="meta"))
     state = Optimizer(OptimizerConfig(kind=cast("Rule", name)), flat).tensors().values()
     return sum(t.numel() * t.element_size() for t in state)
@@ -216,15 +222,15 @@ def plot(fig: Figure, rows: Sequence[Row]) -> None:
         axes.set(xscale="log", xlabel=unit, title=title)
     state = {order.index(str(row["optimizer"])): number(row, "large_model_state_bytes") for row in rows}
     others[2].plot([size or math.nan for size in state.values()], list(state), "s", color=INK)
-    for at in (at for at, size in state.items() if size == 0):
-        others[2].annotate("0", (0.02, at), xycoords=("axes fraction", "data"), va="center")
+    for line in (line for line, size in state.items() if size == 0):
+        others[2].annotate("0", (0.02, line), xycoords=("axes fraction", "data"), va="center")
     others[2].set(xscale="log", xlabel="bytes, 5.9M parameters", title="State")
     for axes in others:
         axes.set_yticks(range(len(order)), order if axes is others[0] else [])
         axes.set_ylim(len(order) - 0.5, -0.5)
     handles, labels = left.get_legend_handles_labels()
     more_handles, more_labels = others[0].get_legend_handles_labels()
-    fig.legend([*handles, *more_handles], [*labels, *more_labels], loc="outside lower center", ncols=7)
+    fig.legend([*handles, *more_handles], [*labels, *more_labels], loc="outside lower center", ncols=7, handlelength=3)
 
 
 def plot_quadratic(axes: Axes, rows: Sequence[Row], order: Sequence[str]) -> None:

@@ -1,0 +1,235 @@
+"""Positions: does an encoding that sees distances alone read on past the length it was trained at?
+
+shift.py      RoPE's inner product under a common shift of both positions, in several arithmetics
+lengths.py    models of each encoding, trained at L tokens and read at 4 L
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from statistics import fmean
+from typing import TYPE_CHECKING, Literal
+
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.labs.positions import lengths, shift
+from bagu.lab.labs.positions.lengths import ABSOLUTE, AS_TRAINED, RELATIVE
+from bagu.lab.plot import COLOURS, INK
+from bagu.lab.seeds import interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+OFF = 1.0  # percent of the loss: a model that loses no more past L reads on
+EXACT = 1e-3  # percent of |q||k|: a product that moves no more with the shift depends on the distance alone
+
+Standing = Literal["reads on", "open", "breaks", "refuses"]
+
+
+def run(setting: Setting) -> list[Row]:
+    quick = setting.quick
+    text = lengths.Text.read(every=16 if quick else 4, pieces=8 if quick else 64)
+    shifts = (1, 2**10, 2**20) if quick else tuple(2**power for power in range(21))
+    seeds, steps = ((1, 2), 8) if quick else ((1, 2, 3), 300)
+    points: list[Callable[[], list[Row]]] = []
+    points += [partial(shift.measure, name, shifts, setting.device) for name in shift.ARITHMETIC]
+    for seed, encoding in product(seeds, lengths.TRAINED):
+        points.append(partial(lengths.measure, encoding, seed, steps, text, setting.device))
+    return [row for point in setting.track(points) for row in point()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Excess:
+    """What reading past L costs, as a share of the loss of the same tokens in windows of L; None: it is refused."""
+
+    percent: float | None
+    half_width: float
+
+    @property
+    def standing(self) -> Standing:
+        if self.percent is None:
+            return "refuses"
+        if self.percent + self.half_width <= OFF:
+            return "reads on"
+        return "breaks" if self.percent - self.half_width > OFF else "open"
+
+    def __str__(self) -> str:
+        return "—" if self.percent is None else f"{self.percent:+.1f} ± {self.half_width:.1f} %"
+
+
+def excess(rows: Sequence[Row], encoding: str, reading: str) -> Excess | None:
+    """Over all positions past L, a number a seed; None where nobody reads this encoding that way."""
+    past = [
+        r for r in rows
+        if (r.get("encoding"), r.get("reading")) == (encoding, reading)
+        and number(r, "position_from_tokens") >= number(r, "train_length_tokens")
+    ]  # fmt: skip
+    if not past:
+        return None
+    if any(r["loss_nats"] is None for r in past):
+        return Excess(percent=None, half_width=0.0)
+    by_seed = [[r for r in past if r["seed"] == seed] for seed in dict.fromkeys(r["seed"] for r in past)]
+    percents = [
+        100 * (fmean(number(r, "loss_nats") for r in own) / fmean(number(r, "short_loss_nats") for r in own) - 1)
+        for own in by_seed
+    ]
+    mean, half = interval(percents)
+    return Excess(percent=mean, half_width=half)
+
+
+def excesses(rows: Sequence[Row], reading: str) -> dict[str, Excess]:
+    names = dict.fromkeys(str(r["encoding"]) for r in rows if r["part"] == "length")
+    found = {name: excess(rows, name, reading) for name in names}
+    return {name: e for name, e in found.items() if e is not None}
+
+
+def drift(rows: Sequence[Row], arithmetic: str) -> float:
+    """The furthest a product moves, in percent of |q||k|."""
+    return max(number(r, "drift_max_percent") for r in rows if r.get("arithmetic") == arithmetic)
+
+
+def verdict(rows: Sequence[Row]) -> Verdict:
+    """Held when RoPE's product depends on the distance alone, every relative encoding reads on and no absolute does."""
+    trained = excesses(rows, AS_TRAINED)
+    sorts = {str(r["encoding"]): r["sort"] for r in rows if r["part"] == "length"}
+    reads_on = [name for name, e in trained.items() if e.standing == "reads on"]
+    relative = [name for name in trained if sorts[name] == RELATIVE]
+    good = [name for name in relative if name in reads_on]
+    exact = drift(rows, "fp64 angles") <= EXACT
+    wrong = [name for name in reads_on if sorts[name] == ABSOLUTE]
+    kind: Kind = "holds only where"
+    if not good or not exact:
+        kind = "did not hold"
+    elif good == relative and not wrong:
+        kind = "held"
+    return Verdict(kind=kind, sentence_en=english(rows, trained), sentence_zh=chinese(rows, trained))
+
+
+def english(rows: Sequence[Row], trained: dict[str, Excess]) -> str:
+    first = next(r for r in rows if r["part"] == "length")
+    groups = {
+        s: [f"{name} ({e})" if e.percent is not None else name for name, e in trained.items() if e.standing == s]
+        for s in ("reads on", "open", "breaks", "refuses")
+    }
+    words = {"reads on": "read on", "open": "are undecided", "breaks": "get worse", "refuses": "refuse"}
+    said = "; ".join(f"{', '.join(names)} {words[s]}" for s, names in groups.items() if names)
+    window, yarn = (excesses(rows, way) for way in ("window", "YaRN"))
+    return (
+        f"Trained at {first['train_length_tokens']} tokens for {first['steps']} steps and read at "
+        f"{lengths.LONGER} times that, by the loss past the training length: {said}. RoPE's products move by at most "
+        f"{drift(rows, 'fp64 angles'):.1g} % of |q||k| when both positions are shifted by up to {furthest(rows):,} "
+        f"({drift(rows, 'fp32 angles'):.1g} % with angles in fp32, {drift(rows, 'bf16 angles'):.2g} % in bf16), so it "
+        f"is not the position that is new to it. Behind a window of the training length: "
+        f"{listed(window)}; with YaRN, untrained: {listed(yarn)}."
+    )
+
+
+def chinese(rows: Sequence[Row], trained: dict[str, Excess]) -> str:
+    first = next(r for r in rows if r["part"] == "length")
+    words = {"reads on": "能外推", "open": "尚无定论", "breaks": "变差", "refuses": "拒绝读取"}
+    groups = {
+        s: [f"{name}（{e}）" if e.percent is not None else name for name, e in trained.items() if e.standing == s]
+        for s in words
+    }
+    said = "；".join(f"{'、'.join(names)}{words[s]}" for s, names in groups.items() if names)
+    window, yarn = (excesses(rows, way) for way in ("window", "YaRN"))
+    return (
+        f"以 {first['train_length_tokens']} 个 token 训练 {first['steps']} 步，在 {lengths.LONGER} 倍长度上读取，"
+        f"看训练长度之外的损失：{said}。两个位置同时平移至多 {furthest(rows):,} 时，RoPE 内积的变化不超过 |q||k| 的 "
+        f"{drift(rows, 'fp64 angles'):.1g} %（角度用 fp32 时 {drift(rows, 'fp32 angles'):.1g} %，用 bf16 时 "
+        f"{drift(rows, 'bf16 angles'):.2g} %），所以对它来说新的不是位置本身。只看训练长度的窗口时：{listed(window)}；"
+        f"用 YaRN（不再训练）：{listed(yarn)}。"
+    )
+
+
+def listed(found: dict[str, Excess]) -> str:
+    return ", ".join(f"{name} {e}" for name, e in found.items())
+
+
+def furthest(rows: Sequence[Row]) -> int:
+    return int(max(number(r, "shift_tokens") for r in rows if r["part"] == "shift"))
+
+
+def plot(fig: Figure, rows: Sequence[Row]) -> None:
+    left, middle, right = fig.subplots(1, 3, width_ratios=(3, 4, 3))
+    plot_shift(left, rows)
+    plot_lengths(middle, rows)
+    plot_readings(right, rows)
+
+
+def plot_shift(axes: Axes, rows: Sequence[Row]) -> None:
+    names = list(dict.fromkeys(str(r["arithmetic"]) for r in rows if r["part"] == "shift"))
+    for name in names:
+        own = [r for r in rows if r.get("arithmetic") == name]
+        x, y = ([number(r, key) for r in own] for key in ("shift_tokens", "drift_max_percent"))
+        (line,) = axes.loglog(x, y)
+        axes.annotate(name, (x[-1], y[-1]), (-2, 4), textcoords="offset points", ha="right", color=line.get_color())
+    axes.set(xlabel="shift of both positions, tokens", ylabel="change of <q, k>, % of |q||k|")
+    axes.set_title("RoPE: what a shift changes")
+
+
+def plot_lengths(axes: Axes, rows: Sequence[Row]) -> None:
+    """The loss past the training length, relative to that of the same tokens in windows of it; seeds averaged."""
+    own = [r for r in rows if r["part"] == "length" and r["reading"] == AS_TRAINED]
+    names = list(dict.fromkeys(str(r["encoding"]) for r in own))
+    span = number(own[0], "train_length_tokens")
+    for name, colour in zip(names, COLOURS, strict=True):
+        mine = [r for r in own if r["encoding"] == name]
+        points: dict[float, list[float]] = {}
+        for r in mine:
+            if r["loss_nats"] is not None:
+                at = (number(r, "position_from_tokens") + number(r, "position_to_tokens")) / 2 / span
+                points.setdefault(at, []).append(100 * (number(r, "loss_nats") / number(r, "short_loss_nats") - 1))
+        x, y = list(points), [fmean(values) for values in points.values()]
+        axes.plot(x, y, color=colour, label=name)
+        axes.fill_between(x, *([f(v) for v in points.values()] for f in (min, max)), color=colour, alpha=0.15, lw=0)
+        if any(r["loss_nats"] is None for r in mine):
+            axes.plot(1, 0, "X", color=colour, markersize=8)
+    axes.axvline(1, color=INK, lw=0.8, ls=":")
+    axes.set(xlabel="position, in training lengths", ylabel="loss against windows of the training length, %")
+    axes.set_title("Read past the training length")
+    axes.legend()
+
+
+def plot_readings(axes: Axes, rows: Sequence[Row]) -> None:
+    """Each encoding's excess past L, read in each way."""
+    names = list(excesses(rows, AS_TRAINED))
+    marks = {AS_TRAINED: "o", "window": "s", "YaRN": "^"}
+    for reading, mark in marks.items():
+        found = {n: e for n, e in excesses(rows, reading).items() if e.percent is not None}
+        x, y = [e.percent for e in found.values()], [names.index(n) for n in found]
+        axes.errorbar(
+            x, y, xerr=[e.half_width for e in found.values()], fmt=mark, label=reading,
+            color=COLOURS[list(marks).index(reading)], elinewidth=1,
+        )  # fmt: skip
+    for name, e in excesses(rows, AS_TRAINED).items():
+        if e.percent is None:
+            axes.text(0, names.index(name), "refuses", va="center", color=INK)
+    axes.axvline(0, color=INK, lw=0.8, ls=":")
+    axes.set_yticks(range(len(names)), names)
+    axes.set(ylim=(len(names) - 0.5, -0.5), xlabel="loss past the training length, %")
+    axes.set_title("What a window mends")
+    axes.legend()
+
+
+LAB = Lab(
+    name="positions",
+    title_en="Position encodings",
+    title_zh="位置编码",
+    claim_en="Relative encodings see distances alone, so they extrapolate past the training length; absolute ones do "
+    "not.",
+    claim_zh="相对位置编码只依赖距离，因此能外推到训练长度之外；绝对位置编码不能。",
+    regime=f"A model of 2 layers, 64 wide, on the bytes of the standard library, trained at {lengths.L} tokens and "
+    f"read at {lengths.LONGER * lengths.L}; held-out modules; 3 seeds. Products of RoPE with heads of {shift.HEAD}.",
+    varies="The encoding (learned, sinusoidal, RoPE, ALiBi, T5, none); how it is read: as trained, behind a window of "
+    "the training length, with YaRN. For RoPE's products the shift (to 1,048,576) and the arithmetic of the angles.",
+    measures="The loss of the same tokens by the same weights, with all of the text before them and with the last half "
+    "to whole training length of it; how far <R(m + s) q, R(n + s) k> moves with s.",
+    needs_gpu=False,
+    run=run,
+    verdict=verdict,
+    plot=plot,
+)

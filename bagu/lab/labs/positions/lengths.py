@@ -25,6 +25,7 @@ L, LONGER = 64, 4
 VOCAB, ROWS = 262, 16  # all bytes and six control tokens: order counts most where tokens are small
 GROUP = L // 4  # positions whose losses are averaged to one row
 
+AS_TRAINED = "as trained"
 ABSOLUTE, RELATIVE, NEITHER = "absolute", "relative", "neither"
 TRAINED: dict[str, tuple[str, Positions]] = {
     "learned": (ABSOLUTE, Learned()),
@@ -45,13 +46,15 @@ def config(positions: Positions) -> ModelConfig:
     )  # fmt: skip
 
 
-def repairs(trained: ModelConfig) -> dict[str, ModelConfig]:
-    """What is done to a RoPE model when it is read, without more training."""
-    yarn = YarnScaling(factor=LONGER, original_max_len=L)
-    return {
-        "RoPE, YaRN": replace(trained, positions=Rope(scaling=yarn)),
-        "RoPE, window": replace(trained, windows=(L,)),
-    }
+def readings(trained: ModelConfig) -> dict[str, ModelConfig]:
+    """Ways to read a trained model, without more training. Behind a window of L no token sees an untrained distance, or
+    more keys than in training; its position is still a new one."""
+    found = {AS_TRAINED: trained}
+    if trained.max_len > L:
+        found["window"] = replace(trained, windows=(L,))
+    if isinstance(trained.positions, Rope):
+        found["YaRN"] = replace(trained, positions=Rope(scaling=YarnScaling(factor=LONGER, original_max_len=L)))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,29 +98,27 @@ def measure(encoding: str, seed: int, steps: int, text: Text, device: str) -> li
     fit(train, model, Loader({"text": text.train}, data))
     pieces = text.pieces.to(device)
     short = in_windows(model, pieces)
-    read = {encoding: model}
-    if encoding == "RoPE":
-        for name, repaired in repairs(model.config).items():
-            read[name] = Transformer(repaired, device=device)
-            read[name].load_state_dict(model.state_dict())
     rows: list[Row] = []
-    for name, reader in read.items():
+    for reading, read_as in readings(model.config).items():
+        reader = Transformer(read_as, device=device)
+        reader.load_state_dict(model.state_dict())
         loss = whole(reader, pieces)
         for start in range(0, LONGER * L, GROUP):
-            seen = slice(start, start + GROUP)
+            group = slice(start, start + GROUP)
             rows.append(
                 {
                     "part": "length",
-                    "encoding": name,
+                    "encoding": encoding,
                     "sort": sort,
+                    "reading": reading,
                     "seed": seed,
                     "steps": steps,
                     "train_length_tokens": L,
                     "position_from_tokens": start,
                     "position_to_tokens": start + GROUP,
                     "targets": pieces.shape[0] * GROUP,
-                    "loss_nats": loss[:, seen].mean().item() if start < loss.shape[1] else None,
-                    "short_loss_nats": short[:, seen].mean().item(),
+                    "loss_nats": loss[:, group].mean().item() if start < loss.shape[1] else None,
+                    "short_loss_nats": short[:, group].mean().item(),
                 }
             )
     return rows

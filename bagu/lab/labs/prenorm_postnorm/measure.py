@@ -1,0 +1,131 @@
+"""What is measured of one variant: gradient norms before training, and the largest stable learning rate.
+
+A learning rate is stable when a model learns one batch by heart with it. One that fails ends with the same prediction
+for every token, at the entropy of the batch's token frequencies, which is why LEARNED is a share of that entropy. One
+batch makes a run short and free of noise; nothing is clipped, since clipping would be another cure.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from bagu.data import BpeTokenizer, DataConfig, Loader, StdlibSource, in_memory, tokenize
+from bagu.lab.core import Row
+from bagu.nn.choices import NormConfig, Placement
+from bagu.nn.config import ModelConfig
+from bagu.nn.init import init_weights
+from bagu.nn.model import Transformer
+from bagu.train import OptimizerConfig, ScheduleConfig, StabilityConfig, TrainConfig, TrainState, step
+from bagu.train.objective import LanguageModelling, Totals
+from bagu.types import Batch
+
+__all__ = ["CONTEXT", "LEARNED", "LOWEST", "VOCAB", "D", "Variant", "batches", "gradient_rows", "largest_stable"]
+
+D, VOCAB, CONTEXT = 32, 512, 64
+LOWEST, HIGHEST = 1e-3, 1.0  # learning rates to bisect between
+LEARNED = 0.75  # of the entropy of the token frequencies: less than this is more than frequencies
+
+
+@dataclass(frozen=True)
+class Variant:
+    placement: Placement
+    init: str
+
+    @property
+    def label(self) -> str:
+        return self.placement if self.placement == "none" else f"{self.placement}, {self.init}"
+
+
+def build(variant: Variant, layers: int, seed: int) -> Transformer:
+    alpha = 0.2 if variant.placement == "none" else None
+    model = Transformer(
+        ModelConfig(
+            vocab_size=VOCAB, hidden_size=D, num_layers=layers, num_heads=2, num_kv_heads=2, head_dim=D // 2,
+            intermediate_size=4 * D, max_len=CONTEXT, ffn="gelu", init_std=D**-0.5,
+            norm=NormConfig(kind="layer", placement=variant.placement, alpha=alpha),
+        )
+    )  # fmt: skip
+    init_weights(model, seed)
+    if variant.init == "plain":  # undo the division of nn/init.py
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if name.endswith((".attention.out.weight", ".ffn.down.weight")):
+                    p.mul_(math.sqrt(2 * layers))
+    return model
+
+
+def batches(seeds: Sequence[int]) -> dict[int, tuple[Batch, ...]]:
+    """A batch of 64 tokens of the built-in corpus for each seed."""
+    documents = list(islice(StdlibSource().documents(), 10))
+    tokenizer = BpeTokenizer.train([document.text for document in documents], vocab_size=VOCAB)
+    store = in_memory(tokenize(documents, tokenizer), token_bytes=tokenizer.token_bytes)
+    return {s: Loader({"stdlib": store}, DataConfig(context=CONTEXT, rows=1, seed=s)).batch(0) for s in seeds}
+
+
+def gradient_rows(variant: Variant, depth: int, data: Mapping[int, tuple[Batch, ...]]) -> list[Row]:
+    """The norm of the gradient of all parameters of a layer, for eight layers from the first to the last: the mean
+    over seeds."""
+    norms = []
+    for seed, batch in data.items():
+        model = build(variant, depth, seed)
+        LanguageModelling()(model, batch[0], Totals.of(batch)).loss.backward()
+        norms.append(
+            [
+                torch.nn.utils.get_total_norm([p.grad for p in b.parameters() if p.grad is not None]).item()
+                for b in model.blocks
+            ]
+        )
+    return [
+        {
+            "measured": "gradient", "placement": variant.placement, "init": variant.init, "depth_layers": depth,
+            "layer": layer, "gradient_norm": statistics.fmean(each[layer] for each in norms), "seeds": len(norms),
+        }
+        for layer in (i * (depth - 1) // 7 for i in range(8))
+    ]  # fmt: skip
+
+
+def largest_stable(
+    variant: Variant, layers: int, batch: tuple[Batch, ...], seed: int, *, warmup: int, steps: int, halvings: int
+) -> float | None:
+    """By bisection of the logarithm; None where no learning rate that was tried is stable."""
+    low, high, found = math.log(LOWEST), math.log(HIGHEST), None
+    for _ in range(halvings):
+        lr = math.exp((low + high) / 2)
+        if learns(build(variant, layers, seed), batch, lr, warmup=warmup, steps=steps, seed=seed):
+            low, found = math.log(lr), lr
+        else:
+            high = math.log(lr)
+    return found
+
+
+def learns(model: Transformer, batch: tuple[Batch, ...], lr: float, *, warmup: int, steps: int, seed: int) -> bool:
+    """Whether each of the last five losses on the batch is below LEARNED of its frequencies' entropy.
+
+    `steps` are made after the warm-up, so that both kinds of run have as many at the full learning rate.
+    """
+    config = TrainConfig(
+        steps=warmup + steps, seed=seed, clip=None, stability=StabilityConfig(spike_threshold=None),
+        optimizer=OptimizerConfig(kind="adam", lr=lr, betas=(0.9, 0.98)),
+        schedule=ScheduleConfig(kind="constant", warmup_steps=warmup),
+    )  # fmt: skip
+    state = TrainState(model, config)
+    losses = []
+    for _ in range(config.steps):
+        result = step(state, batch)
+        if result.skipped is not None:  # not finite
+            break
+        losses.append(result.loss)
+    state.close()
+    return len(losses) == config.steps and max(losses[-5:]) < LEARNED * entropy(batch[0].targets)
+
+
+def entropy(targets: torch.Tensor) -> float:
+    """Of the frequencies of the tokens to predict, in nats."""
+    counts = targets[targets >= 0].unique(return_counts=True)[1].double()
+    return torch.special.entr(counts / counts.sum()).sum().item()
