@@ -69,7 +69,7 @@ class Demo:
             stage="pretrain", model=self.model(), tokenizer=TokenizerConfig(vocab_size=self.vocab_size),
             data=DataConfig(context=self.context, rows=self.rows), eval_batches=self.validation_batches,
             train=TrainConfig(
-                steps=n, eval_every=max(n // 6, 1), sample_every=max(n // 3, 1), save_every=max(n // 3, 1),
+                steps=n, eval_every=max(n // 4, 1), sample_every=max(n // 3, 1), save_every=max(n // 3, 1),
                 optimizer=OptimizerConfig(kind="muon", lr=0.01),
                 schedule=ScheduleConfig(kind="wsd", warmup_steps=max(n // 20, 1), decay_share=0.5),
             ),
@@ -91,7 +91,7 @@ class Demo:
 
 FULL = Demo(
     hidden_size=256, num_layers=6, vocab_size=4096, context=256, rows=16, pretrain_steps=360, sft_steps=80,
-    questions=32, new_tokens=120, tokenizer_mb=16, validation_batches=32, priming_bytes=None,
+    questions=32, new_tokens=120, tokenizer_mb=16, validation_batches=12, priming_bytes=None,
 )  # fmt: skip
 QUICK = Demo(
     hidden_size=64, num_layers=2, vocab_size=512, context=128, rows=8, pretrain_steps=12, sft_steps=6,
