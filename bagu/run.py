@@ -21,6 +21,7 @@ import numbers
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -255,8 +256,8 @@ class TensorBoard(Observer):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise BackendError("TensorBoard cannot be imported", hint="pip install 'bagu[tensorboard]'") from error
-        self._open = lambda step: SummaryWriter(str(folder), purge_step=step, flush_secs=10)
-        self._writer = self._open(None)
+        self._new = lambda step: SummaryWriter(str(folder), purge_step=step, flush_secs=10)
+        self._writer = self._open(None, folder)
 
     def on_step(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
@@ -272,7 +273,17 @@ class TensorBoard(Observer):
 
     def rewind(self, step: int) -> None:
         self._writer.close()
-        self._writer = self._open(step)  # a new file, which tells the reader to forget `step` and after
+        self._writer = self._open(step, Path(self._writer.log_dir))
+
+    def _open(self, step: int | None, folder: Path) -> Any:
+        """A new file; with a step it tells the reader to forget `step` and after.
+
+        Readers take files in the order of their names, which hold the second they were made in and then a counter that
+        does not sort (9 comes after 10): two files must not be of one second.
+        """
+        while any(f".{int(time.time()):010d}." in f.name for f in folder.glob("events.*")):
+            time.sleep(0.02)
+        return self._new(step)
 
     def close(self) -> None:
         self._writer.close()
