@@ -56,12 +56,14 @@ def test_the_verdict_follows_the_numbers(at_five: float, at_ten: float, kind: st
 
 
 def test_a_learning_rate_that_forgets_nothing_has_nothing_to_stop() -> None:
-    strong = {(100.0, 0): 1.0, (100.0, 5): 0.5, (100.0, 10): 0.4}
-    weak = {(25.0, 0): -0.01, (25.0, 5): -0.02, (25.0, 10): -0.02}
+    strong = {(100.0, 0): 1.0, (100.0, 5): 0.5, (100.0, 10): 0.4, (100.0, 100): 0.0}
+    weak = {(25.0, 0): -0.01, (25.0, 5): -0.02, (25.0, 10): -0.02, (25.0, 100): -0.1}
     assert lab.verdict(rows(strong)).kind == "did not hold"
     assert lab.verdict(rows(strong | weak)).kind == "holds only where"
 
 
 def test_the_price_is_what_is_not_learned_of_the_new() -> None:
-    made = rows({(100.0, 0): 1.0, (100.0, 5): 0.5, (100.0, 10): 0.3})
-    assert "10 % of old text costs 5 % of what is learned of the new" in lab.verdict(made).sentence_en
+    made = rows({(100.0, 0): 1.0, (100.0, 5): 0.5, (100.0, 10): 0.3, (100.0, 100): 0.125})
+    told = lab.verdict(made).sentence_en
+    assert "10 % of old text costs 5 % of what is learned of the new" in told
+    assert "on old text alone it moves by +0.12" in told

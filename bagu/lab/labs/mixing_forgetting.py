@@ -165,17 +165,20 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     parts, parts_zh = [], []
     for rate in rates:
         rise, half = mean(rows, rate, 0, "forgetting_nats")
+        control = mean(rows, rate, 100, "forgetting_nats")[0]
         listed = ", ".join(f"{left(rows, rate, share):.0f} % at {share} %" for share in shares_of(rows, rate)[1:])
         price = 100 * (1 - mean(rows, rate, 10, "gain_nats")[0] / mean(rows, rate, 0, "gain_nats")[0])
         parts.append(
             f"with {rate:g} % of the first learning rate the old loss rises by {rise:.2f} ± {half:.2f} nats without "
-            f"old text; of that is left {listed}; 10 % of old text costs {price:.0f} % of what is learned of the new"
+            f"old text (on old text alone it moves by {control:+.2f}); of that is left {listed}; "
+            f"10 % of old text costs {price:.0f} % of what is learned of the new"
         )
         listed = "，".join(
             f"旧数据 {share} % 时剩 {left(rows, rate, share):.0f} %" for share in shares_of(rows, rate)[1:]
         )
         parts_zh.append(
-            f"学习率为初次训练的 {rate:g} % 时，不掺旧数据，旧损失上升 {rise:.2f} ± {half:.2f} nats；{listed}；"
+            f"学习率为初次训练的 {rate:g} % 时，不掺旧数据，旧损失上升 {rise:.2f} ± {half:.2f} nats"
+            f"（只用旧数据时变化 {control:+.2f}）；{listed}；"
             f"掺 10 % 旧数据使新数据的收益减少 {price:.0f} %"
         )
     text = "; ".join(parts)
@@ -206,7 +209,7 @@ def left(rows: Sequence[Row], rate: float, share: float) -> float:
 def plot(fig: Figure, rows: Sequence[Row]) -> None:
     before, trade = fig.subplots(1, 2)
     rates = sorted({number(row, "lr_of_first_percent") for row in rows}, reverse=True)
-    for rate, colour, marker in zip(rates, COLOURS, "os", strict=False):
+    for rate, colour, marker, lift in zip(rates, COLOURS, "os", (-13, 6), strict=False):
         label = f"{rate:g} % of the first learning rate"
         shares = shares_of(rows, rate)
         rises = [mean(rows, rate, share, "forgetting_nats") for share in shares]
@@ -220,13 +223,14 @@ def plot(fig: Figure, rows: Sequence[Row]) -> None:
         losses = [[mean(rows, rate, share, key)[0] for key in ("old_after_nats", "new_after_nats")] for share in shares]
         trade.plot(*zip(*losses, strict=True), marker=marker, color=colour, label=label)
         for share, (old, new) in zip(shares, losses, strict=True):
-            trade.annotate(f"{share} %", (old, new), (5, 5), textcoords="offset points", fontsize=8)
+            trade.annotate(f"{share} %", (old, new), (0, lift), textcoords="offset points", fontsize=8, color=colour)
     before.axhline(0, color=INK, lw=0.8)
     before.set(xlabel="old text in the mixture, %", ylabel="rise of the old loss, nats", title="Forgetting")
     before.legend(fontsize=7.5)
     start = [mean(rows, rates[0], 0, key)[0] for key in ("old_before_nats", "new_before_nats")]
     trade.plot(*start, "*", color=INK, markersize=10, label="before")
     trade.set(xlabel="loss on old text, nats", ylabel="loss on new text, nats", title="Old against new")
+    trade.margins(0.1)
     trade.legend(fontsize=7.5)
 
 

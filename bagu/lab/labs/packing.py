@@ -5,9 +5,9 @@
     stream    documents end to end, cut at the end of a row; each piece a segment of its own
     joined    as stream, but a row is one segment: documents in it see each other
 
-All are made by `bagu.data.Loader` and trained by `bagu.train`. A step has the same number of targets whichever way (a
-padded one has more rows for it), so that equal useful tokens are equal updates too. Every model is then measured on the
-same held-out documents, each alone, and once more in rows where unrelated documents stand before it.
+All are made by `bagu.data.Loader` and trained by `bagu.train`, for one epoch: every way sees the same tokens once. A
+step has as many targets whichever way (a padded one has more rows for it), so the updates are as many too. Every model
+is then measured on the same held-out documents, each alone, and in rows where unrelated ones stand before it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class Texts:
     @classmethod
     def read(cls, every: int) -> Texts:
         """Of every n-th module. The held-out functions are shuffled: neighbours are of different modules."""
-        split = hold_out(itertools.islice(StdlibSource().documents(), 0, None, every), fraction=0.1)
+        split = hold_out(StdlibSource().documents(), fraction=0.1)
+        split = split._replace(train=split.train[::every], validation=split.validation[::3])
         train, held = ([f for module in part for f in of_module(module)] for part in split)
         held = [held[i] for i in shuffled(0, "held")(0, len(held))]
         tokenizer = BpeTokenizer.train((d.text for d in train), vocab_size=VOCAB)
@@ -123,8 +124,8 @@ def train_config(steps: int, seed: int) -> TrainConfig:
 
 
 def run(setting: Setting) -> list[Row]:
-    texts = Texts.read(24 if setting.quick else 3)
-    contexts = (CONTEXT,) if setting.quick else (128, 256, 512, 1024)
+    texts = Texts.read(120 if setting.quick else 12)
+    contexts = (CONTEXT,) if setting.quick else (128, 256, 512)
     seeds = (1, 2) if setting.quick else (1, 2, 3)
     points: list[Callable[[], list[Row]]] = []
     for name, context in itertools.product(("functions", "modules"), contexts):
@@ -163,9 +164,9 @@ def speed(name: str, store: TokenStore, context: int, setting: Setting) -> list[
 
 
 def loss(way: Way, seed: int, texts: Texts, setting: Setting) -> list[Row]:
-    """Train on functions, then measure on the held-out ones: each alone, and in rows shared with others."""
-    steps = 12 if setting.quick else 120
+    """Train on all functions once, then measure on the held-out ones: each alone, and in rows shared with others."""
     trained, feed = model(setting.device, CONTEXT, seed), loader(texts.functions, way, context=CONTEXT, seed=seed)
+    steps = int(feed.layouts["text"].rows_per_epoch) // feed.config.rows
     if fit(train_config(steps, seed), trained, feed).interrupted:  # a Ctrl-C ends the lab, and not this training alone
         raise KeyboardInterrupt
     trained.eval()
@@ -200,12 +201,12 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     mask = sum(gains["joined"][p] / gains["stream"][p] for p in best) / len(best)
     return Verdict(
         kind=kind,
-        sentence_en=f"Packed, a second holds this many times the useful tokens of padding, over the contexts: {words}. "
-        f"Loss at the same useful tokens and updates, against padding at {base:.2f} nats: {told} nats (95 % of the "
+        sentence_en=f"Useful tokens a second, packed, in multiples of padding's over the contexts: {words}. "
+        f"Loss after one epoch, against padding at {base:.2f} nats: {told} nats (95 % of the "
         f"seeds' mean). Letting documents see each other: {alone[0]:+.3f} ± {alone[1]:.3f} nats on documents alone, "
         f"{behind[0]:+.3f} ± {behind[1]:.3f} behind unrelated ones, and {mask:.2f} times the speed.",
-        sentence_zh=f"打包后每秒有效 token 数与填充相比的倍数（随上下文长度）：{words_zh}。在有效 token 数和更新次数"
-        f"相同时，与填充（{base:.2f} nats）相比损失变化：{told} nats（种子均值的 95 % 区间）。让文档互相可见："
+        sentence_zh=f"打包后每秒有效 token 数与填充相比的倍数（随上下文长度）：{words_zh}。训练一轮"
+        f"后，与填充（{base:.2f} nats）相比损失变化：{told} nats（种子均值的 95 % 区间）。让文档互相可见："
         f"单独 {alone[0]:+.3f} ± {alone[1]:.3f} nats，接在无关文档之后 {behind[0]:+.3f} ± {behind[1]:.3f} nats，"
         f"速度为 {mask:.2f} 倍。",
     )
@@ -253,7 +254,7 @@ def plot(fig: Figure, rows: Sequence[Row]) -> None:
     left.axhline(1, color=INK, lw=0.8)
     left.set_ylim(bottom=0)
     left.legend(fontsize=7)
-    places = {"alone": "Loss, documents alone", "behind_others": "Loss, behind unrelated documents"}
+    places = {"alone": "Loss, documents alone", "behind_others": "Loss, behind unrelated ones"}
     for axes, (place, title) in zip((middle, right), places.items(), strict=True):
         values = [[number(row, f"val_{place}_loss_nats") for row in of_way(rows, way)] for way in WAYS]
         for x, found in enumerate(values):
@@ -273,8 +274,8 @@ LAB = Lab(
     f"library as documents (many shorter than a row) and whole modules (most longer). Losses at context {CONTEXT}.",
     varies="How rows are filled (padded, whole documents packed, a stream cut at row ends, the same with documents "
     "that see each other), documents, context, seed.",
-    measures="Padding, time of an optimizer step, useful tokens a second; loss on held-out functions after the same "
-    "useful tokens in as many updates, each function alone or behind unrelated ones in one row.",
+    measures="Padding, time of an optimizer step, useful tokens a second; loss on held-out functions after one "
+    "epoch, each function alone or behind unrelated ones in one row.",
     needs_gpu=False,
     run=run,
     verdict=verdict,
