@@ -175,7 +175,8 @@ def layout(store: TokenStore, config: DataConfig, order: Order, name: str, *, ep
             useful=lambda documents, starts, ends: _num_targets(store, documents, starts, ends) > 0,
         )
     max_segments = config.max_segments if config.packing == "stream" else None
-    return Tape(lengths, context=config.context, max_segments=max_segments, order=order, epochs=epochs)
+    spread = None if order is in_order else shuffled(config.seed, f"rows of {name}")
+    return Tape(lengths, context=config.context, max_segments=max_segments, order=order, spread=spread, epochs=epochs)
 
 
 def _num_targets(store: TokenStore, documents: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:

@@ -91,12 +91,23 @@ class _Epoch:
 
 
 class Tape:
-    """Documents end to end, cut every `context` tokens. After `epochs` (None: never) the rows are empty."""
+    """Documents end to end, cut every `context` tokens. After `epochs` (None: never) the rows are empty.
+
+    Neighbours on the tape are cut from the same document, and a step made of neighbours learns that document: rows are
+    therefore visited in an order of their own, `spread`, within blocks of an epoch's length (64 Ki rows at most).
+    """
 
     def __init__(
-        self, lengths: np.ndarray, *, context: int, max_segments: int | None, order: Order, epochs: int | None = None
+        self,
+        lengths: np.ndarray,
+        *,
+        context: int,
+        max_segments: int | None,
+        order: Order,
+        spread: Order | None = None,
+        epochs: int | None = None,
     ) -> None:
-        """`max_segments` None: any number of pieces in a row, and no padding at all."""
+        """`max_segments` None: any number of pieces in a row, and no padding at all. `spread` None: as they lie."""
         if max_segments is not None and max_segments < 2:
             raise ArgumentError(
                 f"a row cut from a stream holds the end of one document and the start of the next, "
@@ -111,17 +122,27 @@ class Tape:
         self.epoch_tokens = int(self.slots.sum())  # the tape of one epoch, in any order
         self._order = order
         self._epoch = lru_cache(maxsize=2)(self._lay)  # a row at an epoch's end needs two
+        self.block = max(1, min(int(self.rows_per_epoch), 1 << 16))
+        self._spread = None if spread is None else lru_cache(maxsize=2)(lambda block: spread(block, self.block))
 
     @property
     def rows_per_epoch(self) -> float:
         return self.epoch_tokens / self.context
 
     def place(self, number: int) -> Place:
-        epoch, inside = divmod(number * self.context, self.epoch_tokens)
+        epoch, inside = divmod(self._visited(number) * self.context, self.epoch_tokens)
         return Place(epoch, inside // self.context)
+
+    def _visited(self, number: int) -> int:
+        """Where on the tape the row visited as `number` lies."""
+        if self._spread is None:
+            return number
+        block, inside = divmod(number, self.block)
+        return block * self.block + int(self._spread(block)[inside])
 
     def row(self, number: int) -> list[Piece]:
         """The pieces of row `number`; one of a small store can span several epochs."""
+        number = self._visited(number)
         at, stop = number * self.context, (number + 1) * self.context
         if self.epochs is not None:
             stop = min(stop, self.epochs * self.epoch_tokens)
