@@ -28,7 +28,7 @@ def small() -> Run:
         data=DataConfig(context=256, rows=16),
         train=TrainConfig(
             steps=600, eval_every=100, sample_every=200, save_every=100,
-            optimizer=OptimizerConfig(kind="muon", lr=0.01),
+            optimizer=OptimizerConfig(kind="muon", lr=0.007),
             schedule=ScheduleConfig(kind="wsd", warmup_steps=30, decay_share=0.5),
         ),
     )  # fmt: skip

@@ -70,7 +70,7 @@ class Demo:
             data=DataConfig(context=self.context, rows=self.rows), eval_batches=self.validation_batches,
             train=TrainConfig(
                 steps=n, eval_every=max(n // 4, 1), sample_every=max(n // 3, 1), save_every=max(n // 3, 1),
-                optimizer=OptimizerConfig(kind="muon", lr=0.01),
+                optimizer=OptimizerConfig(kind="muon", lr=0.007),
                 schedule=ScheduleConfig(kind="wsd", warmup_steps=max(n // 20, 1), decay_share=0.5),
             ),
         )  # fmt: skip
