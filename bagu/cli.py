@@ -28,11 +28,11 @@ app = typer.Typer(
 bench = _group("Measure: every op against its peers and the machine's ceilings.")
 ops = _group("The catalogue of ops: what each means, costs and should take here.")
 lab = _group("Labs: a textbook claim, measured with the real parts.")
-tokenizer = _group("Tokenizers: train one, and see how good and how fast one is.")
+tokenizers = _group("Tokenizers: train one, and see how good and how fast one is.")
 app.add_typer(bench, name="bench")
 app.add_typer(ops, name="ops")
 app.add_typer(lab, name="lab")
-app.add_typer(tokenizer, name="tokenizer")
+app.add_typer(tokenizers, name="tokenizer")
 
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout and nothing else there.")]
 Dtype = Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp64; by default bf16 on a GPU, fp32 on a CPU.")]
@@ -68,11 +68,12 @@ def demo(
         Path | None, typer.Option(help="A new or empty folder; by default runs/demo, or runs/demo-2 and so on.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Every stage in small, under a minute.")] = False,
+    serve: Annotated[bool, typer.Option(help="Serve the model at the end and ask it a question.")] = True,
 ) -> None:
-    """Train a tokenizer and a language model on this Python's own library, fine-tune it, and write a report."""
+    """Train a tokenizer and a language model on this Python's own library, fine-tune it, write a report, serve it."""
     from bagu.recipes.demo import demo as part
 
-    part(out, quick=quick)
+    part(out, quick=quick, serve=serve)
 
 
 @app.command()
@@ -126,7 +127,76 @@ def export(
     command.export_main(model, out, dtype=dtype)
 
 
-@tokenizer.command("train")
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a Hugging Face folder or id.")],
+    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is everywhere.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    api_key: Annotated[str | None, typer.Option(envvar="BAGU_API_KEY", help="Ask for this key under /v1.")] = None,
+    served_model_name: Annotated[list[str] | None, typer.Option(help="Names clients may use; repeatable.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="A folder with tokenizer.json; by default the model's.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bf16 or fp32.")] = "auto",
+    quantization: Annotated[str | None, typer.Option(help="int8: linears and head, on a CPU.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Choices that run at once.")] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step, prefill and decode.")] = 2048,
+    block_size: Annotated[int, typer.Option(help="Positions of a KV block.")] = 16,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory.")] = 0.9,
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of prompts that begin alike.")] = True,
+    invariant: Annotated[
+        bool, typer.Option("--invariant", help="The same bits alone or in any batch, at a published cost.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="From which requests without a seed get theirs.")] = 0,
+    max_num_queued_reqs: Annotated[int, typer.Option(help="Choices that may wait; further calls get 429.")] = 256,
+    shutdown_timeout: Annotated[float, typer.Option(help="Seconds that running requests get at the end.")] = 30.0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the first GPU.")] = None,
+) -> None:
+    """An OpenAI-compatible server with a chat page at /."""
+    from bagu.recipes import serving
+
+    serving.serve_main(
+        model,
+        loader=serving.Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device),
+        engine={
+            "block_size": block_size, "gpu_memory_utilization": gpu_memory_utilization,
+            "max_model_len": max_model_len, "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens, "prefix_cache": enable_prefix_caching,
+            "quantization": quantization, "invariant": invariant, "seed": seed,
+        },
+        server={
+            "host": host, "port": port, "api_key": api_key, "served_model_name": served_model_name or (),
+            "max_queue": max_num_queued_reqs, "shutdown_timeout": shutdown_timeout,
+        },
+    )  # fmt: skip
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model, or the address of a server.")],
+    system: Annotated[str, typer.Option(help="How the assistant should behave.")] = "",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    max_tokens: Annotated[int | None, typer.Option(help="Of an answer; by default what fits.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Answer this and end.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="A folder with tokenizer.json; by default the model's.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bf16 or fp32.")] = "auto",
+    api_key: Annotated[str | None, typer.Option(envvar="BAGU_API_KEY", help="Of the server.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the first GPU.")] = None,
+) -> None:
+    """Talk to a model in the terminal."""
+    from bagu.recipes import serving
+
+    settings: dict[str, float | int] = {"temperature": temperature}
+    if max_tokens is not None:
+        settings["max_tokens"] = max_tokens
+    loader = serving.Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device)
+    raise typer.Exit(
+        serving.chat_main(
+            model, loader=loader, system=system, settings=settings, prompt=prompt, api_key=api_key
+        )
+    )  # fmt: skip
+
+
+@tokenizers.command("train")
 def tokenizer_train(
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     data: Annotated[Path | None, typer.Argument(help="Text, JSON lines or Parquet; by default the library.")] = None,
@@ -139,7 +209,7 @@ def tokenizer_train(
     tokenizer_cli.train_main(out, path=data, vocab_size=vocab_size, max_mb=max_mb)
 
 
-@tokenizer.command("stats")
+@tokenizers.command("stats")
 def tokenizer_stats(
     path: Annotated[Path, typer.Argument(help="A folder with tokenizer.json.")],
     data: Annotated[Path | None, typer.Argument(help="Text to measure on; by default the library.")] = None,

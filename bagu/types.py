@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
-__all__ = ["IGNORE", "Batch", "Tokenizer"]
+__all__ = ["IGNORE", "Batch", "Completion", "Generate", "Tokenizer"]
 
 IGNORE = -100  # a target that does not count
 
@@ -61,3 +61,37 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """What was generated from one prompt, as one choice of it."""
+
+    prompt: int  # which of the prompts
+    choice: int  # 0 to n - 1
+    tokens: tuple[int, ...]
+    text: str | None  # None without a tokenizer
+    finish: str  # stop, length, abort or error
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
+    logprobs: tuple[float, ...] | None = None  # of `tokens`, before temperature, where they were asked for
+    top: tuple[tuple[tuple[int, float], ...], ...] | None = None  # the likeliest tokens at each place, best first
+
+
+SamplingT = TypeVar("SamplingT", contravariant=True)
+
+
+class Generate(Protocol[SamplingT]):
+    """What draws tokens from a model: the serving engine, or anything a trainer or an evaluation puts in its place."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingT) -> list[Completion]:
+        """All choices of all prompts, prompt by prompt."""
+        ...
+
+    def stream(self, prompt: Sequence[int], sampling: SamplingT) -> Iterator[Completion]:
+        """The same as it grows: a `Completion` of what each token added, the last of a choice with its finish."""
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[float]]:
+        """For each sequence the logprobs of ids[start:], each given all before it. Only positions before `start` may
+        come from a prefix cache; start is 1 or more, since the first token has nothing before it."""
+        ...

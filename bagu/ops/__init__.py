@@ -4,6 +4,8 @@
 >>> y = bagu.ops.rms_norm(x, w, backend="torch")  # or ask
 >>> with bagu.ops.use("torch"):  # or ask for everything inside
 ...     y = bagu.ops.rms_norm(x, w)
+>>> with bagu.ops.invariant():  # a row's bits do not depend on its batch
+...     y = bagu.ops.rms_norm(x, w)
 """
 
 from bagu.ops.add_rms_norm import add_rms_norm
@@ -17,11 +19,14 @@ from bagu.ops.gelu import gelu
 from bagu.ops.group_norm import group_norm
 from bagu.ops.grouped_matmul import grouped_matmul
 from bagu.ops.gumbel_softmax import gumbel_softmax
+from bagu.ops.invariant import invariant
+from bagu.ops.kv_write import kv_write
 from bagu.ops.layer_norm import layer_norm
 from bagu.ops.linear_attention import linear_attention, positive_features
 from bagu.ops.linear_cross_entropy import Losses, linear_cross_entropy, token_losses
 from bagu.ops.linear_cross_entropy_loss import linear_cross_entropy_loss
 from bagu.ops.matmul import matmul
+from bagu.ops.paged_attention import paged_attention
 from bagu.ops.quantize_int8 import quantize_int8
 from bagu.ops.relu_squared import relu_squared
 from bagu.ops.rms_norm import rms_norm
@@ -43,11 +48,14 @@ __all__ = [
     "group_norm",
     "grouped_matmul",
     "gumbel_softmax",
+    "invariant",
+    "kv_write",
     "layer_norm",
     "linear_attention",
     "linear_cross_entropy",
     "linear_cross_entropy_loss",
     "matmul",
+    "paged_attention",
     "positive_features",
     "quantize_int8",
     "relu_squared",

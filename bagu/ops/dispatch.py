@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from bagu.device import triton_interprets
 from bagu.errors import BackendError, UnknownName
 from bagu.ops.core import OpSpec
+from bagu.ops.invariant import active, forward_of
 from bagu.ops.signature import ScalarArg, TensorArg
 
 __all__ = ["call", "use"]
@@ -54,15 +55,17 @@ class use:
 
 
 def call(spec: OpSpec, backend: str | None, /, **args: Any) -> Any:
-    """Run `spec` on these arguments; returns its outputs (one tensor, or a tuple of them)."""
-    spec.bind(args)
+    """Run `spec` on these arguments; returns its outputs (one tensor, or a tuple of none or several)."""
+    spec.admit(args)
     first = args[spec.sig.tensors[0].name]  # the first tensor is never optional
-    name = _choose(spec, backend if backend is not None else _asked, first)
-    if name == "torch":
+    asked = backend if backend is not None else _asked
+    if active():
+        results = forward_of(spec, asked, first)(**args)
+    elif (name := _choose(spec, asked, first)) == "torch":
         results = spec.torch_backend.forward(**args)
     else:
         results = getattr(torch.ops.bagu, f"{spec.name}_{name}")(*(args[a.name] for a in spec.sig.inputs))
-        results = results if isinstance(results, (tuple, list)) else (results,)
+        results = () if results is None else results if isinstance(results, (tuple, list)) else (results,)
     outputs = tuple(results[: len(spec.sig.outputs)])
     return outputs[0] if len(outputs) == 1 else outputs
 
@@ -133,8 +136,7 @@ def _register_forward(spec: OpSpec, backend: str, forward: Callable[..., tuple[t
     def run(*values: Any) -> Any:
         args = dict(zip(names, values, strict=True))
         with _on(args[first]):
-            results = forward(**args)
-        return results[0] if len(results) == 1 else tuple(results)
+            return _returned(forward(**args))
 
     def fake(*values: Any) -> Any:
         args = dict(zip(names, values, strict=True))
@@ -143,10 +145,16 @@ def _register_forward(spec: OpSpec, backend: str, forward: Callable[..., tuple[t
         x = args[first]
         given = args.get("dtype")
         results = [x.new_empty(r.shape(dims), dtype=r.result_dtype(x.dtype, given)) for r in sig.results]
-        return results[0] if len(results) == 1 else tuple(results)
+        return _returned(results)
 
-    schema = sig.schema(sig.inputs, len(sig.results))
-    torch.library.custom_op(f"bagu::{spec.name}_{backend}", run, mutates_args=(), schema=schema).register_fake(fake)
+    schema = sig.schema(sig.inputs, len(sig.results), spec.mutates)
+    op = torch.library.custom_op(f"bagu::{spec.name}_{backend}", run, mutates_args=spec.mutates, schema=schema)
+    op.register_fake(fake)
+
+
+def _returned(results: Sequence[torch.Tensor]) -> Any:
+    """Results as a custom op returns them: nothing, one tensor, or a tuple."""
+    return None if not results else results[0] if len(results) == 1 else tuple(results)
 
 
 def _register_backward(spec: OpSpec, backend: str, backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> None:

@@ -19,9 +19,10 @@ backend's results are checked against.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from string import ascii_lowercase
 from typing import Any
 
 import torch
@@ -153,11 +154,12 @@ class Signature:
                 _match(arg, tuple(value.shape), dims)
         return dims
 
-    def schema(self, inputs: Iterable[TensorArg | ScalarArg], results: int) -> str:
-        """A torch.library schema with these inputs."""
-        parts = []
+    def schema(self, inputs: Iterable[TensorArg | ScalarArg], results: int, mutates: Sequence[str] = ()) -> str:
+        """A torch.library schema with these inputs, those in `mutates` being written to."""
+        parts, letters = [], iter(ascii_lowercase)
         for a in inputs:
             kind = "Tensor" if isinstance(a, TensorArg) else SCHEMA[a.kind]
+            kind += f"({next(letters)}!)" if a.name in mutates else ""
             parts.append(f"{kind}{'?' if a.optional else ''} {a.name}")
         returns = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
         return f"({', '.join(parts)}) -> {returns}"

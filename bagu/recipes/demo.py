@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from bagu.nn.sample import generate
 from bagu.progress import Stages, duration
 from bagu.recipes.corpus import Corpus, conversations, train_tokenizer
 from bagu.recipes.run import STDLIB, Run, SourceConfig, TokenizerConfig
+from bagu.recipes.served import ask, can_serve, served, stay
 from bagu.recipes.training import Trained, train
 from bagu.recipes.yardsticks import CodeSamples, Compressors, compressors, judge_code
 from bagu.train.evaluate import held_out_loss
@@ -99,10 +101,18 @@ QUICK = Demo(
 )  # fmt: skip
 
 
-def demo(out: Path | None, *, quick: bool = False, console: Console | None = None) -> Path:
+def demo(
+    out: Path | None,
+    *,
+    quick: bool = False,
+    serve: bool = True,
+    keep: bool | None = None,
+    console: Console | None = None,
+) -> Path:
     """Run every stage into the folder `out`; returns the report. Fixed seeds: the same machine, the same numbers.
 
-    Without a folder, the first of runs/demo, runs/demo-2, … that is free: nothing is written over.
+    Without a folder, the first of runs/demo, runs/demo-2, … that is free: nothing is written over. `serve` ends with a
+    server of the model, which is asked one question; `keep` leaves it up until Ctrl-C (by default on a terminal).
     """
     if out is None:
         names = ("runs/demo", *(f"runs/demo-{n}" for n in range(2, 1000)))
@@ -111,7 +121,8 @@ def demo(out: Path | None, *, quick: bool = False, console: Console | None = Non
         raise BaguError(f"{out} is not empty", hint="give another folder with --out, or delete it")
     console = console or Console()
     size, began = QUICK if quick else FULL, time.monotonic()
-    stages = Stages(6, console=console)
+    serve = serve and can_serve()
+    stages = Stages(7 if serve else 6, console=console)
     run = size.pretrain()
     corpus = Corpus(STDLIB, run.sources[STDLIB], run)
     with stages.stage("Read the standard library") as stage:
@@ -147,7 +158,17 @@ def demo(out: Path | None, *, quick: bool = False, console: Console | None = Non
         rivals = _rivals(corpus, size)
         report = _report(out, size, base, tuned, bits, rivals, asked, before, after, time.monotonic() - began)
         stage.result = f"gzip {rivals.gzip_bits_per_byte:.3f}, xz {rivals.xz_bits_per_byte:.3f} bits/byte"
-    _farewell(console, report, out, bits, rivals, time.monotonic() - began)
+    if not serve:
+        _farewell(console, report, out, bits, rivals, time.monotonic() - began)
+        return report
+    with ExitStack() as up:
+        with stages.stage("Serve it and ask it a question") as stage:
+            address = up.enter_context(served(out / "sft"))
+            answer = ask(address, str(asked[0].messages[0]["content"]), size.new_tokens)
+            stage.result = f"{address} answered: {' '.join(answer.split())[:60]}"
+        _farewell(console, report, out, bits, rivals, time.monotonic() - began)
+        if console.is_terminal if keep is None else keep:
+            stay(address, console)
     return report
 
 
@@ -275,6 +296,7 @@ def _farewell(console: Console, report: Path, out: Path, bits: float, rivals: Co
     console.print(
         "Go on:\n"
         f"  bagu train --from {out / 'pretrain'} --set train.steps=2000 --out runs/longer\n"
+        f"  bagu serve {out / 'sft'}        # an OpenAI-compatible API, and a page to talk to it\n"
         "  bagu train my_texts/ --out runs/mine      # any folder of text, JSON lines or Parquet\n"
         "  bagu lab list                              # textbook claims, measured",
         highlight=False, soft_wrap=True,

@@ -55,7 +55,7 @@ def test_the_verdict_flips() -> None:
     partly = lab.verdict(rows(scaled_post=NOISY))
     assert partly.kind == "holds only where"
     assert partly.sentence_en.startswith("Only with the plain initialisation.")
-    assert "0.004 (0.02 with warm-up) for post-norm" in partly.sentence_en
+    assert "0.004 [0.003–0.005] → 0.02 [0.01–0.03] for post-norm" in partly.sentence_en
 
 
 def test_a_seed_that_is_never_stable_counts_as_the_lowest_rate() -> None:
@@ -74,7 +74,7 @@ def test_plain_undoes_the_division_by_depth() -> None:
 
 
 def test_gradients_before_training_go_as_the_theory_says() -> None:
-    data = measure.batches((0,))
+    data = measure.batches((0, 1, 2))
 
     def last(placement: measure.Placement, depth: int) -> float:
         row = measure.gradient_rows(Variant(placement, "plain"), depth, data)[-1]
@@ -82,8 +82,8 @@ def test_gradients_before_training_go_as_the_theory_says() -> None:
         return float(row["gradient_norm"])  # type: ignore[arg-type]
 
     post, pre = last("post", 32) / last("post", 8), last("pre", 32) / last("pre", 8)
-    assert 0.7 < post < 1.4  # the same at any depth
-    assert pre == pytest.approx(0.5, rel=0.3)  # as 1 / sqrt(depth)
+    assert 0.7 < post < 1.6  # the same at any depth, but for what the weights and the text do: ±0.3 a seed
+    assert 0.35 < pre < 0.65  # as 1 / sqrt(depth): 0.5
 
 
 def test_a_learning_rate_is_stable_when_the_batch_is_learned() -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from bagu.errors import ArgumentError
-from bagu.ops.attention import dense
+from bagu.ops.attention import dense, tiles
 from bagu.ops.attention.shape import Shape, side_by_side
 from bagu.ops.signature import accumulator
 
-__all__ = ["equal", "ragged"]
+__all__ = ["Tiled", "equal", "ragged"]
 
 # Longest segments whose 16-bit backward is done in fp32. The 16-bit kernel packs its blocks anew for each segment and
 # head. One core of a Xeon with AMX, 4096 tokens, 4 heads of 64, bf16 against fp32 with the copies to and from it:
@@ -200,3 +200,23 @@ def _link(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor |
 
 
 ragged.register_autograd(_link, setup_context=_keep)
+
+
+class Tiled(torch.autograd.Function):
+    """The forward of invariant mode, with the backward of ragged segments."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Pair:
+        q, k, v, cu_seqlens, slopes, bias, max_len, causal, window, scale = args
+        runs(cu_seqlens, q.shape[0], max_len)  # refuses wrong offsets
+        shape, offsets = Shape(causal=causal, window=window, slopes=slopes, bias=bias), cu_seqlens.tolist()
+        begins = cu_seqlens.long()
+        rows_of = lambda sequence, place: begins[sequence].unsqueeze(1) + place  # noqa: E731
+        lengths = [b - a for a, b in pairwise(offsets)]
+        output = tiles.attend(shape, scale, q, k, v, rows_of, offsets, lengths)
+        _keep(ctx, args, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _link(ctx, *douts)

@@ -48,16 +48,22 @@ class Shape:
 
         With `segment`, the segment of each of the L tokens, other segments are hidden too.
         """
-        apart, total = _apart(L, like), None
-        if self.slopes is not None:
-            total = -self.slopes.to(like.dtype)[:, None, None] * apart.abs()
-        if self.bias is not None:
-            learned = self.bias.to(like.dtype)[:, self._column(apart)]
-            total = learned if total is None else total + learned
-        hidden = self._hidden(apart, segment)
+        apart = _apart(L, like)
+        hidden = self.hidden(apart, segment)
+        total = self.terms(apart, like)
         if hidden is None:
             return total
         return (like.new_zeros(L, L) if total is None else total).masked_fill(hidden, -torch.inf)
+
+    def terms(self, apart: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
+        """ALiBi's penalty and the learned bias of distances apart[…, I, J], as [H, …, I, J]; None if there are none."""
+        total = None
+        if self.slopes is not None:
+            total = -self.slopes.to(like.dtype).view(-1, *(1,) * apart.ndim) * apart.abs()
+        if self.bias is not None:
+            learned = self.bias.to(like.dtype)[:, self._column(apart)]
+            total = learned if total is None else total + learned
+        return total
 
     def bias_gradient(self, dscores: torch.Tensor) -> torch.Tensor:
         """The gradient of `bias` from that of the scores [B, H, L, L]: one sum for each distance."""
@@ -66,7 +72,8 @@ class Shape:
         summed = dscores.sum(0).flatten(1)
         return summed.new_zeros(self.bias.shape).index_add(1, column, summed)
 
-    def _hidden(self, apart: torch.Tensor, segment: torch.Tensor | None) -> torch.Tensor | None:
+    def hidden(self, apart: torch.Tensor, segment: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Where a key is not seen, by its distance; None if nothing is hidden."""
         found = [apart > 0] if self.causal else []
         if self.window is not None:
             found.append(apart.abs() >= self.window)

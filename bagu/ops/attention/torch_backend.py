@@ -15,7 +15,7 @@ from bagu.ops.attention import cpu, cuda, dense
 from bagu.ops.attention.shape import Shape, segment_of
 from bagu.ops.signature import accumulator
 
-__all__ = ["Path", "backward", "forward", "path"]
+__all__ = ["Path", "backward", "forward", "invariant_forward", "path"]
 
 
 class Path(Enum):
@@ -69,6 +69,14 @@ def forward(
     else:
         out, lse = dense.forward(_added(q, cu_seqlens, max_len, shape), scale, *parts)
     return out.flatten(0, 1), lse.flatten(0, 1)
+
+
+def invariant_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
+    bias: torch.Tensor | None, max_len: int, causal: bool, window: int | None, scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return cpu.Tiled.apply(q, k, v, cu_seqlens, slopes, bias, max_len, causal, window, scale)
 
 
 def _added(q: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, shape: Shape) -> torch.Tensor | None:

@@ -8,9 +8,12 @@ weights (dw). Nothing of this is needed for a DTensor, which takes the loop as o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
+
+from bagu.ops.invariant import in_blocks
 
 
 def forward(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor]:
@@ -25,6 +28,25 @@ def backward(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return multiply_rows(dy, w.mT, offsets), multiply_weights(dy, x, offsets)
+
+
+class _Blocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w, offsets)
+        y = x.new_zeros(x.shape[0], w.shape[1])
+        for (start, end), own in zip(_shares(offsets), w, strict=True):
+            if end > start:
+                y[start:end] = in_blocks(lambda block, own=own: torch.mm(block, own.mT), x[start:end])  # type: ignore[misc]
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *backward(douts[0], *ctx.saved_tensors), None
+
+
+def invariant_forward(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor]:
+    return (_Blocks.apply(x, w, offsets),)
 
 
 @torch.library.custom_op("bagu::grouped_rows", mutates_args=())

@@ -9,11 +9,12 @@ import torch
 
 from bagu.ops import eager
 from bagu.ops.cross_entropy.torch_backend import target_logits
+from bagu.ops.invariant import in_blocks
 from bagu.ops.linear_cross_entropy import chunked
 from bagu.ops.linear_cross_entropy.chunked import EVERY, Kernels, product
 from bagu.ops.signature import accumulator
 
-__all__ = ["KERNELS", "backward", "forward"]
+__all__ = ["INVARIANT", "KERNELS", "backward", "forward", "invariant_forward"]
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -73,16 +74,22 @@ class _Kernels(Kernels):
         return target_logit, lse, _sloped(p, targets, -weights, dlse, ignore_index)
 
 
+def _logits_in_blocks(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return in_blocks(lambda block: _logits(block, weight), hidden)
+
+
 KERNELS = _Kernels(logits=_logits, score=_score, slope=_slope)
+# `turn` is the plain one here, so that the one-pass loss gives a token's lse the bits that `score` gives it.
+INVARIANT = Kernels(logits=_logits_in_blocks, score=_score, slope=_slope)
 
 
 class _Head(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int,
-        memory: int | None,
+        memory: int | None, kernels: Kernels,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        target_logit, lse = chunked.forward(hidden, weight, targets, ignore_index, memory, KERNELS)
+        target_logit, lse = chunked.forward(hidden, weight, targets, ignore_index, memory, kernels)
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.rest = ignore_index, memory
         return target_logit, lse
@@ -93,13 +100,19 @@ class _Head(torch.autograd.Function):
         ignore_index, memory = ctx.rest
         needs = dict(zip(("hidden", "weight"), ctx.needs_input_grad[:2], strict=True))
         dhidden, dweight = backward(douts[0], douts[1], hidden, weight, targets, lse, ignore_index, memory, needs)
-        return dhidden, dweight, None, None, None
+        return dhidden, dweight, None, None, None, None
 
 
 def forward(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _Head.apply(hidden, weight, targets, ignore_index, memory)
+    return _Head.apply(hidden, weight, targets, ignore_index, memory, KERNELS)
+
+
+def invariant_forward(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _Head.apply(hidden, weight, targets, ignore_index, memory, INVARIANT)
 
 
 def backward(

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from bagu.ops.linear_cross_entropy.chunked import EVERY
-from bagu.ops.linear_cross_entropy.torch_backend import KERNELS
+from bagu.ops.linear_cross_entropy.torch_backend import INVARIANT, KERNELS
 from bagu.ops.linear_cross_entropy_loss import one_pass
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "invariant_forward"]
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -19,10 +19,10 @@ Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Results:
-        results = one_pass.forward(*args, KERNELS)  # type: ignore[call-arg]
+        results = one_pass.forward(*args)
         ctx.save_for_backward(*results[3:])
         ctx.mark_non_differentiable(*results[1:])
-        ctx.made = args[-2:]
+        ctx.made = args[-3:-1]
         return results
 
     @staticmethod
@@ -30,7 +30,7 @@ class _Loss(torch.autograd.Function):
         needs = dict(zip(("hidden", "weight"), ctx.needs_input_grad[:2], strict=True))
         (hidden_grad, weight_grad), (grad_hidden, grad_weight) = ctx.saved_tensors, ctx.made
         dhidden, dweight = _scaled(douts[0], hidden_grad, weight_grad, grad_hidden, grad_weight, needs)
-        return dhidden, dweight, *(None,) * 7
+        return dhidden, dweight, *(None,) * 8
 
 
 def forward(
@@ -38,9 +38,20 @@ def forward(
     z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
 ) -> Results:  # fmt: skip
     loss, *rest = _Loss.apply(
-        hidden, weight, targets, token_weights, ignore_index, z_loss, memory, grad_hidden, grad_weight
+        hidden, weight, targets, token_weights, ignore_index, z_loss, memory, grad_hidden, grad_weight, KERNELS
     )
     return loss, *(r.detach() for r in rest)  # under torch 2.11, compiled, mark_non_differentiable alone is not enough
+
+
+def invariant_forward(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
+    z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
+) -> Results:  # fmt: skip
+    """Each token's logit and lse keep the promise; the loss is a sum over the batch."""
+    loss, *rest = _Loss.apply(
+        hidden, weight, targets, token_weights, ignore_index, z_loss, memory, grad_hidden, grad_weight, INVARIANT
+    )
+    return loss, *(r.detach() for r in rest)
 
 
 def backward(

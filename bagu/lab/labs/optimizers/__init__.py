@@ -49,11 +49,13 @@ class Case:
 
 def cases(setting: Setting) -> list[Case]:
     quick = setting.quick
-    conditions = (1, 10_000) if quick else (1, 10, 100, 1_000, 10_000)
-    budget = 300 if quick else 2000
+    conditions = (1, 1_000) if quick else (1, 10, 100, 1_000, 10_000)
     return [
-        *(Case(name="quadratic", make=partial(Quadratic, c), budget=budget, condition=c) for c in conditions),
-        Case(name="Rosenbrock", make=Rosenbrock, budget=budget),
+        *(
+            Case(name="quadratic", make=partial(Quadratic, c), budget=150 if quick else 2000, condition=c)
+            for c in conditions
+        ),
+        Case(name="Rosenbrock", make=Rosenbrock, budget=300 if quick else 2000),
         Case(name="network", make=partial(NextLetter, corpus_letters()), budget=60 if quick else 300),
     ]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.labs.positions import lengths, shift
@@ -57,7 +57,7 @@ class Excess:
         return "breaks" if self.percent - self.half_width > OFF else "open"
 
     def __str__(self) -> str:
-        return "—" if self.percent is None else f"{self.percent:+.1f} ± {self.half_width:.1f} %"
+        return "" if self.percent is None else f"{self.percent:+.1f} ± {self.half_width:.1f} %"
 
 
 def excess(rows: Sequence[Row], encoding: str, reading: str) -> Excess | None:
@@ -92,16 +92,16 @@ def drift(rows: Sequence[Row], arithmetic: str) -> float:
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Held when RoPE's product depends on the distance alone, every relative encoding reads on and no absolute does."""
+    """Held when RoPE's product depends on the distance alone, every relative encoding reads on and no absolute does.
+    What the seeds leave open has not been shown, and does not count as reading on."""
     trained = excesses(rows, AS_TRAINED)
     sorts = {str(r["encoding"]): r["sort"] for r in rows if r["part"] == "length"}
     reads_on = [name for name, e in trained.items() if e.standing == "reads on"]
     relative = [name for name in trained if sorts[name] == RELATIVE]
     good = [name for name in relative if name in reads_on]
-    exact = drift(rows, "fp64 angles") <= EXACT
     wrong = [name for name in reads_on if sorts[name] == ABSOLUTE]
     kind: Kind = "holds only where"
-    if not good or not exact:
+    if not good or not exact(rows):
         kind = "did not hold"
     elif good == relative and not wrong:
         kind = "held"
@@ -109,44 +109,48 @@ def verdict(rows: Sequence[Row]) -> Verdict:
 
 
 def english(rows: Sequence[Row], trained: dict[str, Excess]) -> str:
+    words = {"reads on": "Reads on", "open": "Undecided", "breaks": "Gets worse", "refuses": "Refuses to go on"}
+    groups = {words[s]: listed(found) for s, found in by_standing(trained).items()}
     first = next(r for r in rows if r["part"] == "length")
-    groups = {
-        s: [f"{name} ({e})" if e.percent is not None else name for name, e in trained.items() if e.standing == s]
-        for s in ("reads on", "open", "breaks", "refuses")
-    }
-    words = {"reads on": "read on", "open": "are undecided", "breaks": "get worse", "refuses": "refuse"}
-    said = "; ".join(f"{', '.join(names)} {words[s]}" for s, names in groups.items() if names)
-    window, yarn = (excesses(rows, way) for way in ("window", "YaRN"))
+    same = "the position itself is nothing new to it" if exact(rows) else "it does not see distances alone"
     return (
         f"Trained at {first['train_length_tokens']} tokens for {first['steps']} steps and read at "
-        f"{lengths.LONGER} times that, by the loss past the training length: {said}. RoPE's products move by at most "
-        f"{drift(rows, 'fp64 angles'):.1g} % of |q||k| when both positions are shifted by up to {furthest(rows):,} "
-        f"({drift(rows, 'fp32 angles'):.1g} % with angles in fp32, {drift(rows, 'bf16 angles'):.2g} % in bf16), so it "
-        f"is not the position that is new to it. Behind a window of the training length: "
-        f"{listed(window)}; with YaRN, untrained: {listed(yarn)}."
+        f"{lengths.LONGER} times that, by the loss past the training length. "
+        f"{' '.join(f'{word}: {names}.' for word, names in groups.items())} "
+        f"RoPE's products move by at most {drift(rows, 'fp64 angles'):.1g} % of |q||k| when both positions are shifted "
+        f"by up to {furthest(rows):,} ({drift(rows, 'fp32 angles'):.1g} % with angles in fp32, "
+        f"{drift(rows, 'bf16 angles'):.2g} % in bf16): {same}. Behind a window of the training length: "
+        f"{listed(excesses(rows, 'window'))}. With YaRN, without more training: {listed(excesses(rows, 'YaRN'))}."
     )
 
 
 def chinese(rows: Sequence[Row], trained: dict[str, Excess]) -> str:
+    words = {"reads on": "能外推", "open": "尚无定论", "breaks": "变差", "refuses": "拒绝继续"}
+    groups = {words[s]: listed(found) for s, found in by_standing(trained).items()}
     first = next(r for r in rows if r["part"] == "length")
-    words = {"reads on": "能外推", "open": "尚无定论", "breaks": "变差", "refuses": "拒绝读取"}
-    groups = {
-        s: [f"{name}（{e}）" if e.percent is not None else name for name, e in trained.items() if e.standing == s]
-        for s in words
-    }
-    said = "；".join(f"{'、'.join(names)}{words[s]}" for s, names in groups.items() if names)
-    window, yarn = (excesses(rows, way) for way in ("window", "YaRN"))
+    same = "位置本身对它并不新" if exact(rows) else "它并非只依赖距离"
     return (
         f"以 {first['train_length_tokens']} 个 token 训练 {first['steps']} 步，在 {lengths.LONGER} 倍长度上读取，"
-        f"看训练长度之外的损失：{said}。两个位置同时平移至多 {furthest(rows):,} 时，RoPE 内积的变化不超过 |q||k| 的 "
+        f"看训练长度之外的损失。{''.join(f'{word}：{names}。' for word, names in groups.items())}"
+        f"两个位置同时平移至多 {furthest(rows):,} 时，RoPE 内积的变化不超过 |q||k| 的 "
         f"{drift(rows, 'fp64 angles'):.1g} %（角度用 fp32 时 {drift(rows, 'fp32 angles'):.1g} %，用 bf16 时 "
-        f"{drift(rows, 'bf16 angles'):.2g} %），所以对它来说新的不是位置本身。只看训练长度的窗口时：{listed(window)}；"
-        f"用 YaRN（不再训练）：{listed(yarn)}。"
+        f"{drift(rows, 'bf16 angles'):.2g} %）：{same}。加上训练长度的窗口：{listed(excesses(rows, 'window'))}。"
+        f"用 YaRN（不再训练）：{listed(excesses(rows, 'YaRN'))}。"
     )
 
 
+def by_standing(found: dict[str, Excess]) -> dict[Standing, dict[str, Excess]]:
+    every = {s: {name: e for name, e in found.items() if e.standing == s} for s in get_args(Standing)}
+    return {s: members for s, members in every.items() if members}
+
+
 def listed(found: dict[str, Excess]) -> str:
-    return ", ".join(f"{name} {e}" for name, e in found.items())
+    return ", ".join(f"{name} {e}".strip() for name, e in found.items())
+
+
+def exact(rows: Sequence[Row]) -> bool:
+    """Whether RoPE's products, with tables as the model makes them, depend on the distance alone."""
+    return drift(rows, "fp64 angles") <= EXACT
 
 
 def furthest(rows: Sequence[Row]) -> int:
@@ -166,7 +170,9 @@ def plot_shift(axes: Axes, rows: Sequence[Row]) -> None:
         own = [r for r in rows if r.get("arithmetic") == name]
         x, y = ([number(r, key) for r in own] for key in ("shift_tokens", "drift_max_percent"))
         (line,) = axes.loglog(x, y)
-        axes.annotate(name, (x[-1], y[-1]), (-2, 4), textcoords="offset points", ha="right", color=line.get_color())
+        below = name == "bf16 cos and sin"  # two lines lie close, and their names on either side of them
+        at = min(y[:8]) if below else max(y[:8])
+        axes.annotate(name, (x[0], at), (0, -12 if below else 4), textcoords="offset points", color=line.get_color())
     axes.set(xlabel="shift of both positions, tokens", ylabel="change of <q, k>, % of |q||k|")
     axes.set_title("RoPE: what a shift changes")
 
@@ -185,10 +191,13 @@ def plot_lengths(axes: Axes, rows: Sequence[Row]) -> None:
                 points.setdefault(at, []).append(100 * (number(r, "loss_nats") / number(r, "short_loss_nats") - 1))
         x, y = list(points), [fmean(values) for values in points.values()]
         axes.plot(x, y, color=colour, label=name)
-        axes.fill_between(x, *([f(v) for v in points.values()] for f in (min, max)), color=colour, alpha=0.15, lw=0)
+        low, high = ([f(values) for values in points.values()] for f in (min, max))
+        axes.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
         if any(r["loss_nats"] is None for r in mine):
-            axes.plot(1, 0, "X", color=colour, markersize=8)
+            axes.plot(1, 0, "X", color=colour, markersize=8, zorder=3)
+            axes.annotate("refuses", (1, 0), (4, -12), textcoords="offset points", color=colour)
     axes.axvline(1, color=INK, lw=0.8, ls=":")
+    axes.set_ylim(bottom=-4)
     axes.set(xlabel="position, in training lengths", ylabel="loss against windows of the training length, %")
     axes.set_title("Read past the training length")
     axes.legend()
@@ -198,20 +207,20 @@ def plot_readings(axes: Axes, rows: Sequence[Row]) -> None:
     """Each encoding's excess past L, read in each way."""
     names = list(excesses(rows, AS_TRAINED))
     marks = {AS_TRAINED: "o", "window": "s", "YaRN": "^"}
-    for reading, mark in marks.items():
-        found = {n: e for n, e in excesses(rows, reading).items() if e.percent is not None}
-        x, y = [e.percent for e in found.values()], [names.index(n) for n in found]
-        axes.errorbar(
-            x, y, xerr=[e.half_width for e in found.values()], fmt=mark, label=reading,
-            color=COLOURS[list(marks).index(reading)], elinewidth=1,
-        )  # fmt: skip
+    for (reading, mark), colour, beside in zip(marks.items(), COLOURS, (-0.2, 0.0, 0.2), strict=False):
+        label: str | None = reading
+        for name, e in excesses(rows, reading).items():
+            if e.percent is not None:
+                at = names.index(name) + beside
+                axes.errorbar(e.percent, at, xerr=e.half_width, fmt=mark, color=colour, elinewidth=1, label=label)
+                label = None  # one line in the legend
     for name, e in excesses(rows, AS_TRAINED).items():
         if e.percent is None:
             axes.text(0, names.index(name), "refuses", va="center", color=INK)
     axes.axvline(0, color=INK, lw=0.8, ls=":")
     axes.set_yticks(range(len(names)), names)
     axes.set(ylim=(len(names) - 0.5, -0.5), xlabel="loss past the training length, %")
-    axes.set_title("What a window mends")
+    axes.set_title("By how it is read")
     axes.legend()
 
 

@@ -1,0 +1,96 @@
+"""Invariant arithmetic: the result of a row has the same bits whatever else is in the batch.
+
+>>> with bagu.ops.invariant():  # a logprob in training, prefill, chunk and decode alike
+...     hidden = model(ids, positions, cu_seqlens, max_len).hidden
+
+Fast kernels choose how to sum by the number of rows: a GEMM of 3 rows sums in another order than one of 300, a decode
+in another than a prefill. In this mode no sum is split by anything that the batch decides:
+
+    products       16 rows at a time (`in_blocks`), the last ones filled up with zeros: one GEMM shape for each weight
+    attention      attention/tiles.py, for packed segments and for pages: keys in tiles of 64, in order, for 16 queries
+    row by row     norms, rope, gates, softmax, cross-entropy: a row is summed by itself already (ROW_BY_ROW)
+
+Equal bits are promised on one machine with one number of threads. A backward is as fast, and as variable, as ever: no
+token's probability depends on it. Compiled code fuses and rounds elsewhere, so it is refused, as are the Triton
+backends and other devices until their kernels keep the promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from bagu.errors import BackendError
+from bagu.ops.core import OpSpec
+
+__all__ = ["ROW_BY_ROW", "active", "forward_of", "in_blocks", "invariant"]
+
+ROWS = 16  # of a block. MKL has other kernels below 16 rows; on AVX-512 and AMX, fp32 and bf16, any fixed number held
+
+# Ops whose own forward sums each row by itself, so that they run as they are. tests/ops/test_invariant.py holds them to
+# it, and every op with a form of its own (`invariant_forward` of its torch backend) as well.
+ROW_BY_ROW = frozenset({
+    "add_rms_norm", "cross_entropy", "geglu", "gelu", "kv_write", "layer_norm", "relu_squared", "rms_norm", "rope",
+    "scale_norm", "softmax", "swiglu", "transpose",
+})  # fmt: skip
+
+# A plain global, for the whole process, as in dispatch.use and for its reasons.
+_active = False
+
+
+class invariant:
+    """`with bagu.ops.invariant():` runs every op inside so that a row's bits do not depend on its batch."""
+
+    def __enter__(self) -> None:
+        global _active
+        self.before, _active = _active, True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        global _active
+        _active = self.before
+
+
+def active() -> bool:
+    """Whether a call now is made inside `invariant()`."""
+    return _active
+
+
+def forward_of(spec: OpSpec, asked: str | None, first: torch.Tensor) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The forward that keeps the promise; raises where there is none. `asked` is the backend that was asked for."""
+    if torch.compiler.is_compiling():
+        _refuse_compiler(spec.name)
+    if asked not in (None, "torch") or first.device.type != "cpu":
+        raise BackendError(
+            f"{spec.name}: invariant mode has the torch backend on a CPU, and {asked or 'torch'} on {first.device.type}"
+            " was asked for",
+            hint="move the tensors to a CPU, or leave bagu.ops.invariant()",
+        )
+    own: Any = getattr(spec.torch_backend, "invariant_forward", None)
+    if own is None and spec.name not in ROW_BY_ROW:
+        raise BackendError(
+            f"{spec.name} has no invariant form: its results depend on the batch",
+            hint="leave bagu.ops.invariant() for this model",
+        )
+    return own or spec.torch_backend.forward
+
+
+@torch.compiler.assume_constant_result  # runs, and so raises, while the compiler looks at the call
+def _refuse_compiler(op: str) -> None:
+    raise BackendError(
+        f"{op}: invariant mode was asked for inside torch.compile, which rounds where it likes",
+        hint="run the model eagerly inside bagu.ops.invariant()",
+    )
+
+
+def in_blocks(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """`product` of x[M, K], which maps rows to rows, 16 rows at a time and zeros in place of those that are missing."""
+    M = x.shape[0]
+    if M == 0:
+        return product(x)
+    if M % ROWS:
+        x = torch.nn.functional.pad(x, (0, 0, 0, -M % ROWS))
+    parts = [product(block) for block in x.contiguous().split(ROWS)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[:M]

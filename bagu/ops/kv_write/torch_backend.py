@@ -1,0 +1,15 @@
+"""A scatter of rows in PyTorch. Nothing is read back, so a CUDA graph can hold it."""
+
+from __future__ import annotations
+
+import torch
+
+
+def forward(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> tuple[()]:
+    B, G, D = cache.shape[1:]
+    x, slots = x.reshape(-1, G, D), slots.reshape(-1)
+    if cache.is_contiguous():
+        cache.view(-1, G, D).index_copy_(0, slots, x)
+    else:  # places in one dim would be a copy: two indexes, at twice the time (32 rows of 256: 21 us against 12)
+        cache.index_put_((slots // B, slots % B), x)
+    return ()

@@ -1,0 +1,38 @@
+"""Attention over a paged cache. What it means and costs is in spec.py."""
+
+from __future__ import annotations
+
+import torch
+
+from bagu.ops.dispatch import call
+from bagu.ops.paged_attention.spec import SPEC
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_len: int,
+    max_context: int,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out[T, H, E], lse[T, H]) of the new tokens q[T, H, D] over k_cache[N, B, G, D] and v_cache[N, B, G, E]; causal.
+
+    The tokens cu_seqlens[s] … cu_seqlens[s + 1] are the last ones of sequence s, which has `context_lens[s]` tokens in
+    all, the new ones (already written) included. Place j of a sequence is row j % B of block block_tables[s, j // B];
+    table entries outside what its queries see are not read. `max_len` bounds the new tokens of a sequence and
+    `max_context` its length: host numbers, so that nothing is read back. The rest is as in `attention`. No gradients.
+    """
+    return call(
+        SPEC, backend, q=q, k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, cu_seqlens=cu_seqlens,
+        context_lens=context_lens, slopes=slopes, bias=bias, max_len=max_len, max_context=max_context, window=window,
+        scale=scale,
+    )  # fmt: skip

@@ -1,0 +1,146 @@
+"""Paged attention on a CPU: all decodes in one go, prefills one sequence after another.
+
+A decode reads each key and value once and computes next to nothing, so a copy of them to a contiguous place costs more
+than the attention. Two kernels read rows of the pool where they lie: `sampled_addmm` gives q . k for a list of rows,
+and `embedding_bag` a weighted sum of rows. One core, fp32, 32 sequences, 4 heads of 64, us a layer of
+the kernels alone (lists of rows, softmax and the call are 200 to 300 more, on a machine with other work):
+
+    tokens of each     contiguous SDPA    gathered, then SDPA    in place
+    64                 212                590                    256
+    128                575                1397                   655
+    192                1061               2239                   1026
+
+16-bit pools are gathered, since `sampled_addmm` has no 16 bits; so are pools whose key heads serve many query heads:
+in place each of these would read the keys for itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from itertools import pairwise
+
+import torch
+
+from bagu.errors import ArgumentError
+from bagu.ops.attention.shape import Shape
+from bagu.ops.paged_attention.dense import empty
+from bagu.ops.paged_attention.pages import Pages
+from bagu.ops.signature import accumulator
+
+__all__ = ["check", "forward"]
+
+IN_PLACE = 4  # query heads of a key head, up to which decodes read the pool in place
+FEW = 3  # sequences, up to which a decode is one call for each: making the lists of rows costs as much as three
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def forward(shape: Shape, scale: float, q: torch.Tensor, pages: Pages, cu_seqlens: torch.Tensor, max_len: int) -> Pair:
+    """out[T, H, E] and lse[T, H]."""
+    T, S = q.shape[0], pages.tables.shape[0]
+    if max_len == 1 and T == S > FEW:  # S sequences of at most one token make T: every one has one
+        return _decode(shape, scale, q, pages)
+    offsets, lengths = cu_seqlens.tolist(), pages.lengths.tolist()
+    check(offsets, lengths, T, max_len, pages.longest)
+    if S == 1 and T:
+        return _one(shape, scale, q, pages, 0, lengths[0])
+    out, lse = empty(q, pages.v)
+    ones = [s for s, (a, b) in enumerate(pairwise(offsets)) if b - a == 1]
+    if len(ones) > FEW:
+        who = torch.tensor(ones)
+        rows = cu_seqlens[who].long()
+        some = Pages(pages.k, pages.v, pages.tables[who], pages.lengths[who], max(lengths[s] for s in ones))
+        out[rows], lse[rows] = _decode(shape, scale, q[rows], some)
+    for s, (begin, end) in enumerate(pairwise(offsets)):
+        if end - begin > 1 or (end > begin and len(ones) <= FEW):
+            out[begin:end], lse[begin:end] = _one(shape, scale, q[begin:end], pages, s, lengths[s])
+    return out, lse
+
+
+def check(offsets: list[int], lengths: list[int], T: int, max_len: int, max_context: int) -> None:
+    """The numbers are at hand here, so wrong ones are refused; other devices trust the host that built the plan."""
+    new = [b - a for a, b in pairwise(offsets)]
+    rising = offsets[0] == 0 and offsets[-1] == T and all(0 <= n <= max_len for n in new)
+    if not rising or any(not n <= c <= max_context for n, c in zip(new, lengths, strict=True)):
+        raise ArgumentError(
+            f"paged_attention: cu_seqlens is {offsets} and context_lens {lengths}, with T = {T}, max_len = {max_len},"
+            f" max_context = {max_context}",
+            hint="cu_seqlens rises from 0 to T by at most max_len; a context holds its new tokens and max_context it",
+        )
+
+
+def _decode(shape: Shape, scale: float, q: torch.Tensor, pages: Pages) -> Pair:
+    """out[S, H, E] and lse[S, H] of the last token of each sequence."""
+    slots, apart = pages.last(shape.window)
+    like = q.new_empty(0, dtype=accumulator(q.dtype))
+    terms = shape.terms(apart, like)
+    added = like.new_zeros(apart.shape).unsqueeze(1) if terms is None else terms.transpose(0, 1)  # [S, 1 or H, C]
+    added = added.masked_fill(apart.unsqueeze(1) > 0, -torch.inf)
+    few = q.shape[1] <= IN_PLACE * pages.k.shape[2]
+    if few and q.dtype in (torch.float32, torch.float64) and pages.k.is_contiguous() and pages.v.is_contiguous():
+        return _in_place(scale, q, pages, slots, added)
+    k = pages.keys(slots)
+    v = k if pages.latent else pages.values(slots)
+    out, lse = _fused(scale, q.unsqueeze(1), k, v, added.unsqueeze(2), causal=False)
+    return out.squeeze(1)[..., : pages.v.shape[-1]], lse.squeeze(1)
+
+
+def _in_place(scale: float, q: torch.Tensor, pages: Pages, slots: torch.Tensor, added: torch.Tensor) -> Pair:
+    """The scores are a sparse matrix: a row for each sequence and head, a column for each row of the pool."""
+    (S, H, D), G, C = q.shape, pages.k.shape[2], slots.shape[1]
+    _say_once()
+    rows = pages.k.numel() // D
+    head = torch.arange(H) // (H // G)
+    at = (slots.unsqueeze(1) * G + head.unsqueeze(1)).flatten()  # [S * H * C]
+    begins = torch.arange(0, S * H * C + 1, C)
+    start = torch.sparse_csr_tensor(begins, at, added.expand(S, H, C).flatten(), (S * H, rows), check_invariants=False)
+    scores = torch.sparse.sampled_addmm(start, q.reshape(S * H, D), pages.k.view(rows, D).T, alpha=scale)
+    s = scores.values().view(S * H, C)
+    p = s.softmax(-1)
+    # The softmax at the largest score is exp(0) / sum, so that lse = max - log(softmax there): no second exp of all.
+    lse = s.amax(-1) - p.amax(-1).log()
+    out = torch.embedding_bag(pages.v.view(rows, -1), at, begins[:-1], False, 0, False, p.flatten())[0]
+    return out.view(S, H, -1), lse.view(S, H)
+
+
+@cache
+def _say_once() -> None:
+    """PyTorch says once in a process that CSR tensors are in beta: now, with nobody listening."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0, 0], [], [], (1, 1))
+
+
+def _one(shape: Shape, scale: float, q: torch.Tensor, pages: Pages, s: int, length: int) -> Pair:
+    """out[L, H, E] and lse[L, H] of the last L tokens of sequence s."""
+    L = q.shape[0]
+    begin = 0 if shape.window is None else max(0, length - L - shape.window + 1)
+    k, v = pages.of(s, begin, length)
+    added, causal = None, L > 1 and length == L and shape.plain  # the kernel's own mask knows no past
+    if not causal and (L > 1 or shape.slopes is not None or shape.bias is not None):
+        like = q.new_empty(0, dtype=accumulator(q.dtype))
+        apart = torch.arange(begin, length) - torch.arange(length - L, length).unsqueeze(1)  # [L, C]
+        terms, hidden = shape.terms(apart, like), shape.hidden(apart)
+        assert hidden is not None, "causal hides what is ahead"
+        total = like.new_zeros(apart.shape) if terms is None else terms
+        added = total.masked_fill(hidden, -torch.inf).view(1, -1, *apart.shape)
+    out, lse = _fused(scale, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), added, causal=causal)
+    return out.squeeze(0)[..., : pages.v.shape[-1]], lse.squeeze(0)
+
+
+def _fused(
+    scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added: torch.Tensor | None, *, causal: bool
+) -> Pair:
+    """out[S, L, H, …] and lse[S, L, H] of q[S, L, H, D], k[S, C, G, D] and v[S, C, G, …], `added` being four dims."""
+    wide = max(q.shape[-1], v.shape[-1])
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(_wide(x, wide).transpose(1, 2) for x in (q, k, v)), 0.0, causal, attn_mask=added, scale=scale
+    )
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _wide(x: torch.Tensor, features: int) -> torch.Tensor:
+    if x.shape[-1] == features:
+        return x if x.stride(-1) == 1 else x.contiguous()
+    return torch.nn.functional.pad(x, (0, features - x.shape[-1]))

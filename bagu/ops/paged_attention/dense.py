@@ -1,0 +1,53 @@
+"""Paged attention with all scores in memory: ordinary PyTorch on any device, with nothing read back.
+
+Queries are laid out as [S, L, …] and keys as [S, C, …], L and C being the host's bounds. It costs S * H * L * C
+numbers, which is what a plan with one long prefill and many decodes should not meet.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bagu.ops.attention.shape import Shape, segment_of
+from bagu.ops.paged_attention.pages import Pages
+from bagu.ops.signature import accumulator
+
+__all__ = ["empty", "forward"]
+
+
+def empty(q: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse to be filled in."""
+    T, H, _ = q.shape
+    return q.new_empty(T, H, v_cache.shape[-1]), q.new_empty(T, H, dtype=accumulator(q.dtype))
+
+
+def forward(
+    shape: Shape, scale: float, q: torch.Tensor, pages: Pages, cu_seqlens: torch.Tensor, max_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (T, H, _), G, C, acc = q.shape, pages.k.shape[2], pages.longest, accumulator(q.dtype)
+    B, lengths, device = pages.k.shape[1], pages.lengths.long(), q.device
+    token, begins = torch.arange(T, device=device), cu_seqlens[:-1].long()
+    owner = segment_of(cu_seqlens, T)
+    turn = token - begins[owner]  # of a token among the new ones of its sequence
+    rows = (begins.unsqueeze(1) + torch.arange(max_len, device=device)).clamp(max=T - 1)  # [S, L]
+    queries = q.to(acc)[rows].transpose(1, 2)  # [S, H, L, D]
+
+    place = torch.arange(C, device=device)
+    past = place >= lengths.unsqueeze(1)  # [S, C]
+    block = pages.tables.gather(1, (place // B).expand(past.shape)).long()
+    slots = (block * B + place % B).masked_fill(past, 0)
+    k, v = (
+        x.to(acc).masked_fill(past[:, :, None, None], 0.0).transpose(1, 2).repeat_interleave(H // G, 1)
+        for x in (pages.keys(slots), pages.values(slots))
+    )  # [S, H, C, D] and [S, H, C, E]
+
+    at = lengths.unsqueeze(1) - cu_seqlens.diff().long().unsqueeze(1) + torch.arange(max_len, device=device)  # [S, L]
+    apart = place - at.unsqueeze(-1)  # [S, L, C]
+    scores = (queries * scale) @ k.mT
+    terms = shape.terms(apart, scores)
+    scores = scores if terms is None else scores + terms.transpose(0, 1)
+    hidden = shape.hidden(apart)
+    assert hidden is not None, "causal hides what is ahead"
+    scores = scores.masked_fill(hidden.unsqueeze(1), -torch.inf)
+    out, lse = scores.softmax(-1) @ v, scores.logsumexp(-1)
+    return out[owner, :, turn].to(q.dtype), lse[owner, :, turn]

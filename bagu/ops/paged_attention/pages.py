@@ -1,0 +1,76 @@
+"""Where the tokens of a sequence lie in the pool.
+
+A pool is k[N, B, G, D] and v[N, B, G, E]; its N * B places, counted through, are slots. What lies past the end of a
+sequence in its last block is whatever the block's last owner left there, NaN perhaps: a weight of 0 does not hide that
+(0 * NaN is NaN), so those places are never multiplied with. They are replaced by a place that is in use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Pages"]
+
+
+@dataclass(frozen=True)
+class Pages:
+    k: torch.Tensor  # [N, B, G, D]
+    v: torch.Tensor  # [N, B, G, E]
+    tables: torch.Tensor  # [S, P] int32
+    lengths: torch.Tensor  # [S] int32, new tokens included
+    longest: int
+
+    @property
+    def latent(self) -> bool:
+        """Values are the first features of the keys (MLA): one read gives both."""
+        return self.v.data_ptr() == self.k.data_ptr() and self.v.stride() == self.k.stride()
+
+    def last(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the last token of each sequence sees: (slots[S, C] int64, distance[S, C] to it, 0 or below).
+
+        C is the longest sequence's number of keys. Columns past a sequence's end have a positive distance, and the slot
+        of a key it sees.
+        """
+        B, device = self.k.shape[1], self.k.device
+        lengths = self.lengths.unsqueeze(1)
+        if window is not None and window < self.longest:  # columns begin where the window does
+            place = torch.arange(window, device=device) + (lengths - window).clamp(min=0)
+            inside = torch.minimum(place, lengths - 1)
+            return self.tables.gather(1, inside // B).long() * B + inside % B, place - (lengths - 1)
+        blocks = -(-self.longest // B)
+        slots = (self.tables[:, :blocks].long().unsqueeze(2) * B + torch.arange(B, device=device)).flatten(1)
+        apart = torch.arange(self.longest, device=device) - (lengths - 1)
+        return torch.where(apart <= 0, slots[:, : self.longest], slots[:, :1]), apart
+
+    def of(self, s: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """k[C, G, D] and v[C, G, E] of places begin … end of sequence s on a CPU; views where blocks are in a row.
+
+        They often are: a pool hands out its blocks in order, and a prompt takes its own at once.
+        """
+        B = self.k.shape[1]
+        first = begin // B
+        blocks = self.tables[s].tolist()[first : -(-end // B)]
+        if self.k.is_contiguous() and blocks == list(range(blocks[0], blocks[0] + len(blocks))):
+            at = blocks[0] * B + begin - first * B
+            return self.k.flatten(0, 1)[at : at + end - begin], self.v.flatten(0, 1)[at : at + end - begin]
+        place = torch.arange(begin, end)
+        slots = self.tables[s, place // B].long() * B + place % B
+        k = self.keys(slots)
+        return k, k[..., : self.v.shape[-1]] if self.latent else self.values(slots)
+
+    def keys(self, slots: torch.Tensor) -> torch.Tensor:
+        """k at slots[…] as […, G, D]."""
+        return _rows(self.k, slots)
+
+    def values(self, slots: torch.Tensor) -> torch.Tensor:
+        """v at slots[…] as […, G, E]."""
+        return _rows(self.v, slots)
+
+
+def _rows(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    B = pool.shape[1]
+    if not pool.is_contiguous():
+        return pool[slots // B, slots % B]
+    return pool.view(-1, *pool.shape[2:]).index_select(0, slots.flatten()).view(*slots.shape, *pool.shape[2:])

@@ -1,0 +1,219 @@
+"""Attention over a paged cache: each new token's mix of the values of its sequence, which lie in blocks anywhere.
+
+    place j of sequence s    k = k_cache[block_tables[s, j // B], j % B], and v alike
+    s[i, j] = scale * q[i] . k[j] - slope * (i - j) + bias[R - 1 + clamp(j - i, ±(R - 1))]
+    lse[i]  = log(sum_j exp(s[i, j]))        out[i] = sum_j exp(s[i, j] - lse[i]) * v[j]
+
+for each head, over the places j <= i (with i - j < window if there is one) of the query's own sequence. The new tokens
+of sequence s are q[cu_seqlens[s] : cu_seqlens[s + 1]], and they are the last of its context_lens[s] places: one is a
+decode, all are a prefill, anything between is a chunk of one. What a table names past a sequence's end, or before a
+window, is not read, and what memory holds there does not matter. Heads, slopes, bias and lse are as in `attention`,
+which gives the same numbers for a sequence that is in one piece. There are no gradients.
+
+Dims: T = new tokens, H = query heads, G = key heads, D = features of a key, E = of a value, N = blocks, B = places of a
+block, S = sequences, S1 = S + 1, W = the table's width, P = 2R - 1.
+Paper: https://arxiv.org/abs/2309.06180 (PagedAttention)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bagu.errors import ArgumentError
+from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.paged_attention import torch_backend
+from bagu.ops.signature import Dims
+
+
+def reference(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor,
+    context_lens: torch.Tensor, slopes: torch.Tensor | None, bias: torch.Tensor | None, max_len: int, max_context: int,
+    window: int | None, scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The definition, one sequence after another."""
+    B, per_group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    offsets, outs, lses = cu_seqlens.tolist(), [], []
+    for s, length in enumerate(context_lens.tolist()):
+        begin, end = offsets[s], offsets[s + 1]
+        places = [(int(block_tables[s, j // B]), j % B) for j in range(length)] if end > begin else []
+        first = 0 if window is None else max(0, length - (end - begin) - window + 1)
+        k, v = (
+            torch.stack([x[at] for at in places[first:]] or [x[0, 0]]).repeat_interleave(per_group, 1)
+            for x in (k_cache, v_cache)
+        )
+        i = torch.arange(length - (end - begin), length)[:, None]
+        j = torch.arange(first, first + k.shape[0])[None, :]
+        scores = scale * torch.einsum("ihd,jhd->hij", q[begin:end], k)
+        if slopes is not None:
+            scores = scores - slopes[:, None, None] * (i - j).abs()
+        if bias is not None:
+            R = (bias.shape[1] + 1) // 2
+            scores = scores + bias[:, R - 1 + (j - i).clamp(1 - R, R - 1)]
+        seen = (j <= i) if window is None else (j <= i) & (i - j < window)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        lse = scores.logsumexp(-1)
+        outs.append(torch.einsum("hij,jhe->ihe", (scores - lse[..., None]).exp(), v))
+        lses.append(lse.T)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def inputs(case: Case, streams: Streams) -> dict[str, Any]:
+    """`plan` has (past, new) of each sequence; or there are S of `past` and `new`."""
+    plan = case.get("plan", ((case.get("past", 0), case.get("new", 1)),) * case.get("S", 1))
+    H, D, B = case["H"], case["D"], case.get("B", 4)
+    G, E = case.get("G", H), case.get("E", D)
+    contexts = [past + new for past, new in plan]
+    widths = [-(-c // B) for c in contexts]
+    count = sum(widths) + case.get("spare", 2)
+    shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    if case.get("row", False):
+        shuffled = torch.arange(count, dtype=torch.int32)
+    tables = torch.full((len(plan), max(1, *widths)), -1, dtype=torch.int32)  # -1: an entry nobody may read
+    at = 0
+    for s, n in enumerate(widths):
+        tables[s, :n] = shuffled[at : at + n]
+        at += n
+    q = streams.normal("q", sum(new for _, new in plan), H, D)
+    k, v = streams.normal("k", count, B, G, D), streams.normal("v", count, B, G, E)
+    if "loud" in case.params:  # all scores are raised alike, so the weights stay as they were
+        q[..., 0], k[..., 0] = case["loud"], 2.0
+    if case.get("dirty", False):
+        used = torch.zeros(count, B, dtype=torch.bool)
+        for table, c in zip(tables.tolist(), contexts, strict=True):
+            for j in range(c):
+                used[table[j // B], j % B] = True
+        k[~used], v[~used] = torch.nan, torch.nan
+    if case.get("shared", False):
+        tables[1:, 0] = tables[0, 0]
+    heads = torch.arange(1, H + 1, dtype=torch.float64)
+    return {
+        "q": q,
+        "k_cache": k,
+        "v_cache": k[..., :E] if case.get("latent", False) else v,
+        "block_tables": tables,
+        "cu_seqlens": torch.tensor((0, *(new for _, new in plan))).cumsum(0).to(torch.int32),
+        "context_lens": torch.tensor(contexts, dtype=torch.int32),
+        "slopes": 2 ** (-8 * heads / H) if case.get("alibi", False) else None,
+        "bias": streams.normal("bias", H, 2 * case["R"] - 1) if "R" in case.params else None,
+        "max_len": max(new for _, new in plan) + case.get("slack", 0),
+        "max_context": max(contexts) + case.get("slack", 0),
+        "window": case.get("window", None),
+        "scale": case.get("scale", None),
+    }
+
+
+def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
+    """No dim is derived; what the signature cannot say is refused here."""
+    T, H, G, S, longest = dims["T"], dims["H"], dims["G"], dims["S"], args["max_context"]
+    if G == 0 or H % G:
+        raise ArgumentError(
+            f"paged_attention: q has {H} heads and k_cache has {G}, and a multiple is wanted",
+            hint="each key head serves H / G query heads",
+        )
+    if dims["S1"] != S + 1 or S * args["max_len"] < T:
+        raise ArgumentError(
+            f"paged_attention: cu_seqlens has {dims['S1']} offsets for {S} sequences of at most max_len ="
+            f" {args['max_len']}, and there are {T} tokens",
+            hint="cu_seqlens has S + 1 offsets and ends with T; max_len is the most new tokens of a sequence",
+        )
+    if not 1 <= longest <= dims["W"] * dims["B"]:
+        raise ArgumentError(
+            f"paged_attention: max_context is {longest}, and a table of {dims['W']} blocks holds 1 to"
+            f" {dims['W'] * dims['B']} places",
+            hint="max_context is the length of the longest sequence, new tokens included",
+        )
+    if args["window"] is not None and args["window"] < 1:
+        raise ArgumentError(
+            f"paged_attention: window is {args['window']}, and a query sees at least itself",
+            hint="window = 1 is the query's own key; None is no window",
+        )
+    if args["bias"] is not None and dims["P"] % 2 == 0:
+        raise ArgumentError(
+            f"paged_attention: bias has {dims['P']} distances, and an odd number is wanted",
+            hint="2R - 1 columns stand for the distances -(R - 1) … R - 1",
+        )
+    return {}
+
+
+def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
+    """Every sequence taken to be of max_context: two products a pair and head; its keys and values are read once."""
+    T, H, G, D, E, S, C = (dims[n] for n in ("T", "H", "G", "D", "E", "S", "max_context"))
+    new = T / max(1, S)
+    pairs = T * (C - new) + T * (new + 1) / 2
+    moved = (S * C * G + T * H) * (D + E) * itemsize + 4 * T * H + 4 * S * dims["W"]
+    return Cost(flops=round(2 * pairs * H * (D + E)), bytes=moved)
+
+
+MIXED = ((7, 1), (0, 5), (3, 4), (0, 1), (12, 1))
+DECODE = ((7, 1), (0, 1), (3, 1), (15, 1))
+CASES = [
+    Case("decode", "one new token each, contexts of several lengths", plan=DECODE, H=2, D=8),
+    Case("mixed", "decodes, a prefill and a chunk in one plan", plan=MIXED, H=2, D=8),
+    Case("prefill", "nothing is past: plain causal attention", plan=((0, 9), (0, 3)), H=2, D=8),
+    Case("chunk", "a chunk sees its past in full and itself causally", plan=((5, 6),), H=3, D=16),
+    Case("dirty", "what lies past a sequence's end is NaN and must not be touched", plan=MIXED, H=2, D=8, dirty=True),
+    Case("dirty_decode", "the same where only decodes run", plan=DECODE, H=2, D=8, dirty=True),
+    Case("dirty_gqa", "the same where keys are gathered", plan=DECODE, H=8, G=1, D=8, dirty=True),
+    Case("padded", "sequences without a token, and without a context", plan=((4, 2), (0, 0), (6, 0)), H=2, D=8),
+    Case("padded_decode", "the same beside decodes", plan=((4, 1), (0, 0), (6, 1)), H=2, D=8),
+    Case("slack", "max_len and max_context bound what is there and are not reached", plan=((4, 1), (2, 1)), H=2, D=8,
+         slack=2),
+    Case("shared", "two sequences share their first block", plan=((7, 1), (6, 2)), H=2, D=8, shared=True),
+    Case("whole_blocks", "contexts end where a block does", plan=((7, 1), (0, 8), (3, 1)), H=2, D=8),
+    Case("few", "fewer decodes than are worth doing at once", plan=((7, 1), (0, 1), (9, 1)), H=2, D=8),
+    Case("in_a_row", "blocks are neighbours in the pool, so that a sequence is a view", plan=((7, 1), (6, 5)), H=2, D=8,
+         row=True, dirty=True),
+    Case("in_a_row_window", "the same, the view beginning inside a block", plan=((11, 1), (10, 3)), H=2, D=8, row=True,
+         window=5, dirty=True),
+    Case("one_block", "the blocks are larger than every context", plan=DECODE, H=2, D=8, B=16),
+    Case("block_of_one", "a block is a single place", plan=MIXED, H=2, D=8, B=1),
+    Case("gqa", "two query heads share a key head", plan=MIXED, H=4, G=2, D=8),
+    Case("mqa", "all query heads share one key head", plan=DECODE, H=8, G=1, D=8),
+    Case("latent", "MLA: the values are the first features of the keys", plan=MIXED, H=8, G=1, D=24, E=16, latent=True),
+    Case("narrow_values", "a value is shorter than a key", plan=MIXED, H=2, D=24, E=16),
+    Case("wide_values", "a value is longer than a key", plan=MIXED, H=2, D=8, E=20),
+    Case("window", "a query sees itself and two before it", plan=MIXED, H=2, D=8, window=3),
+    Case("window_dirty", "blocks before the window are given back, and their places hold NaN", plan=((14, 1), (9, 3)),
+         H=2, D=8, window=3, dirty=True),
+    Case("window_wide", "the window is past every context, so it hides nothing", plan=MIXED, H=2, D=8, window=99),
+    Case("window_decode", "only decodes, some contexts shorter than the window", plan=DECODE, H=2, D=8, window=6),
+    Case("alibi", "each head has a slope of its own", plan=MIXED, H=4, G=2, D=8, alibi=True),
+    Case("alibi_far", "slope times distance has more digits than bf16", plan=((300, 1), (290, 3)), H=2, D=8, alibi=True,
+         mixed=["slopes"]),
+    Case("bias", "a learned bias by distance, clamped at its end", plan=MIXED, H=2, D=8, R=4),
+    Case("bias_alibi", "slopes, bias and window at once", plan=MIXED, H=2, D=8, R=3, alibi=True, window=4),
+    Case("scale", "the scale is given and is not 1 / sqrt(D)", plan=MIXED, H=2, D=8, scale=0.3),
+    Case("loud", "exp of these scores overflows unless the maximum is taken off", plan=MIXED, H=2, D=16, loud=256.0),
+    Case("odd", "no size is a multiple of a block", plan=((6, 7), (12, 1), (30, 1)), H=3, D=11, E=5, B=5),
+    Case("long", "contexts are many blocks long", plan=((600, 1), (130, 70), (0, 257), (511, 1)), H=2, D=16, B=16),
+]  # fmt: skip
+BIG: dict[str, Any] = {"H": 32, "G": 8, "D": 128, "B": 16, "bench": True}
+BENCH = [
+    Case(
+        "decode_8b", "64 requests of 2k tokens to an 8B model: bytes of the cache are the time", S=64, past=2047, **BIG
+    ),
+    Case("prefill_8b", "a prompt of 8k tokens to an 8B model", S=1, new=8192, **BIG),
+    Case("chunk_8b", "a chunk of 512 tokens after 8k", S=1, past=8192, new=512, **BIG),
+    Case("laptop", "bagu's demo model, 32 streams", S=32, past=127, H=4, D=64, B=16, bench=True),
+]
+
+SPEC = OpSpec(
+    name="paged_attention",
+    signature="q[T, H, D], k_cache[N, B, G, D], v_cache[N, B, G, E], block_tables[S, W]: i32, cu_seqlens[S1]: i32,"
+    " context_lens[S]: i32, slopes[H]?: float, bias[H, P]?: float, max_len: int, max_context: int, window: int?,"
+    " scale: float? -> out[T, H, E], lse[T, H]: acc",
+    reference=reference,
+    torch_backend=torch_backend,
+    inputs=inputs,
+    cost=cost,
+    derive=derive,
+    ulps=4,  # as for attention: fused kernels round the weights to 16 bits before their product with the values
+    ulps_of={"lse": 512},  # PyTorch's CPU kernel has a quick exp for 16-bit inputs: that of 0 is 5.4e-5 off 1
+    independent=("H", "G"),
+    backends=("torch",),
+    cases=[*CASES, *BENCH],
+)

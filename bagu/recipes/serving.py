@@ -1,0 +1,88 @@
+"""From MODEL to a server or a chat: the one place where models, tokenizers and the engine meet."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bagu.errors import BaguError, UnknownName
+
+__all__ = ["Loader", "chat_main", "serve_main"]
+
+DTYPES = ("auto", "bf16", "fp32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader:
+    """What the engine's process calls to get its model, tokenizer and chat encoder. Plain values: it is pickled."""
+
+    model: str
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str | None = None
+
+    def __call__(self) -> tuple[Any, Any, Any]:
+        import torch
+
+        from bagu.data.chat import ChatEncoder
+        from bagu.data.tokenizer import BpeTokenizer
+        from bagu.device import default_device
+        from bagu.recipes.models import find_model, load_model
+
+        if self.dtype not in DTYPES:
+            raise UnknownName.among("dtype", self.dtype, DTYPES)
+        device = torch.device(self.device) if self.device else default_device()
+        # On a CPU decoding is bound by overhead and memory, and fp32 is no slower than bf16 at small batches
+        dtypes = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32, "bf16": torch.bfloat16}
+        dtype = dtypes.get(self.dtype, torch.float32)
+        found = find_model(self.model)
+        model = load_model(found, dtype=dtype, device=device)
+        places = (Path(self.tokenizer),) if self.tokenizer else (found, found.parent.parent / "tokenizer")
+        place = next((p for p in places if p.is_file() or (p / "tokenizer.json").is_file()), None)
+        if place is None:
+            raise BaguError(f"there is no tokenizer.json in {places[0]}", hint="name one with --tokenizer")
+        tokenizer = BpeTokenizer.load(place)
+        return model, tokenizer, ChatEncoder(tokenizer) if tokenizer.chat_template is not None else None
+
+
+def serve_main(model: str, *, loader: Loader, engine: dict[str, Any], server: dict[str, Any]) -> None:
+    """`bagu serve`: the HTTP server, with the engine in a process of its own."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # inherited by the engine: idle threads must not spin
+    from bagu.recipes.models import find_model
+    from bagu.serve.config import EngineConfig
+    from bagu.serve.server import main
+
+    find_model(model)  # a wrong name is told here, before anything starts
+    main(Path(model).name or model, load=loader, config=EngineConfig(**engine), **server)
+
+
+def chat_main(
+    model: str,
+    *,
+    loader: Loader,
+    system: str,
+    settings: dict[str, float | int],
+    prompt: str | None,
+    api_key: str | None,
+) -> int:
+    """`bagu chat`: MODEL, or the address of a server, in the terminal."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from bagu.serve import terminal
+    from bagu.serve.chat import EngineChat, HttpChat
+
+    if model.startswith(("http://", "https://")):
+        return terminal.main(HttpChat(model, api_key=api_key), system=system, settings=settings, prompt=prompt)
+    from bagu.serve.engine import Engine
+    from bagu.serve.worker import Ready
+
+    loaded, tokenizer, encoder = loader()
+    if encoder is None:
+        raise BaguError(f"the tokenizer of {model} has no chat template", hint="fine-tune it on chats first")
+    engine = Engine(loaded, tokenizer)
+    length, vocabulary = engine.max_model_len, loaded.config.vocab_size
+    ready = Ready(tokenizer=tokenizer, chat=encoder, generates=True, max_model_len=length, vocab_size=vocabulary)
+    name = Path(model).name or model
+    chat = EngineChat(engine, encoder.prompt, name=name, max_len=length, turn_ends=ready.turn_ends)
+    return terminal.main(chat, system=system, settings=settings, prompt=prompt)

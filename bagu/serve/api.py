@@ -1,0 +1,228 @@
+"""The HTTP server's routes: OpenAI's API, what operators ask (health, metrics), and the chat page.
+
+A call to generate is `generate`: body -> job -> ticket -> reply. Nothing here waits for the engine but `await`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+import bagu
+from bagu.serve.edge import Call, Edge, EventStream, read_body, reply_error, reply_json
+from bagu.serve.metrics import CONTENT_TYPE, Metrics
+from bagu.serve.openai import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody, parse
+from bagu.serve.page import HEADERS, Asset, assets
+from bagu.serve.process import EngineProcess
+from bagu.serve.replies import ChatReply, CompletionReply, Reply
+from bagu.serve.tickets import ApiError
+
+if TYPE_CHECKING:
+    from bagu.serve.engine import EngineStats
+
+__all__ = ["Served", "make_app"]
+
+LARGE_BODY = 64 * 2**10  # bytes from which tokenizing (about 1 MB/s) leaves the event loop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What is served, and to whom."""
+
+    names: tuple[str, ...]  # the model answers to each; the first is what replies say
+    api_key: str | None = None
+    created: int = 0  # seconds since 1970
+
+
+class Api:
+    """The routes; each returns a response or raises ApiError."""
+
+    def __init__(self, engine: EngineProcess, metrics: Metrics, served: Served) -> None:
+        self.engine, self.metrics, self.served = engine, metrics, served
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self.generate(request, ChatBody, ChatReply)
+
+    async def completions(self, request: Request) -> Response:
+        return await self.generate(request, CompletionBody, CompletionReply)
+
+    async def generate(
+        self, request: Request, kind: type[ChatBody] | type[CompletionBody], reply_kind: type[Reply]
+    ) -> Response:
+        """Nothing is sent before the engine has accepted the call: a refusal there is still an HTTP status."""
+        ready = self.engine.require()
+        raw = await read_body(request)
+        body = parse(kind, raw)
+        self.check_model(body.model)
+        if not ready.generates:
+            raise ApiError(400, "this model embeds text and does not generate", hint="use /v1/embeddings")
+        job = await asyncio.to_thread(body.to_job, ready) if len(raw) > LARGE_BODY else body.to_job(ready)
+        reply = reply_kind(job, ready, self.served.names[0])
+        call = Call(self.engine, job.requests, request.receive)
+        try:
+            if job.stream:
+                await call.ticket.accepted()
+                return EventStream(reply, call)
+            while events := await call.ticket.read():
+                reply.take(events)
+        except BaseException:
+            call.close()
+            raise
+        call.close()
+        return reply_json(reply.body())
+
+    async def embeddings(self, request: Request) -> Response:
+        ready = self.engine.require()
+        body = parse(EmbeddingBody, await read_body(request))
+        self.check_model(body.model)
+        texts = body.texts(ready)
+        vectors = await self.engine.embed(texts)
+        encode = _base64 if body.encoding_format == "base64" else list
+        data = [{"object": "embedding", "index": i, "embedding": encode(v)} for i, v in enumerate(vectors)]
+        count = sum(map(len, texts))
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return reply_json({"object": "list", "data": data, "model": self.served.names[0], "usage": usage})
+
+    async def models(self, request: Request) -> Response:
+        return reply_json({"object": "list", "data": [self._model(name) for name in self.served.names]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self.check_model(name)
+        return reply_json(self._model(name))
+
+    async def tokenize(self, request: Request) -> Response:
+        ready = self.engine.require()
+        body = parse(TokenizeBody, await read_body(request))
+        self.check_model(body.model)
+        ids = body.ids(ready)
+        return reply_json({"tokens": ids, "count": len(ids), "max_model_len": ready.max_model_len})
+
+    async def detokenize(self, request: Request) -> Response:
+        ready = self.engine.require()
+        body = parse(DetokenizeBody, await read_body(request))
+        self.check_model(body.model)
+        if body.tokens and max(body.tokens) >= ready.vocab_size:
+            found = f"token {max(body.tokens)} in a vocabulary of {ready.vocab_size}"
+            raise ApiError(400, found, param="tokens")
+        return reply_json({"prompt": ready.tokenizer.decode(body.tokens)})
+
+    async def health(self, request: Request) -> Response:
+        """200 when warm and ticking; 503 with the reason otherwise."""
+        ill = self.engine.ill()
+        if ill is None:
+            return reply_json({"status": "ok"})
+        return reply_json({"status": "unhealthy", "reason": ill}, 503)
+
+    async def metrics_text(self, request: Request) -> Response:
+        return Response(self.metrics.text(await self.engine.stats()), media_type=CONTENT_TYPE)
+
+    async def version(self, request: Request) -> Response:
+        return reply_json({"version": bagu.__version__})
+
+    async def engine_stats(self, request: Request) -> Response:
+        """What the page's panel shows: the engine's numbers, and the median time to first token."""
+        self.engine.require()
+        stats = await self.engine.stats()
+        if stats is None:
+            raise ApiError(503, "the engine did not answer within 1 s", code="engine_busy")
+        return reply_json(panel(stats, self.metrics.first_token.quantile(0.5)))
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.served.names:
+            hint = f"served here: {', '.join(self.served.names)}"
+            raise ApiError(404, f"there is no model {name!r}", param="model", code="model_not_found", hint=hint)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        ready = self.engine.ready
+        size = {} if ready is None else {"max_model_len": ready.max_model_len}
+        return {"id": name, "object": "model", "created": self.served.created, "owned_by": "bagu", **size}
+
+
+def make_app(engine: EngineProcess, metrics: Metrics, served: Served) -> FastAPI:
+    """The application; the engine's process lives as long as it does."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        engine.start()
+        yield
+        await engine.stop()
+
+    app = FastAPI(
+        title="bagu", version=bagu.__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
+    )
+    api = Api(engine, metrics, served)
+    for path, method, route in (
+        ("/v1/chat/completions", "POST", api.chat_completions),
+        ("/v1/completions", "POST", api.completions),
+        ("/v1/embeddings", "POST", api.embeddings),
+        ("/v1/models", "GET", api.models),
+        ("/v1/models/{name:path}", "GET", api.model),
+        ("/tokenize", "POST", api.tokenize),
+        ("/detokenize", "POST", api.detokenize),
+        ("/health", "GET", api.health),
+        ("/metrics", "GET", api.metrics_text),
+        ("/version", "GET", api.version),
+        ("/engine", "GET", api.engine_stats),
+    ):
+        app.add_route(path, route, methods=[method])
+    for path, asset in assets().items():
+        app.add_route(path, _page(asset), methods=["GET"])
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_exception)
+    app.add_middleware(Edge, metrics=metrics, api_key=served.api_key)
+    return app
+
+
+def panel(stats: EngineStats, ttft_s: float | None) -> dict[str, Any]:
+    """The engine as the page's panel reads it; a number that there is not yet is null."""
+    queries = stats.prefix_queries
+    return {
+        "tokens_per_s": stats.tokens_per_s, "running": stats.running, "waiting": stats.waiting,
+        "batch_size": stats.batch_size, "tick_ms": 1e3 * stats.last_step_s, "preemptions": stats.preemptions,
+        "ttft_ms_p50": None if ttft_s is None else 1e3 * ttft_s,
+        "prefix_hit_percent": 100 * stats.prefix_hits / queries if queries else None,
+        "generated_tokens": stats.generated_tokens, "steps": stats.steps,
+        "blocks": {
+            "total": stats.blocks_total, "used": stats.blocks_used, "cached": stats.blocks_cached,
+            "map": stats.block_map,
+        },
+    }  # fmt: skip
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return reply_error(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such path, or not with this method."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return reply_error(ApiError(error.status_code, message, headers=error.headers))
+
+
+async def _on_exception(request: Request, error: Exception) -> Response:
+    """A fault of the server: the client learns its kind, the log the rest (the server logs what it re-raises)."""
+    return reply_error(ApiError(500, f"the server failed on this request: {type(error).__name__}"))
+
+
+def _page(asset: Asset) -> Any:
+    async def page(request: Request) -> Response:
+        return Response(asset.body, headers={**HEADERS, "content-type": asset.media_type})
+
+    return page
+
+
+def _base64(vector: list[float]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -1,0 +1,127 @@
+"""What answers a chat, piece by piece: a server over HTTP, or an engine in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from bagu.errors import ArgumentError, BaguError
+from bagu.serve.request import Sampling
+from bagu.types import Generate
+
+__all__ = ["Chat", "EngineChat", "HttpChat", "Message", "Piece", "Settings", "sampling_of"]
+
+Message = Mapping[str, str]  # role and content
+Settings = Mapping[str, float | int]  # fields of Sampling by name
+TIMEOUT_S = 600.0  # for one piece: a long prompt on a CPU takes minutes before its first token
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """What one token, or one event of a stream, adds to an answer. `finish` says in the last why it ended."""
+
+    text: str = ""
+    tokens: int = 0
+    finish: str | None = None
+
+
+class Chat(Protocol):
+    """What answers. Closing the iterator before its end aborts the request."""
+
+    @property
+    def name(self) -> str: ...
+
+    def answer(self, messages: Sequence[Message], settings: Settings) -> Generator[Piece, None, None]: ...
+
+
+class EngineChat:
+    """An engine in this process. `encode` makes a prompt of messages (`ChatEncoder.prompt`)."""
+
+    def __init__(
+        self,
+        engine: Generate[Sampling],
+        encode: Callable[[Sequence[Message]], Sequence[int]],
+        *,
+        name: str,
+        max_len: int,
+        turn_ends: Sequence[int] = (),
+    ) -> None:
+        """`turn_ends` are the tokens a chat template ends the assistant's turn with, beside the end of a document."""
+        self.engine, self.encode, self.name, self.max_len = engine, encode, name, max_len
+        self.turn_ends = tuple(turn_ends)
+
+    def answer(self, messages: Sequence[Message], settings: Settings) -> Generator[Piece, None, None]:
+        prompt = self.encode(messages)
+        room = self.max_len - len(prompt)
+        if room < 1:
+            hint = "begin again with /new"
+            raise ArgumentError(f"the conversation has {len(prompt)} tokens, the model {self.max_len}", hint=hint)
+        sampling = replace(sampling_of({"max_tokens": room, **settings}), stop_token_ids=self.turn_ends)
+        for part in self.engine.stream(prompt, sampling):
+            yield Piece(text=part.text or "", tokens=len(part.tokens), finish=part.finish or None)
+
+
+class HttpChat:
+    """A server that speaks OpenAI's API at `url`, e.g. http://127.0.0.1:8000; `model` is its first by default."""
+
+    def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        if urlsplit(self.url).scheme not in ("http", "https"):
+            raise ArgumentError(f"{url!r} is not the address of a server", hint="e.g. http://127.0.0.1:8000")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self.name = model or self._first_model()
+
+    def answer(self, messages: Sequence[Message], settings: Settings) -> Generator[Piece, None, None]:
+        asked = {"model": self.name, "messages": list(messages), "stream": True, **settings}
+        with self._call("POST", "/v1/chat/completions", asked) as response:
+            for line in response:
+                data = line.removeprefix(b"data:").strip()
+                if not line.startswith(b"data:") or data == b"[DONE]":
+                    continue
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise BaguError(f"the server ended the answer: {chunk['error']['message']}")
+                for choice in chunk["choices"]:
+                    text = choice["delta"].get("content") or ""
+                    yield Piece(text=text, tokens=int(bool(text)), finish=choice["finish_reason"])
+
+    def _first_model(self) -> str:
+        with self._call("GET", "/v1/models") as response:
+            return str(json.load(response)["data"][0]["id"])
+
+    @contextlib.contextmanager
+    def _call(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
+        where = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
+        connection = kind(where.netloc, timeout=TIMEOUT_S)
+        try:
+            connection.request(method, where.path + path, None if body is None else json.dumps(body), self._headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise BaguError(f"{self.url} answered {response.status}: {_message(response.read())}")
+            yield response
+        except (OSError, http.client.HTTPException) as error:
+            hint = "is it running? `bagu serve MODEL` starts one"
+            raise BaguError(f"{self.url} cannot be reached: {error or type(error).__name__}", hint=hint) from error
+        finally:
+            connection.close()  # the server sees it and frees the request
+
+
+def _message(body: bytes) -> str:
+    """Of an OpenAI-shaped error; of anything else, its text."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:300].decode(errors="replace")
+
+
+def sampling_of(settings: Settings) -> Sampling:
+    """Checks them: a bad value is refused where it is typed, not when a server is asked."""
+    return Sampling(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,51 @@
+"""How an engine is set up: one frozen value, of plain types, that can cross to the engine's process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bagu.errors import ArgumentError
+
+__all__ = ["EngineConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Names are vLLM's where they mean the same. `None` is "decide for this model and machine"."""
+
+    block_size: int = 16  # positions of a KV block
+    num_blocks: int | None = None  # of the pool; None: as many as `kv_memory`, or the GPU's memory, holds
+    kv_memory: int | None = None  # bytes of the pool; None: a quarter of what is free on a CPU, 4 GiB at most
+    gpu_memory_utilization: float = 0.9  # of the GPU's memory, weights and work space included
+    max_model_len: int | None = None  # None: what the model was made for, as far as the pool holds it
+    max_num_seqs: int = 256  # choices that run at once
+    max_num_batched_tokens: int = 2048  # of a step, prefill and decode together
+    prefix_cache: bool = True
+    quantization: Literal["int8"] | None = None  # of linear layers and head, on a CPU
+    threads: int | None = None  # of a CPU; None leaves what torch has, and a server says cores - 1
+    cuda_graphs: bool = True  # replay decode steps; no effect on a CPU
+    invariant: bool = False  # a row's bits do not depend on its batch (bagu.ops.invariant)
+    seed: int = 0  # from which requests without a seed get theirs
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_blocks", "kv_memory", "max_model_len", "max_num_seqs", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ArgumentError(f"engine: {name} = {value}", hint=f"{name} is 1 or more")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ArgumentError(
+                f"engine: max_num_batched_tokens = {self.max_num_batched_tokens} is below "
+                f"max_num_seqs = {self.max_num_seqs}",
+                hint="each running sequence needs one token of a step: raise the first, or lower the second",
+            )
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ArgumentError(
+                f"engine: gpu_memory_utilization = {self.gpu_memory_utilization}", hint="it is a share, above 0 up to 1"
+            )
+        if self.quantization not in (None, "int8"):
+            raise ArgumentError(f"engine: quantization = {self.quantization!r}", hint="int8, or none")
+        if self.quantization is not None and self.invariant:
+            raise ArgumentError(
+                "engine: invariant with quantization", hint="int8 logits are not the trainer's: choose one of the two"
+            )

@@ -1,0 +1,254 @@
+"""The engine: requests in, tokens out. `Engine.step` is the architecture.
+
+    plan    scheduler.py   which tokens of which sequences are computed now, and in which blocks
+    run     runner.py      one forward over all of them
+    sample  sample.py      a token for each sequence whose last one was among them
+    commit  scheduler.py   tokens appended, ends found, blocks registered or released
+
+The engine is not a thread and not a server: `step` is called by whoever wants progress. It satisfies `types.Generate`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from bagu import ops
+from bagu.errors import ArgumentError
+from bagu.nn.model import Transformer
+from bagu.serve.blocks import Blocks, IntegrityError
+from bagu.serve.completion import choices
+from bagu.serve.config import EngineConfig
+from bagu.serve.paged import PagedKV
+from bagu.serve.plan import Plan
+from bagu.serve.pool import size_pool
+from bagu.serve.request import PromptLogprobs, Request, Sampling, TokenEvent
+from bagu.serve.runner import Runner
+from bagu.serve.sampler import Sampler
+from bagu.serve.scheduler import Scheduler, SchedulerConfig
+from bagu.types import Completion, Tokenizer
+
+__all__ = ["Engine", "EngineStats", "Event"]
+
+Event = TokenEvent | PromptLogprobs
+WINDOW_S = 2.0  # over which tokens/s are taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """The engine at one moment; counters are since it was made."""
+
+    running: int  # choices
+    waiting: int  # requests, and choices that were preempted
+    batch_size: int  # sequences of the last step
+    blocks_total: int
+    blocks_used: int
+    blocks_cached: int
+    block_map: str  # one character a block: u used, c cached, . free
+    tokens_per_s: float  # drawn, over the last WINDOW_S
+    last_step_s: float  # how long the last step took
+    steps: int
+    generated_tokens: int
+    preemptions: int
+    prefix_queries: int  # tokens looked for in the prefix cache
+    prefix_hits: int  # tokens found there
+
+
+class Engine:
+    def __init__(self, model: Transformer, tokenizer: Tokenizer | None = None, config: EngineConfig | None = None):
+        config = EngineConfig() if config is None else config
+        model.eval()
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        pool = size_pool(model, config)
+        self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.max_model_len = pool.max_model_len
+        windows = [model.config.window(i) for i in range(model.config.num_layers)]
+        self.blocks = Blocks(pool.num_blocks, config.block_size, prefix_cache=config.prefix_cache)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_model_len=pool.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                eos_ids=() if tokenizer is None else (tokenizer.eos_id,),
+                window=None if None in windows else max(w for w in windows if w is not None),
+            ),
+            self.blocks,
+        )
+        table = model.embedding.weight
+        spare = int(table.is_cuda)  # a block that no table holds, for the rows that pad a CUDA graph
+        kv = PagedKV(model.config, pool.num_blocks + spare, config.block_size, device=table.device, dtype=table.dtype)
+        self.runner = Runner(model, kv, config, pool.max_model_len)
+        self.sampler = Sampler(self.runner, tokenizer, config.seed)
+        self._ids = itertools.count()
+        self._drawn: deque[tuple[float, int]] = deque()  # (when, how many tokens) of the last steps
+        self._steps = self._tokens = self._batch_size = 0
+        self._last_step_s = 0.0
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """Advance every running sequence; what came of it. Nothing where there is no work."""
+        began = time.perf_counter()
+        with torch.inference_mode(), self._arithmetic():
+            plan = self.scheduler.plan()
+            if plan is None:
+                return self._idle()
+            step = self.runner.run(plan)
+            drawn = self.sampler.draw(plan, step)
+            events = self.scheduler.commit(plan, drawn.tokens, drawn.logprobs)
+        self._count(plan, began)
+        return [*drawn.prompts, *map(self._read, events)]
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; raises Unservable where it can never run, and ArgumentError where it makes no sense."""
+        outside = [t for t in request.prompt if not 0 <= t < self.model.config.vocab_size]
+        if outside:
+            raise ArgumentError(
+                f"request {request.id!r}: the prompt has token {outside[0]}, and the vocabulary is "
+                f"{self.model.config.vocab_size}",
+                hint="the prompt was made with another tokenizer",
+            )
+        if request.sampling.stop and self.tokenizer is None:
+            raise ArgumentError(
+                f"request {request.id!r}: stop strings, and the engine has no tokenizer", hint="use stop_token_ids"
+            )
+        self.scheduler.add(request)
+        self.sampler.open(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; False where it is not alive. Its blocks are free on return."""
+        self.sampler.close(request_id)
+        return self.scheduler.abort(request_id)
+
+    def update_weights(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Replace weights in place, all or some by their names in the model's state dict. What was computed with the
+        old ones is forgotten: the prefix cache is emptied, and running sequences are computed anew."""
+        own = self.model.state_dict()
+        for name, tensor in state.items():
+            if name not in own or own[name].shape != tensor.shape:
+                found = f"of shape {list(tensor.shape)}" if name in own else "which the model does not have"
+                hint = f"it is {list(own[name].shape)} here" if name in own else "names are those of its state dict"
+                raise ArgumentError(f"update_weights: {name}, {found}", hint=hint)
+        with torch.no_grad():
+            for name, tensor in state.items():
+                own[name].copy_(tensor)
+        self.runner.prepare()
+        self.scheduler.restart()
+
+    # --- Generate -----------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> list[Completion]:
+        """All choices of all prompts, prompt by prompt. `sampling` is one for all, or one a prompt."""
+        each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        requests = [self._request(p, s) for p, s in zip(prompts, each, strict=True)]
+        grown = {r.id: choices(r, i, self.tokenizer) for i, r in enumerate(requests)}
+        for event in self._serve(requests):
+            if isinstance(event, TokenEvent):
+                grown[event.request_id][event.index].push(event)
+        return [choice.whole() for r in requests for choice in grown[r.id]]
+
+    def stream(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[Completion]:
+        """The same as it grows: what each token added, the last of a choice with its finish. A caller that stops
+        listening aborts the request."""
+        request = self._request(prompt, sampling)
+        grown = choices(request, 0, self.tokenizer)
+        try:
+            for event in self._serve([request]):
+                if isinstance(event, TokenEvent):
+                    yield grown[event.index].push(event)
+        finally:
+            self.abort(request.id)
+
+    def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[float]]:
+        """For each sequence the logprobs of ids[start:]. A prefix that several share is computed once, as far as it
+        lies before their starts."""
+        for ids, start in zip(sequences, starts, strict=True):
+            if not 1 <= start < len(ids):
+                hint = "the first token has nothing before it, and at least one is scored: 1 to length - 1"
+                raise ArgumentError(f"score: start = {start} of {len(ids)} tokens", hint=hint)
+        asks = Sampling(max_tokens=0, prompt_logprobs=0)
+        requests = [self._request(ids, asks, score_start=s) for ids, s in zip(sequences, starts, strict=True)]
+        found: dict[str, list[float]] = {}
+        for event in self._serve(requests):
+            if isinstance(event, PromptLogprobs):
+                found[event.request_id] = [t.logprob for t in event.tokens]
+        return [found[r.id] for r in requests]
+
+    def stats(self) -> EngineStats:
+        while self._drawn and self._drawn[0][0] < time.perf_counter() - WINDOW_S:
+            self._drawn.popleft()
+        scheduler, blocks = self.scheduler, self.blocks
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            batch_size=self._batch_size if scheduler.running else 0,
+            blocks_total=blocks.num_blocks,
+            blocks_used=blocks.used_count,
+            blocks_cached=blocks.cached_count,
+            block_map=blocks.map(),
+            tokens_per_s=sum(n for _, n in self._drawn) / WINDOW_S,
+            last_step_s=self._last_step_s,
+            steps=self._steps,
+            generated_tokens=self._tokens,
+            preemptions=scheduler.preemptions,
+            prefix_queries=scheduler.prompt_tokens,
+            prefix_hits=scheduler.hit_tokens,
+        )
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _arithmetic(self) -> AbstractContextManager[None]:
+        return ops.invariant() if self.config.invariant else nullcontext()
+
+    def _idle(self) -> list[Event]:
+        if self.scheduler.has_work:
+            raise IntegrityError("requests wait, nothing runs, and nothing can be planned")
+        return []
+
+    def _read(self, event: TokenEvent) -> TokenEvent:
+        """An event as the scheduler made it, ended where its text ends."""
+        read = self.sampler.read(event)
+        if read.finish is not None and event.finish is None:
+            self.scheduler.stop(event.request_id, event.index)
+        return read
+
+    def _count(self, plan: Plan, began: float) -> None:
+        now = time.perf_counter()
+        self._last_step_s, self._batch_size = now - began, len(plan.slices)
+        self._steps += 1
+        self._tokens += len(plan.sampled)
+        self._drawn.append((now, len(plan.sampled)))
+
+    def _request(self, prompt: Sequence[int], sampling: Sampling, *, score_start: int = 0) -> Request:
+        return Request(
+            id=f"engine-{next(self._ids)}", prompt=tuple(prompt), sampling=sampling, arrival=time.monotonic(),
+            score_start=score_start,
+        )  # fmt: skip
+
+    def _serve(self, requests: Sequence[Request]) -> Iterator[Event]:
+        """The events of these requests, until the last has ended. Others in the engine advance beside them, and their
+        events are lost: one caller at a time, or `submit` and `step`."""
+        try:
+            for request in requests:
+                self.submit(request)
+            left = sum(r.sampling.n for r in requests)
+            own = {r.id for r in requests}
+            while left:
+                for event in self.step():
+                    if event.request_id in own:
+                        left -= isinstance(event, TokenEvent) and event.finish is not None
+                        yield event
+        finally:
+            for request in requests:
+                self.abort(request.id)

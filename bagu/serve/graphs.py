@@ -1,0 +1,90 @@
+"""Decode steps on a GPU as CUDA graphs: a launch a step instead of hundreds.
+
+A graph is of a fixed shape, so steps are padded up to a bucket: sequences to a power of two (and multiples of 32 above
+32), contexts to a power of two. A row of padding is a sequence of one token in a block that no table holds; rows do not
+see each other, so it changes nothing. A graph is captured when its bucket is first met, and all share one memory pool.
+
+Not run yet on a GPU: this machine has none. `cuda_graphs=False` takes the plain way.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from bagu.serve.paged import Batch, PagedKV
+
+__all__ = ["GraphDecode", "bucket", "pad"]
+
+
+class Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    batch: Batch  # what the graph reads: filled before each replay
+    hidden: torch.Tensor  # what it writes
+
+
+def bucket(count: int, *, coarse: bool = False) -> int:
+    """The size that `count` is padded to."""
+    if count > 32 and not coarse:
+        return -(-count // 32) * 32
+    return 1 << (count - 1).bit_length()
+
+
+def pad(batch: Batch, rows: int, context: int, block_size: int, spare: int) -> Batch:
+    """The batch with `rows` sequences and tables of `context` positions; the new ones live in block `spare`."""
+    extra, blocks = rows - len(batch.ids), -(-context // block_size)
+
+    def grow(x: torch.Tensor, value: int) -> torch.Tensor:
+        return torch.cat((x, x.new_full((extra, *x.shape[1:]), value)))
+
+    tables = torch.nn.functional.pad(batch.block_tables, (0, blocks - batch.block_tables.shape[1]))
+    return Batch(
+        ids=grow(batch.ids, 0),
+        positions=grow(batch.positions, 0),
+        slots=grow(batch.slots, spare * block_size),
+        cu_seqlens=torch.arange(rows + 1, dtype=torch.int32, device=batch.ids.device),
+        context_lens=grow(batch.context_lens, 1),
+        block_tables=grow(tables, spare),
+        max_len=1,
+        max_context=context,
+    )
+
+
+class GraphDecode:
+    """`forward` of a batch of one token a sequence, by replay. Satisfies runner.Forward."""
+
+    def __init__(self, model: torch.nn.Module, kv: PagedKV, max_model_len: int) -> None:
+        self.model, self.kv, self.max_model_len = model, kv, max_model_len
+        self.spare = kv.keys[0].shape[0] - 1
+        self.captured: dict[tuple[int, int], Captured] = {}
+        self.memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        rows = bucket(len(batch.ids))
+        context = min(bucket(batch.max_context, coarse=True), self.max_model_len)
+        padded = pad(batch, rows, context, self.kv.block_size, self.spare)
+        found = self.captured.get((rows, context))
+        if found is None:
+            found = self.captured[rows, context] = self._capture(padded)
+        for into, new in zip(found.batch, padded, strict=True):
+            if isinstance(into, torch.Tensor) and isinstance(new, torch.Tensor):
+                into.copy_(new)
+        found.graph.replay()
+        return found.hidden[: len(batch.ids)]
+
+    def _capture(self, batch: Batch) -> Captured:
+        self.kv.load(batch)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # what is made on first use (cuBLAS, tables, kernels) must not be in the graph
+            self._forward(batch)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.memory):
+            hidden = self._forward(batch)
+        return Captured(graph, batch, hidden)
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        hidden: torch.Tensor = self.model(batch.ids, batch.positions, batch.cu_seqlens, 1, self.kv).hidden
+        return hidden

@@ -1,0 +1,68 @@
+"""What fits: the limits of a step, and whether a request can ever be served within them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bagu.errors import ArgumentError
+from bagu.serve.request import Request, Unservable
+
+__all__ = ["SchedulerConfig", "check_servable"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step, with the names vLLM users know."""
+
+    max_model_len: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_prefill_chunk: int | None = None  # the most one prompt may take of a step; None is all that is spare
+    eos_ids: tuple[int, ...] = ()
+    aging_s: float = 30.0
+    window: int | None = None  # the widest window where ALL layers have one; a model with a full layer keeps everything
+
+    def __post_init__(self) -> None:
+        least = {
+            "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": self.max_num_seqs,
+            "max_prefill_chunk": 1, "window": 1,
+        }  # fmt: skip
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                why = " (max_num_seqs: each sequence gets a token a step)" if name == "max_num_batched_tokens" else ""
+                raise ArgumentError(f"scheduler: {name} = {value}", hint=f"{name} is {low}{why} or more")
+        if not self.aging_s > 0:
+            raise ArgumentError(f"scheduler: aging_s = {self.aging_s} s", hint="aging_s is above 0")
+
+    def dead_blocks(self, computed: int, block_size: int) -> int:
+        """How many leading blocks no token from position `computed` on can see: a window reaches `window - 1` back."""
+        return 0 if self.window is None else max(0, computed - self.window + 1) // block_size
+
+    def most_blocks(self, positions: int, block_size: int) -> int:
+        """Blocks that a sequence of so many positions holds at once, at most, when it advances token by token."""
+        blocks = -(-positions // block_size)
+        return blocks if self.window is None else min(blocks, (self.window + block_size - 2) // block_size + 1)
+
+
+def check_servable(request: Request, config: SchedulerConfig, *, num_blocks: int, block_size: int) -> None:
+    """Raise Unservable where the request could not run even alone: no wait would help it."""
+    sampling = request.sampling
+    prompt, total = len(request.prompt), len(request.prompt) + sampling.max_tokens
+    need = config.most_blocks(prompt + max(sampling.max_tokens - 1, 0), block_size)
+    asked = f"request {request.id!r}: a prompt of {prompt} tokens and max_tokens {sampling.max_tokens}"
+    if total > config.max_model_len:
+        raise Unservable(
+            f"{asked} make {total} tokens, and the model serves {config.max_model_len}",
+            hint=f"shorten the prompt, or ask for at most {max(0, config.max_model_len - prompt)} tokens",
+        )
+    if need > num_blocks:
+        raise Unservable(
+            f"{asked} need {need} KV blocks of {block_size} tokens, and the pool has {num_blocks}",
+            hint="ask for fewer tokens, or serve with a larger KV pool",
+        )
+    if sampling.n > config.max_num_seqs:
+        raise Unservable(
+            f"request {request.id!r}: n = {sampling.n}, and {config.max_num_seqs} sequences can run at once",
+            hint="ask for fewer choices, or raise max_num_seqs",
+        )

@@ -1,0 +1,148 @@
+"""What the server counts, in Prometheus' text format at `/metrics`.
+
+Names are vLLM's where they mean the same, so that dashboards made for it work. Times are what the server sees: a
+token's time is when its event came over the pipe from the engine's process.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+__all__ = ["CONTENT_TYPE", "Gauges", "Histogram", "Metrics"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# upper bounds in seconds, those of vLLM's dashboards
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+REQUEST = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+class Gauges(Protocol):
+    """What of `EngineStats` becomes a metric."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def blocks_total(self) -> int: ...
+    @property
+    def blocks_used(self) -> int: ...
+    @property
+    def preemptions(self) -> int: ...
+    @property
+    def prefix_queries(self) -> int: ...
+    @property
+    def prefix_hits(self) -> int: ...
+
+
+class Histogram:
+    """Counts by upper bound, as Prometheus wants them (cumulative when written), and the last 512 values."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+        self.recent: deque[float] = deque(maxlen=512)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+        self.recent.append(value)
+
+    def quantile(self, q: float) -> float | None:
+        """Of the last 512 values, the nearest rank; None before the first."""
+        ordered = sorted(self.recent)
+        return ordered[min(int(q * len(ordered)), len(ordered) - 1)] if ordered else None
+
+    def lines(self, name: str, labels: str) -> Iterator[str]:
+        total = 0
+        for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
+            total += count
+            yield f'{name}_bucket{{{labels},le="{bound}"}} {total}'
+        yield f"{name}_sum{{{labels}}} {self.sum!r}"
+        yield f"{name}_count{{{labels}}} {total}"
+
+
+@dataclass
+class Metrics:
+    """Everything the server counts since it started."""
+
+    model: str
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    engine_restarts: int = 0
+    finished: Counter[str] = field(default_factory=Counter)  # choices by finish reason
+    http: Counter[tuple[str, str, int]] = field(default_factory=Counter)  # (handler, method, status)
+    first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN))
+    between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS))
+    per_output_token: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS))
+    end_to_end: Histogram = field(default_factory=lambda: Histogram(REQUEST))
+    request_prompt: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    request_generation: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+
+    def text(self, engine: Gauges | None) -> str:
+        """The page Prometheus reads; without the engine's gauges while there is no engine to ask."""
+        label = f'model_name="{_escaped(self.model)}"'
+        lines = [*self._counters(label), *self._histograms(label)]
+        if engine is not None:
+            lines += _gauges(engine, label)
+        return "\n".join(lines) + "\n"
+
+    def _counters(self, label: str) -> Iterator[str]:
+        yield from _metric("vllm:prompt_tokens_total", "counter", "Prompt tokens of accepted requests.")
+        yield f"vllm:prompt_tokens_total{{{label}}} {self.prompt_tokens}"
+        yield from _metric("vllm:generation_tokens_total", "counter", "Tokens generated.")
+        yield f"vllm:generation_tokens_total{{{label}}} {self.generation_tokens}"
+        yield from _metric("vllm:request_success_total", "counter", "Choices finished, by reason.")
+        for reason in ("stop", "length", "abort", "error"):
+            yield f'vllm:request_success_total{{{label},finished_reason="{reason}"}} {self.finished[reason]}'
+        yield from _metric("bagu:engine_restarts_total", "counter", "Times the engine's process was started again.")
+        yield f"bagu:engine_restarts_total{{{label}}} {self.engine_restarts}"
+        yield from _metric("http_requests_total", "counter", "HTTP requests answered.")
+        for (handler, method, status), count in sorted(self.http.items()):
+            yield f'http_requests_total{{handler="{handler}",method="{method}",status="{status}"}} {count}'
+
+    def _histograms(self, label: str) -> Iterator[str]:
+        for name, help, histogram in (
+            ("vllm:time_to_first_token_seconds", "From arrival to the first token.", self.first_token),
+            ("vllm:inter_token_latency_seconds", "Between two tokens of a choice.", self.between_tokens),
+            (
+                "vllm:request_time_per_output_token_seconds",
+                "(last - first token) / (tokens - 1) of a choice.",
+                self.per_output_token,
+            ),
+            ("vllm:e2e_request_latency_seconds", "From arrival to the end of a choice.", self.end_to_end),
+            ("vllm:request_prompt_tokens", "Prompt tokens of a request.", self.request_prompt),
+            ("vllm:request_generation_tokens", "Tokens of a choice.", self.request_generation),
+        ):
+            yield from _metric(name, "histogram", help)
+            yield from histogram.lines(name, label)
+
+
+def _gauges(engine: Gauges, label: str) -> Iterator[str]:
+    used = engine.blocks_used / engine.blocks_total if engine.blocks_total else 0.0
+    for name, kind, help, value in (
+        ("vllm:num_requests_running", "gauge", "Sequences in the batch.", engine.running),
+        ("vllm:num_requests_waiting", "gauge", "Requests in the queue.", engine.waiting),
+        ("vllm:kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1.", used),
+        ("vllm:num_preemptions_total", "counter", "Sequences put back into the queue.", engine.preemptions),
+        ("vllm:prefix_cache_queries_total", "counter", "Prompt tokens looked up.", engine.prefix_queries),
+        ("vllm:prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache.", engine.prefix_hits),
+    ):
+        yield from _metric(name, kind, help)
+        yield f"{name}{{{label}}} {value}"
+
+
+def _metric(name: str, kind: str, help: str) -> Iterator[str]:
+    yield f"# HELP {name} {help}"
+    yield f"# TYPE {name} {kind}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,0 +1,303 @@
+"""What clients may send: the bodies of OpenAI's API with vLLM's extras, checked, and turned into `Request`s.
+
+A body is strict about types ("0.7" is no temperature), takes null for "the default", and lets unknown fields pass, as
+clients of other servers send them. A known field that this server cannot honour is refused: an answer that ignores what
+was asked is worse than none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from bagu.errors import ArgumentError, BaguError
+from bagu.serve.request import Request, Sampling
+from bagu.serve.tickets import ApiError
+from bagu.serve.worker import Ready
+
+__all__ = ["ChatBody", "CompletionBody", "DetokenizeBody", "EmbeddingBody", "Job", "TokenizeBody", "parse"]
+
+TokenId = Annotated[int, Field(ge=0)]
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+INT64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+MAX_TOP_LOGPROBS = 20
+# fields that would change the answer, and the values of them that change nothing
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "tools": (None,), "tool_choice": (None, "none"), "functions": (None,), "function_call": (None, "none"),
+    "response_format": (None, {"type": "text"}), "structured_outputs": (None,), "guided_json": (None,),
+    "guided_regex": (None,), "bad_words": (None, []), "allowed_token_ids": (None,), "suffix": (None, ""),
+    "best_of": (None, 1), "use_beam_search": (None, False), "chat_template": (None,), "modalities": (None, ["text"]),
+    "continue_final_message": (None, False), "add_generation_prompt": (None, True), "truncate_prompt_tokens": (None,),
+}  # fmt: skip
+
+
+class Job(NamedTuple):
+    """A call, ready for the engine. Choice i of prompt p has the index p * n + i in the reply."""
+
+    id: str
+    requests: tuple[Request, ...]
+    echo: tuple[str, ...] | None  # the prompts as text, where the reply is to begin with them
+    stream: bool
+    include_usage: bool
+    skip_special_tokens: bool
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+B = TypeVar("B", bound=Body)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class Generation(Body):
+    """The fields that `/v1/completions` and `/v1/chat/completions` share. None is the default of `Sampling`."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    seed: INT64 | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    priority: INT64 | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def check(self) -> None:
+        """Refuse what contradicts itself, and what this server cannot do."""
+        for name, harmless in UNSUPPORTED.items():
+            value = (self.model_extra or {}).get(name)
+            if value not in harmless:
+                raise ApiError(400, f"{name} is not supported by this server", param=name, hint=f"leave {name} out")
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options without stream", param="stream_options", hint='add "stream": true')
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs with stream", param="prompt_logprobs", hint="leave one of them out")
+
+    def sampling(self, ready: Ready, **changes: Any) -> Sampling:
+        """These fields as `Sampling`, `changes` on top; what was not sent is left at its default."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        given = {
+            "temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p, "n": self.n, "seed": self.seed,
+            "top_k": self.top_k if self.top_k is not None and self.top_k not in (-1, 0) else None,  # vLLM's "all"
+            "presence_penalty": self.presence_penalty, "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty, "min_tokens": self.min_tokens,
+            "logit_bias": _logit_bias(self.logit_bias, ready.vocab_size), "stop": stop,
+            "stop_token_ids": tuple(self.stop_token_ids or ()), "ignore_eos": self.ignore_eos,
+            "include_stop": self.include_stop_str_in_output, "prompt_logprobs": self.prompt_logprobs, **changes,
+        }  # fmt: skip
+        try:
+            return Sampling(**{name: value for name, value in given.items() if value is not None})
+        except ArgumentError as error:
+            field = re.match(r"sampling: (\w+)", str(error))
+            raise ApiError(400, str(error), param=field and field[1], hint=error.hint) from error
+
+    def job(self, kind: str, prompts: list[list[int]], sampling: Sampling, echo: list[str] | None) -> Job:
+        id, now = f"{kind}-{uuid.uuid4().hex}", time.monotonic()  # one clock for all processes of a machine
+        requests = tuple(
+            Request(id=f"{id}-{i}", prompt=tuple(prompt), sampling=sampling, priority=self.priority or 0, arrival=now)
+            for i, prompt in enumerate(prompts)
+        )
+        usage = self.stream_options is not None and bool(self.stream_options.include_usage)
+        skip = self.skip_special_tokens is not False
+        return Job(id, requests, None if echo is None else tuple(echo), bool(self.stream), usage, skip)
+
+
+class CompletionBody(Generation):
+    prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+
+    def to_job(self, ready: Ready) -> Job:
+        self.check()
+        if self.echo and self.stream and self.logprobs is not None:
+            raise ApiError(400, "echo with logprobs and stream", param="echo", hint="leave one of the three out")
+        prompts = [_encoded(p, ready) for p in self._prompts()]
+        room = ready.max_model_len - max(map(len, prompts))
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        _check_room(prompts, max_tokens, ready.max_model_len)
+        changes: dict[str, Any] = {"max_tokens": max_tokens if self.max_tokens is not None else min(16, room)}
+        if self.logprobs is not None:
+            changes["logprobs"] = self.logprobs
+        if self.prompt_logprobs is None and self.echo and (self.logprobs is not None or max_tokens == 0):
+            changes["prompt_logprobs"] = self.logprobs or 0
+        echo = [ready.tokenizer.decode(p) for p in prompts] if self.echo else None
+        return self.job("cmpl", prompts, self.sampling(ready, **changes), echo)
+
+    def _prompts(self) -> list[str | list[int]]:
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else self.prompt  # type: ignore[list-item, return-value]
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    role: str
+    content: str | list[TextPart] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As a template reads it: parts joined to one text, unknown fields kept."""
+        parts = self.content
+        text = "\n".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
+        return {**(self.model_extra or {}), "role": self.role, "content": text}
+
+
+class ChatBody(Generation):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def to_job(self, ready: Ready) -> Job:
+        self.check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs without logprobs", param="top_logprobs", hint='add "logprobs": true')
+        prompt = self.prompt_ids(ready)
+        asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        _check_room([prompt], 1 if asked is None else asked, ready.max_model_len)
+        stops = {*(self.stop_token_ids or ()), *(() if self.ignore_eos else ready.turn_ends)}
+        sampling = self.sampling(
+            ready, max_tokens=ready.max_model_len - len(prompt) if asked is None else asked,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None, stop_token_ids=tuple(sorted(stops)),
+        )  # fmt: skip
+        return self.job("chatcmpl", [prompt], sampling, None)
+
+    def prompt_ids(self, ready: Ready) -> list[int]:
+        return render(ready, [m.plain() for m in self.messages], self.chat_template_kwargs or {})
+
+
+class TokenizeBody(Body):
+    """Text, or messages as a chat renders them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+
+    def ids(self, ready: Ready) -> list[int]:
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "one of prompt and messages is to be given", param="prompt")
+        if self.prompt is not None:
+            return _tokens(self.prompt, ready)
+        return render(ready, [m.plain() for m in self.messages or ()], {})
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class EmbeddingBody(Body):
+    model: str | None = None
+    input: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+    encoding_format: Literal["float", "base64"] | None = None
+
+    def texts(self, ready: Ready) -> list[list[int]]:
+        if ready.generates:
+            raise ApiError(400, "this model generates text and has no embeddings", hint="serve an encoder, as BERT is")
+        one = isinstance(self.input, str) or isinstance(self.input[0], int)
+        texts = [_encoded(t, ready) for t in ([self.input] if one else self.input)]  # type: ignore[arg-type]
+        _check_room(texts, 0, ready.max_model_len)
+        return texts
+
+
+def parse(kind: type[B], raw: bytes) -> B:
+    """A body from its bytes; 400 with what is wrong and where."""
+    try:
+        data = json.loads(raw, parse_constant=_no_constant)
+        if b"\\u" in raw:
+            json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair is no text, and no reply can say it
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply to be read") from error
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise ApiError(400, f"the body is not UTF-8 text: {error.reason} at {error.start}") from error
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"][:2]) or None
+        found = "" if first["type"] == "missing" else f", and {_short(first['input'])} was sent"
+        raise ApiError(400, f"{where or 'the body'}: {first['msg']}{found}", param=where) from error
+
+
+def render(ready: Ready, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
+    """The prompt of a chat."""
+    if not ready.generates or ready.chat is None:
+        what = "has no chat template" if ready.generates else "embeds text and does not generate"
+        raise ApiError(400, f"this model {what}", param="messages", hint="use /v1/completions or /v1/embeddings")
+    if taken := variables.keys() & {"messages", "add_generation_prompt", "self"}:
+        raise ApiError(400, f"chat_template_kwargs may not set {min(taken)}", param="chat_template_kwargs")
+    try:
+        ids: list[int] = ready.chat.prompt(messages, **variables)
+    except BaguError as error:  # the template refuses the chat
+        raise ApiError(400, str(error), param="messages", hint=error.hint) from error
+    return ids
+
+
+def _encoded(prompt: str | list[int], ready: Ready) -> list[int]:
+    ids = _tokens(prompt, ready) if isinstance(prompt, str) else prompt
+    if not ids:
+        raise ApiError(400, "the prompt is empty", param="prompt", hint="give at least one token")
+    if max(ids) >= ready.vocab_size:
+        raise ApiError(400, f"token {max(ids)} in a vocabulary of {ready.vocab_size}", param="prompt")
+    return ids
+
+
+def _tokens(text: str, ready: Ready) -> list[int]:
+    try:
+        return ready.tokenizer.encode(text)
+    except BaguError as error:
+        raise ApiError(400, str(error), param="prompt", hint=error.hint) from error
+
+
+def _check_room(prompts: list[list[int]], max_tokens: int, longest: int) -> None:
+    length = max(map(len, prompts))
+    if length + max_tokens > longest:
+        message = f"the prompt has {length} tokens and max_tokens is {max_tokens}: {length + max_tokens} tokens"
+        hint = f"this model's longest sequence is {longest} tokens"
+        param = "max_tokens" if length < longest else "prompt"
+        raise ApiError(400, message, param=param, code="context_length_exceeded", hint=hint)
+
+
+def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+    if given is None:
+        return None
+    if bad := [key for key in given if not (key.isascii() and key.isdigit() and int(key) < vocab_size)]:
+        raise ApiError(400, f"logit_bias: {_short(bad[0])} is no token id", param="logit_bias")
+    return {int(key): value for key, value in given.items()}
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

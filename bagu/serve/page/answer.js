@@ -1,0 +1,44 @@
+// One answer as it comes in: its text, its tokens, and what it took.
+
+import { readToken } from "./tokens.js";
+
+const SHORTEST_S = 0.1;
+
+export const newAnswer = () => ({ role: "assistant", content: "", _tokens: [] });
+
+/** Adds the chunks of a stream to `message`; `changed` is called at most once a frame, however many tokens came. */
+export async function receive(message, chunks, changed) {
+  const clock = { began: performance.now(), first: null, count: 0 };
+  let scheduled = false;
+  for await (const chunk of chunks) {
+    add(message, chunk, clock);
+    if (!scheduled) {
+      scheduled = true;
+      requestAnimationFrame(() => {
+        scheduled = false;
+        changed();
+      });
+    }
+  }
+}
+
+function add(message, chunk, clock) {
+  const [choice] = chunk.choices;
+  const text = choice?.delta?.content ?? "";
+  const tokens = choice?.logprobs?.content ?? [];
+  const now = performance.now();
+  if (text || tokens.length) {
+    clock.first ??= now;
+    clock.count += tokens.length || 1; // a chunk is a token unless the server says more; usage corrects it
+  }
+  message.content += text;
+  message._tokens.push(...tokens.map((token, at) => readToken(token, at === tokens.length - 1 ? text : "")));
+  message.finish = choice?.finish_reason ?? message.finish;
+  message.tokens = chunk.usage?.completion_tokens ?? clock.count;
+  if (clock.first === null) return;
+  clock.last = text || tokens.length ? now : clock.last;
+  message.ttft_ms = clock.first - clock.began;
+  // The first token is the prefill's: what comes after it is decoding. Of a burst there is no rate.
+  const seconds = (clock.last - clock.first) / 1000;
+  message.tokens_per_s = message.tokens > 1 && seconds > SHORTEST_S ? (message.tokens - 1) / seconds : null;
+}

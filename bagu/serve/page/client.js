@@ -1,0 +1,82 @@
+// The server, as the page sees it: /v1/models, /v1/chat/completions as a stream, /engine.
+
+/** The server answered with an error: its status, and the message of its OpenAI-shaped body. */
+export class ApiError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+function headers(key) {
+  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+}
+
+async function refuse(response) {
+  const text = await response.text();
+  let message = text.slice(0, 500) || response.statusText;
+  try {
+    message = JSON.parse(text).error.message;
+  } catch {
+    // Not the server's own error (a proxy's page, say): its text is the message.
+  }
+  throw new ApiError(response.status, message);
+}
+
+export async function models(key) {
+  const response = await fetch("v1/models", { headers: headers(key) });
+  if (!response.ok) await refuse(response);
+  return (await response.json()).data;
+}
+
+export async function engine(key, signal) {
+  const response = await fetch("engine", { headers: headers(key), signal });
+  if (!response.ok) await refuse(response);
+  return response.json();
+}
+
+/** The chunks of one answer, parsed, until [DONE]. Aborting `signal` closes the connection, which frees the request. */
+export async function* chat(body, { key, signal }) {
+  const response = await fetch("v1/chat/completions", {
+    method: "POST",
+    headers: headers(key),
+    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+    signal,
+  });
+  if (!response.ok) await refuse(response);
+  for await (const data of events(response.body)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ApiError(chunk.error.code ?? 500, chunk.error.message);
+    yield chunk;
+  }
+  throw new ApiError(0, "the stream ended early");
+}
+
+/** The data of each server-sent event of a byte stream. A chunk may end anywhere, inside a character too. */
+export async function* events(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  let data = [];
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      const lines = (rest + (value ?? "")).split("\n");
+      rest = done ? "" : lines.pop();
+      for (const raw of lines) {
+        const line = raw.endsWith("\r") ? raw.slice(0, -1) : raw;
+        if (line.startsWith("data:")) data.push(line.slice(line[5] === " " ? 6 : 5));
+        else if (line === "" && data.length) {
+          yield data.join("\n");
+          data = [];
+        }
+      }
+      if (done) {
+        if (data.length) yield data.join("\n");
+        return;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {}); // already broken, where it cannot be cancelled
+  }
+}

@@ -1,0 +1,203 @@
+// Markdown to DOM nodes: the part of it that models write. There is no HTML string anywhere, so there is nothing to
+// escape wrongly: "<b>" in the source is the text "<b>". Images are links, since loading one would tell its host.
+//
+// While an answer streams in, only the blocks whose source changed are made again (`render` keeps the others).
+
+import { el } from "./dom.js";
+import { codeBlock } from "./code.js";
+
+const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
+const HEADING = /^(#{1,6})\s+(.*?)\s*#*$/;
+const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
+const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
+const TABLE_RULE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
+const TOO_DEEP = /^(>\s?){9,}/; // quotes in quotes: one more call each
+const SAFE_LINK = /^(https?:|mailto:)/i;
+
+/** Makes `root` show `source`. */
+export function render(root, source) {
+  const blocks = split(source);
+  const old = root._blocks ?? [];
+  let same = 0;
+  while (same < blocks.length && same < old.length && blocks[same].join("\n") === old[same]) same += 1;
+  while (root.childNodes.length > same) root.lastChild.remove();
+  for (const lines of blocks.slice(same)) root.append(block(lines));
+  root._blocks = blocks.map((lines) => lines.join("\n"));
+}
+
+/** The lines of each block. A fence that is not closed yet runs to the end. */
+export function split(source) {
+  const lines = source.replace(/\r\n?/g, "\n").split("\n");
+  const blocks = [];
+  let at = 0;
+  while (at < lines.length) {
+    if (!lines[at].trim()) at += 1;
+    else {
+      const end = blockEnd(lines, at);
+      blocks.push(lines.slice(at, end));
+      at = end;
+    }
+  }
+  return blocks;
+}
+
+function blockEnd(lines, start) {
+  const fence = FENCE.exec(lines[start]);
+  if (fence) return fenceEnd(lines, start, fence[1]);
+  if (HEADING.test(lines[start]) || RULE.test(lines[start])) return start + 1;
+  if (ITEM.test(lines[start])) return listEnd(lines, start);
+  const quote = lines[start].startsWith(">");
+  let end = start + 1;
+  while (end < lines.length && lines[end].trim()) {
+    if (quote !== lines[end].startsWith(">")) break;
+    if (FENCE.test(lines[end]) || HEADING.test(lines[end]) || RULE.test(lines[end]) || ITEM.test(lines[end])) break;
+    end += 1;
+  }
+  return end;
+}
+
+function fenceEnd(lines, start, mark) {
+  for (let end = start + 1; end < lines.length; end += 1) {
+    if (closes(lines[end], mark)) return end + 1;
+  }
+  return lines.length;
+}
+
+function closes(line, mark) {
+  const found = line.trim();
+  return found.length >= mark.length && found === mark[0].repeat(found.length);
+}
+
+/** A list goes on over indented lines, and over one blank line if an item or an indented line follows. */
+function listEnd(lines, start) {
+  const belongs = (line) => line !== undefined && (ITEM.test(line) || /^\s{2,}\S/.test(line));
+  let end = start + 1;
+  while (end < lines.length) {
+    if (lines[end].trim() ? belongs(lines[end]) && !RULE.test(lines[end]) : belongs(lines[end + 1])) end += 1;
+    else break;
+  }
+  return end;
+}
+
+function block(lines) {
+  const fence = FENCE.exec(lines[0]);
+  if (fence) {
+    const closed = lines.length > 1 && closes(lines.at(-1), fence[1]);
+    return codeBlock(lines.slice(1, closed ? -1 : undefined).join("\n"), fence[2].toLowerCase());
+  }
+  const heading = HEADING.exec(lines[0]);
+  if (heading) return el(`h${Math.min(heading[1].length + 1, 6)}`, {}, inline(heading[2])); // the page has its own h1
+  if (RULE.test(lines[0])) return el("hr");
+  if (ITEM.test(lines[0])) return list(lines);
+  if (lines[0].startsWith(">") && !TOO_DEEP.test(lines[0])) {
+    const quote = el("blockquote");
+    render(quote, lines.map((line) => line.replace(/^>\s?/, "")).join("\n"));
+    return quote;
+  }
+  if (lines.length > 1 && lines[0].includes("|") && TABLE_RULE.test(lines[1])) return table(lines);
+  return el("p", {}, inline(lines.join("\n")));
+}
+
+function list(lines) {
+  const [, , first] = ITEM.exec(lines[0]);
+  const ordered = /\d/.test(first);
+  const indent = ITEM.exec(lines[0])[1].length;
+  const items = [];
+  for (const line of lines) {
+    const item = ITEM.exec(line);
+    if (item && item[1].length <= indent + 1) items.push([item[3]]);
+    else items.at(-1).push(outdent(line, indent + (ordered ? 3 : 2)));
+  }
+  const start = ordered ? Number.parseInt(first, 10) : 1;
+  return el(ordered ? "ol" : "ul", { start: start === 1 ? null : start }, items.map(listItem));
+}
+
+/** A line of an item without the space that only puts it under its item. */
+function outdent(line, by) {
+  const space = line.length - line.trimStart().length;
+  return line.slice(Math.min(space, by));
+}
+
+function listItem(lines) {
+  const end = lines.findIndex((line, at) => at > 0 && (!line.trim() || ITEM.test(line) || FENCE.test(line)));
+  const task = /^\[([ xX])\]\s+(.*)$/.exec(lines[0]);
+  const text = [task ? task[2] : lines[0], ...lines.slice(1, end < 0 ? undefined : end)].map((line) => line.trim());
+  const box = task && el("input", { type: "checkbox", disabled: true, checked: task[1] !== " " });
+  const item = el("li", {}, box, inline(text.join("\n")));
+  if (end > 0) for (const part of split(lines.slice(end).join("\n"))) item.append(block(part));
+  return item;
+}
+
+const side = (left, right) => (right ? (left ? "center" : "right") : null);
+
+function cells(line) {
+  const parts = line.trim().replace(/^\||\|$/g, "").split(/(?<!\\)\|/);
+  return parts.map((cell) => cell.trim().replaceAll("\\|", "|"));
+}
+
+function table(lines) {
+  const sides = cells(lines[1]).map((rule) => /^(:?)-+(:?)$/.exec(rule)).map((rule) => rule && side(rule[1], rule[2]));
+  const row = (line, tag) => el("tr", {}, cells(line).map((cell, at) => el(tag, { class: sides[at] }, inline(cell))));
+  const body = lines.slice(2).map((line) => row(line, "td"));
+  return el("div", { class: "table" }, el("table", {}, el("thead", {}, row(lines[0], "th")), el("tbody", {}, body)));
+}
+
+// One alternative each; the run of backticks is taken whole, so a long one is not tried in all its lengths.
+const INLINE = new RegExp(
+  [
+    /\\([\\`*_{}[\]()#+.!|~<>-])/, // an escaped sign
+    /(?<!`)(`+)(?!`)([^]*?[^`])\2(?!`)/, // code
+    /!?\[([^\]\n]*)\]\(\s*<?([^\s)>]*)>?(?:\s+"[^"\n]*")?\s*\)/, // a link or an image
+    /(https?:\/\/[^\s<>"'）。，]*[^\s<>"'.,;:!?)\]）。，*_`])/, // an address
+    /(\*\*|~~|\*|_)(?=\S)/, // the beginning of emphasis
+  ]
+    .map(({ source }) => source)
+    .join("|"),
+  "g",
+);
+
+/** The nodes of a run of text: code, links, emphasis; a line break is one. Two underscores belong to a name like
+ * __init__ and are not bold: models write ** for that. */
+export function inline(text) {
+  const nodes = [];
+  let at = 0;
+  const plain = (end) => {
+    text.slice(at, end).split("\n").forEach((line, n) => nodes.push(...(n ? [el("br")] : []), line));
+  };
+  INLINE.lastIndex = 0;
+  for (let found = INLINE.exec(text); found; found = INLINE.exec(text)) {
+    const [whole, escaped, , code, label, target, url, mark] = found;
+    const end = mark ? closing(text, found.index, mark) : found.index + whole.length;
+    if (end < 0) continue;
+    plain(found.index);
+    if (escaped) nodes.push(escaped);
+    else if (code) nodes.push(el("code", {}, code.replace(/^ (.*) $/s, "$1")));
+    else if (mark) nodes.push(emphasis(mark, inline(text.slice(found.index + mark.length, end - mark.length))));
+    else nodes.push(link(url ?? target, url ? [url] : inline(label || target), whole));
+    at = end;
+    INLINE.lastIndex = end; // `inline` above has moved it
+  }
+  plain(text.length);
+  return nodes.filter((node) => node !== "");
+}
+
+/** Where the emphasis that begins at `start` ends, or -1. An underscore inside a word is a letter of it. */
+function closing(text, start, mark) {
+  const letter = /[\p{L}\p{N}]/u;
+  if (mark[0] === "_" && letter.test(text[start - 1] ?? " ")) return -1;
+  for (let at = text.indexOf(mark, start + mark.length + 1); at > 0; at = text.indexOf(mark, at + 1)) {
+    const after = text[at + mark.length] ?? " ";
+    const longer = mark.length === 1 && (after === mark || text[at - 1] === mark);
+    if (!/\s/.test(text[at - 1]) && !longer && !(mark[0] === "_" && letter.test(after))) return at + mark.length;
+  }
+  return -1;
+}
+
+function emphasis(mark, nodes) {
+  return el(mark === "~~" ? "s" : mark.length === 2 ? "strong" : "em", {}, nodes);
+}
+
+function link(target, nodes, whole) {
+  if (!SAFE_LINK.test(target)) return whole; // javascript:, data: and the like stay what they are: text
+  return el("a", { href: target, target: "_blank", rel: "noopener noreferrer" }, nodes);
+}

@@ -1,0 +1,60 @@
+// The parts around the conversation: the list at the left, the panels at the right, and which of them are open. In a
+// narrow window they lie over it, with a shade between.
+
+import { loadLook, saveLook } from "./store.js";
+
+const $ = (id) => document.getElementById(id);
+const PANELS = ["settings", "engine"];
+
+export const look = loadLook();
+export const narrow = () => matchMedia("(max-width: 760px)").matches;
+const overlaid = () => matchMedia("(max-width: 1080px)").matches;
+const sidebarOpen = () => !document.body.classList.contains("no-sidebar");
+
+export function change(part) {
+  Object.assign(look, part);
+  saveLook(look);
+}
+
+function shade() {
+  $("shade").hidden = !((narrow() && sidebarOpen()) || (overlaid() && look.panel));
+}
+
+export function showSidebar(open) {
+  document.body.classList.toggle("no-sidebar", !open);
+  $("menu").setAttribute("aria-expanded", open);
+  if (!narrow()) change({ sidebar: open });
+  shade();
+}
+
+/** Opens one panel, or none for null. */
+export function openPanel(name) {
+  change({ panel: name });
+  for (const one of PANELS) {
+    $(one).hidden = one !== name;
+    $(`open-${one}`).setAttribute("aria-expanded", one === name);
+  }
+  shade();
+}
+
+/** Whether something lay over the conversation, which is closed now. */
+export function closeOverlay() {
+  if ($("shade").hidden) return false;
+  if (overlaid()) openPanel(null);
+  if (narrow()) showSidebar(false);
+  return true;
+}
+
+/** `panelChanged` is called when a panel opens or closes. */
+export function startShell(panelChanged) {
+  const open = (name) => (openPanel(name), panelChanged());
+  $("menu").addEventListener("click", () => showSidebar(!sidebarOpen()));
+  $("shade").addEventListener("click", () => (closeOverlay(), panelChanged()));
+  for (const one of PANELS) {
+    $(`open-${one}`).addEventListener("click", () => open(look.panel === one ? null : one));
+    $(one).querySelector(".close").addEventListener("click", () => open(null));
+  }
+  window.addEventListener("resize", shade);
+  showSidebar(look.sidebar && !narrow());
+  open(overlaid() ? null : look.panel);
+}

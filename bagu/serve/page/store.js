@@ -1,0 +1,67 @@
+// Conversations and settings, kept in this browser's localStorage and nowhere else.
+//
+// A conversation has a key of its own, so two tabs that write different ones do not undo each other. What the page
+// shows of tokens (probabilities) is large and stays in memory: names that begin with "_" are not written.
+
+const CHAT = "bagu.chat.";
+const SETTINGS = "bagu.settings";
+const LOOK = "bagu.look";
+
+export const DEFAULTS = {
+  temperature: 0.8,
+  top_p: 1,
+  top_k: null,
+  min_p: 0,
+  max_tokens: null,
+  seed: null,
+  repetition_penalty: 1,
+  presence_penalty: 0,
+  frequency_penalty: 0,
+};
+
+function read(key, fallback) {
+  try {
+    return { ...fallback, ...JSON.parse(localStorage.getItem(key) ?? "{}") };
+  } catch {
+    return { ...fallback }; // not JSON: someone else's, or cut off
+  }
+}
+
+function write(key, value) {
+  localStorage.setItem(key, JSON.stringify(value, (name, part) => (name.startsWith("_") ? undefined : part)));
+}
+
+export function newChat(system = "") {
+  const now = Date.now();
+  const id = `${now.toString(36)}${Math.random().toString(36).slice(2, 8)}`;
+  return { id, title: "", system, created: now, updated: now, messages: [] };
+}
+
+/** All conversations, the one changed last first. */
+export function loadChats() {
+  const keys = Object.keys(localStorage).filter((key) => key.startsWith(CHAT));
+  const chats = keys.map((key) => read(key, {})).filter((chat) => chat.id && Array.isArray(chat.messages));
+  return chats.sort((a, b) => b.updated - a.updated);
+}
+
+/** Throws when the browser's storage is full. */
+export function saveChat(chat) {
+  write(CHAT + chat.id, chat);
+}
+
+export function deleteChat(chat) {
+  localStorage.removeItem(CHAT + chat.id);
+}
+
+export const isChatKey = (key) => key === null || key.startsWith(CHAT);
+
+export const loadSettings = () => read(SETTINGS, DEFAULTS);
+export const saveSettings = (settings) => write(SETTINGS, settings);
+
+export const loadLook = () =>
+  read(LOOK, { theme: null, language: null, probabilities: false, panel: null, sidebar: true });
+export const saveLook = (look) => write(LOOK, look);
+
+// The API key lives as long as the tab.
+export const loadKey = () => sessionStorage.getItem("bagu.key") ?? "";
+export const saveKey = (key) => sessionStorage.setItem("bagu.key", key);

@@ -1,0 +1,53 @@
+"""How large the KV pool is: as many blocks as the memory holds that is left beside the weights."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from bagu.device import available_memory
+from bagu.errors import ArgumentError
+from bagu.nn.model import Transformer
+from bagu.serve.config import EngineConfig
+from bagu.serve.paged import block_bytes
+
+__all__ = ["Pool", "size_pool"]
+
+CPU_SHARE, CPU_MOST = 4, 1 << 30  # a quarter of the free memory, 1 GiB at most: 65k tokens of the 8M model in fp32
+WORK_BYTES = 1 << 30  # on a GPU, left for activations, logits and CUDA graphs
+
+
+class Pool(NamedTuple):
+    num_blocks: int
+    max_model_len: int
+
+
+def size_pool(model: Transformer, config: EngineConfig) -> Pool:
+    """Blocks of the pool, never more than `max_num_seqs` sequences of full length use, and the longest sequence."""
+    table, B = model.embedding.weight, config.block_size
+    longest = min(model.config.max_len, config.max_model_len or model.config.max_len)
+    if config.max_model_len is not None and config.max_model_len > model.config.max_len:
+        raise ArgumentError(
+            f"engine: max_model_len = {config.max_model_len}, and the model has positions for {model.config.max_len}",
+            hint="ask for that many at most",
+        )
+    each = block_bytes(model.config, B, table.dtype)
+    useful = config.max_num_seqs * -(-longest // B)
+    blocks = config.num_blocks or min(useful, _memory(table.device, config) // each)
+    if blocks < 1:
+        raise ArgumentError(
+            f"engine: the memory for the KV pool holds no block of {each} bytes",
+            hint="give kv_memory or gpu_memory_utilization more, or take a smaller block_size",
+        )
+    return Pool(blocks, longest if config.max_model_len else min(longest, blocks * B))
+
+
+def _memory(device: torch.device, config: EngineConfig) -> int:
+    if config.kv_memory is not None:
+        return config.kv_memory
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(total * config.gpu_memory_utilization) - (total - free) - WORK_BYTES
+    free_bytes = available_memory()
+    return CPU_MOST if free_bytes is None else min(CPU_MOST, free_bytes // CPU_SHARE)

@@ -1,0 +1,244 @@
+"""What clients get: the bodies and the server-sent events of OpenAI's API, from the events of the engine.
+
+A streamed chunk is put together from text that is the same for every token of a choice, made once, and the JSON of what
+is new: 3 µs, where a tree of objects and `json.dumps` take 25. `finish_reason: null` is in every chunk but the last
+of a choice, because clients look for the key.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from bagu.serve.openai import Job
+from bagu.serve.request import PromptLogprobs, Request, TokenEvent, TokenLogprob
+from bagu.serve.stream import TextStream
+from bagu.serve.tickets import ApiError, Event
+from bagu.serve.worker import Ready
+
+__all__ = ["DONE", "ChatReply", "CompletionReply", "Reply", "error_event", "to_json"]
+
+DONE = b"data: [DONE]\n\n"
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+Scored = tuple[int, TokenLogprob | None]  # a token; None: the first of a prompt has no logprob
+
+
+class Choice:
+    """The state of one choice: its text so far, and what has not been sent of it."""
+
+    def __init__(self, index: int, request: Request, ready: Ready, skip_special_tokens: bool, head: str) -> None:
+        self.index, self.request, self.head = index, request, head
+        self.text: list[str] = []
+        self.scored: list[Scored] = []
+        self.tokens = 0
+        self.offset = 0  # characters before `scored`, for text_offset
+        self.finish: str | None = None
+        self.stop_reason: str | int | None = None
+        self._stream = TextStream(ready.tokenizer, request.sampling)
+        self._skip = ready.special_ids if skip_special_tokens else frozenset()
+
+    def push(self, event: TokenEvent) -> str:
+        """Take an event; returns the text it sets free."""
+        if event.finish in ("abort", "error"):
+            raise ApiError(500, f"the engine ended this request: {event.stop_reason or event.finish}")
+        if event.token is not None:
+            self.tokens += 1
+            if event.logprob is not None:
+                self.scored.append((event.token, TokenLogprob(event.logprob, event.top or ())))
+        if event.token in self._skip and event.finish is None:
+            delta = self._stream.push(event.token, silent=True)
+        else:
+            delta = self._stream.read(event)
+        self.finish, self.stop_reason = event.finish, event.stop_reason
+        return delta
+
+
+class Reply:
+    """One call's reply. `take` events as they come, then `body`; or stream `opening`, `chunks` of events, `closing`."""
+
+    whole = chunk = ""  # the names of the objects
+    before, after = "", ""  # around a chunk's text
+
+    def __init__(self, job: Job, ready: Ready, model: str) -> None:
+        self.job, self.ready = job, ready
+        self.created, self.model = int(time.time()), model
+        self.prompt_logprobs: dict[str, PromptLogprobs] = {}
+        self._pieces: dict[int, str] = {}
+        self._usage = ',"usage":null' if job.include_usage else ""
+        self._plain = f'{self.after},"logprobs":null,"finish_reason":null}}]{self._usage}}}\n\n'
+        self.choices = {
+            (request.id, i): Choice(index, request, ready, job.skip_special_tokens, self._head(index))
+            for index, (request, i) in enumerate((r, i) for r in job.requests for i in range(r.sampling.n))
+        }
+
+    def take(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, PromptLogprobs):
+                self.prompt_logprobs[event.request_id] = event
+            else:
+                choice = self.choices[event.request_id, event.index]
+                choice.text.append(choice.push(event))
+
+    def body(self) -> dict[str, Any]:
+        choices = sorted(self.choices.values(), key=lambda choice: choice.index)
+        common = {"id": self.job.id, "object": self.whole, "created": self.created, "model": self.model}
+        return {**common, "choices": [self._choice(choice) for choice in choices], "usage": self.usage()}
+
+    def usage(self) -> dict[str, int]:
+        prompt = sum(len(r.prompt) for r in self.job.requests)
+        completion = sum(choice.tokens for choice in self.choices.values())
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def opening(self) -> bytes:
+        """What comes before the first token."""
+        raise NotImplementedError
+
+    def chunks(self, events: Iterable[Event]) -> bytes:
+        """The chunks of these events; none for a token whose text must wait."""
+        out = []
+        for event in events:
+            if isinstance(event, PromptLogprobs):
+                continue  # never asked for with a stream
+            choice = self.choices[event.request_id, event.index]
+            text = choice.push(event)
+            if event.finish is None and not choice.scored:
+                if text:
+                    out.append(f"{choice.head}{to_json(text)}{self._plain}")
+                continue
+            logprobs, choice.scored = to_json(self.logprobs(choice)), []
+            finish, reason = to_json(choice.finish), to_json(choice.stop_reason)
+            out.append(
+                f'{choice.head}{to_json(text)}{self.after},"logprobs":{logprobs},"finish_reason":{finish},'
+                f'"stop_reason":{reason}}}]{self._usage}}}\n\n'
+            )
+        return "".join(out).encode()
+
+    def closing(self) -> bytes:
+        if not self.job.include_usage:
+            return DONE
+        return f'{self._envelope()}],"usage":{to_json(self.usage())}}}\n\n'.encode() + DONE
+
+    def logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        """Of the tokens in `choice.scored`, in the endpoint's shape."""
+        raise NotImplementedError
+
+    def piece(self, token: int) -> str:
+        """The text of one token; U+FFFD in it where it is part of a character."""
+        if token not in self._pieces:
+            self._pieces[token] = self.ready.tokenizer.decode([token])
+        return self._pieces[token]
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _end(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "logprobs": self.logprobs(choice), "finish_reason": choice.finish, "stop_reason": choice.stop_reason,
+            **self._prompt_logprobs(choice.request),
+        }  # fmt: skip
+
+    def _prompt_logprobs(self, request: Request) -> dict[str, Any]:
+        """In vLLM's shape: a mapping from token id a position, null where there is none."""
+        found = self.prompt_logprobs.get(request.id)
+        if found is None or self.job.echo is not None:
+            return {}
+        rows: list[dict[str, Any] | None] = [None] * found.start
+        for token, scored in zip(request.prompt[found.start :], found.tokens, strict=True):
+            pairs = {token: scored.logprob, **dict(scored.top)}
+            rows.append({str(t): {"logprob": p, "decoded_token": self.piece(t)} for t, p in pairs.items()})
+        return {"prompt_logprobs": rows}
+
+    def _envelope(self) -> str:
+        model = to_json(self.model)
+        return (
+            f'data: {{"id":"{self.job.id}","object":"{self.chunk}","created":{self.created},"model":{model},"choices":['
+        )
+
+    def _head(self, index: int) -> str:
+        return f'{self._envelope()}{{"index":{index},{self.before}'
+
+
+class ChatReply(Reply):
+    whole, chunk = "chat.completion", "chat.completion.chunk"
+    before, after = '"delta":{"content":', "}"
+
+    def opening(self) -> bytes:
+        role = '"delta":{"role":"assistant","content":'
+        heads = (choice.head.removesuffix(self.before) + role for choice in self.choices.values())
+        return "".join(f'{head}""{self._plain}' for head in heads).encode()
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": "".join(choice.text)}
+        return {"index": choice.index, "message": message, **self._end(choice)}
+
+    def logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        if choice.request.sampling.logprobs is None:
+            return None
+        rows = []
+        for token, scored in choice.scored:
+            assert scored is not None, "a drawn token has a logprob"
+            top = [self._entry(t, p) for t, p in scored.top]
+            rows.append({**self._entry(token, scored.logprob), "top_logprobs": top})
+        return {"content": rows}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        piece = self.piece(token)
+        whole = "\N{REPLACEMENT CHARACTER}" not in piece
+        return {"token": piece, "logprob": _finite(logprob), "bytes": list(piece.encode()) if whole else None}
+
+
+class CompletionReply(Reply):
+    whole = chunk = "text_completion"
+    before = '"text":'
+
+    def opening(self) -> bytes:
+        if self.job.echo is None:
+            return b""
+        n = len(self.choices) // len(self.job.requests)
+        texts = (to_json(self.job.echo[choice.index // n]) for choice in self.choices.values())
+        heads = (choice.head for choice in self.choices.values())
+        return "".join(f"{head}{text}{self._plain}" for head, text in zip(heads, texts, strict=True)).encode()
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        text = "".join(choice.text)
+        if self.job.echo is not None:
+            text = self.job.echo[self.job.requests.index(choice.request)] + text
+            choice.scored = self._prompt(choice.request) + choice.scored
+        return {"index": choice.index, "text": text, **self._end(choice)}
+
+    def _prompt(self, request: Request) -> list[Scored]:
+        found = self.prompt_logprobs.get(request.id)
+        if found is None:
+            return []
+        scored: Sequence[TokenLogprob | None] = (*(None,) * found.start, *found.tokens)
+        return list(zip(request.prompt, scored, strict=True))
+
+    def logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        if choice.request.sampling.logprobs is None:
+            return None
+        pieces = [self.piece(token) for token, _ in choice.scored]
+        offsets = []
+        for piece in pieces:
+            offsets.append(choice.offset)
+            choice.offset += len(piece)
+        return {
+            "tokens": pieces,
+            "token_logprobs": [None if scored is None else _finite(scored.logprob) for _, scored in choice.scored],
+            "top_logprobs": [
+                None if scored is None else {self.piece(t): _finite(p) for t, p in scored.top}
+                for _, scored in choice.scored
+            ],
+            "text_offset": offsets,
+        }
+
+
+def error_event(error: ApiError) -> bytes:
+    """A failure after the status was sent."""
+    return f"data: {to_json(error.body)}\n\n".encode() + DONE
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no -inf; -9999 is what OpenAI's API says for a token that cannot be."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,111 @@
+"""From a plan to hidden states: host lists become tensors, and the model runs over them.
+
+A step is one forward of the packed new tokens of all sequences, prompts and decodes together. What differs is who runs
+it: a decode on a CPU takes the short way of decode.py where the model has one, a decode on a GPU replays a CUDA graph
+(graphs.py), and all else is `Transformer.forward`.
+
+Dims: T = tokens, S = sequences, P = blocks of the longest table, N = samples, D = features, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from bagu import ops
+from bagu.nn.model import Transformer
+from bagu.serve.config import EngineConfig
+from bagu.serve.decode import CpuDecode, supports
+from bagu.serve.graphs import GraphDecode
+from bagu.serve.packed import pack
+from bagu.serve.paged import Batch, PagedKV
+from bagu.serve.plan import Plan
+from bagu.serve.quantize import Int8, quantized
+
+__all__ = ["Forward", "Runner", "Step"]
+
+Forward = Callable[[Batch], torch.Tensor]  # the hidden state of each of T tokens
+
+
+class Step(NamedTuple):
+    """What a plan came to."""
+
+    hidden: torch.Tensor  # [T, D]
+    sampled: torch.Tensor  # [N, D]: the rows from which a token is drawn
+    logits: torch.Tensor  # [N, V]
+
+
+class Runner:
+    """Runs plans on one model and one pool. The block tables live here, a row a seat, and change by a few entries a
+    step; a step allocates what it returns and small index tensors."""
+
+    def __init__(self, model: Transformer, kv: PagedKV, config: EngineConfig, max_model_len: int) -> None:
+        self.source, self.kv, self.config = model, kv, config
+        self.device = model.embedding.weight.device
+        self.tables = np.zeros((config.max_num_seqs, -(-max_model_len // kv.block_size)), dtype=np.int32)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Lay the weights out for serving; again when they have changed."""
+        model, int8 = self.source, self.config.quantization == "int8"
+        self.model = quantized(model) if int8 else model
+        self.decode: Forward | None = None  # a shorter way for steps of one token a sequence
+        self.project: Callable[[torch.Tensor], torch.Tensor] = model.logits
+        if int8:
+            self.project = Int8(model.head_weight)
+        if self.device.type == "cuda" and self.config.cuda_graphs:
+            self.decode = GraphDecode(self.model, self.kv, self.tables.shape[1] * self.kv.block_size)
+        if self.device.type == "cpu" and not self.config.invariant and supports(model.config):
+            self.decode = CpuDecode(model, self.kv, Int8 if int8 else pack)
+            self.project = self.project if int8 else pack(model.head_weight)
+
+    def run(self, plan: Plan) -> Step:
+        """Compute the plan. Its tokens' keys and values are in the pool afterwards."""
+        if plan.copies:
+            self.kv.copy(plan.copies)
+        batch = self.batch(plan)
+        self.kv.load(batch)
+        hidden = self.decode(batch) if self.decode is not None and batch.max_len == 1 else self.forward(batch)
+        rows = plan.sample_rows
+        every = len(rows) == len(plan.ids) and rows == list(range(len(rows)))
+        sampled = hidden if every else hidden.index_select(0, self.to_device(np.array(rows, dtype=np.int64)))
+        return Step(hidden, sampled, self.project(sampled))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        hidden: torch.Tensor = self.model(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len, self.kv).hidden
+        return hidden
+
+    def batch(self, plan: Plan) -> Batch:
+        """The plan on the device, block tables brought up to date."""
+        for seat, entry, block in plan.table_writes:
+            self.tables[seat, entry] = block
+        B = self.kv.block_size
+        tables = self.tables[plan.seats, : -(-plan.max_context // B)]
+        positions = np.array(plan.positions, dtype=np.int64)
+        offsets = np.array(plan.cu_seqlens, dtype=np.int32)
+        owner = np.arange(len(plan.seats))
+        if plan.max_len > 1:
+            owner = owner.repeat(np.diff(offsets))
+        slots = tables[owner, positions // B].astype(np.int64) * B + positions % B
+        return Batch(
+            ids=self.to_device(np.array(plan.ids, dtype=np.int64)),
+            positions=self.to_device(positions),
+            slots=self.to_device(slots),
+            cu_seqlens=self.to_device(offsets),
+            context_lens=self.to_device(np.array(plan.context_lens, dtype=np.int32)),
+            block_tables=self.to_device(tables),
+            max_len=plan.max_len,
+            max_context=plan.max_context,
+        )
+
+    def to_device(self, values: np.ndarray) -> torch.Tensor:
+        """A host array on the model's device; to a GPU through pinned memory, so that the host goes on."""
+        tensor = torch.from_numpy(values)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+    def logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """log p of each row's target, by the one function that training and scoring use, on the model's own head."""
+        return ops.token_losses(*ops.linear_cross_entropy(hidden, self.source.head_weight, targets)).logprobs

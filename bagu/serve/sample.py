@@ -1,0 +1,193 @@
+"""From logits to tokens: a row a sequence, each by its own `Sampling`.
+
+    logits -> bias, penalties, forbidden tokens -> / temperature -> softmax -> min-p, top-k, top-p -> draw
+
+The draw is by inverse CDF in the order of the vocabulary: the token at height u of the stacked probabilities, where u
+is a function of (seed, choice, place in the output). A row is drawn by its own numbers alone, so that a seed gives the
+same text in any batch. Rows of the common kinds take a short way: greedy rows an argmax, and a sort is paid by the rows
+that have top-k or top-p.
+
+Dims: R = rows, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from bagu import ops
+from bagu.nn.sample import uniform
+from bagu.serve.request import Sampling, TokenLogprob
+
+__all__ = ["Row", "best", "greedy", "probabilities", "sample", "top_logprobs"]
+
+NUCLEUS = 512  # likeliest tokens among which top-p is looked for first, on a CPU: sorting 8192 of 32 rows costs 13 ms
+
+
+class Row(NamedTuple):
+    """What sampling needs to know of a sequence."""
+
+    sampling: Sampling
+    seed: int  # the request's, or one that the engine chose for it
+    choice: int
+    tokens: Sequence[int]  # prompt and output
+    num_prompt: int
+    eos_ids: Sequence[int] = ()
+
+    @property
+    def drawn(self) -> int:
+        """Tokens of the output so far: the number of the one to draw now."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether anything is done to the logits before the temperature."""
+        s = self.sampling
+        penalised = s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
+        return penalised or bool(s.logit_bias) or self.drawn < s.min_tokens
+
+    @property
+    def filtered(self) -> bool:
+        s = self.sampling
+        return s.top_k is not None or s.top_p < 1.0 or s.min_p > 0.0
+
+
+def greedy(rows: Sequence[Row]) -> bool:
+    """Whether an argmax of the logits as they are is all that these rows want."""
+    return all(r.sampling.temperature == 0.0 and not r.adjusted for r in rows)
+
+
+def best(logits: torch.Tensor) -> torch.Tensor:
+    """The first of the likeliest tokens of each row. On a CPU by numpy: 32 rows of 8192 take it 21 us, torch 600."""
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    return torch.from_numpy(logits.float().numpy().argmax(-1))
+
+
+def sample(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """A token for each row of logits[R, V], as [R] int64 on their device. The logits are left as they are."""
+    if greedy(rows):
+        return best(logits)
+    logits = _adjust(logits, rows)
+    drawn = [i for i, r in enumerate(rows) if r.sampling.temperature > 0.0]
+    if not drawn:
+        return best(logits)
+    some = len(drawn) < len(rows)
+    at = torch.tensor(drawn, device=logits.device) if some else None
+    picked = [rows[i] for i in drawn]
+    p = probabilities(logits if at is None else logits.index_select(0, at), picked)
+    u = torch.tensor([uniform(r.seed, r.choice, r.drawn) for r in picked], dtype=p.dtype, device=p.device)
+    tokens = _invert(p, u)
+    return tokens if at is None else best(logits).index_copy(0, at, tokens)
+
+
+def probabilities(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """[R, V] fp32: what each row draws from, not normalised where something was filtered out."""
+    heat = torch.tensor([r.sampling.temperature for r in rows], dtype=torch.float32, device=logits.device)
+    p = ops.softmax(logits.float() / heat.unsqueeze(1))
+    narrow = [i for i, r in enumerate(rows) if r.filtered]
+    if not narrow:
+        return p
+    if len(narrow) == len(rows):
+        return _filter(p, [r.sampling for r in rows])
+    at = torch.tensor(narrow, device=p.device)
+    return p.index_copy(0, at, _filter(p.index_select(0, at), [rows[i].sampling for i in narrow]))
+
+
+def top_logprobs(
+    logits: torch.Tensor, logprobs: torch.Tensor, targets: torch.Tensor, counts: Sequence[int]
+) -> list[TokenLogprob]:
+    """The logprob of each row's target and its `counts[i]` likeliest tokens.
+
+    `logprobs[R]` of the targets come from the one logprob function (ops.linear_cross_entropy); their logsumexp, and
+    with it every other logprob of the row, follows from the target's logit.
+    """
+    k = max(counts, default=0)
+    best, words = logits.float().topk(min(k, logits.shape[1])) if k else (logits[:, :0], targets.unsqueeze(1)[:, :0])
+    lse = logits.float().gather(1, targets.unsqueeze(1)) - logprobs.unsqueeze(1)
+    columns = zip(logprobs.tolist(), (best - lse).tolist(), words.tolist(), counts, strict=True)
+    return [TokenLogprob(own, tuple(zip(w[:n], ls[:n], strict=True))) for own, ls, w, n in columns]
+
+
+# --- the steps --------------------------------------------------------------------------------------------------------
+
+
+def _adjust(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """A copy of the logits with bias, penalties and forbidden tokens in; the logits themselves where no row has any."""
+    if not any(r.adjusted for r in rows):
+        return logits
+    logits = logits.float().clone() if logits.dtype == torch.float32 else logits.float()
+    for x, row in zip(logits, rows, strict=True):
+        if row.adjusted:
+            _penalise(x, row)
+            _forbid(x, row)
+    return logits
+
+
+def _penalise(x: torch.Tensor, row: Row) -> None:
+    """In place on one row x[V]. Repetition divides a positive logit and multiplies a negative one (CTRL,
+    https://arxiv.org/abs/1909.05858), over prompt and output; presence and frequency are taken off, over the output."""
+    s = row.sampling
+    if s.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(row.tokens)), device=x.device)
+        old = x[seen]
+        x[seen] = torch.where(old > 0, old / s.repetition_penalty, old * s.repetition_penalty)
+    if row.drawn and (s.presence_penalty or s.frequency_penalty):
+        output = torch.tensor(row.tokens[row.num_prompt :], device=x.device)
+        words, counts = output.unique(return_counts=True)
+        x[words] -= s.frequency_penalty * counts.to(x.dtype) + s.presence_penalty
+    for token, bias in s.logit_bias.items():
+        if token < len(x):
+            x[token] += bias
+
+
+def _forbid(x: torch.Tensor, row: Row) -> None:
+    """Before min_tokens, no token that would end the output."""
+    s = row.sampling
+    if row.drawn < s.min_tokens:
+        ends = {*s.stop_token_ids, *(() if s.ignore_eos else row.eos_ids)}
+        x[[t for t in ends if t < len(x)]] = -torch.inf
+
+
+def _filter(p: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
+    """p with what min-p, top-k and top-p leave out set to 0, in this order, each over what the one before left."""
+    if any(s.min_p > 0.0 for s in samplings):
+        least = torch.tensor([s.min_p for s in samplings], dtype=p.dtype, device=p.device).unsqueeze(1)
+        p = p.masked_fill(p < least * p.amax(-1, keepdim=True), 0.0)
+    if all(s.top_k is None and s.top_p == 1.0 for s in samplings):
+        return p
+    V, bounded = p.shape[1], all(s.top_k is not None for s in samplings)
+    k = torch.tensor([V if s.top_k is None else min(s.top_k, V) for s in samplings], device=p.device).unsqueeze(1)
+    share = torch.tensor([s.top_p for s in samplings], dtype=p.dtype, device=p.device).unsqueeze(1)
+    width = max(NUCLEUS if s.top_k is None else s.top_k for s in samplings)
+    if p.device.type != "cpu" and not bounded:
+        width = V  # whether fewer suffice would have to be read back from the device
+    kept, order, reached = _nucleus(p, k, share, min(width, V))
+    if width < V and not bounded and not reached.all():
+        kept, order, _ = _nucleus(p, k, share, V)
+    return torch.zeros_like(p).scatter_(1, order, kept)
+
+
+def _nucleus(
+    p: torch.Tensor, k: torch.Tensor, share: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the `width` likeliest tokens: their probabilities with 0 for what is out, their ids, and for each row whether
+    all that it keeps is among them."""
+    ranked, order = p.topk(width)
+    ranked = ranked.masked_fill(torch.arange(width, device=p.device) >= k, 0.0)
+    height = ranked.cumsum(-1)
+    top = height[:, -1:]
+    total = torch.where(k < p.shape[1], top, p.sum(-1, keepdim=True))  # of what top-k left
+    kept = ranked.masked_fill((share < 1.0) & (height - ranked >= share * total), 0.0)
+    return kept, order, (k <= width) | ((share < 1.0) & (top >= share * total))
+
+
+def _invert(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """The token at height u of the stacked probabilities; never one of probability 0."""
+    height = p.cumsum(-1)
+    total = height[:, -1:].contiguous()
+    place = torch.searchsorted(height, u.unsqueeze(1) * total, right=True)
+    # u * total may round up to the total, past the last token that has a probability
+    return torch.minimum(place, torch.searchsorted(height, total)).squeeze(1)

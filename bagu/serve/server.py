@@ -1,0 +1,115 @@
+"""`bagu serve MODEL`: the HTTP server's process.
+
+It listens at once and answers 503 until the model is warm. SIGTERM or Ctrl-C drain: no new connection is taken, what
+runs may finish for `shutdown_timeout` seconds, then the engine's process is ended. A second signal ends it now.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from bagu.errors import BaguError
+from bagu.serve.config import EngineConfig
+from bagu.serve.metrics import Metrics
+from bagu.serve.process import EngineProcess
+from bagu.serve.tickets import Tickets
+from bagu.serve.worker import Load
+
+__all__ = ["main"]
+
+
+def main(
+    model: str,
+    *,
+    load: Load,
+    config: EngineConfig | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    served_model_name: Sequence[str] = (),
+    max_queue: int = 256,
+    shutdown_timeout: float = 30.0,
+    stall_timeout: float = 60.0,
+    log_level: Literal["debug", "info", "warning", "error"] = "warning",
+) -> None:
+    """Serve until a signal says stop.
+
+    `load` makes (model, tokenizer, chat encoder or None); it is pickled, and called in the engine's process.
+    `max_queue` is how many choices may wait beside the `config.max_num_seqs` that run; further calls get 429.
+    `stall_timeout` is the age in seconds of the engine's last step from which `/health` says 503: more than the longest
+    step takes. Port 0 takes a free one; the address is printed once the server listens.
+    """
+    uvicorn, make_app, Served = _server_parts()
+    config = config or EngineConfig()
+    names = tuple(served_model_name) or (model,)
+    metrics = Metrics(names[0])
+    tickets = Tickets(config.max_num_seqs + max_queue, metrics)
+    listener = _listen(host, port)
+
+    def give_up() -> None:
+        server.should_exit = True
+
+    engine = EngineProcess(load, config, tickets, stall_s=stall_timeout, on_failure=give_up)
+    app = make_app(engine, metrics, Served(names=names, api_key=api_key, created=int(time.time())))
+    settings = uvicorn.Config(
+        app, log_level=log_level, access_log=False, server_header=False, ws="none", lifespan="on",
+        timeout_graceful_shutdown=math.ceil(shutdown_timeout),
+    )  # fmt: skip
+    server = uvicorn.Server(settings)
+    bound = listener.getsockname()[1]
+    print(f"bagu serve: {names[0]} at http://{_written(host)}:{bound} (the page is /, the API /v1)", flush=True)
+    gc.freeze()  # what the imports made (torch's are most of it) is not walked by each full collection
+    _run(server, listener)
+    if engine.state == "failed":
+        raise BaguError(f"the engine did not start: {engine.why}", hint="its traceback is above")
+
+
+def _run(server: Any, listener: socket.socket) -> None:
+    """uvicorn raises the signal that ended it once more when it is done; by then the work is done and it means 0."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.run(sockets=[listener])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    if os.name == "posix":
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        hint = "choose another with --port, or end what listens there; --port 0 takes a free one"
+        raise BaguError(f"cannot listen on {host}:{port}: {error.strerror}", hint=hint) from error
+    listener.listen(1024)
+    return listener
+
+
+def _written(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _server_parts() -> tuple[Any, Any, Any]:
+    """uvicorn and FastAPI are asked for when a server is, not when bagu is imported."""
+    try:
+        import uvicorn
+
+        from bagu.serve.api import Served, make_app
+    except ModuleNotFoundError as error:
+        if error.name and error.name.startswith("bagu"):
+            raise
+        hint = f"pip install 'bagu[serve]' into {sys.prefix}"
+        raise BaguError(f"bagu serve needs {error.name}, which is not installed", hint=hint) from error
+    return uvicorn, make_app, Served

@@ -1,0 +1,228 @@
+"""`bagu chat`: the chat page's conversation in a terminal, with a server over HTTP or an engine in this process.
+
+    Chat        answers messages, piece by piece (chat.py)
+    Session     the conversation, its settings, and the commands that begin with "/"
+    main        reads a line, streams the answer, says what it took
+
+Ctrl-C stops an answer and keeps what came; at the prompt it clears the line. Ctrl-D ends. What a model writes is shown,
+never obeyed: control characters appear as pictures of themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from bagu.errors import ArgumentError, BaguError, UnknownName
+from bagu.serve.chat import Chat, Message, Settings, sampling_of
+
+__all__ = ["Session", "main"]
+
+SETTINGS = {  # what /set knows, and the type of each
+    "temperature": float, "top_p": float, "top_k": int, "min_p": float, "max_tokens": int, "seed": int,
+    "repetition_penalty": float, "presence_penalty": float, "frequency_penalty": float,
+}  # fmt: skip
+PICTURES = (
+    {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"}
+    | {0x7F: 0x2421}
+    | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+)
+HELP = """\
+  /new              begin again
+  /system TEXT      how the assistant should behave; alone, none
+  /set NAME=VALUE   {names}; alone, what is set
+  /retry            answer the last message again
+  /save FILE        write the conversation as JSON
+  /quit             or Ctrl-D
+  A line that ends with \\ goes on. Ctrl-C stops an answer."""
+
+
+@dataclass
+class Session:
+    """A conversation and how it is sampled."""
+
+    chat: Chat
+    system: str = ""
+    settings: dict[str, float | int] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
+
+    def prompt(self) -> list[Message]:
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
+
+    def command(self, line: str) -> str | None:
+        """Obey a line that begins with "/"; what to tell. None ends the session."""
+        name, _, rest = line[1:].partition(" ")
+        known = {"new": self._new, "system": self._system, "set": self._set, "save": self._save, "help": self._help}
+        if name in ("quit", "exit"):
+            return None
+        if name not in known:
+            raise UnknownName.among("command", name, [*known, "retry", "quit"])
+        return known[name](rest.strip())
+
+    def _new(self, _: str) -> str:
+        self.messages.clear()
+        return "A new conversation."
+
+    def _system(self, text: str) -> str:
+        self.system = text
+        return "The system prompt is set." if text else "There is no system prompt."
+
+    def _set(self, text: str) -> str:
+        for pair in text.replace(",", " ").split():
+            name, _, value = pair.partition("=")
+            if name not in SETTINGS:
+                raise UnknownName.among("setting", name, SETTINGS)
+            try:
+                changed = {**self.settings, name: SETTINGS[name](value)}
+            except ValueError as error:
+                raise ArgumentError(f"{name} = {value!r}", hint=f"{name} is a number, e.g. /set {name}=1") from error
+            sampling_of(changed)
+            self.settings = changed
+        return ", ".join(f"{name}={value}" for name, value in self.settings.items()) or "Nothing is set."
+
+    def _save(self, path: str) -> str:
+        if not path:
+            raise ArgumentError("/save: where to?", hint="/save chat.json")
+        whole = {"model": self.chat.name, "settings": self.settings, "messages": self.prompt()}
+        try:
+            Path(path).write_text(json.dumps(whole, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise BaguError(f"{path} cannot be written: {error.strerror}") from error
+        return f"{len(self.messages)} messages written to {path}."
+
+    def _help(self, _: str) -> str:
+        return HELP.format(names=", ".join(SETTINGS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Took:
+    """What an answer took."""
+
+    tokens: int
+    first_s: float | None  # to the first token
+    decode_s: float  # from the first token to the last
+    finish: str
+
+    def words(self) -> str:
+        parts = [f"{self.tokens} tokens"]
+        if self.tokens > 1 and self.decode_s > 0:
+            parts.append(f"{(self.tokens - 1) / self.decode_s:.1f} tokens/s")
+        if self.first_s is not None:
+            parts.append(f"first token {1e3 * self.first_s:.0f} ms")
+        return " · ".join(
+            [*parts, *({"length": ["cut at the token limit"], "abort": ["stopped"]}.get(self.finish, []))]
+        )
+
+
+def stream(session: Session, show: Callable[[str], None], clock: Callable[[], float] = time.perf_counter) -> Took:
+    """Have the last message answered: each text goes to `show`, the whole into the conversation."""
+    began, first, last = clock(), None, 0.0
+    texts, tokens, finish = [], 0, "stop"
+    with contextlib.closing(session.chat.answer(session.prompt(), session.settings)) as pieces:
+        try:
+            for piece in pieces:
+                texts.append(piece.text)
+                tokens += piece.tokens
+                finish = piece.finish or finish
+                if piece.tokens:
+                    last = clock()
+                    first = first or last
+                show(piece.text.translate(PICTURES))
+        except KeyboardInterrupt:
+            finish = "abort"
+    if "".join(texts):
+        session.messages.append({"role": "assistant", "content": "".join(texts)})
+    first_s = None if first is None else first - began
+    return Took(tokens=tokens, first_s=first_s, decode_s=last - first if first else 0.0, finish=finish)
+
+
+def read_message(read: Callable[[str], str]) -> str | None:
+    """A message from the prompt, of several lines where they end with a backslash; None at the end of the input."""
+    lines: list[str] = []
+    try:
+        while (line := read("… " if lines else "› ")).endswith("\\"):
+            lines.append(line[:-1])
+        return "\n".join([*lines, line]).strip()
+    except KeyboardInterrupt:
+        return ""
+    except EOFError:
+        return None
+
+
+def main(
+    chat: Chat,
+    *,
+    system: str = "",
+    settings: Settings | None = None,
+    prompt: str | None = None,
+    console: Console | None = None,
+    read: Callable[[str], str] | None = None,
+) -> int:
+    """Talk until the input ends; with `prompt`, answer that alone. Returns the exit status."""
+    console = console or Console(highlight=False)
+    session = Session(chat=chat, system=system)
+    session.settings = dict(settings or {})
+    sampling_of(session.settings)
+    if prompt is not None:
+        session.messages.append({"role": "user", "content": prompt})
+        return int(not _answer(session, console))
+    read = read or _reader()
+    console.print(f"{chat.name} · /help", style="dim", markup=False)
+    while (line := read_message(read)) is not None:
+        try:
+            if line.startswith("/") and not line.startswith("/retry"):
+                told = session.command(line)
+                if told is None:
+                    break
+                console.print(told, style="dim", markup=False)
+            elif line and _take(session, line):
+                _answer(session, console)
+        except BaguError as error:
+            _tell(console, error)
+    return 0
+
+
+def _take(session: Session, line: str) -> bool:
+    """Put the conversation into a state that ends with the user's message; whether there is one."""
+    if line != "/retry":
+        session.messages.append({"role": "user", "content": line})
+    elif session.messages and session.messages[-1]["role"] == "assistant":
+        session.messages.pop()
+    return bool(session.messages)
+
+
+def _answer(session: Session, console: Console) -> bool:
+    """Stream an answer; False where it failed, which is told. The message stays, for /retry."""
+
+    def show(text: str) -> None:
+        console.file.write(text)  # not through rich: it would wrap and style what a model wrote
+        console.file.flush()
+
+    try:
+        took = stream(session, show)
+    except BaguError as error:
+        _tell(console, error)
+        return False
+    console.print()
+    console.print(took.words(), style="dim")
+    return True
+
+
+def _tell(console: Console, error: BaguError) -> None:
+    console.print(f"bagu: {error}" + (f"\n  -> {error.hint}" if error.hint else ""), style="red", markup=False)
+
+
+def _reader() -> Callable[[str], str]:
+    """`input`, with line editing and history where the platform has them, and without a prompt for a pipe."""
+    if not sys.stdin.isatty():
+        return lambda _: input()
+    with contextlib.suppress(ImportError):  # Windows has none; input() works there too
+        import readline  # noqa: F401
+    return input

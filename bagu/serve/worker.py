@@ -1,0 +1,269 @@
+"""The engine's process, and the messages between it and the server (process.py).
+
+    server process (asyncio)                        engine process
+    EngineProcess.submit   -> Submit, Abort, ... ->  `_drain` empties the pipe, the loop applies what came and steps
+    Tickets.deliver        <- Step(events)       <-  one message a step, with all its events
+
+`Step` is also the heartbeat: it is sent after each step, and each second when idle. When the server dies the pipe
+ends, and so does this process: no orphan holds the GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import marshal
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from bagu.errors import BaguError
+from bagu.serve.config import EngineConfig
+from bagu.serve.request import Request, Sampling, TokenEvent
+from bagu.serve.tickets import Event
+from bagu.types import Tokenizer
+
+if TYPE_CHECKING:  # the server's process has no need of them
+    from bagu.nn.model import Transformer
+    from bagu.serve.engine import Engine
+
+__all__ = [
+    "Abort", "Accepted", "Answer", "AskStats", "Chat", "Embed", "Failed", "Load", "Ready", "Refused", "Step", "Stop",
+    "Submit", "receive", "run", "send",
+]  # fmt: skip
+
+Load = Callable[[], "tuple[Transformer, Tokenizer, Chat | None]"]  # model, tokenizer, chat encoder or None; picklable
+HEARTBEAT_S = 1.0
+STEP = b"S"  # no pickle begins with it
+
+
+class Submit(NamedTuple):
+    requests: tuple[Request, ...]
+
+
+class Abort(NamedTuple):
+    request_ids: tuple[str, ...]
+
+
+class Embed(NamedTuple):
+    call: int
+    texts: tuple[tuple[int, ...], ...]
+
+
+class AskStats(NamedTuple):
+    call: int
+
+
+class Stop(NamedTuple):
+    pass
+
+
+class Chat(Protocol):
+    """The part of `data.ChatEncoder` that a server calls."""
+
+    def prompt(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]: ...
+    def encode(self, messages: Sequence[dict[str, Any]]) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """The engine is warm: what the server needs to know of it."""
+
+    tokenizer: Tokenizer
+    chat: Chat | None
+    generates: bool  # a causal model; the others embed
+    max_model_len: int
+    vocab_size: int
+
+    @cached_property
+    def turn_ends(self) -> tuple[int, ...]:
+        """The token the assistant's turn ends with, as the template writes it: a chat stops there, not only at the end
+        of text. None where the template does not say what is the assistant's."""
+        if self.chat is None:
+            return ()
+        try:
+            said = self.chat.encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        except BaguError:
+            return ()
+        return (said.ids[max(i for i, mine in enumerate(said.mask) if mine)],)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Control tokens, which have no text in a reply. The protocol `Tokenizer` has no word for them."""
+        return frozenset(getattr(self.tokenizer, "special_ids", {}).values())
+
+
+class Step(NamedTuple):
+    events: list[Event]
+
+
+class Accepted(NamedTuple):
+    request_id: str
+
+
+class Refused(NamedTuple):
+    request_id: str
+    message: str
+    hint: str
+
+
+class Answer(NamedTuple):
+    """What `Embed` or `AskStats` asked for; an error is its message."""
+
+    call: int
+    value: Any
+    error: str | None = None
+
+
+class Failed(NamedTuple):
+    """The process is about to end, and why."""
+
+    reason: str
+
+
+def run(pipe: Connection, load: Load, config: EngineConfig) -> None:
+    """The process: load, warm up, say so, serve until told to stop. Any exception is reported, then ends it."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals the whole group; the server decides when
+        signal.signal(number, signal.SIG_IGN)
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_drain, args=(pipe, inbox), daemon=True).start()
+    try:
+        model, tokenizer, chat = load()
+        if model.config.causal:
+            serve_generation(pipe, inbox, model, tokenizer, chat, config)
+        else:
+            serve_embeddings(pipe, inbox, model, tokenizer, chat, config)
+    except Exception as error:
+        traceback.print_exc()
+        first = traceback.extract_tb(error.__traceback__)[-1]
+        hint = f" ({error.hint})" if isinstance(error, BaguError) and error.hint else ""
+        send(pipe, Failed(f"{type(error).__name__}: {error}{hint}, in {first.name}"))
+        sys.exit(1)
+
+
+def serve_generation(
+    pipe: Connection, inbox: queue.SimpleQueue[Any], model: Transformer, tokenizer: Tokenizer, chat: Chat | None,
+    config: EngineConfig,
+) -> None:  # fmt: skip
+    """Apply what came, step, send what came out: until Stop."""
+    from bagu.serve.engine import Engine
+
+    engine = Engine(model, tokenizer, config)
+    _warm_up(engine)
+    ready = Ready(
+        tokenizer=tokenizer, chat=chat, generates=True, max_model_len=engine.max_model_len,
+        vocab_size=model.config.vocab_size,
+    )  # fmt: skip
+    send(pipe, ready)
+    gc.freeze()  # model and modules stay: no collection walks them in the middle of a step
+    while True:
+        for message in _messages(inbox, wait=not engine.has_work):
+            if isinstance(message, Submit):
+                for request in message.requests:
+                    try:
+                        engine.submit(request)
+                        send(pipe, Accepted(request.id))
+                    except BaguError as error:  # what can never be served: the others go on
+                        send(pipe, Refused(request.id, str(error), error.hint))
+            elif isinstance(message, Abort):
+                for id in message.request_ids:
+                    engine.abort(id)
+            elif isinstance(message, AskStats):
+                send(pipe, Answer(message.call, engine.stats()))
+            elif isinstance(message, Embed):
+                send(pipe, Answer(message.call, None, "this model generates text; embeddings are of encoder models"))
+            else:
+                return
+        send_step(pipe, engine.step() if engine.has_work else [])
+
+
+def serve_embeddings(
+    pipe: Connection, inbox: queue.SimpleQueue[Any], model: Transformer, tokenizer: Tokenizer, chat: Chat | None,
+    config: EngineConfig,
+) -> None:  # fmt: skip
+    """The same for an encoder: one forward a call."""
+    model.mlm = None  # the head that predicts words is not part of what a text means
+    embed(model, [(0,)])
+    longest = min(model.config.max_len, config.max_model_len or model.config.max_len)
+    vocab_size = model.config.vocab_size
+    send(pipe, Ready(tokenizer=tokenizer, chat=chat, generates=False, max_model_len=longest, vocab_size=vocab_size))
+    while True:
+        for message in _messages(inbox, wait=True):
+            if isinstance(message, Embed):
+                send(pipe, Answer(message.call, embed(model, message.texts)))
+            elif isinstance(message, AskStats):
+                send(pipe, Answer(message.call, None))
+            elif isinstance(message, Stop):
+                return
+        send(pipe, Step([]))
+
+
+def embed(model: Transformer, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """A unit vector a text: the mean of its tokens' hidden states. All texts go through the model packed."""
+    import torch
+
+    lengths = torch.tensor([len(t) for t in texts])
+    device = model.embedding.weight.device
+    ids = torch.tensor([i for t in texts for i in t], device=device)
+    positions = torch.cat([torch.arange(len(t)) for t in texts]).to(device)
+    cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).to(device, torch.int32)
+    with torch.inference_mode():
+        hidden = model(ids, positions, cu_seqlens, int(lengths.max())).hidden.float()
+        segment = torch.repeat_interleave(torch.arange(len(texts)), lengths).to(device)
+        total = hidden.new_zeros(len(texts), hidden.shape[1]).index_add_(0, segment, hidden)
+        return (total / total.norm(dim=1, keepdim=True)).tolist()  # the length of the text divides out
+
+
+def _messages(inbox: queue.SimpleQueue[Any], *, wait: bool) -> list[Any]:
+    """What has come; with `wait`, nothing only after a heartbeat's time."""
+    found = []
+    try:
+        if wait:
+            found.append(inbox.get(timeout=HEARTBEAT_S))
+        while True:
+            found.append(inbox.get_nowait())
+    except queue.Empty:
+        return found
+
+
+def _drain(pipe: Connection, inbox: queue.SimpleQueue[Any]) -> None:
+    """Empty the pipe while a step runs, so that the server never blocks on it."""
+    try:
+        while True:
+            inbox.put(pipe.recv())
+    except (EOFError, OSError):  # the server is gone: so is the need for this process
+        os._exit(0)
+
+
+def send(pipe: Connection, message: Any) -> None:
+    pipe.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def send_step(pipe: Connection, events: list[Event]) -> None:
+    """`Step` as plain tuples by `marshal`, which looks up no class: the one message there is for every token."""
+    if all(isinstance(event, TokenEvent) for event in events):
+        pipe.send_bytes(STEP + marshal.dumps([tuple(event) for event in events]))
+    else:
+        send(pipe, Step(events))
+
+
+def receive(data: bytes) -> Any:
+    """A message from what `send` or `send_step` wrote."""
+    if data[:1] == STEP:
+        return Step([TokenEvent._make(event) for event in marshal.loads(memoryview(data)[1:])])
+    return pickle.loads(data)
+
+
+def _warm_up(engine: Engine) -> None:
+    """One short request through every stage, so that the first client does not pay for what is made on first use."""
+    engine.submit(Request(id="warm-up", prompt=(0,), sampling=Sampling(max_tokens=2, temperature=0.5, ignore_eos=True)))
+    while engine.has_work:
+        engine.step()

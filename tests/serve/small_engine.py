@@ -1,0 +1,46 @@
+"""Small models of every kind of attention, and engines of a few blocks on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bagu.nn.config import Alibi, Learned, MLAConfig, ModelConfig, NormConfig, Rope
+from bagu.nn.init import init_weights
+from bagu.nn.model import Transformer
+from bagu.serve.config import EngineConfig
+from bagu.serve.engine import Engine
+from bagu.types import Tokenizer
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "mha, tied": {"num_kv_heads": 4, "tie_embeddings": True},
+    "mqa, QK norm": {"num_kv_heads": 1, "qk_norm": True},
+    "windows in all layers": {"windows": (5, 9)},
+    "windows in some": {"windows": (4, None)},
+    "biases, gelu": {
+        "qkv_bias": True,
+        "out_bias": True,
+        "ffn": "gelu",
+        "ffn_bias": True,
+        "positions": Rope(base=100.0),
+    },
+    "learned, layer norm": {"positions": Learned(), "norm": NormConfig(kind="layer", bias=True)},
+    "alibi": {"positions": Alibi()},
+    "mla": {"mla": MLAConfig(kv_rank=8, nope_dim=4, v_dim=6, rope_dim=4), "num_kv_heads": 4, "head_dim": 8},
+}
+
+
+def small_model(kind: str = "gqa", dtype: torch.dtype = torch.float32) -> Transformer:
+    """97 words, 3 layers, 128 positions; loud weights, so that the likeliest token is likeliest by a margin."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 97, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
+        "intermediate_size": 48, "max_len": 128, "init_std": 0.2,
+    }  # fmt: skip
+    return init_weights(Transformer(ModelConfig(**sizes | MODELS[kind]), dtype=dtype), 0).eval()
+
+
+def small_engine(model: Transformer, tokenizer: Tokenizer | None = None, **settings: Any) -> Engine:
+    chosen = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64} | settings
+    return Engine(model, tokenizer, EngineConfig(**chosen))

@@ -1,0 +1,262 @@
+"""The server as clients see it: the official client, curl, raw sockets; every refusal with its status."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from conftest import KEY
+from tiny_server import MAX_LEN, MODEL, Running, eventually
+
+ASK = [{"role": "user", "content": "hello world, 你好"}]
+ALL: dict[str, Any] = {"extra_body": {"ignore_eos": True}}  # a random model may say the end at any time
+LONG: dict[str, Any] = {"max_tokens": 3000, **ALL}
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+
+
+def post(tiny: Running, path: str, body: Any, **options: Any) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return tiny.http.post(path, content=content, **{"headers": HEADERS, **options})
+
+
+def get(tiny: Running, path: str, **options: Any) -> httpx.Response:
+    return tiny.http.get(path, **options)
+
+
+def idle(tiny: Running) -> bool:
+    stats = tiny.get("/engine")
+    return stats["blocks"]["used"] == stats["running"] == stats["waiting"] == 0
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [m.id for m in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).model_dump()["max_model_len"] == MAX_LEN
+
+
+def test_a_chat_streamed_and_whole_say_the_same(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {"model": MODEL, "messages": ASK, "max_tokens": 24, "seed": 7, "n": 2} | ALL
+    whole = client.chat.completions.create(**ask)
+    texts = ["", ""]
+    chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [c.message.content for c in whole.choices]
+    assert texts[0] != texts[1]  # a seed has a draw for each choice
+    assert whole.usage is not None and whole.usage.completion_tokens == 48
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+
+
+def test_chunks_have_every_key_and_one_finish_reason_a_choice(tiny: Running) -> None:
+    ask = {"messages": ASK, "max_tokens": 5, "stream": True, "n": 3, "ignore_eos": True}
+    answer = post(tiny, "/v1/chat/completions", ask)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, done, rest = answer.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    chunks = [json.loads(e.removeprefix("data: ")) for e in events]
+    assert {c["object"] for c in chunks} == {"chat.completion.chunk"} and len({c["id"] for c in chunks}) == 1
+    choices = [c["choices"][0] for c in chunks]
+    assert all({"index", "delta", "logprobs", "finish_reason"} <= c.keys() for c in choices)
+    assert [c["delta"]["role"] for c in choices if "role" in c["delta"]] == ["assistant"] * 3
+    ends = [(c["index"], c["finish_reason"]) for c in choices if c["finish_reason"] is not None]
+    assert sorted(ends) == [(0, "length"), (1, "length"), (2, "length")]
+
+
+def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {"model": MODEL, "messages": ASK, "max_tokens": 6, "logprobs": True, "top_logprobs": 3} | ALL
+    whole = client.chat.completions.create(**ask, temperature=0).choices[0].logprobs
+    assert whole is not None and whole.content is not None and len(whole.content) == 6
+    for entry in whole.content:
+        assert len(entry.top_logprobs) == 3
+        best = max(t.logprob for t in entry.top_logprobs)
+        assert entry.logprob == pytest.approx(best, abs=1e-5) and best < 0  # greedy takes the likeliest
+    streamed = []
+    for chunk in client.chat.completions.create(**ask, temperature=0, stream=True):
+        found = chunk.choices[0].logprobs
+        streamed += found.content if found and found.content else []
+    assert streamed == whole.content
+
+
+def test_completions_with_several_prompts_and_token_ids(client: openai.OpenAI, tiny: Running) -> None:
+    ids = post(tiny, "/tokenize", {"prompt": "hello"}).json()["tokens"]
+    ask: dict[str, Any] = {"model": MODEL, "max_tokens": 4, "temperature": 0} | ALL
+    texts = [c.text for c in client.completions.create(prompt=["hello", "def f"], n=1, **ask).choices]
+    assert client.completions.create(prompt=ids, **ask).choices[0].text == texts[0]
+    both = client.completions.create(prompt=[ids, ids], n=2, **ask)
+    assert [c.text for c in both.choices] == [texts[0]] * 4 and [c.index for c in both.choices] == [0, 1, 2, 3]
+    assert both.usage is not None and both.usage.prompt_tokens == 2 * len(ids)
+
+
+def test_echo_scores_a_prompt(client: openai.OpenAI) -> None:
+    text = "def f(x):\n    return x"
+    scored = client.completions.create(model=MODEL, prompt=text, max_tokens=0, echo=True, logprobs=1).choices[0]
+    assert scored.text == text and scored.logprobs is not None
+    tokens, logprobs = scored.logprobs.tokens, scored.logprobs.token_logprobs
+    assert tokens is not None and logprobs is not None and "".join(tokens) == text
+    assert logprobs[0] is None and all(p < 0 for p in logprobs[1:]) and len(logprobs) == len(tokens)
+    more = client.completions.create(model=MODEL, prompt=text, max_tokens=3, echo=True, logprobs=1, **ALL).choices[0]
+    assert more.logprobs is not None and more.logprobs.token_logprobs is not None
+    assert more.logprobs.token_logprobs[1 : len(tokens)] == pytest.approx(logprobs[1:], abs=1e-5)
+    assert more.text.startswith(text) and len(more.logprobs.token_logprobs) == len(tokens) + 3
+
+
+def test_stop_strings_are_cut_in_both_modes(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 40, "temperature": 0} | ALL
+    whole = client.completions.create(**ask).choices[0].text
+    stop = whole[11:13]
+    cut = client.completions.create(**ask, stop=[stop]).choices[0]
+    assert cut.text == whole[: whole.index(stop)] and cut.finish_reason == "stop"
+    assert cut.model_dump()["stop_reason"] == stop
+    streamed = "".join(c.choices[0].text for c in client.completions.create(**ask, stop=stop, stream=True))
+    assert streamed == cut.text
+
+
+def test_tokenize_and_detokenize(tiny: Running) -> None:
+    text = "def f(x): 你好 🙂 <|end|>"
+    tokens = post(tiny, "/tokenize", {"prompt": text}).json()
+    assert tokens["count"] == len(tokens["tokens"]) and tokens["max_model_len"] == MAX_LEN
+    assert post(tiny, "/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": text}
+    chat = post(tiny, "/tokenize", {"messages": ASK}).json()["tokens"]
+    assert "<|assistant|>" in post(tiny, "/detokenize", {"tokens": chat}).json()["prompt"]
+
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+REFUSED: list[tuple[str, Any, int, str]] = [
+    (TEXT, b'{"prompt": "hi"', 400, "not JSON"),
+    (TEXT, b'{"prompt": "\xff"}', 400, "UTF-8"),
+    (TEXT, b"[" * 100_000, 400, ""),
+    (TEXT, b'{"prompt": "\\ud800"}', 400, "UTF-8"),
+    (TEXT, b'{"prompt": "a", "temperature": NaN}', 400, "NaN"),
+    (TEXT, b"x" * 10_000_000, 413, "bytes"),
+    (TEXT, [], 400, "dictionary"),
+    (TEXT, {}, 400, "prompt"),
+    (TEXT, {"prompt": 5}, 400, "prompt"),
+    (TEXT, {"prompt": []}, 400, "prompt"),
+    (TEXT, {"prompt": ""}, 400, "empty"),
+    (TEXT, {"prompt": [10**9]}, 400, "vocabulary"),
+    (TEXT, {"prompt": "a" * 9000, "max_tokens": 1}, 400, str(MAX_LEN)),
+    (TEXT, {"prompt": "a", "max_tokens": MAX_LEN}, 400, str(MAX_LEN)),
+    (TEXT, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
+    (TEXT, {"prompt": "a", "max_tokens": "5"}, 400, "max_tokens"),
+    (TEXT, {"prompt": "a", "temperature": -0.1}, 400, "temperature"),
+    (TEXT, {"prompt": "a", "temperature": "hot"}, 400, "temperature"),
+    (TEXT, {"prompt": "a", "top_p": 0}, 400, "top_p"),
+    (TEXT, {"prompt": "a", "n": 10**9}, 400, "n"),
+    (TEXT, {"prompt": "a", "n": 17}, 400, "16 choices"),
+    (TEXT, {"prompt": "a", "n": True}, 400, "n"),
+    (TEXT, {"prompt": "a", "logprobs": 10**6}, 400, "logprobs"),
+    (TEXT, {"prompt": "a", "stop": [""]}, 400, "stop"),
+    (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias"),
+    (TEXT, {"prompt": "a", "seed": 2**70}, 400, "seed"),
+    (TEXT, {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream"),
+    (TEXT, {"prompt": "a", "stream": True, "prompt_logprobs": 1}, 400, "prompt_logprobs"),
+    (TEXT, {"prompt": "a", "model": "gpt-9"}, 404, "gpt-9"),
+    (CHAT, {"messages": []}, 400, "messages"),
+    (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, 400, "wizard"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+    (CHAT, {"messages": ASK, "top_logprobs": 2}, 400, "logprobs"),
+    (CHAT, {"messages": ASK, "tools": [{}]}, 400, "tools"),
+    (CHAT, {"messages": ASK, "response_format": {"type": "json_object"}}, 400, "response_format"),
+    (CHAT, {"messages": ASK, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
+    ("/v1/embeddings", {"input": "a"}, 400, "embeddings"),
+    ("/v1/nothing", {}, 404, "nothing"),
+    ("/v1/models", {}, 405, "models"),
+    ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "says"), REFUSED, ids=lambda v: str(v)[:40])
+def test_refusals_are_openai_shaped(tiny: Running, path: str, body: Any, status: int, says: str) -> None:
+    answer = post(tiny, path, body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and says in error["message"]
+
+
+def test_null_is_the_default_and_unknown_fields_pass(tiny: Running) -> None:
+    body = {
+        "prompt": "a",
+        "max_tokens": 2,
+        "temperature": None,
+        "stop": None,
+        "n": None,
+        "logit_bias": None,
+        "user": "me",
+    }
+    assert post(tiny, TEXT, body).status_code == 200
+
+
+@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}])
+def test_the_key_guards_v1_alone(tiny: Running, header: dict[str, str]) -> None:
+    answer = post(tiny, TEXT, {"prompt": "a"}, headers=header)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert get(tiny, "/health", headers=header).status_code == 200
+
+
+def test_a_full_queue_says_429_and_when_to_come_back(client: openai.OpenAI, tiny: Running) -> None:
+    ask: dict[str, Any] = {"model": MODEL, "prompt": "hello", **LONG}
+    streams = [client.completions.create(**ask, n=8, stream=True) for _ in range(2)]
+    try:
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(model=MODEL, prompt="one too many")
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+    finally:
+        for stream in streams:
+            stream.close()
+    eventually(lambda: idle(tiny), "the closed streams gave their blocks back")
+    assert client.completions.create(model=MODEL, prompt="now").choices
+
+
+def test_a_client_that_hangs_up_frees_its_blocks_streaming_or_not(client: openai.OpenAI, tiny: Running) -> None:
+    with client.completions.create(model=MODEL, prompt="hello", stream=True, **LONG) as stream:
+        next(iter(stream))
+        assert tiny.get("/engine")["blocks"]["used"] > 0
+    eventually(lambda: idle(tiny), "the blocks of a closed stream are free")
+    body = json.dumps({"prompt": "hello", "max_tokens": 3000, "ignore_eos": True}).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with tiny.raw(head.encode() + body):
+        eventually(lambda: tiny.get("/engine")["running"], "the call without a stream runs")
+    eventually(lambda: idle(tiny), "the blocks of a call without a stream are free")
+
+
+def test_metrics_count_what_happened(client: openai.OpenAI, tiny: Running) -> None:
+    def value(name: str) -> float:
+        text = get(tiny, "/metrics").text
+        return sum(float(v) for v in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.M))
+
+    names = ["vllm:generation_tokens_total", "vllm:request_success_total", "vllm:time_to_first_token_seconds_count"]
+    names += ["vllm:inter_token_latency_seconds_count", "vllm:request_prompt_tokens_count"]
+    before = [value(name) for name in names]
+    client.completions.create(model=MODEL, prompt="hello", max_tokens=5, **ALL)
+    assert [value(n) - b for n, b in zip(names, before, strict=True)] == [5, 1, 1, 4, 1]
+    assert value("vllm:num_requests_running") == 0
+    for line in get(tiny, "/metrics").text.splitlines():
+        assert re.fullmatch(r'# (HELP|TYPE) .+|[a-z0-9_:]+(\{([a-z_]+="[^"]*",?)+\})? [-+0-9.e]+', line), line
+
+
+def test_the_page_and_the_panel(tiny: Running) -> None:
+    page = get(tiny, "/")
+    assert page.status_code == 200 and "<html" in page.text and "Content-Security-Policy" in page.headers
+    for name in re.findall(r'(?:src|href)="/?([\w.]+)"', page.text):
+        assert get(tiny, f"/{name}").status_code == 200, name
+    stats = tiny.get("/engine")
+    blocks = stats["blocks"]
+    assert len(blocks["map"]) == blocks["total"] and blocks["map"].count("c") == blocks["cached"]
+    assert {"tokens_per_s", "running", "waiting", "batch_size", "ttft_ms_p50"} <= stats.keys()
+    assert tiny.get("/version")["version"]
+
+
+def test_curl(tiny: Running) -> None:
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("curl is not installed")
+    body = json.dumps({"model": MODEL, "messages": ASK, "max_tokens": 3, "stream": True})
+    asked = [curl, "-sSN", "--max-time", "60", f"{tiny.url}{CHAT}", "-H", f"Authorization: Bearer {KEY}", "-d", body]
+    said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    assert said.startswith('data: {"id":"chatcmpl-') and said.endswith("data: [DONE]\n\n")

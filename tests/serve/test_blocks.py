@@ -1,0 +1,219 @@
+"""Block accounting against a reference that is a dict of lists, and one test per promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bagu.errors import ArgumentError
+from bagu.serve import blocks as module
+from bagu.serve.blocks import DEAD, Blocks, IntegrityError, Table
+
+
+class Writer:
+    """Sequences that write their tokens to a pool through `Blocks`. `lists` is the reference: each one's tokens."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks = blocks
+        self.pool: list[list[int]] = [[-1] * blocks.block_size for _ in range(blocks.num_blocks)]
+        self.lists: dict[Table, list[int]] = {}
+
+    def begin(self, tokens: list[int]) -> Table | None:
+        """A sequence of `tokens` on what the cache has of them; None where it does not fit."""
+        hits = self.blocks.match(tokens)
+        idle = sum(not self.blocks.refs[b] for b in hits)
+        if -(-len(tokens) // self.blocks.block_size) - len(hits) > self.blocks.available - idle:
+            return None
+        table = self.blocks.open(hits)
+        self.lists[table] = tokens[: len(hits) * self.blocks.block_size]
+        self.write(table, tokens[len(self.lists[table]) :])
+        return table
+
+    def write(self, table: Table, tokens: list[int]) -> bool:
+        start = len(self.lists[table])
+        upto = start + len(tokens)
+        if self.blocks.need(table, start, upto) > self.blocks.available:
+            assert self.blocks.room(table, start) < len(tokens)
+            return False
+        copy = self.blocks.reserve(table, start, upto)
+        if copy is not None:
+            self.pool[copy[1]] = list(self.pool[copy[0]])
+        self.lists[table] = self.lists[table] + tokens
+        for p in range(start, upto):
+            self.pool[table.blocks[p // self.blocks.block_size]][p % self.blocks.block_size] = self.lists[table][p]
+        self.blocks.register(table, self.lists[table], [], upto)
+        return True
+
+    def fork(self, table: Table) -> Table:
+        copy = self.blocks.fork(table)
+        self.lists[copy] = list(self.lists[table])
+        return copy
+
+    def release(self, table: Table) -> None:
+        self.blocks.release(table)
+        del self.lists[table]
+
+    def check(self) -> None:
+        self.blocks.check_integrity()
+        B = self.blocks.block_size
+        for table, tokens in self.lists.items():
+            read = [self.pool[table.blocks[p // B]][p % B] for p in range(table.dead * B, len(tokens))]
+            assert read == tokens[table.dead * B :]
+        for content, kept in zip(self.blocks.contents, self.pool, strict=True):
+            assert content is None or list(content.tokens) == kept
+
+
+actions = st.tuples(
+    st.sampled_from(["begin", "write", "fork", "release", "drop", "forget"]), st.integers(0, 5), st.integers(1, 9)
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    num_blocks=st.integers(1, 12),
+    block_size=st.integers(1, 4),
+    prefix_cache=st.booleans(),
+    todo=st.lists(actions, max_size=40),
+)
+def test_tables_read_what_was_written_whatever_is_done(
+    num_blocks: int, block_size: int, prefix_cache: bool, todo: list[tuple[str, int, int]]
+) -> None:
+    blocks = Blocks(num_blocks, block_size, prefix_cache=prefix_cache)
+    writer = Writer(blocks)
+    for action, which, length in todo:
+        tables = list(writer.lists)
+        if action == "begin":
+            writer.begin([1] * which + [2] * length)
+        elif action == "forget":
+            blocks.forget()
+        elif tables:
+            table = tables[which % len(tables)]
+            if action == "write":
+                writer.write(table, [which] * length)
+            elif action == "fork":
+                writer.fork(table)
+            elif action == "release":
+                writer.release(table)
+            else:
+                blocks.drop(table, min(length, len(writer.lists[table]) // block_size))
+        writer.check()
+        assert blocks.free_count + blocks.cached_count + blocks.used_count == num_blocks == len(blocks.map())
+        assert prefix_cache or blocks.cached_count == 0
+    for table in list(writer.lists):
+        writer.release(table)
+    writer.check()
+    assert blocks.used_count == 0 and blocks.available == num_blocks
+
+
+def pool(num_blocks: int = 8, block_size: int = 2) -> Writer:
+    return Writer(Blocks(num_blocks, block_size, prefix_cache=True))
+
+
+def begun(writer: Writer, tokens: list[int]) -> Table:
+    table = writer.begin(tokens)
+    assert table is not None
+    return table
+
+
+def test_a_prefix_is_found_by_whole_blocks_and_by_what_comes_before_them() -> None:
+    writer = pool()
+    table = begun(writer, [1, 2, 3, 4, 5])
+    assert writer.blocks.match([1, 2, 3, 4, 5, 6]) == table.blocks[:2], "the third block is not full"
+    assert writer.blocks.match([1, 2, 3, 4], limit=3) == table.blocks[:1]
+    assert writer.blocks.match([9, 9, 3, 4]) == [], "the same tokens after other ones are another prefix"
+    writer.release(table)
+    assert writer.blocks.cached_count == 2 and writer.blocks.map().count("c") == 2
+    assert begun(writer, [1, 2, 3, 4, 7]).blocks[:2] == table.blocks[:2]
+
+
+def test_what_was_used_longest_ago_goes_first_and_from_its_end() -> None:
+    writer = pool(num_blocks=4)
+    for first in (1, 5):
+        writer.release(begun(writer, [first, first, first + 1, first + 1]))
+    writer.release(begun(writer, [1, 1, 2, 2]))  # used again: now the other is the older one
+    begun(writer, [9])
+    assert len(writer.blocks.match([5, 5, 6, 6])) == 1, "its last block was taken, its first can still be found"
+    assert len(writer.blocks.match([1, 1, 2, 2])) == 2
+
+
+def test_keys_that_collide_are_told_apart_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_key", lambda parent, tokens: b"always the same")
+    writer = pool()
+    begun(writer, [1, 2])
+    assert writer.blocks.match([3, 4]) == []
+    assert len(writer.blocks.match([1, 2])) == 1
+
+
+def test_the_same_prefix_computed_twice_is_registered_once() -> None:
+    writer = pool()
+    first, second = (writer.blocks.open() for _ in range(2))
+    for table in (first, second):
+        writer.lists[table] = []
+        writer.write(table, [1, 2, 3])
+    assert writer.blocks.match([1, 2]) == first.blocks[:1]
+    writer.release(second)
+    assert writer.blocks.cached_count == 0, "the copy is free at once"
+    writer.check()
+
+
+def test_a_fork_copies_only_when_it_writes_into_a_shared_block() -> None:
+    writer = pool()
+    table = begun(writer, [1, 2, 3])
+    twin = writer.fork(table)
+    assert writer.blocks.used_count == 2 and writer.blocks.need(twin, 3, 4) == 1
+    assert writer.write(twin, [7]) and writer.write(table, [8])
+    assert writer.blocks.used_count == 3 and twin.blocks[0] == table.blocks[0] and twin.blocks[1] != table.blocks[1]
+    full = begun(writer, [5, 6])
+    other = writer.fork(full)
+    assert writer.blocks.reserve(other, 2, 3) is None, "a full block is only read"
+    writer.lists[other].append(-1)  # position 2 is reserved, and was never written
+    writer.blocks.check_integrity()
+
+
+def test_what_a_window_has_passed_is_given_back_and_marked() -> None:
+    writer = pool()
+    table = begun(writer, [1, 2, 3, 4, 5])
+    writer.blocks.drop(table, 2)
+    assert table.blocks[:2] == [DEAD, DEAD] and writer.blocks.used_count == 1 and writer.blocks.cached_count == 2
+    writer.check()
+    writer.release(table)
+    assert writer.blocks.used_count == 0
+
+
+def test_a_table_is_released_once() -> None:
+    writer = pool()
+    table = begun(writer, [1, 2, 3])
+    writer.blocks.release(table)
+    with pytest.raises(KeyError):
+        writer.blocks.release(table)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("refs count", lambda b, t: b.refs.__setitem__(t.blocks[0], 2)),
+        ("all, once", lambda b, t: b.free.append(t.blocks[0])),
+        ("all, once", lambda b, t: b.free.pop()),
+        ("the index finds", lambda b, t: b.index.clear()),
+        ("a key is that of its tokens", lambda b, t: b.contents.__setitem__(0, b.contents[0]._replace(tokens=(9, 9)))),
+        ("a free block has no content", lambda b, t: b.contents.__setitem__(b.free[0], b.contents[0])),
+        ("entries are marked", lambda b, t: setattr(t, "dead", 1)),
+    ],
+)
+def test_integrity_sees_a_planted_fault(name: str, fault: Callable[[Blocks, Table], object]) -> None:
+    writer = pool()
+    begun(writer, [7, 8])
+    table = begun(writer, [1, 2, 3])
+    writer.blocks.check_integrity()
+    fault(writer.blocks, table)
+    with pytest.raises(IntegrityError, match=name):
+        writer.blocks.check_integrity()
+
+
+def test_a_pool_has_blocks_and_blocks_have_room() -> None:
+    for num_blocks, block_size in ((0, 16), (16, 0)):
+        with pytest.raises(ArgumentError, match=f"{num_blocks} blocks of {block_size}"):
+            Blocks(num_blocks, block_size, prefix_cache=True)

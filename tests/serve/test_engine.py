@@ -1,0 +1,245 @@
+"""The engine from outside: what a request asks for is what it gets, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+import torch
+from small_engine import small_engine, small_model
+from test_stream import Bytes
+
+from bagu import ops
+from bagu.errors import ArgumentError
+from bagu.nn.config import ModelConfig
+from bagu.nn.init import init_weights
+from bagu.nn.model import Transformer
+from bagu.serve.asynchronous import AsyncEngine
+from bagu.serve.engine import Engine
+from bagu.serve.request import PromptLogprobs, Request, Sampling, TokenEvent, Unservable
+from bagu.types import Completion
+
+MODEL = small_model()
+
+
+def true_logprobs(ids: list[int], model: Transformer = MODEL) -> torch.Tensor:
+    """[len(ids) - 1]: of each token after the first, by the trainer's function."""
+    with torch.no_grad():
+        T = len(ids)
+        hidden = model(torch.tensor(ids), torch.arange(T), torch.tensor([0, T], dtype=torch.int32), T).hidden
+        return ops.token_losses(
+            *ops.linear_cross_entropy(hidden[:-1], model.head_weight, torch.tensor(ids[1:]))
+        ).logprobs
+
+
+def byte_engine(**settings: int) -> Engine:
+    """A model over bytes, so that its text can be stopped by strings."""
+    config = ModelConfig(
+        vocab_size=257, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48,
+        max_len=128, init_std=0.2,
+    )  # fmt: skip
+    return small_engine(init_weights(Transformer(config), 1), Bytes(), **settings)
+
+
+def test_a_seed_gives_the_same_text_alone_and_in_company() -> None:
+    sampling = Sampling(max_tokens=12, temperature=0.8, top_p=0.9, seed=7)
+    alone = small_engine(MODEL).generate([[3, 4, 5]], sampling)[0]
+    crowd = [[i] * (i + 1) for i in range(6)]
+    others = [Sampling(max_tokens=9, temperature=1.0, top_k=5, seed=i) for i in range(6)]
+    engine = small_engine(MODEL)
+    engine.generate(crowd, others)
+    found = engine.generate([*crowd, [3, 4, 5]], [*others, sampling])
+    assert found[-1].tokens == alone.tokens
+    assert engine.generate([[3, 4, 5]], Sampling(max_tokens=12, seed=8))[0].tokens != alone.tokens
+
+
+def test_requests_without_a_seed_differ_and_the_engine_repeats_itself() -> None:
+    sampling = Sampling(max_tokens=10)
+    first, again = (small_engine(MODEL).generate([[1], [1]], sampling) for _ in range(2))
+    assert first[0].tokens != first[1].tokens
+    assert [c.tokens for c in first] == [c.tokens for c in again]
+
+
+def test_n_choices_share_a_prefill_and_are_those_of_n_seeds() -> None:
+    engine = small_engine(MODEL)
+    prompt = list(range(1, 11))  # two blocks and a half: the half is copied when written
+    found = engine.generate([prompt], Sampling(max_tokens=8, n=3, seed=5))
+    assert [(c.prompt, c.choice) for c in found] == [(0, 0), (0, 1), (0, 2)]
+    assert len({c.tokens for c in found}) == 3
+    assert engine.stats().prefix_queries == 10, "one prefill"
+    alone = small_engine(MODEL).generate([prompt], Sampling(max_tokens=8, n=1, seed=5))
+    assert found[0].tokens == alone[0].tokens
+    engine.scheduler.check_integrity()
+    assert engine.stats().blocks_used == 0
+
+
+def test_logprobs_are_the_models_own_before_temperature() -> None:
+    prompt = [3, 1, 4, 1, 5]
+    sampling = Sampling(max_tokens=6, temperature=2.0, top_k=5, seed=1, logprobs=3)
+    found = small_engine(MODEL).generate([prompt], sampling)[0]
+    want = true_logprobs([*prompt, *found.tokens])[len(prompt) - 1 :]
+    assert found.logprobs is not None and found.top is not None
+    torch.testing.assert_close(torch.tensor(found.logprobs), want, atol=1e-4, rtol=0)
+    for top in found.top:
+        assert len(top) == 3 and [p for _, p in top] == sorted((p for _, p in top), reverse=True)
+
+
+@pytest.mark.parametrize("budget", [64, 8])
+def test_prompt_logprobs_come_once_and_whole(budget: int) -> None:
+    engine = small_engine(MODEL, max_num_batched_tokens=budget)
+    prompt = tuple(range(2, 22))
+    engine.submit(Request(id="r", prompt=prompt, sampling=Sampling(max_tokens=2, prompt_logprobs=2)))
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    scores = [e for e in events if isinstance(e, PromptLogprobs)]
+    assert len(scores) == 1 and events[0] is scores[0] and scores[0].start == 1
+    found = torch.tensor([t.logprob for t in scores[0].tokens])
+    torch.testing.assert_close(found, true_logprobs(list(prompt)), atol=1e-4, rtol=0)
+    assert all(len(t.top) == 2 for t in scores[0].tokens)
+
+
+@pytest.mark.parametrize("length", [2, 8, 9, 17])
+def test_score_is_the_trainers_and_shares_prefixes(length: int) -> None:
+    engine = small_engine(MODEL, max_num_batched_tokens=8)
+    base = list(range(5, 5 + length))
+    texts = [[*base, t] for t in (1, 2, 3)]
+    found = engine.score(texts, [length] * 3)
+    for ids, scores in zip(texts, found, strict=True):
+        torch.testing.assert_close(torch.tensor(scores), true_logprobs(ids)[length - 1 :], atol=1e-4, rtol=0)
+    whole = engine.score([texts[0]], [1])[0]
+    torch.testing.assert_close(torch.tensor(whole), true_logprobs(texts[0]), atol=1e-4, rtol=0)
+    if length > 8:
+        assert engine.stats().prefix_hits > 0
+    assert engine.stats().blocks_used == 0
+    with pytest.raises(ArgumentError, match="start = 0"):
+        engine.score([base], [0])
+
+
+def test_new_weights_change_the_text_and_empty_the_cache() -> None:
+    model, other = small_model(), small_model()
+    init_weights(other, 9)
+    engine, want = small_engine(model), small_engine(other)
+    prompt, sampling = [list(range(20))], Sampling(max_tokens=8, temperature=0.0)
+    before = engine.generate(prompt, sampling)[0].tokens
+    engine.update_weights(other.state_dict())
+    assert engine.stats().blocks_cached == 0
+    after = engine.generate(prompt, sampling)[0].tokens
+    assert after == want.generate(prompt, sampling)[0].tokens != before
+    with pytest.raises(ArgumentError, match="does not have"):
+        engine.update_weights({"nonsense": torch.zeros(1)})
+    with pytest.raises(ArgumentError, match="of shape"):
+        engine.update_weights({"embedding.weight": torch.zeros(1)})
+
+
+def test_new_weights_in_the_middle_of_a_text() -> None:
+    engine = small_engine(small_model())
+    engine.submit(Request(id="r", prompt=(1, 2, 3), sampling=Sampling(max_tokens=6, temperature=0.0)))
+    engine.step()
+    engine.update_weights(small_model().state_dict())
+    tokens = []
+    while engine.has_work:
+        tokens += [e.token for e in engine.step() if isinstance(e, TokenEvent)]
+        engine.scheduler.check_integrity()
+    assert len(tokens) == 5  # the first came before
+
+
+def test_stop_strings_end_the_choice_that_says_them() -> None:
+    engine = byte_engine()
+    sampling = Sampling(max_tokens=40, seed=3, n=2)
+    free = engine.generate([[65, 66]], sampling)
+    text = free[0].text
+    assert text is not None and len(text) > 6
+    stop = text[3:5]
+    found = engine.generate([[65, 66]], Sampling(max_tokens=40, seed=3, n=2, stop=(stop,)))
+    assert (found[0].finish, found[0].stop_reason) == ("stop", stop)
+    assert found[0].text == text[: text.index(stop)]
+    assert len(found[0].tokens) < 40 and engine.stats().blocks_used == 0
+    if stop not in (free[1].text or ""):
+        assert found[1].tokens == free[1].tokens
+    pieces = list(engine.stream([65, 66], Sampling(max_tokens=40, seed=3, stop=(stop,))))
+    assert "".join(p.text or "" for p in pieces) == found[0].text
+    assert [p.finish for p in pieces[:-1]] == [""] * (len(pieces) - 1) and pieces[-1].finish == "stop"
+
+
+def test_stop_tokens_and_min_tokens() -> None:
+    engine = small_engine(MODEL)
+    greedy = Sampling(max_tokens=12, temperature=0.0)
+    text = engine.generate([[1, 2]], greedy)[0].tokens
+    end = text[4]
+    found = engine.generate([[1, 2]], Sampling(max_tokens=12, temperature=0.0, stop_token_ids=(end,)))[0]
+    assert found.tokens == text[: text.index(end) + 1]
+    assert (found.finish, found.stop_reason) == ("stop", end)
+    late = Sampling(max_tokens=12, temperature=0.0, stop_token_ids=(end,), min_tokens=8)
+    assert end not in engine.generate([[1, 2]], late)[0].tokens[:8]
+
+
+def test_a_stream_that_is_left_is_aborted() -> None:
+    engine = small_engine(MODEL)
+    stream = engine.stream([1, 2, 3], Sampling(max_tokens=50))
+    next(stream)
+    assert engine.stats().blocks_used > 0 and engine.has_work
+    stream.close()
+    assert engine.stats().blocks_used == 0 and not engine.has_work
+
+
+def test_bad_requests_are_refused_at_the_door_and_harm_nobody() -> None:
+    engine = small_engine(MODEL, num_blocks=8, max_model_len=100)
+    with pytest.raises(Unservable, match="pool has 8"):
+        engine.submit(Request(id="a", prompt=(1,) * 30, sampling=Sampling(max_tokens=30)))
+    with pytest.raises(ArgumentError, match="token 97"):
+        engine.submit(Request(id="a", prompt=(97,)))
+    with pytest.raises(ArgumentError, match="no tokenizer"):
+        engine.submit(Request(id="a", prompt=(1,), sampling=Sampling(stop=("x",))))
+    assert not engine.has_work and engine.step() == []
+    assert len(engine.generate([[1]], Sampling(max_tokens=3))[0].tokens) == 3
+    assert engine.abort("a") is False
+
+
+def test_aborts_at_any_moment_leave_nothing() -> None:
+    engine = small_engine(MODEL, num_blocks=20, max_num_batched_tokens=8)
+    for moment in range(8):
+        for i in range(4):
+            prompt = tuple(range(i + 1, i + 10))
+            engine.submit(Request(id=str(i), prompt=prompt, sampling=Sampling(max_tokens=9, n=2)))
+        for _ in range(moment):
+            engine.step()
+        for i in range(4):
+            engine.abort(str(i))
+        engine.scheduler.check_integrity()
+        assert engine.stats().blocks_used == 0 and not engine.has_work
+
+
+def test_stats_tell_what_happened() -> None:
+    engine = small_engine(MODEL)
+    engine.generate([[1, 2, 3]] * 3, Sampling(max_tokens=4))
+    stats = engine.stats()
+    assert (stats.generated_tokens, stats.running, stats.waiting) == (12, 0, 0)
+    assert len(stats.block_map) == stats.blocks_total == 64
+    assert stats.block_map.count("c") == stats.blocks_cached
+    assert stats.tokens_per_s > 0 and stats.last_step_s > 0
+
+
+def test_tasks_generate_at_once_and_get_their_own() -> None:
+    greedy = Sampling(max_tokens=6, temperature=0.0)
+    prompts = [[i + 1, i + 2] for i in range(5)]
+    want = [c.tokens for c in small_engine(MODEL).generate(prompts, greedy)]
+    engine = small_engine(MODEL, max_num_seqs=3)
+
+    async def first_token(asynchronous: AsyncEngine) -> None:
+        async with contextlib.aclosing(asynchronous.stream([9, 9], Sampling(max_tokens=100))) as stream:
+            async for _ in stream:
+                return
+
+    async def main() -> list[Completion]:
+        asynchronous = AsyncEngine(engine)
+        found, _ = await asyncio.gather(asynchronous.generate(prompts, greedy), first_token(asynchronous))
+        with pytest.raises(Unservable):
+            await asynchronous.generate([[1]], Sampling(max_tokens=1000))
+        return [*found, *await asynchronous.generate([prompts[0]], greedy)]
+
+    found = asyncio.run(main())
+    assert [c.tokens for c in found] == [*want, want[0]]
+    assert [c.prompt for c in found] == [0, 1, 2, 3, 4, 0]
+    assert engine.stats().blocks_used == 0

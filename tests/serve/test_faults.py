@@ -1,0 +1,164 @@
+"""What must not break the server: clients and engines that are killed, engines that hang, signals, and any JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import tiny_server
+from conftest import KEY
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_server import MODEL, Running, eventually, healthy, serving
+
+LONG: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 3000, "extra_body": {"ignore_eos": True}}
+
+
+def idle(tiny: Running) -> bool:
+    stats = tiny.get("/engine")
+    return stats["blocks"]["used"] == stats["running"] == stats["waiting"] == 0
+
+
+def reason(tiny: Running) -> str:
+    """Why /health says no; empty when it says yes."""
+    answer = tiny.http.get("/health")
+    assert (answer.status_code, "reason" in answer.json()) in ((200, False), (503, True))
+    return str(answer.json().get("reason", ""))
+
+
+def gone(pid: int) -> bool:
+    """Ended, or a zombie that nobody has waited for yet."""
+    status = Path(f"/proc/{pid}/status")
+    return not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_a_client_killed_mid_stream_frees_its_blocks(tiny: Running) -> None:
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("curl is not installed")
+    body = json.dumps({"prompt": "hello", "max_tokens": 3000, "ignore_eos": True, "stream": True})
+    asked = [curl, "-sN", f"{tiny.url}/v1/completions", "-H", f"Authorization: Bearer {KEY}", "-d", body]
+    with subprocess.Popen(asked, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline().startswith(b"data: ")
+        assert tiny.get("/engine")["running"] == 1
+        process.kill()
+    eventually(lambda: idle(tiny), "the killed client's blocks are free")
+
+
+def test_an_engine_killed_mid_stream_is_reported_and_started_again(client: openai.OpenAI, tiny: Running) -> None:
+    stream = client.completions.create(stream=True, **LONG)
+    assert next(iter(stream)).choices
+    engine = tiny.engine_pid()
+    os.kill(engine, signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="SIGKILL"):
+        for _ in stream:
+            pass
+    assert "SIGKILL" in reason(tiny)
+    with pytest.raises(openai.InternalServerError, match="SIGKILL") as refused:
+        client.completions.create(model=MODEL, prompt="a")
+    assert refused.value.status_code == 503 and refused.value.response.headers["retry-after"]
+    eventually(lambda: healthy(tiny), "the engine is back")
+    assert tiny.engine_pid() != engine
+    assert client.completions.create(model=MODEL, prompt="a").choices and idle(tiny)
+    assert 'bagu:engine_restarts_total{model_name="tiny"} 0' not in tiny.http.get("/metrics").text
+
+
+@pytest.fixture(scope="module")
+def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server to be ended."""
+    with serving(tmp_path_factory.mktemp("mortal") / "stderr", "--stall-timeout", "5") as running:
+        yield running
+
+
+def test_health_is_the_age_of_the_last_tick(mortal: Running) -> None:
+    engine = mortal.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        said = eventually(lambda: reason(mortal), "a stopped engine is seen")
+        assert "last tick" in said
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    eventually(lambda: healthy(mortal), "it ticks again")
+
+
+def test_sigterm_lets_running_calls_finish(mortal: Running) -> None:
+    engine = mortal.engine_pid()
+    with openai.OpenAI(base_url=f"{mortal.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        stream = client.completions.create(stream=True, **LONG | {"max_tokens": 300})
+        first = next(iter(stream))
+        mortal.process.send_signal(signal.SIGTERM)
+        chunks = [first, *stream]
+        assert chunks[-1].choices[0].finish_reason == "length"
+        with pytest.raises(openai.APIConnectionError):
+            client.completions.create(model=MODEL, prompt="a")
+    assert mortal.process.wait(timeout=60) == 0, mortal.log.read_text()
+    assert gone(engine)
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, tiny_server.__file__, "--broken"], capture_output=True, text=True, timeout=180, check=False
+    )
+    assert run.returncode == 1 and "the engine did not start: BaguError: the weights are torn" in run.stderr
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+TOKEN = st.integers(-1, 400)
+NEAR: dict[str, st.SearchStrategy[Any]] = {  # values that come further than types do
+    "prompt": st.text(max_size=20) | st.lists(TOKEN, max_size=6) | st.lists(st.text(max_size=5), max_size=4),
+    "messages": st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "system", "x"]), "content": JSON})),
+    "max_tokens": st.integers(-1, 5),
+    "n": st.integers(-1, 4),
+    "temperature": st.floats(-1, 3),
+    "top_k": st.integers(-2, 400),
+    "top_p": st.floats(-0.1, 1.1),
+    "min_p": st.floats(-0.1, 1.1),
+    "stream": st.booleans(),
+    "echo": st.booleans(),
+    "logprobs": st.booleans() | st.integers(-1, 25),
+    "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=5),
+    "logit_bias": st.dictionaries(TOKEN.map(str), st.floats(-110, 110), max_size=3),
+    "stop_token_ids": st.lists(TOKEN, max_size=3),
+    "seed": st.integers(),
+    "min_tokens": st.integers(-1, 5),
+    "repetition_penalty": st.floats(-1, 3),
+    "presence_penalty": st.floats(-3, 3),
+    "prompt_logprobs": st.integers(-1, 3),
+}
+OTHER = (
+    "model frequency_penalty ignore_eos stream_options top_logprobs priority chat_template_kwargs skip_special_tokens "
+    "tools response_format tokens user"
+)
+BODIES = st.fixed_dictionaries(
+    {},
+    optional={name: near | near | JSON for name, near in NEAR.items()} | dict.fromkeys(OTHER.split(), JSON),
+)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(path=st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]), body=BODIES)
+def test_no_json_breaks_the_server(tiny: Running, path: str, body: dict[str, Any]) -> None:
+    body.setdefault("max_tokens", 3)
+    if body["max_tokens"] is None:
+        body["max_tokens"] = 3  # a chat would go on to the end of the context
+    engine = tiny.engine_pid()
+    answer = tiny.http.post(path, content=json.dumps(body), headers={"Authorization": f"Bearer {KEY}"})
+    assert answer.status_code in (200, 400, 404), answer.text
+    if answer.status_code != 200:
+        assert answer.json()["error"]["message"]
+    elif answer.headers["content-type"].startswith("text/event-stream"):
+        assert answer.text.endswith("data: [DONE]\n\n") and '"error"' not in answer.text
+    assert tiny.engine_pid() == engine

@@ -1,0 +1,358 @@
+"""The chat page in a real browser: chromium, driven by playwright, against a server whose answers are known.
+
+Where either cannot be had the tests are skipped with a warning; BAGU_REQUIRE_BROWSER=1 makes that a failure.
+BAGU_SCREENSHOTS=FOLDER keeps pictures of the page to look at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_stub import ANSWER, BLOCKS, Stub, stub, tokens
+from tiny_server import serving
+
+from bagu.serve.page import HEADERS, assets
+
+SHOTS = os.environ.get("BAGU_SCREENSHOTS")
+
+
+def missing(what: str) -> None:
+    if os.environ.get("BAGU_REQUIRE_BROWSER", "0") not in ("", "0"):
+        pytest.fail(f"the browser tests cannot run: {what}")
+    warnings.warn(f"THE CHAT PAGE IS NOT TESTED: {what}", stacklevel=2)
+    pytest.skip(what)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    try:
+        from playwright.sync_api import Error, sync_playwright
+    except ModuleNotFoundError:
+        missing("playwright is not installed (pip install playwright)")
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        missing("there is no chromium, chromium-browser or google-chrome on the path (apt-get install chromium)")
+    with sync_playwright() as playwright:
+        try:
+            found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])  # CI is root in a container
+        except Error as error:
+            missing(f"{path} does not start: {error}")
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Stub]:
+    with stub() as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser: Any, server: Stub) -> Iterator[Any]:
+    context = browser.new_context(viewport={"width": 1360, "height": 860}, locale="en-US")
+    yield opened(context, server.url)
+    context.close()
+
+
+def opened(context: Any, url: str) -> Any:
+    """A page of `context`, ready to be asked; any error or outside request in it fails the test."""
+    page = context.new_page()
+    page.set_default_timeout(30_000)
+    page.on("pageerror", lambda error: pytest.fail(f"the page threw: {error}"))
+    page.on("request", lambda r: r.url.startswith((url, "blob:")) or pytest.fail(f"outside request: {r.url}"))
+    page.goto(url)
+    page.wait_for_selector("#model option", state="attached")
+    return page
+
+
+def ask(page: Any, text: str) -> None:
+    page.fill("#input", text)
+    page.press("#input", "Enter")
+
+
+def finished(page: Any) -> Any:
+    """The last answer, when it is whole."""
+    page.wait_for_selector(".message.assistant:last-child[aria-busy=false]")
+    return page.locator(".message.assistant").last
+
+
+def shot(page: Any, name: str) -> None:
+    if SHOTS:
+        Path(SHOTS).mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=f"{SHOTS}/{name}.png")
+
+
+def test_the_page_is_in_the_package_and_asks_nothing_from_outside() -> None:
+    found = assets()
+    assert {"/", "/app.js", "/style.css", "/markdown.js", "/favicon.svg"} <= found.keys()
+    assert "connect-src 'self'" in HEADERS["Content-Security-Policy"]
+    for path, asset in found.items():
+        text = asset.body.decode().replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"""(src|href|from|import|url\()\s*=?\s*["'(]*(https?:)?//""", text), path
+        assert not re.search(r"\son\w+=[\"']|innerHTML|insertAdjacentHTML|document\.write", text), path
+
+
+def test_an_answer_streams_in_as_markdown_and_is_never_obeyed(page: Any, server: Stub) -> None:
+    ask(page, "Explain **PagedAttention** <i>please</i>")
+    answer = finished(page)
+    assert page.locator(".message.user .body").inner_text() == "Explain **PagedAttention** <i>please</i>"
+    assert answer.locator("strong").first.inner_text() == "KV cache"
+    assert answer.locator("ol > li").count() == 2
+    assert answer.locator("td.right").all_inner_texts() == ["0.8 %", "12.4 %"]
+    assert answer.locator("pre .keyword").all_inner_texts() == ["def", "return"]
+    assert answer.locator("pre").inner_text() == re.search(r"```python\n(.*?)\n```", ANSWER, re.S)[1]
+    assert "块表把逻辑块映射到物理块 👍 <img src=x onerror=alert(1)>" in answer.inner_text()
+    assert answer.locator("img").count() == 0
+    assert f"{len(tokens(ANSWER))} tokens" in answer.locator(".meta").first.inner_text()
+    assert server.bodies[0]["messages"] == [{"role": "user", "content": "Explain **PagedAttention** <i>please</i>"}]
+    assert "logprobs" not in server.bodies[0]
+    shot(page, "light")
+
+
+def test_escape_stops_an_answer_and_the_server_sees_the_client_leave(page: Any, server: Stub) -> None:
+    ask(page, "count")
+    page.wait_for_selector(".assistant .markdown:has-text('4 5 6')")
+    assert page.locator("#stop").is_visible()
+    page.keyboard.press("Escape")
+    answer = finished(page)
+    assert server.left.wait(30)
+    assert "stopped" in answer.locator(".meta").inner_text()
+    assert page.locator("#send").is_visible()
+
+
+def test_edit_and_regenerate_cut_what_came_after(page: Any, server: Stub) -> None:
+    ask(page, "first")
+    finished(page)
+    page.keyboard.press("ArrowUp")
+    page.fill(".editor textarea", "second")
+    page.keyboard.press("Enter")
+    finished(page)
+    assert page.locator(".message").count() == 2
+    page.click(".assistant [aria-label=Regenerate]")
+    finished(page)
+    assert [[m["content"] for m in body["messages"]] for body in server.bodies] == [["first"], ["second"], ["second"]]
+
+
+def test_settings_and_the_system_prompt_reach_the_request(page: Any, server: Stub) -> None:
+    page.click("#open-settings")
+    page.fill("#system", "Answer in verse.")
+    wanted = {"temperature": 0.3, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "max_tokens": 77, "seed": 7,
+              "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5}  # fmt: skip
+    for name, value in wanted.items():
+        page.fill(f"#{name}", str(value))
+    page.fill("#top_p", "7")  # outside its range: the last good value stays
+    shot(page, "settings")
+    ask(page, "go")
+    finished(page)
+    body = server.bodies[0]
+    assert {name: body[name] for name in wanted} == wanted
+    assert body["messages"][0] == {"role": "system", "content": "Answer in verse."}
+    page.reload()
+    assert page.input_value("#seed") == "7"
+    page.click("#reset")
+    assert (page.input_value("#seed"), page.input_value("#temperature")) == ("", "0.8")
+
+
+def test_conversations_are_kept_renamed_exported_and_deleted(page: Any, server: Stub, tmp_path: Path) -> None:
+    ask(page, "alpha")
+    finished(page)
+    page.keyboard.press("Control+k")
+    assert page.locator("#empty").is_visible()
+    ask(page, "beta")
+    finished(page)
+    page.reload()
+    assert page.locator("#chats .open").all_inner_texts() == ["beta", "alpha"]
+    page.locator("#chats .open").nth(1).click()
+    assert page.locator(".message.user .body").inner_text() == "alpha"
+    page.locator("#chats .open").nth(1).dblclick()
+    page.fill("#chats input", "gamma")
+    page.keyboard.press("Enter")
+    assert page.locator("#title").inner_text() == "gamma"
+    page.locator("#chats li").nth(1).hover()
+    with page.expect_download() as download:
+        page.locator("#chats li").nth(1).get_by_label("Export as JSON").click()
+    download.value.save_as(tmp_path / "chat.json")
+    exported = json.loads((tmp_path / "chat.json").read_text())
+    assert exported["messages"] == [{"role": "user", "content": "alpha"}, {"role": "assistant", "content": ANSWER}]
+    page.locator("#chats li").nth(1).get_by_label("Delete").click()
+    assert page.locator("#chats .open").all_inner_texts() == ["beta"]
+    page.click("#toast button")
+    assert sorted(page.locator("#chats .open").all_inner_texts()) == ["beta", "gamma"]
+
+
+def test_tokens_show_their_probability_and_alternatives(page: Any, server: Stub) -> None:
+    page.click("#probabilities")
+    ask(page, "go")
+    answer = finished(page)
+    assert (server.bodies[0]["logprobs"], server.bodies[0]["top_logprobs"]) == (True, 5)
+    spans = answer.locator(".tokens .token")
+    assert spans.count() == len(tokens(ANSWER))
+    assert answer.locator(".tokens").inner_text().replace("⋅", "") == ANSWER
+    page.evaluate("document.getElementById('scroll').scrollTop = 0")
+    spans.nth(4).hover()
+    card = page.locator(".token-card")
+    assert card.locator("strong").inner_text() == "8.0 %"
+    assert card.locator("tr").count() == 5
+    assert card.locator("tr.chosen td").last.inner_text() == "8.0 %"
+    assert "s3" in spans.nth(4).get_attribute("class")
+    shot(page, "hover")
+    answer.locator(".tokens").focus()
+    page.keyboard.press("ArrowRight")
+    assert spans.nth(5).get_attribute("class").split()[-1] == "current"
+    page.click("#probabilities")
+    assert answer.locator(".markdown strong").first.inner_text() == "KV cache"
+
+
+def test_the_engine_panel_polls_only_while_it_is_open(page: Any, server: Stub) -> None:
+    assert server.engine_calls == 0
+    page.click("#open-engine")
+    page.wait_for_selector("#engine-rows dd:nth-of-type(4)")
+    assert page.locator("#rate").inner_text().isdigit()
+    assert page.locator("#engine-rows dd").all_inner_texts() == ["3", "3", "1", "23 ms"]
+    used, cached, free = (BLOCKS.count(state) for state in "uc.")
+    label = page.locator("#block-map").get_attribute("aria-label")
+    assert label == f"{used} blocks used, {cached} cached, {free} free of {len(BLOCKS)}"
+    painted = """c => new Set(
+        c.getContext('2d').getImageData(0, 0, c.width, c.height).data.toString().match(/\\d+,\\d+,\\d+,255/g)
+    ).size"""
+    assert page.locator("#block-map").evaluate(painted) >= 3  # used, cached, free
+    with page.expect_response("**/engine"):
+        pass
+    shot(page, "engine")
+    page.click("#engine .close")
+    page.wait_for_timeout(100)  # an answer that was under way
+    calls = server.engine_calls
+    page.wait_for_timeout(800)
+    assert server.engine_calls == calls
+
+
+def test_errors_are_shown_and_can_be_tried_again(page: Any, server: Stub) -> None:
+    ask(page, "refuse")
+    assert "the prompt has 9000 tokens and the model 4096" in finished(page).locator(".error").inner_text()
+    page.keyboard.press("Control+k")
+    ask(page, "break")
+    answer = finished(page)
+    assert "half an ans" in answer.inner_text()
+    assert "the engine died: out of memory" in answer.locator(".error").inner_text()
+    answer.get_by_text("Try again").click()
+    finished(page)
+    assert len(server.bodies) == 3
+
+
+def test_an_api_key_is_asked_for(browser: Any, server: Stub) -> None:
+    server.key = "secret"
+    context = browser.new_context(locale="en-US")
+    page = context.new_page()
+    page.goto(server.url)
+    page.wait_for_selector("#banner:not([hidden])")
+    assert "API key" in page.locator("#banner").inner_text()
+    page.click("#open-settings")
+    page.fill("#key", "secret")
+    page.press("#key", "Tab")
+    page.wait_for_selector("#model option", state="attached")
+    assert page.locator("#banner").is_hidden()
+    context.close()
+
+
+def test_dark_chinese_and_a_phone(browser: Any, server: Stub) -> None:
+    phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True, "color_scheme": "dark"}
+    context = browser.new_context(locale="zh-CN", **phone)
+    page = opened(context, server.url)
+    assert page.locator("#empty h2").inner_text() == "问点什么"
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(22, 22, 21)"
+    ask(page, "你好")
+    finished(page)
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert page.locator("#sidebar").is_hidden()
+    shot(page, "phone")
+    page.tap("#menu")
+    page.tap("#language")
+    page.tap("#theme")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    page.locator("#chats .open").tap()
+    assert page.locator("#sidebar").is_hidden()
+    page.tap("#open-engine")
+    page.wait_for_selector("#engine-rows dd")
+    assert page.locator("#engine").bounding_box()["width"] <= 390
+    context.close()
+
+
+def test_with_the_real_server(browser: Any, tmp_path: Path) -> None:
+    with serving(tmp_path / "log") as running:
+        context = browser.new_context(viewport={"width": 1360, "height": 860}, locale="en-US")
+        page = opened(context, f"{running.url}/")
+        page.click("#open-settings")
+        page.fill("#max_tokens", "48")
+        page.fill("#seed", "1")
+        page.click("#open-engine")
+        page.click("#probabilities")
+        ask(page, "hello")
+        answer = finished(page)
+        assert answer.locator(".error").count() == 0
+        drawn = answer.locator(".tokens .token").count()
+        assert 1 <= drawn <= 48
+        assert f"{drawn} tokens" in answer.locator(".meta").first.inner_text()
+        page.wait_for_selector("#block-map[aria-label$='free of 1024']")
+        page.wait_for_selector("#engine-rows dt:has-text('TTFT p50')")  # after the first answer
+        shot(page, "real")
+        context.close()
+
+
+MARKDOWN = {  # source: text of the whole, and of what the selector finds
+    "a_b_c and __init__": ("a_b_c and __init__", "em", []),
+    "*a* **b** ~~c~~ `d*e*`": ("a b c d*e*", "em, strong, s, code", ["a", "b", "c", "d*e*"]),
+    "[x](javascript:alert(1)) [y](https://e.org)": ("[x](javascript:alert(1)) y", "a", ["y"]),
+    "<script>alert(1)</script>": ("<script>alert(1)</script>", "script", []),
+    "- a\n  - b\n- c": ("a\nb\nc", "ul ul li", ["b"]),
+    "3. a\n4. b": ("a\nb", "ol[start='3'] li", ["a", "b"]),
+    "```\nopen": ("open", "pre", ["open"]),
+    "> q\n> r": ("q\nr", "blockquote p", ["q\nr"]),
+    "# T\ntext": ("T\n\ntext", "h2", ["T"]),
+    "**never closed": ("**never closed", "strong", []),
+    "2 * 3 * 4": ("2 * 3 * 4", "em", []),
+    "- a\n  ```py\n  x = 1\n  ```\n- b": ("a\nx = 1\nb", "li pre", ["x = 1"]),
+    "| a | b |\n|:-:|---|\n| 1 | `x\\|y` |": ("a\tb\n1\tx|y", "td.center", ["1"]),
+}
+
+
+def test_what_a_broken_model_repeats_does_not_hang_the_page(page: Any) -> None:
+    time = """async (sources) => {
+        const { render } = await import('/markdown.js');
+        const began = performance.now();
+        for (const source of sources) render(document.createElement('div'), source);
+        return performance.now() - began;
+    }"""
+    pieces = ["`", "*", "**a ", "_", "[", "[a](", "> ", "- ", "| ", "\\", "~~", "http://"]
+    milliseconds = page.evaluate(
+        time, ["x" + piece * (4000 // len(piece)) for piece in pieces] + [p * 3000 for p in pieces]
+    )
+    assert milliseconds < 20_000  # 0.7 s measured; tried in all lengths, 1,000 backticks took 2 s, 500 took 0.35 s
+
+
+def test_markdown_case_by_case(page: Any) -> None:
+    show = """async ([source, selector]) => {
+        const { render } = await import('/markdown.js');
+        const root = document.createElement('div');
+        document.body.replaceChildren(root);
+        for (let end = 1; end <= source.length; end += 1) render(root, source.slice(0, end));  // as it streams
+        const streamed = root.cloneNode(true);
+        const whole = document.createElement('div');
+        render(whole, source);
+        if (!whole.isEqualNode(streamed)) throw new Error('streamed and whole differ: ' + streamed.innerHTML);
+        for (const bar of root.querySelectorAll('.code-bar')) bar.remove();
+        return [root.innerText, [...root.querySelectorAll(selector)].map((node) => node.innerText)];
+    }"""
+    for source, (text, selector, found) in MARKDOWN.items():
+        shown, parts = page.evaluate(show, [source, selector])
+        assert (re.sub(r"\n+", "\n", shown).strip(), [p.strip() for p in parts]) == (
+            re.sub(r"\n+", "\n", text),
+            found,
+        ), source

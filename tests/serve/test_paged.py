@@ -1,0 +1,79 @@
+"""The pool: how large it is, and copies of blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from small_engine import small_model
+
+from bagu.errors import ArgumentError
+from bagu.nn.kv import CacheError
+from bagu.serve.config import EngineConfig
+from bagu.serve.graphs import bucket, pad
+from bagu.serve.paged import Batch, PagedKV, block_bytes
+from bagu.serve.pool import size_pool
+
+
+@pytest.mark.parametrize(("kind", "floats"), [("gqa", 2 * 2 * 8), ("mla", 8 + 4)])
+def test_a_block_costs_what_its_tensors_take(kind: str, floats: int) -> None:
+    config = small_model(kind).config
+    kv = PagedKV(config, 5, 4, dtype=torch.bfloat16)
+    assert kv.num_bytes == 5 * block_bytes(config, 4, torch.bfloat16) == 5 * 3 * 4 * floats * 2
+
+
+def test_blocks_are_copied_in_all_layers_and_in_order() -> None:
+    kv = PagedKV(small_model().config, 3, 2)
+    for layer, pool in enumerate((*kv.keys, *(kv.values or ()))):
+        pool[0] = layer + 1.0
+    kv.copy([(0, 1), (1, 2)])
+    for layer, pool in enumerate((*kv.keys, *(kv.values or ()))):
+        assert (pool == layer + 1.0).all()
+
+
+def test_the_pool_holds_what_memory_allows_and_no_more_than_can_be_used() -> None:
+    model = small_model()
+    each = block_bytes(model.config, 16, torch.float32)
+    assert size_pool(model, EngineConfig(kv_memory=10 * each)) == (10, 128)
+    assert size_pool(model, EngineConfig(kv_memory=5 * each)) == (5, 80)  # nothing longer than the pool
+    assert size_pool(model, EngineConfig(kv_memory=1 << 40, max_num_seqs=3)) == (3 * 8, 128)
+    assert size_pool(model, EngineConfig(num_blocks=7, max_model_len=100)) == (7, 100)
+    with pytest.raises(ArgumentError, match="no block"):
+        size_pool(model, EngineConfig(kv_memory=each - 1))
+    with pytest.raises(ArgumentError, match="positions for 128"):
+        size_pool(model, EngineConfig(max_model_len=129))
+
+
+def test_a_bidirectional_model_has_no_cache() -> None:
+    with pytest.raises(CacheError, match="bidirectional"):
+        PagedKV(dataclasses.replace(small_model().config, causal=False), 3, 2)
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    for wrong in ({"block_size": 0}, {"max_num_batched_tokens": 8}, {"gpu_memory_utilization": 1.5}):
+        with pytest.raises(ArgumentError):
+            EngineConfig(**wrong)
+    with pytest.raises(ArgumentError, match="invariant"):
+        EngineConfig(quantization="int8", invariant=True)
+
+
+def test_rows_that_pad_a_graph_change_nothing() -> None:
+    """The padding of graphs.py, run here without a graph: the real rows' hidden states are the same."""
+    model = small_model()
+    kv = PagedKV(model.config, 9, 4)  # block 8 is spare
+    for pool in (*kv.keys, *(kv.values or ())):
+        pool[:8].normal_(generator=torch.Generator().manual_seed(0))
+        pool[8] = torch.nan  # nobody may read what is there
+    batch = Batch(
+        ids=torch.tensor([1, 2, 3]), positions=torch.tensor([5, 2, 8]), slots=torch.tensor([5, 10, 20]),
+        cu_seqlens=torch.arange(4, dtype=torch.int32), context_lens=torch.tensor([6, 3, 9], dtype=torch.int32),
+        block_tables=torch.tensor([[0, 1, 0], [2, 0, 0], [3, 4, 5]], dtype=torch.int32), max_len=1, max_context=9,
+    )  # fmt: skip
+    hidden = []
+    for b in (batch, pad(batch, bucket(3), bucket(9, coarse=True), 4, 8)):
+        kv.load(b)
+        with torch.inference_mode():
+            hidden.append(model(b.ids, b.positions, b.cu_seqlens, 1, kv).hidden[:3])
+    torch.testing.assert_close(hidden[1], hidden[0])
+    assert [bucket(n) for n in (1, 2, 3, 5, 32, 33, 65)] == [1, 2, 4, 8, 32, 64, 96]

@@ -1,0 +1,145 @@
+"""The engine says what the model says: its text is that of nn.sample.generate, its logits those of a dense cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_engine import MODELS, small_engine, small_model
+
+from bagu import ops
+from bagu.nn.kv import DenseKV
+from bagu.nn.sample import generate
+from bagu.serve.engine import Engine
+from bagu.serve.request import Request, Sampling, TokenEvent
+
+PROMPTS = [[1, 2, 3], [5] * 20, [7, 8], [9, 10, 11, 12, 13, 14], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
+GREEDY = Sampling(max_tokens=20, temperature=0.0)
+
+
+def run(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    """Greedy text of all prompts, the accounting checked after each step."""
+    requests = [Request(id=str(i), prompt=tuple(p), sampling=GREEDY) for i, p in enumerate(prompts)]
+    for request in requests:
+        engine.submit(request)
+    found: list[list[int]] = [[] for _ in prompts]
+    while engine.has_work:
+        for event in engine.step():
+            assert isinstance(event, TokenEvent) and event.token is not None
+            found[int(event.request_id)].append(event.token)
+        engine.scheduler.check_integrity()
+    assert engine.blocks.used_count == 0
+    return found
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_greedy_text_is_that_of_the_naive_loop(kind: str) -> None:
+    model = small_model(kind)
+    want = generate(model, PROMPTS, 20, temperature=0.0)
+    assert run(small_engine(model)) == want
+    assert run(small_engine(model, max_num_batched_tokens=8)) == want  # prompts in chunks, beside decodes
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prefix_cache": False},
+        {"block_size": 1},
+        {"block_size": 16, "num_blocks": 16},
+        {"num_blocks": 14},
+        {"num_blocks": 11, "max_num_batched_tokens": 8, "prefix_cache": False},
+        {"max_num_seqs": 1, "max_num_batched_tokens": 7},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["gqa", "windows in all layers", "mla"])
+def test_pool_and_chunks_do_not_change_the_text(kind: str, settings: dict[str, Any]) -> None:
+    model = small_model(kind)
+    engine = small_engine(model, **settings)
+    want = generate(model, PROMPTS, 20, temperature=0.0)
+    assert run(engine) == want
+    if settings.get("num_blocks") == 14 and kind == "gqa":
+        assert engine.stats().preemptions > 0, "the pool was to be too small"
+    assert run(engine) == want  # now with a warm cache
+    if not engine.config.prefix_cache or engine.config.block_size == 16:  # the others evict what they might have found
+        assert (engine.stats().prefix_hits > 0) == engine.config.prefix_cache
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_every_step_are_those_of_a_dense_cache(kind: str, dtype: torch.dtype) -> None:
+    """Sequences of three lengths, so that decodes see different numbers of keys. The dense cache is asked in fp32."""
+    model, exact = small_model(kind, dtype), small_model(kind, dtype).float()
+    engine = small_engine(model)
+    dense = DenseKV(model.config, 3, 40, dtype=torch.float32)
+    tokens = [list(p) for p in PROMPTS[:3]]
+    for i, p in enumerate(tokens):
+        engine.submit(Request(id=str(i), prompt=tuple(p), sampling=GREEDY))
+    new = [list(p) for p in tokens]
+    for _ in range(12):
+        plan = engine.scheduler.plan()
+        assert plan is not None and len(plan.sampled) == 3
+        order = [int(s.request.id) for s in plan.sampled]
+        with torch.inference_mode():
+            got = engine.runner.run(plan).logits
+            positions, cu_seqlens, max_len = dense.plan([len(n) for n in new])
+            hidden = exact(torch.tensor([t for n in new for t in n]), positions, cu_seqlens, max_len, dense).hidden
+            want = exact.logits(hidden[cu_seqlens[1:].long() - 1])[order]
+        spread = want.std()
+        limit = 1e-5 if dtype == torch.float32 else 0.1  # of the spread: bf16 keeps 8 bits, here over 3 layers
+        assert (got.float() - want).abs().max() < limit * spread
+        drawn = want.argmax(-1).tolist()
+        new = [[drawn[order.index(i)]] for i in range(3)]
+        engine.scheduler.commit(plan, drawn)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "windows in some"])
+def test_invariant_logprobs_have_the_trainers_bits_whatever_the_batch(kind: str) -> None:
+    """Alone or in company, in chunks, with a warm prefix, after preemption: and all equal the packed forward's."""
+    model = small_model(kind)
+    sampling = Sampling(max_tokens=8, temperature=1.0, seed=4, logprobs=0)
+    runs: dict[str, tuple[float, ...]] = {}
+
+    def note(name: str, engine: Engine, prompts: list[list[int]]) -> tuple[int, ...]:
+        found = engine.generate(prompts, sampling)[-1]
+        assert found.logprobs is not None
+        runs[name] = found.logprobs
+        return found.tokens
+
+    mine = list(range(1, 24))
+    whole = small_engine(model, invariant=True)
+    tokens = note("alone", whole, [mine])
+    note("warm", whole, [mine])
+    assert whole.stats().prefix_hits > 0
+    note("batched", small_engine(model, invariant=True), [*PROMPTS, mine])
+    note("chunks of 1", small_engine(model, invariant=True, max_num_seqs=1, max_num_batched_tokens=1), [mine])
+    note("chunks of 7", small_engine(model, invariant=True, max_num_seqs=7, max_num_batched_tokens=7), [mine])
+    tight = small_engine(model, invariant=True, num_blocks=11, max_num_seqs=3)
+    note("preempted", tight, [[5] * 20, mine])
+    assert tight.stats().preemptions > 0
+    ids = torch.tensor([*mine, *tokens])
+    with torch.no_grad(), ops.invariant():
+        hidden = model(ids, torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32), len(ids)).hidden
+        trained = ops.linear_cross_entropy(hidden[:-1], model.head_weight, ids[1:])
+        runs["trainer"] = tuple(ops.token_losses(*trained).logprobs[len(mine) - 1 :].tolist())
+    assert {name: bits == runs["alone"] for name, bits in runs.items()} == dict.fromkeys(runs, True)
+
+
+def test_int8_is_near_and_refuses_what_it_cannot_be() -> None:
+    model = small_model()
+    for kind in ("gqa", "mla"):
+        engine = small_engine(small_model(kind), quantization="int8")
+        exact = small_engine(small_model(kind))
+        engine.submit(request := Request(id="r", prompt=tuple(range(20)), sampling=GREEDY))
+        exact.submit(request)
+        for _ in range(3):  # a prefill, and decodes
+            plans = [e.scheduler.plan() for e in (engine, exact)]
+            with torch.inference_mode():
+                got, want = (e.runner.run(p).logits for e, p in zip((engine, exact), plans, strict=True) if p)
+            error = ((got - want).norm() / want.norm()).item()
+            assert 1e-4 < error < 0.15, "rounded to 8 bits in each of 3 layers"
+            for e, p in zip((engine, exact), plans, strict=True):
+                assert p is not None
+                e.scheduler.commit(p, want.argmax(-1).tolist())
+    assert model.blocks[0].attention.qkv.weight.dtype == torch.float32

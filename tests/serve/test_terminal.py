@@ -1,0 +1,158 @@
+"""`bagu chat`: over HTTP with a server whose answers are known, and with a real engine in this process."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from page_stub import ANSWER, Stub, stub
+from rich.console import Console
+
+from bagu.errors import ArgumentError, BaguError
+from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.serve import terminal
+from bagu.serve.chat import EngineChat, HttpChat, Piece
+from bagu.serve.config import EngineConfig
+from bagu.serve.engine import Engine
+
+
+@pytest.fixture
+def server() -> Iterator[Stub]:
+    with stub() as found:
+        yield found
+
+
+def typed(*lines: str) -> Callable[[str], str]:
+    """What a user types, then Ctrl-D."""
+    rest = iter(lines)
+
+    def read(prompt: str) -> str:
+        try:
+            return next(rest)
+        except StopIteration:
+            raise EOFError from None
+
+    return read
+
+
+def talk(chat: Any, *lines: str, **options: Any) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=200, highlight=False)
+    assert terminal.main(chat, console=console, read=typed(*lines), **options) == 0
+    return out.getvalue()
+
+
+def test_a_conversation_over_http(server: Stub, tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    lines = [
+        "/system Be brief.",
+        "/set temperature=0 top_k=5",
+        "two \\",
+        "lines",
+        "again",
+        "/retry",
+        f"/save {path}",
+        "/new",
+        "last",
+    ]
+    shown = talk(HttpChat(server.url), *lines)
+    assert shown.count(ANSWER) == 4
+    assert "tokens/s · first token" in shown
+    contents = [[m["content"] for m in body["messages"]] for body in server.bodies]
+    first = ["Be brief.", "two \nlines"]
+    assert contents == [first, [*first, ANSWER, "again"], [*first, ANSWER, "again"], ["Be brief.", "last"]]
+    assert {(b["temperature"], b["top_k"], b["model"]) for b in server.bodies} == {(0.0, 5, "tiny")}
+    assert [m["role"] for m in json.loads(path.read_text())["messages"]] == ["system", *["user", "assistant"] * 2]
+
+
+def test_what_goes_wrong_is_told_and_the_session_goes_on(server: Stub) -> None:
+    shown = talk(
+        HttpChat(server.url),
+        "refuse",
+        "break",
+        "/set temperature=-1",
+        "/set warmth=1",
+        "/nwe",
+        "hello",
+        "/quit",
+        "never",
+    )
+    assert "answered 400: the prompt has 9000 tokens and the model 4096" in shown
+    assert "half an ans" in shown
+    assert "the server ended the answer: the engine died: out of memory" in shown
+    assert "temperature is 0 or more" in shown
+    assert "there is no setting 'warmth'" in shown
+    assert "did you mean 'new'?" in shown
+    assert ANSWER in shown
+    assert len(server.bodies) == 3
+
+
+def test_the_server_may_be_gone_or_ask_for_a_key(server: Stub) -> None:
+    with pytest.raises(BaguError, match="cannot be reached"):
+        HttpChat("http://127.0.0.1:1")
+    with pytest.raises(ArgumentError, match="not the address"):
+        HttpChat("runs/demo")
+    server.key = "secret"
+    with pytest.raises(BaguError, match="answered 401"):
+        HttpChat(server.url)
+    assert HttpChat(server.url, api_key="secret").name == "tiny"
+
+
+def test_ctrl_c_stops_an_answer_keeps_what_came_and_leaves_the_server(server: Stub) -> None:
+    session = terminal.Session(chat=HttpChat(server.url), messages=[{"role": "user", "content": "count"}])
+    shown: list[str] = []
+
+    def show(text: str) -> None:
+        shown.append(text)
+        if len(shown) == 5:
+            raise KeyboardInterrupt
+
+    took = terminal.stream(session, show)
+    assert took.finish == "abort"
+    assert session.messages[-1] == {"role": "assistant", "content": "".join(shown)}
+    assert server.left.wait(10)
+
+
+def test_control_characters_are_shown_and_not_obeyed() -> None:
+    class Escapes:
+        name = "bad"
+
+        def answer(self, messages: Any, settings: Any) -> Iterator[Piece]:
+            yield Piece(text="\x1b[2J\x07ok\r\n\x9b", tokens=1, finish="stop")
+
+    assert "␛[2J␇ok␍\n�" in talk(Escapes(), "go")
+
+
+def test_with_an_engine_in_this_process() -> None:
+    config = ModelConfig(
+        vocab_size=256, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=32,
+        max_len=64,
+    )  # fmt: skip
+    model = init_weights(Transformer(config, dtype=torch.float32), 0)
+    engine = Engine(model, Bytes(), EngineConfig(num_blocks=16, max_num_seqs=2))
+
+    def encode(messages: Any) -> list[int]:
+        return list("".join(m["content"] for m in messages).encode())
+
+    chat = EngineChat(engine, encode, name="bytes", max_len=64)
+    shown = talk(chat, "hello", "x" * 70, settings={"max_tokens": 8, "temperature": 0})
+    assert "8 tokens" in shown and "cut at the token limit" in shown
+    assert "the conversation has" in shown
+    assert engine.stats().blocks_used == 0
+
+
+class Bytes:
+    """Bytes as tokens; 0 ends."""
+
+    vocab_size, eos_id = 256, 0
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Any) -> str:
+        return bytes(ids).decode(errors="replace")

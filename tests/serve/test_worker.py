@@ -1,0 +1,96 @@
+"""Tickets, which must all end; and the engine's process where it embeds and where its server dies."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+from pathlib import Path
+
+import openai
+import pytest
+from tiny_server import MODEL, eventually, serving
+
+from bagu.serve.metrics import Histogram, Metrics
+from bagu.serve.request import Request, Sampling, TokenEvent
+from bagu.serve.tickets import ApiError, Tickets
+
+
+def request(id: str, n: int = 1) -> Request:
+    return Request(id=id, prompt=(1, 2), sampling=Sampling(n=n))
+
+
+def test_a_ticket_reads_all_that_came_and_ends_with_its_last_choice() -> None:
+    async def scene() -> None:
+        tickets = Tickets(4, metrics := Metrics("m"))
+        ticket = tickets.open([request("a", n=2)])
+        reader = asyncio.create_task(ticket.read())
+        await asyncio.sleep(0)
+        tickets.deliver([TokenEvent("a", 0, 5), TokenEvent("a", 1, 6), TokenEvent("stranger", 0, 7)])
+        assert [e.token for e in await reader] == [5, 6]  # type: ignore[union-attr]
+        tickets.deliver([TokenEvent("a", 0, 8, finish="length")])
+        tickets.deliver([TokenEvent("a", 1, 9, finish="stop")])
+        assert len(await ticket.read()) == 2 and await ticket.read() == []
+        assert tickets.close(ticket) == [] and tickets.choices == 0
+        assert metrics.finished == {"length": 1, "stop": 1, "abort": 0} and metrics.generation_tokens == 4
+        assert sum(metrics.first_token.counts) == sum(metrics.between_tokens.counts) == 2
+
+    asyncio.run(scene())
+
+
+def test_a_failure_comes_after_what_was_already_there() -> None:
+    async def scene() -> None:
+        tickets = Tickets(4, metrics := Metrics("m"))
+        ticket = tickets.open([request("a"), request("b")])
+        tickets.deliver([TokenEvent("a", 0, 5)])
+        assert tickets.fail("a", ApiError(503, "gone")) == ["b"]
+        assert len(await ticket.read()) == 1
+        with pytest.raises(ApiError, match="gone"):
+            await ticket.read()
+        assert tickets.choices == 0 and metrics.finished["error"] == 2
+
+    asyncio.run(scene())
+
+
+def test_a_ticket_closed_early_names_what_still_runs() -> None:
+    tickets = Tickets(4, metrics := Metrics("m"))
+    ticket = tickets.open([request("a"), request("b", n=2)])
+    tickets.deliver([TokenEvent("a", 0, 5, finish="stop"), TokenEvent("b", 0, 5, finish="stop")])
+    assert tickets.close(ticket) == ["b"] and tickets.close(ticket) == []
+    assert metrics.finished == {"stop": 2, "abort": 1} and tickets.choices == 0
+
+
+def test_the_queue_is_bounded() -> None:
+    tickets = Tickets(4, Metrics("m"))
+    tickets.open([request("a", n=3)])
+    with pytest.raises(ApiError) as full:
+        tickets.open([request("b", n=2)])
+    assert full.value.status == 429 and int(full.value.headers["Retry-After"]) >= 1
+    with pytest.raises(ApiError) as never:
+        tickets.open([request("c", n=5)])
+    assert never.value.status == 400  # it would not fit into an empty queue either
+    tickets.open([request("d")])
+
+
+def test_a_histogram_is_cumulative() -> None:
+    histogram = Histogram((1, 2))
+    for value in (0.5, 1, 1.5, 9):
+        histogram.observe(value)
+    lines = [line.split()[-1] for line in histogram.lines("h", 'a="b"')]
+    assert lines == ["2", "3", "4", "12.0", "4"] and histogram.quantile(0.5) == 1.5
+
+
+def test_an_encoder_embeds_and_its_process_does_not_outlive_the_server(tmp_path: Path) -> None:
+    with serving(tmp_path / "stderr", "--encoder") as running:
+        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+            both = client.embeddings.create(model=MODEL, input=["hello world", "def f(x)"])
+            alone = client.embeddings.create(model=MODEL, input="def f(x)", encoding_format="float")
+            with pytest.raises(openai.BadRequestError, match="embeds"):
+                client.completions.create(model=MODEL, prompt="a")
+        vector = alone.data[0].embedding
+        assert both.data[1].embedding == pytest.approx(vector, abs=1e-5) != both.data[0].embedding
+        assert math.isclose(sum(x * x for x in vector), 1, rel_tol=1e-5)
+        engine = running.engine_pid()
+        os.kill(running.process.pid, signal.SIGKILL)
+        eventually(lambda: not Path(f"/proc/{engine}").exists(), "the engine's process ended with its server")

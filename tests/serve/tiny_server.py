@@ -1,0 +1,141 @@
+"""A real server on a real socket, with its engine in a real process, of a tiny random model: for the tests of serving.
+
+>>> python tests/serve/tiny_server.py --max-num-seqs 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bagu.errors import BaguError
+from bagu.serve import server
+from bagu.serve.config import EngineConfig
+
+MODEL = "tiny"
+MAX_LEN = 4096  # long, so that a stream can be caught while it runs
+
+
+def load(*, causal: bool = True, broken: bool = False) -> tuple[Any, Any, Any]:
+    """What the engine's process loads; the server's process has no need of these imports (1.4 s)."""
+    if broken:
+        raise BaguError("the weights are torn", hint="download them again")
+    import torch
+
+    from bagu.data.chat import DEFAULT_TEMPLATE, ChatEncoder
+    from bagu.data.tokenizer import BpeTokenizer
+    from bagu.nn import ModelConfig, Transformer, init_weights
+
+    torch.set_num_threads(1)
+    corpus = ["def f(x):\n    return x\n", "hello world, 你好，世界 🙂 "] * 4
+    tokenizer = BpeTokenizer.train(corpus, vocab_size=320, chat_template=DEFAULT_TEMPLATE)
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+        intermediate_size=48, max_len=MAX_LEN, causal=causal,
+    )  # fmt: skip
+    return init_weights(Transformer(config, dtype=torch.float32), 0), tokenizer, ChatEncoder(tokenizer)
+
+
+class Running:
+    """A server that runs: its address, its process, and what it printed."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str, log: Path) -> None:
+        self.process, self.url, self.log = process, url, log
+        self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def get(self, path: str) -> Any:
+        """The JSON at `path`; raises httpx.HTTPError where there is none."""
+        return self.http.get(path).raise_for_status().json()
+
+    def engine_pid(self) -> int:
+        """The engine's process: the child of the server that is no resource tracker."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        threads = [
+            c for t in Path(f"/proc/{self.process.pid}/task").iterdir() for c in (t / "children").read_text().split()
+        ]
+        for pid in {*children, *threads}:
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return int(pid)
+        raise AssertionError("the server has no engine process")
+
+    def raw(self, data: bytes) -> socket.socket:
+        """A connection on which these bytes were sent."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        connection.sendall(data)
+        return connection
+
+
+@contextmanager
+def serving(log: Path, *flags: str, ready: bool = True) -> Iterator[Running]:
+    """A server in a process of its own, killed in the end. `ready`: wait until it is warm."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, __file__, *flags], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://\S+", line)
+        assert found, f"{line}\n{log.read_text()}"
+        running = Running(process, found[0], log)
+        if ready:
+            eventually(lambda: healthy(running), "the server is warm", timeout=180)
+        yield running
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def healthy(running: Running) -> bool:
+    assert running.process.poll() is None, running.log.read_text()
+    try:
+        return bool(running.get("/health"))
+    except httpx.HTTPError:
+        return False
+
+
+def eventually(condition: Callable[[], Any], what: str, timeout: float = 60.0) -> Any:
+    """Wait for something that must happen; fails with its name when it does not within `timeout` seconds."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if result := condition():
+            return result
+        time.sleep(0.01)
+    raise AssertionError(f"not within {timeout} s: {what}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--max-num-seqs", type=int, default=8)
+    parser.add_argument("--max-queue", type=int, default=64)
+    parser.add_argument("--api-key")
+    parser.add_argument("--encoder", action="store_true")
+    parser.add_argument("--broken", action="store_true")
+    parser.add_argument("--stall-timeout", type=float, default=60.0)
+    parser.add_argument("--shutdown-timeout", type=float, default=20.0)
+    given = parser.parse_args()
+    server.main(
+        MODEL, host="127.0.0.1", port=0, api_key=given.api_key, max_queue=given.max_queue,
+        load=partial(load, causal=not given.encoder, broken=given.broken),
+        config=EngineConfig(max_num_seqs=given.max_num_seqs, num_blocks=1024, max_num_batched_tokens=512),
+        stall_timeout=given.stall_timeout, shutdown_timeout=given.shutdown_timeout,
+    )  # fmt: skip
