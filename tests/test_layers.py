@@ -63,7 +63,9 @@ def test_an_upward_import_is_seen() -> None:
     assert not wrong_imports(Path("nn/norm.py"), "from bagu.ops import rms_norm")
 
 
-@pytest.mark.parametrize("module", ["bagu.ops.catalogue", "bagu.recipes.demo", "bagu.recipes.command", "bagu.lab", "bagu.cli"])
+@pytest.mark.parametrize(
+    "module", ["bagu.recipes.demo", "bagu.recipes.command", "bagu.serve.engine", "bagu.lab", "bagu.cli"]
+)
 def test_the_core_imports_and_runs_without_anything_optional(module: str) -> None:
     """In a fresh process where importing any optional library fails."""
     script = (
