@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Served", "make_app"]
 
-LARGE_BODY = 64 * 2**10  # bytes from which tokenizing (about 1 MB/s) leaves the event loop
+LARGE_BODY = 64 * 2**10  # bytes from which tokenizing (1.8 MB/s) leaves the event loop
 
 
 @dataclass(frozen=True, kw_only=True)

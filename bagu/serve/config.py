@@ -16,7 +16,7 @@ class EngineConfig:
 
     block_size: int = 16  # positions of a KV block
     num_blocks: int | None = None  # of the pool; None: as many as `kv_memory`, or the GPU's memory, holds
-    kv_memory: int | None = None  # bytes of the pool; None: a quarter of what is free on a CPU, 4 GiB at most
+    kv_memory: int | None = None  # bytes of the pool; None: by pool.py
     gpu_memory_utilization: float = 0.9  # of the GPU's memory, weights and work space included
     max_model_len: int | None = None  # None: what the model was made for, as far as the pool holds it
     max_num_seqs: int = 256  # choices that run at once

@@ -4,7 +4,7 @@ A graph is of a fixed shape, so steps are padded up to a bucket: sequences to a 
 32), contexts to a power of two. A row of padding is a sequence of one token in a block that no table holds; rows do not
 see each other, so it changes nothing. A graph is captured when its bucket is first met, and all share one memory pool.
 
-Not run yet on a GPU: this machine has none. `cuda_graphs=False` takes the plain way.
+Not yet run on a GPU; the padding is tested on a CPU. `cuda_graphs=False` takes the plain way.
 """
 
 from __future__ import annotations

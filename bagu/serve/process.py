@@ -223,7 +223,7 @@ class EngineProcess:
 
 class Frames:
     """Messages from the bytes of `multiprocessing`'s pipe: 4 bytes of length, then the message. `Connection.recv_bytes`
-    reads the two apart, which is 20 µs more a step, and blocks the event loop while a message is half there."""
+    reads the two apart, a system call more a step, and blocks the event loop while a message is half there."""
 
     def __init__(self) -> None:
         self._rest = b""

@@ -1,7 +1,7 @@
 """What clients get: the bodies and the server-sent events of OpenAI's API, from the events of the engine.
 
 A streamed chunk is put together from text that is the same for every token of a choice, made once, and the JSON of what
-is new: 3 µs, where a tree of objects and `json.dumps` take 25. `finish_reason: null` is in every chunk but the last
+is new: 0.2 µs, where a dict and `json.dumps` take 5.6 µs. `finish_reason: null` is in every chunk but the last
 of a choice, because clients look for the key.
 """
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from bagu import ops
@@ -22,8 +23,6 @@ from bagu.nn.sample import uniform
 from bagu.serve.request import Sampling, TokenLogprob
 
 __all__ = ["Row", "best", "greedy", "probabilities", "sample", "top_logprobs"]
-
-NUCLEUS = 512  # likeliest tokens among which top-p is looked for first, on a CPU: sorting 8192 of 32 rows costs 13 ms
 
 
 class Row(NamedTuple):
@@ -158,30 +157,22 @@ def _filter(p: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
         p = p.masked_fill(p < least * p.amax(-1, keepdim=True), 0.0)
     if all(s.top_k is None and s.top_p == 1.0 for s in samplings):
         return p
-    V, bounded = p.shape[1], all(s.top_k is not None for s in samplings)
+    V = p.shape[1]
     k = torch.tensor([V if s.top_k is None else min(s.top_k, V) for s in samplings], device=p.device).unsqueeze(1)
     share = torch.tensor([s.top_p for s in samplings], dtype=p.dtype, device=p.device).unsqueeze(1)
-    width = max(NUCLEUS if s.top_k is None else s.top_k for s in samplings)
-    if p.device.type != "cpu" and not bounded:
-        width = V  # whether fewer suffice would have to be read back from the device
-    kept, order, reached = _nucleus(p, k, share, min(width, V))
-    if width < V and not bounded and not reached.all():
-        kept, order, _ = _nucleus(p, k, share, V)
-    return torch.zeros_like(p).scatter_(1, order, kept)
+    ranked = _ranked(p)
+    beyond = torch.arange(V, device=p.device) >= k
+    height = ranked.masked_fill(beyond, 0.0).cumsum(-1)
+    out = beyond | ((share < 1.0) & (height - ranked >= share * height[:, -1:]))
+    least = ranked.gather(1, V - 1 - out.sum(-1, keepdim=True))  # the last that stays: what is out is out to the end
+    return p.masked_fill(p < least, 0.0)  # tokens as likely as the last one stay with it
 
 
-def _nucleus(
-    p: torch.Tensor, k: torch.Tensor, share: torch.Tensor, width: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the `width` likeliest tokens: their probabilities with 0 for what is out, their ids, and for each row whether
-    all that it keeps is among them."""
-    ranked, order = p.topk(width)
-    ranked = ranked.masked_fill(torch.arange(width, device=p.device) >= k, 0.0)
-    height = ranked.cumsum(-1)
-    top = height[:, -1:]
-    total = torch.where(k < p.shape[1], top, p.sum(-1, keepdim=True))  # of what top-k left
-    kept = ranked.masked_fill((share < 1.0) & (height - ranked >= share * total), 0.0)
-    return kept, order, (k <= width) | ((share < 1.0) & (top >= share * total))
+def _ranked(p: torch.Tensor) -> torch.Tensor:
+    """Each row from the likeliest down. On a CPU by numpy, whose sort is vectorised."""
+    if p.device.type != "cpu":
+        return p.sort(-1, descending=True).values
+    return torch.from_numpy(-np.sort(-p.numpy(), axis=-1))
 
 
 def _invert(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ runs may finish for `shutdown_timeout` seconds, then the engine's process is end
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import signal
@@ -66,7 +65,6 @@ def main(
     server = uvicorn.Server(settings)
     bound = listener.getsockname()[1]
     print(f"bagu serve: {names[0]} at http://{_written(host)}:{bound} (the page is /, the API /v1)", flush=True)
-    gc.freeze()  # what the imports made (torch's are most of it) is not walked by each full collection
     _run(server, listener)
     if engine.state == "failed":
         raise BaguError(f"the engine did not start: {engine.why}", hint="its traceback is above")

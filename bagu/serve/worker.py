@@ -10,7 +10,6 @@ ends, and so does this process: no orphan holds the GPU.
 
 from __future__ import annotations
 
-import gc
 import marshal
 import os
 import pickle
@@ -163,7 +162,6 @@ def serve_generation(
         vocab_size=model.config.vocab_size,
     )  # fmt: skip
     send(pipe, ready)
-    gc.freeze()  # model and modules stay: no collection walks them in the middle of a step
     while True:
         for message in _messages(inbox, wait=not engine.has_work):
             if isinstance(message, Submit):
