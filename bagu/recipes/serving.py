@@ -55,7 +55,8 @@ def serve_main(model: str, *, loader: Loader, engine: dict[str, Any], server: di
     from bagu.serve.server import main
 
     find_model(model)  # a wrong name is told here, before anything starts
-    main(Path(model).name or model, load=loader, config=EngineConfig(**engine), **server)
+    threads = max(1, (os.cpu_count() or 2) - 1)  # one core is the server's and the tokenizer's
+    main(Path(model).name or model, load=loader, config=EngineConfig(threads=threads, **engine), **server)
 
 
 def chat_main(
