@@ -178,16 +178,17 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     kind: Kind = "held" if fits and len(replaces) == len(every) else "holds only where" if replaces else "did not hold"
     size, small = number(plain, "large_model_parameters") / 1e6, plain["parameters"]
     adam, hessian = bytes_text(state["adam"]), bytes_text(state["newton"])
+    rivals = list(dict.fromkeys((told(network.fewest), told(network.fastest))))  # often one and the same
     fails = plain["steps"] is None
     return Verdict(
         kind=kind,
         sentence_en=f"Newton's method takes the fewest steps on {listed(fewer, ', ', 'no problem')}; the least time as "
         f"well on {listed(replaces, ', ', 'none')}. On the network of {small} parameters it is {told(network.newton)} "
-        f"against {told(network.fewest)} and {told(network.fastest)}"
+        f"against {' and '.join(rivals)}"
         f"{', and undamped it does not get there' if fails else ''}. For {size:.1f}M parameters Adam's state is {adam} "
         f"and the Hessian {hessian}, which {'fits' if fits else 'does not fit'} in the memory here.",
         sentence_zh=f"牛顿法步数最少的问题：{listed(fewer, '、', '无')}；耗时也最短的：{listed(replaces, '、', '无')}。"
-        f"在 {small} 个参数的网络上：{told(network.newton)}；一阶方法：{told(network.fewest)}、{told(network.fastest)}"
+        f"在 {small} 个参数的网络上：{told(network.newton)}；一阶方法：{'、'.join(rivals)}"
         f"{'；不加阻尼的牛顿法无法达到目标' if fails else ''}。对 {size:.1f}M 参数的模型，Adam 的状态为 {adam}，"
         f"海森矩阵为 {hessian}，本机内存{'放得下' if fits else '放不下'}。",
     )
