@@ -250,6 +250,74 @@ def bench_train(
     )  # fmt: skip
 
 
+@bench.command("engine")
+def bench_engine(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="By default a shape with random weights.")
+    ] = None,
+    shape: Annotated[str | None, typer.Option(help="cpu_8m, smollm_135m or qwen3_0_6b.")] = None,
+    requests: Annotated[int | None, typer.Option(help="256 on a GPU, 32 on a CPU.")] = None,
+    inputs: Annotated[str | None, typer.Option(help="Prompt lengths, e.g. 100-1024.")] = None,
+    outputs: Annotated[str | None, typer.Option(help="Answer lengths.")] = None,
+    shared_prefix: Annotated[int, typer.Option(help="Tokens that all prompts begin with.")] = 0,
+    streams: Annotated[list[int] | None, typer.Option(help="Time decoding of so many streams; repeatable.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences that run at once.")] = 256,
+    prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of prompts that begin alike.")] = True,
+    quantization: Annotated[str | None, typer.Option(help="int8, on a CPU.")] = None,
+    invariant: Annotated[bool, typer.Option("--invariant", help="What the same bits in any batch cost.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="bf16 or fp32.")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="generate, generate_batch, or a script; repeatable.")] = None,
+    rounds: Annotated[int, typer.Option(help="Run everything so often, in turn.")] = 1,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the first GPU.")] = None,
+    out: Annotated[Path | None, typer.Option(help="By default benchmarks/results/serve.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Offline throughput of the engine; nano-vllm's workload by default on a GPU."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from bagu.recipes.serving import Loader
+    from bagu.serve import bench_engine as part
+
+    load = None if model is None else Loader(model=model, dtype=dtype or "auto", device=device)
+    raise typer.Exit(
+        part.main(
+            shape, load=load, name=model, requests=requests, inputs=inputs, outputs=outputs,
+            shared_prefix=shared_prefix, streams=streams or (), batch=batch, prefix_cache=prefix_caching,
+            quantization=quantization, invariant=invariant, dtype=dtype, peers=peer or (), rounds=rounds,
+            device=device, out=out, as_json=as_json,
+        )
+    )  # fmt: skip
+
+
+@bench.command("serve")
+def bench_serve(
+    target: Annotated[str, typer.Argument(metavar="URL|MODEL", help="A server, or a model to start one for.")],
+    requests: Annotated[int, typer.Option(help="In all.")] = 64,
+    inputs: Annotated[str, typer.Option(help="Prompt lengths.")] = "32-128",
+    outputs: Annotated[str, typer.Option(help="Answer lengths.")] = "32-128",
+    shared_prefix: Annotated[int, typer.Option(help="Tokens that all prompts begin with.")] = 0,
+    max_concurrency: Annotated[int | None, typer.Option(help="Clients of a closed loop, 8 by default.")] = None,
+    request_rate: Annotated[float | None, typer.Option(help="Poisson arrivals a second instead.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="BAGU_API_KEY", help="Of the server.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="A folder for a picture of the latencies.")] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="By default benchmarks/results/serve.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Latency under load: TTFT, TPOT, ITL and end to end, p50, p90 and p99, by vLLM's names."""
+    from bagu.recipes.served import served
+    from bagu.serve import bench_serve as part
+
+    is_url = target.startswith(("http://", "https://"))
+    raise typer.Exit(
+        part.main(
+            target if is_url else None, server=None if is_url else served(Path(target)), api_key=api_key,
+            requests=requests, inputs=inputs, outputs=outputs, shared_prefix=shared_prefix,
+            max_concurrency=max_concurrency, request_rate=float("inf") if request_rate is None else request_rate,
+            plot=plot, seed=seed, out=out, as_json=as_json,
+        )
+    )  # fmt: skip
+
+
 @bench.command("ops")
 def bench_ops(
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Ops to time; all by default.")] = None,

@@ -1,0 +1,184 @@
+"""The client of `bagu bench serve`: streams of OpenAI's completions, and when each piece of them arrived.
+
+A client that is busy measures itself. So while requests run, all that happens here is that bytes are put aside with the
+time they came; HTTP, events and JSON are read after the last stream has ended. Each request has its own connection,
+closed by the server at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import itertools
+import json
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from bagu.errors import ArgumentError, BaguError
+
+__all__ = ["Answer", "Server", "answered", "drive"]
+
+Received = list[tuple[float, bytes]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One request as the client saw it. Times are seconds on one clock; `times` are of the events that brought text,
+    and of the last, which says why the answer ended. `error` is None where all of it came."""
+
+    asked: float
+    times: tuple[float, ...] = ()
+    input_tokens: int = 0
+    output_tokens: int = 0
+    error: str | None = None
+
+
+class Server:
+    """A server that speaks OpenAI's API at `url`, e.g. http://127.0.0.1:8000."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        where = urlsplit(self.url)
+        if where.scheme not in ("http", "https") or where.hostname is None:
+            raise ArgumentError(f"{url!r} is not the address of a server", hint="e.g. http://127.0.0.1:8000")
+        self.host, self.path, self.netloc = where.hostname, where.path, where.netloc
+        self.tls = ssl.create_default_context() if where.scheme == "https" else None
+        self.port = where.port or (443 if self.tls else 80)
+        self.headers = {"Content-Type": "application/json"}
+        if api_key:
+            self.headers["Authorization"] = f"Bearer {api_key}"
+
+    def json(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """What `path` answers, to a POST of `body` where there is one."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, self.headers)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request, timeout=60) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            said = error.read(300).decode(errors="replace")
+            raise BaguError(f"{self.url}{path} answered {error.code}: {said}") from error
+        except (OSError, ValueError) as error:
+            hint = "is it running? `bagu serve MODEL` starts one"
+            raise BaguError(f"{self.url}{path} cannot be read: {error}", hint=hint) from error
+
+    def post(self, path: str, body: Mapping[str, Any]) -> bytes:
+        """The bytes of a request on a connection of its own."""
+        data = json.dumps(body).encode()
+        headers = self.headers | {"Host": self.netloc, "Connection": "close", "Content-Length": str(len(data))}
+        lines = [f"POST {self.path}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        return "\r\n".join([*lines, "", ""]).encode() + data
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, request: bytes) -> None:
+        self.request, self.received = request, Received()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        self.received.append((time.perf_counter(), data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+async def drive(
+    server: Server,
+    requests: Sequence[bytes],
+    arrivals: Sequence[float],
+    *,
+    max_concurrency: int | None,
+    timeout_s: float,
+) -> list[tuple[float, Received | str]]:
+    """Send request i at `arrivals[i]` seconds from now, or when fewer than `max_concurrency` run, whichever is later;
+    for each the time it was sent, and what came back or why nothing did."""
+    loop, room = asyncio.get_running_loop(), asyncio.Semaphore(max_concurrency or len(requests))
+    began = loop.time()
+
+    async def one(request: bytes, arrival: float) -> tuple[float, Received | str]:
+        await asyncio.sleep(max(0.0, began + arrival - loop.time()))
+        async with room:
+            asked, transport = time.perf_counter(), None
+            try:
+                async with asyncio.timeout(timeout_s):
+                    transport, connection = await loop.create_connection(
+                        lambda: _Connection(request), server.host, server.port, ssl=server.tls
+                    )
+                    await connection.ended
+            except OSError as error:  # TimeoutError is one
+                return asked, f"{type(error).__name__}: {error}"
+            finally:
+                if transport is not None:
+                    transport.abort()
+            return asked, connection.received
+
+    return await asyncio.gather(*map(one, requests, arrivals))
+
+
+def answered(asked: float, received: Received | str) -> Answer:
+    """Read what came back."""
+    if isinstance(received, str):
+        return Answer(asked=asked, error=received)
+    times: list[float] = []
+    usage: dict[str, int] = {}
+    try:
+        for when, event in _events(received):
+            if event == "[DONE]":
+                read, made = usage["prompt_tokens"], usage["completion_tokens"]
+                return Answer(asked=asked, times=tuple(times), input_tokens=read, output_tokens=made)
+            chunk = json.loads(event)
+            if "error" in chunk:
+                raise BaguError(f"the server ended the answer: {chunk['error']['message']}")
+            usage = chunk.get("usage") or usage
+            if any(c.get("text") or c.get("finish_reason") for c in chunk["choices"]):
+                times.append(when)
+    except BaguError as error:
+        return Answer(asked=asked, times=tuple(times), error=str(error))
+    except (ValueError, KeyError) as error:
+        return Answer(asked=asked, times=tuple(times), error=f"{type(error).__name__}: {error}")
+    return Answer(asked=asked, times=tuple(times), error="the stream ended before [DONE]")
+
+
+def _events(received: Received) -> Iterator[tuple[float, str]]:
+    """The data of each server-sent event, and when its last byte came."""
+    raw = b"".join(data for _, data in received)
+    ends = list(itertools.accumulate(len(data) for _, data in received))
+    head, found, _ = raw.partition(b"\r\n\r\n")
+    status = head.split(b" ", 2)[1:2]
+    if not found or status != [b"200"]:
+        said = raw[len(head) + 4 :][:300].decode(errors="replace")
+        raise BaguError(f"status {b''.join(status).decode() or 'missing'}: {said or 'nothing'}")
+    chunked = b"transfer-encoding: chunked" in head.lower()
+    pending = b""
+    for end, data in _chunks(raw, len(head) + 4) if chunked else [(len(raw), raw[len(head) + 4 :])]:
+        pending += data
+        when = received[bisect.bisect_left(ends, end)][0]
+        *whole, pending = pending.split(b"\n\n")
+        for event in whole:
+            if event.startswith(b"data:"):
+                yield when, event[5:].strip().decode()
+
+
+def _chunks(raw: bytes, at: int) -> Iterator[tuple[int, bytes]]:
+    """The chunks of a body from byte `at` on, each with where it ends."""
+    while (line_end := raw.find(b"\r\n", at)) >= 0:
+        size = int(raw[at:line_end].split(b";")[0], 16)
+        begin = line_end + 2
+        if not size:
+            return
+        if begin + size > len(raw):
+            raise BaguError(f"a chunk of {size} bytes broke off")
+        yield begin + size, raw[begin : begin + size]
+        at = begin + size + 2

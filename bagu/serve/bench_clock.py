@@ -1,0 +1,170 @@
+"""Running an engine by hand with a clock: what `bagu bench engine` measures.
+
+    throughput   a whole workload, from the first request submitted to the last token: output tokens / seconds
+    streams      requests of one shape, from the end of the prefill on: decode tokens / seconds
+
+The engine's overhead of a step is its time less the time inside the model (layers and head): planning, index tensors,
+sampling, commit. It is taken on a CPU only; on a GPU the host works while the model runs.
+
+Every repeat has prompts of its own, so that no prefix is found that was not meant to be.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from bagu.errors import BaguError
+from bagu.serve.engine import Engine
+from bagu.serve.request import Request, Sampling, TokenEvent
+from bagu.serve.workload import TEMPERATURE, Lengths, Workload, random_workload, streams_workload
+
+__all__ = ["Case", "Measured", "measure_streams", "measure_throughput"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a contender took; `facts` go into its row as they are."""
+
+    seconds: float
+    output_tokens: int
+    input_tokens: int
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is measured. `streams` empty: throughput of `requests`; else the decode rate at each number of streams."""
+
+    requests: int
+    inputs: Lengths
+    outputs: Lengths
+    shared_prefix: int = 0
+    streams: tuple[int, ...] = ()
+    prompt: int = 64
+    new: int = 128
+    repeats: int = 3  # of a number of streams; the median counts
+    seed: int = 0
+
+    def workload(self, vocab_size: int, repeat: int) -> Workload:
+        return random_workload(
+            self.requests, self.inputs, self.outputs, tokens=vocab_size, shared_prefix=self.shared_prefix,
+            seed=self.seed + repeat,
+        )  # fmt: skip
+
+    def words(self) -> str:
+        if self.streams:
+            return f"decode: {self.new} tokens a stream after a prompt of {self.prompt}, greedy"
+        shared = f", after {self.shared_prefix} shared tokens" if self.shared_prefix else ""
+        return f"{self.requests} requests, {self.inputs} tokens in{shared}, {self.outputs} out, seed {self.seed}"
+
+
+class Meter:
+    """Seconds inside the model, by wrapping the three calls a step makes into it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.seconds = 0.0
+        runner = engine.runner
+        for name in ("forward", "decode", "project"):
+            call = getattr(runner, name)
+            if call is not None:
+                setattr(runner, name, self._timed(call))
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            began = time.perf_counter()
+            result = call(*args)
+            self.seconds += time.perf_counter() - began
+            return result
+
+        return timed
+
+
+class Clocked:
+    """An engine whose steps are timed one by one."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.meter = Meter(engine) if engine.runner.device.type == "cpu" else None
+        self.forget()
+
+    def submit(self, workload: Workload, temperature: float, name: str) -> None:
+        for i, (prompt, count) in enumerate(zip(workload.prompts, workload.max_tokens, strict=True)):
+            sampling = Sampling(max_tokens=count, temperature=temperature, ignore_eos=True)
+            self.engine.submit(Request(id=f"{name}-{i}", prompt=prompt, sampling=sampling, arrival=float(i)))
+
+    def step(self) -> int:
+        """One step of the engine; how many tokens it made. A request that fails fails the benchmark."""
+        inside, began = self.meter.seconds if self.meter else 0.0, time.perf_counter()
+        events = self.engine.step()
+        took = time.perf_counter() - began
+        self.steps.append(took)
+        if self.meter is not None:
+            self.overheads.append(took - (self.meter.seconds - inside))
+        tokens = [e for e in events if isinstance(e, TokenEvent)]
+        broken = next((e for e in tokens if e.finish in ("abort", "error")), None)
+        if broken is not None:
+            raise BaguError(f"request {broken.request_id} ended with {broken.finish}: {broken.stop_reason}")
+        return len(tokens)
+
+    def forget(self) -> None:
+        """Begin to count here."""
+        self.steps: list[float] = []
+        self.overheads: list[float] = []
+        self._before = self.engine.stats()
+
+    def facts(self) -> dict[str, Any]:
+        stats, before = self.engine.stats(), self._before
+        return {
+            "steps": len(self.steps),
+            "step_s": statistics.median(self.steps),
+            "overhead_s": statistics.median(self.overheads) if self.overheads else None,
+            "preemptions": stats.preemptions - before.preemptions,
+            "prefix_queries": stats.prefix_queries - before.prefix_queries,
+            "prefix_hits": stats.prefix_hits - before.prefix_hits,
+            "blocks": stats.blocks_total,
+        }
+
+
+def measure_throughput(engine: Engine, workload: Workload, warmup: Workload) -> Measured:
+    """The whole workload, after the warm-up: its time, and what the engine says of itself. One engine measures once."""
+    clocked = Clocked(engine)
+    for name, work in (("warmup", warmup), ("bench", workload)):
+        clocked.forget()
+        began, made = time.perf_counter(), 0
+        clocked.submit(work, TEMPERATURE, name)
+        while engine.has_work:
+            made += clocked.step()
+        seconds = time.perf_counter() - began
+    if made != workload.output_tokens:
+        raise BaguError(f"the engine made {made} tokens of {workload.output_tokens}")
+    return Measured(
+        seconds=seconds, output_tokens=made, input_tokens=workload.input_tokens, facts=clocked.facts()
+    )  # fmt: skip
+
+
+def measure_streams(engine: Engine, case: Case) -> list[tuple[int, Measured]]:
+    """For each number of streams the repeat of median rate, after one that is not counted. The clock starts when every
+    prompt has its first token, and tokens drawn from then on count."""
+    clocked, found = Clocked(engine), []
+    for streams in case.streams:
+        runs = []
+        for repeat in range(case.repeats + 1):
+            clocked.forget()
+            name = f"{streams}-{repeat}"
+            vocab_size, seed = engine.model.config.vocab_size, case.seed + 1000 * streams + repeat
+            clocked.submit(streams_workload(streams, case.prompt, case.new, tokens=vocab_size, seed=seed), 0.0, name)
+            while engine.stats().waiting or any(len(s.tokens) == s.num_prompt for s in engine.scheduler.running):
+                clocked.step()
+            clocked.forget()
+            began, made = time.perf_counter(), 0
+            while engine.has_work:
+                made += clocked.step()
+            took = time.perf_counter() - began
+            runs.append(Measured(seconds=took, output_tokens=made, input_tokens=0, facts=clocked.facts()))
+        counted = sorted(runs[1:], key=lambda run: run.output_tokens / run.seconds)
+        found.append((streams, counted[len(counted) // 2]))
+    return found

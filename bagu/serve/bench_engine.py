@@ -1,0 +1,252 @@
+"""`bagu bench engine`: how many tokens a second the engine makes without a server, beside peers in the same run."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bagu.device import default_device, this_machine
+from bagu.errors import ArgumentError, UnknownName
+from bagu.nn.config import ModelConfig, NormConfig, Rope
+from bagu.nn.init import init_weights
+from bagu.nn.model import Transformer
+from bagu.record import append_rows, environment
+from bagu.serve.bench_clock import Case, Measured, measure_streams, measure_throughput
+from bagu.serve.bench_peers import PEERS, scripted
+from bagu.serve.config import EngineConfig
+from bagu.serve.engine import Engine
+from bagu.serve.workload import Lengths, Workload
+
+__all__ = ["SHAPES", "Shape", "main"]
+
+RESULTS = Path("benchmarks/results/serve")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+LEAST_LEN = 4096  # positions an engine is made for, as in nano-vllm's bench, where the workload needs no more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model of random weights: speed does not depend on their values."""
+
+    why: str
+    model: ModelConfig
+
+
+SHAPES = {
+    "cpu_8m": Shape(
+        why="what a laptop serves: 8M parameters",
+        model=ModelConfig(
+            vocab_size=8192, hidden_size=256, num_layers=8, num_heads=4, num_kv_heads=4, head_dim=64,
+            intermediate_size=704, max_len=4096, tie_embeddings=True,
+        ),
+    ),
+    "smollm_135m": Shape(
+        why="SmolLM2-135M",
+        model=ModelConfig(
+            vocab_size=49152, hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
+            intermediate_size=1536, max_len=8192, tie_embeddings=True, positions=Rope(base=100_000.0),
+        ),
+    ),
+    "qwen3_0_6b": Shape(
+        why="Qwen3-0.6B",
+        model=ModelConfig(
+            vocab_size=151_936, hidden_size=1024, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128,
+            intermediate_size=3072, max_len=40_960, tie_embeddings=True, qk_norm=True, positions=Rope(base=1e6),
+            norm=NormConfig(eps=1e-6),
+        ),
+    ),
+}  # fmt: skip
+
+
+def main(
+    shape: str | None = None,
+    *,
+    load: Callable[[], tuple[Transformer, Any, Any]] | None = None,
+    name: str | None = None,
+    requests: int | None = None,
+    inputs: str | None = None,
+    outputs: str | None = None,
+    shared_prefix: int = 0,
+    streams: Sequence[int] = (),
+    prompt: int = 64,
+    new: int = 128,
+    repeats: int = 3,
+    batch: int = 256,
+    max_num_batched_tokens: int | None = None,
+    prefix_cache: bool = True,
+    quantization: str | None = None,
+    invariant: bool = False,
+    dtype: str | None = None,
+    peers: Sequence[str] = (),
+    rounds: int = 1,
+    seed: int = 0,
+    device: str | None = None,
+    out: Path | None = None,
+    as_json: bool = False,
+) -> int:
+    """Time bagu's engine and the peers, `rounds` times in turn; print a table and append the rows to `out`.
+
+    The model is `shape` with random weights, or what `load` gives, called `name` in the rows. Without `requests`,
+    `inputs` and `outputs` the workload is nano-vllm's (256 requests, 100-1024 tokens in and out) on a GPU and 32
+    requests of 16-128 on a CPU. `batch` is the engine's max_num_seqs, and the peer's padded batch.
+    """
+    where = torch.device(device) if device else default_device()
+    gpu = where.type == "cuda"
+    case = Case(
+        requests=requests or (256 if gpu else 32),
+        inputs=Lengths.parse(inputs or ("100-1024" if gpu else "16-128")),
+        outputs=Lengths.parse(outputs or ("100-1024" if gpu else "16-128")),
+        shared_prefix=shared_prefix, streams=tuple(streams), prompt=prompt, new=new, repeats=repeats, seed=seed,
+    )  # fmt: skip
+    _check(case, peers)
+    as_dtype = _dtype(dtype or ("bf16" if gpu else "fp32"))
+    make, name = _maker(shape or ("qwen3_0_6b" if gpu else "cpu_8m"), load, name, where, as_dtype)
+    config = EngineConfig(
+        max_num_seqs=batch, prefix_cache=prefix_cache, quantization=quantization, invariant=invariant,  # type: ignore[arg-type]
+        max_num_batched_tokens=max_num_batched_tokens or max(EngineConfig.max_num_batched_tokens, batch), seed=seed,
+    )  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    for turn in range(rounds):
+        with _fresh(where):
+            model = make()
+            rows += [_row("bagu", m, where, s) for s, m in _bagu(model, config, case, turn)]
+        for peer in peers:
+            if peer not in PEERS:
+                rows += scripted(Path(peer))
+                continue
+            with _fresh(where):
+                rows += [_row(peer, m, where, s) for s, m in _peer(peer, model, case, turn, batch, where, as_dtype)]
+    common = {
+        "system": "engine", "model": name, "config": asdict(model.config), "device": str(where),
+        "dtype": str(as_dtype).removeprefix("torch."), "case": asdict(case), "engine": asdict(config),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"), "env": environment(),
+    }  # fmt: skip
+    rows = [common | row for row in rows]
+    append_rows((out or RESULTS) / f"{this_machine().name}.jsonl", rows)
+    if as_json:
+        print(json.dumps(rows))
+    else:
+        _show(f"{name}, {dtype or common['dtype']}, {where}: {case.words()}", rows)
+    return 0
+
+
+def _check(case: Case, peers: Sequence[str]) -> None:
+    if case.repeats < 1 or any(s < 1 for s in case.streams) or case.prompt < 1 or case.new < 1:
+        raise ArgumentError(
+            f"streams {list(case.streams)}, prompt {case.prompt}, new {case.new}, repeats {case.repeats}",
+            hint="each is 1 or more",
+        )
+    unknown = [p for p in peers if p not in PEERS and not Path(p).is_file()]
+    if unknown:
+        raise UnknownName.among("peer", unknown[0], [*PEERS, "PATH.py"])
+    if case.streams and any(p in PEERS for p in peers):
+        raise ArgumentError("a transformers peer with streams", hint="it has no decode rate alone: leave one out")
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise UnknownName.among("dtype", name, DTYPES)
+    return DTYPES[name]
+
+
+def _maker(
+    shape: str, load: Callable[[], tuple[Transformer, Any, Any]] | None, name: str | None, device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Callable[[], Transformer], str]:  # fmt: skip
+    """What makes the model, and its name in the rows."""
+    if load is not None:
+        loaded = load()[0].to(device=device, dtype=dtype)
+        return lambda: loaded, name or "loaded"
+    if shape not in SHAPES:
+        raise UnknownName.among("shape", shape, SHAPES)
+    return lambda: init_weights(Transformer(SHAPES[shape].model, device=device, dtype=dtype), 0), shape
+
+
+def _bagu(
+    model: Transformer, config: EngineConfig, case: Case, turn: int
+) -> Iterator[tuple[int | None, Measured]]:  # fmt: skip
+    if case.streams:
+        longest = max(case.prompt + case.new + 1, min(LEAST_LEN, model.config.max_len))
+        engine = Engine(model, None, replace(config, max_model_len=longest))
+        yield from measure_streams(engine, case)
+        return
+    workload, warmup = _works(case, model.config.vocab_size, turn, whole=model.embedding.weight.is_cuda)
+    longest = max(workload.longest, warmup.longest, min(LEAST_LEN, model.config.max_len))
+    yield None, measure_throughput(Engine(model, None, replace(config, max_model_len=longest)), workload, warmup)
+
+
+def _peer(
+    peer: str, model: Transformer, case: Case, turn: int, batch: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[int | None, Measured]]:
+    workload, warmup = _works(case, model.config.vocab_size, turn, whole=False)
+    with PEERS[peer](model.config, device, dtype, batch) as run:
+        run(warmup)
+        yield None, run(workload)
+
+
+def _works(case: Case, vocab_size: int, turn: int, *, whole: bool) -> tuple[Workload, Workload]:
+    """What is timed, and what warms up for it with other tokens: a few requests, or the like of the whole where each
+    shape that is met for the first time costs (a GPU's graphs)."""
+    warmup = case.workload(vocab_size, 1000 + turn)
+    return case.workload(vocab_size, turn), warmup if whole else warmup.head(4)
+
+
+def _row(contender: str, measured: Measured, device: torch.device, streams: int | None) -> dict[str, Any]:
+    seconds, made = measured.seconds, measured.output_tokens
+    return {
+        "contender": contender, "streams": streams, "seconds": seconds, "output_tokens": made,
+        "input_tokens": measured.input_tokens, "tokens_per_s": made / seconds,
+        "total_tokens_per_s": (made + measured.input_tokens) / seconds,
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None, **measured.facts,
+    }  # fmt: skip
+
+
+@contextmanager
+def _fresh(device: torch.device) -> Iterator[None]:
+    """Nothing of the contender before is left in memory."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.init()  # before it there are no statistics to reset
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    yield
+
+
+def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    heads = (
+        "contender", "streams", "output tokens/s", "all tokens/s", "steps", "step ms", "overhead ms", "prefix hits",
+        "against best peer",
+    )  # fmt: skip
+    for head in heads:
+        table.add_column(head, justify="left" if head == "contender" else "right", min_width=min(len(head), 9))
+    for row in rows:
+        rivals = [r["tokens_per_s"] for r in rows if r["contender"] != "bagu" and r["streams"] == row["streams"]]
+        hits, asked = row.get("prefix_hits"), row.get("prefix_queries")
+        total = None if row["streams"] else row.get("total_tokens_per_s")
+        table.add_row(
+            row["contender"], _cell(row["streams"], "{}"), f"{row['tokens_per_s']:,.0f}", _cell(total, "{:,.0f}"),
+            _cell(row.get("steps"), "{:,}"), _ms(row.get("step_s")), _ms(row.get("overhead_s")),
+            f"{100 * hits / asked:.0f} %" if hits is not None and asked else "–",
+            f"{row['tokens_per_s'] / max(rivals):.2f}×" if rivals else "–",
+        )  # fmt: skip
+    Console().print(table)
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{1e3 * seconds:.2f}"

@@ -1,0 +1,94 @@
+"""What clients of a server wait for, in numbers.
+
+Of one request, with t0 when it was sent (a connection included), t1 .. tk when its k pieces of text arrived, and n
+output tokens as the server counts them:
+
+    TTFT   t1 - t0                   time to first token
+    E2EL   tk - t0                   end-to-end latency
+    TPOT   (E2EL - TTFT) / (n - 1)   time per output token after the first; requests of one token have none
+    ITL    t(i+1) - t(i)             inter-token latency: every gap of every request is one sample
+
+A piece may hold several tokens (k < n), since text waits until its characters are whole: an ITL then is the time of
+several tokens, and a first token that waits makes TTFT long and TPOT short. A trained model has few such tokens; random
+weights write broken characters and have many.
+
+Names of fields are those of `vllm bench serve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from bagu.serve.bench_client import Answer
+
+__all__ = ["METRICS", "samples", "summary"]
+
+METRICS = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "inter-token latency",
+    "e2el": "end to end",
+}
+PERCENTILES = (50, 90, 99)
+
+
+def samples(answers: Sequence[Answer]) -> dict[str, list[float]]:
+    """The seconds of each metric; a request that failed has none."""
+    done = [a for a in answers if a.error is None and a.times]
+    each = [_metrics(a) for a in done]
+    gaps = [b - a for one in done for a, b in pairwise(one.times)]
+    return {name: [m[name] for m in each if name in m] for name in ("ttft", "tpot", "e2el")} | {"itl": gaps}
+
+
+def summary(answers: Sequence[Answer], duration: float, goodput: Mapping[str, float]) -> dict[str, Any]:
+    """The fields of `vllm bench serve`; a metric without a sample is None."""
+    done = [a for a in answers if a.error is None]
+    inputs, outputs = sum(a.input_tokens for a in done), sum(a.output_tokens for a in done)
+    found: dict[str, Any] = {
+        "duration": duration, "completed": len(done), "failed": len(answers) - len(done),
+        "total_input_tokens": inputs, "total_output_tokens": outputs,
+        "request_throughput": len(done) / duration, "output_throughput": outputs / duration,
+        "total_token_throughput": (inputs + outputs) / duration,
+        "max_concurrent_requests": _most_at_once(done),
+        "request_goodput": sum(_keeps(a, goodput) for a in done) / duration if goodput else None,
+        "errors": sorted({a.error for a in answers if a.error is not None})[:8],
+    }  # fmt: skip
+    for name, seconds in samples(answers).items():
+        ms = 1e3 * np.array(seconds)
+        found[f"mean_{name}_ms"] = float(ms.mean()) if seconds else None
+        found[f"median_{name}_ms"] = float(np.median(ms)) if seconds else None
+        found[f"std_{name}_ms"] = float(ms.std()) if seconds else None
+        for p in PERCENTILES:
+            found[f"p{p}_{name}_ms"] = float(np.percentile(ms, p)) if seconds else None
+    return found
+
+
+def _metrics(answer: Answer) -> dict[str, float]:
+    """One request's TTFT, E2EL and, of more than one token, TPOT, in seconds."""
+    first, last = answer.times[0] - answer.asked, answer.times[-1] - answer.asked
+    found = {"ttft": first, "e2el": last}
+    if answer.output_tokens > 1:
+        found["tpot"] = (last - first) / (answer.output_tokens - 1)
+    return found
+
+
+def _keeps(answer: Answer, goodput: Mapping[str, float]) -> bool:
+    """Whether a request kept its promises; of ITL, its longest gap."""
+    if not answer.times:
+        return False
+    gaps = [b - a for a, b in pairwise(answer.times)]
+    found = _metrics(answer) | {"itl": max(gaps, default=0.0)}
+    return all(1e3 * found.get(name, 0.0) <= limit for name, limit in goodput.items())
+
+
+def _most_at_once(answers: Sequence[Answer]) -> int:
+    ends = [(a.times[-1], -1) for a in answers if a.times]
+    most = now = 0
+    for _, change in sorted([(a.asked, 1) for a in answers if a.times] + ends):
+        now += change
+        most = max(most, now)
+    return most

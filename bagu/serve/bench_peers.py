@@ -1,0 +1,132 @@
+"""The same offline workload by other libraries, for `bagu bench engine`. Each is written as its users write it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bagu.errors import BaguError
+from bagu.nn.config import ModelConfig
+from bagu.nn.families import family_for
+from bagu.serve.bench_clock import Measured
+from bagu.serve.workload import TEMPERATURE, Workload
+
+__all__ = ["PEERS", "scripted"]
+
+Run = Callable[[Workload], Measured]
+Contender = Callable[[ModelConfig, torch.device, torch.dtype, int], AbstractContextManager[Run]]
+
+
+def _model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Any:
+    """The transformers model of the same configuration, with random weights and no end of text."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise BaguError(f"the peer needs transformers: {error}", hint="pip install 'transformers>=5'") from error
+    family = family_for(config)
+    theirs = AutoConfig.for_model(family.name, **{k: v for k, v in family.write(config).items() if k != "model_type"})
+    theirs.eos_token_id = theirs.bos_token_id = None
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(theirs, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@contextmanager
+def _generate(config: ModelConfig, device: torch.device, dtype: torch.dtype, batch: int) -> Iterator[Run]:
+    """`generate` on left-padded batches in the order of arrival. A batch runs until its longest answer is done; only
+    the tokens that were asked for count."""
+    model = _model(config, device, dtype)
+
+    def run(workload: Workload) -> Measured:
+        began = time.perf_counter()
+        for first in range(0, len(workload.prompts), batch):
+            prompts = workload.prompts[first : first + batch]
+            width = max(map(len, prompts))
+            ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
+            seen = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+            with torch.inference_mode():
+                made = model.generate(
+                    ids, attention_mask=seen, max_new_tokens=max(workload.max_tokens[first : first + batch]),
+                    do_sample=True, temperature=TEMPERATURE, top_k=0, pad_token_id=0,
+                )  # fmt: skip
+            made.cpu()  # the work is done when its tokens are here
+        seconds = time.perf_counter() - began
+        return Measured(seconds=seconds, output_tokens=workload.output_tokens, input_tokens=workload.input_tokens)
+
+    yield run
+
+
+@contextmanager
+def _generate_batch(config: ModelConfig, device: torch.device, dtype: torch.dtype, batch: int) -> Iterator[Run]:
+    """What `generate_batch` runs, continuous batching: through its manager, because the function knows one
+    max_new_tokens for all requests. `batch` is left to it."""
+    model = _model(config, device, dtype)
+    from transformers import GenerationConfig
+
+    settings = GenerationConfig(
+        do_sample=True, temperature=TEMPERATURE, top_k=0, eos_token_id=-1, pad_token_id=0, use_cache=True
+    )
+
+    def run(workload: Workload) -> Measured:
+        with model.continuous_batching_context_manager(generation_config=settings) as manager:
+            began, made = time.perf_counter(), 0
+            for prompt, count in zip(workload.prompts, workload.max_tokens, strict=True):
+                manager.add_request(list(prompt), max_new_tokens=count, eos_token_id=-1)
+            for _ in workload.prompts:
+                made += _answer(manager)
+            seconds = time.perf_counter() - began
+        if made != workload.output_tokens:
+            raise BaguError(f"generate_batch made {made} tokens of {workload.output_tokens}")
+        return Measured(seconds=seconds, output_tokens=made, input_tokens=workload.input_tokens)
+
+    yield run
+
+
+def _answer(manager: Any) -> int:
+    """How many tokens the next request that ends was given."""
+    while True:
+        result = manager.get_result(timeout=1)
+        if result is None and not manager.is_running():
+            raise BaguError("generate_batch ended before its requests did", hint="its error is above")
+        if result is not None and result.is_finished():
+            if result.error is not None:
+                raise BaguError(f"generate_batch failed a request: {result.error}")
+            return len(result.generated_tokens)
+
+
+PEERS: dict[str, Contender] = {"generate": _generate, "generate_batch": _generate_batch}
+
+
+def scripted(path: Path) -> list[dict[str, Any]]:
+    """Run a peer's own script, unmodified: a row for every line of JSON with `tokens_per_s` that it prints. A line
+    is of so many streams where it has `streams`, or says so in `what`."""
+    run = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False)
+    rows = []
+    for line in run.stdout.splitlines():
+        try:
+            found = json.loads(line)
+            rate = float(found["tokens_per_s"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        rows.append({"contender": path.name, "streams": _streams(found), "tokens_per_s": rate, "reported": found})
+    if run.returncode or not rows:
+        last = (run.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
+        raise BaguError(f"{path} (exit status {run.returncode}) printed {len(rows)} lines of JSON rates: {last}")
+    return rows
+
+
+def _streams(found: dict[str, Any]) -> int | None:
+    said = re.search(r"(\d+) streams?\b", str(found.get("what", "")))
+    if "streams" in found:
+        return int(found["streams"])
+    return int(said[1]) if said else None

@@ -1,0 +1,60 @@
+"""The picture of a load: how latencies are distributed, and when each request waited and was answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bagu.ops.plot import FAINT, STYLE
+from bagu.serve.bench_client import Answer
+from bagu.serve.bench_latency import samples
+
+__all__ = ["draw"]
+
+COLOURS = {"ttft": "#e69f00", "tpot": "#009e73", "itl": "#cc79a7", "e2el": "#0072b2"}
+
+
+def draw(answers: Sequence[Answer], folder: Path, title: str) -> str | None:
+    """Write `folder`/serve.svg and .png. Returns why nothing was drawn, None when it was."""
+    done = sorted((a for a in answers if a.error is None and a.times), key=lambda a: a.asked)
+    if not done:
+        return "no request was answered"
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        return f"matplotlib cannot be imported ({error}); pip install 'bagu[plot]' and run again"
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": title}):
+        figure = Figure(figsize=(10, 4), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        _distributions(left, done)
+        _timeline(right, done)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / "serve.svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        figure.savefig(folder / "serve.png", dpi=140)
+    return None
+
+
+def _distributions(axes: Any, answers: Sequence[Answer]) -> None:
+    for name, seconds in samples(answers).items():
+        if seconds:
+            ms = sorted(1e3 * s for s in seconds)
+            share = [100 * (i + 1) / len(ms) for i in range(len(ms))]
+            axes.step(ms, share, where="post", color=COLOURS[name], label=name.upper())
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set(title="Latency", xlabel="ms", ylabel="% at most so long", ylim=(0, 101))
+    axes.grid(True)
+    axes.legend(loc="lower right")
+
+
+def _timeline(axes: Any, answers: Sequence[Answer]) -> None:
+    zero, rows = answers[0].asked, range(len(answers))
+    asked = [a.asked - zero for a in answers]
+    first, last = [a.times[0] - zero for a in answers], [a.times[-1] - zero for a in answers]
+    axes.hlines(rows, asked, first, color=FAINT, label="waits for its first token")
+    axes.hlines(rows, first, last, color=COLOURS["e2el"], label="is answered")
+    axes.set(title="Requests", xlabel="s", ylabel="request, in the order sent")
+    axes.legend(loc="upper left")

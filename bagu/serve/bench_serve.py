@@ -1,0 +1,186 @@
+"""`bagu bench serve`: load on a server, and how long its clients wait.
+
+    closed loop   `max_concurrency` clients, each sends its next request when its last has ended
+    Poisson       requests arrive at `request_rate` a second, whatever the server does; the gaps are exponential
+
+What the latencies mean is said in bench_latency.py; they are those of `vllm bench serve`, and so are the fields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+import string
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from bagu.device import this_machine
+from bagu.errors import ArgumentError, BaguError, UnknownName
+from bagu.record import append_rows, environment
+from bagu.serve.bench_client import Answer, Server, answered, drive
+from bagu.serve.bench_latency import METRICS, summary
+from bagu.serve.bench_plot import draw
+from bagu.serve.workload import Lengths, Workload, arrivals, random_workload
+
+__all__ = ["main", "measure"]
+
+RESULTS = Path("benchmarks/results/serve")
+
+
+def main(
+    url: str | None = None,
+    *,
+    server: AbstractContextManager[str] | None = None,
+    model: str | None = None,
+    api_key: str | None = None,
+    requests: int = 64,
+    inputs: str = "32-128",
+    outputs: str = "32-128",
+    shared_prefix: int = 0,
+    max_concurrency: int | None = None,
+    request_rate: float = math.inf,
+    temperature: float = 0.0,
+    goodput: Mapping[str, float] | None = None,
+    warmups: int = 1,
+    timeout_s: float = 600.0,
+    server_pid: int | None = None,
+    seed: int = 0,
+    plot: Path | None = None,
+    out: Path | None = None,
+    as_json: bool = False,
+) -> int:
+    """Load the server at `url`, or the one that `server` starts and gives the address of; print a table, append a row
+    to `out`, and draw into the folder `plot`. 1 where requests failed.
+
+    Without `request_rate` the load is a closed loop of `max_concurrency` clients (8 by default); with it, Poisson
+    arrivals, of which `max_concurrency` run at once where it is given, and the wait for a place is not counted, as in
+    vLLM. `goodput` are milliseconds by metric, e.g. {"ttft": 200, "tpot": 50}: requests a second that keep all of them.
+    `server_pid` is the server's process on this machine, whose CPU time a token is taken (Linux).
+    """
+    if (url is None) == (server is None):
+        raise ArgumentError("a load needs one server", hint="give its address, or a MODEL to start one for")
+    if max_concurrency is None and math.isinf(request_rate):
+        max_concurrency = 8
+    if (max_concurrency is not None and max_concurrency < 1) or warmups < 0 or not timeout_s > 0:
+        raise ArgumentError(
+            f"max_concurrency {max_concurrency}, warmups {warmups}, timeout {timeout_s} s",
+            hint="1 or more, 0 or more, and above 0",
+        )
+    for name in goodput or {}:
+        if name not in METRICS:
+            raise UnknownName.among("goodput metric", name, METRICS)
+    asked = {
+        "num_prompts": requests, "inputs": str(Lengths.parse(inputs)), "outputs": str(Lengths.parse(outputs)),
+        "shared_prefix": shared_prefix, "request_rate": request_rate if math.isfinite(request_rate) else "inf",
+        "max_concurrency": max_concurrency, "temperature": temperature, "seed": seed,
+    }  # fmt: skip
+    when = arrivals(requests, request_rate, seed)
+    with nullcontext(url) if server is None else server as address:
+        at = Server(str(address), api_key)
+        name = model or str(at.json("/v1/models")["data"][0]["id"])
+        ids = vocabulary(at, name, seed)
+        both = [
+            random_workload(
+                count, Lengths.parse(inputs), Lengths.parse(outputs), tokens=ids, shared_prefix=shared_prefix, seed=s
+            )
+            for count, s in ((requests, seed), (max(1, warmups), seed + 1))
+        ]  # fmt: skip
+        if warmups:
+            measure(at, name, both[1], [0.0] * warmups, 1, temperature, timeout_s)
+        before = None if server_pid is None else _cpu_seconds(server_pid)
+        answers, duration = measure(at, name, both[0], when, max_concurrency, temperature, timeout_s)
+        after = None if server_pid is None else _cpu_seconds(server_pid)
+    result = summary(answers, duration, goodput or {})
+    if before is not None and after is not None and result["total_output_tokens"]:
+        result["server_cpu_us_per_token"] = 1e6 * (after - before) / result["total_output_tokens"]
+    row = {"system": "serve", "model_id": name, **asked, **result, "env": environment()}
+    append_rows((out or RESULTS) / f"{this_machine().name}.jsonl", [row])
+    why = None if plot is None else draw(answers, plot, f"{name}, {_load(row)}")
+    if as_json:
+        print(json.dumps(row))
+    else:
+        _show(row, answers, why)
+    return int(result["failed"] > 0)
+
+
+def vocabulary(server: Server, model: str, seed: int) -> list[int]:
+    """Ids that the model surely has: those of random words, by the server's own tokenizer."""
+    draw = random.Random(seed)
+    words = ["".join(draw.choices(string.ascii_letters + string.digits, k=draw.randint(1, 8))) for _ in range(500)]
+    ids = sorted(set(server.json("/tokenize", {"model": model, "prompt": " ".join(words)})["tokens"]))
+    if not ids:
+        raise BaguError(f"{server.url}/tokenize made no token of 500 words")
+    return ids
+
+
+def measure(
+    server: Server,
+    model: str,
+    workload: Workload,
+    when: Sequence[float],
+    max_concurrency: int | None,
+    temperature: float,
+    timeout_s: float,
+) -> tuple[list[Answer], float]:
+    """Every request's answer, and the seconds from the first request to the last end."""
+    bodies = [
+        {"model": model, "prompt": list(prompt), "max_tokens": count, "temperature": temperature, "ignore_eos": True,
+         "stream": True, "stream_options": {"include_usage": True}}
+        for prompt, count in zip(workload.prompts, workload.max_tokens, strict=True)
+    ]  # fmt: skip
+    calls = [server.post("/v1/completions", body) for body in bodies]
+    began = time.perf_counter()
+    raw = asyncio.run(drive(server, calls, when, max_concurrency=max_concurrency, timeout_s=timeout_s))
+    duration = time.perf_counter() - began
+    return [answered(*one) for one in raw], duration
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of one process, its children not included."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError as error:
+        hint = "it is a process of this machine, and a Linux one"
+        raise BaguError(f"the CPU time of process {pid} cannot be read: {error.strerror}", hint=hint) from error
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _load(row: Mapping[str, Any]) -> str:
+    if row["request_rate"] == "inf":
+        return f"closed loop of {row['max_concurrency']}"
+    most = "" if row["max_concurrency"] is None else f", {row['max_concurrency']} at once"
+    return f"Poisson, {row['request_rate']:g} requests/s{most}"
+
+
+def _show(row: Mapping[str, Any], answers: Sequence[Answer], no_plot: str | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(
+        f"{row['model_id']}, {_load(row)}: {row['completed']} of {row['num_prompts']} requests in "
+        f"{row['duration']:.2f} s; {row['inputs']} tokens in, {row['outputs']} out", markup=False,
+    )  # fmt: skip
+    console.print(
+        f"{row['request_throughput']:.2f} requests/s, {row['output_throughput']:,.0f} output tokens/s, "
+        f"{row['total_token_throughput']:,.0f} tokens/s in and out"
+    )
+    if row["request_goodput"] is not None:
+        console.print(f"goodput {row['request_goodput']:.2f} requests/s")
+    if "server_cpu_us_per_token" in row:
+        console.print(f"server CPU {row['server_cpu_us_per_token']:.0f} µs a token")
+    table = Table("ms", *("mean", "p50", "p90", "p99"))
+    for name, words in METRICS.items():
+        values = (row[f"{kind}_{name}_ms"] for kind in ("mean", "p50", "p90", "p99"))
+        table.add_row(f"{name.upper()} {words}", *("–" if v is None else f"{v:,.2f}" for v in values))
+    console.print(table)
+    for error in row["errors"]:
+        console.print(f"failed: {sum(a.error == error for a in answers)} × {error}", style="red", markup=False)
+    if no_plot is not None:
+        console.print(f"no plot: {no_plot}", style="dim", markup=False)
