@@ -1,0 +1,217 @@
+"""Batch invariance: does a token's logprob depend on what else is in the batch?
+
+In exact arithmetic it does not. A fast kernel chooses the order of its sums by the number of rows, and sums in another
+order round otherwise. The engine's invariant mode fixes the order (bagu.ops.invariant), and is slower for it.
+
+Requests are served alone, then in company, in chunks of their prompts, and with their prefixes in the cache. The
+logprobs of their tokens are compared as bits: two floats that are u units in the last place apart differ in
+bit_length(u) bits.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.plot import INK
+from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.serve.config import EngineConfig
+from bagu.serve.engine import Engine
+from bagu.serve.request import Sampling
+from bagu.types import Completion
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MODEL = ModelConfig(
+    vocab_size=1024, hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=352,
+    max_len=512, init_std=0.1,
+)  # fmt: skip
+MODES = ("fast", "invariant")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PROMPT = (16, 81)  # tokens, the second not reached
+WATCHED = 8  # requests that are compared, or as many as the batch has
+
+
+class Case(NamedTuple):
+    """How requests are served: how many at once, at most so many tokens a step, each for the second time or not."""
+
+    name: str
+    batch: int
+    budget: int = 8192
+    warm: bool = False
+
+
+def cases(quick: bool) -> list[Case]:
+    batches = [Case(f"batch of {n}", n) for n in ((2, 8, 16) if quick else (2, 3, 4, 8, 16, 32, 64))]
+    return [*batches, Case("chunks of 7", 1, budget=7), Case("warm prefix", 1, warm=True)]
+
+
+def run(setting: Setting) -> list[Row]:
+    tokens = 12 if setting.quick else 64
+    rows: list[Row] = []
+    for mode, dtype in setting.track(list(product(MODES, DTYPES))):
+        model = init_weights(Transformer(MODEL, dtype=DTYPES[dtype]), 0).eval()
+        alone, _ = served(model, Case("alone", 1), mode, tokens)
+        for case in cases(setting.quick):
+            found, rate = served(model, case, mode, tokens)
+            row: Row = {"mode": mode, "dtype": dtype, "case": case.name, "batch_sequences": case.batch}
+            rows.append(row | compare(alone, found) | {"generated_tokens_per_s": rate})
+    return rows
+
+
+def served(model: Transformer, case: Case, mode: str, tokens: int) -> tuple[list[Completion], float]:
+    """The completions of the first requests, WATCHED at most, and the tokens/s of all. A batch of 1 is each alone."""
+    stream = np.random.default_rng(0)
+    prompts = [stream.integers(MODEL.vocab_size, size=stream.integers(*PROMPT)).tolist() for _ in range(64)]
+    # A seed's draws know no batch: another token comes of another probability alone.
+    asks = [Sampling(max_tokens=tokens, temperature=1.0, seed=i, logprobs=0) for i in range(64)]
+    config = EngineConfig(
+        num_blocks=16 * (WATCHED + case.batch), max_num_seqs=case.batch, max_num_batched_tokens=case.budget,
+        invariant=mode == "invariant",
+    )  # fmt: skip
+    engine = Engine(model, None, config)
+    groups = [slice(0, case.batch)] if case.batch > 1 else [slice(i, i + 1) for i in range(WATCHED)]
+    if case.warm:
+        for group in groups:
+            engine.generate(prompts[group], asks[group])
+    began, found = time.perf_counter(), []
+    for group in groups:
+        found += engine.generate(prompts[group], asks[group])
+    rate = len(found) * tokens / (time.perf_counter() - began)
+    assert not case.warm or engine.stats().prefix_hits, "the prefixes were to be found in the cache"
+    return found[:WATCHED], rate
+
+
+def compare(alone: Sequence[Completion], found: Sequence[Completion]) -> Row:
+    """Bits by which the logprobs differ, as far as the tokens are the same: what follows another token is another
+    question."""
+    pairs: list[tuple[float, float]] = []
+    texts = 0
+    for a, b in zip(alone, found, strict=False):  # as many as the batch has
+        assert a.logprobs is not None and b.logprobs is not None
+        same = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)) if x != y), len(a.tokens))
+        texts += same < len(a.tokens)
+        pairs += zip(a.logprobs[:same], b.logprobs[:same], strict=True)
+    bits = [bits_apart(x, y) for x, y in pairs]
+    return {
+        "requests": min(len(alone), len(found)),
+        "other_texts": texts,
+        "compared_tokens": len(pairs),
+        "changed_percent": 100 * sum(n > 0 for n in bits) / len(pairs) if pairs else None,
+        "median_bits": statistics.median(bits) if pairs else None,
+        "max_bits": max(bits) if pairs else None,
+        "max_difference_nats": max(abs(x - y) for x, y in pairs) if pairs else None,
+    }
+
+
+def bits_apart(a: float, b: float) -> int:
+    """How many of the lowest bits two fp32 numbers of one sign differ in: 0 where they are the same number."""
+    x, y = (int(np.float32(n).view(np.int32)) for n in (a, b))
+    return abs(x - y).bit_length()
+
+
+def verdict(rows: Sequence[Row]) -> Verdict:
+    """Held when no case of any mode changes a bit or a token; holds only where a whole mode does so."""
+    moved = {mode: [row for row in rows if row["mode"] == mode and changed(row)] for mode in MODES}
+    clean = [mode for mode, changes in moved.items() if not changes]
+    kind: Kind = "held" if len(clean) == len(MODES) else "holds only where" if clean else "did not hold"
+    en, zh = [], []
+    for mode, changes in moved.items():
+        cases_of = sum(row["mode"] == mode for row in rows)
+        texts, asked = (
+            sum(number(row, key) for row in rows if row["mode"] == mode) for key in ("other_texts", "requests")
+        )
+        if not changes:
+            en.append(f"{mode}: not a bit in {cases_of} cases")
+            zh.append(f"{mode}：{cases_of} 种情形中没有一位变化")
+            continue
+        parts = [
+            f"{dtype} up to {max(number(row, 'max_bits') for row in of):.0f} of 32 bits "
+            f"({max(number(row, 'max_difference_nats') for row in of):.1g} nats)"
+            for dtype in dict.fromkeys(str(row["dtype"]) for row in changes)
+            if (of := [row for row in changes if row["dtype"] == dtype and row["max_bits"] is not None])
+        ]
+        en.append(
+            f"{mode}: changed in {len(changes)} of {cases_of} cases, {', '.join(parts)}, and {texts:.0f} of "
+            f"{asked:.0f} texts became others"
+        )
+        in_zh = "、".join(parts).replace(" up to ", " 至多 ").replace(" of 32 bits", "/32 位")
+        zh.append(
+            f"{mode}：{cases_of} 种情形中 {len(changes)} 种有变化（{in_zh}），{asked:.0f} 段文本中 {texts:.0f} 段变了"
+        )
+    price = ", ".join(f"×{cost:.1f} in a batch of {batch}" for batch, cost in slower(rows).items())
+    price_zh = "，".join(f"批大小 {batch} 时慢 ×{cost:.1f}" for batch, cost in slower(rows).items())
+    return Verdict(
+        kind=kind,
+        sentence_en=f"{'; '.join(en)}. The invariant engine is slower by {price} (fp32).",
+        sentence_zh=f"{'；'.join(zh)}。不变模式的代价（fp32）：{price_zh}。",
+    )
+
+
+def changed(row: Row) -> bool:
+    return row["max_bits"] != 0 or row["other_texts"] != 0
+
+
+def slower(rows: Sequence[Row]) -> dict[int, float]:
+    """By batch: how many times the tokens/s of the fast mode are those of the invariant one, at its ends, in fp32."""
+    rate = {
+        (str(row["mode"]), int(number(row, "batch_sequences"))): number(row, "generated_tokens_per_s")
+        for row in rows
+        if row["dtype"] == "fp32" and str(row["case"]).startswith("batch")
+    }
+    batches = sorted({batch for _, batch in rate})
+    return {batch: rate["fast", batch] / rate["invariant", batch] for batch in dict.fromkeys((batches[0], batches[-1]))}
+
+
+def plot(fig: Figure, rows: Sequence[Row]) -> None:
+    """Bits that changed, case by case, and how often."""
+    left, right = fig.subplots(1, 2, sharex=True)
+    names = list(dict.fromkeys(str(row["case"]) for row in rows))
+    for i, (mode, dtype) in enumerate(product(MODES, DTYPES)):
+        chosen = [row for row in rows if (row["mode"], row["dtype"]) == (mode, dtype)]
+        places = [names.index(str(row["case"])) + 0.2 * (i - 1.5) for row in chosen]
+        for axes, key in ((left, "max_bits"), (right, "changed_percent")):
+            shown = [
+                (place, number(row, key)) for place, row in zip(places, chosen, strict=True) if row[key] is not None
+            ]
+            axes.bar(*zip(*shown, strict=True), 0.18, color=f"C{i}", label=f"{mode}, {dtype}")
+            axes.plot(*zip(*shown, strict=True), ".", color=f"C{i}")  # a bar of 0 is seen as well
+        for place, row in zip(places, chosen, strict=True):
+            if row["other_texts"]:
+                left.annotate(f"{row['other_texts']}", (place, number(row, "max_bits")), (0, 2), color=INK, ha="center",
+                              textcoords="offset points", fontsize=7)  # fmt: skip
+    left.set(
+        ylim=(0, 32), ylabel="lowest bits of 32, most of any token",
+        title=f"Bits that differ (above: other texts of {WATCHED})",
+    )  # fmt: skip
+    right.set(ylim=(0, 105), ylabel="logprobs with another bit, %", title="Logprobs that differ")
+    for axes in (left, right):
+        axes.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=8)
+        axes.grid(False, axis="x")
+    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+
+
+LAB = Lab(
+    name="batch_invariance",
+    title_en="Batch invariance",
+    title_zh="批不变性",
+    claim_en="With the same seed a request gets the same tokens and logprobs whatever else is in the batch.",
+    claim_zh="种子相同，请求得到的 token 和 logprob 就与同批的其他请求无关。",
+    regime="The engine on a CPU, a Llama of 4 layers and 128 features with random weights; prompts of 16 to 80 tokens, "
+    "temperature 1, one number of threads. On another machine other shapes change other bits.",
+    varies="Mode (fast, invariant), dtype, how many requests run at once, chunked prefill, a warm prefix cache.",
+    measures="Bits of the fp32 logprobs that differ from the same request alone, up to the first token that differs; "
+    "texts in which one does; tokens/s of the whole batch, prompts included.",
+    needs_gpu=False,
+    run=run,
+    verdict=verdict,
+    plot=plot,
+)

@@ -1,0 +1,169 @@
+"""KV cache: what a new token costs with the keys and values of the past at hand, and without.
+
+    no cache       a forward over the whole sequence for its last row                      Transformer.forward
+    cache          a forward over one token, which reads the keys and values of the past   Engine.step
+    training       a forward over the whole sequence, whose rows are all wanted            Transformer.forward
+
+Training has every token of the text beforehand, so it asks for all rows of one forward: nothing is computed twice, and
+there is nothing that a cache could save. It would only cut one product of L rows into L products of one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.plot import log_ticks
+from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.serve.config import EngineConfig
+from bagu.serve.engine import Engine
+from bagu.serve.paged import block_bytes
+from bagu.serve.request import Request, Sampling
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MODEL = ModelConfig(
+    vocab_size=2048, hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=704,
+    max_len=4096 + 256,
+)  # fmt: skip
+ROUNDS = 3  # of all ways in turn; the best of them counts, since what else the machine does can only slow it
+FLAT = 0.25  # a time within this share of the shortest context's counts as independent of the length
+
+
+def run(setting: Setting) -> list[Row]:
+    lengths = (64, 256, 1024) if setting.quick else (32, 128, 512, 1024, 2048, 4096)
+    steps = 8 if setting.quick else 24
+    model = init_weights(Transformer(MODEL, device=setting.device), 0).eval()
+    rows: list[Row] = []
+    for length in setting.track(lengths):
+        ids = torch.randint(MODEL.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
+        cached, last, all_rows = [], [], []
+        for _ in range(ROUNDS):
+            cached.append(decode_s(model, ids, steps))
+            last.append(forward_s(model, ids, every=False))
+            all_rows.append(forward_s(model, ids, every=True))
+        rows.append(
+            {
+                "length_tokens": length,
+                "no_cache_ms": min(last) * 1e3,
+                "cache_ms": min(cached) * 1e3,
+                "training_ms_per_token": min(all_rows) * 1e3 / length,
+                "cache_bytes": length * block_bytes(MODEL, 1, model.embedding.weight.dtype),
+            }
+        )
+    return rows
+
+
+def decode_s(model: Transformer, ids: torch.Tensor, steps: int) -> float:
+    """The median step of the engine that draws one token after `ids` and its own draws."""
+    config = EngineConfig(
+        num_blocks=-(-(len(ids) + steps) // 16) + 1, max_num_seqs=1, max_num_batched_tokens=len(ids),
+        prefix_cache=False,
+    )  # fmt: skip
+    engine = Engine(model, None, config)
+    sampling = Sampling(max_tokens=steps, temperature=0.0)
+    engine.submit(Request(id="one", prompt=tuple(ids.tolist()), sampling=sampling))
+    engine.step()  # the prompt
+    times = []
+    while engine.has_work:
+        began = time.perf_counter()
+        engine.step()  # ends with the drawn token on the host: nothing is left in flight
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+@torch.inference_mode()
+def forward_s(model: Transformer, ids: torch.Tensor, *, every: bool) -> float:
+    """The faster of two forwards over all tokens, to the token that follows the last of them, or each of them."""
+    device, L = model.embedding.weight.device, len(ids)
+    ids, positions = ids.to(device), torch.arange(L, device=device)
+    cu_seqlens = torch.tensor([0, L], dtype=torch.int32, device=device)
+    times = []
+    for _ in range(2):
+        began = time.perf_counter()
+        hidden = model(ids, positions, cu_seqlens, L).hidden
+        model.logits(hidden if every else hidden[-1:]).argmax(-1).tolist()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def verdict(rows: Sequence[Row]) -> Verdict:
+    """Held when the cached step takes as long at every length, beats the forward without a cache, and is beaten by
+    training's forward, per token. Did not hold when one of the latter two fails everywhere."""
+    first = number(rows[0], "cache_ms")
+    flat = [row for row in rows if number(row, "cache_ms") <= (1 + FLAT) * first]
+    pays = [row for row in rows if number(row, "cache_ms") < number(row, "no_cache_ms")]
+    idle = [row for row in rows if number(row, "training_ms_per_token") < number(row, "cache_ms")]
+    good = [row for row in flat if row in pays and row in idle]
+    kind: Kind = "held" if len(good) == len(rows) else "holds only where" if good else "did not hold"
+    last = rows[-1]
+    low, high = (f"{number(row, 'length_tokens'):,.0f}" for row in (rows[0], last))
+    grows = number(last, "cache_ms") / first
+    gain = [number(row, "no_cache_ms") / number(row, "cache_ms") for row in (rows[0], last)]
+    parallel = [number(row, "cache_ms") / number(row, "training_ms_per_token") for row in (rows[0], last)]
+    mib = number(last, "cache_bytes") / (1 << 20)
+    where = ", ".join(f"{number(row, 'length_tokens'):,.0f}" for row in good) or "no length"
+    return Verdict(
+        kind=kind,
+        sentence_en=f"From {low} to {high} tokens a cached step grows ×{grows:.2f} (it reads {mib:.1f} MiB at the "
+        f"end), and is ×{gain[0]:.1f} to ×{gain[1]:.0f} faster than computing the past again. A token of training's "
+        f"forward is ×{parallel[0]:.0f} to ×{parallel[1]:.0f} cheaper than a cached step. All parts of the claim are "
+        f"met at: {where}.",
+        sentence_zh=f"长度从 {low} 到 {high}，带缓存的一步变为 ×{grows:.2f}（最后要读 {mib:.1f} MiB），"
+        f"比重算历史快 ×{gain[0]:.1f} 到 ×{gain[1]:.0f}。训练的一次前向平均到每个 token 比带缓存的一步便宜 "
+        f"×{parallel[0]:.0f} 到 ×{parallel[1]:.0f}。说法全部成立的长度：{where}。",
+    )
+
+
+def plot(fig: Figure, rows: Sequence[Row]) -> None:
+    """Times by length, and the gain."""
+    left, right = fig.subplots(1, 2)
+    lengths = [number(row, "length_tokens") for row in rows]
+    series = {
+        "no cache": "no_cache_ms",
+        "cache": "cache_ms",
+        "training, per token": "training_ms_per_token",
+    }
+    for name, key in series.items():
+        left.plot(lengths, [number(row, key) for row in rows], "o-", label=name)
+    left.set(yscale="log", ylabel="time of a token, ms", title="One more token")
+    log_ticks(left.yaxis)
+    right.plot(lengths, [number(row, "no_cache_ms") / number(row, "cache_ms") for row in rows], "o-",
+               label="cache, against none, for a new token")  # fmt: skip
+    right.plot(lengths, [number(row, "training_ms_per_token") / number(row, "cache_ms") for row in rows], "o-",
+               color="C2", label="cache, against one forward, for a known text")  # fmt: skip
+    right.axhline(1, linestyle="--", linewidth=1, color="C1")
+    right.set(yscale="log", ylabel="speed of the cached step, ×", title="What the cache gains")
+    log_ticks(right.yaxis)
+    right.legend(fontsize=8)
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="tokens before it")
+        axes.xaxis.set_major_formatter("{x:g}")
+    left.legend(fontsize=8)
+
+
+LAB = Lab(
+    name="kv_cache",
+    title_en="KV cache",
+    title_zh="KV 缓存",
+    claim_en="A KV cache takes the length out of the time of a new token; training does without it because it would "
+    "gain nothing.",
+    claim_zh="有了 KV 缓存，生成一个 token 的时间与长度无关；训练不用它，因为没有好处。",
+    regime="One sequence, a Llama of 4 layers and 256 features (GQA, 2 key heads of 64), greedy. The cached step is "
+    "the engine's, planning and sampling included. Training's forward is timed without its backward, which needs the "
+    "activations of all positions and so would need them from a cache as well.",
+    varies="Tokens before the new one; with a cache, without, and as one forward over a known text.",
+    measures="Best of three medians. The length counts as taken out where a cached step is within "
+    f"{FLAT:.0%} of the one at the shortest length.",
+    needs_gpu=False,
+    run=run,
+    verdict=verdict,
+    plot=plot,
+)

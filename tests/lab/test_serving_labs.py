@@ -1,0 +1,211 @@
+"""The labs of serving: what they measure is what they say, and their verdicts follow the numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bagu.lab.core import Row, Setting
+from bagu.lab.labs import attention_complexity, batch_invariance, continuous_batching, kv_cache, paging
+from bagu.nn import Transformer, init_weights
+from bagu.types import Completion
+
+# --- KV cache ---------------------------------------------------------------------------------------------------------
+
+
+def cache_rows(cached: list[float], whole: list[float], training: float = 0.1) -> list[Row]:
+    return [
+        {
+            "length_tokens": 64 * 4**i,
+            "no_cache_ms": w,
+            "cache_ms": c,
+            "training_ms_per_token": training,
+            "cache_bytes": 1 << 20,
+        }
+        for i, (c, w) in enumerate(zip(cached, whole, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cached", "whole", "training", "kind"),
+    [
+        ([1.0, 1.1, 1.2], [4.0, 16.0, 64.0], 0.1, "held"),
+        ([1.0, 1.1, 3.0], [4.0, 16.0, 64.0], 0.1, "holds only where"),
+        ([1.0, 1.0, 1.0], [0.5, 0.6, 0.7], 0.1, "did not hold"),
+        ([1.0, 1.0, 1.0], [4.0, 16.0, 64.0], 2.0, "did not hold"),
+    ],
+)
+def test_kv_cache_flips(cached: list[float], whole: list[float], training: float, kind: str) -> None:
+    assert kv_cache.verdict(cache_rows(cached, whole, training)).kind == kind
+
+
+# --- paging -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_wastes_what_its_last_one_does() -> None:
+    """Requests that all hold 17 to 24 tokens: pages of 1 waste nothing, a reservation nearly all."""
+    lengths = [(17, 8)] * (2 * paging.POOL // 17)
+    none, some = (paging.serve(lengths, page) for page in (1, 64))
+    assert none["waste_percent"] == 0.0
+    assert 100 * (1 - 24 / 64) <= paging.number(some, "waste_percent") <= 100 * (1 - 17 / 64)
+    whole = paging.serve(lengths[:200], paging.LONGEST)
+    assert paging.number(whole, "waste_percent") > 98
+    assert whole["running_sequences"] == paging.POOL / paging.LONGEST
+    assert whole["recomputed_percent"] == whole["preemptions"] == 0, "who has reserved is never preempted"
+
+
+def paging_rows(reserved: dict[str, float], paged: float) -> list[Row]:
+    return [
+        {
+            "load": load,
+            "page_tokens": page,
+            "waste_percent": waste,
+            "running_sequences": 10.0,
+            "recomputed_percent": 0.0,
+        }
+        for load, much in reserved.items()
+        for page, waste in ((paging.PAGE, paged), (paging.LONGEST, much))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reserved", "paged", "kind"),
+    [
+        ({"chat": 80, "uniform": 61}, 3.0, "held"),
+        ({"chat": 80, "uniform": 50}, 3.0, "holds only where"),
+        ({"chat": 80, "uniform": 61}, 5.0, "did not hold"),
+    ],
+)
+def test_paging_flips(reserved: dict[str, float], paged: float, kind: str) -> None:
+    assert paging.verdict(paging_rows(reserved, paged)).kind == kind
+
+
+# --- continuous batching ----------------------------------------------------------------------------------------------
+
+
+def test_each_way_of_batching_gives_every_answer_its_tokens() -> None:
+    model = init_weights(Transformer(continuous_batching.MODEL), 0).eval()
+    work = continuous_batching.jobs("uniform", 20, 0, None)
+    rows = {way: continuous_batching.serve(model, work, way) for way in continuous_batching.WAYS}
+    static = sum(max(j.answer for j in batch) for batch in (work[:16], work[16:]))
+    assert rows["static"]["steps"] == rows["static, padded"]["steps"] == static
+    assert continuous_batching.number(rows["continuous"], "steps") < static
+    wanted = sum(job.answer for job in work)
+    computed = sum(len(batch) * max(j.answer for j in batch) for batch in (work[:16], work[16:]))
+    assert rows["static, padded"]["computed_for_nothing_percent"] == pytest.approx(100 * (1 - wanted / computed))
+    assert rows["continuous"]["computed_for_nothing_percent"] == rows["static"]["computed_for_nothing_percent"] == 0
+
+
+def batching_rows(rate: dict[str, float], tail: float) -> list[Row]:
+    """Continuous batching with `rate` times the static throughput by spread, and its tail `tail` times as long."""
+    rows: list[Row] = []
+    for spread, gain in rate.items():
+        for way in continuous_batching.WAYS:
+            best = way == continuous_batching.CONTINUOUS
+            row: Row = {"spread": spread, "way": way, "answer_tokens_per_s": 100 * (gain if best else 1), "steps": 9}
+            row |= {"latency_p99_ms": 10 * (tail if best else 1)}
+            rows += [row | {"load": load} for load in ("all at once", "poisson")]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rate", "tail", "kind"),
+    [
+        ({"equal": 1.6, "long tail": 3.0}, 0.5, "held"),
+        ({"equal": 1.0, "long tail": 3.0}, 0.5, "holds only where"),
+        ({"equal": 1.6, "long tail": 3.0}, 1.1, "did not hold"),
+    ],
+)
+def test_continuous_batching_flips(rate: dict[str, float], tail: float, kind: str) -> None:
+    assert continuous_batching.verdict(batching_rows(rate, tail)).kind == kind
+
+
+# --- complexity of attention ------------------------------------------------------------------------------------------
+
+
+def test_all_ways_to_attend_in_a_window_are_the_same() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1024, 2, 64).unbind()
+    found = {name: call() for name, call in attention_complexity.ways(q, k, v).items()}
+    torch.testing.assert_close(found["blocked"], found["scores"])
+    torch.testing.assert_close(found["window, cut"], found["window, op"])
+    assert not torch.allclose(found["window, op"], found["blocked"])
+
+
+def test_peak_memory_is_what_is_held_at_once() -> None:
+    def call() -> None:
+        torch.zeros(1 << 20)  # 4 MiB, given back
+        a = torch.zeros(1 << 19)
+        torch.zeros(1 << 19).add_(a)
+
+    assert attention_complexity.peak_bytes(call, "cpu") == 4 << 20
+
+
+def complexity_rows(time: dict[str, float], memory: dict[str, float]) -> list[Row]:
+    return [
+        {"way": way, "length_tokens": L, "time_ms": L ** time[way], "peak_bytes": L ** memory[way]}
+        for L in (1024, 2048)
+        for way in attention_complexity.CLAIMED
+    ]
+
+
+def test_attention_complexity_flips() -> None:
+    claimed = {way: float(power) for way, power in attention_complexity.CLAIMED.items()}
+    swapped = {way: 3 - power for way, power in claimed.items()}
+    assert attention_complexity.verdict(complexity_rows(claimed, claimed)).kind == "held"
+    blocked = attention_complexity.verdict(complexity_rows(claimed, claimed | {"blocked": 1.0}))
+    assert blocked.kind == "holds only where"
+    assert "Not as claimed: the memory of “blocked”." in blocked.sentence_en
+    assert attention_complexity.verdict(complexity_rows(swapped, swapped)).kind == "did not hold"
+
+
+# --- batch invariance -------------------------------------------------------------------------------------------------
+
+
+def test_bits_apart() -> None:
+    one = torch.tensor(-1.0)
+    next_to_it = torch.nextafter(one, torch.tensor(-2.0)).item()
+    assert batch_invariance.bits_apart(-1.0, -1.0) == 0
+    assert batch_invariance.bits_apart(-1.0, next_to_it) == 1
+    assert batch_invariance.bits_apart(-1.0, -2.0) == 24
+
+
+def completion(tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Completion:
+    return Completion(prompt=0, choice=0, tokens=tokens, text=None, finish="length", logprobs=logprobs)
+
+
+def test_logprobs_are_compared_up_to_the_first_other_token() -> None:
+    row = batch_invariance.compare([completion((1, 2, 3), (-1.0, -1.0, -1.0))],
+                                   [completion((1, 2, 4), (-1.0, -2.0, -9.0))])  # fmt: skip
+    assert (row["compared_tokens"], row["other_texts"], row["changed_percent"]) == (2, 1, 50.0)
+    assert (row["max_bits"], row["max_difference_nats"]) == (24, 1.0)
+
+
+def invariance_rows(bits: dict[str, int]) -> list[Row]:
+    return [
+        {
+            "mode": mode, "dtype": "fp32", "case": f"batch of {n}", "batch_sequences": n, "requests": 8,
+            "other_texts": 0, "max_bits": bits[mode], "max_difference_nats": 1e-6, "generated_tokens_per_s": 100.0,
+        }
+        for mode in batch_invariance.MODES
+        for n in (2, 8)
+    ]  # fmt: skip
+
+
+def test_batch_invariance_flips() -> None:
+    verdicts = {
+        "held": {"fast": 0, "invariant": 0},
+        "holds only where": {"fast": 3, "invariant": 0},
+        "did not hold": {"fast": 3, "invariant": 1},
+    }
+    for kind, bits in verdicts.items():
+        assert batch_invariance.verdict(invariance_rows(bits)).kind == kind
+
+
+# --- a whole run ------------------------------------------------------------------------------------------------------
+
+
+def test_the_kv_cache_lab_runs() -> None:
+    rows = kv_cache.run(Setting(device="cpu", quick=True, track=lambda points: iter(points)))
+    kv_cache.verdict(rows)
+    assert [row["cache_bytes"] for row in rows] == [n * 4 * 2 * 2 * 64 * 4 for n in (64, 256, 1024)]
