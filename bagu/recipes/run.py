@@ -8,7 +8,6 @@ assistant's tokens alone, and with `lora` trains adapters instead of the weights
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from bagu.config import ConfigError
@@ -101,9 +100,3 @@ class Run:
         unknown = self.data.mix.weights.keys() - self.sources.keys() if self.data.mix.weights else set()
         if unknown:
             raise ConfigError(f"data.mix has a weight for {sorted(unknown)[0]!r}, and there is no such source")
-
-    @property
-    def corpus(self) -> Path | None:
-        """The one path of the run's data, where it has one; for titles."""
-        paths = {s.path for s in self.sources.values()}
-        return Path(paths.pop()) if len(paths) == 1 else None
