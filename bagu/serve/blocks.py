@@ -160,12 +160,14 @@ class Blocks:
             self.refs[source] -= 1
             copy = (source, table.blocks[at])
         table.shared = False
-        while len(table.blocks) * self.block_size < upto:
-            table.blocks.append(self._take())
+        count = -(-upto // self.block_size) - len(table.blocks)
+        # The cache gives blocks back from the end of a prefix. In a row they are read without a copy (Pages.of).
+        table.blocks.extend(sorted(self._take() for _ in range(count)))
         return copy
 
     def register(self, table: Table, tokens: Sequence[int], keys: list[bytes], computed: int) -> None:
-        """Enter the full blocks of the first `computed` positions: their KV exists from now on."""
+        """Enter the full blocks of the first `computed` positions: whoever finds them reads them after they are
+        written."""
         B, count = self.block_size, computed // self.block_size
         if not self.prefix_cache:
             return

@@ -11,6 +11,11 @@ rank always advances: that is the proof that work ends. A waiting request does n
 
 Preemption is by recompute: the blocks are released but stay findable, so the sequence mostly finds them again.
 
+The blocks that a chunk of a prompt fills are registered when it is planned, so that prompts which begin alike share
+them from the same step on: 64 of them that arrive together compute their common beginning once. That is sound since
+every plan is run, in order, and a forward writes the keys of all its tokens in a layer before a query reads any; who
+is planned is neither preempted nor released before its plan is committed. An engine whose forward fails is at its end.
+
 Two plans may be in flight: `plan()` may be called once before the last plan is committed. Tokens still to be drawn are
 LATE in the new plan, a sequence that turns out finished has computed one token for nothing, and blocks go back to the
 pool only when the last plan that uses them is committed.
@@ -88,7 +93,10 @@ class Scheduler:
         return False
 
     def plan(self) -> Plan | None:
-        """The next step, or None: nothing waits, or what waits needs a plan in flight to be committed first."""
+        """The next step, or None: nothing waits, or what waits needs a plan in flight to be committed first.
+
+        Run it, before any later one: others are already planned to read what it writes.
+        """
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return None
         draft = Draft()
@@ -158,10 +166,15 @@ class Scheduler:
                 if not length:
                     continue
             spare -= length - 1
-            samples = start + length == known and sequence.draws
-            piece = Slice(sequence, start, length, samples)
-            (draft.decodes if length == 1 else draft.chunks).append(piece)
+            self._take_up(draft, table, Slice(sequence, start, length, start + length == known and sequence.draws))
         return spare
+
+    def _take_up(self, draft: Draft, table: Table, piece: Slice) -> None:
+        if piece.length == 1:  # its token may be LATE: what it fills is registered when it is computed
+            draft.decodes.append(piece)
+            return
+        draft.chunks.append(piece)
+        self.blocks.register(table, piece.sequence.tokens, piece.sequence.keys, piece.start + piece.length)
 
     def _make_room(self, draft: Draft, sequence: Sequence, table: Table, length: int) -> int:
         """Reserve blocks for the next `length` tokens, or for as many as can be had, preempting lower ranks."""
@@ -208,7 +221,7 @@ class Scheduler:
             self._reserve(draft, sequence, table, start + length)
             spare -= length
             samples = start + length == len(sequence.tokens) and sequence.draws
-            (draft.decodes if length == 1 else draft.chunks).append(Slice(sequence, start, length, samples))
+            self._take_up(draft, table, Slice(sequence, start, length, samples))
 
     def _begin(self, sequence: Sequence, hits: list[int], dead: int) -> None:
         """Seat a sequence (and those that will fork from it) on the blocks of a match."""
@@ -228,8 +241,8 @@ class Scheduler:
         return min(limit, sequence.score_next) if sequence.scores else limit
 
     def _computed(self, piece: Slice) -> TokenEvent | None:
-        """The slice's KV exists now: register its full blocks, give back what the window has passed, fork. An event
-        where this was all: the request wants logprobs of its prompt and no token."""
+        """The slice's KV exists now: register what a decode has filled, give back what the window has passed, fork. An
+        event where this was all: the request wants logprobs of its prompt and no token."""
         sequence, start, length, samples = piece
         sequence.in_flight -= 1
         if sequence.finished:

@@ -92,7 +92,9 @@ class FakeEngine:
             assert ids[row] == LATE
             ids[row] = before[sample]
         outputs: dict[int, list[int]] = {}  # row -> what its token sees
-        for s, piece in enumerate(plan.slices):
+        # A model writes the keys of all tokens of a layer before any is read, so a slice may read what another writes
+        # in this plan. Here a value is made from the one before it: whoever is read begins earlier, and goes first.
+        for s, piece in sorted(enumerate(plan.slices), key=lambda at: at[1].start):
             low, high = plan.cu_seqlens[s], plan.cu_seqlens[s + 1]
             table, seat = plan.block_tables[s], plan.seats[s]
             assert plan.positions[low:high] == list(range(piece.start, piece.start + piece.length))
@@ -299,7 +301,7 @@ def test_decodes_and_chunks_of_prompts_share_one_budget() -> None:
 def test_a_capped_chunk_lets_a_short_prompt_go_along_with_a_long_one() -> None:
     fake = engine(max_num_batched_tokens=16, max_prefill_chunk=8)
     fake.scheduler.add(ask("long", [2 + i % 19 for i in range(100)]))
-    fake.scheduler.add(ask("short", 5, arrival=1.0))
+    fake.scheduler.add(ask("short", [20] * 5, arrival=1.0))
     plan = fake.scheduler.plan()
     assert plan is not None and [s.length for s in plan.slices] == [8, 5]
 
@@ -382,14 +384,33 @@ def test_cached_blocks_that_a_prompt_hits_do_not_count_as_room_for_its_rest() ->
     assert_empty(fake)
 
 
-def test_blocks_are_found_only_after_they_were_computed() -> None:
-    fake = engine(block_size=4)
-    for name in ("a", "b"):
-        fake.scheduler.add(ask(name, 12, max_tokens=1))
+def test_prompts_of_one_plan_share_what_the_first_of_them_computes() -> None:
+    fake = engine(block_size=4, max_num_batched_tokens=24)
+    requests = [ask(name, [*range(2, 14), *own], max_tokens=2, min_tokens=2) for name, own in
+                {"a": [3, 4], "b": [5, 6, 7], "c": [3, 4, 8]}.items()]  # fmt: skip
+    for request in requests:
+        fake.scheduler.add(request)
     plan = fake.scheduler.plan()
-    assert plan is not None and [s.start for s in plan.slices] == [0, 0], (
-        "the second may not read what is not there yet"
-    )
+    assert plan is not None and [(s.start, s.length) for s in plan.slices] == [(0, 14), (12, 3), (12, 3)]
+    assert fake.scheduler.hit_tokens == 24 and fake.scheduler.blocks.used_count == 3 + 3
+    fake.drawn.append((plan, fake.run(plan)))
+    drain(fake)
+    assert {r.id: [fake.texts[r.id][0]] for r in requests} == {r.id: alone(r, None) for r in requests}
+
+
+def test_what_an_aborted_owner_computes_is_there_for_those_that_share_it() -> None:
+    fake = engine(block_size=4)
+    follower = ask("follower", 14, max_tokens=3, min_tokens=3, arrival=1.0)
+    fake.scheduler.add(ask("owner", 13, max_tokens=1))
+    fake.scheduler.add(follower)
+    plan = fake.scheduler.plan()
+    assert plan is not None and [(s.start, s.length) for s in plan.slices] == [(0, 13), (12, 2)]
+    assert fake.scheduler.abort("owner")
+    fake.scheduler.check_integrity()
+    fake.drawn.append((plan, fake.run(plan)))  # the plan stands: it runs whoever is still there
+    drain(fake)
+    assert [fake.texts["follower"][0]] == alone(follower, None)
+    assert_empty(fake)
 
 
 def test_wanted_prompt_logprobs_are_computed_though_cached() -> None:
