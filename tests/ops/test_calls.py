@@ -190,7 +190,11 @@ def one_rank_mesh() -> Any:
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a GPU with 40 GB free")
 def test_more_than_2_31_elements() -> None:
-    """The last row of a tensor past 2^31 elements equals that row alone, forward and backward."""
+    """The last rows of a tensor past 2^31 elements are as they are alone, forward and backward.
+
+    To a bit of bf16, since a kernel may be another one for few rows. A wrong address gives other numbers altogether.
+    """
+    torch.manual_seed(0)
     M, N = (1 << 31) // 4096 + 8, 4096
     x = torch.randn(M, N, device="cuda", dtype=torch.bfloat16).requires_grad_()
     w = torch.randn(N, device="cuda", dtype=torch.bfloat16)
@@ -202,19 +206,19 @@ def test_more_than_2_31_elements() -> None:
         bagu.ops.swiglu,
     ):
         y, last = fn(x), fn(tail)
-        assert torch.equal(y[-8:], last)
+        torch.testing.assert_close(y[-8:], last, rtol=2**-7, atol=1e-3)
         (dx,) = torch.autograd.grad(y, x, y.detach())
         (dlast,) = torch.autograd.grad(last, tail, last.detach())
-        assert torch.equal(dx[-8:], dlast)
+        torch.testing.assert_close(dx[-8:], dlast, rtol=2**-7, atol=1e-3)
         del y, dx
     q, scale = bagu.ops.quantize_int8(x.detach(), granularity="row")
     assert torch.equal(q[-8:], bagu.ops.quantize_int8(tail.detach(), granularity="row")[0])
     del q, scale
     targets = torch.zeros(M, dtype=torch.int64, device="cuda")
     y, last = bagu.ops.cross_entropy(x, targets), bagu.ops.cross_entropy(tail, targets[-8:])
-    assert torch.equal(y[-8:], last)
+    torch.testing.assert_close(y[-8:], last, rtol=2**-7, atol=1e-3)
     (dx,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(dx[-8:], torch.autograd.grad(last.sum(), tail)[0])
+    torch.testing.assert_close(dx[-8:], torch.autograd.grad(last.sum(), tail)[0], rtol=2**-7, atol=1e-3)
     del y, dx
     flipped = bagu.ops.transpose(x.detach(), 0, 1)
     assert torch.equal(flipped[:, -8:], tail.detach().T)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import openai
 import pytest
-from tiny_server import Running, serving
+
+if TYPE_CHECKING:  # httpx, uvicorn and openai are not on every machine with a GPU, where only the engine is tested
+    import openai
+    from tiny_server import Running
 
 KEY = "sk-test"
 
@@ -14,6 +17,8 @@ KEY = "sk-test"
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """8 choices run, 8 wait. A test that breaks it waits until it is well again."""
+    from tiny_server import serving
+
     log = tmp_path_factory.mktemp("server") / "stderr"
     with serving(log, "--api-key", KEY, "--max-num-seqs", "8", "--max-queue", "8") as running:
         yield running
@@ -21,5 +26,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture
 def client(tiny: Running) -> Iterator[openai.OpenAI]:
+    import openai
+
     with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
         yield client
