@@ -139,8 +139,12 @@ def serve(
     quantization: Annotated[str | None, typer.Option(help="int8: linears and head, on a CPU.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together.")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Choices that run at once.")] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step, prefill and decode.")] = 2048,
-    block_size: Annotated[int, typer.Option(help="Positions of a KV block.")] = 16,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of one step, prefill and decode; by default 2048, on a GPU 16384.")
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Positions of a KV block; by default 16, on a GPU 256.")
+    ] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory.")] = 0.9,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of prompts that begin alike.")] = True,
     invariant: Annotated[

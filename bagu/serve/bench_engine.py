@@ -111,7 +111,7 @@ def main(
     make, name = _maker(shape or ("qwen3_0_6b" if gpu else "cpu_8m"), load, name, where, as_dtype)
     config = EngineConfig(
         max_num_seqs=batch, prefix_cache=prefix_cache, quantization=quantization, invariant=invariant,  # type: ignore[arg-type]
-        max_num_batched_tokens=max_num_batched_tokens or max(EngineConfig.max_num_batched_tokens, batch), seed=seed,
+        max_num_batched_tokens=max_num_batched_tokens, seed=seed,
     )  # fmt: skip
     rows: list[dict[str, Any]] = []
     for turn in range(rounds):

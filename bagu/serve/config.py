@@ -14,16 +14,17 @@ __all__ = ["EngineConfig"]
 class EngineConfig:
     """Names are vLLM's where they mean the same. `None` is "decide for this model and machine"."""
 
-    block_size: int = 16  # positions of a KV block
+    block_size: int | None = None  # positions of a KV block; None: by pool.py
     num_blocks: int | None = None  # of the pool; None: as many as `kv_memory`, or the GPU's memory, holds
     kv_memory: int | None = None  # bytes of the pool; None: by pool.py
     gpu_memory_utilization: float = 0.9  # of the GPU's memory, weights and work space included
     max_model_len: int | None = None  # None: what the model was made for, as far as the pool holds it
     max_num_seqs: int = 256  # choices that run at once
-    max_num_batched_tokens: int = 2048  # of a step, prefill and decode together
+    max_num_batched_tokens: int | None = None  # of a step, prefill and decode together; None: 2048, on a GPU 16384
     prefix_cache: bool = True
     quantization: Literal["int8"] | None = None  # of linear layers and head, on a CPU
     threads: int | None = None  # of a CPU; None leaves what torch has, and a server says cores - 1
+    async_scheduling: bool | None = None  # plan a step while the one before runs; None: on a GPU
     cuda_graphs: bool = True  # replay decode steps; no effect on a CPU
     invariant: bool = False  # a row's bits do not depend on its batch (bagu.ops.invariant)
     seed: int = 0  # from which requests without a seed get theirs
@@ -33,7 +34,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ArgumentError(f"engine: {name} = {value}", hint=f"{name} is 1 or more")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ArgumentError(
                 f"engine: max_num_batched_tokens = {self.max_num_batched_tokens} is below "
                 f"max_num_seqs = {self.max_num_seqs}",
@@ -49,3 +50,8 @@ class EngineConfig:
             raise ArgumentError(
                 "engine: invariant with quantization", hint="int8 logits are not the trainer's: choose one of the two"
             )
+
+    def step_tokens(self, device: str) -> int:
+        """Tokens of a step on this kind of device. A step with a prompt in it is not a graph on a GPU, so few and large
+        ones are wanted there; on a CPU a step of 2048 already takes a second or two, and decodes wait for it."""
+        return self.max_num_batched_tokens or max(16384 if device == "cuda" else 2048, self.max_num_seqs)

@@ -5,6 +5,9 @@
     sample  sample.py      a token for each sequence whose last one was among them
     commit  scheduler.py   tokens appended, ends found, blocks registered or released
 
+On a GPU two steps overlap: the host plans step n + 1 and launches its forward before it reads what step n drew; the
+tokens go from one step to the next on the device. So `step` returns the events of the step before.
+
 The engine is not a thread and not a server: `step` is called by whoever wants progress. It satisfies `types.Generate`.
 """
 
@@ -16,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -30,7 +34,7 @@ from bagu.serve.plan import Plan
 from bagu.serve.pool import size_pool
 from bagu.serve.request import PromptLogprobs, Request, Sampling, TokenEvent
 from bagu.serve.runner import Runner
-from bagu.serve.sampler import Sampler
+from bagu.serve.sampler import Drawn, Sampler
 from bagu.serve.scheduler import Scheduler, SchedulerConfig
 from bagu.types import Completion, Tokenizer
 
@@ -60,6 +64,16 @@ class EngineStats:
     prefix_hits: int  # tokens found there
 
 
+class Flight(NamedTuple):
+    """A step whose tokens are drawn, and not read yet."""
+
+    plan: Plan
+    drawn: Drawn
+    tokens: torch.Tensor  # on the host, once `copied`
+    copied: torch.cuda.Event | None
+    began: float
+
+
 class Engine:
     def __init__(self, model: Transformer, tokenizer: Tokenizer | None = None, config: EngineConfig | None = None):
         config = EngineConfig() if config is None else config
@@ -70,12 +84,12 @@ class Engine:
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.max_model_len = pool.max_model_len
         windows = [model.config.window(i) for i in range(model.config.num_layers)]
-        self.blocks = Blocks(pool.num_blocks, config.block_size, prefix_cache=config.prefix_cache)
+        self.blocks = Blocks(pool.num_blocks, pool.block_size, prefix_cache=config.prefix_cache)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_model_len=pool.max_model_len,
                 max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_batched_tokens=config.step_tokens(model.embedding.weight.device.type),
                 eos_ids=() if tokenizer is None else (tokenizer.eos_id,),
                 window=None if None in windows else max(w for w in windows if w is not None),
             ),
@@ -83,9 +97,12 @@ class Engine:
         )
         table = model.embedding.weight
         spare = int(table.is_cuda)  # a block that no table holds, for the rows that pad a CUDA graph
-        kv = PagedKV(model.config, pool.num_blocks + spare, config.block_size, device=table.device, dtype=table.dtype)
+        kv = PagedKV(model.config, pool.num_blocks + spare, pool.block_size, device=table.device, dtype=table.dtype)
         self.runner = Runner(model, kv, config, pool.max_model_len)
         self.sampler = Sampler(self.runner, tokenizer, config.seed)
+        self._overlaps = table.is_cuda if config.async_scheduling is None else config.async_scheduling
+        self._flight: Flight | None = None
+        self._held: list[Event] = []  # of a step that was read out of turn
         self._ids = itertools.count()
         self._drawn: deque[tuple[float, int]] = deque()  # (when, how many tokens) of the last steps
         self._steps = self._tokens = self._batch_size = 0
@@ -98,17 +115,19 @@ class Engine:
         began = time.perf_counter()
         with torch.inference_mode(), self._arithmetic():
             plan = self.scheduler.plan()
-            if plan is None:
+            if plan is None and self._flight is None:
                 return self._idle()
-            step = self.runner.run(plan)
-            drawn = self.sampler.draw(plan, step)
-            events = self.scheduler.commit(plan, drawn.tokens, drawn.logprobs)
-        self._count(plan, began)
-        return [*drawn.prompts, *map(self._read, events)]
+            step = None if plan is None else self.runner.run(plan, self._late())
+            events = self._land()  # the step before, while this one runs; drawing may need what it drew
+            if plan is not None and step is not None:
+                self._flight = self._launched(plan, self.sampler.draw(plan, step), began)
+            if not self._overlaps:
+                events += self._land()
+        return events
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._held)
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises Unservable where it can never run, and ArgumentError where it makes no sense."""
@@ -127,7 +146,8 @@ class Engine:
         self.sampler.open(request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request now; False where it is not alive. Its blocks are free on return."""
+        """End a request now; False where it is not alive. Its blocks are free on return, or as soon as the step is read
+        that is in flight."""
         self.sampler.close(request_id)
         return self.scheduler.abort(request_id)
 
@@ -140,6 +160,7 @@ class Engine:
                 found = f"of shape {list(tensor.shape)}" if name in own else "which the model does not have"
                 hint = f"it is {list(own[name].shape)} here" if name in own else "names are those of its state dict"
                 raise ArgumentError(f"update_weights: {name}, {found}", hint=hint)
+        self._held += self._land()
         with torch.no_grad():
             for name, tensor in state.items():
                 own[name].copy_(tensor)
@@ -214,7 +235,31 @@ class Engine:
     def _idle(self) -> list[Event]:
         if self.scheduler.has_work:
             raise IntegrityError("requests wait, nothing runs, and nothing can be planned")
-        return []
+        return self._land()
+
+    def _late(self) -> torch.Tensor | None:
+        return None if self._flight is None else self._flight.drawn.tokens
+
+    def _launched(self, plan: Plan, drawn: Drawn, began: float) -> Flight:
+        """A step in flight: its tokens are on their way to the host."""
+        if not drawn.tokens.is_cuda:
+            return Flight(plan, drawn, drawn.tokens, None, began)
+        tokens = drawn.tokens.to("cpu", non_blocking=True)  # pinned, and not to be read before the event
+        copied = torch.cuda.Event()
+        copied.record()
+        return Flight(plan, drawn, tokens, copied, began)
+
+    def _land(self) -> list[Event]:
+        """Commit the step in flight, if there is one; what came of it."""
+        held, self._held = self._held, []
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return held
+        if flight.copied is not None:
+            flight.copied.synchronize()
+        events = self.scheduler.commit(flight.plan, flight.tokens.tolist(), flight.drawn.logprobs)
+        self._count(flight)
+        return [*held, *flight.drawn.prompts, *map(self._read, events)]
 
     def _read(self, event: TokenEvent) -> TokenEvent:
         """An event as the scheduler made it, ended where its text ends."""
@@ -223,9 +268,9 @@ class Engine:
             self.scheduler.stop(event.request_id, event.index)
         return read
 
-    def _count(self, plan: Plan, began: float) -> None:
-        now = time.perf_counter()
-        self._last_step_s, self._batch_size = now - began, len(plan.slices)
+    def _count(self, flight: Flight) -> None:
+        now, plan = time.perf_counter(), flight.plan
+        self._last_step_s, self._batch_size = now - flight.began, len(plan.slices)
         self._steps += 1
         self._tokens += len(plan.sampled)
         self._drawn.append((now, len(plan.sampled)))

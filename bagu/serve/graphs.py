@@ -3,8 +3,6 @@
 A graph is of a fixed shape, so steps are padded up to a bucket: sequences to a power of two (and multiples of 32 above
 32), contexts to a power of two. A row of padding is a sequence of one token in a block that no table holds; rows do not
 see each other, so it changes nothing. A graph is captured when its bucket is first met, and all share one memory pool.
-
-Not yet run on a GPU; the padding is tested on a CPU. `cuda_graphs=False` takes the plain way.
 """
 
 from __future__ import annotations
@@ -48,6 +46,8 @@ def pad(batch: Batch, rows: int, context: int, block_size: int, spare: int) -> B
         block_tables=grow(tables, spare),
         max_len=1,
         max_context=context,
+        num_decodes=rows,
+        decode_context=context,
     )
 
 

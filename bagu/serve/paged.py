@@ -33,6 +33,33 @@ class Batch(NamedTuple):
     block_tables: torch.Tensor  # [S, P] int32
     max_len: int  # most new tokens of a sequence
     max_context: int
+    num_decodes: int  # the first sequences, of one new token each
+    decode_context: int  # max_context of those
+
+    def parts(self) -> list[Part]:
+        """Sequences that are attended to together. On a GPU decodes and prompts each have a way of their own; on a CPU
+        the op tells them apart itself."""
+        n, S, T = self.num_decodes, len(self.context_lens), len(self.ids)
+        if not self.ids.is_cuda or n in (0, S):
+            return [
+                Part(slice(0, T), self.block_tables, self.cu_seqlens, self.context_lens, self.max_len, self.max_context)
+            ]
+        offsets, lengths, tables = self.cu_seqlens, self.context_lens, self.block_tables
+        return [
+            Part(slice(0, n), tables[:n], offsets[: n + 1], lengths[:n], 1, self.decode_context),
+            Part(slice(n, T), tables[n:], offsets[n:] - n, lengths[n:], self.max_len, self.max_context),
+        ]
+
+
+class Part(NamedTuple):
+    """Some sequences of a batch, as `ops.paged_attention` takes them."""
+
+    tokens: slice  # of T
+    block_tables: torch.Tensor
+    cu_seqlens: torch.Tensor
+    context_lens: torch.Tensor
+    max_len: int
+    max_context: int
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -63,6 +90,7 @@ class PagedKV:
         self.keys = [torch.zeros(*shape, key, device=device, dtype=dtype) for _ in layers]
         self.values = [torch.zeros(*shape, value, device=device, dtype=dtype) for _ in layers] if value else None
         self.batch: Batch | None = None
+        self.parts: list[Part] = []
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +102,7 @@ class PagedKV:
         return self.batch.max_context
 
     def load(self, batch: Batch) -> None:
-        self.batch = batch
+        self.batch, self.parts = batch, batch.parts()
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in all layers, in this order."""
@@ -104,11 +132,14 @@ class PagedKV:
             assert self.values is not None, "values for a pool of latents"
             values = self.values[layer]
             ops.kv_write(values, v, b.slots)
-        out, _ = ops.paged_attention(
-            q, keys, values, b.block_tables, b.cu_seqlens, b.context_lens, b.max_len, b.max_context,
-            scale=scale, window=window, slopes=slopes, bias=bias,
-        )  # fmt: skip
-        return out
+        outs = [
+            ops.paged_attention(
+                q[p.tokens], keys, values, p.block_tables, p.cu_seqlens, p.context_lens, p.max_len, p.max_context,
+                scale=scale, window=window, slopes=slopes, bias=bias,
+            )[0]
+            for p in self.parts
+        ]  # fmt: skip
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _widths(config: ModelConfig) -> tuple[int, int, int]:

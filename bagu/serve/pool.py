@@ -1,4 +1,4 @@
-"""How large the KV pool is: as many blocks as the memory holds that is left beside the weights."""
+"""How large the KV pool and its blocks are: as many blocks as the memory holds that is left beside the weights."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from bagu.serve.paged import block_bytes
 
 __all__ = ["Pool", "size_pool"]
 
+# A small block wastes less and is found in the prefix cache more often; ops/paged_attention/cuda.py reads one of 128
+# positions or more where it lies, and gathers smaller ones.
+BLOCK_SIZES = {"cpu": 16, "cuda": 256}
 CPU_SHARE, CPU_MOST = 4, 1 << 30  # a quarter of the free memory, 1 GiB at most: 65k tokens of the 8M model in fp32
 WORK_BYTES = 1 << 30  # on a GPU, left for activations, logits and CUDA graphs
 
@@ -21,11 +24,13 @@ WORK_BYTES = 1 << 30  # on a GPU, left for activations, logits and CUDA graphs
 class Pool(NamedTuple):
     num_blocks: int
     max_model_len: int
+    block_size: int
 
 
 def size_pool(model: Transformer, config: EngineConfig) -> Pool:
     """Blocks of the pool, never more than `max_num_seqs` sequences of full length use, and the longest sequence."""
-    table, B = model.embedding.weight, config.block_size
+    table = model.embedding.weight
+    B = config.block_size or BLOCK_SIZES[table.device.type]
     longest = min(model.config.max_len, config.max_model_len or model.config.max_len)
     if config.max_model_len is not None and config.max_model_len > model.config.max_len:
         raise ArgumentError(
@@ -40,7 +45,7 @@ def size_pool(model: Transformer, config: EngineConfig) -> Pool:
             f"engine: the memory for the KV pool holds no block of {each} bytes",
             hint="give kv_memory or gpu_memory_utilization more, or take a smaller block_size",
         )
-    return Pool(blocks, longest if config.max_model_len else min(longest, blocks * B))
+    return Pool(blocks, longest if config.max_model_len else min(longest, blocks * B), B)
 
 
 def _memory(device: torch.device, config: EngineConfig) -> int:

@@ -62,16 +62,21 @@ class Runner:
             self.decode = CpuDecode(model, self.kv, Int8 if int8 else pack)
             self.project = self.project if int8 else pack(model.head_weight)
 
-    def run(self, plan: Plan) -> Step:
-        """Compute the plan. Its tokens' keys and values are in the pool afterwards."""
+    def run(self, plan: Plan, late: torch.Tensor | None = None) -> Step:
+        """Compute the plan. Its tokens' keys and values are in the pool afterwards. `late` are the tokens that the plan
+        before drew, on the device, where `plan.late` asks for some of them."""
         if plan.copies:
             self.kv.copy(plan.copies)
         batch = self.batch(plan)
+        if plan.late:
+            assert late is not None, "a plan with late tokens comes after one that draws them"
+            where, which = self.to_device(*np.array(plan.late, dtype=np.int64).T)
+            batch.ids.index_copy_(0, where, late.index_select(0, which))
         self.kv.load(batch)
         hidden = self.decode(batch) if self.decode is not None and batch.max_len == 1 else self.forward(batch)
         rows = plan.sample_rows
         every = len(rows) == len(plan.ids) and rows == list(range(len(rows)))
-        sampled = hidden if every else hidden.index_select(0, self.to_device(np.array(rows, dtype=np.int64)))
+        sampled = hidden if every else hidden.index_select(0, *self.to_device(np.array(rows, dtype=np.int64)))
         return Step(hidden, sampled, self.project(sampled))
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -84,27 +89,36 @@ class Runner:
             self.tables[seat, entry] = block
         B = self.kv.block_size
         tables = self.tables[plan.seats, : -(-plan.max_context // B)]
-        positions = np.array(plan.positions, dtype=np.int64)
+        places = np.array(plan.positions, dtype=np.int64)
         offsets = np.array(plan.cu_seqlens, dtype=np.int32)
         owner = np.arange(len(plan.seats))
         if plan.max_len > 1:
             owner = owner.repeat(np.diff(offsets))
-        slots = tables[owner, positions // B].astype(np.int64) * B + positions % B
+        slots = tables[owner, places // B].astype(np.int64) * B + places % B
+        lengths, n = np.array(plan.context_lens, dtype=np.int32), plan.num_decodes
+        ids, positions, into = self.to_device(np.array(plan.ids, dtype=np.int64), places, slots)
+        cu_seqlens, context_lens, block_tables = self.to_device(offsets, lengths, tables)
         return Batch(
-            ids=self.to_device(np.array(plan.ids, dtype=np.int64)),
-            positions=self.to_device(positions),
-            slots=self.to_device(slots),
-            cu_seqlens=self.to_device(offsets),
-            context_lens=self.to_device(np.array(plan.context_lens, dtype=np.int32)),
-            block_tables=self.to_device(tables),
+            ids=ids,
+            positions=positions,
+            slots=into,
+            cu_seqlens=cu_seqlens,
+            context_lens=context_lens,
+            block_tables=block_tables,
             max_len=plan.max_len,
             max_context=plan.max_context,
+            num_decodes=n,
+            decode_context=max(plan.context_lens[:n], default=0),
         )
 
-    def to_device(self, values: np.ndarray) -> torch.Tensor:
-        """A host array on the model's device; to a GPU through pinned memory, so that the host goes on."""
-        tensor = torch.from_numpy(values)
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+    def to_device(self, *values: np.ndarray) -> list[torch.Tensor]:
+        """Host arrays of one dtype on the model's device; to a GPU as one copy from pinned memory, behind which the
+        host goes on."""
+        if self.device.type != "cuda":
+            return [torch.from_numpy(v) for v in values]
+        flat = torch.from_numpy(np.concatenate([v.ravel() for v in values])).pin_memory()
+        pieces = flat.to(self.device, non_blocking=True).split([v.size for v in values])
+        return [piece.view(v.shape) for piece, v in zip(pieces, values, strict=True)]
 
     def logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """log p of each row's target, by the one function that training and scoring use, on the model's own head."""

@@ -25,7 +25,7 @@ __all__ = ["Drawn", "Sampler"]
 class Drawn(NamedTuple):
     """What a step drew, for each of `plan.sampled`, and the prompts whose logprobs it completed."""
 
-    tokens: list[int]
+    tokens: torch.Tensor  # [N] int64, on the model's device
     logprobs: list[TokenLogprob | None] | None
     prompts: list[PromptLogprobs]
 
@@ -59,16 +59,17 @@ class Sampler:
         self._memory.pop(request_id, None)
 
     def draw(self, plan: Plan, step: Step) -> Drawn:
-        """Draw a token for each sampled row, and score the prompts that asked for it."""
+        """Draw a token for each sampled row, and score the prompts that asked for it. Sequences that ended after the
+        plan was made get a token that nobody reads."""
         prompts = self._score(plan, step)
         if not plan.sampled:
-            return Drawn([], None, prompts)
+            return Drawn(torch.empty(0, dtype=torch.int64), None, prompts)
         memory = self._memory
-        if all(memory[s.request.id].greedy for s in plan.sampled):
+        if all(s.finished or memory[s.request.id].greedy for s in plan.sampled):
             tokens = best(step.logits)
         else:
             tokens = sample(step.logits, [self._row(s) for s in plan.sampled])
-        return Drawn(tokens.tolist(), self._logprobs(plan, step, tokens), prompts)
+        return Drawn(tokens, self._logprobs(plan, step, tokens), prompts)
 
     def read(self, event: TokenEvent) -> TokenEvent:
         """The event, with its finish where its text has come to a stop string; an ended choice is forgotten."""
@@ -86,11 +87,11 @@ class Sampler:
 
     def _row(self, sequence: Sequence) -> Row:
         request = sequence.request
-        seed = self._memory[request.id].seed
+        seed = 0 if sequence.finished else self._memory[request.id].seed
         return Row(request.sampling, seed, sequence.index, sequence.tokens, sequence.num_prompt, self.eos_ids)
 
     def _logprobs(self, plan: Plan, step: Step, tokens: torch.Tensor) -> list[TokenLogprob | None] | None:
-        counts = [s.request.sampling.logprobs for s in plan.sampled]
+        counts = [None if s.finished else s.request.sampling.logprobs for s in plan.sampled]
         asked = [i for i, n in enumerate(counts) if n is not None]
         if not asked:
             return None

@@ -35,10 +35,10 @@ def test_blocks_are_copied_in_all_layers_and_in_order() -> None:
 def test_the_pool_holds_what_memory_allows_and_no_more_than_can_be_used() -> None:
     model = small_model()
     each = block_bytes(model.config, 16, torch.float32)
-    assert size_pool(model, EngineConfig(kv_memory=10 * each)) == (10, 128)
-    assert size_pool(model, EngineConfig(kv_memory=5 * each)) == (5, 80)  # nothing longer than the pool
-    assert size_pool(model, EngineConfig(kv_memory=1 << 40, max_num_seqs=3)) == (3 * 8, 128)
-    assert size_pool(model, EngineConfig(num_blocks=7, max_model_len=100)) == (7, 100)
+    assert size_pool(model, EngineConfig(kv_memory=10 * each)) == (10, 128, 16)
+    assert size_pool(model, EngineConfig(kv_memory=5 * each)) == (5, 80, 16)  # nothing longer than the pool
+    assert size_pool(model, EngineConfig(kv_memory=1 << 40, max_num_seqs=3)) == (3 * 8, 128, 16)
+    assert size_pool(model, EngineConfig(num_blocks=7, max_model_len=100)) == (7, 100, 16)
     with pytest.raises(ArgumentError, match="no block"):
         size_pool(model, EngineConfig(kv_memory=each - 1))
     with pytest.raises(ArgumentError, match="positions for 128"):
@@ -69,6 +69,7 @@ def test_rows_that_pad_a_graph_change_nothing() -> None:
         ids=torch.tensor([1, 2, 3]), positions=torch.tensor([5, 2, 8]), slots=torch.tensor([5, 10, 20]),
         cu_seqlens=torch.arange(4, dtype=torch.int32), context_lens=torch.tensor([6, 3, 9], dtype=torch.int32),
         block_tables=torch.tensor([[0, 1, 0], [2, 0, 0], [3, 4, 5]], dtype=torch.int32), max_len=1, max_context=9,
+        num_decodes=3, decode_context=9,
     )  # fmt: skip
     hidden = []
     for b in (batch, pad(batch, bucket(3), bucket(9, coarse=True), 4, 8)):

@@ -50,6 +50,8 @@ def test_greedy_text_is_that_of_the_naive_loop(kind: str) -> None:
         {"num_blocks": 14},
         {"num_blocks": 11, "max_num_batched_tokens": 8, "prefix_cache": False},
         {"max_num_seqs": 1, "max_num_batched_tokens": 7},
+        {"async_scheduling": True},
+        {"async_scheduling": True, "num_blocks": 14, "max_num_batched_tokens": 8},
     ],
     ids=str,
 )
@@ -113,6 +115,9 @@ def test_invariant_logprobs_have_the_trainers_bits_whatever_the_batch(kind: str)
     note("warm", whole, [mine])
     assert whole.stats().prefix_hits > 0
     note("batched", small_engine(model, invariant=True), [*PROMPTS, mine])
+    shared = small_engine(model, invariant=True)
+    note("on blocks of the same step", shared, [[*mine[:16], 50, 51], mine])
+    assert shared.stats().prefix_hits >= 16
     note("chunks of 1", small_engine(model, invariant=True, max_num_seqs=1, max_num_batched_tokens=1), [mine])
     note("chunks of 7", small_engine(model, invariant=True, max_num_seqs=7, max_num_batched_tokens=7), [mine])
     tight = small_engine(model, invariant=True, num_blocks=11, max_num_seqs=3)

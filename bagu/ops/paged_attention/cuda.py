@@ -1,7 +1,13 @@
 """Paged attention on a GPU by the kernel that ships with PyTorch, until bagu's own is there. Nothing is read back.
 
-FlashAttention-2 takes keys packed, or block tables whose blocks are a multiple of 256 places; small blocks are gathered
-first, so each key is read twice and written once. Its causal mask is aligned at the last token, which is this op's.
+FlashAttention-2 as PyTorch has it knows no block tables, but it reads a sequence's keys from any place: it takes where
+each begins and how many there are.
+
+    decodes, large blocks    a block is a sequence of its own, read where it lies in the pool, and the parts are put
+                             together by their logsumexps (https://crfm.stanford.edu/2023/10/12/flashdecoding.html)
+    all else                 the blocks in use are gathered first, so each key is read twice and written once
+
+Its causal mask is aligned at the last token, which is this op's.
 """
 
 from __future__ import annotations
@@ -13,11 +19,47 @@ from bagu.ops.paged_attention.pages import Pages
 
 __all__ = ["forward"]
 
+LARGE = 128  # places of a block from which a part of its own pays: the kernel takes 64 or 128 keys at a time
 
-def forward(
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def forward(shape: Shape, scale: float, q: torch.Tensor, pages: Pages, cu_seqlens: torch.Tensor, max_len: int) -> Pair:
+    """out[T, H, E] and lse[T, H]."""
+    widths = {q.shape[-1], pages.k.shape[-1], pages.v.shape[-1]}
+    dense = pages.k.is_contiguous() and pages.v.is_contiguous()
+    decodes = max_len == 1 and q.shape[0] == pages.tables.shape[0]
+    if decodes and dense and pages.k.shape[1] >= LARGE and len(widths) == 1 and q.shape[-1] % 8 == 0:
+        return _in_place(shape, scale, q, pages)
+    return _gathered(shape, scale, q, pages, cu_seqlens, max_len)
+
+
+def _in_place(shape: Shape, scale: float, q: torch.Tensor, pages: Pages) -> Pair:
+    """One query a sequence, and P blocks of it as P sequences: P partial results a query."""
+    (S, H, D), B = q.shape, pages.k.shape[1]
+    P = -(-pages.longest // B)
+    lengths = pages.lengths.unsqueeze(1)
+    start = torch.arange(0, P * B, B, device=q.device, dtype=torch.int32)
+    first = start.expand(S, P) if shape.window is None else torch.maximum(start, lengths - shape.window)
+    used = torch.clamp(torch.minimum(lengths, start + B) - first, min=0)  # [S, P]
+    begins = pages.tables[:, :P] * B + (first - start)
+    begins = torch.nn.functional.pad(begins.masked_fill(used == 0, 0).flatten(), (0, 1))
+    queries = q.unsqueeze(1).expand(S, P, H, D).reshape(S * P, H, D)
+    offsets = torch.arange(S * P + 1, device=q.device, dtype=torch.int32)
+    out, lse = torch.ops.aten._flash_attention_forward(
+        queries, pages.k.flatten(0, 1), pages.v.flatten(0, 1), offsets, begins, 1, B, 0.0, False, False, scale=scale,
+        seqused_k=used.flatten(),
+    )[:2]  # fmt: skip
+    lse = lse.view(H, S, P).masked_fill(used == 0, -torch.inf)
+    weights = lse.softmax(-1).permute(1, 2, 0).unsqueeze(-1)  # [S, P, H, 1]
+    whole = (out.view(S, P, H, D) * weights).sum(1).to(q.dtype)
+    return whole, lse.logsumexp(-1).T
+
+
+def _gathered(
     shape: Shape, scale: float, q: torch.Tensor, pages: Pages, cu_seqlens: torch.Tensor, max_len: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out[T, H, E] and lse[T, H]. The kernel wants q, k and v of one width, a multiple of 8: zeros fill it up."""
+) -> Pair:
+    """The kernel wants q, k and v of one width, a multiple of 8: zeros fill it up."""
     E, wide = pages.v.shape[-1], -(-max(q.shape[-1], pages.v.shape[-1]) // 8) * 8
     B, S = pages.k.shape[1], pages.tables.shape[0]
     P = -(-pages.longest // B)
