@@ -34,6 +34,16 @@ TUNABLE = {  # tests run each point
 
 
 @triton.jit
+def _mean(total, N, share):
+    """total / N within an ulp, from share = 1 / N: the remainder, exact in a fused multiply-add, is shared out too.
+
+    A rounded division is slower (every row waits for it), and so is a second sum over the row, of what is left of it.
+    """
+    mean = total * share
+    return mean + tl.fma(-mean, tl.zeros_like(mean) + N, total) * share
+
+
+@triton.jit
 def _forward(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_stride, eps, trips,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr,
@@ -62,23 +72,18 @@ def _forward(
         if VEC:
             first, last = m * N, end & (m < M)
             end_x = tl.load(x_ptr + first + at, last, 0.0).to(ACC)
-            mean = (tl.sum(x) + tl.sum(end_x)) * share
+            mean = _mean(tl.sum(x) + tl.sum(end_x), N, share)
             end_x = tl.where(end, end_x - mean, 0.0)
             x = tl.where(n < body, x - mean, 0.0)
-            drift = (tl.sum(x) + tl.sum(end_x)) * share
             variance = (tl.sum(x * x) + tl.sum(end_x * end_x)) * share
-            variance -= drift * drift
-            end_x, x, mean = end_x - drift, x - drift, mean + drift
         elif EVEN:  # N is a power of two: `share` is exact, and so is the mean's rounding
             mean = tl.sum(x, axis=1)[:, None] * share
             x = x - mean
             variance = tl.sum(x * x, axis=1)[:, None] * share
         else:
-            mean = tl.sum(x, axis=1)[:, None] * share
+            mean = _mean(tl.sum(x, axis=1)[:, None], N, share)
             x = tl.where(n < N, x - mean, 0.0)
-            drift = tl.sum(x, axis=1)[:, None] * share  # what rounding left in the mean; a rounded division is slower
-            variance = tl.sum(x * x, axis=1)[:, None] * share - drift * drift
-            x, mean = x - drift, mean + drift
+            variance = tl.sum(x * x, axis=1)[:, None] * share
         rstd = rsqrt(variance + eps)
         tl.store(mean_ptr + m, tl.zeros([BLOCK_M, 1], ACC) + mean, m < M)
         tl.store(rstd_ptr + m, tl.zeros([BLOCK_M, 1], ACC) + rstd, m < M)
@@ -268,13 +273,13 @@ def forward(
     most = 1 if vec else max(1, min(2 if block_n == 8192 else 8192 // block_n, M // (4 * sms)))  # enough programs first
     block_m = block_m or 1 << most.bit_length() - 1
     tile, tiles = block_m * block_n, triton.cdiv(M, block_m)
-    programs_per_sm = programs_per_sm or (12288 // tile if vec else None)
+    programs_per_sm = programs_per_sm or ((6 if tile == 2048 else 4) if vec else None)
     programs = min(tiles, sms * programs_per_sm) if programs_per_sm else tiles
     programs = max(programs // vec, 1) * vec if vec and programs < tiles else programs
     _forward[(programs,)](
         rows, w, b, y, mean, rstd, M, N, rows.stride(0), eps, triton.cdiv(tiles, programs),
         BLOCK_M=block_m, BLOCK_N=block_n, ACC=acc, VEC=vec, EVEN=block_n == N,
-        num_warps=num_warps or min(max(tile // (1024 if vec else 2048), 1), 16),
+        num_warps=num_warps or ((4 if tile == 8192 else 2) if vec else min(max(tile // 2048, 1), 16)),
     )  # fmt: skip
     return y, mean, rstd
 
