@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bagu import train_table
+from bagu import serve_table, train_table
 from bagu.errors import BaguError
 from bagu.record import read_rows
 
@@ -23,6 +23,7 @@ __all__ = ["main", "render", "updated"]
 
 BEGIN, END = "<!-- bench:ops:begin -->", "<!-- bench:ops:end -->"
 TRAIN_BEGIN, TRAIN_END = "<!-- bench:train:begin -->", "<!-- bench:train:end -->"
+SERVE_BEGIN, SERVE_END = "<!-- bench:serve:begin -->", "<!-- bench:serve:end -->"
 PEERS = ("eager", "compile", "liger")
 
 Row = Mapping[str, Any]
@@ -183,9 +184,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _update(root: Path, *, check: bool) -> int:
-    rows, trained = (
+    rows, trained, served = (
         [row for path in sorted(root.glob(f"benchmarks/results/{where}*.jsonl")) for row in read_rows(path)]
-        for where in ("", "train/")
+        for where in ("", "train/", "serve/")
     )
     stale = []
     for name, (words, every) in FILES.items():
@@ -195,6 +196,7 @@ def _update(root: Path, *, check: bool) -> int:
         text = path.read_text(encoding="utf-8")
         new = updated(text, render(rows, words, every=every), name)
         new = updated(new, train_table.render(trained, words.language), name, (TRAIN_BEGIN, TRAIN_END))
+        new = updated(new, serve_table.render(served, words.language), name, (SERVE_BEGIN, SERVE_END))
         if new != text:
             stale.append(name)
             if not check:

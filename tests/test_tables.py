@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from bagu import tables, train_table
+from bagu import serve_table, tables, train_table
 from bagu.errors import BaguError
 
-TRAIN = f"{tables.TRAIN_BEGIN}\nold\n{tables.TRAIN_END}"
+TRAIN = f"{tables.TRAIN_BEGIN}\nold\n{tables.TRAIN_END}\n{tables.SERVE_BEGIN}\nold\n{tables.SERVE_END}"
 PAGE = f"# bagu\n\nbefore\n{tables.BEGIN}\nold\n{tables.END}\n{TRAIN}\nafter\n"
 
 
@@ -137,3 +137,40 @@ def test_training_speed_is_set_against_the_fastest_peer_of_the_latest_run() -> N
     assert "75,000" not in text and "transformers | 50,000" in text and "`012345678`" in text
     assert "微批" in train_table.render(rows, "zh")
     assert "bagu bench train" in train_table.render([], "en")
+
+
+def generated(contender: str, rate: float, streams: int | None = 32, **changes: Any) -> dict[str, Any]:
+    """One row as `bagu bench engine` records it."""
+    env = {"commit": "a" * 40, "machine": "h200", "time": changes.pop("time", "2026-08-01T10:00:00")}
+    span = {"low": 100, "high": 1024}
+    engine = {"quantization": None, "invariant": False, "prefix_cache": True} | changes.pop("engine", {})
+    return {
+        "system": "engine", "contender": contender, "model": "cpu_8m", "streams": streams, "tokens_per_s": rate,
+        "dtype": "float32", "engine": engine, "step_s": 0.01, "env": env,
+        "case": {"requests": 256, "inputs": span, "outputs": span, "shared_prefix": 0},
+    } | changes  # fmt: skip
+
+
+def test_serving_speed_is_the_median_of_the_latest_run_beside_its_own_peer() -> None:
+    rows = [
+        generated("bagu", 1.0, time="2026-07-01T10:00:00"), generated("bagu", 90.0), generated("bagu", 120.0),
+        generated("bagu", 100.0), generated("plain.py", 40.0), generated("plain.py", 50.0), generated("plain.py", 60.0),
+        generated("bagu", 300.0, engine={"quantization": "int8"}, time="2026-08-01T11:00:00"),
+        generated("bagu", 9000.0, streams=None, dtype="bfloat16"),
+    ]  # fmt: skip
+    text = serve_table.render(rows, "en")
+    assert "| **bagu, fp32** | **100** | 10.00 ms | 2.00× |" in text
+    assert "| **bagu, int8** | **300** | 10.00 ms | – |" in text, "the peer ran in another run"
+    assert "256 requests, 100–1024 in, 100–1024 out | **bagu, bf16** | **9,000**" in text
+    assert "路解码" in serve_table.render(rows, "zh")
+    assert "bagu bench engine" in serve_table.render([], "en")
+
+
+def test_what_clients_wait_for_is_a_table_of_its_own() -> None:
+    waits = {f"{p}_{name}_ms": 1.5 for p in ("p50", "p99") for name in ("ttft", "tpot")}
+    served = {
+        "system": "serve", "model_id": "demo", "max_concurrency": 8, "request_rate": "inf", "inputs": "32-128",
+        "output_throughput": 1234.0, "server_cpu_us_per_token": 38.4, "env": generated("bagu", 1.0)["env"], **waits,
+    }  # fmt: skip
+    text = serve_table.render([generated("bagu", 1.0), served], "en")
+    assert "| h200 | `demo`: closed loop of 8 | 1,234 | 1.5 / 1.5 ms | 1.5 / 1.5 ms | 38 µs |" in text

@@ -1,0 +1,126 @@
+"""The tables of serving speeds in the documents, from the rows of `bagu bench engine` and `bagu bench serve`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["WORDS", "render"]
+
+Row = Mapping[str, Any]
+WORDS = {
+    "en": {
+        "engine": ("machine", "model and load", "contender", "output tokens/s", "step", "against the peer"),
+        "server": ("machine", "model and load", "output tokens/s", "TTFT p50 / p99", "TPOT p50 / p99",
+                   "server CPU a token"),
+        "caption": "The engine alone, then behind HTTP; medians of the rounds of a run, commit {commit}. "
+                   "`bagu bench engine` and `bagu bench serve` repeat it.",
+        "nothing": "No serving speed is recorded yet: `bagu bench engine` writes it to `benchmarks/results/serve`.",
+        "streams": "decode, streams: {n}", "requests": "{n} requests, {i} in, {o} out", "shared": ", {n} tokens shared",
+        "closed": "closed loop of {n}", "poisson": "{n:g} requests/s",
+    },
+    "zh": {
+        "engine": ("机器", "模型与负载", "参赛者", "输出 tokens/s", "每步", "与对手之比"),
+        "server": ("机器", "模型与负载", "输出 tokens/s", "TTFT p50 / p99", "TPOT p50 / p99", "每 token 的服务器 CPU"),
+        "caption": "先是引擎本身，再是经 HTTP；取各轮中位数，提交 {commit}。"
+                   "用 `bagu bench engine` 与 `bagu bench serve` 复现。",
+        "nothing": "尚无推理速度的记录：`bagu bench engine` 会写入 `benchmarks/results/serve`。",
+        "streams": "{n} 路解码", "requests": "{n} 个请求，输入 {i}，输出 {o}", "shared": "，共享前缀 {n} tokens",
+        "closed": "闭环 {n} 路", "poisson": "每秒 {n:g} 个请求",
+    },
+}  # fmt: skip
+
+
+def render(rows: Sequence[Row], language: str) -> str:
+    """A block of lines per machine, model and load, each contender from its latest run."""
+    words: dict[str, Any] = WORDS[language]
+    engine, server = ([r for r in rows if r["system"] == system] for system in ("engine", "serve"))
+    if not engine:
+        return str(words["nothing"])
+    lines = _table(words["engine"], 3, [line for block in _blocks(engine, words) for line in block])
+    if server:
+        lines += ["", *_table(words["server"], 2, [_served(r, words) for r in _latest(server)])]
+    commits = sorted({str(r["env"]["commit"])[:9] for r in rows})
+    return f"{words['caption'].format(commit=', '.join(f'`{c}`' for c in commits))}\n\n" + "\n".join(lines)
+
+
+def _table(head: Sequence[str], names: int, lines: Sequence[Sequence[str]]) -> list[str]:
+    return [_line(head), _line(["---"] * names + ["--:"] * (len(head) - names)), *map(_line, lines)]
+
+
+def _blocks(rows: Sequence[Row], words: Mapping[str, Any]) -> list[list[list[str]]]:
+    loads: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        loads.setdefault((row["env"]["machine"], row["model"], _load(row, words)), []).append(row)
+    return [_block(key, loads[key]) for key in sorted(loads, key=lambda k: (k[0] != "nvidia-h200", k))]
+
+
+def _block(key: tuple[str, str, str], rows: Sequence[Row]) -> list[list[str]]:
+    """Bagu's ways of serving, and the peers beside which they ran. A ratio is to the fastest peer of the same run."""
+    machine, model, load = key
+    contenders: dict[str, list[Row]] = {}
+    for row in rows:
+        contenders.setdefault(_name(row), []).append(row)
+    lines: list[list[str]] = []
+    for name, all_of in contenders.items():
+        run = [r for r in all_of if r["env"]["time"] == max(r["env"]["time"] for r in all_of)]
+        ours, rate = run[0]["contender"] == "bagu", statistics.median(r["tokens_per_s"] for r in run)
+        beside = [r for r in rows if r["env"]["time"] == run[0]["env"]["time"] and r["contender"] != "bagu"]
+        rivals: dict[str, list[float]] = {}
+        for r in beside:
+            rivals.setdefault(r["contender"], []).append(r["tokens_per_s"])
+        best = max(map(statistics.median, rivals.values()), default=None)
+        step = [r["step_s"] for r in run if r.get("step_s")]
+        lines.append([
+            "" if lines else machine, "" if lines else f"`{model}`: {load}", f"**{name}**" if ours else name,
+            f"**{rate:,.0f}**" if ours else f"{rate:,.0f}", f"{1e3 * statistics.median(step):.2f} ms" if step else "–",
+            f"{rate / best:.2f}×" if best and ours else "–",
+        ])  # fmt: skip
+    return lines
+
+
+def _name(row: Row) -> str:
+    """The contender, and how bagu was set."""
+    if row["contender"] != "bagu":
+        return str(row["contender"])
+    engine = row["engine"]
+    kind = engine["quantization"] or {"bfloat16": "bf16", "float32": "fp32"}[row["dtype"]]
+    extras = [kind, *(["invariant"] if engine["invariant"] else []), *([] if engine["prefix_cache"] else ["no cache"])]
+    return f"bagu, {', '.join(extras)}"
+
+
+def _load(row: Row, words: Mapping[str, Any]) -> str:
+    case = row["case"]
+    if row["streams"]:
+        return str(words["streams"].format(n=row["streams"]))
+    spans = [case["inputs"], case["outputs"]]
+    inputs, outputs = (f"{x['low']}–{x['high']}" if x["low"] < x["high"] else str(x["low"]) for x in spans)
+    shared = words["shared"].format(n=case["shared_prefix"]) if case["shared_prefix"] else ""
+    return str(words["requests"].format(n=case["requests"], i=inputs, o=outputs)) + str(shared)
+
+
+def _latest(rows: Sequence[Row]) -> list[Row]:
+    """Of each machine, model and load."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for row in sorted(rows, key=lambda r: str(r["env"]["time"])):
+        key = (row["env"]["machine"], row["model_id"], row["max_concurrency"], row["request_rate"], row["inputs"])
+        found[key] = row
+    return list(found.values())
+
+
+def _served(row: Row, words: Mapping[str, Any]) -> list[str]:
+    poisson = row["request_rate"] != "inf"
+    load = (
+        words["poisson"].format(n=row["request_rate"]) if poisson else words["closed"].format(n=row["max_concurrency"])
+    )
+    pair = lambda name: f"{row[f'p50_{name}_ms']:.1f} / {row[f'p99_{name}_ms']:.1f} ms"  # noqa: E731
+    cpu = row.get("server_cpu_us_per_token")
+    return [
+        row["env"]["machine"], f"`{row['model_id']}`: {load}", f"{row['output_throughput']:,.0f}", pair("ttft"),
+        pair("tpot"), "–" if cpu is None else f"{cpu:.0f} µs",
+    ]  # fmt: skip
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
