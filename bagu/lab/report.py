@@ -6,16 +6,15 @@ Every text that comes from a result is escaped; the SVG is the one the run drew,
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from bagu.device import this_machine
 from bagu.errors import BaguError
+from bagu.html import facts, grid
 from bagu.lab.core import Result, Row
 from bagu.lab.plot import FAINT, FILES, INK
 
@@ -70,15 +69,15 @@ def article(result: Result, folder: Path) -> str:
     """One lab: claim, verdict, plot, what was done, and the folded numbers."""
     lab, kind, e = result.lab, result.verdict.kind, escape
     rows = f"<details><summary>{len(result.rows)} rows</summary>{table(result.rows)}</details>" if result.rows else ""
-    facts = definitions((key, text_of(value)) for key, value in result.environment.items())
+    machine = facts(result.environment.items())
     how = f"{'quick' if result.quick else 'full'} run on {result.device}, {result.seconds:.1f} s"
-    words = definitions(
+    words = facts(
         [
             ("regime", lab.regime),
             ("varies", lab.varies),
             ("measures", lab.measures),
             ("run", how),
-            ("commit", text_of(result.environment.get("commit"))),
+            ("commit", result.environment.get("commit")),
         ]
     )
     return f"""<article id="{e(lab.name)}">
@@ -91,7 +90,7 @@ def article(result: Result, folder: Path) -> str:
 {figure(result, folder)}
 {words}
 {rows}
-<details><summary>environment</summary>{facts}</details>
+<details><summary>environment</summary>{machine}</details>
 </article>"""
 
 
@@ -115,31 +114,6 @@ def inline(svg: str, *, prefix: str) -> str:
     return svg.replace(INK, "var(--plot-ink)").replace(FAINT, "var(--plot-faint)")
 
 
-def definitions(pairs: Iterable[tuple[str, str]]) -> str:
-    inner = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in pairs)
-    return f"<dl>{inner}</dl>"
-
-
 def table(rows: Sequence[Row]) -> str:
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    numeric = {key for key in keys if all(isinstance(row.get(key), int | float | None) for row in rows)}
-    side = {key: ' class="number"' if key in numeric else "" for key in keys}
-    head = "".join(f"<th{side[key]}>{escape(key.replace('_', ' '))}</th>" for key in keys)
-    body = "".join(
-        "<tr>" + "".join(f"<td{side[key]}>{escape(text_of(row.get(key)))}</td>" for key in keys) + "</tr>"
-        for row in rows
-    )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def text_of(value: Any) -> str:
-    """A value as a reader wants it: four digits of a fraction, thousands apart, a dash where there is none."""
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return grid([key.replace("_", " ") for key in keys], [[row.get(key) for key in keys] for row in rows])

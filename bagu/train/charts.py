@@ -11,9 +11,11 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
-__all__ = ["Chart", "Line", "Mark", "Reference", "downsample", "human", "text", "ticks"]
+from bagu.html import text
+
+__all__ = ["Chart", "Line", "Mark", "Reference", "downsample", "human", "ticks"]
+
 
 WIDTH, HEIGHT = 440.0, 240.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 26.0, 30.0
@@ -168,12 +170,6 @@ def human(value: float) -> str:
         digits, power = f"{value:.2e}".split("e")
         return f"{float(digits):g}e{int(power)}"
     return f"{value:.4g}"
-
-
-def text(words: str) -> str:
-    """`words` as HTML or SVG that shows them: escaped, control characters as their visible signs (␀), valid UTF-8."""
-    plain = words.replace("\r\n", "\n").encode("utf-8", "replace").decode("utf-8")
-    return escape("".join(chr(0x2400 + ord(c)) if ord(c) < 0x20 and c not in "\t\n" else c for c in plain))
 
 
 def _axes(scale: _Scale, x_name: str, unit: str) -> str:

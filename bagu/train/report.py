@@ -21,8 +21,9 @@ from typing import Any
 from bagu import __version__
 from bagu.config import write_whole
 from bagu.errors import BaguError
+from bagu.html import facts, grid, text, text_of
 from bagu.run import RunFolder
-from bagu.train.charts import Chart, Line, Mark, Reference, text
+from bagu.train.charts import Chart, Line, Mark, Reference
 
 __all__ = ["Card", "Comparison", "ReportData", "Run", "Table", "read_run", "render", "write_report"]
 
@@ -270,8 +271,8 @@ def _run(run: Run, references: Mapping[str, float], named: bool) -> str:
     if not figures:
         return ""
     title = f"Curves: {run.name}" if named else "Curves"
-    facts = _facts(constants) if constants else ""
-    return f'<section><h2>{text(title)}</h2><div class="grid">{"".join(figures)}</div>{facts}</section>\n'
+    constant = facts(constants) if constants else ""
+    return f'<section><h2>{text(title)}</h2><div class="grid">{"".join(figures)}</div>{constant}</section>\n'
 
 
 def _points(metrics: Sequence[Mapping[str, Any]], key: str, factor: float) -> list[tuple[float, float]]:
@@ -280,18 +281,7 @@ def _points(metrics: Sequence[Mapping[str, Any]], key: str, factor: float) -> li
 
 def _table(table: Table) -> str:
     note = f'<p class="note">{text(table.note)}</p>' if table.note else ""
-    return f"<section><h2>{text(table.title)}</h2>{_grid(table.columns, table.rows)}{note}</section>\n"
-
-
-def _grid(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    numeric = [all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(columns))]
-    side = [' class="number"' if n else "" for n in numeric]
-    head = "".join(f"<th{s}>{text(c)}</th>" for c, s in zip(columns, side, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f"<td{s}>{text(text_of(cell))}</td>" for cell, s in zip(row, side, strict=True)) + "</tr>"
-        for row in rows
-    )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f"<section><h2>{text(table.title)}</h2>{grid(table.columns, table.rows)}{note}</section>\n"
 
 
 def _details(runs: Sequence[Run]) -> str:
@@ -303,8 +293,8 @@ def _details(runs: Sequence[Run]) -> str:
         parts.append(f"<details><summary>Configuration{text(of)}</summary><pre>{text(config)}</pre></details>")
         software = {key: value for key, value in run.environment.items() if key != "time"}
         if software != seen:
-            facts = _facts((key, text_of(value)) for key, value in run.environment.items())
-            parts.append(f"<details><summary>Environment{text(of)}</summary>{facts}</details>")
+            about = facts(run.environment.items())
+            parts.append(f"<details><summary>Environment{text(of)}</summary>{about}</details>")
         seen = software
         if run.events:
             parts.append(f"<details><summary>Events{text(of)}: {len(run.events):,}</summary>{_events(run)}</details>")
@@ -314,20 +304,12 @@ def _details(runs: Sequence[Run]) -> str:
 def _events(run: Run) -> str:
     rows = []
     for event in run.events[-MAX_EVENTS:]:
-        facts = {key: value for key, value in event.items() if key not in ("step", "kind", "time")}
-        words = "; ".join(f"{key.replace('_', ' ')}: {text_of(value)}" for key, value in facts.items() if value != [])
+        more = {key: value for key, value in event.items() if key not in ("step", "kind", "time")}
+        words = "; ".join(f"{key.replace('_', ' ')}: {text_of(value)}" for key, value in more.items() if value != [])
         rows.append((_date(event["time"]), event["step"], event["kind"].replace("_", " "), words))
     left = len(run.events) - len(rows)
     note = f'<p class="note">{left:,} earlier events are in events.jsonl.</p>' if left else ""
-    return note + _grid(("time", "step", "what", "facts"), rows)
-
-
-def _facts(pairs: Iterable[tuple[str, str]]) -> str:
-    return (
-        '<dl class="facts">'
-        + "".join(f"<dt>{text(name)}</dt><dd>{text(value)}</dd>" for name, value in pairs)
-        + "</dl>"
-    )
+    return note + grid(("time", "step", "what", "facts"), rows)
 
 
 # Words
@@ -335,16 +317,3 @@ def _facts(pairs: Iterable[tuple[str, str]]) -> str:
 
 def _date(iso: str) -> str:
     return f"{datetime.datetime.fromisoformat(iso):%Y-%m-%d %H:%M} UTC"
-
-
-def text_of(value: Any) -> str:
-    """A value as a reader wants it: four digits of a fraction, thousands apart, a dash where there is none."""
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

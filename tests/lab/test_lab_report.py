@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bagu.errors import BaguError
+from bagu.html import text_of
 from bagu.lab import report, write_report
 from bagu.lab.core import Record, Result, Verdict
 from bagu.lab.plot import FAINT, INK
@@ -71,7 +72,7 @@ def test_every_text_is_escaped(tmp_path: Path) -> None:
 
 def test_numbers_read_well() -> None:
     texts = {0.00001234: "1.234e-05", 12345.6: "12,346", 12345: "12,345", True: "yes", None: "–", "a": "a"}
-    assert {value: report.text_of(value) for value in texts} == texts
+    assert {value: text_of(value) for value in texts} == texts
 
 
 def test_a_plot_is_inlined_with_ids_of_its_own_and_the_ink_of_the_page(tmp_path: Path) -> None:
