@@ -19,43 +19,18 @@ import json
 import math
 import numbers
 import os
-import platform
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from bagu import config as configs
 from bagu import record
-from bagu.errors import BackendError, BaguError
+from bagu.errors import BaguError
+from bagu.lock import Lock
+from bagu.observer import Metrics, Observer, TensorBoard
 
-__all__ = ["Metrics", "Observer", "RunFolder", "RunRecorder", "TensorBoard"]
-
-Metrics = Mapping[str, float | int | None]
-
-
-class Observer(Protocol):
-    """What a training loop tells of itself. Names of metrics end in their unit: `loss_nats`, `tokens_per_s`.
-
-    The loop's names: loss_nats, bits_per_byte, lr, grad_norm, tokens_per_s, mfu_percent, memory_bytes, padding_percent,
-    data_wait_s, val_loss_nats, val_bits_per_byte. A metric that was not measured at a step is left out or None.
-    """
-
-    def on_step(self, step: int, metrics: Metrics) -> None:
-        """Step `step` is done. Steps ascend, except after `rewind`."""
-
-    def on_event(self, kind: str, step: int, **facts: Any) -> None:
-        """Something worth knowing happened at `step`; `facts` are JSON values."""
-
-    def on_sample(self, step: int, texts: Sequence[str]) -> None:
-        """What the model writes after `step`."""
-
-    def rewind(self, step: int) -> None:
-        """The next step is `step`: what was told of it and of later ones is void. Called at every resume."""
-
-    def close(self) -> None:
-        """The run is over, in whatever way."""
+__all__ = ["RunFolder", "RunRecorder"]
 
 
 class RunFolder:
@@ -146,48 +121,6 @@ class RunFolder:
             )
 
 
-class Lock:
-    """One writer: a file with the writer's process. The lock of a process that is gone is taken over."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.held = False
-
-    def take(self) -> None:
-        with self._only_me() as file:
-            owner = _owner(file.read())
-            if owner and _lives(owner):
-                raise BaguError(
-                    f"{self.path.parent} is being written by process {owner['pid']} on {owner['host']}",
-                    hint=f"wait for it or stop it; if it is gone, delete {self.path}",
-                )
-            file.seek(0)
-            file.truncate()
-            me = os.getpid()
-            file.write(json.dumps({"pid": me, "host": platform.node(), "born": _born(me)}))
-        self.held = True
-
-    def release(self) -> None:
-        if self.held:
-            self.held = False
-            with self._only_me() as file:
-                file.truncate(0)
-
-    @contextlib.contextmanager
-    def _only_me(self) -> Iterator[Any]:
-        """The open file, while no other process looks at it. It is never deleted: that would split the lock in two."""
-        with self.path.open("a+", encoding="utf-8") as file:
-            try:
-                import fcntl
-            except ImportError:  # Windows: two processes that start in the same millisecond are not kept apart
-                pass
-            else:
-                # held for microseconds and not for the run: a forked worker would go on holding it for a dead parent
-                fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            yield file
-
-
 class RunRecorder(Observer):
     """The observer that keeps the record: to the folder, to TensorBoard and to the progress line.
 
@@ -246,47 +179,6 @@ class RunRecorder(Observer):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class TensorBoard(Observer):
-    """Event files for TensorBoard: a scalar a metric, a text a sample."""
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise BackendError("TensorBoard cannot be imported", hint="pip install 'bagu[tensorboard]'") from error
-        self._new = lambda step: SummaryWriter(str(folder), purge_step=step, flush_secs=10)
-        self._writer = self._open(None, folder)
-
-    def on_step(self, step: int, metrics: Metrics) -> None:
-        for name, value in metrics.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, step)
-
-    def on_event(self, kind: str, step: int, **facts: Any) -> None:
-        self._writer.add_text(f"event/{kind}", json.dumps(facts, ensure_ascii=False), step)
-
-    def on_sample(self, step: int, texts: Sequence[str]) -> None:
-        for number, text in enumerate(texts):
-            self._writer.add_text(f"sample/{number}", "    " + text.replace("\n", "\n    "), step)  # a Markdown block
-
-    def rewind(self, step: int) -> None:
-        self._writer.close()
-        self._writer = self._open(step, Path(self._writer.log_dir))
-
-    def _open(self, step: int | None, folder: Path) -> Any:
-        """A new file; with a step it tells the reader to forget `step` and after.
-
-        Readers take files in the order of their names, which hold the second they were made in and then a counter that
-        does not sort (9 comes after 10): two files must not be of one second.
-        """
-        while any(f".{int(time.time()):010d}." in f.name for f in folder.glob("events.*")):
-            time.sleep(0.02)
-        return self._new(step)
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 # Rows
@@ -361,37 +253,3 @@ def _read_object(path: Path) -> dict[str, Any]:
         raise BaguError(f"there is no {path}", hint=f"{path.parent} is not the folder of a run") from None
     except ValueError as error:
         raise BaguError(f"{path}: not JSON: {error}", hint="it was changed by hand; mend it") from error
-
-
-# Processes
-
-
-def _owner(text: str) -> dict[str, Any] | None:
-    """Who wrote the lock; None when it is free. A lock torn by a kill was never held."""
-    try:
-        owner = json.loads(text)
-    except ValueError:
-        return None
-    return owner if isinstance(owner, dict) and {"pid", "host", "born"} <= owner.keys() else None
-
-
-def _lives(owner: Mapping[str, Any]) -> bool:
-    """Whether the lock's process still runs; one that cannot be asked (another machine, Windows) counts as alive."""
-    if owner["host"] != platform.node() or os.name != "posix":
-        return True
-    try:
-        os.kill(owner["pid"], 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return owner["born"] is None or owner["born"] == _born(owner["pid"])  # else the number was given out again
-
-
-def _born(pid: int) -> str | None:
-    """When a process began, in ticks since the boot; None where that cannot be known. A zombie was never born."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return "zombie" if state in "ZX" else rest[18]

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from bagu.config import load
 from bagu.errors import BackendError, BaguError
-from bagu.run import Metrics, Observer, RunFolder, RunRecorder, _truncate
+from bagu.observer import Metrics, Observer
+from bagu.run import RunFolder, RunRecorder, _truncate
 
 
 @dataclass(frozen=True)
