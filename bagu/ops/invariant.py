@@ -8,7 +8,9 @@ in another than a prefill. In this mode no sum is split by anything that the bat
 
     products       16 rows at a time (`in_blocks`), the last ones filled up with zeros: one GEMM shape for each weight
     attention      attention/tiles.py, for packed segments and for pages: keys in tiles of 64, in order, for 16 queries
-    row by row     norms, rope, gates, softmax, cross-entropy: a row is summed by itself already (ROW_BY_ROW)
+    row by row     norms, rope, softmax: a row is summed by itself already (ROW_BY_ROW)
+    gates          one formula for every element (`times_sigmoid`): PyTorch's own have two
+    long rows      never alone (`in_company`): from 32768 numbers on PyTorch splits a lone sum among threads
 
 Equal bits are promised on one machine with one number of threads. A backward is as fast, and as variable, as ever: no
 token's probability depends on it. Compiled code fuses and rounds elsewhere, so it is refused, as are the Triton
@@ -26,15 +28,14 @@ import torch
 from bagu.errors import BackendError
 from bagu.ops.core import OpSpec
 
-__all__ = ["ROW_BY_ROW", "active", "forward_of", "in_blocks", "invariant"]
+__all__ = ["ROW_BY_ROW", "active", "forward_of", "in_blocks", "in_company", "invariant", "times_sigmoid"]
 
 ROWS = 16  # of a block. MKL has other kernels below 16 rows; on AVX-512 and AMX, fp32 and bf16, any fixed number held
 
 # Ops whose own forward sums each row by itself, so that they run as they are. tests/ops/test_invariant.py holds them to
 # it, and every op with a form of its own (`invariant_forward` of its torch backend) as well.
 ROW_BY_ROW = frozenset({
-    "add_rms_norm", "cross_entropy", "geglu", "gelu", "kv_write", "layer_norm", "relu_squared", "rms_norm", "rope",
-    "scale_norm", "softmax", "swiglu", "transpose",
+    "add_rms_norm", "kv_write", "layer_norm", "relu_squared", "rms_norm", "rope", "scale_norm", "softmax", "transpose",
 })  # fmt: skip
 
 # A plain global, for the whole process, as in dispatch.use and for its reasons.
@@ -94,3 +95,21 @@ def in_blocks(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) 
         x = torch.nn.functional.pad(x, (0, 0, 0, -M % ROWS))
     parts = [product(block) for block in x.contiguous().split(ROWS)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[:M]
+
+
+def times_sigmoid(g: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """g * sigmoid(z), with no graph.
+
+    PyTorch walks the elements of a tensor in spans, one a thread, and computes the last up to 31 of a span, or all of a
+    strided one, by a scalar formula. In silu, sigmoid and gelu it rounds otherwise than the vectors before it (4 % of
+    fp32 values differ), so that a row's bits depend on where it lies and on how many threads there are. exp, erf and
+    tanh have one formula; sums, products and quotients are correctly rounded by any.
+    """
+    below = z.neg().exp_().add_(1)
+    return torch.div(g, below, out=below)
+
+
+def in_company(x: torch.Tensor) -> torch.Tensor:
+    """x[*M, N] as rows of which there are two at least: a lone one comes twice, and sums of rows are cut to M."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows.expand(2, -1) if rows.shape[0] == 1 else rows

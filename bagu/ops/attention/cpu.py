@@ -5,6 +5,8 @@ are all of one length are one call of it, in the sight of the compiler. Others a
 read from `cu_seqlens` on the host: a graph cannot hold that, so it is a custom op with its own backward. Nothing is
 copied or padded either way, since a run of segments is a view of the packed tokens.
 
+A window or ALiBi goes to the kernel as a mask, for some queries at a time (pieces.py).
+
 A learned bias has a gradient, which the kernel does not give: those segments are done with all scores in memory.
 """
 
@@ -17,6 +19,7 @@ import torch
 
 from bagu.errors import ArgumentError
 from bagu.ops.attention import dense, tiles
+from bagu.ops.attention.pieces import pieces
 from bagu.ops.attention.shape import Shape, side_by_side
 from bagu.ops.signature import accumulator
 
@@ -41,21 +44,26 @@ def _like(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(0, dtype=accumulator(q.dtype))
 
 
-def _mask(shape: Shape, q: torch.Tensor) -> torch.Tensor | None:
-    """fp32 beside 16-bit inputs too: slope * distance has more digits than bf16. Two dims or four."""
-    if shape.plain:
-        return None
-    added = shape.additive(q.shape[1], _like(q))
-    return added.unsqueeze(0) if added is not None and added.ndim == 3 else added
-
-
 def _forward(shape: Shape, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
     """out[B, L, H, E] and lse[B, L, H] of segments that are all L long."""
     if shape.bias is not None:
         return dense.forward(shape.additive(q.shape[1], _like(q)), scale, q, k, v)
-    wide, mask = max(q.shape[-1], v.shape[-1]), _mask(shape, q)
+    if shape.plain:
+        return _fused(scale, q, k, v, None, causal=shape.causal)
+    found = [
+        _fused(scale, q[:, p.queries], k[:, p.keys], v[:, p.keys], p.added, causal=False)
+        for p in pieces(shape, 0, q.shape[1], _like(q))
+    ]
+    return found[0] if len(found) == 1 else (torch.cat([o for o, _ in found], 1), torch.cat([n for _, n in found], 1))
+
+
+def _fused(
+    scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added: torch.Tensor | None, *, causal: bool
+) -> Pair:
+    """The kernel. `added` is fp32 beside 16-bit inputs too: slope * distance has more digits than bf16."""
+    wide = max(q.shape[-1], v.shape[-1])
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        _wide(q, wide), _wide(k, wide), _wide(v, wide), 0.0, shape.causal and mask is None, attn_mask=mask, scale=scale
+        _wide(q, wide), _wide(k, wide), _wide(v, wide), 0.0, causal, attn_mask=added, scale=scale
     )
     return out.transpose(1, 2)[..., : v.shape[-1]], lse.transpose(1, 2)
 
@@ -65,18 +73,38 @@ def _backward(
     out: torch.Tensor, lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """dq, dk, dv, and dbias where there is a bias, of segments that are all L long."""
-    D, E, dtype, acc = q.shape[-1], v.shape[-1], q.dtype, accumulator(q.dtype)
+    L, dtype, acc = q.shape[1], q.dtype, accumulator(q.dtype)
     if shape.bias is not None:
-        dq, dk, dv, dscores = dense.backward(shape.additive(q.shape[1], _like(q)), scale, dout, q, k, v)
+        dq, dk, dv, dscores = dense.backward(shape.additive(L, _like(q)), scale, dout, q, k, v)
         return dq, dk, dv, shape.bias_gradient(dscores)
-    mask, wide = _mask(shape, q), max(D, E)
-    held = [x.to(acc) if q.shape[1] <= WIDEN else x for x in (dout, q, k, v, out)]
+    dout, q, k, v, out = (x.to(acc) if L <= WIDEN else x for x in (dout, q, k, v, out))
+    if shape.plain:
+        grads = _fused_backward(scale, dout, q, k, v, out, lse, None, causal=shape.causal)
+        dq, dk, dv = (g.to(dtype) for g in grads)
+        return dq, dk, dv, None
+    parts = []
+    dk, dv = (torch.zeros_like(x, dtype=acc) for x in (k, v))  # a key is seen by several pieces
+    for p in pieces(shape, 0, L, _like(q)):
+        of_queries, of_keys = (x[:, p.queries] for x in (dout, q, out, lse)), (x[:, p.keys] for x in (k, v))
+        (d, queries, o, n), (keys, values) = of_queries, of_keys
+        dq, more_k, more_v = _fused_backward(scale, d, queries, keys, values, o, n, p.added, causal=False)
+        parts.append(dq.to(dtype))
+        dk[:, p.keys] += more_k
+        dv[:, p.keys] += more_v
+    return torch.cat(parts, 1), dk.to(dtype), dv.to(dtype), None
+
+
+def _fused_backward(
+    scale: float, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, added: torch.Tensor | None, *, causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    D, E = q.shape[-1], v.shape[-1]
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(_wide(x, wide) for x in held), lse.transpose(1, 2), 0.0, shape.causal and mask is None, attn_mask=mask,
+        *(_wide(x, max(D, E)) for x in (dout, q, k, v, out)), lse.transpose(1, 2), 0.0, causal, attn_mask=added,
         scale=scale,
     )  # fmt: skip
-    dq, dk, dv = (g.transpose(1, 2)[..., :n].to(dtype) for g, n in zip(grads, (D, D, E), strict=True))
-    return dq, dk, dv, None
+    dq, dk, dv = (g.transpose(1, 2)[..., :n] for g, n in zip(grads, (D, D, E), strict=True))
+    return dq, dk, dv
 
 
 class _Equal(torch.autograd.Function):

@@ -48,12 +48,16 @@ class Shape:
 
         With `segment`, the segment of each of the L tokens, other segments are hidden too.
         """
-        apart = _apart(L, like)
-        hidden = self.hidden(apart, segment)
-        total = self.terms(apart, like)
+        return self.between(_apart(L, like), like, segment)
+
+    def between(
+        self, apart: torch.Tensor, like: torch.Tensor, segment: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """The same of queries and keys at distances apart[I, J]."""
+        hidden, total = self.hidden(apart, segment), self.terms(apart, like)
         if hidden is None:
             return total
-        return (like.new_zeros(L, L) if total is None else total).masked_fill(hidden, -torch.inf)
+        return (like.new_zeros(apart.shape) if total is None else total).masked_fill(hidden, -torch.inf)
 
     def terms(self, apart: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
         """ALiBi's penalty and the learned bias of distances apart[…, I, J], as [H, …, I, J]; None if there are none."""

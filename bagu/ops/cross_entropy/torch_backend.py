@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from bagu.ops.invariant import in_company
 from bagu.ops.signature import accumulator
 
-__all__ = ["backward", "forward", "target_logits"]
+__all__ = ["backward", "forward", "invariant_forward", "target_logits"]
 
 
 def target_logits(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -28,6 +29,14 @@ def forward(
     if z_loss:
         loss = loss + z_loss * lse.square()
     return torch.where(kept, loss, 0.0), lse
+
+
+def invariant_forward(
+    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, label_smoothing: float, z_loss: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, count = in_company(logits), targets.numel()
+    losses, lse = forward(rows, targets.reshape(-1).expand(len(rows)), ignore_index, label_smoothing, z_loss)
+    return losses[:count].view(targets.shape), lse[:count].view(targets.shape)
 
 
 def backward(

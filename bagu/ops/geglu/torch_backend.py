@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from bagu.ops import eager
 from bagu.ops.gated import halves, join
+from bagu.ops.invariant import times_sigmoid
 from bagu.ops.signature import accumulator
 
 TWICE = 2 * math.sqrt(2 / math.pi)
@@ -55,6 +56,14 @@ def passes(x: torch.Tensor, up: torch.Tensor | None, approximate: str) -> tuple[
     return (act * up.to(work)).to(x.dtype), act
 
 
+def invariant_passes(x: torch.Tensor, up: torch.Tensor | None, approximate: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """y by the tanh, which is `approximate` here."""
+    gate, up = halves(x, up)
+    g = gate.to(accumulator(x.dtype))
+    act = times_sigmoid(g, twice(g))
+    return (act * up.to(act.dtype)).to(x.dtype), act
+
+
 def passes_backward(
     dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None, act: torch.Tensor, approximate: str
 ) -> Gradients:
@@ -74,7 +83,13 @@ def passes_backward(
 
 # 4096 x 1408 in bf16 on two cores, forward and backward: 2.0 times as fast as the formula.
 _node = eager.node(formula, passes, passes_backward, residuals=("act",), grads=("x", "up"))
+_invariant_node = eager.node(formula, invariant_passes, passes_backward, residuals=("act",), grads=("x", "up"))
 
 
 def forward(x: torch.Tensor, up: torch.Tensor | None, approximate: str) -> tuple[torch.Tensor]:
     return formula(x, up, approximate) if approximate == "none" else _node(x, up, approximate)[:1]
+
+
+def invariant_forward(x: torch.Tensor, up: torch.Tensor | None, approximate: str) -> tuple[torch.Tensor]:
+    # The exact one is a formula that rounds alike everywhere, with a gradient that infinities do not spoil.
+    return formula(x, up, approximate) if approximate == "none" else _invariant_node(x, up, approximate)[:1]

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from bagu.ops import eager
+from bagu.ops.geglu.torch_backend import step, twice
+from bagu.ops.invariant import times_sigmoid
+from bagu.ops.signature import accumulator
+
 
 def forward(x: torch.Tensor, approximate: bool) -> tuple[torch.Tensor]:
     return (F.gelu(x, approximate="tanh" if approximate else "none"),)
@@ -12,3 +17,15 @@ def forward(x: torch.Tensor, approximate: bool) -> tuple[torch.Tensor]:
 
 def backward(dy: torch.Tensor, x: torch.Tensor, approximate: bool) -> tuple[torch.Tensor]:
     return (torch.ops.aten.gelu_backward(dy, x, approximate="tanh" if approximate else "none"),)
+
+
+def invariant_passes(x: torch.Tensor, approximate: bool) -> tuple[torch.Tensor]:
+    z = x.to(accumulator(x.dtype))
+    return ((times_sigmoid(z, twice(z)) if approximate else z * step(z, "none")).to(x.dtype),)
+
+
+_invariant_node = eager.node(forward, invariant_passes, backward, grads=("x",))
+
+
+def invariant_forward(x: torch.Tensor, approximate: bool) -> tuple[torch.Tensor]:
+    return _invariant_node(x, approximate)

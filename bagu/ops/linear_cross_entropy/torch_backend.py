@@ -9,7 +9,7 @@ import torch
 
 from bagu.ops import eager
 from bagu.ops.cross_entropy.torch_backend import target_logits
-from bagu.ops.invariant import in_blocks
+from bagu.ops.invariant import in_blocks, in_company
 from bagu.ops.linear_cross_entropy import chunked
 from bagu.ops.linear_cross_entropy.chunked import EVERY, Kernels, product
 from bagu.ops.signature import accumulator
@@ -78,9 +78,17 @@ def _logits_in_blocks(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
     return in_blocks(lambda block: _logits(block, weight), hidden)
 
 
+def _score_in_company(
+    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = in_company(logits)
+    target_logit, lse = _score(rows, targets.expand(len(rows)), ignore_index)
+    return target_logit[: len(targets)], lse[: len(targets)]
+
+
 KERNELS = _Kernels(logits=_logits, score=_score, slope=_slope)
 # `turn` is the plain one here, so that the one-pass loss gives a token's lse the bits that `score` gives it.
-INVARIANT = Kernels(logits=_logits_in_blocks, score=_score, slope=_slope)
+INVARIANT = Kernels(logits=_logits_in_blocks, score=_score_in_company, slope=_slope)
 
 
 class _Head(torch.autograd.Function):

