@@ -12,6 +12,7 @@ import typer
 
 from bagu import __version__
 from bagu.errors import BaguError
+from bagu.openmp import wait_briefly
 
 __all__ = ["main"]
 
@@ -277,7 +278,7 @@ def bench_engine(
     as_json: AsJson = False,
 ) -> None:
     """Offline throughput of the engine; nano-vllm's workload by default on a GPU."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    users = wait_briefly()  # before torch is imported
     from bagu.recipes.serving import Loader
     from bagu.serve import bench_engine as part
 
@@ -286,8 +287,8 @@ def bench_engine(
         part.main(
             shape, load=load, name=model, requests=requests, inputs=inputs, outputs=outputs,
             shared_prefix=shared_prefix, streams=streams or (), batch=batch, prefix_cache=prefix_caching,
-            quantization=quantization, invariant=invariant, dtype=dtype, peers=peer or (), rounds=rounds,
-            device=device, out=out, as_json=as_json,
+            quantization=quantization, invariant=invariant, dtype=dtype, peers=peer or (), peer_environ=users,
+            rounds=rounds, device=device, out=out, as_json=as_json,
         )
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bagu.errors import BaguError, UnknownName
+from bagu.openmp import wait_briefly
 
 __all__ = ["Loader", "chat_main", "serve_main"]
 
@@ -49,7 +50,7 @@ class Loader:
 
 def serve_main(model: str, *, loader: Loader, engine: dict[str, Any], server: dict[str, Any]) -> None:
     """`bagu serve`: the HTTP server, with the engine in a process of its own."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # inherited by the engine: idle threads must not spin
+    wait_briefly()  # inherited by the engine
     from bagu.recipes.models import find_model
     from bagu.serve.config import EngineConfig
     from bagu.serve.server import main
@@ -69,7 +70,7 @@ def chat_main(
     api_key: str | None,
 ) -> int:
     """`bagu chat`: MODEL, or the address of a server, in the terminal."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    wait_briefly()
     from bagu.serve import terminal
     from bagu.serve.chat import EngineChat, HttpChat
 

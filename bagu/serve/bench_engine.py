@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.nn.config import ModelConfig, NormConfig, Rope
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
+from bagu.openmp import settings
 from bagu.record import append_rows, environment
 from bagu.serve.bench_clock import Case, Measured, measure_streams, measure_throughput
 from bagu.serve.bench_peers import PEERS, scripted
@@ -86,6 +87,7 @@ def main(
     invariant: bool = False,
     dtype: str | None = None,
     peers: Sequence[str] = (),
+    peer_environ: Mapping[str, str] | None = None,
     rounds: int = 1,
     seed: int = 0,
     device: str | None = None,
@@ -96,7 +98,8 @@ def main(
 
     The model is `shape` with random weights, or what `load` gives, called `name` in the rows. Without `requests`,
     `inputs` and `outputs` the workload is nano-vllm's (256 requests, 100-1024 tokens in and out) on a GPU and 32
-    requests of 16-128 on a CPU. `batch` is the engine's max_num_seqs, and the peer's padded batch.
+    requests of 16-128 on a CPU. `batch` is the engine's max_num_seqs, and the peer's padded batch. A peer that is a
+    script runs in `peer_environ`, by default in this process's own.
     """
     where = torch.device(device) if device else default_device()
     gpu = where.type == "cuda"
@@ -120,14 +123,14 @@ def main(
             rows += [_row("bagu", m, where, s) for s, m in _bagu(model, config, case, turn)]
         for peer in peers:
             if peer not in PEERS:
-                rows += scripted(Path(peer))
+                rows += scripted(Path(peer), peer_environ)
                 continue
             with _fresh(where):
                 rows += [_row(peer, m, where, s) for s, m in _peer(peer, model, case, turn, batch, where, as_dtype)]
     common = {
         "system": "engine", "model": name, "config": asdict(model.config), "device": str(where),
         "dtype": str(as_dtype).removeprefix("torch."), "case": asdict(case), "engine": asdict(config),
-        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"), "env": environment(),
+        "openmp": settings(os.environ), "env": environment(),
     }  # fmt: skip
     rows = [common | row for row in rows]
     append_rows((out or RESULTS) / f"{this_machine().name}.jsonl", rows)

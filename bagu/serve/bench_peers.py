@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from bagu.errors import BaguError
 from bagu.nn.config import ModelConfig
 from bagu.nn.families import family_for
+from bagu.openmp import settings
 from bagu.serve.bench_clock import Measured
 from bagu.serve.workload import TEMPERATURE, Workload
 
@@ -107,10 +109,11 @@ def _answer(manager: Any) -> int:
 PEERS: dict[str, Contender] = {"generate": _generate, "generate_batch": _generate_batch}
 
 
-def scripted(path: Path) -> list[dict[str, Any]]:
-    """Run a peer's own script, unmodified: a row for every line of JSON with `tokens_per_s` that it prints. A line
-    is of so many streams where it has `streams`, or says so in `what`."""
-    run = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False)
+def scripted(path: Path, environ: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Run a peer's own script, unmodified, in `environ` or in this process's environment: a row for every line of JSON
+    with `tokens_per_s` that it prints. A line is of so many streams where it has `streams`, or says so in `what`."""
+    environ = os.environ if environ is None else environ
+    run = subprocess.run([sys.executable, str(path)], env=environ, capture_output=True, text=True, check=False)
     rows = []
     for line in run.stdout.splitlines():
         try:
@@ -118,7 +121,8 @@ def scripted(path: Path) -> list[dict[str, Any]]:
             rate = float(found["tokens_per_s"])
         except (ValueError, KeyError, TypeError):
             continue
-        rows.append({"contender": path.name, "streams": _streams(found), "tokens_per_s": rate, "reported": found})
+        row = {"contender": path.name, "streams": _streams(found), "tokens_per_s": rate, "reported": found}
+        rows.append(row | {"openmp": settings(environ)})
     if run.returncode or not rows:
         last = (run.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
         raise BaguError(f"{path} (exit status {run.returncode}) printed {len(rows)} lines of JSON rates: {last}")

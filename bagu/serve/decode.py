@@ -1,19 +1,16 @@
 """A decode step on a CPU: the model's layers as a flat list of torch calls, for one new token a sequence.
 
 At 8M parameters `Transformer.forward` spends more time on module calls, argument checks and small passes than on
-arithmetic. This is the same computation for the common kind of model (pre-norm, RMSNorm or none of the exotic
-choices; `supports` says), with less of everything:
-
-* weights are packed once (packed.py), and residual adds are part of the product before them;
-* the gain of a norm and its sqrt(D) are multiplied into the weight behind it, which leaves x / hypot(|x|, sqrt(D eps)):
-  three passes instead of seven;
-* queries and keys of all heads are turned together, in place;
-* what attention reads is worked out once a step and not once a layer.
+arithmetic. This is the same computation for the common kind of model (`layers.supports`), with less of everything:
+weights are laid out once (layers.py), results go to buffers whose views are made once, residual adds are part of the
+product before them, and what attention reads is worked out once a step and not once a layer. One sequence alone has a
+shorter way still, single.py. `Transformer.forward` remains the definition: tests hold this to its logits.
 
 Attention is that of ops/paged_attention/cpu.py: scores by `sampled_addmm` and sums by `embedding_bag`, which read rows
-of the pool where they lie. `Transformer.forward` remains the definition: tests hold this to its logits.
+of the pool where they lie.
 
-Dims: S = sequences = new tokens, H = heads, G = key heads, n = H / G, D = features of a head, C = keys a token sees.
+Dims: S = sequences = new tokens, H = heads, G = key heads, D = features of a head, C = keys a token sees, B = positions
+of a block, N = blocks.
 """
 
 from __future__ import annotations
@@ -22,47 +19,24 @@ import math
 import warnings
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.nn.functional import silu
 
-from bagu.nn.attention import Attention
-from bagu.nn.block import Block
-from bagu.nn.config import ModelConfig, NoPositions, Rope
-from bagu.nn.ffn import FFN, activate
+from bagu.nn.config import ModelConfig, Rope
+from bagu.nn.ffn import activate
 from bagu.nn.model import Transformer
-from bagu.nn.norm import RMSNorm
-from bagu.serve.packed import Pack, Packed, merged, pack
+from bagu.serve.layers import Layer, bits, lay_out, supports
+from bagu.serve.packed import Pack, Plain, pack, product
 from bagu.serve.paged import Batch, PagedKV
+from bagu.serve.single import Single
 
 __all__ = ["CpuDecode", "supports"]
 
-
-def supports(config: ModelConfig) -> bool:
-    """Whether a model is of the kind that this file computes; the others go through `Transformer.forward`."""
-    rope = isinstance(config.positions, Rope) and config.positions.layout == "half"
-    return (
-        config.norm.kind == "rms"
-        and config.norm.placement == "pre"
-        and config.attention == "softmax"
-        and config.mla is None
-        and config.moe is None
-        and (isinstance(config.positions, NoPositions) or (rope and config.rope_dim == config.head_dim))
-        and not config.embedding_norm
-        and not config.num_token_types
-    )
-
-
-class Layer(NamedTuple):
-    qkv: Packed
-    out: Packed
-    up: Packed  # gate and up where there is a gate
-    down: Packed
-    head_gain: torch.Tensor | None  # [n + 1, D]: of the QK norm, query heads of a group and its key
-    keys: torch.Tensor  # [N * B, G, D]
-    values: torch.Tensor
-    key_rows: torch.Tensor  # [D, N * B * G]
-    value_rows: torch.Tensor  # [N * B * G, D]
-    window: int | None
+LOWEST = torch.finfo(
+    torch.float32
+).min  # the score of a key that is not seen; finite, since the next layer takes 0 times
 
 
 class Run(NamedTuple):
@@ -82,150 +56,164 @@ class Gather(NamedTuple):
 class Sight(NamedTuple):
     """What the tokens of a step see, through one window: row (s, h) of a sparse matrix has a column a key."""
 
-    scores: torch.Tensor  # sparse [S * H, N * B * G]; its values are written anew by each layer
+    scores: torch.Tensor  # sparse [S * (H + G), N * B * G]; its values are written anew by each layer
+    values: torch.Tensor  # [S, H, C]: those
+    shares: torch.Tensor  # [S, H, C]: their softmax
     columns: torch.Tensor  # [S * H * C] rows of the pool
     begins: torch.Tensor  # [S * H]
     unseen: torch.Tensor | None  # [S, 1, C] bool, where contexts differ in length
 
 
+class Buffers:
+    """What a step of S sequences writes to, and the views of it that a layer needs."""
+
+    def __init__(self, S: int, config: ModelConfig, up: int, dtype: torch.dtype) -> None:
+        H, G, D = config.num_heads, config.num_kv_heads, config.head_dim
+        wide = torch.promote_types(dtype, torch.float32)
+        self.size = torch.empty(S, 1, dtype=wide)
+        self.unit = torch.empty(S, config.hidden_size, dtype=dtype)
+        self.qkv = torch.empty(S, (H + 2 * G) * D, dtype=dtype)
+        self.up = torch.empty(S, up, dtype=dtype)
+        self.gate, self.rest = self.up.chunk(2, 1)
+        self.qk = self.qkv[:, : (H + G) * D].view(S, H + G, D)
+        self.head_size = torch.empty(S, H + G, 1, dtype=wide)
+        self.cos, self.sin = torch.empty(S, 1, D), torch.empty(S, 1, D // 2)
+        self.wide = torch.empty(S, H + G, D, dtype=wide)
+        self.turned = self.wide if wide == dtype else torch.empty(S, H + G, D, dtype=dtype)
+        self.a, self.b = self.qk.chunk(2, -1)
+        self.wide_a, self.wide_b = self.wide.chunk(2, -1)
+        self.rows = self.turned.view(S * (H + G), D)
+        self.q = self.turned[:, :H].unflatten(1, (G, H // G))  # the queries of a group are rows of one head
+        self.k, self.v = bits(self.turned.view(S, -1)[:, H * D :]), bits(self.qkv[:, (H + G) * D :])
+        # The matrix of scores has the keys among its rows, as memory has them: they see nothing.
+        sees = torch.tensor([1] * H + [0] * G, dtype=torch.int32).repeat(S)
+        self.row_ends = torch.cat((sees.new_zeros(1), sees.cumsum(0, dtype=torch.int32)))
+        self.bags = torch.arange(S * H, dtype=torch.int32)
+
+
 class CpuDecode:
     def __init__(self, model: Transformer, kv: PagedKV, pack: Pack = pack) -> None:
-        config = model.config
-        assert supports(config) and kv.values is not None
-        self.pack = pack
-        self.model, self.kv, self.config = model, kv, config
-        self.scale, self.kind = config.scale, config.ffn
-        self.table = model.embedding.weight.detach()
+        config, self.kv, self.layers = model.config, kv, lay_out(model, kv, pack)
+        assert supports(config) and model.norm is not None
+        self.config, self.table = config, model.embedding.weight.detach()
+        self.angles = model.positions.tables(self.table.device) if isinstance(config.positions, Rope) else None
         self.floor = torch.tensor(math.sqrt(config.hidden_size * config.norm.eps))
         self.head_floor = torch.tensor(math.sqrt(config.head_dim * config.norm.eps))
-        heads = torch.arange(config.num_heads, dtype=torch.int32) // config.group_size
-        self.heads = heads.view(1, -1, 1)
-        self.layers = [self._layer(i) for i in range(config.num_layers)]
+        self.gain = model.norm.weight.detach() * math.sqrt(config.hidden_size)
+        self.windows = {layer.window for layer in self.layers}
+        self.head_offsets = (np.arange(config.num_heads, dtype=np.int32) // config.group_size)[:, None]
+        self.step_offsets = np.arange(kv.block_size, dtype=np.int32) * config.num_kv_heads
+        self.buffers = self._buffers(1)
+        plain = self.table.dtype == torch.float32 and all(isinstance(layer.up, Plain) for layer in self.layers)
+        self.single = Single(model, self.layers) if plain else None
         with warnings.catch_warnings():  # torch says once a process that CSR is beta; sampled_addmm is tested here
             warnings.simplefilter("ignore")
             torch.eye(1).to_sparse_csr()
 
-    def _layer(self, i: int) -> Layer:
-        block, config = self.model.blocks[i], self.config
-        assert isinstance(block, Block)
-        attention, ffn = block.attention, block.ffn
-        before, between = block.attention_norm, block.ffn_norm
-        assert isinstance(attention, Attention) and isinstance(ffn, FFN) and self.kv.values is not None
-        assert isinstance(before, RMSNorm) and isinstance(between, RMSNorm)
-        root = math.sqrt(config.hidden_size)
-        keys, values = (p[i].flatten(0, 1) for p in (self.kv.keys, self.kv.values))
-        up = ffn.gate_up if ffn.gated else ffn.up
-        return Layer(
-            qkv=self.pack(merged(attention.qkv, before.weight.detach() * root), attention.qkv.bias),
-            out=self.pack(merged(attention.out), attention.out.bias),
-            up=self.pack(merged(up, between.weight.detach() * root), up.bias),
-            down=self.pack(merged(ffn.down), ffn.down.bias),
-            head_gain=self._head_gain(attention),
-            keys=keys,
-            values=values,
-            key_rows=keys.flatten(0, 1).t(),
-            value_rows=values.flatten(0, 1),
-            window=config.window(i),
-        )
-
-    def _head_gain(self, attention: Attention) -> torch.Tensor | None:
-        q, k = attention.q_norm, attention.k_norm
-        if not isinstance(q, RMSNorm) or not isinstance(k, RMSNorm):
-            return None
-        rows = [q.weight.detach()] * attention.group_size + [k.weight.detach()]
-        return torch.stack(rows) * math.sqrt(self.config.head_dim)
-
     def __call__(self, batch: Batch) -> torch.Tensor:
         """The hidden state of each sequence's new token, [S, hidden_size], as `Transformer.forward` gives it."""
-        turn = self._rotation(batch.positions)
-        sights = {w: self._sight(batch, w) for w in {layer.window for layer in self.layers}}
+        S, b = len(batch.ids), self.buffers
+        if S == 1 and self.single is not None:
+            first = _run(batch, self.kv.block_size, batch.max_context)
+            if first is not None:
+                return self.single(batch.ids, batch.max_context - 1, first)
+        if len(b.size) != S:
+            b = self.buffers = self._buffers(S)
+        if self.angles is not None:
+            cos, sin = (t.index_select(0, batch.positions) for t in self.angles)
+            b.cos.view(S, 2, -1).copy_(cos.unsqueeze(1))
+            b.sin.copy_(sin.unsqueeze(1))
+        sights, slots = {w: self._sight(batch, w) for w in self.windows}, batch.slots.numpy()
         x = torch.embedding(self.table, batch.ids)
         for layer in self.layers:
-            y = self._attend(layer, self._unit(x), batch.slots, turn, sights[layer.window])
-            x = layer.out.add(x, y)
-            x = layer.down.add(x, self._feed(layer.up(self._unit(x))))
-        assert self.model.norm is not None
-        hidden: torch.Tensor = self.model.norm(x)
-        return hidden
+            product(layer.qkv, self._unit(x), b.qkv)
+            x = layer.out.add(x, self._attend(layer, slots, sights[layer.window]))
+            product(layer.up, self._unit(x), b.up)
+            x = layer.down.add(x, self._feed())
+        return self._unit(x) * self.gain
+
+    def _buffers(self, S: int) -> Buffers:
+        gated = 2 if self.config.gated else 1
+        return Buffers(S, self.config, gated * self.config.intermediate_size, self.table.dtype)
 
     def _unit(self, x: torch.Tensor) -> torch.Tensor:
         """RMSNorm without its gain and without sqrt(D): both are in the weight behind it."""
-        size = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
-        return (x / torch.hypot(size, self.floor, out=size)).to(x.dtype)
+        b = self.buffers
+        size = torch.linalg.vector_norm(x, 2, -1, True, dtype=b.size.dtype, out=b.size)
+        return torch.div(x, torch.hypot(size, self.floor, out=size), out=b.unit)
 
-    def _feed(self, h: torch.Tensor) -> torch.Tensor:
-        if self.kind != "swiglu":
-            return activate(self.kind, h)
-        gate, up = h.chunk(2, 1)
-        return torch.nn.functional.silu(gate).mul_(up)
+    def _feed(self) -> torch.Tensor:
+        b = self.buffers
+        return (
+            silu(b.gate, inplace=True).mul_(b.rest) if self.config.ffn == "swiglu" else activate(self.config.ffn, b.up)
+        )
 
-    def _attend(
-        self, layer: Layer, h: torch.Tensor, slots: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor] | None,
-        sight: Sight | Gather | Run,
-    ) -> torch.Tensor:  # fmt: skip
-        """[S, H * D]: what the tokens see, their own keys and values stored first."""
-        S, n, G, D = h.shape[0], self.config.group_size, self.config.num_kv_heads, self.config.head_dim
-        qkv = layer.qkv(h).view(S, G, n + 2, D)
-        qk = qkv.narrow(2, 0, n + 1)
+    def _turn(self, layer: Layer) -> None:
+        """QK norm and RoPE, from `qk` to `turned`."""
+        b = self.buffers
         if layer.head_gain is not None:
-            size = torch.linalg.vector_norm(qk, 2, -1, True, dtype=torch.float32)
-            qk.div_(torch.hypot(size, self.head_floor, out=size)).mul_(layer.head_gain)
-        if turn is not None:  # (a, b) -> (a cos - b sin, b cos + a sin), a and b the halves of a head
-            cos, sin = turn
-            swapped, wide = qk.roll(D // 2, -1), qk.float()  # in fp32 qk itself, else a copy
-            wide.mul_(cos).addcmul_(swapped, sin)
-            if wide is not qk:
-                qk.copy_(wide)
-        layer.keys.index_copy_(0, slots, qkv.select(2, n))
-        layer.values.index_copy_(0, slots, qkv.select(2, n + 1))
-        q = qkv.narrow(2, 0, n)
-        if isinstance(sight, Run):  # the n queries of a group are n rows of one head
-            shape, strides, first = (1, G, sight.length, D), (0, D, G * D, 1), sight.first * G * D
-            k, v = (p.as_strided(shape, strides, first) for p in (layer.keys, layer.values))
-            return sdpa(q, k, v, scale=self.scale).reshape(1, -1)
-        if isinstance(sight, Gather):
-            k, v = (p.index_select(0, sight.slots).view(S, -1, G, D) for p in (layer.keys, layer.values))
-            y = sdpa(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=sight.unseen, scale=self.scale)
-            return y.reshape(S, -1)
-        q = q.reshape(-1, D)
-        torch.sparse.sampled_addmm(sight.scores, q, layer.key_rows, beta=0.0, alpha=self.scale, out=sight.scores)
-        s = sight.scores.values().view(S, G * n, -1)
-        if sight.unseen is not None:  # not in place: the next layer's sum takes 0 times what is there
-            s = s.masked_fill(sight.unseen, -torch.inf)
-        p = torch.softmax(s, -1).view(-1)
-        y = torch.embedding_bag(layer.value_rows, sight.columns, sight.begins, False, 0, False, p)[0]
-        return y.view(S, -1)
+            size = torch.linalg.vector_norm(b.qk, 2, -1, True, dtype=b.head_size.dtype, out=b.head_size)
+            b.qk.div_(torch.hypot(size, self.head_floor, out=size)).mul_(layer.head_gain)
+        if self.angles is None:
+            b.wide.copy_(b.qk)
+        else:  # (a, b) -> (a cos - b sin, b cos + a sin), a and b the halves of a head
+            torch.mul(b.qk, b.cos, out=b.wide)
+            b.wide_a.addcmul_(b.b, b.sin, value=-1)
+            b.wide_b.addcmul_(b.a, b.sin)
+        if b.turned is not b.wide:
+            b.turned.copy_(b.wide)
 
-    def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """cos and sin of each token for both halves of a head, [S, 1, 1, D]; the sign of the first half in the sin."""
-        signals = self.model.positions.signals(positions)
-        if signals.cos is None or signals.sin is None:
-            return None
-        cos, sin = signals.cos, signals.sin
-        shape = (len(positions), 1, 1, -1)
-        return torch.cat((cos, cos), 1).view(shape), torch.cat((-sin, sin), 1).view(shape)
+    def _attend(self, layer: Layer, slots: np.ndarray, sight: Sight | Gather | Run) -> torch.Tensor:
+        """[S, H * D]: what the tokens see, their own keys and values stored first."""
+        b, S, scale = self.buffers, len(slots), self.config.scale
+        self._turn(layer)
+        layer.key_bits[slots], layer.value_bits[slots] = b.k, b.v
+        if isinstance(sight, Run):
+            k, v = (p.narrow(2, *sight) for p in (layer.key_heads, layer.value_heads))
+            return sdpa(b.q, k, v, scale=scale).view(1, -1)
+        if isinstance(sight, Gather):
+            k, v = (p.index_select(0, sight.slots).unflatten(0, (S, -1)) for p in (layer.keys, layer.values))
+            y = sdpa(b.q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=sight.unseen, scale=scale)
+            return y.reshape(S, -1)
+        scores, values, shares, columns, begins, unseen = sight
+        torch.sparse.sampled_addmm(scores, b.rows, layer.key_rows, beta=0.0, alpha=scale, out=scores)
+        if unseen is not None:
+            values.masked_fill_(unseen, LOWEST)
+        torch.softmax(values, -1, out=shares)
+        y = torch.embedding_bag(layer.value_rows, columns, begins, False, 0, False, shares.view(-1))[0]
+        return y.view(S, -1)
 
     def _sight(self, batch: Batch, window: int | None) -> Sight | Gather | Run:
         B, G, H, S = self.kv.block_size, self.config.num_kv_heads, self.config.num_heads, len(batch.ids)
         C = batch.max_context if window is None else min(window, batch.max_context)
         if S == 1 and (first := _run(batch, B, C)) is not None:
             return Run(first, C)
-        lengths = batch.context_lens.unsqueeze(1)
-        place = torch.arange(C, dtype=torch.int32) + (lengths - C).clamp_(min=0)  # a window ends at the last token
-        inside = torch.minimum(place, lengths - 1)  # past the end: a key that is seen, so that no stale NaN is read
-        slots = batch.block_tables.gather(1, (inside // B).long()) * B + inside % B
-        ragged = S > 1 and bool((batch.context_lens < C).any())
-        unseen = (place > lengths - 1).unsqueeze(1) if ragged else None
+        lengths = batch.context_lens.numpy()[:, None]
+        starts = (batch.block_tables.numpy() * np.int32(B * G))[:, :, None]
+        heads = (starts + self.step_offsets).reshape(S, -1)  # head 0 of each place
+        if window is None:
+            heads = heads[:, :C]
+        else:  # a window ends at the last token
+            last = np.minimum(np.arange(C, dtype=np.int32) + np.maximum(lengths - C, 0), lengths - 1)
+            heads = np.take_along_axis(heads, last, 1)
+        unseen = np.arange(C, dtype=np.int32) >= lengths
+        ragged = bool(unseen.any())
+        if ragged:  # past the end: a key that is seen, so that no stale NaN is read
+            heads = np.where(unseen, heads[:, :1], heads)
         if self.table.dtype != torch.float32:
-            mask = None if unseen is None else torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf).unsqueeze(1)
-            return Gather(slots.view(-1), None if mask is None else mask.to(self.table.dtype))
-        columns = (slots.unsqueeze(1) * G + self.heads).view(-1)
-        begins = torch.arange(0, S * H * C + 1, C, dtype=torch.int32)
+            return Gather(torch.from_numpy((heads // G).reshape(-1)), self._mask(unseen) if ragged else None)
+        columns = torch.from_numpy((heads[:, None] + self.head_offsets).reshape(-1))
         scores = torch.sparse_csr_tensor(
-            begins, columns, torch.zeros(S * H * C, dtype=self.table.dtype),
-            (S * H, self.layers[0].value_rows.shape[0]), check_invariants=False,
+            self.buffers.row_ends * C, columns, torch.zeros(S * H * C),
+            (len(self.buffers.rows), self.layers[0].value_rows.shape[0]), check_invariants=False,
         )  # fmt: skip
-        return Sight(scores, columns, begins[:-1], unseen)
+        values = scores.values().view(S, H, C)
+        hidden = torch.from_numpy(unseen).unsqueeze(1) if ragged else None
+        return Sight(scores, values, torch.empty_like(values), columns, self.buffers.bags * C, hidden)
+
+    def _mask(self, unseen: np.ndarray) -> torch.Tensor:
+        mask = torch.zeros(unseen.shape, dtype=self.table.dtype).masked_fill_(torch.from_numpy(unseen), -torch.inf)
+        return mask[:, None, None]
 
 
 def _run(batch: Batch, block_size: int, length: int) -> int | None:

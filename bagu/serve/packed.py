@@ -1,7 +1,7 @@
 """A model's linear layers as a CPU wants them: each weight laid out once, for many products with few rows.
 
-fp32 is kept as [in, out], with which BLAS multiplies 4 to 16 rows in 0.6 to 0.7 of the time of [out, in], the layout of
-checkpoints. bf16 is in oneDNN's tiles, which AMX reads; torch would tile it anew at each call. int8 is quantize.py's.
+fp32 is there twice: as [out, in], the layout of checkpoints, for one or two rows, and as [in, out] for more. bf16 is in
+oneDNN's tiles, which AMX reads; torch would tile it anew at each call. int8 is quantize.py's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from bagu.nn.linear import Linear
 
-__all__ = ["Pack", "Packed", "merged", "pack"]
+__all__ = ["Pack", "Packed", "Plain", "merged", "pack", "product"]
 
 
 class Packed(Protocol):
@@ -22,7 +22,7 @@ class Packed(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def add(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + x Wᵀ + b."""
+        """residual + x Wᵀ + b; the residual may be overwritten with it."""
         ...
 
 
@@ -30,37 +30,32 @@ Pack = Callable[[torch.Tensor, torch.Tensor | None], Packed]  # of a weight [out
 
 
 class Plain:
-    """fp32 (or fp64): BLAS calls of 16 rows, residual or bias included.
+    """fp32 (or fp64) by BLAS. All linears of the 8M model on two cores, us by rows:
 
-    MKL has a kernel for up to 16 rows that reads the weight as it lies, and from 17 rows on packs it first. Two cores,
-    32 rows and all linears of the 8M model: 6.4 ms in blocks of 16, 9.0 ms as `F.linear`, 11.6 ms in one piece.
+        rows                1      2      4      8     16     32     64
+        [out, in]         729    891   1312   2051   3047   4270   5666
+        [in, out]         815   1030   1062   1401   1933   3348   5526
+
+    Blocks of 16 rows, each a call, are no better than one (3.9 to 4.5 ms at 32). MKL's packed weights are (3.1 ms),
+    but are packed for one number of rows.
     """
 
-    BLOCK, MOST = 16, 128  # with more rows than MOST the packing pays
+    FEW = 2
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight, self.bias = weight.t().contiguous(), bias
+        self.rows, self.bias = weight, bias
+        self.few, self.many = weight.t(), weight.t().contiguous()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.bias is not None:
-            return self.add(self.bias.expand(x.shape[0], -1), x, biased=True)
-        M, w, B = x.shape[0], self.weight, self.BLOCK
-        if M <= B or M > self.MOST:
-            return torch.mm(x, w)
-        y = x.new_empty(M, w.shape[1])
-        for i in range(0, M, B):
-            torch.mm(x[i : i + B], w, out=y[i : i + B])
-        return y
+    def _weight(self, x: torch.Tensor) -> torch.Tensor:
+        return self.few if x.shape[0] <= self.FEW else self.many
 
-    def add(self, residual: torch.Tensor, x: torch.Tensor, *, biased: bool = False) -> torch.Tensor:
-        M, w, B = x.shape[0], self.weight, self.BLOCK
-        if M <= B or M > self.MOST:
-            y = torch.addmm(residual, x, w)
-        else:
-            y = x.new_empty(M, w.shape[1])
-            for i in range(0, M, B):
-                torch.addmm(residual[i : i + B], x[i : i + B], w, out=y[i : i + B])
-        return y if self.bias is None or biased else y.add_(self.bias)
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        w = self._weight(x)
+        return torch.mm(x, w, out=out) if self.bias is None else torch.addmm(self.bias, x, w, out=out)
+
+    def add(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        residual.addmm_(x, self._weight(x))
+        return residual if self.bias is None else residual.add_(self.bias)
 
 
 class Tiled:
@@ -75,6 +70,14 @@ class Tiled:
 
     def add(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return self(x).add_(residual)
+
+
+def product(packed: Packed, x: torch.Tensor, out: torch.Tensor) -> None:
+    """out = x Wᵀ + b: by the product itself where it can, else by a copy."""
+    if isinstance(packed, Plain):
+        packed(x, out)
+    else:
+        out.copy_(packed(x))
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packed:
