@@ -1,0 +1,70 @@
+"""int8 on a CPU: near the exact product at any number of rows, and no row is spoiled by another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_engine import small_model
+
+from bagu.errors import BackendError
+from bagu.serve.quantize import Int8, Int8Linear, quantized
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 33])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_and_sums_are_near(rows: int, biased: bool) -> None:
+    weight, x, residual = drawn(96, 64) / 8, drawn(rows, 64), drawn(rows, 96)
+    bias = drawn(96) if biased else None
+    int8 = Int8(weight, bias)
+    want = torch.nn.functional.linear(x, weight, bias)
+    before = residual.clone()
+    for _ in range(3):  # TorchScript runs a function in one way at first and in another later
+        assert 1e-4 < error(int8(x), want) < 0.02
+        assert error(int8.add(residual, x), residual + want) < 0.02
+    assert torch.equal(residual, before)
+
+
+def test_a_row_of_large_values_does_not_spoil_the_others() -> None:
+    weight, x = drawn(96, 64), drawn(16, 64)
+    x[0] *= 1000
+    want = x @ weight.t()
+    int8 = Int8(weight)
+    assert error(int8(x)[1:], want[1:]) < 0.02
+    one_scale = torch.ops.quantized.linear_dynamic(x, int8.weight, False)
+    assert error(one_scale[1:], want[1:]) > 0.2, "or the rows need not be scaled"
+
+
+def test_rows_that_are_empty_zero_or_broken_stay_what_they_are() -> None:
+    int8 = Int8(drawn(96, 64))
+    assert int8(torch.zeros(0, 64)).shape == (0, 96)
+    x = drawn(3, 64)
+    x[0], x[1] = 0.0, torch.nan
+    y = int8(x)
+    assert not y[0].any() and y[1].isnan().all() and y[2].isfinite().all()
+
+
+def test_the_dtype_of_the_activations_is_kept() -> None:
+    weight, x = drawn(96, 64).bfloat16(), drawn(2, 64).bfloat16()
+    y = Int8(weight)(x)
+    assert y.dtype == torch.bfloat16 and error(y, x.double() @ weight.double().t()) < 0.02
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(BackendError, match="weights are on meta"):
+        Int8(torch.empty(4, 4, device="meta"))
+
+
+def test_a_quantized_model_leaves_its_source_alone() -> None:
+    model = small_model()
+    twin = quantized(model)
+    assert isinstance(twin.blocks[0].attention.qkv, Int8Linear)
+    assert not any(isinstance(m, Int8Linear) for m in model.modules())
+    assert twin.embedding is not None and twin.embedding.weight is model.embedding.weight
