@@ -7,10 +7,12 @@ step begins, not a state.
     mixture   row j of step s  ->  source, and its n-th row      (mix.py)
     layout    n-th row         ->  pieces of documents           (pack.py)
     store     pieces           ->  tokens, targets, segments     (batch.py)
+    masking   tokens           ->  some hidden, and asked for    (masked.py), where the loader is `masked`
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -18,6 +20,7 @@ from typing import Any, get_args
 import numpy as np
 
 from bagu.data.batch import assemble
+from bagu.data.masked import Masking, mask_batch
 from bagu.data.mix import MixConfig, Mixture
 from bagu.data.pack import Bins, Layout, Order, Packing, Tape, in_order, shuffled
 from bagu.data.prefetch import Prefetch
@@ -94,6 +97,13 @@ class Loader:
         }
         tokens = {name: store.num_tokens for name, store in stores.items()}
         self.mixture = Mixture(config.mix, tokens, rows_per_step=config.rows_per_step)
+        self.masking: Masking | None = None
+
+    def masked(self, masking: Masking) -> Loader:
+        """The same loader, for masked language modelling: a step hides the same tokens each time it is made."""
+        other = copy.copy(self)
+        other.masking = masking
+        return other
 
     def batch(self, step: int) -> tuple[Batch, ...]:
         """The micro-batches of global step `step`."""
@@ -114,7 +124,9 @@ class Loader:
             raise BaguError(
                 f"step {step} has no target to learn from: the loss mask is 0 in all of its rows", hint=hint
             )
-        return batches
+        if self.masking is None:
+            return batches
+        return tuple(mask_batch(b, self.masking, step, number) for number, b in enumerate(batches))
 
     def cursor(self, step: int) -> dict[str, Any]:
         """Where `step` begins in every source, as JSON: the next token each will give."""

@@ -2,68 +2,95 @@
 
 Of the tokens that are not special, `rate` are chosen. Of these 80 % become the mask token, 10 % a random token and 10 %
 stay as they are, so that the model cannot tell from its input where it will be asked. Targets are the original tokens
-there, `IGNORE` elsewhere.
+there, `IGNORE` elsewhere. Every step hides others (RoBERTa's dynamic masking), and a step always the same ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
 
 import numpy as np
 import torch
 
 from bagu.data.batch import PAD_ID
 from bagu.data.pack import philox
+from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import ArgumentError, BaguError
 from bagu.types import IGNORE, Batch
 
-__all__ = ["mask_batch"]
+__all__ = ["HIDDEN", "RANDOM", "Masking", "check_rate", "mask_batch"]
 
 HIDDEN, RANDOM = 0.8, 0.1  # the rest keep their token
+MASK_TOKENS = ("<|mask|>", "[MASK]", "<mask>")  # bagu's, BERT's, RoBERTa's
 
 
-def mask_batch(
-    batch: Batch,
-    *,
-    token_bytes: np.ndarray,
-    mask_id: int,
-    special_ids: Collection[int],
-    key: tuple[int, ...],
-    rate: float = 0.15,
-) -> Batch:
-    """`batch` with tokens hidden; the same `key` (seed, step, micro-batch) hides the same tokens.
-
-    Exactly rate x candidates are chosen, and at least one. `token_bytes` is the tokenizer's: its length is the
-    vocabulary random tokens come from. Padding is told from text by its id, so the packer's must be in `special_ids`.
-    """
-    vocab_size = len(token_bytes)
+def check_rate(rate: float) -> None:
+    """Refuse a masking rate that is no share of the tokens."""
     if not 0 < rate <= 1:
         raise ArgumentError(f"a masking rate of {rate} is not a share of the tokens", hint="BERT's is 0.15")
-    if not 0 <= mask_id < vocab_size:
-        raise ArgumentError(f"mask_id {mask_id} is not in a vocabulary of {vocab_size}", hint="take the tokenizer's")
-    if batch.num_padding and PAD_ID not in special_ids:
-        hint = f"add {PAD_ID} to special_ids"
-        raise ArgumentError(f"the batch has padding, which is token {PAD_ID}, and that is no special token", hint=hint)
-    ids = batch.ids.numpy()
-    special = np.zeros(vocab_size, bool)
-    special[[*special_ids, mask_id]] = True
-    candidates = np.flatnonzero(~special[ids])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masking:
+    """What is hidden: `rate` of the tokens that are not special. `seed` draws which, and random tokens from the
+    `vocab_size`."""
+
+    seed: int
+    rate: float
+    vocab_size: int
+    mask_id: int
+    special_ids: frozenset[int]
+
+    def __post_init__(self) -> None:
+        check_rate(self.rate)
+        if not 0 <= self.mask_id < self.vocab_size:
+            what = f"mask_id {self.mask_id} is not in a vocabulary of {self.vocab_size}"
+            raise ArgumentError(what, hint="take the tokenizer's")
+
+    @classmethod
+    def of(cls, tokenizer: BpeTokenizer, *, rate: float, seed: int) -> Self:
+        """With the tokenizer's mask token, known by its name."""
+        special = tokenizer.special_ids
+        mask_id = next((special[token] for token in MASK_TOKENS if token in special), None)
+        if mask_id is None:
+            raise BaguError(
+                f"the tokenizer has no mask token: none of its special tokens ({', '.join(special) or 'it has none'}) "
+                f"is {', '.join(MASK_TOKENS[:-1])} or {MASK_TOKENS[-1]}",
+                hint=f"leave tokenizer.path out, or give it one of bagu tokenizer train: both have {MASK_TOKENS[0]}",
+            )
+        ids = frozenset(special.values())
+        return cls(seed=seed, rate=rate, vocab_size=tokenizer.vocab_size, mask_id=mask_id, special_ids=ids)
+
+    @cached_property
+    def special(self) -> np.ndarray:
+        """[vocab_size] bool: what is neither hidden nor drawn in place of another, the mask token among it."""
+        table = np.zeros(self.vocab_size, bool)
+        table[[*self.special_ids, self.mask_id]] = True
+        return table
+
+
+def mask_batch(batch: Batch, masking: Masking, *place: str | int) -> Batch:
+    """`batch` with tokens hidden; the same seed and place (step, micro-batch) hide the same ones.
+
+    Exactly rate x candidates are chosen, and at least one. `target_bytes` is 0: what a hidden token costs when both
+    sides are known is no part of a code for the text, so there are no bits per byte.
+    """
+    ids, special = batch.ids.numpy(), masking.special
+    padding = (ids == PAD_ID) & (batch.targets.numpy() == IGNORE)
+    candidates = np.flatnonzero(~special[ids] & ~padding)
     if not len(candidates):
         raise BaguError(f"all {len(ids)} tokens of the batch are special: none can be hidden", hint="look at the data")
-    draws = philox(key[0], "masked", *key[1:])
-    count = max(1, round(rate * len(candidates)))
+    draws = philox(masking.seed, "masked", *place)
+    count = max(1, round(masking.rate * len(candidates)))
     chosen = np.sort(candidates[np.argsort(draws.random_raw(len(candidates)), kind="stable")[:count]])
     lot = draws.random_raw(count) / 2.0**64
     ordinary = np.flatnonzero(~special)
     random = ordinary[draws.random_raw(count) % len(ordinary)]  # the bias of the remainder is below 2^-40
-    shown = np.where(lot < HIDDEN, mask_id, np.where(lot < HIDDEN + RANDOM, random, ids[chosen]))
+    shown = np.where(lot < HIDDEN, masking.mask_id, np.where(lot < HIDDEN + RANDOM, random, ids[chosen]))
     inputs, targets = ids.copy(), np.full(len(ids), IGNORE, np.int64)
     inputs[chosen], targets[chosen] = shown, ids[chosen]
     return replace(
-        batch,
-        ids=torch.from_numpy(inputs),
-        targets=torch.from_numpy(targets),
-        num_targets=count,
-        target_bytes=int(token_bytes[ids[chosen]].sum()),
+        batch, ids=torch.from_numpy(inputs), targets=torch.from_numpy(targets), num_targets=count, target_bytes=0
     )

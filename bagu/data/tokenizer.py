@@ -6,7 +6,8 @@ this file decides what bagu needs to be sure of:
 
 * Text cannot become a control token: "<|endoftext|>" inside a document is encoded as the characters it is made of.
   `encode_markup` is for text one has written oneself (a chat template), where control tokens are meant.
-* `token_bytes` says how many bytes of text a token stands for, so that losses of different tokenizers compare.
+* `bytes_of` says which bytes of text a token stands for: a character may be spread over several tokens. `token_bytes`
+  says how many, so that losses of different tokenizers compare.
 * `fingerprint` is the hash of tokenizer.json, so that tokens of one tokenizer never meet the model of another.
 """
 
@@ -18,7 +19,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -169,18 +170,36 @@ class BpeTokenizer:
         """The text, control tokens by name. Bytes that are not UTF-8 (a cut character) become U+FFFD."""
         return self._plain.decode(list(ids), skip_special_tokens=False)
 
+    def bytes_of(self, id: int) -> bytes:
+        """The bytes of text a token stands for, a control token's name; none for an id without a token. Of text,
+        b"".join(map(bytes_of, encode(text))) is text.encode() where the vocabulary is of bytes."""
+        found = self._known.get(id)
+        if found is None:
+            found = self._known[id] = _text_bytes(self._plain.id_to_token(id) or "", byte_level=self._of_bytes)
+        return found
+
+    @cached_property
+    def byte_level(self) -> bool:
+        """Whether `decode` is the bytes of the tokens one after another, read as UTF-8: other decoders strip spaces."""
+        return self._of_bytes and isinstance(self._plain.decoder, decoders.ByteLevel)
+
     @cached_property
     def token_bytes(self) -> np.ndarray:
         """[vocab_size] int32: bytes of text each id stands for; 0 for control tokens and holes."""
-        spec = json.loads(self.spec)
-        parts = [spec.get("pre_tokenizer"), spec.get("decoder")]
-        byte_level = '"ByteLevel"' in json.dumps(parts)
-        added = {id: token.content for id, token in self._plain.get_added_tokens_decoder().items()}
-        sizes = np.zeros(self.vocab_size, np.int32)
-        for token, id in self._plain.get_vocab(with_added_tokens=True).items():
-            sizes[id] = len(added[id].encode()) if id in added else _text_bytes(token, byte_level=byte_level)
+        sizes = np.array([len(self.bytes_of(id)) for id in range(self.vocab_size)], np.int32)
         sizes[list(self.special_ids.values())] = 0
         return sizes
+
+    @cached_property
+    def _of_bytes(self) -> bool:
+        """Whether the vocabulary writes a byte as one character of GPT-2's alphabet."""
+        parts = (self._plain.pre_tokenizer, self._plain.decoder)
+        return any(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
+
+    @cached_property
+    def _known(self) -> dict[int, bytes]:
+        """What `bytes_of` has said: a server asks for every token it streams."""
+        return {}
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
@@ -211,13 +230,22 @@ def _check_unicode(text: str, number: int) -> None:
         raise BaguError(f"only Unicode text can be encoded: {found}", hint=hint) from error
 
 
-def _text_bytes(token: str, *, byte_level: bool) -> int:
-    """Bytes of text of one vocabulary entry, by how the vocabulary writes them."""
-    if byte_level:
-        return len(token)  # one character stands for one byte
+def _text_bytes(token: str, *, byte_level: bool) -> bytes:
+    """The text of one vocabulary entry, by how the vocabulary writes it."""
+    if byte_level:  # one character stands for one byte; an added token with others is written as it is
+        known = _byte_alphabet()
+        return bytes(known[c] for c in token) if all(c in known for c in token) else token.encode()
     if re.fullmatch(r"<0x[0-9A-F]{2}>", token):  # SentencePiece's spelling of a byte
-        return 1
-    return len(token.removeprefix("##").replace("▁", " ").encode())  # WordPiece's inner piece; SentencePiece's space
+        return bytes.fromhex(token[3:5])
+    return token.removeprefix("##").replace("▁", " ").encode()  # WordPiece's inner piece; SentencePiece's space
+
+
+@cache
+def _byte_alphabet() -> Mapping[str, int]:
+    """GPT-2's characters for the 256 bytes: those that print stand for themselves, the rest follow from U+0100 on."""
+    printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in set(printed)]
+    return {chr(b): b for b in printed} | {chr(0x100 + i): b for i, b in enumerate(hidden)}
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -69,6 +69,27 @@ def llama_1b() -> Run:
     )  # fmt: skip
 
 
+def mlm() -> Run:
+    """BERT in small, 5.9M parameters: learns to fill in hidden tokens from both sides, on two CPU cores in minutes."""
+    return Run(
+        mask_rate=0.15,
+        model=ModelConfig(
+            vocab_size=4096, hidden_size=256, num_layers=6, num_heads=4, num_kv_heads=4, head_dim=64,
+            intermediate_size=1024, max_len=256, causal=False, positions=Learned(), ffn="gelu", tie_embeddings=True,
+            norm=NormConfig(kind="layer", placement="post", eps=1e-12, bias=True), qkv_bias=True, out_bias=True,
+            ffn_bias=True, embedding_norm=True, num_token_types=2, mlm_head=True,
+        ),
+        tokenizer=TokenizerConfig(vocab_size=4096),
+        data=DataConfig(context=256, rows=16),
+        train=TrainConfig(
+            steps=600, eval_every=100, save_every=100,
+            # AdamW at 1e-3 is at 6.7 nats after 120 steps, where word frequencies alone bring it; Muon is at 6.3
+            optimizer=OptimizerConfig(kind="muon", lr=0.003),
+            schedule=ScheduleConfig(kind="wsd", warmup_steps=30, decay_share=0.5),
+        ),
+    )  # fmt: skip
+
+
 def sft() -> Run:
     """Fine-tuning of a model that `--from` names, on chats: only the assistant's tokens count."""
     return Run(
@@ -88,7 +109,7 @@ def lora() -> Run:
     return replace(run, lora=LoraConfig(), train=replace(run.train, optimizer=optimizer))
 
 
-RECIPES: dict[str, Callable[[], Run]] = {f.__name__: f for f in (small, gpt2_124m, llama_1b, sft, lora)}
+RECIPES: dict[str, Callable[[], Run]] = {f.__name__: f for f in (small, gpt2_124m, llama_1b, mlm, sft, lora)}
 
 
 def recipe(name: str) -> Run:

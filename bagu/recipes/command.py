@@ -9,15 +9,16 @@ import torch
 from rich.console import Console
 
 from bagu import config as configs
+from bagu.data.masked import HIDDEN, RANDOM
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError, UnknownName
 from bagu.recipes.catalogue import recipe as find_recipe
 from bagu.recipes.catalogue import with_data, with_start
 from bagu.recipes.models import find_model, load_model, save_model
 from bagu.recipes.run import Run
-from bagu.recipes.training import DTYPES, train
+from bagu.recipes.training import DTYPES, Trained, held_out, train
 from bagu.run import RunFolder
-from bagu.train.report import write_report
+from bagu.train.report import ReportData, Table, read_run, write_report
 
 __all__ = ["export_main", "train_main"]
 
@@ -39,17 +40,45 @@ def train_main(
     else:
         run = with_start(with_data(find_recipe(recipe), data), start)
     run = configs.override(run, settings)
+    if prompts and run.train.sample_every is None:
+        raise BaguError(
+            "--prompt is given, and this run continues none: train.sample_every is null",
+            hint="leave it out" if run.mask_rate is not None else "leave it out, or set train.sample_every",
+        )
     if dry_run:
         print(json.dumps(configs.to_dict(run), indent=2))
         return 0
     done = train(run, out, resume=resume, prompts=prompts or PROMPTS)
-    report = write_report(done.folder)
+    report = _report(run, done)
     again = f"bagu train --resume --out {out}"
     state = (
         f"stopped after {done.fit.step} of {run.train.steps} steps; go on: {again}" if done.fit.interrupted else "done"
     )
     console.print(f"{state}\nmodel: {out / 'model'}\nreport: {report}", highlight=False, soft_wrap=True)
     return 130 if done.fit.interrupted else 0
+
+
+def _report(run: Run, done: Trained) -> Path:
+    """The page of a run; that of a masked language model says what its losses are of."""
+    masking = done.tokens.loader.masking
+    if masking is None:
+        return write_report(done.folder)
+    first = done.tokens.loader.batch(0)
+    asked, tokens = sum(b.num_targets for b in first), sum(b.num_tokens for b in first)
+    rows = [
+        ("hidden, of the tokens that are not special", f"{100 * masking.rate:g} %"),
+        ("shown as the mask token, as a random one, as they are",
+         f"{100 * HIDDEN:.0f} %, {100 * RANDOM:.0f} %, {100 * (1 - HIDDEN - RANDOM):.0f} %"),
+        ("masked positions of the first step", f"{asked:,} of {tokens:,} tokens"),
+        ("masked positions of the validation", f"{sum(b.num_targets for b in held_out(run, done.tokens)):,}"),
+    ]  # fmt: skip
+    note = (
+        "Losses are means over masked positions, in nats. They are no code length of the text, so there are no bits "
+        "per byte. Every step hides other positions, the validation the same ones each time."
+    )
+    table = Table(title="Masked positions", columns=("what", "value"), rows=rows, note=note)
+    shown = read_run(done.folder)
+    return write_report(ReportData(title=shown.name, runs=[shown], tables=[table]), done.folder.report)
 
 
 def export_main(model: str, out: Path, *, dtype: str | None) -> None:

@@ -1,8 +1,9 @@
 """What a training run is: one frozen tree, from the files it reads to the steps it makes.
 
 Stages differ in data and start, not in kind. Pretraining begins with random weights; continued pretraining is the same
-with `init_from` and, to limit forgetting, a mixture that holds some of the old data; SFT reads chats and counts the
-assistant's tokens alone, and with `lora` trains adapters instead of the weights.
+with `init_from` and, to limit forgetting, a mixture that holds some of the old data; with `mask_rate` it is masked
+language modelling (BERT's), of a model that sees both sides. SFT reads chats and counts the assistant's tokens alone,
+and with `lora` trains adapters instead of the weights.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Literal
 
 from bagu.config import ConfigError
 from bagu.data.loader import DataConfig
+from bagu.data.masked import check_rate
 from bagu.nn.config import ModelConfig
 from bagu.train.state import TrainConfig
 
@@ -62,7 +64,8 @@ class Run:
 
     `init_from` is a run folder, a bagu checkpoint or a Hugging Face folder; its tokenizer is taken too unless one is
     named. `validation` is the share of documents held out, `dedup` the similarity from which a document counts as a
-    copy of an earlier one (null: no look). `eval_batches` bounds an evaluation.
+    copy of an earlier one (null: no look). `eval_batches` bounds an evaluation. `mask_rate` is the share of tokens that
+    are hidden and asked for (BERT's: 0.15); null predicts the next token instead.
     """
 
     stage: Literal["pretrain", "sft"] = "pretrain"
@@ -73,6 +76,7 @@ class Run:
     model: ModelConfig | None = None
     init_from: str | None = None
     lora: LoraConfig | None = None
+    mask_rate: float | None = None
     dtype: Literal["bf16", "fp32"] | None = None  # what the model computes in; null: by the hardware
     device: str | None = None
     validation: float = 0.05
@@ -97,6 +101,33 @@ class Run:
                 f"data.context is {self.data.context}, and the model has positions for {self.model.max_len}",
                 hint="raise model.max_len or lower data.context",
             )
+        if self.mask_rate is not None:
+            self._check_masked(self.mask_rate)
+        if self.model is not None:
+            self.check_sight(self.model)
         unknown = self.data.mix.weights.keys() - self.sources.keys() if self.data.mix.weights else set()
         if unknown:
             raise ConfigError(f"data.mix has a weight for {sorted(unknown)[0]!r}, and there is no such source")
+
+    def _check_masked(self, rate: float) -> None:
+        check_rate(rate)
+        if self.stage == "sft":
+            raise ConfigError("mask_rate is set, and SFT predicts the next token", hint="leave one of the two out")
+        if self.train.sample_every is not None:
+            raise ConfigError(
+                f"train.sample_every is {self.train.sample_every}, and a masked language model does not continue texts",
+                hint="set train.sample_every=null",
+            )
+
+    def check_sight(self, model: ModelConfig) -> None:
+        """Refuse a model that sees the tokens this run asks it for, or only one side of them."""
+        if self.mask_rate is None and not model.causal:
+            raise ConfigError(
+                "the model sees both sides of a token, and would be asked for the next one, which it sees",
+                hint="--recipe mlm trains it (or mask_rate=0.15); SFT and text that goes on need a causal model",
+            )
+        if self.mask_rate is not None and model.causal:
+            raise ConfigError(
+                "mask_rate is set, and a causal model sees one side of a hidden token only",
+                hint="set model.causal=false, or leave mask_rate out",
+            )

@@ -13,6 +13,7 @@ import torch
 from bagu import config as configs
 from bagu.config import write_whole
 from bagu.data.loader import evaluation_batches
+from bagu.data.masked import Masking, mask_batch
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.device import compute_dtype, default_device, vendor_flops
 from bagu.errors import BaguError
@@ -21,16 +22,17 @@ from bagu.nn.init import init_weights
 from bagu.nn.lora import add_lora, merge
 from bagu.nn.model import Transformer
 from bagu.nn.sample import generate
+from bagu.observer import Observer
 from bagu.progress import TrainProgress
 from bagu.recipes.corpus import Corpus, Tokens, read_tokenizer, tokens_of, train_tokenizer
 from bagu.recipes.models import MODEL, NATIVE, find_model, load_model, save_model
 from bagu.recipes.run import Run
-from bagu.run import Observer, RunFolder, RunRecorder
+from bagu.run import RunFolder, RunRecorder
 from bagu.train.evaluate import held_out_loss
 from bagu.train.loop import FitResult, fit
 from bagu.types import Batch
 
-__all__ = ["Trained", "train"]
+__all__ = ["Trained", "held_out", "train"]
 
 DATA = "data.json"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -67,8 +69,11 @@ def train(
     found = find_model(run.init_from) if run.init_from else None
     corpora = corpora if corpora is not None else {n: Corpus(n, c, run) for n, c in run.sources.items()}
     tokenizer = tokenizer or _tokenizer(run, found, corpora, out)
+    masking = None if run.mask_rate is None else Masking.of(tokenizer, rate=run.mask_rate, seed=run.data.seed)
     model = _model(run, found, tokenizer, device, dtype)
     tokens = tokens_of(run, corpora, tokenizer, model.config.vocab_size)
+    if masking is not None:
+        tokens = replace(tokens, loader=tokens.loader.masked(masking))
     folder = RunFolder.create(out, run, resume=resume)  # after all that can be wrong with the input
     recorder = RunRecorder(folder, progress=progress or TrainProgress(run.train.steps, name=run.stage))
     try:
@@ -76,7 +81,7 @@ def train(
         configs.save(model.config, out / NATIVE)
         facts = {"sources": tokens.facts, "loader": tokens.loader.report(run.train.steps)}
         write_whole(out / DATA, json.dumps(facts, indent=2) + "\n")
-        evaluate = held_out_loss(lambda: _held_out(run, tokens)) if run.train.eval_every else None
+        evaluate = held_out_loss(lambda: held_out(run, tokens)) if run.train.eval_every else None
         sample = _sampler(tokenizer, prompts) if run.train.sample_every and prompts else None
         result = fit(
             run.train if sample else replace(run.train, sample_every=None), model, tokens.loader,
@@ -108,6 +113,7 @@ def _model(
     else:
         assert run.model is not None, "Run refuses to have neither"
         model = init_weights(Transformer(run.model, device=device, dtype=dtype), run.train.seed)
+    run.check_sight(model.config)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise BaguError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, and the model's vocabulary {model.config.vocab_size}",
@@ -123,9 +129,12 @@ def _model(
     return model
 
 
-def _held_out(run: Run, tokens: Tokens) -> Iterator[Batch]:
-    for store in tokens.validation.values():
-        yield from evaluation_batches(store, run.data, limit=run.eval_batches)
+def held_out(run: Run, tokens: Tokens) -> Iterator[Batch]:
+    """What a run is validated on: the same each time, and hidden at the same places where tokens are."""
+    masking = tokens.loader.masking
+    for name, store in tokens.validation.items():
+        for number, batch in enumerate(evaluation_batches(store, run.data, limit=run.eval_batches)):
+            yield batch if masking is None else mask_batch(batch, masking, "validation", name, number)
 
 
 def _sampler(tokenizer: BpeTokenizer, prompts: Sequence[str]) -> Callable[[Transformer], list[str]]:

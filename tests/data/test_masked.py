@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bagu.data.loader import DataConfig, evaluation_batches
-from bagu.data.masked import mask_batch
+from bagu.data.loader import DataConfig, Loader, evaluation_batches
+from bagu.data.masked import Masking, mask_batch
 from bagu.data.store import TokenDocument, in_memory
 from bagu.errors import BaguError
 from bagu.types import IGNORE, Batch
@@ -18,28 +18,32 @@ VOCAB, MASK, SPECIAL = 200, 5, frozenset(range(6))
 BYTES = np.arange(VOCAB) % 5
 
 
-def batch_of(n: int, *, rows: int = 4, context: int = 64) -> Batch:
-    """One document of n ordinary tokens between special ones; the rest of the batch is padding."""
-    tokens = np.concatenate(([1], np.random.default_rng(n).integers(6, VOCAB, n), [2]))
+def masking(*, seed: int = 0, rate: float = 0.15, mask_id: int = MASK, special: frozenset[int] = SPECIAL) -> Masking:
+    return Masking(seed=seed, rate=rate, vocab_size=VOCAB, mask_id=mask_id, special_ids=special)
+
+
+def batch_of(n: int, *, rows: int = 4, context: int = 64, least: int = 6) -> Batch:
+    """One document of n tokens from `least` on between special ones; the rest of the batch is padding."""
+    tokens = np.concatenate(([1], np.random.default_rng(n).integers(least, VOCAB, n), [2]))
     store = in_memory([TokenDocument(id="d", tokens=tokens)], token_bytes=BYTES)
     (batch,) = evaluation_batches(store, DataConfig(context=context, rows=rows))
     return batch
 
 
-def masked(batch: Batch, *, key: tuple[int, ...] = (0, 1, 0), rate: float = 0.15) -> Batch:
-    return mask_batch(batch, token_bytes=BYTES, mask_id=MASK, special_ids=SPECIAL, key=key, rate=rate)
+def masked(batch: Batch, *place: int, seed: int = 0, rate: float = 0.15) -> Batch:
+    return mask_batch(batch, masking(seed=seed, rate=rate), *place)
 
 
 @settings(max_examples=40, deadline=None)
 @given(n=st.integers(1, 250), seed=st.integers(0, 5), rate=st.floats(0.001, 1.0))
 def test_targets_are_the_original_tokens_at_the_chosen_places_only(n: int, seed: int, rate: float) -> None:
     batch = batch_of(n)
-    out = masked(batch, key=(seed,), rate=rate)
+    out = masked(batch, seed=seed, rate=rate)
     chosen = out.targets != IGNORE
     assert torch.equal(out.targets[chosen], batch.ids[chosen])
     assert torch.equal(out.ids[~chosen], batch.ids[~chosen])
     assert out.num_targets == int(chosen.sum()) == max(1, round(rate * n))
-    assert out.target_bytes == int(BYTES[out.targets[chosen].numpy()].sum())
+    assert out.target_bytes == 0  # no bits per byte: a hidden token is not coded
     assert not set(out.targets[chosen].tolist()) & SPECIAL  # special tokens and padding are never asked for
     assert not set(out.ids[chosen].tolist()) & (SPECIAL - {MASK})
 
@@ -56,20 +60,50 @@ def test_four_fifths_are_hidden_a_tenth_random_a_tenth_kept() -> None:
     assert len(set(random.tolist())) > 0.9 * (VOCAB - 6)  # from all of the vocabulary
 
 
-def test_a_key_hides_the_same_tokens_again_and_another_key_others() -> None:
+def test_a_place_hides_the_same_tokens_again_and_another_place_others() -> None:
     batch = batch_of(200)
-    assert torch.equal(masked(batch).ids, masked(batch).ids)
-    assert not torch.equal(masked(batch).targets, masked(batch, key=(0, 2, 0)).targets)
+    assert torch.equal(masked(batch, 1, 0).ids, masked(batch, 1, 0).ids)
+    for other in (masked(batch, 2, 0), masked(batch, 1, 1), masked(batch, 1, 0, seed=1)):
+        assert not torch.equal(masked(batch, 1, 0).targets, other.targets)
     assert torch.equal(batch.ids, batch_of(200).ids)  # the batch itself is not changed
+
+
+def test_padding_is_never_asked_for_where_its_id_is_a_word_too() -> None:
+    batch = batch_of(100, least=0)
+    special = frozenset({1, 2, MASK})  # 0, which padding is made of, is an ordinary token here
+    assert batch.num_padding > 0 and (batch.ids[:102] == 0).any()
+    out = mask_batch(batch, masking(rate=1.0, special=special))
+    assert not (out.targets[102:] != IGNORE).any()
+    assert (out.targets[:102] == 0).any()
+
+
+def loader() -> Loader:
+    stream = np.random.default_rng(0)
+    documents = [TokenDocument(id=str(i), tokens=stream.integers(6, VOCAB, 30 + i)) for i in range(40)]
+    store = in_memory(documents, token_bytes=BYTES)
+    return Loader({"text": store}, DataConfig(context=32, rows=2, micro_batches=2))
+
+
+def test_a_masked_loader_gives_a_step_whatever_came_before_it() -> None:
+    plain, hiding = loader(), loader().masked(masking())
+    with hiding.prefetch(3) as feed:
+        ahead = [next(feed) for _ in range(3)]
+    for step, made in enumerate(ahead, start=3):
+        again = loader().masked(masking()).batch(step)
+        for one, other, text in zip(made, again, plain.batch(step), strict=True):
+            assert torch.equal(one.ids, other.ids) and torch.equal(one.targets, other.targets)
+            chosen = one.targets != IGNORE
+            assert torch.equal(torch.where(chosen, one.targets, one.ids), text.ids)  # the text behind it is the same
+            assert torch.equal(one.cu_seqlens, text.cu_seqlens)
+    assert not torch.equal(ahead[0][0].targets != IGNORE, ahead[1][0].targets != IGNORE)
+    assert plain.batch(3)[0].target_bytes > 0  # the loader it was made from predicts the next token as before
 
 
 def test_what_cannot_be_masked_is_refused() -> None:
     batch = batch_of(10)
     with pytest.raises(BaguError, match="rate of 0"):
-        masked(batch, rate=0)
+        masking(rate=0)
     with pytest.raises(BaguError, match="mask_id 200"):
-        mask_batch(batch, token_bytes=BYTES, mask_id=200, special_ids=SPECIAL, key=(0,))
-    with pytest.raises(BaguError, match="has padding"):
-        mask_batch(batch, token_bytes=BYTES, mask_id=MASK, special_ids={1, 2}, key=(0,))
+        masking(mask_id=200)
     with pytest.raises(BaguError, match="are special"):
-        mask_batch(batch, token_bytes=BYTES, mask_id=MASK, special_ids=range(VOCAB), key=(0,))
+        mask_batch(batch, masking(special=frozenset(range(VOCAB))))
