@@ -58,9 +58,21 @@ class Tokenizer(Protocol):
         """The token that ends a document."""
         ...
 
+    @property
+    def byte_level(self) -> bool:
+        """Whether `decode(ids)` is always the bytes of the ids one after another, read as UTF-8."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids; U+FFFD for bytes that are no character."""
+        ...
+
+    def bytes_of(self, id: int) -> bytes:
+        """The bytes of text one token stands for: a part of a character, several of them, or a control token's name.
+        None for an id without a token."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,8 @@
 
 Training expands c to keys and values. With a KV view nothing is expanded: W_uk moves to the queries and W_uv behind the
 attention, which becomes MQA over one head of kv_rank + rope_dim, and the cache holds c and the shared key alone.
+The two are equal but for their rounding. In invariant mode, where a trained and a served token have the same bits,
+training is absorbed as well: expanding what the cache holds at every step would cost more.
 
 Dims: T = tokens, H = heads, C = kv_rank, N = nope_dim, R = rope_dim, E = v_dim.
 """
@@ -22,6 +24,7 @@ from bagu.nn.attention import Context, Softmax
 from bagu.nn.config import ModelConfig, Rope
 from bagu.nn.linear import Factory, Linear
 from bagu.nn.norm import RMSNorm
+from bagu.ops.invariant import active
 
 __all__ = ["MLA"]
 
@@ -51,8 +54,8 @@ class MLA(nn.Module):
         latent, k_rope = self.kv_a(x).split((C, R), 1)
         latent = self.kv_norm(latent)
         q_rope, k_rope = self.turn(q_rope, context), self.turn(k_rope.unsqueeze(1), context)
-        expand = self.expanded if context.kv is None else self.absorbed
-        return self.out(expand(q_nope, q_rope, latent, k_rope, context).flatten(1))
+        attend = self.expanded if context.kv is None and not active() else self.absorbed
+        return self.out(attend(q_nope, q_rope, latent, k_rope, context).flatten(1))
 
     def turn(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         cos, sin = context.signals.cos, context.signals.sin
@@ -83,10 +86,22 @@ class MLA(nn.Module):
         context: Context,
     ) -> torch.Tensor:
         """q (c W_uk) = (q W_ukᵀ) c: queries move into the latent's space, and one key head serves all."""
-        assert context.kv is not None
         N, C = self.dims.nope_dim, self.dims.kv_rank
         w_uk, w_uv = self.kv_b.merged().view(self.num_heads, -1, C).split((N, self.dims.v_dim), 1)
-        q = torch.cat((torch.einsum("thn,hnc->thc", q_nope, w_uk), q_rope), 2)
-        k = torch.cat((latent.unsqueeze(1), k_rope), 2)
-        seen = self.softmax.cached(context.kv, q, k, None, C, context.signals)
-        return torch.einsum("thc,hec->the", seen, w_uv)
+        q = torch.cat((per_head(q_nope, w_uk.mT), q_rope), 2)
+        c = latent.unsqueeze(1)
+        k = torch.cat((c, k_rope), 2)
+        if context.kv is None:
+            seen = self.softmax(q, k, c, context)
+        else:
+            seen = self.softmax.cached(context.kv, q, k, None, C, context.signals)
+        return per_head(seen, w_uv)
+
+
+def per_head(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x[T, H, K] times w[H, N, K] of its head, as [T, H, N]."""
+    if not active():
+        return torch.einsum("thk,hnk->thn", x, w)
+    T, H, K = x.shape  # heads are the experts of a grouped product, each with T rows
+    ends = torch.arange(T, H * T + 1, T, dtype=torch.int32, device=x.device)
+    return ops.grouped_matmul(x.transpose(0, 1).reshape(-1, K), w, ends).view(H, T, -1).transpose(0, 1)

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 import bagu
 from bagu.serve.edge import Call, Edge, EventStream, read_body, reply_error, reply_json
-from bagu.serve.metrics import CONTENT_TYPE, Metrics
+from bagu.serve.metrics import CONTENT_TYPE, KEPT, Metrics
 from bagu.serve.openai import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody, parse
 from bagu.serve.page import HEADERS, Asset, assets
 from bagu.serve.process import EngineProcess
@@ -130,12 +130,16 @@ class Api:
         return reply_json({"version": bagu.__version__})
 
     async def engine_stats(self, request: Request) -> Response:
-        """What the page's panel shows: the engine's numbers, and the median time to first token."""
+        """What the page's panel shows: the engine's numbers, and the median times to first token of the last requests,
+        `?last=N` of them."""
         self.engine.require()
+        given = request.query_params.get("last", str(KEPT))
+        if not (given.isascii() and given.isdigit() and len(given) < 10):
+            raise ApiError(400, f"last is {given[:80]!r}", param="last", hint=f"a count of requests, up to {KEPT}")
         stats = await self.engine.stats()
         if stats is None:
             raise ApiError(503, "the engine did not answer within 1 s", code="engine_busy")
-        return reply_json(panel(stats, self.metrics.first_token.quantile(0.5)))
+        return reply_json(panel(stats, self.metrics, int(given)))
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.served.names:
@@ -184,13 +188,16 @@ def make_app(engine: EngineProcess, metrics: Metrics, served: Served) -> FastAPI
     return app
 
 
-def panel(stats: EngineStats, ttft_s: float | None) -> dict[str, Any]:
-    """The engine as the page's panel reads it; a number that there is not yet is null."""
+def panel(stats: EngineStats, metrics: Metrics, last: int) -> dict[str, Any]:
+    """The engine as the page's panel reads it; a number that there is not yet is null. `ttft_ms_p50` is what the server
+    sees, and `engine_ttft_ms_p50` the engine's part of it."""
     queries = stats.prefix_queries
+    server_s, engine_s = metrics.first_token.quantile(0.5, last), metrics.engine_first_token.quantile(0.5, last)
     return {
         "tokens_per_s": stats.tokens_per_s, "running": stats.running, "waiting": stats.waiting,
         "batch_size": stats.batch_size, "tick_ms": 1e3 * stats.last_step_s, "preemptions": stats.preemptions,
-        "ttft_ms_p50": None if ttft_s is None else 1e3 * ttft_s,
+        "ttft_ms_p50": None if server_s is None else 1e3 * server_s,
+        "engine_ttft_ms_p50": None if engine_s is None else 1e3 * engine_s,
         "prefix_hit_percent": 100 * stats.prefix_hits / queries if queries else None,
         "generated_tokens": stats.generated_tokens, "steps": stats.steps,
         "blocks": {

@@ -11,11 +11,14 @@ import asyncio
 import bisect
 import itertools
 import json
+import os
+import re
 import ssl
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,6 +42,10 @@ class Answer:
     error: str | None = None
 
 
+class NoAnswer(BaguError):
+    """A server said with a status that it has no such thing."""
+
+
 class Server:
     """A server that speaks OpenAI's API at `url`, e.g. http://127.0.0.1:8000."""
 
@@ -54,20 +61,48 @@ class Server:
         if api_key:
             self.headers["Authorization"] = f"Bearer {api_key}"
 
+    @property
+    def where(self) -> str:
+        """What runs where, as far as a client can know."""
+        if self.host in ("127.0.0.1", "::1", "localhost"):
+            return f"client, server and engine share {os.cpu_count()} cores"
+        return f"client on {os.cpu_count()} cores of another machine than the server's"
+
     def json(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """What `path` answers, to a POST of `body` where there is one."""
+        said = self.read(path, body)
+        try:
+            return json.loads(said)
+        except ValueError as error:
+            raise BaguError(f"{self.url}{path} cannot be read: {error}") from error
+
+    def read(self, path: str, body: Mapping[str, Any] | None = None) -> str:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self.headers)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=60) as response:
-                return json.load(response)
+                return str(response.read().decode())
         except urllib.error.HTTPError as error:
             said = error.read(300).decode(errors="replace")
-            raise BaguError(f"{self.url}{path} answered {error.code}: {said}") from error
+            raise NoAnswer(f"{self.url}{path} answered {error.code}: {said}") from error
         except (OSError, ValueError) as error:
             hint = "is it running? `bagu serve MODEL` starts one"
             raise BaguError(f"{self.url}{path} cannot be read: {error}", hint=hint) from error
+
+    def cpu_seconds(self) -> float | None:
+        """CPU time of the server's process so far; None where it does not say, by Prometheus' usual name."""
+        with suppress(NoAnswer):
+            found = re.search(r"^process_cpu_seconds_total (\S+)$", self.read("/metrics"), re.M)
+            return None if found is None else float(found[1])
+        return None
+
+    def engine_ttft_ms(self, last: int) -> float | None:
+        """The engine's own median time to first token of the last requests; None where the server does not say."""
+        with suppress(NoAnswer):
+            value = self.json(f"/engine?last={last}").get("engine_ttft_ms_p50")
+            return None if value is None else float(value)
+        return None
 
     def post(self, path: str, body: Mapping[str, Any]) -> bytes:
         """The bytes of a request on a connection of its own."""

@@ -3,7 +3,13 @@
     closed loop   `max_concurrency` clients, each sends its next request when its last has ended
     Poisson       requests arrive at `request_rate` a second, whatever the server does; the gaps are exponential
 
-What the latencies mean is said in bench_latency.py; they are those of `vllm bench serve`, and so are the fields.
+What the latencies mean is said in bench_latency.py; they are those of `vllm bench serve`, and so are the fields. Two
+numbers more say what HTTP costs, where the server tells them:
+
+    server_cpu_us_per_token   CPU time of the server's process during the load / output tokens: parsing, tokenizing and
+                              connections are in it, the engine's process is not (process_cpu_seconds_total of /metrics)
+    p50_engine_ttft_ms        from when a request came to the engine's process to the end of the step that drew its
+                              first token, the median of this load (/engine); p50_ttft_ms less this is what HTTP adds
 """
 
 from __future__ import annotations
@@ -11,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import random
 import string
 import time
@@ -49,7 +54,6 @@ def main(
     goodput: Mapping[str, float] | None = None,
     warmups: int = 1,
     timeout_s: float = 600.0,
-    server_pid: int | None = None,
     seed: int = 0,
     plot: Path | None = None,
     out: Path | None = None,
@@ -61,7 +65,6 @@ def main(
     Without `request_rate` the load is a closed loop of `max_concurrency` clients (8 by default); with it, Poisson
     arrivals, of which `max_concurrency` run at once where it is given, and the wait for a place is not counted, as in
     vLLM. `goodput` are milliseconds by metric, e.g. {"ttft": 200, "tpot": 50}: requests a second that keep all of them.
-    `server_pid` is the server's process on this machine, whose CPU time a token is taken (Linux).
     """
     if (url is None) == (server is None):
         raise ArgumentError("a load needs one server", hint="give its address, or a MODEL to start one for")
@@ -93,13 +96,15 @@ def main(
         ]  # fmt: skip
         if warmups:
             measure(at, name, both[1], [0.0] * warmups, 1, temperature, timeout_s)
-        before = None if server_pid is None else _cpu_seconds(server_pid)
+        before = at.cpu_seconds()
         answers, duration = measure(at, name, both[0], when, max_concurrency, temperature, timeout_s)
-        after = None if server_pid is None else _cpu_seconds(server_pid)
-    result = summary(answers, duration, goodput or {})
-    if before is not None and after is not None and result["total_output_tokens"]:
-        result["server_cpu_us_per_token"] = 1e6 * (after - before) / result["total_output_tokens"]
-    row = {"system": "serve", "model_id": name, **asked, **result, "env": environment()}
+        after = at.cpu_seconds()
+        result = summary(answers, duration, goodput or {})
+        result["p50_engine_ttft_ms"] = at.engine_ttft_ms(result["completed"])
+    used = None if before is None or after is None else after - before
+    made = result["total_output_tokens"]
+    result["server_cpu_us_per_token"] = 1e6 * used / made if used is not None and made else None
+    row = {"system": "serve", "model_id": name, **asked, **result, "where": at.where, "env": environment()}
     append_rows((out or RESULTS) / f"{this_machine().name}.jsonl", [row])
     why = None if plot is None else draw(answers, plot, f"{name}, {_load(row)}")
     if as_json:
@@ -141,16 +146,6 @@ def measure(
     return [answered(*one) for one in raw], duration
 
 
-def _cpu_seconds(pid: int) -> float:
-    """CPU time of one process, its children not included."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError as error:
-        hint = "it is a process of this machine, and a Linux one"
-        raise BaguError(f"the CPU time of process {pid} cannot be read: {error.strerror}", hint=hint) from error
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def _load(row: Mapping[str, Any]) -> str:
     if row["request_rate"] == "inf":
         return f"closed loop of {row['max_concurrency']}"
@@ -173,8 +168,13 @@ def _show(row: Mapping[str, Any], answers: Sequence[Answer], no_plot: str | None
     )
     if row["request_goodput"] is not None:
         console.print(f"goodput {row['request_goodput']:.2f} requests/s")
-    if "server_cpu_us_per_token" in row:
-        console.print(f"server CPU {row['server_cpu_us_per_token']:.0f} µs a token")
+    if row["server_cpu_us_per_token"] is not None:
+        console.print(f"server CPU {row['server_cpu_us_per_token']:.0f} µs a token; {row['where']}")
+    if row["p50_engine_ttft_ms"] is not None and row["p50_ttft_ms"] is not None:
+        over = row["p50_ttft_ms"] - row["p50_engine_ttft_ms"]
+        console.print(
+            f"TTFT p50 {row['p50_ttft_ms']:.2f} ms = engine {row['p50_engine_ttft_ms']:.2f} + HTTP {over:.2f}"
+        )
     table = Table("ms", *("mean", "p50", "p90", "p99"))
     for name, words in METRICS.items():
         values = (row[f"{kind}_{name}_ms"] for kind in ("mean", "p50", "p90", "p99"))

@@ -25,6 +25,7 @@ from bagu.serve.tickets import ApiError, Ticket
 __all__ = ["Call", "Edge", "EventStream", "read_body", "reply_error", "reply_json"]
 
 MAX_BODY = 8 * 2**20  # bytes; a prompt of 1M tokens is about 4 MB
+SEND = "bagu.send"  # in the scope: the server's `send`, without the middlewares around it
 STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -48,7 +49,12 @@ class Call:
 
 
 class EventStream(Response):
-    """A reply as server-sent events; each `send` carries all that is there."""
+    """A reply as server-sent events; each `send` carries all that is there.
+
+    What is done for every token is done in `_pump`, a task of its own: the task that called goes through a dozen
+    coroutines of the framework, and each of them would be resumed at each token. For the same reason its messages go to
+    the server's `send` itself: what lies before it is for the beginning of a reply.
+    """
 
     def __init__(self, reply: Reply, call: Call) -> None:
         super().__init__(headers=STREAM)
@@ -56,20 +62,28 @@ class EventStream(Response):
         self.reply, self.call = reply, call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def write(data: bytes, *, more: bool = True) -> None:
-            if data or not more:
-                await send({"type": "http.response.body", "body": data, "more_body": more})
-
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            await write(self.reply.opening())
-            while events := await self.call.ticket.read():
-                await write(self.reply.chunks(events))
-            await write(self.reply.closing(), more=False)
-        except ApiError as error:  # the status is sent: the error is an event
-            await write(error_event(error), more=False)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await asyncio.create_task(self._pump(scope[SEND]))
         finally:
             self.call.close()
+
+    async def _pump(self, send: Send) -> None:
+        ticket, data = self.call.ticket, self.reply.opening()
+        try:
+            while True:
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                if not ticket.mail and not ticket.ended:
+                    await ticket.woken()
+                events = ticket.take()
+                if not events and ticket.ended:
+                    break
+                data = self.reply.chunks(events)
+            data = self.reply.closing()
+        except ApiError as error:  # the status is sent: the error is an event
+            data = error_event(error)
+        await send({"type": "http.response.body", "body": data})
 
 
 class Edge:
@@ -83,6 +97,7 @@ class Edge:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        scope[SEND] = send
         headers = dict(scope["headers"])
         id = headers.get(b"x-request-id", b"")[:128]
         status = 500

@@ -6,13 +6,14 @@ token's time is when its event came over the pipe from the engine's process.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["CONTENT_TYPE", "Gauges", "Histogram", "Metrics"]
+__all__ = ["CONTENT_TYPE", "KEPT", "Gauges", "Histogram", "Metrics"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # upper bounds in seconds, those of vLLM's dashboards
@@ -20,6 +21,8 @@ FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
 BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 REQUEST = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+KEPT = 512  # times to first token of which quantiles are given
 
 
 class Gauges(Protocol):
@@ -42,22 +45,23 @@ class Gauges(Protocol):
 
 
 class Histogram:
-    """Counts by upper bound, as Prometheus wants them (cumulative when written), and the last 512 values."""
+    """Counts by upper bound, as Prometheus wants them (cumulative when written), and the last `keep` values."""
 
-    def __init__(self, bounds: Sequence[float]) -> None:
+    def __init__(self, bounds: Sequence[float], *, keep: int = 0) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
-        self.recent: deque[float] = deque(maxlen=512)
+        self.recent: deque[float] = deque(maxlen=keep)
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
         self.recent.append(value)
 
-    def quantile(self, q: float) -> float | None:
-        """Of the last 512 values, the nearest rank; None before the first."""
-        ordered = sorted(self.recent)
+    def quantile(self, q: float, last: int | None = None) -> float | None:
+        """Of the `last` values that are kept, or of all of them, the nearest rank; None where there is none."""
+        recent = list(self.recent)
+        ordered = sorted(recent if last is None else recent[max(0, len(recent) - last) :])
         return ordered[min(int(q * len(ordered)), len(ordered) - 1)] if ordered else None
 
     def lines(self, name: str, labels: str) -> Iterator[str]:
@@ -75,16 +79,21 @@ class Metrics:
 
     model: str
     prompt_tokens: int = 0
-    generation_tokens: int = 0
     engine_restarts: int = 0
     finished: Counter[str] = field(default_factory=Counter)  # choices by finish reason
     http: Counter[tuple[str, str, int]] = field(default_factory=Counter)  # (handler, method, status)
-    first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN))
+    first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN, keep=KEPT))
+    engine_first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN, keep=KEPT))
     between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS))
     per_output_token: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS))
     end_to_end: Histogram = field(default_factory=lambda: Histogram(REQUEST))
     request_prompt: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     request_generation: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+
+    @property
+    def generation_tokens(self) -> int:
+        """Every token is the first of its choice, or comes after another."""
+        return sum(self.first_token.counts) + sum(self.between_tokens.counts)
 
     def text(self, engine: Gauges | None) -> str:
         """The page Prometheus reads; without the engine's gauges while there is no engine to ask."""
@@ -104,6 +113,8 @@ class Metrics:
             yield f'vllm:request_success_total{{{label},finished_reason="{reason}"}} {self.finished[reason]}'
         yield from _metric("bagu:engine_restarts_total", "counter", "Times the engine's process was started again.")
         yield f"bagu:engine_restarts_total{{{label}}} {self.engine_restarts}"
+        yield from _metric("process_cpu_seconds_total", "counter", "CPU time of the server, without the engine's.")
+        yield f"process_cpu_seconds_total {time.process_time():.6f}"
         yield from _metric("http_requests_total", "counter", "HTTP requests answered.")
         for (handler, method, status), count in sorted(self.http.items()):
             yield f'http_requests_total{{handler="{handler}",method="{method}",status="{status}"}} {count}'
@@ -111,6 +122,11 @@ class Metrics:
     def _histograms(self, label: str) -> Iterator[str]:
         for name, help, histogram in (
             ("vllm:time_to_first_token_seconds", "From arrival to the first token.", self.first_token),
+            (
+                "bagu:engine_time_to_first_token_seconds",
+                "The same inside the engine: from its queue to the first token.",
+                self.engine_first_token,
+            ),
             ("vllm:inter_token_latency_seconds", "Between two tokens of a choice.", self.between_tokens),
             (
                 "vllm:request_time_per_output_token_seconds",

@@ -27,6 +27,11 @@ TokenId = Annotated[int, Field(ge=0)]
 Ids = Annotated[list[TokenId], Field(min_length=1)]
 INT64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 MAX_TOP_LOGPROBS = 20
+DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI has it; a chat goes on to the end of the context
+Texts = Annotated[
+    str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)],
+    Field(description="a text, a list of texts, a list of token ids (0 or more), or a list of such lists"),
+]
 # fields that would change the answer, and the values of them that change nothing
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": (None,), "tool_choice": (None, "none"), "functions": (None,), "function_call": (None, "none"),
@@ -69,7 +74,9 @@ class Generation(Body):
     top_k: int | None = None
     min_p: float | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop: Annotated[
+        str | Annotated[list[str], Field(max_length=16)] | None, Field(description="a text, or a list of up to 16")
+    ] = None
     stop_token_ids: list[TokenId] | None = None
     seed: INT64 | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
@@ -126,7 +133,7 @@ class Generation(Body):
 
 
 class CompletionBody(Generation):
-    prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+    prompt: Texts
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
 
@@ -135,10 +142,9 @@ class CompletionBody(Generation):
         if self.echo and self.stream and self.logprobs is not None:
             raise ApiError(400, "echo with logprobs and stream", param="echo", hint="leave one of the three out")
         prompts = [_encoded(p, ready) for p in self._prompts()]
-        room = ready.max_model_len - max(map(len, prompts))
-        max_tokens = 16 if self.max_tokens is None else self.max_tokens
-        _check_room(prompts, max_tokens, ready.max_model_len)
-        changes: dict[str, Any] = {"max_tokens": max_tokens if self.max_tokens is not None else min(16, room)}
+        room = _room(prompts, self.max_tokens, ready.max_model_len, "prompt")
+        max_tokens = min(DEFAULT_MAX_TOKENS, room) if self.max_tokens is None else self.max_tokens
+        changes: dict[str, Any] = {"max_tokens": max_tokens}
         if self.logprobs is not None:
             changes["logprobs"] = self.logprobs
         if self.prompt_logprobs is None and self.echo and (self.logprobs is not None or max_tokens == 0):
@@ -180,10 +186,10 @@ class ChatBody(Generation):
             raise ApiError(400, "top_logprobs without logprobs", param="top_logprobs", hint='add "logprobs": true')
         prompt = self.prompt_ids(ready)
         asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        _check_room([prompt], 1 if asked is None else asked, ready.max_model_len)
+        room = _room([prompt], asked, ready.max_model_len, "messages")
         stops = {*(self.stop_token_ids or ()), *(() if self.ignore_eos else ready.turn_ends)}
         sampling = self.sampling(
-            ready, max_tokens=ready.max_model_len - len(prompt) if asked is None else asked,
+            ready, max_tokens=room if asked is None else asked,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None, stop_token_ids=tuple(sorted(stops)),
         )  # fmt: skip
         return self.job("chatcmpl", [prompt], sampling, None)
@@ -214,7 +220,7 @@ class DetokenizeBody(Body):
 
 class EmbeddingBody(Body):
     model: str | None = None
-    input: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+    input: Texts
     encoding_format: Literal["float", "base64"] | None = None
 
     def texts(self, ready: Ready) -> list[list[int]]:
@@ -222,7 +228,7 @@ class EmbeddingBody(Body):
             raise ApiError(400, "this model generates text and has no embeddings", hint="serve an encoder, as BERT is")
         one = isinstance(self.input, str) or isinstance(self.input[0], int)
         texts = [_encoded(t, ready) for t in ([self.input] if one else self.input)]  # type: ignore[arg-type]
-        _check_room(texts, 0, ready.max_model_len)
+        _room(texts, 0, ready.max_model_len, "input")
         return texts
 
 
@@ -242,7 +248,12 @@ def parse(kind: type[B], raw: bytes) -> B:
         return kind.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"][:2]) or None
+        loc = first["loc"]
+        known = kind.model_fields.get(str(loc[0])) if loc else None
+        if first["type"] != "missing" and known is not None and known.description:  # of several kinds: none fits
+            message = f"{loc[0]} is {known.description}, and {_short(data[loc[0]])} was sent"
+            raise ApiError(400, message, param=str(loc[0])) from error
+        where = ".".join(str(part) for part in loc[:2]) or None
         found = "" if first["type"] == "missing" else f", and {_short(first['input'])} was sent"
         raise ApiError(400, f"{where or 'the body'}: {first['msg']}{found}", param=where) from error
 
@@ -277,13 +288,15 @@ def _tokens(text: str, ready: Ready) -> list[int]:
         raise ApiError(400, str(error), param="prompt", hint=error.hint) from error
 
 
-def _check_room(prompts: list[list[int]], max_tokens: int, longest: int) -> None:
+def _room(prompts: list[list[int]], max_tokens: int | None, longest: int, param: str) -> int:
+    """The tokens left beside the longest prompt, or 400 where those that are asked for are more; None asks for one."""
     length = max(map(len, prompts))
-    if length + max_tokens > longest:
-        message = f"the prompt has {length} tokens and max_tokens is {max_tokens}: {length + max_tokens} tokens"
-        hint = f"this model's longest sequence is {longest} tokens"
-        param = "max_tokens" if length < longest else "prompt"
-        raise ApiError(400, message, param=param, code="context_length_exceeded", hint=hint)
+    if length + (1 if max_tokens is None else max_tokens) <= longest:
+        return longest - length
+    asked = "" if max_tokens is None else f" and max_tokens is {max_tokens}: {length + max_tokens} tokens"
+    message, hint = f"the prompt has {length} tokens{asked}", f"this model's longest sequence is {longest} tokens"
+    where = "max_tokens" if length < longest else param
+    raise ApiError(400, message, param=where, code="context_length_exceeded", hint=hint)
 
 
 def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:

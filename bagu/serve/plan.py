@@ -21,7 +21,7 @@ class Sequence:
     """One choice of a request: its tokens, how far its KV is, and where it lives. Changed by the scheduler alone."""
 
     __slots__ = (
-        "computed", "draws", "end", "finished", "forks", "hit_tokens", "in_flight", "index", "keys",
+        "cached", "computed", "draws", "end", "finished", "forks", "hit_tokens", "in_flight", "index", "keys",
         "late_at", "num_prompt", "pending", "planned", "rank", "request", "score_next", "scores", "seat",
         "stops", "table", "tokens",
     )  # fmt: skip
@@ -45,6 +45,7 @@ class Sequence:
         self.forks: list[Sequence] = []  # choices that wait for this one's prefill, to share its blocks
         self.keys: list[bytes] = []  # of its full blocks
         self.hit_tokens = 0  # found in the prefix cache when it last began to run
+        self.cached: int | None = None  # the same when it first began to run, before anything was drawn or preempted
         self.scores = sampling.prompt_logprobs is not None and index == 0
         self.score_next = max(request.score_start - 1, 0)  # the first position whose logits are still wanted
 

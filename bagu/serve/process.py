@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
-import queue
 import signal
+import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal
 
 from bagu.serve.config import EngineConfig
@@ -35,9 +32,9 @@ from bagu.serve.worker import (
     Step,
     Stop,
     Submit,
+    packed,
     receive,
     run,
-    send,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +61,8 @@ class EngineProcess:
         self.pid: int | None = None
         self._load, self._config, self._on_failure = load, config, on_failure
         self._last_tick = time.monotonic()
-        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._wire: asyncio.WriteTransport | None = None  # to the process that lives
+        self._last_words: str | None = None  # of the process, where it could still say why it ends
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._next_call = 0
         self._life: asyncio.Task[None] | None = None
@@ -76,7 +74,7 @@ class EngineProcess:
         """Let the process end by itself, or kill it after `timeout` seconds."""
         if self.state != "failed":
             self.state = "stopped"
-        self._outbox.put(Stop())
+        self._send(Stop())
         if self._life is not None:
             await asyncio.wait({self._life}, timeout=timeout)
             self._life.cancel()
@@ -85,13 +83,13 @@ class EngineProcess:
     def submit(self, requests: Sequence[Request]) -> Ticket:
         self.require()
         ticket = self.tickets.open(requests)
-        self._outbox.put(Submit(ticket.requests))
+        self._send(Submit(ticket.requests))
         return ticket
 
     def close(self, ticket: Ticket) -> None:
         """The call is over; what of it still runs is aborted, and its blocks are free after the step that runs now."""
         if alive := self.tickets.close(ticket):
-            self._outbox.put(Abort(tuple(alive)))
+            self._send(Abort(tuple(alive)))
 
     async def embed(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         self.require()
@@ -127,7 +125,7 @@ class EngineProcess:
         self._next_call += 1
         call, future = self._next_call, asyncio.get_running_loop().create_future()
         self._calls[call] = future
-        self._outbox.put(message(call))
+        self._send(message(call))
         try:
             return await future
         finally:
@@ -154,44 +152,36 @@ class EngineProcess:
     async def _one_life(self) -> str:
         """Run one process to its end; returns why it ended."""
         spawn = multiprocessing.get_context("spawn")  # a forked CUDA or OpenMP state is broken
-        ours, theirs = spawn.Pipe()
+        ours, theirs = socket.socketpair()
         process = spawn.Process(target=run, args=(theirs, self._load, self._config), name="bagu-engine", daemon=True)
         await asyncio.to_thread(process.start)
         theirs.close()
-        self.pid, self._last_tick = process.pid, time.monotonic()
-        outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._outbox = outbox
-        threading.Thread(target=_post, args=(ours, outbox), daemon=True).start()
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        reason: list[str] = []
-        loop.add_reader(ours.fileno(), self._receive, ours.fileno(), Frames(), reason, ended)
+        self.pid, self._last_tick, self._last_words = process.pid, time.monotonic(), None
+        wire, reader = await asyncio.get_running_loop().create_unix_connection(lambda: _Reader(self._handle), sock=ours)
+        self._wire = wire
+        if self.state == "stopped":
+            self._send(Stop())
         try:
-            await ended.wait()
+            await reader.ended
             await asyncio.to_thread(process.join, 5.0)
         finally:
-            loop.remove_reader(ours.fileno())
-            outbox.put(None)
+            self._wire = None
+            wire.abort()
             process.kill()
             process.join()
-        return reason[0] if reason else _exit_reason(process.exitcode)
+        return self._last_words or _exit_reason(process.exitcode)
 
-    def _receive(self, fd: int, frames: Frames, reason: list[str], ended: asyncio.Event) -> None:
-        """What the pipe holds; the event loop calls this when there is something. One read takes all of it."""
-        try:
-            data = os.read(fd, 1 << 18)
-        except OSError:
-            data = b""
-        if not data:
-            asyncio.get_running_loop().remove_reader(fd)
-            ended.set()
-            return
+    def _send(self, message: Any) -> None:
+        """Nothing waits for the process to read: what does not fit into the socket lies in the transport."""
+        if self._wire is not None:
+            self._wire.write(packed(message))
+
+    def _handle(self, message: Any) -> None:
         self._last_tick = time.monotonic()
-        for message in map(receive, frames.feed(data)):
-            self._handle(message, reason)
-
-    def _handle(self, message: Any, reason: list[str]) -> None:
         if isinstance(message, Step):
             self.tickets.deliver(message.events)
+            for seconds in message.first_token_s:
+                self.tickets.metrics.engine_first_token.observe(seconds)
         elif isinstance(message, Accepted):
             self.tickets.accept(message.request_id)
         elif isinstance(message, Answer):
@@ -203,13 +193,13 @@ class EngineProcess:
         elif isinstance(message, Refused):
             rest = self.tickets.fail(message.request_id, ApiError(400, message.message, hint=message.hint))
             if rest:
-                self._outbox.put(Abort(tuple(rest)))
+                self._send(Abort(tuple(rest)))
         elif isinstance(message, Ready):
             self.ready = message
             if self.state != "stopped":
                 self.state = "ready"
         elif isinstance(message, Failed):
-            reason.append(message.reason)
+            self._last_words = message.reason
 
     def _fail_all(self, message: str) -> None:
         def error() -> ApiError:
@@ -221,29 +211,24 @@ class EngineProcess:
                 future.set_exception(error())
 
 
-class Frames:
-    """Messages from the bytes of `multiprocessing`'s pipe: 4 bytes of length, then the message. `Connection.recv_bytes`
-    reads the two apart, a system call more a step, and blocks the event loop while a message is half there."""
+class _Reader(asyncio.Protocol):
+    """Messages from the bytes of the socket, as they come: 4 bytes of length, then the content."""
 
-    def __init__(self) -> None:
+    def __init__(self, handle: Callable[[Any], None]) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._handle = handle
         self._rest = b""
 
-    def feed(self, data: bytes) -> list[bytes]:
-        data, at, found = self._rest + data, 0, []
+    def data_received(self, data: bytes) -> None:
+        data, at = self._rest + data if self._rest else data, 0
         while len(data) >= at + 4 and len(data) >= (end := at + 4 + int.from_bytes(data[at : at + 4], "big")):
-            found.append(data[at + 4 : end])
+            self._handle(receive(data[at + 4 : end]))
             at = end
         self._rest = data[at:]
-        return found
 
-
-def _post(pipe: Connection, outbox: queue.SimpleQueue[Any]) -> None:
-    """Write messages from a thread: a pipe that is full holds up this thread and not the server."""
-    try:
-        while (message := outbox.get()) is not None:
-            send(pipe, message)
-    except OSError:  # the process is gone; the reader sees the end of the pipe and says so
-        pass
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
 
 
 def _exit_reason(code: int | None) -> str:

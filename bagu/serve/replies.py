@@ -22,6 +22,7 @@ __all__ = ["DONE", "ChatReply", "CompletionReply", "Reply", "error_event", "to_j
 
 DONE = b"data: [DONE]\n\n"
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+quoted = json.encoder.encode_basestring  # `to_json` of a text, without the two calls around it
 Scored = tuple[int, TokenLogprob | None]  # a token; None: the first of a prompt has no logprob
 
 
@@ -32,27 +33,28 @@ class Choice:
         self.index, self.request, self.head = index, request, head
         self.text: list[str] = []
         self.scored: list[Scored] = []
-        self.tokens = 0
+        self.tokens = self.cached = 0  # drawn; of the prompt, from the prefix cache
         self.offset = 0  # characters before `scored`, for text_offset
         self.finish: str | None = None
         self.stop_reason: str | int | None = None
         self._stream = TextStream(ready.tokenizer, request.sampling)
-        self._skip = ready.special_ids if skip_special_tokens else frozenset()
+        self._each = self._stream.each
+        self._silent = ready.special_ids if skip_special_tokens else frozenset()
 
     def push(self, event: TokenEvent) -> str:
         """Take an event; returns the text it sets free."""
-        if event.finish in ("abort", "error"):
-            raise ApiError(500, f"the engine ended this request: {event.stop_reason or event.finish}")
-        if event.token is not None:
+        token, finish = event.token, event.finish
+        self.cached += event.cached
+        if token is not None:
             self.tokens += 1
             if event.logprob is not None:
-                self.scored.append((event.token, TokenLogprob(event.logprob, event.top or ())))
-        if event.token in self._skip and event.finish is None:
-            delta = self._stream.push(event.token, silent=True)
-        else:
-            delta = self._stream.read(event)
-        self.finish, self.stop_reason = event.finish, event.stop_reason
-        return delta
+                self.scored.append((token, TokenLogprob(event.logprob, event.top or ())))
+            if finish is None and token not in self._silent:
+                return self._each(token)
+        if finish in ("abort", "error"):
+            raise ApiError(500, f"the engine ended this request: {event.stop_reason or finish}")
+        self.finish, self.stop_reason = finish, event.stop_reason
+        return self._stream.read(event, silent=token in self._silent)
 
 
 class Reply:
@@ -65,7 +67,6 @@ class Reply:
         self.job, self.ready = job, ready
         self.created, self.model = int(time.time()), model
         self.prompt_logprobs: dict[str, PromptLogprobs] = {}
-        self._pieces: dict[int, str] = {}
         self._usage = ',"usage":null' if job.include_usage else ""
         self._plain = f'{self.after},"logprobs":null,"finish_reason":null}}]{self._usage}}}\n\n'
         self.choices = {
@@ -86,10 +87,13 @@ class Reply:
         common = {"id": self.job.id, "object": self.whole, "created": self.created, "model": self.model}
         return {**common, "choices": [self._choice(choice) for choice in choices], "usage": self.usage()}
 
-    def usage(self) -> dict[str, int]:
-        prompt = sum(len(r.prompt) for r in self.job.requests)
-        completion = sum(choice.tokens for choice in self.choices.values())
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    def usage(self) -> dict[str, Any]:
+        choices = self.choices.values()
+        prompt, completion = sum(len(r.prompt) for r in self.job.requests), sum(c.tokens for c in choices)
+        return {
+            "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(c.cached for c in choices)},
+        }  # fmt: skip
 
     def opening(self) -> bytes:
         """What comes before the first token."""
@@ -105,7 +109,7 @@ class Reply:
             text = choice.push(event)
             if event.finish is None and not choice.scored:
                 if text:
-                    out.append(f"{choice.head}{to_json(text)}{self._plain}")
+                    out.append(f"{choice.head}{quoted(text)}{self._plain}")
                 continue
             logprobs, choice.scored = to_json(self.logprobs(choice)), []
             finish, reason = to_json(choice.finish), to_json(choice.stop_reason)
@@ -126,9 +130,7 @@ class Reply:
 
     def piece(self, token: int) -> str:
         """The text of one token; U+FFFD in it where it is part of a character."""
-        if token not in self._pieces:
-            self._pieces[token] = self.ready.tokenizer.decode([token])
-        return self._pieces[token]
+        return self.ready.tokenizer.bytes_of(token).decode(errors="replace")
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
@@ -184,9 +186,9 @@ class ChatReply(Reply):
         return {"content": rows}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        piece = self.piece(token)
-        whole = "\N{REPLACEMENT CHARACTER}" not in piece
-        return {"token": piece, "logprob": _finite(logprob), "bytes": list(piece.encode()) if whole else None}
+        """`bytes` lets a client put characters together that are spread over tokens."""
+        said = self.ready.tokenizer.bytes_of(token)
+        return {"token": said.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(said)}
 
 
 class CompletionReply(Reply):

@@ -232,6 +232,8 @@ class Scheduler:
         self._writes.extend((sequence.seat, at, block) for at, block in enumerate(sequence.table.blocks))
         self.prompt_tokens += len(sequence.tokens)
         self.hit_tokens += sequence.hit_tokens
+        if sequence.cached is None:
+            sequence.cached = sequence.hit_tokens
         insort(self.running, sequence, key=RANK)
 
     def _hit_limit(self, sequence: Sequence, known: int) -> int:
@@ -263,7 +265,7 @@ class Scheduler:
         if computed < sequence.end or sequence.draws:
             return None
         self._finish(sequence)
-        return TokenEvent(sequence.request.id, sequence.index, None, None, None, "length", None)
+        return TokenEvent(sequence.request.id, sequence.index, None, None, None, "length", None, sequence.cached or 0)
 
     def _fork(self, sequence: Sequence, table: Table) -> None:
         for child in sequence.forks:
@@ -287,9 +289,9 @@ class Scheduler:
             finish = "length"
         if finish is not None:
             self._finish(sequence)
-        if detail is None:
-            return TokenEvent(request.id, sequence.index, token, None, None, finish, reason)
-        return TokenEvent(request.id, sequence.index, token, detail.logprob, detail.top, finish, reason)
+        logprob, top = (None, None) if detail is None else detail
+        cached = sequence.cached or 0 if drawn == 1 else 0  # choices that forked have none of their own
+        return TokenEvent(request.id, sequence.index, token, logprob, top, finish, reason, cached)
 
     def _finish(self, sequence: Sequence) -> None:
         """Take a sequence out of the queues; release it unless a plan in flight still uses it."""

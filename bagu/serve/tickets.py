@@ -47,7 +47,7 @@ class ApiError(BaguError):
 class _Clock:
     """When the tokens of one choice came, in seconds of `time.perf_counter`."""
 
-    first: float | None = None
+    first: float = 0.0
     last: float = 0.0
     tokens: int = 0
 
@@ -59,7 +59,7 @@ class Ticket:
     requests: tuple[Request, ...]
     arrival: float = field(default_factory=time.perf_counter)
     clocks: dict[tuple[str, int], _Clock] = field(default_factory=dict)  # of the choices that have not ended
-    _mail: list[Event] = field(default_factory=list)
+    mail: list[Event] = field(default_factory=list)
     _failure: ApiError | None = None
     _accepted: int = 0  # requests
     _reader: asyncio.Future[None] | None = None
@@ -71,17 +71,20 @@ class Ticket:
     def ended(self) -> bool:
         return not self.clocks or self._failure is not None
 
-    def push(self, event: Event) -> None:
-        """Put an event into the mailbox; `wake` when the step's events are all in."""
-        self._mail.append(event)
-
     def fail(self, error: ApiError) -> None:
         self._failure = error
         self.wake()
 
     def wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        """Let the reader look again."""
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)
+
+    def woken(self) -> asyncio.Future[None]:
+        """Await it for the next `wake`. One reader at a time."""
+        self._reader = asyncio.get_running_loop().create_future()
+        return self._reader
 
     def accept(self) -> None:
         """One of the requests is in the engine's queue, past all that could refuse it."""
@@ -90,26 +93,25 @@ class Ticket:
 
     async def accepted(self) -> None:
         """Wait until all requests are in the engine's queue. Raises the failure."""
-        while self._accepted < len(self.requests) and not self._mail and not self.ended:
-            await self._woken()
-        if self._failure is not None and not self._mail:
+        while self._accepted < len(self.requests) and not self.mail and not self.ended:
+            await self.woken()
+        if self._failure is not None and not self.mail:
             raise self._failure
+
+    def take(self) -> list[Event]:
+        """All events since the last call. Raises the failure once there are none before it."""
+        mail = self.mail
+        if mail:
+            self.mail = []
+        elif self._failure is not None:
+            raise self._failure
+        return mail
 
     async def read(self) -> list[Event]:
         """All events since the last call, at least one; none after the last choice ended. Raises the failure."""
-        while not self._mail and not self.ended:
-            await self._woken()
-        if self._failure is not None and not self._mail:
-            raise self._failure
-        mail, self._mail = self._mail, []
+        while not (mail := self.take()) and not self.ended:
+            await self.woken()
         return mail
-
-    async def _woken(self) -> None:
-        self._reader = asyncio.get_running_loop().create_future()
-        try:
-            await self._reader
-        finally:
-            self._reader = None
 
 
 class Tickets:
@@ -153,17 +155,23 @@ class Tickets:
         return alive
 
     def deliver(self, events: Iterable[Event]) -> None:
-        """The events of one step; those of tickets that were closed meanwhile are dropped."""
+        """The events of one step; those of tickets that were closed meanwhile are dropped. A reader is woken once."""
         now = time.perf_counter()
-        woken = set()
+        woken = []
         for event in events:
             ticket = self._by_request.get(event[0])
             if ticket is None:
                 continue
-            if isinstance(event, TokenEvent):
-                self._time(ticket, event, now)
-            ticket.push(event)
-            woken.add(ticket)
+            if isinstance(event, TokenEvent) and (clock := ticket.clocks.get(event[:2])) is not None:
+                if event.finish is None and clock.tokens:  # neither the first token nor the last: nearly all
+                    self.metrics.between_tokens.observe(now - clock.last)
+                    clock.last = now
+                    clock.tokens += 1
+                else:
+                    self._time(ticket, event, clock, now)
+            if not ticket.mail:  # else the reader has been told, and has not come yet
+                woken.append(ticket)
+            ticket.mail.append(event)
         for ticket in woken:
             ticket.wake()
 
@@ -184,28 +192,25 @@ class Tickets:
         for id in list(self._by_request):
             self.fail(id, error)
 
-    def _time(self, ticket: Ticket, event: TokenEvent, now: float) -> None:
-        clock = ticket.clocks.get((event.request_id, event.index))
-        if clock is None:
-            return
+    def _time(self, ticket: Ticket, event: TokenEvent, clock: _Clock, now: float) -> None:
+        """The first event of a choice, or its last."""
         metrics = self.metrics
         if event.token is not None:
-            clock.tokens += 1
-            metrics.generation_tokens += 1
-            if clock.first is None:
+            if clock.tokens:
+                metrics.between_tokens.observe(now - clock.last)
+            else:
                 clock.first = now
                 metrics.first_token.observe(now - ticket.arrival)
-            else:
-                metrics.between_tokens.observe(now - clock.last)
             clock.last = now
+            clock.tokens += 1
         if event.finish is not None:
-            del ticket.clocks[event.request_id, event.index]
+            del ticket.clocks[event[:2]]
             self.choices -= 1
-            self._ends.append(now)
             metrics.finished[event.finish] += 1
+            self._ends.append(now)
             metrics.end_to_end.observe(now - ticket.arrival)
             metrics.request_generation.observe(clock.tokens)
-            if clock.first is not None and clock.tokens > 1:
+            if clock.tokens > 1:
                 metrics.per_output_token.observe((clock.last - clock.first) / (clock.tokens - 1))
 
     def _retry_after(self) -> int:

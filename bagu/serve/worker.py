@@ -1,10 +1,12 @@
 """The engine's process, and the messages between it and the server (process.py).
 
     server process (asyncio)                        engine process
-    EngineProcess.submit   -> Submit, Abort, ... ->  `_drain` empties the pipe, the loop applies what came and steps
+    EngineProcess.submit   -> Submit, Abort, ... ->  `_drain` empties the socket, the loop applies what came and steps
     Tickets.deliver        <- Step(events)       <-  one message a step, with all its events
 
-`Step` is also the heartbeat: it is sent after each step, and each second when idle. When the server dies the pipe
+A message is what `multiprocessing.connection.Connection` reads and writes: 4 bytes of length, then the content.
+
+`Step` is also the heartbeat: it is sent after each step, and each second when idle. When the server dies the socket
 ends, and so does this process: no orphan holds the GPU.
 """
 
@@ -15,12 +17,14 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -36,10 +40,11 @@ if TYPE_CHECKING:  # the server's process has no need of them
 
 __all__ = [
     "Abort", "Accepted", "Answer", "AskStats", "Chat", "Embed", "Failed", "Load", "Ready", "Refused", "Step", "Stop",
-    "Submit", "receive", "run", "send",
+    "Submit", "packed", "receive", "run",
 ]  # fmt: skip
 
 Load = Callable[[], "tuple[Transformer, Tokenizer, Chat | None]"]  # model, tokenizer, chat encoder or None; picklable
+Inbox = queue.SimpleQueue[tuple[float, Any]]  # messages, and when they came by `time.perf_counter`
 HEARTBEAT_S = 1.0
 STEP = b"S"  # no pickle begins with it
 
@@ -101,7 +106,14 @@ class Ready:
 
 
 class Step(NamedTuple):
+    """What came of one step, and for each request whose first token is in it the seconds since it came."""
+
     events: list[Event]
+    first_token_s: Sequence[float] = ()
+
+
+# `_make` of the two, without Python code around it: a server does this for every token
+_event, _step = partial(tuple.__new__, TokenEvent), partial(tuple.__new__, Step)
 
 
 class Accepted(NamedTuple):
@@ -128,11 +140,12 @@ class Failed(NamedTuple):
     reason: str
 
 
-def run(pipe: Connection, load: Load, config: EngineConfig) -> None:
+def run(ours: socket.socket, load: Load, config: EngineConfig) -> None:
     """The process: load, warm up, say so, serve until told to stop. Any exception is reported, then ends it."""
+    pipe = Connection(ours.detach())
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals the whole group; the server decides when
         signal.signal(number, signal.SIG_IGN)
-    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=_drain, args=(pipe, inbox), daemon=True).start()
     try:
         model, tokenizer, chat = load()
@@ -149,7 +162,7 @@ def run(pipe: Connection, load: Load, config: EngineConfig) -> None:
 
 
 def serve_generation(
-    pipe: Connection, inbox: queue.SimpleQueue[Any], model: Transformer, tokenizer: Tokenizer, chat: Chat | None,
+    pipe: Connection, inbox: Inbox, model: Transformer, tokenizer: Tokenizer, chat: Chat | None,
     config: EngineConfig,
 ) -> None:  # fmt: skip
     """Apply what came, step, send what came out: until Stop."""
@@ -162,29 +175,33 @@ def serve_generation(
         vocab_size=model.config.vocab_size,
     )  # fmt: skip
     send(pipe, ready)
+    waiting: dict[str, float] = {}  # requests without a token: when they came
     while True:
-        for message in _messages(inbox, wait=not engine.has_work):
+        for came, message in _messages(inbox, wait=not engine.has_work):
             if isinstance(message, Submit):
                 for request in message.requests:
                     try:
                         engine.submit(request)
+                        waiting[request.id] = came
                         send(pipe, Accepted(request.id))
                     except BaguError as error:  # what can never be served: the others go on
                         send(pipe, Refused(request.id, str(error), error.hint))
             elif isinstance(message, Abort):
                 for id in message.request_ids:
                     engine.abort(id)
+                    waiting.pop(id, None)
             elif isinstance(message, AskStats):
                 send(pipe, Answer(message.call, engine.stats()))
             elif isinstance(message, Embed):
                 send(pipe, Answer(message.call, None, "this model generates text; embeddings are of encoder models"))
             else:
                 return
-        send_step(pipe, engine.step() if engine.has_work else [])
+        events = engine.step() if engine.has_work else []
+        send_step(pipe, Step(events, _first_tokens(events, waiting) if waiting else ()))
 
 
 def serve_embeddings(
-    pipe: Connection, inbox: queue.SimpleQueue[Any], model: Transformer, tokenizer: Tokenizer, chat: Chat | None,
+    pipe: Connection, inbox: Inbox, model: Transformer, tokenizer: Tokenizer, chat: Chat | None,
     config: EngineConfig,
 ) -> None:  # fmt: skip
     """The same for an encoder: one forward a call."""
@@ -194,7 +211,7 @@ def serve_embeddings(
     vocab_size = model.config.vocab_size
     send(pipe, Ready(tokenizer=tokenizer, chat=chat, generates=False, max_model_len=longest, vocab_size=vocab_size))
     while True:
-        for message in _messages(inbox, wait=True):
+        for _, message in _messages(inbox, wait=True):
             if isinstance(message, Embed):
                 send(pipe, Answer(message.call, embed(model, message.texts)))
             elif isinstance(message, AskStats):
@@ -220,8 +237,8 @@ def embed(model: Transformer, texts: Sequence[Sequence[int]]) -> list[list[float
         return (total / total.norm(dim=1, keepdim=True)).tolist()  # the length of the text divides out
 
 
-def _messages(inbox: queue.SimpleQueue[Any], *, wait: bool) -> list[Any]:
-    """What has come; with `wait`, nothing only after a heartbeat's time."""
+def _messages(inbox: Inbox, *, wait: bool) -> list[tuple[float, Any]]:
+    """What has come, and when; with `wait`, nothing only after a heartbeat's time."""
     found = []
     try:
         if wait:
@@ -232,32 +249,48 @@ def _messages(inbox: queue.SimpleQueue[Any], *, wait: bool) -> list[Any]:
         return found
 
 
-def _drain(pipe: Connection, inbox: queue.SimpleQueue[Any]) -> None:
-    """Empty the pipe while a step runs, so that the server never blocks on it."""
+def _drain(pipe: Connection, inbox: Inbox) -> None:
+    """Empty the pipe while a step runs, and note when a message came."""
     try:
         while True:
-            inbox.put(pipe.recv())
+            message = pipe.recv()
+            inbox.put((time.perf_counter(), message))
     except (EOFError, OSError):  # the server is gone: so is the need for this process
         os._exit(0)
+
+
+def _first_tokens(events: Sequence[Event], waiting: dict[str, float]) -> list[float]:
+    """The seconds that requests waited for their first token, of those whose first event is here; they wait no more.
+    A request that wants its prompt scored and no token has none."""
+    now = time.perf_counter()
+    firsts = [(event, waiting.pop(event.request_id, None)) for event in events if isinstance(event, TokenEvent)]
+    return [now - came for event, came in firsts if came is not None and event.token is not None]
+
+
+def packed(message: Any) -> bytes:
+    """A message with its length before it, as `Connection.recv` reads it."""
+    content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return len(content).to_bytes(4, "big") + content
 
 
 def send(pipe: Connection, message: Any) -> None:
     pipe.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
-def send_step(pipe: Connection, events: list[Event]) -> None:
+def send_step(pipe: Connection, step: Step) -> None:
     """`Step` as plain tuples by `marshal`, which looks up no class: the one message there is for every token."""
-    if all(isinstance(event, TokenEvent) for event in events):
-        pipe.send_bytes(STEP + marshal.dumps([tuple(event) for event in events]))
+    if all(isinstance(event, TokenEvent) for event in step.events):
+        pipe.send_bytes(STEP + marshal.dumps(([tuple(event) for event in step.events], tuple(step.first_token_s))))
     else:
-        send(pipe, Step(events))
+        send(pipe, step)
 
 
-def receive(data: bytes) -> Any:
+def receive(content: bytes) -> Any:
     """A message from what `send` or `send_step` wrote."""
-    if data[:1] == STEP:
-        return Step([TokenEvent._make(event) for event in marshal.loads(memoryview(data)[1:])])
-    return pickle.loads(data)
+    if not content.startswith(STEP):
+        return pickle.loads(content)
+    events, first_token_s = marshal.loads(memoryview(content)[1:])
+    return _step((list(map(_event, events)), first_token_s))
 
 
 def _warm_up(engine: Engine) -> None:

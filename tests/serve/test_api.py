@@ -83,6 +83,38 @@ def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
     assert streamed == whole.content
 
 
+def test_the_bytes_of_logprobs_make_the_text(client: openai.OpenAI) -> None:
+    """Also of tokens that are a part of a character: a random model writes many."""
+    ask: dict[str, Any] = {"model": MODEL, "messages": ASK, "max_tokens": 40, "seed": 3, "logprobs": True}
+    choice = client.chat.completions.create(**ask, extra_body={"ignore_eos": True, "skip_special_tokens": False})
+    assert choice.choices[0].logprobs is not None and choice.choices[0].logprobs.content is not None
+    entries = choice.choices[0].logprobs.content
+    assert all(entry.bytes is not None for entry in entries)
+    said = b"".join(bytes(entry.bytes or []) for entry in entries)
+    assert said.decode(errors="replace") == choice.choices[0].message.content
+    assert any("\N{REPLACEMENT CHARACTER}" in entry.token for entry in entries), "no character was cut"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("chat", [False, True])
+def test_usage_says_what_the_prefix_cache_gave(client: openai.OpenAI, chat: bool, stream: bool) -> None:
+    words = f"{chat} {stream} " + "hello world, " * 20
+
+    def cached() -> tuple[int, int]:
+        ask: dict[str, Any] = {"model": MODEL, "max_tokens": 3, "n": 2} | ALL
+        if stream:
+            ask |= {"stream": True, "stream_options": {"include_usage": True}}
+        made: Any = client.chat.completions if chat else client.completions
+        prompt: Any = {"messages": [{"role": "user", "content": words}]} if chat else {"prompt": words}
+        answer = made.create(**ask, **prompt)
+        usage = [*answer][-1].usage if stream else answer.usage
+        return usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens
+
+    assert cached()[0] <= 16  # the head of a chat may be there
+    found, prompt = cached()
+    assert found == (prompt - 1) // 16 * 16  # all full blocks but the one of the last token, whose logits are needed
+
+
 def test_completions_with_several_prompts_and_token_ids(client: openai.OpenAI, tiny: Running) -> None:
     ids = post(tiny, "/tokenize", {"prompt": "hello"}).json()["tokens"]
     ask: dict[str, Any] = {"model": MODEL, "max_tokens": 4, "temperature": 0} | ALL
@@ -140,6 +172,9 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     (TEXT, {"prompt": []}, 400, "prompt"),
     (TEXT, {"prompt": ""}, 400, "empty"),
     (TEXT, {"prompt": [10**9]}, 400, "vocabulary"),
+    (TEXT, {"prompt": [-1]}, 400, "token ids (0 or more)"),
+    (TEXT, {"prompt": ["a", 1]}, 400, "a list of texts"),
+    (TEXT, {"prompt": [5] * MAX_LEN}, 400, f"the prompt has {MAX_LEN} tokens (this"),
     (TEXT, {"prompt": "a" * 9000, "max_tokens": 1}, 400, str(MAX_LEN)),
     (TEXT, {"prompt": "a", "max_tokens": MAX_LEN}, 400, str(MAX_LEN)),
     (TEXT, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
@@ -190,6 +225,16 @@ def test_null_is_the_default_and_unknown_fields_pass(tiny: Running) -> None:
         "user": "me",
     }
     assert post(tiny, TEXT, body).status_code == 200
+
+
+def test_without_max_tokens_an_answer_ends_where_the_context_does(tiny: Running) -> None:
+    answer = post(tiny, TEXT, {"prompt": [5] * (MAX_LEN - 3), "ignore_eos": True}).json()
+    assert answer["usage"]["completion_tokens"] == 3 and answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("last", ["-1", "x", "9" * 5000])
+def test_the_panel_refuses_what_is_no_count(tiny: Running, last: str) -> None:
+    assert get(tiny, f"/engine?last={last}").status_code == 400
 
 
 @pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}])

@@ -96,7 +96,7 @@ def test_logits_of_every_step_are_those_of_a_dense_cache(kind: str, dtype: torch
         engine.scheduler.commit(plan, drawn)
 
 
-@pytest.mark.parametrize("kind", ["gqa", "windows in some"])
+@pytest.mark.parametrize("kind", ["gqa", "windows in some", "mla", "biases, gelu"])
 def test_invariant_logprobs_have_the_trainers_bits_whatever_the_batch(kind: str) -> None:
     """Alone or in company, in chunks, with a warm prefix, after preemption: and all equal the packed forward's."""
     model = small_model(kind)

@@ -4,38 +4,97 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
 
+from bagu.data import BpeTokenizer
 from bagu.serve.request import Sampling, TokenEvent
-from bagu.serve.stream import Detokenizer, StopStrings, TextStream
+from bagu.serve.stream import ByteDetokenizer, SpanDetokenizer, StopStrings, TextStream, detokenizer
+
+Kind = type[ByteDetokenizer] | type[SpanDetokenizer]
 
 
 class Bytes:
     """A tokenizer whose tokens are bytes; 256 ends a text."""
 
-    vocab_size, eos_id = 257, 256
+    vocab_size, eos_id, byte_level = 257, 256, True
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
+        return b"".join(map(self.bytes_of, ids)).decode(errors="replace")
+
+    def bytes_of(self, id: int) -> bytes:
+        return bytes([id]) if id < 256 else b""
 
 
-@given(st.lists(st.integers(0, 255), max_size=40))
-def test_deltas_of_any_bytes_sum_to_the_whole_decode(tokens: list[int]) -> None:
-    detokenizer = Detokenizer(Bytes())
-    deltas = [detokenizer.push(t) for t in tokens] + [detokenizer.flush()]
+@pytest.mark.parametrize("kind", [ByteDetokenizer, SpanDetokenizer])
+@given(tokens=st.lists(st.integers(0, 256), max_size=40))
+def test_deltas_of_any_bytes_sum_to_the_whole_decode(kind: Kind, tokens: list[int]) -> None:
+    grows = kind(Bytes())
+    deltas = [grows.push(t) for t in tokens] + [grows.flush()]
     assert "".join(deltas) == Bytes().decode(tokens)
 
 
-@given(st.text(max_size=20))
-def test_no_delta_of_valid_text_shows_half_a_character(text: str) -> None:
-    detokenizer = Detokenizer(Bytes())
-    deltas = [detokenizer.push(t) for t in Bytes().encode(text)]
-    assert "".join(deltas) == text and detokenizer.flush() == ""
+@pytest.mark.parametrize("kind", [ByteDetokenizer, SpanDetokenizer])
+@given(text=st.text(max_size=20))
+def test_no_delta_of_valid_text_shows_half_a_character(kind: Kind, text: str) -> None:
+    grows = kind(Bytes())
+    deltas = [grows.push(t) for t in Bytes().encode(text)]
+    assert "".join(deltas) == text and grows.flush() == ""
     assert all(len(d) <= 1 for d in deltas)
+
+
+def tokenizer(pieces: list[str], decoder: decoders.Decoder) -> BpeTokenizer:
+    made = tokenizers.Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    made.decoder = decoder
+    return BpeTokenizer(spec=made.to_str(), eos_token=pieces[0])
+
+
+BYTE_LEVEL = tokenizer([*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġthe", "é"], decoders.ByteLevel())
+SPACES_VOCAB = ["</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁a", "b", "é"]
+SPACES = tokenizer(
+    SPACES_VOCAB,
+    decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    ),
+)
+
+
+@given(st.lists(st.integers(0, BYTE_LEVEL.vocab_size - 1), max_size=12))
+def test_deltas_of_a_byte_level_tokenizer_sum_to_its_decode(tokens: list[int]) -> None:
+    grows = detokenizer(BYTE_LEVEL)
+    assert isinstance(grows, ByteDetokenizer)
+    assert "".join([*map(grows.push, tokens), grows.flush()]) == BYTE_LEVEL.decode(tokens)
+
+
+@given(st.lists(st.sampled_from(["▁", "▁a", "b", "é"]) | st.characters(exclude_categories=["Cs"]), max_size=12))
+def test_deltas_of_bytes_and_spaces_sum_to_the_decode(pieces: list[str]) -> None:
+    """SentencePiece's way: characters that the vocabulary lacks are written as their bytes."""
+    ids = dict(zip(SPACES_VOCAB, range(len(SPACES_VOCAB)), strict=True))
+    tokens = [i for p in pieces for i in ([ids[p]] if p in ids else [ids[f"<0x{b:02X}>"] for b in p.encode()])]
+    grows = detokenizer(SPACES)
+    assert isinstance(grows, SpanDetokenizer)
+    assert "".join([*map(grows.push, tokens), grows.flush()]) == SPACES.decode(tokens)
+
+
+TRAINED = BpeTokenizer.train(["def f(x):\n    return x\n", "hello world, 你好，世界 🙂 "] * 4, vocab_size=320)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+def test_the_bytes_of_the_tokens_of_a_text_are_the_text(text: str) -> None:
+    assert b"".join(map(TRAINED.bytes_of, TRAINED.encode(text))) == text.encode()
+
+
+def test_bytes_of_what_is_no_plain_text() -> None:
+    assert TRAINED.bytes_of(TRAINED.eos_id) == b"<|endoftext|>" and TRAINED.bytes_of(10**6) == b""
+    ids = dict(zip(SPACES_VOCAB, range(len(SPACES_VOCAB)), strict=True))
+    said = [SPACES.bytes_of(ids[piece]) for piece in ("<0xE4>", "▁a", "▁", "é", "</s>")]
+    assert said == [b"\xe4", b" a", b" ", "é".encode(), b"</s>"]
 
 
 def test_output_that_begins_inside_a_character_shows_nothing_of_the_prompt() -> None:

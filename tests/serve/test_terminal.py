@@ -149,10 +149,13 @@ def test_with_an_engine_in_this_process() -> None:
 class Bytes:
     """Bytes as tokens; 0 ends."""
 
-    vocab_size, eos_id = 256, 0
+    vocab_size, eos_id, byte_level = 256, 0, True
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: Any) -> str:
         return bytes(ids).decode(errors="replace")
+
+    def bytes_of(self, id: int) -> bytes:
+        return bytes([id])

@@ -74,11 +74,13 @@ def test_the_queue_is_bounded() -> None:
 
 
 def test_a_histogram_is_cumulative() -> None:
-    histogram = Histogram((1, 2))
+    histogram = Histogram((1, 2), keep=3)
     for value in (0.5, 1, 1.5, 9):
         histogram.observe(value)
     lines = [line.split()[-1] for line in histogram.lines("h", 'a="b"')]
-    assert lines == ["2", "3", "4", "12.0", "4"] and histogram.quantile(0.5) == 1.5
+    assert lines == ["2", "3", "4", "12.0", "4"]
+    assert histogram.quantile(0.5) == 1.5 and histogram.quantile(0.5, last=1) == 9  # of the last three, of the last
+    assert histogram.quantile(0.5, last=0) is None
 
 
 def test_an_encoder_embeds_and_its_process_does_not_outlive_the_server(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ function fill(article, chat, at, look, running, act) {
   else {
     const copyIt = iconButton("copy", t("copy"), () => copy(message.content));
     const retry = iconButton("retry", t("regenerate"), again);
-    foot.replaceChildren(copyIt, retry, meta(message), showsTokens(message, look) ? scale() : "");
+    foot.replaceChildren(meta(message), showsTokens(message, look) ? scale() : "", copyIt, retry);
   }
 }
 
