@@ -207,6 +207,8 @@ def training_words(metrics: Mapping[str, float | int | None]) -> list[str]:
         "tokens_per_s": "{:,.0f} tokens/s",
         "mfu_percent": "MFU {:.1f} %",
     }
+    if metrics.get("val_bits_per_byte") is None:  # a masked language model has none
+        formats["val_loss_nats"] = "validation {:.3f} nats"
     return [text.format(value) for name, text in formats.items() if (value := metrics.get(name)) is not None]
 
 

@@ -70,7 +70,11 @@ def llama_1b() -> Run:
 
 
 def mlm() -> Run:
-    """BERT in small, 5.9M parameters: learns to fill in hidden tokens from both sides, on two CPU cores in minutes."""
+    """BERT in small, 5.9M parameters, for masked language modelling.
+
+    On the standard library, two CPU cores, about six minutes: 5.96 nats per masked position of held-out files, where
+    word frequencies alone give 6.91. A step asks for 614 tokens of 4096, so good fills need more steps.
+    """
     return Run(
         mask_rate=0.15,
         model=ModelConfig(
@@ -83,7 +87,7 @@ def mlm() -> Run:
         data=DataConfig(context=256, rows=16),
         train=TrainConfig(
             steps=600, eval_every=100, save_every=100,
-            # AdamW at 1e-3 is at 6.7 nats after 120 steps, where word frequencies alone bring it; Muon is at 6.3
+            # mean loss of steps 101 to 120: 6.28 nats, and 6.59 with AdamW at 1e-3 (linear, 60 steps of warm-up)
             optimizer=OptimizerConfig(kind="muon", lr=0.003),
             schedule=ScheduleConfig(kind="wsd", warmup_steps=30, decay_share=0.5),
         ),

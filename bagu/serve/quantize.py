@@ -1,9 +1,10 @@
 """Dynamic int8 on a CPU (W8A8): weights are rounded once, a scale a row; activations at each call, a scale a token.
 
 A decode step reads every weight once, so a quarter of the bytes is most of a quarter of the time. All linears and the
-head of the 135M shape, two cores, each alone in its process: 17-18 ms in fp32 and 4.2-5.9 ms here for one row; in one
-process for 32 rows 110 and 24 ms. Weight-only int8 (`_weight_int8pack_mm`) is nearer to the exact product (0.8 % rms
-against 1.1 %), but takes 1.5 of the time of `linear_dynamic` for one row, and that of fp32 for 32; oneDNN takes 1.6.
+head of the 135M shape for one row, two cores, each alone in its process, several runs: 18-23 ms in fp32, 4.2-7.1 ms
+here; a whole step of 32 streams, in turns in one process: 142 and 63 ms. Weight-only int8 (`_weight_int8pack_mm`) is
+nearer to the exact product (0.8 % rms against 1.1 %), but takes 1.5 of the time of `linear_dynamic` for one row, and
+that of fp32 for 32; oneDNN takes 1.6.
 
 Logits change, so greedy text may: parity with the trainer is for fp32 and bf16.
 """

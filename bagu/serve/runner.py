@@ -120,6 +120,10 @@ class Runner:
         pieces = flat.to(self.device, non_blocking=True).split([v.size for v in values])
         return [piece.view(v.shape) for piece, v in zip(pieces, values, strict=True)]
 
-    def logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """log p of each row's target, by the one function that training and scoring use, on the model's own head."""
+    def logprobs(self, hidden: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """log p of each row's target, by the one function that training and scoring use, on the model's own head. Where
+        the head is rounded to int8 it is of those logits instead: of the distribution that the token was drawn from."""
+        if self.config.quantization is not None:
+            wide = logits.float()
+            return wide.gather(1, targets.unsqueeze(1)).squeeze(1) - wide.logsumexp(1)
         return ops.token_losses(*ops.linear_cross_entropy(hidden, self.source.head_weight, targets)).logprobs

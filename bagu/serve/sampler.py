@@ -1,7 +1,7 @@
 """The rows of a step to tokens: what the engine remembers of each request, put to the functions of sample.py.
 
 Logprobs are of the model as it is, before temperature and penalties. They come from the one logprob function,
-ops.linear_cross_entropy, as the trainer's do.
+ops.linear_cross_entropy, as the trainer's do (with int8 from its own logits).
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class Sampler:
             return None
         rows = torch.tensor(asked, device=tokens.device)
         hidden, logits, targets = (x.index_select(0, rows) for x in (step.sampled, step.logits, tokens))
-        found = top_logprobs(logits, self.runner.logprobs(hidden, targets), targets, [counts[i] or 0 for i in asked])
+        found = top_logprobs(
+            logits, self.runner.logprobs(hidden, logits, targets), targets, [counts[i] or 0 for i in asked]
+        )
         by_row = dict(zip(asked, found, strict=True))
         return [by_row.get(i) for i in range(len(counts))]
 
@@ -114,7 +116,7 @@ class Sampler:
                 targets = torch.tensor(s.tokens[scored.start + 1 : scored.stop + 1], device=hidden.device)
                 count = request.sampling.prompt_logprobs or 0
                 logits = self.runner.project(hidden)
-                found = self.runner.logprobs(hidden, targets)
+                found = self.runner.logprobs(hidden, logits, targets)
                 memory.scores += top_logprobs(logits, found, targets, [count] * len(targets))
             if piece.start + piece.length >= s.num_prompt:
                 done.append(PromptLogprobs(request.id, max(request.score_start, 1), tuple(memory.scores)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -96,6 +97,15 @@ def test_logits_of_every_step_are_those_of_a_dense_cache(kind: str, dtype: torch
         engine.scheduler.commit(plan, drawn)
 
 
+@pytest.fixture(params=(1, 2), ids=("one_thread", "two_threads"))
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["gqa", "windows in some", "mla", "biases, gelu"])
 def test_invariant_logprobs_have_the_trainers_bits_whatever_the_batch(kind: str) -> None:
     """Alone or in company, in chunks, with a warm prefix, after preemption: and all equal the packed forward's."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_engine import small_model
+from small_engine import small_engine, small_model
 
 from bagu.errors import BackendError
 from bagu.serve.quantize import Int8, Int8Linear, quantized
+from bagu.serve.request import Sampling
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -68,3 +69,13 @@ def test_a_quantized_model_leaves_its_source_alone() -> None:
     assert isinstance(twin.blocks[0].attention.qkv, Int8Linear)
     assert not any(isinstance(m, Int8Linear) for m in model.modules())
     assert twin.embedding is not None and twin.embedding.weight is model.embedding.weight
+
+
+def test_a_logprob_is_of_the_distribution_that_the_token_was_drawn_from() -> None:
+    """The chosen token stands among the likeliest with the same number."""
+    engine = small_engine(small_model(), quantization="int8")
+    drawn = engine.generate([[1, 2, 3, 4]], Sampling(max_tokens=12, temperature=0.0, logprobs=3))[0]
+    assert drawn.logprobs is not None and drawn.top is not None
+    for token, own, top in zip(drawn.tokens, drawn.logprobs, drawn.top, strict=True):
+        assert top[0][0] == token
+        assert own == pytest.approx(top[0][1], abs=1e-6)

@@ -2,7 +2,7 @@
 
     scores          softmax(Q K^T) V with all scores in memory, the formula as it is written
     blocked         ops.attention: blocks of keys and a running softmax, so that no row of scores is ever whole
-    window, op      ops.attention with window=W. On a CPU it is the same kernel with a mask of L * L
+    window, op      ops.attention with window=W. On a CPU the same kernel, for 256 queries and their keys at a time
     window, cut     the same result from segments of 2 W tokens that overlap by half: of each, the second W count
 
 An exponent is the slope over the last doubling of the length: cost ~ L^exponent. Short lengths are left out of it,
