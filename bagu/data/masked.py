@@ -16,14 +16,13 @@ import torch
 
 from bagu.data.batch import PAD_ID
 from bagu.data.pack import philox
-from bagu.data.tokenizer import BpeTokenizer
+from bagu.data.tokenizer import MASK_TOKENS, BpeTokenizer
 from bagu.errors import ArgumentError, BaguError
 from bagu.types import IGNORE, Batch
 
 __all__ = ["HIDDEN", "RANDOM", "Masking", "check_rate", "mask_batch"]
 
 HIDDEN, RANDOM = 0.8, 0.1  # the rest keep their token
-MASK_TOKENS = ("<|mask|>", "[MASK]", "<mask>")  # bagu's, BERT's, RoBERTa's
 
 
 def check_rate(rate: float) -> None:

@@ -29,10 +29,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from bagu.errors import BaguError
 
-__all__ = ["SPECIAL_TOKENS", "BpeTokenizer"]
+__all__ = ["MASK_TOKENS", "SPECIAL_TOKENS", "BpeTokenizer"]
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|mask|>")
+MASK_TOKENS = ("<|mask|>", "[MASK]", "<mask>")  # bagu's, BERT's, RoBERTa's
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 # A word takes one sign or space before it: "(self", ".append", " return". Digits go by three. On the standard library,
@@ -116,6 +117,9 @@ class BpeTokenizer:
             "eos_token": self.eos_token,
             "clean_up_tokenization_spaces": False,  # it would rewrite " ." to "." when decoding
         }
+        mask = next((token for token in MASK_TOKENS if token in self.special_ids), None)
+        if mask is not None:
+            config["mask_token"] = mask
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
         (folder / FILES[0]).write_text(self.spec, encoding="utf-8")

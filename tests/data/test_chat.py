@@ -214,7 +214,8 @@ def test_bad_chats_and_templates_say_what_is_wrong(tokenizer: BpeTokenizer) -> N
 def test_a_template_is_loaded_with_the_tokens_its_folder_names(tokenizer: BpeTokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     template = ChatTemplate.load(tmp_path)
-    assert template == ChatTemplate(source=DEFAULT_TEMPLATE, variables={"eos_token": "<|endoftext|>"})
+    named = {"eos_token": "<|endoftext|>", "mask_token": "<|mask|>"}
+    assert template == ChatTemplate(source=DEFAULT_TEMPLATE, variables=named)
 
 
 def test_chats_become_batches_in_which_only_the_assistant_is_learned(tokenizer: BpeTokenizer) -> None:

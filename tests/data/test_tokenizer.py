@@ -81,6 +81,7 @@ def test_transformers_reads_it_alike(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     TOKENIZER.save(tmp_path)
     peer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert peer.mask_token == "<|mask|>"
     assert peer.eos_token_id == TOKENIZER.eos_id
     assert len(peer) == TOKENIZER.vocab_size
     for text in [*TEXTS[:2], "a . b , c 's\n", "  é 你好 12345"]:
