@@ -192,7 +192,7 @@ def one_rank_mesh() -> Any:
 def test_more_than_2_31_elements() -> None:
     """The last rows of a tensor past 2^31 elements are as they are alone, forward and backward.
 
-    To a bit of bf16, since a kernel may be another one for few rows. A wrong address gives other numbers altogether.
+    The gradients of the first four to a bit of bf16: a kernel may be another one for few rows.
     """
     torch.manual_seed(0)
     M, N = (1 << 31) // 4096 + 8, 4096
@@ -206,7 +206,7 @@ def test_more_than_2_31_elements() -> None:
         bagu.ops.swiglu,
     ):
         y, last = fn(x), fn(tail)
-        torch.testing.assert_close(y[-8:], last, rtol=2**-7, atol=1e-3)
+        assert torch.equal(y[-8:], last)
         (dx,) = torch.autograd.grad(y, x, y.detach())
         (dlast,) = torch.autograd.grad(last, tail, last.detach())
         torch.testing.assert_close(dx[-8:], dlast, rtol=2**-7, atol=1e-3)
@@ -216,9 +216,9 @@ def test_more_than_2_31_elements() -> None:
     del q, scale
     targets = torch.zeros(M, dtype=torch.int64, device="cuda")
     y, last = bagu.ops.cross_entropy(x, targets), bagu.ops.cross_entropy(tail, targets[-8:])
-    torch.testing.assert_close(y[-8:], last, rtol=2**-7, atol=1e-3)
+    assert torch.equal(y[-8:], last)
     (dx,) = torch.autograd.grad(y.sum(), x)
-    torch.testing.assert_close(dx[-8:], torch.autograd.grad(last.sum(), tail)[0], rtol=2**-7, atol=1e-3)
+    assert torch.equal(dx[-8:], torch.autograd.grad(last.sum(), tail)[0])
     del y, dx
     flipped = bagu.ops.transpose(x.detach(), 0, 1)
     assert torch.equal(flipped[:, -8:], tail.detach().T)
