@@ -17,7 +17,6 @@ from typing import Protocol
 
 import torch
 
-from bagu import ops
 from bagu.errors import BaguError
 from bagu.nn.config import ModelConfig
 
@@ -147,6 +146,7 @@ class DenseKV:
         if bias is not None:
             far = bias.shape[1] // 2
             scores = scores + bias.to(acc)[:, ahead.clamp(-far, far) + far].transpose(0, 1)
-        weights = ops.softmax(scores, mask=seen.unsqueeze(1)).view(N, G, H // G, L, P)
+        # torch's softmax: the op's kernels would be compiled again for every power of two that P grows through
+        weights = scores.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1).view(N, G, H // G, L, P)
         out = torch.einsum("ngilp,npge->nlgie", weights, values.to(acc)).flatten(2, 3)
         return out[self.rows, self.turns].to(q.dtype)

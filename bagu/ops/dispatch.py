@@ -5,17 +5,13 @@ CUDA, torch elsewhere). A backend that was asked for runs or raises; an automati
 says so once. Whatever ran the forward runs its backward too, since the backward is a custom op of that backend.
 
 The torch backend is called as it is: ordinary differentiable PyTorch that the compiler, autograd, DTensor and FLOP
-counters see through. Every other backend becomes two `torch.library` custom ops, `bagu::<op>_<backend>` and
-`bagu::<op>_<backend>_backward`, whose schema and fake function come from the spec's signature.
+counters see through. Every other backend becomes custom ops, or an autograd node where nobody looks (custom.py).
 """
 
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -24,8 +20,9 @@ import torch
 from bagu.device import triton_interprets
 from bagu.errors import BackendError, UnknownName
 from bagu.ops.core import OpSpec
+from bagu.ops.custom import Run, node, register, watched
+from bagu.ops.eager import constant
 from bagu.ops.invariant import active, forward_of
-from bagu.ops.signature import ScalarArg, TensorArg
 
 __all__ = ["call", "use"]
 
@@ -35,6 +32,8 @@ BACKENDS = ("torch", "triton")
 # ContextVar not at all and a threading.local without a guard (torch 2.13). So `use` holds for the whole process,
 # and threads that need different backends pass `backend=`.
 _asked: str | None = None
+
+_nodes: dict[tuple[str, str], Run] = {}  # of the backends that are loaded, by op and backend
 
 
 class use:
@@ -64,7 +63,12 @@ def call(spec: OpSpec, backend: str | None, /, **args: Any) -> Any:
     elif (name := _choose(spec, asked, first)) == "torch":
         results = spec.torch_backend.forward(**args)
     else:
-        results = getattr(torch.ops.bagu, f"{spec.name}_{name}")(*(args[a.name] for a in spec.sig.inputs))
+        values = [args[a.name] for a in spec.sig.inputs]
+        if torch.compiler.is_compiling() or watched(values):
+            load_op(spec.name, name)
+            results = getattr(torch.ops.bagu, f"{spec.name}_{name}")(*values)
+        else:
+            results = _nodes[spec.name, name](*values)
         results = () if results is None else results if isinstance(results, (tuple, list)) else (results,)
     outputs = tuple(results[: len(spec.sig.outputs)])
     return outputs[0] if len(outputs) == 1 else outputs
@@ -87,12 +91,12 @@ def _choose(spec: OpSpec, asked: str | None, first: torch.Tensor) -> str:
     return asked
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _interpreted() -> bool:
     return triton_interprets()
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _available(op: str) -> bool:
     """Whether the automatic Triton backend can be had; if not, says so once."""
     if importlib.util.find_spec("triton") is not None:
@@ -102,13 +106,13 @@ def _available(op: str) -> bool:
     return False
 
 
-@torch.compiler.assume_constant_result
+@constant
 def load(op: str, backend: str) -> None:
-    """Import a backend and register its custom ops, the first time it is needed.
+    """Import a backend, the first time it is needed.
 
     It takes the op's name, since a compiler that runs it at trace time can hand over a string but not a spec.
     """
-    if hasattr(torch.ops.bagu, f"{op}_{backend}"):
+    if (op, backend) in _nodes:
         return
     from bagu.ops.catalogue import SPECS
 
@@ -119,136 +123,16 @@ def load(op: str, backend: str) -> None:
             hint="pip install 'bagu[triton]', or ask for backend='torch'",
         )
     module = spec.module(backend)
-    _register_forward(spec, backend, module.forward)
-    if spec.grads:
-        _register_backward(spec, backend, module.backward)
+    _nodes[op, backend] = node(spec, backend, module.forward, module.backward if spec.grads else None)
 
 
-def _on(x: torch.Tensor) -> AbstractContextManager[None]:
-    """A Triton kernel runs on the current device, wherever its tensors are: make it theirs."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+@constant
+def load_op(op: str, backend: str) -> None:
+    """Register a loaded backend's custom ops, the first time something looks at a call."""
+    if hasattr(torch.ops.bagu, f"{op}_{backend}"):
+        return
+    from bagu.ops.catalogue import SPECS
 
-
-def _register_forward(spec: OpSpec, backend: str, forward: Callable[..., tuple[torch.Tensor, ...]]) -> None:
-    sig, names = spec.sig, [a.name for a in spec.sig.inputs]
-    first = sig.tensors[0].name
-
-    def run(*values: Any) -> Any:
-        args = dict(zip(names, values, strict=True))
-        with _on(args[first]):
-            return _returned(forward(**args))
-
-    def fake(*values: Any) -> Any:
-        args = dict(zip(names, values, strict=True))
-        dims = sig.measure(args, {s.name: args[s.name] for s in sig.scalars})
-        dims |= spec.derive(args, dims) if spec.derive is not None else {}
-        x = args[first]
-        given = args.get("dtype")
-        results = [x.new_empty(r.shape(dims), dtype=r.result_dtype(x.dtype, given)) for r in sig.results]
-        return _returned(results)
-
-    schema = sig.schema(sig.inputs, len(sig.results), spec.mutates)
-    op = torch.library.custom_op(f"bagu::{spec.name}_{backend}", run, mutates_args=spec.mutates, schema=schema)
-    op.register_fake(fake)
-
-
-def _returned(results: Sequence[torch.Tensor]) -> Any:
-    """Results as a custom op returns them: nothing, one tensor, or a tuple."""
-    return None if not results else results[0] if len(results) == 1 else tuple(results)
-
-
-def _register_backward(spec: OpSpec, backend: str, backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> None:
-    """The backward as an op of its own, and the link from the forward to it."""
-    sig = spec.sig
-    by_name: dict[str, TensorArg] = {t.name: t for t in (*sig.tensors, *sig.results)}
-    takes: list[TensorArg | ScalarArg] = [TensorArg(f"d{o}", by_name[o].dims, "", False) for o in spec.differentiable]
-    takes += [by_name[s] for s in spec.saves]
-    takes += sig.scalars
-    names = [a.name for a in takes]
-    selective = "needs" in inspect.signature(backward).parameters  # it can leave out gradients nobody wants
-
-    def run(needs: list[bool], *values: Any) -> Any:
-        more = {"needs": dict(zip(spec.made, needs, strict=True))} if selective else {}
-        with _on(values[0]):
-            grads = backward(**dict(zip(names, values, strict=True)), **more)
-        absent = values[0].new_empty(0)  # an op returns tensors, never None
-        found = [absent.clone() if g is None else g for g in grads]
-        return found[0] if len(found) == 1 else tuple(found)
-
-    def fake(needs: list[bool], *values: Any) -> Any:
-        args = dict(zip(names, values, strict=True))
-        known = {o: args[f"d{o}"] for o in spec.differentiable} | {s: args[s] for s in spec.saves}
-        dims = sig.measure(known, {s.name: args[s.name] for s in sig.scalars})
-        if any(name not in dims for g in spec.made for _, name in by_name[g].dims if name):
-            assert spec.derive is not None, f"{spec.name}: nothing the backward is given has the dims of its gradients"
-            dims |= spec.derive(args, dims)
-        found = []
-        for g, needed in zip(spec.made, needs, strict=True):
-            gone = (g in known and known[g] is None) or (selective and not needed)
-            dtype = known[g].dtype if known.get(g) is not None else values[0].dtype
-            found.append(values[0].new_empty(0 if gone else by_name[g].shape(dims), dtype=dtype))
-        return found[0] if len(found) == 1 else tuple(found)
-
-    schema = sig.schema(takes, len(spec.made)).replace("(", "(bool[] needs, ", 1)
-    op = f"bagu::{spec.name}_{backend}"
-    torch.library.custom_op(f"{op}_backward", run, mutates_args=(), schema=schema).register_fake(fake)
-    grad_op = getattr(torch.ops.bagu, f"{spec.name}_{backend}_backward")
-    positions = {a.name: i for i, a in enumerate(sig.inputs)}
-    flows = [i for i, o in enumerate(sig.outputs) if o.name in spec.differentiable]
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        results = output if isinstance(output, (tuple, list)) else (output,)
-        known = {n: inputs[i] for n, i in positions.items()} | dict(
-            zip((r.name for r in sig.results), results, strict=True)
-        )
-        ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if i not in flows))
-        ctx.save_for_backward(*(known[s] for s in spec.saves))
-        ctx.scalars = [known[s.name] for s in sig.scalars]
-        ctx.absent = {g for g in spec.grads if known[g] is None}
-
-    def link(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        wanted = {g for g in spec.grads if ctx.needs_input_grad[positions[g]] and g not in ctx.absent}
-        sources = {spec.twins.get(g, g) for g in wanted}
-        made = grad_op([g in sources for g in spec.made], *(douts[i] for i in flows), *ctx.saved_tensors, *ctx.scalars)
-        grads = dict(zip(spec.made, made if isinstance(made, (tuple, list)) else (made,), strict=True))
-        return tuple(grads[spec.twins.get(a.name, a.name)] if a.name in wanted else None for a in sig.inputs)
-
-    torch.library.register_autograd(op, link, setup_context=setup_context)
-
-
-def paired(
-    spec: OpSpec,
-    forward: Callable[..., tuple[torch.Tensor, ...]],
-    backward: Callable[..., tuple[torch.Tensor | None, ...]] | None,
-) -> Callable[..., Any]:
-    """A differentiable call out of one forward and one backward, which may come from different backends or tunings."""
-    sig, names = spec.sig, [a.name for a in spec.sig.inputs]
-
-    class Pair(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *values: Any) -> Any:
-            args = dict(zip(names, values, strict=True))
-            results = tuple(forward(**args))
-            known = args | dict(zip((r.name for r in sig.results), results, strict=True))
-            ctx.known = {n: known[n] for n in (*spec.saves, *(s.name for s in sig.scalars))}
-            ctx.mark_non_differentiable(
-                *(r for r, o in zip(results, sig.results, strict=True) if o.name not in spec.differentiable)
-            )
-            return results
-
-        @staticmethod
-        def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            assert backward is not None, f"{spec.name} has gradients and no backward was given"
-            given = {f"d{o.name}": d for o, d in zip(sig.results, douts, strict=True) if o.name in spec.differentiable}
-            more = {}
-            if "needs" in inspect.signature(backward).parameters:
-                more["needs"] = dict.fromkeys(spec.made, True)
-            grads = dict(zip(spec.made, backward(**given, **ctx.known, **more), strict=True))
-            return tuple(grads.get(spec.twins.get(n, n)) for n in names)
-
-    def run(**args: Any) -> Any:
-        results = Pair.apply(*(args[n] for n in names))
-        outputs = tuple(results[: len(sig.outputs)])
-        return outputs[0] if len(outputs) == 1 else outputs
-
-    return run
+    spec = SPECS[op]
+    module = spec.module(backend)
+    register(spec, backend, module.forward, module.backward if spec.grads else None)

@@ -57,7 +57,7 @@ def _tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     return m, n, (m < M) & (n < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _forward(
     g_ptr, u_ptr, y_ptr, M, N, g_stride, u_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, ACC: tl.constexpr,
@@ -69,7 +69,7 @@ def _forward(
     tl.store(y_ptr + m * N + n, g * s * u, real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _backward(
     dy_ptr, g_ptr, u_ptr, dg_ptr, du_ptr, M, N, dy_stride, g_stride, u_stride, dx_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, ACC: tl.constexpr,

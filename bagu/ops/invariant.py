@@ -9,7 +9,7 @@ in another than a prefill. In this mode no sum is split by anything that the bat
     products       16 rows at a time (`in_blocks`), the last ones filled up with zeros: one GEMM shape for each weight
     attention      attention/tiles.py, for packed segments and for pages: keys in tiles of 64, in order, for 16 queries
     row by row     norms, rope, softmax: a row is summed by itself already (ROW_BY_ROW)
-    gates          one formula for every element (`times_sigmoid`): PyTorch's own have two
+    gates          one formula for every element (`times_sigmoid`, `sigmoid`): PyTorch's own have two
     long rows      never alone (`in_company`): from 32768 numbers on PyTorch splits a lone sum among threads
 
 Equal bits are promised on one machine with one number of threads. A backward is as fast, and as variable, as ever: no
@@ -27,8 +27,9 @@ import torch
 
 from bagu.errors import BackendError
 from bagu.ops.core import OpSpec
+from bagu.ops.eager import constant
 
-__all__ = ["ROW_BY_ROW", "active", "forward_of", "in_blocks", "in_company", "invariant", "times_sigmoid"]
+__all__ = ["ROW_BY_ROW", "active", "forward_of", "in_blocks", "in_company", "invariant", "sigmoid", "times_sigmoid"]
 
 ROWS = 16  # of a block. MKL has other kernels below 16 rows; on AVX-512 and AMX, fp32 and bf16, any fixed number held
 
@@ -78,7 +79,7 @@ def forward_of(spec: OpSpec, asked: str | None, first: torch.Tensor) -> Callable
     return own or spec.torch_backend.forward
 
 
-@torch.compiler.assume_constant_result  # runs, and so raises, while the compiler looks at the call
+@constant  # runs, and so raises, while the compiler looks at the call
 def _refuse_compiler(op: str) -> None:
     raise BackendError(
         f"{op}: invariant mode was asked for inside torch.compile, which rounds where it likes",
@@ -107,6 +108,12 @@ def times_sigmoid(g: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """
     below = z.neg().exp_().add_(1)
     return torch.div(g, below, out=below)
+
+
+def sigmoid(z: torch.Tensor) -> torch.Tensor:
+    """sigmoid(z), with a graph; in this mode by the formula above, for the same reason. There the slope is 0 below -80,
+    where the value is 1e-35: exp overflows at 88, and a backward through infinity is no number."""
+    return (z.neg().clamp(max=80.0).exp() + 1.0).reciprocal() if _active else z.sigmoid()
 
 
 def in_company(x: torch.Tensor) -> torch.Tensor:

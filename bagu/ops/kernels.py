@@ -54,7 +54,7 @@ def split_row(row, N, VEC: tl.constexpr):
     return tl.multiple_of(row + head, VEC), tl.multiple_of(body, VEC), head
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _column_sum(p_ptr, y_ptr, z_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = int64(tl.program_id(1))

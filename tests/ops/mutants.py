@@ -27,7 +27,7 @@ from types import ModuleType
 import torch
 
 from bagu.ops.core import OpSpec, check
-from bagu.ops.dispatch import paired
+from bagu.ops.custom import paired
 
 UNUSED = "without label smoothing the plain sums are unused, and padded rows have no head"
 CPU_NAN = "a NaN becomes the integer 0 on a CPU, as it should; on a GPU it would not"

@@ -14,7 +14,8 @@ import torch
 
 from bagu.ops.catalogue import SPECS
 from bagu.ops.core import Case, OpSpec, Streams, check
-from bagu.ops.dispatch import call, load, paired
+from bagu.ops.custom import paired
+from bagu.ops.dispatch import call, load_op
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -117,7 +118,7 @@ def test_compiles_as_one_graph_with_the_same_result(spec: OpSpec, backend: str) 
 
 @pytest.mark.parametrize("spec, backend", [p for p in BACKENDS if p.values[1] != "torch"])
 def test_opcheck(spec: OpSpec, backend: str) -> None:
-    load(spec.name, backend)
+    load_op(spec.name, backend)
     args = arguments(spec, torch.float32)
     op = getattr(torch.ops.bagu, f"{spec.name}_{backend}")
     torch.library.opcheck(op, tuple(args[a.name] for a in spec.sig.inputs))

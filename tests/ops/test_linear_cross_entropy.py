@@ -10,7 +10,7 @@ import torch
 
 from bagu.errors import ArgumentError
 from bagu.ops.cross_entropy import cross_entropy
-from bagu.ops.dispatch import call, load
+from bagu.ops.dispatch import call, load_op
 from bagu.ops.linear_cross_entropy import chunked, linear_cross_entropy, token_losses
 from bagu.ops.linear_cross_entropy.chunked import chunks
 from bagu.ops.linear_cross_entropy_loss import linear_cross_entropy_loss
@@ -148,7 +148,7 @@ def test_a_frozen_weight_costs_no_product(backend: str, monkeypatch: pytest.Monk
 
 
 def test_gradients_that_are_not_asked_for_are_not_kept() -> None:
-    load(LOSS.name, "triton")
+    load_op(LOSS.name, "triton")
     args: dict[str, Any] = head(torch.float32) | {"ignore_index": -100, "z_loss": 0.0, "memory": None}
     for asked in ((True, False), (False, True), (False, False)):
         args |= {"grad_hidden": asked[0], "grad_weight": asked[1]}

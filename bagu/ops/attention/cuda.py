@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from bagu.ops.attention.shape import Shape, side_by_side
+from bagu.ops.eager import constant
 
 __all__ = ["equal", "fits", "packed", "prefers_equal"]
 
@@ -35,7 +36,7 @@ def prefers_equal(q: torch.Tensor, v: torch.Tensor, shape: Shape) -> bool:
     return shape.plain and narrow and not strict and _hopper(q.device.index or 0)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0) and torch.backends.cudnn.is_available()
 

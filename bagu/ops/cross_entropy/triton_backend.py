@@ -75,7 +75,7 @@ def _finish(
     tl.store(lse_ptr + m, tl.where(kept, lse, 0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_split"])
 def _forward(
     x_ptr, t_ptr, y_ptr, lse_ptr, part_ptr, V, stride, ignore_index, smoothing, z_loss, per_split,
     R: tl.constexpr, G: tl.constexpr, ACC: tl.constexpr, SMOOTH: tl.constexpr, LOSS: tl.constexpr, SPLIT: tl.constexpr,
@@ -115,7 +115,7 @@ def _forward(
         _finish(x_ptr, y_ptr, lse_ptr, m, start, V, target, kept, top, mass, flat, smoothing, z_loss, ACC, SMOOTH, LOSS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine(
     x_ptr, t_ptr, y_ptr, lse_ptr, part_ptr, V, stride, ignore_index, smoothing, z_loss, splits,
     S: tl.constexpr, ACC: tl.constexpr, SMOOTH: tl.constexpr, LOSS: tl.constexpr,

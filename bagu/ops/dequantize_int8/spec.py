@@ -78,6 +78,7 @@ SPEC = OpSpec(
         Case("point", "N = 1: every number has its own scale", M=64, N=1),
         Case("long", "a row is several tiles", M=3, N=5001),
         Case("tiles", "a row is two tiles to the last number", M=1, N=8192),
+        Case("channel_long", "rows that begin anywhere, walked as one", by="channel", M=3, N=8197),
         Case("tensor", "one scale is read by every program", by="tensor", M=5, N=33),
         Case("tensor_batched", "one scale over several leading dims", by="tensor", lead=(2, 3), N=40),
         Case("channel", "a scale per column, over several tiles", by="channel", M=37, N=2100),

@@ -1,6 +1,8 @@
 """Numbers back from int8 on Triton: one product per number, so memory is the limit.
 
-A program owns a tile. A scale is loaded once per program (tensor), row or column of it.
+Rows that lie together are walked as one long row (`_flat`): a program owns BLOCK numbers, all aligned whatever N is,
+which are of two rows at most, and takes the scale of the one or the other. Rows with gaps between them, or shorter than
+a program's share, are walked in tiles, and a scale is loaded once per program (tensor), row or column.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from bagu.ops.kernels import int64
 from bagu.ops.launch import as_rows, next_power_of_2
 
 TUNABLE = {"forward": {"block": (512, 4096), "num_warps": (4, 8)}}  # tests run each point
@@ -33,6 +36,26 @@ def _dequantize(
     tl.store(y_ptr + m[:, None] * N + n[None, :], q * scale, real)
 
 
+@triton.jit
+def _flat(q_ptr, scale_ptr, y_ptr, M, N, BLOCK: tl.constexpr, BY: tl.constexpr, ACC: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    i = tl.arange(0, BLOCK)
+    real = i < int64(M) * N - first
+    row = first // N
+    column = (first - row * N).to(tl.int32)  # of the first number; N - column of them are of its row
+    if BY == "tensor":
+        scale = tl.load(scale_ptr).to(ACC)
+    elif BY == "row":
+        here = tl.load(scale_ptr + row).to(ACC)
+        following = tl.load(scale_ptr + row + 1, row + 1 < M, 0.0).to(ACC)
+        scale = tl.where(i < N - column, here, following)
+    else:
+        n = column + i
+        scale = tl.load(scale_ptr + tl.where(n < N, n, n - N), real, 0.0).to(ACC)
+    q = tl.load(q_ptr + first + i, real, 0).to(ACC)
+    tl.store(y_ptr + first + i, q * scale, real)
+
+
 def forward(
     q: torch.Tensor, scale: torch.Tensor, granularity: str, dtype: str,
     *, block: int | None = None, num_warps: int | None = None,
@@ -40,12 +63,19 @@ def forward(
     y = torch.empty(q.shape, dtype=getattr(torch, dtype), device=q.device)
     if not q.numel():
         return (y,)
-    rows, block = as_rows(q), block or 4096
+    rows = as_rows(q)
     M, N = rows.shape
+    block = block or (4096 if granularity != "channel" else 1024 if N % 16 == 0 else 8192)
+    acc, warps = tl.float64 if torch.float64 in (y.dtype, scale.dtype) else tl.float32, num_warps or 4
+    if rows.is_contiguous() and block <= N:
+        _flat[(triton.cdiv(M * N, block),)](
+            rows, scale.contiguous(), y, M, N, BLOCK=block, BY=granularity, ACC=acc, num_warps=warps
+        )
+        return (y,)
     block_n = min(next_power_of_2(N), min(block, 512 if granularity == "channel" else 4096))
     block_m = block // block_n
     _dequantize[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
         rows, scale.contiguous(), y, M, N, rows.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, BY=granularity,
-        ACC=tl.float64 if torch.float64 in (y.dtype, scale.dtype) else tl.float32, num_warps=num_warps or 4,
+        ACC=acc, num_warps=warps,
     )  # fmt: skip
     return (y,)

@@ -20,7 +20,7 @@ TUNABLE = {  # tests run each point
 }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TOKENS", "T", "H"])
 def _rotate(
     x_ptr, cos_ptr, sin_ptr, pos_ptr, y_ptr, TOKENS, T, H, b_stride, t_stride, h_stride,
     D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
