@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bagu import ops
+from bagu import native, ops
 from bagu.errors import ArgumentError, ConformanceError
 from bagu.ops.attention.shape import Shape
 from bagu.ops.catalogue import SPECS
-from bagu.ops.core import check
+from bagu.ops.core import Case, check
 from bagu.ops.dispatch import call
 from bagu.ops.paged_attention import dense
 from bagu.ops.paged_attention.pages import Pages
@@ -144,3 +144,15 @@ def test_values_that_are_a_view_of_the_keys_are_read_with_them(plan: list[tuple[
     for got, expected in zip(found, want, strict=True):
         torch.testing.assert_close(got, expected)
         assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("case", [c for c in PAGED.cases if not c.bench and "decode" in c.name], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decodes_conform_without_a_compiler(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one, the conformance test runs them on decode.cpp."""
+    monkeypatch.setenv("BAGU_NATIVE", "0")
+    native.library.cache_clear()
+    try:
+        check(PAGED, case, dtype, lambda **args: call(PAGED, None, **args))
+    finally:
+        native.library.cache_clear()
