@@ -58,7 +58,7 @@ def _sum(x_ptr, addend_ptr, s_ptr, x_row, addend_row, s_row, n, real, ACC: tl.co
     return x.to(ACC)
 
 
-@triton.jit(do_not_specialize=["M", "trips"])
+@triton.jit(do_not_specialize=["M"])
 def _forward(
     x_ptr, addend_ptr, w_ptr, y_ptr, s_ptr, r_ptr, M, N, x_stride, addend_stride, eps, trips,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr,
@@ -145,7 +145,7 @@ def _write(dx_ptr, ds_ptr, dx, row, ds_row, n, real):
     tl.store(dx_ptr + row + n, dx, real)
 
 
-@triton.jit(do_not_specialize=["M", "trips"])
+@triton.jit(do_not_specialize=["M"])
 def _backward(
     dy_ptr, ds_ptr, x_ptr, w_ptr, r_ptr, dx_ptr, dw_ptr, M, N, dy_stride, ds_stride, x_stride, trips,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr,
