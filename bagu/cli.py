@@ -135,6 +135,9 @@ def serve(
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
     api_key: Annotated[str | None, typer.Option(envvar="BAGU_API_KEY", help="Ask for this key under /v1.")] = None,
     served_model_name: Annotated[list[str] | None, typer.Option(help="Names clients may use; repeatable.")] = None,
+    allowed_origins: Annotated[
+        list[str] | None, typer.Option(help="Origins whose pages may call (CORS); repeatable, or a JSON list.")
+    ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A folder with tokenizer.json; by default the model's.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, bf16 or fp32.")] = "auto",
     quantization: Annotated[str | None, typer.Option(help="int8: linears and head, on a CPU.")] = None,
@@ -170,7 +173,8 @@ def serve(
         },
         server={
             "host": host, "port": port, "api_key": api_key, "served_model_name": served_model_name or (),
-            "max_queue": max_num_queued_reqs, "shutdown_timeout": shutdown_timeout,
+            "allowed_origins": allowed_origins or (), "max_queue": max_num_queued_reqs,
+            "shutdown_timeout": shutdown_timeout,
         },
     )  # fmt: skip
 

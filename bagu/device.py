@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from bagu.errors import UnknownName
+
 __all__ = [
     "Gpu",
     "Machine",
@@ -33,6 +35,7 @@ __all__ = [
     "driver_version",
     "gpu",
     "gpu_in_system",
+    "named_dtype",
     "this_machine",
     "torch_nccl",
     "triton_interprets",
@@ -82,6 +85,14 @@ def this_machine() -> Machine:
 def default_device() -> torch.device:
     """The first CUDA device when torch can use one, else the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def named_dtype(name: str) -> torch.dtype:
+    """The dtype of a flag or a config."""
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    if name not in dtypes:
+        raise UnknownName.among("dtype", name, dtypes)
+    return dtypes[name]
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:

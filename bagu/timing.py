@@ -6,6 +6,7 @@ a speed elsewhere is stated as a share of these, measured in the same run.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import math
 import time
@@ -18,7 +19,7 @@ import torch
 from bagu.device import c_compiler, default_device, gpu, this_machine, triton_interprets
 from bagu.errors import BaguError
 
-__all__ = ["Ceilings", "Timing", "flush_buffer", "measure", "measure_ceilings"]
+__all__ = ["Ceilings", "Timing", "flush_buffer", "forget", "measure", "measure_ceilings"]
 
 MIB = 1 << 20
 WARM_S = 0.03  # an idle GPU's clocks rise within milliseconds of load; caches and allocators settle in a few calls
@@ -46,6 +47,16 @@ class Ceilings:
     matmul: float
     dtype: str
     device: str
+
+
+def forget(device: torch.device) -> None:
+    """Leave nothing of what ran before in memory or in the compiler, and count peak memory from here."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.init()  # before it there are no statistics to reset
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def measure(

@@ -25,6 +25,7 @@ from bagu import ops
 from bagu.nn.config import ModelConfig, MoEConfig
 from bagu.nn.ffn import FFN, activate
 from bagu.nn.linear import Factory, Linear, parameter
+from bagu.ops.invariant import sigmoid
 
 __all__ = ["MoE", "Routing", "balance_loss", "choose"]
 
@@ -88,7 +89,7 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Routing]:
         logits = self.router(x)
-        scores = ops.softmax(logits) if self.moe.scoring == "softmax" else logits.sigmoid()
+        scores = ops.softmax(logits) if self.moe.scoring == "softmax" else sigmoid(logits)
         weights, experts = choose(scores, self.bias, self.moe)
         ones = torch.ones_like(experts).flatten()
         load = torch.zeros(self.moe.num_experts, dtype=torch.int64, device=x.device)

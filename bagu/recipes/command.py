@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from bagu import config as configs
 from bagu.data.masked import HIDDEN, RANDOM
 from bagu.data.tokenizer import BpeTokenizer
-from bagu.errors import BaguError, UnknownName
+from bagu.device import named_dtype
+from bagu.errors import BaguError
 from bagu.recipes.catalogue import recipe as find_recipe
 from bagu.recipes.catalogue import with_data, with_start
 from bagu.recipes.models import find_model, load_model, save_model
 from bagu.recipes.run import Run
-from bagu.recipes.training import DTYPES, Trained, held_out, train
+from bagu.recipes.training import Trained, held_out, train
 from bagu.run import RunFolder
 from bagu.train.report import ReportData, Table, read_run, write_report
 
@@ -83,10 +83,8 @@ def _report(run: Run, done: Trained) -> Path:
 
 def export_main(model: str, out: Path, *, dtype: str | None) -> None:
     """Read MODEL, write a folder that other programs read."""
-    if dtype is not None and dtype not in DTYPES:
-        raise UnknownName.among("dtype", dtype, DTYPES)
+    as_dtype = None if dtype is None else named_dtype(dtype)
     found = find_model(model)
-    as_dtype: torch.dtype | None = None if dtype is None else DTYPES[dtype]
     loaded = load_model(found, dtype=as_dtype)
     places = (found, found.parent.parent / "tokenizer")  # of a checkpoint it is beside the run
     place = next((p for p in places if (p / "tokenizer.json").is_file()), None)

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bagu.errors import BaguError, UnknownName
+from bagu.errors import BaguError
 from bagu.openmp import wait_briefly
 
 __all__ = ["Loader", "chat_main", "serve_main"]
-
-DTYPES = ("auto", "bf16", "fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +27,13 @@ class Loader:
 
         from bagu.data.chat import ChatEncoder
         from bagu.data.tokenizer import BpeTokenizer
-        from bagu.device import default_device
+        from bagu.device import default_device, named_dtype
         from bagu.recipes.models import find_model, load_model
 
-        if self.dtype not in DTYPES:
-            raise UnknownName.among("dtype", self.dtype, DTYPES)
         device = torch.device(self.device) if self.device else default_device()
         # On a CPU decoding is bound by overhead and memory, and fp32 is no slower than bf16 at small batches
-        dtypes = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32, "bf16": torch.bfloat16}
-        dtype = dtypes.get(self.dtype, torch.float32)
+        auto = "bf16" if device.type == "cuda" else "fp32"
+        dtype = named_dtype(auto if self.dtype == "auto" else self.dtype)
         found = find_model(self.model)
         model = load_model(found, dtype=dtype, device=device)
         places = (Path(self.tokenizer),) if self.tokenizer else (found, found.parent.parent / "tokenizer")

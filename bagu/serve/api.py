@@ -40,6 +40,7 @@ class Served:
 
     names: tuple[str, ...]  # the model answers to each; the first is what replies say
     api_key: str | None = None
+    allowed_origins: tuple[str, ...] = ()  # of pages elsewhere that may read answers; "*" is every page
     created: int = 0  # seconds since 1970
 
 
@@ -152,7 +153,7 @@ class Api:
         return {"id": name, "object": "model", "created": self.served.created, "owned_by": "bagu", **size}
 
 
-def make_app(engine: EngineProcess, metrics: Metrics, served: Served) -> FastAPI:
+def make_app(engine: EngineProcess, metrics: Metrics, served: Served) -> Edge:
     """The application; the engine's process lives as long as it does."""
 
     @asynccontextmanager
@@ -184,8 +185,7 @@ def make_app(engine: EngineProcess, metrics: Metrics, served: Served) -> FastAPI
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_exception)
-    app.add_middleware(Edge, metrics=metrics, api_key=served.api_key)
-    return app
+    return Edge(app, metrics, api_key=served.api_key, allowed_origins=served.allowed_origins)
 
 
 def panel(stats: EngineStats, metrics: Metrics, last: int) -> dict[str, Any]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bagu.device import default_device, this_machine
+from bagu.device import default_device, named_dtype, this_machine
 from bagu.errors import ArgumentError, UnknownName
 from bagu.nn.config import ModelConfig, NormConfig, Rope
 from bagu.nn.init import init_weights
@@ -25,11 +23,11 @@ from bagu.serve.bench_peers import PEERS, scripted
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.workload import Lengths, Workload
+from bagu.timing import forget
 
 __all__ = ["SHAPES", "Shape", "main"]
 
 RESULTS = Path("benchmarks/results/serve")
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LEAST_LEN = 4096  # positions an engine is made for, as in nano-vllm's bench, where the workload needs no more
 
 
@@ -110,7 +108,7 @@ def main(
         shared_prefix=shared_prefix, streams=tuple(streams), prompt=prompt, new=new, repeats=repeats, seed=seed,
     )  # fmt: skip
     _check(case, peers)
-    as_dtype = _dtype(dtype or ("bf16" if gpu else "fp32"))
+    as_dtype = named_dtype(dtype or ("bf16" if gpu else "fp32"))
     make, name = _maker(shape or ("qwen3_0_6b" if gpu else "cpu_8m"), load, name, where, as_dtype)
     config = EngineConfig(
         max_num_seqs=batch, prefix_cache=prefix_cache, quantization=quantization, invariant=invariant,  # type: ignore[arg-type]
@@ -118,15 +116,15 @@ def main(
     )  # fmt: skip
     rows: list[dict[str, Any]] = []
     for turn in range(rounds):
-        with _fresh(where):
-            model = make()
-            rows += [_row("bagu", m, where, s) for s, m in _bagu(model, config, case, turn)]
+        forget(where)
+        model = make()
+        rows += [_row("bagu", m, where, s) for s, m in _bagu(model, config, case, turn)]
         for peer in peers:
             if peer not in PEERS:
                 rows += scripted(Path(peer), peer_environ)
                 continue
-            with _fresh(where):
-                rows += [_row(peer, m, where, s) for s, m in _peer(peer, model, case, turn, batch, where, as_dtype)]
+            forget(where)
+            rows += [_row(peer, m, where, s) for s, m in _peer(peer, model, case, turn, batch, where, as_dtype)]
     common = {
         "system": "engine", "model": name, "config": asdict(model.config), "device": str(where),
         "dtype": str(as_dtype).removeprefix("torch."), "case": asdict(case), "engine": asdict(config),
@@ -152,12 +150,6 @@ def _check(case: Case, peers: Sequence[str]) -> None:
         raise UnknownName.among("peer", unknown[0], [*PEERS, "PATH.py"])
     if case.streams and any(p in PEERS for p in peers):
         raise ArgumentError("a transformers peer with streams", hint="it has no decode rate alone: leave one out")
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise UnknownName.among("dtype", name, DTYPES)
-    return DTYPES[name]
 
 
 def _maker(
@@ -210,17 +202,6 @@ def _row(contender: str, measured: Measured, device: torch.device, streams: int 
         "total_tokens_per_s": (made + measured.input_tokens) / seconds,
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None, **measured.facts,
     }  # fmt: skip
-
-
-@contextmanager
-def _fresh(device: torch.device) -> Iterator[None]:
-    """Nothing of the contender before is left in memory."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.init()  # before it there are no statistics to reset
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    yield
 
 
 def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:

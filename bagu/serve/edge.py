@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Mapping
+import types
+from collections.abc import Coroutine, Generator, Mapping, Sequence
 from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -51,55 +53,95 @@ class Call:
 class EventStream(Response):
     """A reply as server-sent events; each `send` carries all that is there.
 
-    What is done for every token is done in `_pump`, a task of its own: the task that called goes through a dozen
-    coroutines of the framework, and each of them would be resumed at each token. For the same reason its messages go to
-    the server's `send` itself: what lies before it is for the beginning of a reply.
+    A token is written in the callback that brought it from the engine, with no future, no task and no turn of the event
+    loop between the two. Only where the client reads too slowly does a task wait for it, and what comes meanwhile lies
+    in the mailbox. Messages go to the server's `send` itself: what lies before it is for the beginning of a reply.
     """
 
     def __init__(self, reply: Reply, call: Call) -> None:
         super().__init__(headers=STREAM)
         del self.headers["content-length"]  # nobody knows it yet
         self.reply, self.call = reply, call
+        self._blocked: asyncio.Task[None] | None = None  # waits for the client
+        self._last: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send = scope[SEND]
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await asyncio.create_task(self._pump(scope[SEND]))
+            if opening := self.reply.opening():
+                await self._send({"type": "http.response.body", "body": opening, "more_body": True})
+            self.call.ticket.listen(self._write)
+            self._write()
+            await self._send({"type": "http.response.body", "body": await self._last})
         finally:
             self.call.close()
 
-    async def _pump(self, send: Send) -> None:
-        ticket, data = self.call.ticket, self.reply.opening()
+    def _write(self) -> None:
+        """Send what is there, and see whether it is the end."""
+        ticket = self.call.ticket
+        if self._blocked is not None or self._last.done():
+            return
         try:
-            while True:
-                if data:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-                if not ticket.mail and not ticket.ended:
-                    await ticket.woken()
-                events = ticket.take()
-                if not events and ticket.ended:
-                    break
-                data = self.reply.chunks(events)
-            data = self.reply.closing()
+            events, ticket.mail = ticket.mail, []
+            if data := self.reply.chunks(events):
+                sending = self._send({"type": "http.response.body", "body": data, "more_body": True})
+                try:
+                    waits_for = sending.send(None)  # runs to its end, unless the client is slow
+                except StopIteration:
+                    pass
+                else:
+                    self._blocked = asyncio.create_task(go_on(sending, waits_for))
+                    self._blocked.add_done_callback(self._unblocked)
+                    return
+            if ticket.failure is not None:
+                raise ticket.failure
+            if not ticket.clocks:
+                self._last.set_result(self.reply.closing())
         except ApiError as error:  # the status is sent: the error is an event
-            data = error_event(error)
-        await send({"type": "http.response.body", "body": data})
+            self._last.set_result(error_event(error))
+        except Exception as error:  # a fault of the server: raised where the reply is awaited
+            self._last.set_exception(error)
+
+    def _unblocked(self, task: asyncio.Task[None]) -> None:
+        self._blocked = None
+        if task.cancelled() or self._last.done():  # the call is over
+            return
+        if (error := task.exception()) is not None:
+            self._last.set_exception(error)
+        self._write()
+
+
+async def go_on(coroutine: Coroutine[Any, None, None], waits_for: Any) -> None:
+    """The rest of a coroutine that was begun, and waits for something."""
+
+    @types.coroutine
+    def rest() -> Generator[Any, None, None]:
+        yield waits_for
+        yield from coroutine.__await__()
+
+    await rest()
 
 
 class Edge:
-    """Around every route: the key, the request's id, the count, and no error that is not in OpenAI's shape."""
+    """Around every route: the key, the request's id, the count, the origins whose pages may read an answer, and no
+    error that is not in OpenAI's shape."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, *, api_key: str | None, allowed_origins: Sequence[str]) -> None:
         self.app, self.metrics = app, metrics
         self.digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
+        self.checked: ASGIApp = self._checked
+        if allowed_origins:  # around the check of the key: a page is to read that its key is wrong
+            self.checked = CORSMiddleware(
+                self._checked, allow_origins=allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         scope[SEND] = send
-        headers = dict(scope["headers"])
-        id = headers.get(b"x-request-id", b"")[:128]
+        id = dict(scope["headers"]).get(b"x-request-id", b"")[:128]
         status = 500
 
         async def count(message: Message) -> None:
@@ -111,19 +153,22 @@ class Edge:
             await send(message)
 
         try:
-            if self._allowed(scope, headers):
-                await self.app(scope, receive, count)
-            else:
-                error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-                await reply_error(error)(scope, receive, count)
+            await self.checked(scope, receive, count)
         finally:
             route = scope.get("route")
             self.metrics.http[getattr(route, "path", "unmatched"), scope["method"], status] += 1
 
-    def _allowed(self, scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
+    async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._allowed(scope):
+            await self.app(scope, receive, send)
+        else:
+            error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+            await reply_error(error)(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
         if self.digest is None or not scope["path"].startswith("/v1") or scope["method"] == "OPTIONS":
             return True
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()  # of equal length, so that the comparison tells nothing
         return secrets.compare_digest(digest, self.digest) and scheme.lower() == b"bearer"
 

@@ -50,19 +50,22 @@ def check_servable(request: Request, config: SchedulerConfig, *, num_blocks: int
     sampling = request.sampling
     prompt, total = len(request.prompt), len(request.prompt) + sampling.max_tokens
     need = config.most_blocks(prompt + max(sampling.max_tokens - 1, 0), block_size)
-    asked = f"request {request.id!r}: a prompt of {prompt} tokens and max_tokens {sampling.max_tokens}"
+    asked = f"a prompt of {prompt} tokens and max_tokens {sampling.max_tokens}"
     if total > config.max_model_len:
         raise Unservable(
             f"{asked} make {total} tokens, and the model serves {config.max_model_len}",
             hint=f"shorten the prompt, or ask for at most {max(0, config.max_model_len - prompt)} tokens",
+            param="max_tokens",
         )
     if need > num_blocks:
         raise Unservable(
             f"{asked} need {need} KV blocks of {block_size} tokens, and the pool has {num_blocks}",
             hint="ask for fewer tokens, or serve with a larger KV pool",
+            param="max_tokens",
         )
     if sampling.n > config.max_num_seqs:
         raise Unservable(
-            f"request {request.id!r}: n = {sampling.n}, and {config.max_num_seqs} sequences can run at once",
-            hint="ask for fewer choices, or raise max_num_seqs",
+            f"n = {sampling.n}, and {config.max_num_seqs} choices can run at once",
+            hint="ask for fewer, or raise max_num_seqs (bagu serve --max-num-seqs)",
+            param="n",
         )

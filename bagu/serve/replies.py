@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from bagu.serve.openai import Job
-from bagu.serve.request import PromptLogprobs, Request, TokenEvent, TokenLogprob
+from bagu.serve.request import Event, PromptLogprobs, Request, TokenEvent, TokenLogprob
 from bagu.serve.stream import TextStream
-from bagu.serve.tickets import ApiError, Event
+from bagu.serve.tickets import ApiError
 from bagu.serve.worker import Ready
 
 __all__ = ["DONE", "ChatReply", "CompletionReply", "Reply", "error_event", "to_json"]
@@ -38,8 +38,8 @@ class Choice:
         self.finish: str | None = None
         self.stop_reason: str | int | None = None
         self._stream = TextStream(ready.tokenizer, request.sampling)
-        self._each = self._stream.each
-        self._silent = ready.special_ids if skip_special_tokens else frozenset()
+        self.each = self._stream.each
+        self.silent = ready.special_ids if skip_special_tokens else frozenset()
 
     def push(self, event: TokenEvent) -> str:
         """Take an event; returns the text it sets free."""
@@ -49,12 +49,12 @@ class Choice:
             self.tokens += 1
             if event.logprob is not None:
                 self.scored.append((token, TokenLogprob(event.logprob, event.top or ())))
-            if finish is None and token not in self._silent:
-                return self._each(token)
+            if finish is None and token not in self.silent:
+                return self.each(token)
         if finish in ("abort", "error"):
             raise ApiError(500, f"the engine ended this request: {event.stop_reason or finish}")
         self.finish, self.stop_reason = finish, event.stop_reason
-        return self._stream.read(event, silent=token in self._silent)
+        return self._stream.read(event, silent=token in self.silent)
 
 
 class Reply:
@@ -105,8 +105,12 @@ class Reply:
         for event in events:
             if isinstance(event, PromptLogprobs):
                 continue  # never asked for with a stream
-            choice = self.choices[event.request_id, event.index]
-            text = choice.push(event)
+            choice, token = self.choices[event[:2]], event.token
+            if token is None or event.finish or event.logprob is not None or event.cached or token in choice.silent:
+                text = choice.push(event)
+            else:  # what `push` comes to for nearly all tokens, without the call
+                choice.tokens += 1
+                text = choice.each(token)
             if event.finish is None and not choice.scored:
                 if text:
                     out.append(f"{choice.head}{quoted(text)}{self._plain}")

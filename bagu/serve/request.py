@@ -14,13 +14,20 @@ from typing import Any, Literal, NamedTuple
 
 from bagu.errors import ArgumentError, BaguError
 
-__all__ = ["Finish", "PromptLogprobs", "Request", "Sampling", "TokenEvent", "TokenLogprob", "Unservable"]
+__all__ = [
+    "Event", "Finish", "PromptLogprobs", "Request", "Sampling", "TokenEvent", "TokenLogprob", "Unservable",
+]  # fmt: skip
 
 Finish = Literal["stop", "length", "abort", "error"]
 
 
 class Unservable(BaguError, ValueError):
-    """A request that this engine can never serve: refused when it is added, before it holds anything."""
+    """A request that this engine can never serve: refused when it is added, before it holds anything. `param` is the
+    field of `Sampling` to change, where it is one."""
+
+    def __init__(self, message: str, *, hint: str = "", param: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.param = param
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,3 +153,6 @@ class PromptLogprobs(NamedTuple):
     request_id: str
     start: int
     tokens: tuple[TokenLogprob, ...]
+
+
+Event = TokenEvent | PromptLogprobs

@@ -6,8 +6,10 @@ runs may finish for `shutdown_timeout` seconds, then the engine's process is end
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -15,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from bagu.errors import BaguError
+from bagu.errors import ArgumentError, BaguError
 from bagu.serve.config import EngineConfig
 from bagu.serve.metrics import Metrics
 from bagu.serve.process import EngineProcess
@@ -23,6 +25,8 @@ from bagu.serve.tickets import Tickets
 from bagu.serve.worker import Load
 
 __all__ = ["main"]
+
+ORIGIN = "e.g. http://localhost:3000, without a path, or * for every page"
 
 
 def main(
@@ -34,6 +38,7 @@ def main(
     port: int = 8000,
     api_key: str | None = None,
     served_model_name: Sequence[str] = (),
+    allowed_origins: Sequence[str] = (),
     max_queue: int = 256,
     shutdown_timeout: float = 30.0,
     stall_timeout: float = 60.0,
@@ -43,8 +48,9 @@ def main(
 
     `load` makes (model, tokenizer, chat encoder or None); it is pickled, and called in the engine's process.
     `max_queue` is how many choices may wait beside the `config.max_num_seqs` that run; further calls get 429.
-    `stall_timeout` is the age in seconds of the engine's last step from which `/health` says 503: more than the longest
-    step takes. Port 0 takes a free one; the address is printed once the server listens.
+    `allowed_origins` are those of pages elsewhere that may read answers (CORS): `https://name[:port]`, "*" for all, or
+    JSON lists of them. `stall_timeout` is the age in seconds of the engine's last step from which `/health` says 503:
+    more than the longest step takes. Port 0 takes a free one; the address is printed once the server listens.
     """
     uvicorn, make_app, Served = _server_parts()
     config = config or EngineConfig()
@@ -57,9 +63,11 @@ def main(
         server.should_exit = True
 
     engine = EngineProcess(load, config, tickets, stall_s=stall_timeout, on_failure=give_up)
-    app = make_app(engine, metrics, Served(names=names, api_key=api_key, created=int(time.time())))
+    served = Served(names=names, api_key=api_key, allowed_origins=_origins(allowed_origins), created=int(time.time()))
+    app = make_app(engine, metrics, served)
     settings = uvicorn.Config(
         app, log_level=log_level, access_log=False, server_header=False, ws="none", lifespan="on",
+        proxy_headers=False,
         timeout_graceful_shutdown=math.ceil(shutdown_timeout),
     )  # fmt: skip
     server = uvicorn.Server(settings)
@@ -78,6 +86,20 @@ def _run(server: Any, listener: socket.socket) -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _origins(given: Sequence[str]) -> tuple[str, ...]:
+    """Each is an origin as browsers send it, or a JSON list of such, as vLLM takes it."""
+    found: list[Any] = []
+    for value in given:
+        try:
+            found += json.loads(value) if value.startswith("[") else [value]
+        except ValueError as error:
+            raise ArgumentError(f"allowed origins: {value!r} is not JSON", hint=ORIGIN) from error
+    for origin in found:
+        if not isinstance(origin, str) or not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise ArgumentError(f"allowed origins: {origin!r} is not an origin", hint=ORIGIN)
+    return tuple(found)
 
 
 def _listen(host: str, port: int) -> socket.socket:

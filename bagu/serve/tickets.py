@@ -11,17 +11,16 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from bagu.errors import BaguError
 from bagu.serve.metrics import Metrics
-from bagu.serve.request import Finish, PromptLogprobs, Request, TokenEvent
+from bagu.serve.request import Event, Finish, Request, TokenEvent
 
-__all__ = ["ApiError", "Event", "Ticket", "Tickets"]
+__all__ = ["ApiError", "Ticket", "Tickets"]
 
-Event = TokenEvent | PromptLogprobs
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 
 
@@ -60,31 +59,36 @@ class Ticket:
     arrival: float = field(default_factory=time.perf_counter)
     clocks: dict[tuple[str, int], _Clock] = field(default_factory=dict)  # of the choices that have not ended
     mail: list[Event] = field(default_factory=list)
-    _failure: ApiError | None = None
+    failure: ApiError | None = None
     _accepted: int = 0  # requests
-    _reader: asyncio.Future[None] | None = None
+    _listener: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self.clocks.update(((r.id, i), _Clock()) for r in self.requests for i in range(r.sampling.n))
 
     @property
     def ended(self) -> bool:
-        return not self.clocks or self._failure is not None
+        return not self.clocks or self.failure is not None
 
     def fail(self, error: ApiError) -> None:
-        self._failure = error
+        self.failure = error
         self.wake()
 
-    def wake(self) -> None:
-        """Let the reader look again."""
-        reader, self._reader = self._reader, None
-        if reader is not None and not reader.done():
-            reader.set_result(None)
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever something is new, in place of the one before. It must not raise: the events of other
+        calls come after it."""
+        self._listener = listener
 
-    def woken(self) -> asyncio.Future[None]:
-        """Await it for the next `wake`. One reader at a time."""
-        self._reader = asyncio.get_running_loop().create_future()
-        return self._reader
+    def wake(self) -> None:
+        """Let the listener look again."""
+        if self._listener is not None:
+            self._listener()
+
+    async def woken(self) -> None:
+        """Wait for the next `wake`."""
+        woken = asyncio.get_running_loop().create_future()
+        self.listen(lambda: None if woken.done() else woken.set_result(None))
+        await woken
 
     def accept(self) -> None:
         """One of the requests is in the engine's queue, past all that could refuse it."""
@@ -95,16 +99,16 @@ class Ticket:
         """Wait until all requests are in the engine's queue. Raises the failure."""
         while self._accepted < len(self.requests) and not self.mail and not self.ended:
             await self.woken()
-        if self._failure is not None and not self.mail:
-            raise self._failure
+        if self.failure is not None and not self.mail:
+            raise self.failure
 
     def take(self) -> list[Event]:
         """All events since the last call. Raises the failure once there are none before it."""
         mail = self.mail
         if mail:
             self.mail = []
-        elif self._failure is not None:
-            raise self._failure
+        elif self.failure is not None:
+            raise self.failure
         return mail
 
     async def read(self) -> list[Event]:
@@ -121,6 +125,7 @@ class Tickets:
         self.capacity = capacity
         self.metrics = metrics
         self.choices = 0  # in open tickets
+        self.heard = time.perf_counter()  # when the engine last said how far it is
         self._by_request: dict[str, Ticket] = {}
         self._ends: deque[float] = deque(maxlen=64)  # when the last choices ended: how fast the queue moves
 
@@ -131,7 +136,10 @@ class Tickets:
         """A ticket for `requests`, or 429 where they do not fit beside those that are open."""
         wanted = sum(r.sampling.n for r in requests)
         if wanted > self.capacity:
-            hint = f"this server takes {self.capacity} choices at a time, running and waiting together"
+            hint = (
+                f"this server takes {self.capacity} at a time, those that wait included: ask for fewer, or raise "
+                "max_num_seqs (bagu serve --max-num-seqs)"
+            )
             raise ApiError(400, f"the request asks for {wanted} choices", param="n", hint=hint)
         if self.choices + wanted > self.capacity:
             found = f"the queue is full: {self.choices} of {self.capacity} choices are running or waiting"
@@ -154,9 +162,9 @@ class Tickets:
         ticket.clocks.clear()
         return alive
 
-    def deliver(self, events: Iterable[Event]) -> None:
-        """The events of one step; those of tickets that were closed meanwhile are dropped. A reader is woken once."""
-        now = time.perf_counter()
+    def deliver(self, events: Sequence[Event], first_token_s: Sequence[float] = ()) -> None:
+        """The events of one step; those of tickets closed meanwhile are dropped. A listener is called once."""
+        now = self.heard = time.perf_counter()
         woken = []
         for event in events:
             ticket = self._by_request.get(event[0])
@@ -169,11 +177,13 @@ class Tickets:
                     clock.tokens += 1
                 else:
                     self._time(ticket, event, clock, now)
-            if not ticket.mail:  # else the reader has been told, and has not come yet
+            if not ticket.mail:  # else the listener has been told, and has not come yet
                 woken.append(ticket)
             ticket.mail.append(event)
         for ticket in woken:
             ticket.wake()
+        for seconds in first_token_s:
+            self.metrics.engine_first_token.observe(seconds)
 
     def accept(self, request_id: str) -> None:
         if (ticket := self._by_request.get(request_id)) is not None:

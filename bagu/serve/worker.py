@@ -24,14 +24,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from bagu.errors import BaguError
 from bagu.serve.config import EngineConfig
-from bagu.serve.request import Request, Sampling, TokenEvent
-from bagu.serve.tickets import Event
+from bagu.serve.request import Event, Request, Sampling, TokenEvent, Unservable
 from bagu.types import Tokenizer
 
 if TYPE_CHECKING:  # the server's process has no need of them
@@ -39,14 +38,14 @@ if TYPE_CHECKING:  # the server's process has no need of them
     from bagu.serve.engine import Engine
 
 __all__ = [
-    "Abort", "Accepted", "Answer", "AskStats", "Chat", "Embed", "Failed", "Load", "Ready", "Refused", "Step", "Stop",
-    "Submit", "packed", "receive", "run",
+    "STEP", "Abort", "Accepted", "Answer", "AskStats", "Chat", "Embed", "Failed", "Load", "Ready", "Refused", "Step",
+    "Stop", "Submit", "packed", "run",
 ]  # fmt: skip
 
 Load = Callable[[], "tuple[Transformer, Tokenizer, Chat | None]"]  # model, tokenizer, chat encoder or None; picklable
 Inbox = queue.SimpleQueue[tuple[float, Any]]  # messages, and when they came by `time.perf_counter`
 HEARTBEAT_S = 1.0
-STEP = b"S"  # no pickle begins with it
+STEP = b"S"  # a `Step` by marshal begins with it, and no pickle does
 
 
 class Submit(NamedTuple):
@@ -112,10 +111,6 @@ class Step(NamedTuple):
     first_token_s: Sequence[float] = ()
 
 
-# `_make` of the two, without Python code around it: a server does this for every token
-_event, _step = partial(tuple.__new__, TokenEvent), partial(tuple.__new__, Step)
-
-
 class Accepted(NamedTuple):
     request_id: str
 
@@ -124,6 +119,7 @@ class Refused(NamedTuple):
     request_id: str
     message: str
     hint: str
+    param: str | None
 
 
 class Answer(NamedTuple):
@@ -185,7 +181,8 @@ def serve_generation(
                         waiting[request.id] = came
                         send(pipe, Accepted(request.id))
                     except BaguError as error:  # what can never be served: the others go on
-                        send(pipe, Refused(request.id, str(error), error.hint))
+                        param = error.param if isinstance(error, Unservable) else None
+                        send(pipe, Refused(request.id, str(error), error.hint, param))
             elif isinstance(message, Abort):
                 for id in message.request_ids:
                     engine.abort(id)
@@ -283,14 +280,6 @@ def send_step(pipe: Connection, step: Step) -> None:
         pipe.send_bytes(STEP + marshal.dumps(([tuple(event) for event in step.events], tuple(step.first_token_s))))
     else:
         send(pipe, step)
-
-
-def receive(content: bytes) -> Any:
-    """A message from what `send` or `send_step` wrote."""
-    if not content.startswith(STEP):
-        return pickle.loads(content)
-    events, first_token_s = marshal.loads(memoryview(content)[1:])
-    return _step((list(map(_event, events)), first_token_s))
 
 
 def _warm_up(engine: Engine) -> None:

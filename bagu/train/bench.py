@@ -6,7 +6,6 @@ gets the same tokens a step, a warm-up, and the same clock: a sample is one step
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
 import subprocess
@@ -20,13 +19,14 @@ from typing import Any
 
 import torch
 
-from bagu.device import default_device, this_machine
+from bagu.device import default_device, named_dtype, this_machine
 from bagu.errors import BaguError, UnknownName
 from bagu.nn import count
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.record import append_rows, environment
+from bagu.timing import forget
 from bagu.train.optim import OptimizerConfig
 from bagu.train.peers import PEERS
 from bagu.train.prepare import prepared
@@ -182,23 +182,22 @@ def main(
     unknown = [p for p in peers if p not in PEERS and not Path(p).is_file()]
     if unknown:
         raise UnknownName.among("peer", unknown[0], [*PEERS, "PATH.py"])
-    chosen, dtypes = SHAPES[shape], {"bf16": torch.bfloat16, "fp32": torch.float32}
-    if dtype not in dtypes:
-        raise UnknownName.among("dtype", dtype, dtypes)
-    as_dtype = dtypes[dtype]
+    chosen, as_dtype = SHAPES[shape], named_dtype(dtype)
     rows: list[dict[str, Any]] = []
     for _ in range(rounds):
         for c in compiled:
             for m in micro_batches:
                 name = "bagu compiled" if c else "bagu"
                 settings = {"dtype": dtype, "micro_batches": m, "recompute": recompute}
-                with _fresh(where), bagu_step(
+                forget(where)
+                with bagu_step(
                     chosen, where, as_dtype, micro_batches=m, compiled=c, recompute=recompute
                 ) as one_step:  # fmt: skip
                     rows.append(_row(name, chosen, timed(one_step, where, steps=steps), where, settings))
         for peer in peers:
             if peer in PEERS:
-                with _fresh(where), PEERS[peer](chosen, where, as_dtype) as one_step:
+                forget(where)
+                with PEERS[peer](chosen, where, as_dtype) as one_step:
                     rows.append(_row(peer, chosen, timed(one_step, where, steps=steps), where, {"dtype": dtype}))
             else:
                 rows.append(_script(Path(peer)))
@@ -210,18 +209,6 @@ def main(
     else:
         _show(chosen, rows)
     return 0
-
-
-@contextmanager
-def _fresh(device: torch.device) -> Iterator[None]:
-    """Nothing of the contender before is left in memory or in the compiler."""
-    torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.init()  # before it there are no statistics to reset
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    yield
 
 
 def _show(shape: Shape, rows: Sequence[dict[str, Any]]) -> None:

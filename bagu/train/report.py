@@ -98,6 +98,7 @@ class Curve:
     references: bool = False
 
 
+MASKED = "nats per masked position"  # a loss of masked language modelling, which asks for these alone
 CURVES = (
     Curve(title="Loss", unit="nats per token", metrics={"loss_nats": "training", "val_loss_nats": "validation"}),
     Curve(
@@ -204,7 +205,7 @@ def summary(run: Run) -> list[Card]:
         ("loss_nats", "Training loss", "nats"),
     ):
         if (value := last(key)) is not None:
-            cards.append(Card(name=name, value=f"{value:.3f} {unit}"))
+            cards.append(Card(name=name, value=f"{value:.3f} {unit}", note=_masked(run) if unit == "nats" else ""))
     if run.metrics:
         cards.append(Card(name="Steps", value=f"{run.metrics[-1]['step'] + 1:,} steps"))
     if speeds := [row["tokens_per_s"] for row in run.metrics if row.get("tokens_per_s") is not None]:
@@ -266,13 +267,20 @@ def _run(run: Run, references: Mapping[str, float], named: bool) -> str:
             constants.append((curve.title, f"{text_of(values.pop())} {curve.unit}, at every step".replace(" ,", ",")))
         elif values:
             beside = [Reference(name=n, y=y) for n, y in references.items()] if curve.references else []
-            chart = Chart(lines=lines, unit=curve.unit, references=beside, marks=marks, zero=curve.zero, log=curve.log)
+            unit = MASKED if _masked(run) and "loss_nats" in curve.metrics else curve.unit
+            chart = Chart(lines=lines, unit=unit, references=beside, marks=marks, zero=curve.zero, log=curve.log)
             figures.append(f'<div class="card"><h3>{text(curve.title)}</h3>{chart.svg()}</div>')
     if not figures:
         return ""
     title = f"Curves: {run.name}" if named else "Curves"
     constant = facts(constants) if constants else ""
     return f'<section><h2>{text(title)}</h2><div class="grid">{"".join(figures)}</div>{constant}</section>\n'
+
+
+def _masked(run: Run) -> str:
+    """What the losses of masked language modelling are of; empty for other runs."""
+    rate = run.config.get("mask_rate")
+    return "" if rate is None else f"of the {100 * rate:g} % of positions that are masked"
 
 
 def _points(metrics: Sequence[Mapping[str, Any]], key: str, factor: float) -> list[tuple[float, float]]:

@@ -6,9 +6,11 @@ import pytest
 import torch
 from small_models import make, packed, small
 
+from bagu import ops
 from bagu.nn.config import ModelConfig, MoEConfig
 from bagu.nn.ffn import activate
 from bagu.nn.moe import MoE, balance_loss, choose
+from bagu.ops.invariant import sigmoid
 
 KINDS = [
     MoEConfig(num_experts=6, top_k=2, expert_size=16),
@@ -53,6 +55,31 @@ def by_loops(config: ModelConfig, module: MoE, x: torch.Tensor) -> tuple[torch.T
             load[e] += 1
         rows.append(y if module.shared is None else y + module.shared(token.unsqueeze(0))[0])
     return torch.stack(rows), load
+
+
+@pytest.mark.parametrize("moe", KINDS, ids=NAMES)
+def test_a_token_has_the_same_bits_alone_and_in_a_batch_in_invariant_mode(moe: MoEConfig) -> None:
+    module = make(small(num_layers=1, moe=moe), torch.float32, louder=20.0).blocks[0].ffn
+    x = torch.randn(37, module.router.weight.shape[1], generator=torch.Generator().manual_seed(3))
+    with ops.invariant(), torch.inference_mode():
+        whole = module(x)[0]
+        for start, stop in [*((i, i + 1) for i in range(37)), (0, 16), (5, 36), (30, 37)]:
+            part = module(x[start:stop])[0]
+            assert torch.equal(part, whole[start:stop]), f"tokens {start} to {stop}"
+
+
+def test_the_sigmoid_of_invariant_mode_is_one_formula_with_a_slope_everywhere() -> None:
+    z = torch.linspace(-20, 20, 4097).requires_grad_()
+    far = torch.tensor([-1e4, -90.0, 90.0, 1e4], requires_grad=True)
+    with ops.invariant():
+        scores, ends = sigmoid(z), sigmoid(far)
+        alone = torch.cat([sigmoid(one) for one in z.detach().split(1)])
+    assert torch.equal(scores, alone)
+    exact = z.detach().double().sigmoid()
+    assert torch.allclose(scores.double(), exact, rtol=3e-7, atol=0)
+    (scores.sum() + ends.sum()).backward()
+    assert z.grad is not None and torch.allclose(z.grad.double(), exact * (1 - exact), rtol=1e-5, atol=1e-7)
+    assert far.grad is not None and far.grad.abs().max() < 1e-30
 
 
 @pytest.mark.parametrize("ffn", ["swiglu", "relu2"])

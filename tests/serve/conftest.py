@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # httpx, uvicorn and openai are not on every machine with a G
     from tiny_server import Running
 
 KEY = "sk-test"
+ORIGIN = "http://localhost:3000"  # of a page that may call the server
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +21,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     from tiny_server import serving
 
     log = tmp_path_factory.mktemp("server") / "stderr"
-    with serving(log, "--api-key", KEY, "--max-num-seqs", "8", "--max-queue", "8") as running:
+    with serving(
+        log, "--api-key", KEY, "--max-num-seqs", "8", "--max-queue", "8", "--allowed-origins", ORIGIN
+    ) as running:
         yield running
 
 

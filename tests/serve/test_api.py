@@ -11,8 +11,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import KEY
+from conftest import KEY, ORIGIN
 from tiny_server import MAX_LEN, MODEL, Running, eventually
+
+from bagu.errors import ArgumentError
+from bagu.serve import server
 
 ASK = [{"role": "user", "content": "hello world, 你好"}]
 ALL: dict[str, Any] = {"extra_body": {"ignore_eos": True}}  # a random model may say the end at any time
@@ -183,7 +186,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     (TEXT, {"prompt": "a", "temperature": "hot"}, 400, "temperature"),
     (TEXT, {"prompt": "a", "top_p": 0}, 400, "top_p"),
     (TEXT, {"prompt": "a", "n": 10**9}, 400, "n"),
-    (TEXT, {"prompt": "a", "n": 17}, 400, "16 choices"),
+    (TEXT, {"prompt": "a", "n": 17}, 400, "17 choices (this server takes 16 at a time"),
     (TEXT, {"prompt": "a", "n": True}, 400, "n"),
     (TEXT, {"prompt": "a", "logprobs": 10**6}, 400, "logprobs"),
     (TEXT, {"prompt": "a", "stop": [""]}, 400, "stop"),
@@ -212,6 +215,43 @@ def test_refusals_are_openai_shaped(tiny: Running, path: str, body: Any, status:
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"} and says in error["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_more_choices_than_can_run_are_refused_with_the_limit_and_its_flag(tiny: Running, stream: bool) -> None:
+    answer = post(tiny, TEXT, {"prompt": "a", "n": 9, "stream": stream})  # 8 run, and 8 more may wait
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", "n")
+    assert error["message"].startswith("n = 9, and 8 choices can run at once") and "--max-num-seqs" in error["message"]
+    assert "cmpl-" not in error["message"]  # the engine's own name for the request means nothing to a client
+
+
+def preflight(tiny: Running, origin: str) -> httpx.Response:
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    return tiny.http.options(CHAT, headers={"Origin": origin, **asked})
+
+
+def test_pages_of_allowed_origins_may_call_and_no_others(tiny: Running) -> None:
+    answer = preflight(tiny, ORIGIN)  # a browser sends it without the key
+    assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == ORIGIN
+    assert "POST" in answer.headers["access-control-allow-methods"]
+    assert {"authorization", "content-type"} <= set(answer.headers["access-control-allow-headers"].split(","))
+    body: dict[str, Any] = {"messages": ASK, "max_tokens": 2, "stream": True}
+    for key, status in ((KEY, 200), ("wrong", 401)):
+        headers = {"Origin": ORIGIN, "Authorization": f"Bearer {key}"}
+        answer = post(tiny, CHAT, body, headers=headers)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, ORIGIN)
+    refused = preflight(tiny, "http://elsewhere.example")
+    assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
+    answer = get(tiny, "/health", headers={"Origin": "http://elsewhere.example"})
+    assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
+
+
+def test_origins_come_one_by_one_or_as_a_json_list() -> None:
+    assert server._origins(['["http://a", "http://b:1"]', "https://c"]) == ("http://a", "http://b:1", "https://c")
+    for wrong in ("localhost", "http://a/path", "[1]", '["http://a"'):
+        with pytest.raises(ArgumentError, match="allowed origins"):
+            server._origins([wrong])
 
 
 def test_null_is_the_default_and_unknown_fields_pass(tiny: Running) -> None:
@@ -295,6 +335,12 @@ def test_the_page_and_the_panel(tiny: Running) -> None:
     assert len(blocks["map"]) == blocks["total"] and blocks["map"].count("c") == blocks["cached"]
     assert {"tokens_per_s", "running", "waiting", "batch_size", "ttft_ms_p50"} <= stats.keys()
     assert tiny.get("/version")["version"]
+
+
+def test_an_idle_engine_makes_no_step(tiny: Running) -> None:
+    eventually(lambda: idle(tiny), "nothing runs")
+    steps = {tiny.get("/engine")["steps"] for _ in range(20)}  # each question wakes the engine's loop
+    assert len(steps) == 1
 
 
 def test_curl(tiny: Running) -> None:

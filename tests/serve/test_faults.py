@@ -93,7 +93,7 @@ def test_health_is_the_age_of_the_last_tick(mortal: Running) -> None:
 def test_sigterm_lets_running_calls_finish(mortal: Running) -> None:
     engine = mortal.engine_pid()
     with openai.OpenAI(base_url=f"{mortal.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        stream = client.completions.create(stream=True, **LONG | {"max_tokens": 300})
+        stream = client.completions.create(stream=True, **LONG | {"max_tokens": 1500})  # uvicorn looks up every 0.1 s
         first = next(iter(stream))
         mortal.process.send_signal(signal.SIGTERM)
         chunks = [first, *stream]

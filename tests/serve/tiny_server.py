@@ -128,6 +128,7 @@ if __name__ == "__main__":
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--max-queue", type=int, default=64)
     parser.add_argument("--api-key")
+    parser.add_argument("--allowed-origins", nargs="*", default=())
     parser.add_argument("--encoder", action="store_true")
     parser.add_argument("--broken", action="store_true")
     parser.add_argument("--stall-timeout", type=float, default=60.0)
@@ -135,6 +136,7 @@ if __name__ == "__main__":
     given = parser.parse_args()
     server.main(
         MODEL, host="127.0.0.1", port=0, api_key=given.api_key, max_queue=given.max_queue,
+        allowed_origins=given.allowed_origins,
         load=partial(load, causal=not given.encoder, broken=given.broken),
         config=EngineConfig(max_num_seqs=given.max_num_seqs, num_blocks=1024, max_num_batched_tokens=512),
         stall_timeout=given.stall_timeout, shutdown_timeout=given.shutdown_timeout,

@@ -149,7 +149,8 @@ def test_downsampling_keeps_the_extremes_and_the_ends(values: list[float], limit
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(2, 10))
 def test_ticks_are_round_and_inside(low: float, span: float, count: int) -> None:
     values = ticks(low, low + span, count)
-    assert all(low - span * 1e-6 <= v <= low + span * (1 + 1e-6) for v in values)
+    slack = span * 1e-6 + 2 * math.ulp(abs(low) + span)  # a tick is a product that was rounded
+    assert all(low - slack <= v <= low + span + slack for v in values)
     assert count / 3 - 1 <= len(values) <= count + 1
     if len(values) > 1:
         step = values[1] - values[0]
@@ -210,6 +211,15 @@ def test_the_summary_is_of_the_last_values_with_units() -> None:
         "Memory": "1.00 GiB",
     }
     assert summary(a_run(0)) == []
+
+
+def test_losses_of_masked_language_modelling_are_said_to_be_of_masked_positions() -> None:
+    run = a_run(config={"mask_rate": 0.15})
+    notes = {card.name: card.note for card in summary(run)}
+    assert notes["Training loss"] == "of the 15 % of positions that are masked" and notes["Steps"] == ""
+    assert "nats per masked position" in Page(render(ReportData(title="t", runs=[run]))).words
+    causal = Page(render(ReportData(title="t", runs=[a_run(config={"mask_rate": None})]))).words
+    assert "nats per token" in causal and "masked" not in causal.replace('"mask_rate"', "")
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5000])

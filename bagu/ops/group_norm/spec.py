@@ -122,6 +122,7 @@ SPEC = OpSpec(
         Case("decoder", "an image decoder: 128 groups of a million values, four times the L2", bench=True,
              shape=(4, 128, 512, 512), groups=32),
         Case("tokens", "16k tokens of an 8B model, a group per head", bench=True, shape=(16384, 4096), groups=32),
+        Case("planes", "28 x 28 planes, the aligned twin of `odd`", bench=True, shape=(128, 512, 28, 28), groups=32),
         Case("odd", "27 x 27 planes have no aligned rows", bench=True, shape=(128, 512, 27, 27), groups=32),
     ],
 )  # fmt: skip

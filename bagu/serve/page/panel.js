@@ -6,6 +6,7 @@ import { t, translate } from "./words.js";
 
 const EVERY_MS = 500;
 const HISTORY = 120; // a minute of samples
+const SHORTEST = 20; // samples over the whole width at first: a minute's scale would show a dot in a corner
 const MAP_HEIGHT = 220; // px; more blocks than fit share squares
 
 const number = (value, digits = 0) =>
@@ -99,8 +100,8 @@ function prepare(canvas, width, height) {
 function spark(canvas, rates) {
   const [width, height] = [canvas.clientWidth, 44];
   const { context, colours } = prepare(canvas, width, height);
-  const top = Math.max(...rates, 1);
-  const x = (at) => width - ((rates.length - 1 - at) * width) / (HISTORY - 1);
+  const [top, span] = [Math.max(...rates, 1), Math.max(rates.length, SHORTEST)];
+  const x = (at) => width - 4 - ((rates.length - 1 - at) * (width - 4)) / (span - 1);
   const y = (rate) => height - 2 - (rate / top) * (height - 6);
   context.strokeStyle = colours["."];
   context.strokeRect(0, height - 0.5, width, 0);
@@ -110,6 +111,15 @@ function spark(canvas, rates) {
   context.beginPath();
   rates.forEach((rate, at) => (at ? context.lineTo(x(at), y(rate)) : context.moveTo(x(at), y(rate))));
   context.stroke();
+  context.lineTo(x(rates.length - 1), height);
+  context.lineTo(x(0), height);
+  context.fillStyle = colours.u;
+  context.globalAlpha = 0.1;
+  context.fill();
+  context.globalAlpha = 1;
+  context.beginPath();
+  context.arc(x(rates.length - 1), y(rates.at(-1)), 2.5, 0, 2 * Math.PI); // now
+  context.fill();
 }
 
 /** One square a block while they fit, then several; how many. A shared square is as strong as its blocks on average. */
@@ -124,9 +134,10 @@ export function blockMap(canvas, map) {
   const columns = Math.floor(width / cell);
   const { context, colours } = prepare(canvas, width, Math.max(1, rows(cell, perCell)) * cell);
   const gap = cell > 6 ? 2 : 1;
+  const step = (width + gap) / columns; // the last column ends where the panel's text does
   for (let at = 0; at * perCell < map.length; at += 1) {
     const here = map.slice(at * perCell, (at + 1) * perCell);
-    const [left, top] = [(at % columns) * cell, Math.floor(at / columns) * cell];
+    const [left, top] = [Math.round((at % columns) * step), Math.floor(at / columns) * cell];
     const share = (state) => here.split(state).length - 1;
     context.globalAlpha = 1;
     context.fillStyle = colours["."];

@@ -1,0 +1,147 @@
+"""An engine for tests of the scheduler, whose KV is real and whose model is a hash.
+
+A pool of blocks is written and read through the plan alone (ids, positions, block tables, copies). The value stored for
+a token is made from the value stored before it, and the drawn token from all values in sight: a wrong block, a stale
+one or one given away too early changes the text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bagu.serve.blocks import Blocks
+from bagu.serve.limits import SchedulerConfig
+from bagu.serve.plan import LATE, Plan
+from bagu.serve.request import Request, Sampling
+from bagu.serve.scheduler import Scheduler
+
+VOCAB, EOS, STOP = 23, 0, 1
+
+
+def draw(seen: list[int], choice: int) -> int:
+    return hash((*seen[-64:], len(seen), choice)) % VOCAB
+
+
+def alone(request: Request, window: int | None) -> list[list[int]]:
+    """The reference: one contiguous list of values for each choice, no pool, no batch."""
+    texts = []
+    for choice in range(request.sampling.n):
+        values: list[int] = []
+        text: list[int] = []
+        tokens = list(request.prompt)
+        while len(text) < request.sampling.max_tokens:
+            for token in tokens[len(values) :]:
+                values.append(hash((values[-1] if values else 0, token)))
+            text.append(draw(values[-(window or len(values)) :], choice))
+            tokens.append(text[-1])
+            if text[-1] in (EOS, STOP) and len(text) >= request.sampling.min_tokens:
+                break
+        texts.append(text)
+    return texts
+
+
+@dataclass
+class FakeEngine:
+    """Runs plans on a pool of values. `depth` 2 plans a step ahead, as an engine on a GPU does."""
+
+    scheduler: Scheduler
+    depth: int = 1
+    audit: bool = True
+    texts: dict[str, dict[int, list[int]]] = field(default_factory=dict)
+    ends: dict[str, dict[int, str]] = field(default_factory=dict)
+    scored: dict[str, list[int]] = field(default_factory=dict)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        blocks = self.scheduler.blocks
+        self.pool: list[list[int | None]] = [[None] * blocks.block_size for _ in range(blocks.num_blocks)]
+        self.rows: dict[tuple[int, int], int] = {}  # the block tables as a device would keep them
+        self.drawn: list[tuple[Plan, list[int]]] = []
+
+    def step(self) -> bool:
+        """Plan until `depth` are in flight, then commit the oldest. False when there was nothing to do."""
+        while len(self.drawn) < self.depth and (plan := self.scheduler.plan()) is not None:
+            self.drawn.append((plan, self.run(plan)))  # a stream runs in order: what is planned may as well run now
+            self.check()
+        if not self.drawn:
+            return False
+        plan, tokens = self.drawn.pop(0)
+        for event in self.scheduler.commit(plan, tokens):
+            if event.token is not None:
+                self.texts.setdefault(event.request_id, {}).setdefault(event.index, []).append(event.token)
+            if event.finish is not None:
+                self.ends.setdefault(event.request_id, {})[event.index] = event.finish
+        self.check()
+        self.steps += 1
+        return True
+
+    def run(self, plan: Plan) -> list[int]:
+        B, window = self.scheduler.blocks.block_size, self.scheduler.config.window
+        for source, target in plan.copies:
+            self.pool[target] = list(self.pool[source])
+        self.rows.update({(seat, at): block for seat, at, block in plan.table_writes})
+        before = self.drawn[-1][1] if self.drawn else []
+        ids = list(plan.ids)
+        for row, sample in plan.late:
+            assert ids[row] == LATE
+            ids[row] = before[sample]
+        outputs: dict[int, list[int]] = {}  # row -> what its token sees
+        # A model writes the keys of all tokens of a layer before any is read, so a slice may read what another writes
+        # in this plan. Here a value is made from the one before it: whoever is read begins earlier, and goes first.
+        for s, piece in sorted(enumerate(plan.slices), key=lambda at: at[1].start):
+            low, high = plan.cu_seqlens[s], plan.cu_seqlens[s + 1]
+            table, seat = plan.block_tables[s], plan.seats[s]
+            assert plan.positions[low:high] == list(range(piece.start, piece.start + piece.length))
+            assert plan.context_lens[s] == piece.start + piece.length <= plan.max_context
+            assert high - low == piece.length <= plan.max_len and (piece.length == 1) == (s < plan.num_decodes)
+            for row in range(low, high):
+                p = plan.positions[row]
+                last = self.pool[table[(p - 1) // B]][(p - 1) % B] if p else 0
+                self.pool[table[p // B]][p % B] = hash((last, ids[row]))
+                first = 0 if window is None else max(0, p - window + 1)
+                assert all(self.rows[seat, at] == table[at] for at in range(first // B, p // B + 1))
+                seen = [self.pool[table[q // B]][q % B] for q in range(first, p + 1)]
+                assert None not in seen
+                outputs[row] = seen  # type: ignore[assignment]
+            self.scored.setdefault(piece.sequence.request.id, []).extend(piece.scored)
+        return [draw(outputs[r], s.index) for s, r in zip(plan.sampled, plan.sample_rows, strict=True)]
+
+    def check(self) -> None:
+        if self.audit:
+            self.scheduler.check_integrity()
+
+
+def engine(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    depth: int = 1,
+    audit: bool = True,
+    prefix_cache: bool = True,
+    **config: int,
+) -> FakeEngine:
+    limits = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 32, **config}
+    blocks = Blocks(num_blocks, block_size, prefix_cache=prefix_cache)
+    return FakeEngine(Scheduler(SchedulerConfig(eos_ids=(EOS,), **limits), blocks), depth=depth, audit=audit)  # type: ignore[arg-type]
+
+
+def ask(
+    id: str, prompt: list[int] | int, *, priority: int = 0, arrival: float = 0.0, start: int = 0, **sampling: int
+) -> Request:
+    tokens = list(range(2, 2 + prompt)) if isinstance(prompt, int) else prompt
+    return Request(
+        id=id, prompt=tuple(tokens), priority=priority, arrival=arrival, score_start=start,
+        sampling=Sampling(stop_token_ids=(STOP,), **sampling),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def drain(fake: FakeEngine, bound: int = 10_000) -> None:
+    while fake.scheduler.has_work:
+        assert fake.step(), "requests are alive and no plan can be made"
+        assert fake.steps <= bound, "no progress"
+
+
+def assert_empty(fake: FakeEngine) -> None:
+    fake.scheduler.check_integrity()
+    assert fake.scheduler.blocks.used_count == 0
+    assert not fake.scheduler.has_work and not fake.scheduler.running and not fake.scheduler.waiting

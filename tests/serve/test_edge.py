@@ -1,0 +1,129 @@
+"""A stream towards clients that read at once, slowly, or not to the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from bagu.data.tokenizer import BpeTokenizer
+from bagu.serve.edge import SEND, EventStream
+from bagu.serve.metrics import Metrics
+from bagu.serve.openai import Job
+from bagu.serve.replies import CompletionReply
+from bagu.serve.request import Request, Sampling, TokenEvent
+from bagu.serve.tickets import ApiError, Tickets
+from bagu.serve.worker import Ready
+
+TOKENIZER = BpeTokenizer.train(["abc"], vocab_size=300)
+
+
+class Client:
+    """An ASGI server's `send`, which waits while `gate` is shut, and what came through it."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.bodies: list[bytes] = []
+
+    async def send(self, message: dict[str, Any]) -> None:
+        await self.gate.wait()
+        self.bodies.append(message.get("body", b""))
+
+    def texts(self) -> list[str]:
+        """The text of each write; of an error its message."""
+        found = []
+        for body in self.bodies:
+            events = [
+                json.loads(e.removeprefix("data: ")) for e in body.decode().split("\n\n")[:-1] if "[DONE]" not in e
+            ]
+            found.append("".join(e["error"]["message"] if "error" in e else e["choices"][0]["text"] for e in events))
+        return found
+
+
+class Open:
+    """The part of a `Call` that a stream needs, with no engine behind it."""
+
+    def __init__(self) -> None:
+        self.tickets = Tickets(4, Metrics("m"))
+        self.request = Request(id="a", prompt=(1,), sampling=Sampling(max_tokens=9))
+        self.ticket, self.closed = self.tickets.open([self.request]), False
+
+    def close(self) -> None:
+        self.closed = True
+
+    def draw(self, text: str, finish: Any = None) -> None:
+        self.tickets.deliver([TokenEvent("a", 0, TOKENIZER.encode(text)[0], finish=finish)])
+
+
+def run(scene: Callable[[Open, Client], Coroutine[Any, Any, None]]) -> tuple[Open, Client]:
+    """Stream the reply of a call while `scene` plays; both must end."""
+
+    async def play() -> tuple[Open, Client]:
+        call, client = Open(), Client()
+        ready = Ready(tokenizer=TOKENIZER, chat=None, generates=True, max_model_len=9, vocab_size=300)
+        job = Job("cmpl-1", (call.request,), None, True, False, True)
+        stream = asyncio.create_task(
+            EventStream(CompletionReply(job, ready, "m"), call)({SEND: client.send}, None, client.send)  # type: ignore[arg-type]
+        )
+        await asyncio.sleep(0)
+        await scene(call, client)
+        await asyncio.wait_for(stream, 10)
+        return call, client
+
+    return asyncio.run(play())
+
+
+def test_a_token_is_written_in_the_call_that_delivers_it() -> None:
+    async def scene(call: Open, client: Client) -> None:
+        for n, letter in enumerate("abc", start=1):
+            call.draw(letter, finish="length" if letter == "c" else None)
+            assert (
+                client.texts()[1:] == list("abc")[:n]
+            )  # no turn of the event loop lies between; the first is the head
+
+    call, client = run(scene)
+    assert client.bodies[-1] == b"data: [DONE]\n\n" and call.closed
+
+
+def test_what_comes_while_a_client_does_not_read_is_one_write_later() -> None:
+    async def scene(call: Open, client: Client) -> None:
+        client.gate.clear()
+        for letter in "abca":
+            call.draw(letter)
+            await asyncio.sleep(0)
+        assert client.texts() == [""]
+        client.gate.set()
+        while len(client.bodies) < 3:
+            await asyncio.sleep(0)
+        call.draw("b", finish="length")
+
+    _, client = run(scene)
+    assert client.texts() == ["", "a", "bca", "b", ""]
+
+
+def test_a_failure_while_a_client_does_not_read_comes_after_what_was_there() -> None:
+    async def scene(call: Open, client: Client) -> None:
+        client.gate.clear()
+        call.draw("a")
+        call.draw("b")
+        call.tickets.fail("a", ApiError(503, "gone"))
+        await asyncio.sleep(0)
+        client.gate.set()
+
+    call, client = run(scene)
+    assert client.texts() == ["", "a", "b", "gone"] and call.closed
+
+
+def test_an_error_of_the_server_below_ends_the_stream() -> None:
+    async def scene(call: Open, client: Client) -> None:
+        client.gate.clear()
+        call.draw("a")
+        client.bodies = None  # type: ignore[assignment]  # the next `append` fails, after a wait
+        client.gate.set()
+
+    with pytest.raises(AttributeError):
+        run(scene)
