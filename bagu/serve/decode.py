@@ -1,10 +1,11 @@
-"""A decode step on a CPU: the model's layers as a flat list of torch calls, for one new token a sequence.
+"""A decode step on a CPU in PyTorch: the model's layers as a flat list of calls, for one new token a sequence.
 
 At 8M parameters `Transformer.forward` spends more time on module calls, argument checks and small passes than on
 arithmetic. This is the same computation for the common kind of model (`layers.supports`), with less of everything:
 weights are laid out once (layers.py), results go to buffers whose views are made once, residual adds are part of the
-product before them, and what attention reads is worked out once a step and not once a layer. One sequence alone has a
-shorter way still, single.py. `Transformer.forward` remains the definition: tests hold this to its logits.
+product before them, and what attention reads is worked out once a step and not once a layer. It serves where
+compiled.py does not: no C++ compiler, another FFN than SwiGLU, another dtype. `Transformer.forward` remains the
+definition: tests hold both to its logits.
 
 Attention is that of ops/paged_attention/cpu.py: scores by `sampled_addmm` and sums by `embedding_bag`, which read rows
 of the pool where they lie.
@@ -27,16 +28,14 @@ from torch.nn.functional import silu
 from bagu.nn.config import ModelConfig, Rope
 from bagu.nn.ffn import activate
 from bagu.nn.model import Transformer
-from bagu.serve.layers import Layer, bits, lay_out, supports
-from bagu.serve.packed import Pack, Plain, pack, product
+from bagu.serve.layers import Layer, bits, lay_out
+from bagu.serve.packed import Pack, pack, product
 from bagu.serve.paged import Batch, PagedKV
-from bagu.serve.single import Single
 
-__all__ = ["CpuDecode", "supports"]
+__all__ = ["CpuDecode"]
 
-LOWEST = torch.finfo(
-    torch.float32
-).min  # the score of a key that is not seen; finite, since the next layer takes 0 times
+# The score of a key that is not seen; finite, since the next layer takes 0 times.
+LOWEST = torch.finfo(torch.float32).min
 
 
 class Run(NamedTuple):
@@ -94,7 +93,7 @@ class Buffers:
 class CpuDecode:
     def __init__(self, model: Transformer, kv: PagedKV, pack: Pack = pack) -> None:
         config, self.kv, self.layers = model.config, kv, lay_out(model, kv, pack)
-        assert supports(config) and model.norm is not None
+        assert model.norm is not None
         self.config, self.table = config, model.embedding.weight.detach()
         self.angles = model.positions.tables(self.table.device) if isinstance(config.positions, Rope) else None
         self.floor = torch.tensor(math.sqrt(config.hidden_size * config.norm.eps))
@@ -104,8 +103,6 @@ class CpuDecode:
         self.head_offsets = (np.arange(config.num_heads, dtype=np.int32) // config.group_size)[:, None]
         self.step_offsets = np.arange(kv.block_size, dtype=np.int32) * config.num_kv_heads
         self.buffers = self._buffers(1)
-        plain = self.table.dtype == torch.float32 and all(isinstance(layer.up, Plain) for layer in self.layers)
-        self.single = Single(model, self.layers) if plain else None
         with warnings.catch_warnings():  # torch says once a process that CSR is beta; sampled_addmm is tested here
             warnings.simplefilter("ignore")
             torch.eye(1).to_sparse_csr()
@@ -113,10 +110,6 @@ class CpuDecode:
     def __call__(self, batch: Batch) -> torch.Tensor:
         """The hidden state of each sequence's new token, [S, hidden_size], as `Transformer.forward` gives it."""
         S, b = len(batch.ids), self.buffers
-        if S == 1 and self.single is not None:
-            first = _run(batch, self.kv.block_size, batch.max_context)
-            if first is not None:
-                return self.single(batch.ids, batch.max_context - 1, first)
         if len(b.size) != S:
             b = self.buffers = self._buffers(S)
         if self.angles is not None:

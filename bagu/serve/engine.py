@@ -259,7 +259,9 @@ class Engine:
             flight.copied.synchronize()
         events = self.scheduler.commit(flight.plan, flight.tokens.tolist(), flight.drawn.logprobs)
         self._count(flight)
-        return [*held, *flight.drawn.prompts, *map(self._read, events)]
+        reads = self.sampler.reads
+        read = (e if e.finish is None and not reads else self._read(e) for e in events)
+        return [*held, *flight.drawn.prompts, *read]
 
     def _read(self, event: TokenEvent) -> TokenEvent:
         """An event as the scheduler made it, ended where its text ends."""

@@ -1,12 +1,11 @@
-"""The layers of a model, laid out for decoding on a CPU: packed weights, and the pool as each of its readers wants it.
+"""The layers of a model as a decode step on a CPU wants them: weights with all that can be multiplied into them.
 
 * The gain of a norm and its sqrt(size) are multiplied into the weight behind it, which leaves x / hypot(|x|, sqrt(size
   eps)).
 * Queries, keys and values come out in three pieces, [q heads, k heads, v heads], and not by group as in the checkpoint:
   RoPE turns queries and keys in one pass over neighbours.
-* Keys and values are written through numpy: a row assignment is 0.3 to 1 us, `index_copy_` 2 to 6.
 
-Dims: H = heads, G = key heads, n = H / G, D = features of a head, N * B = places of the pool.
+Dims: H = heads, G = key heads, n = H / G, D = features of a head.
 """
 
 from __future__ import annotations
@@ -26,7 +25,9 @@ from bagu.nn.norm import RMSNorm
 from bagu.serve.packed import Pack, Packed, merged
 from bagu.serve.paged import PagedKV
 
-__all__ = ["Layer", "bits", "lay_out", "supports"]
+__all__ = ["Layer", "Weights", "bits", "lay_out", "supports", "weights"]
+
+Rows = tuple[torch.Tensor, torch.Tensor | None]  # a weight [out, in] and a bias
 
 
 def supports(config: ModelConfig) -> bool:
@@ -44,25 +45,32 @@ def supports(config: ModelConfig) -> bool:
     )
 
 
+class Weights(NamedTuple):
+    qkv: Rows
+    out: Rows
+    up: Rows  # gate and up where there is a gate
+    down: Rows
+    head_gain: torch.Tensor | None  # [H + G, D], of the QK norm
+    window: int | None
+
+
 class Layer(NamedTuple):
+    """The same packed for products, and the pool as each of its readers wants it. N * B = places of the pool."""
+
     qkv: Packed
     out: Packed
-    up: Packed  # gate and up where there is a gate
+    up: Packed
     down: Packed
-    head_gain: torch.Tensor | None  # [H + G, D], of the QK norm
+    head_gain: torch.Tensor | None
+    window: int | None
     keys: torch.Tensor  # [N * B, G, D]
     values: torch.Tensor
-    key_bits: np.ndarray  # [N * B, G * D]: the same memory
+    key_bits: np.ndarray  # [N * B, G * D]: the same memory, for writing: a row is 0.3 to 1 us, `index_copy_` 2 to 6
     value_bits: np.ndarray
     key_heads: torch.Tensor  # [1, G, N * B, D]
     value_heads: torch.Tensor
     key_rows: torch.Tensor  # [D, N * B * G]
     value_rows: torch.Tensor  # [N * B * G, D]
-    window: int | None
-
-
-def lay_out(model: Transformer, kv: PagedKV, pack: Pack) -> list[Layer]:
-    return [_layer(model, kv, pack, i) for i in range(model.config.num_layers)]
 
 
 def bits(x: torch.Tensor) -> np.ndarray:
@@ -71,23 +79,20 @@ def bits(x: torch.Tensor) -> np.ndarray:
     return array
 
 
-def _layer(model: Transformer, kv: PagedKV, pack: Pack, i: int) -> Layer:
-    block, config = model.blocks[i], model.config
-    assert isinstance(block, Block)
-    attention, ffn = block.attention, block.ffn
-    before, between = block.attention_norm, block.ffn_norm
-    assert isinstance(attention, Attention) and isinstance(ffn, FFN) and kv.values is not None
-    assert isinstance(before, RMSNorm) and isinstance(between, RMSNorm)
-    root = math.sqrt(config.hidden_size)
-    qkv, bias = merged(attention.qkv, before.weight.detach() * root), attention.qkv.bias
-    up = ffn.gate_up if ffn.gated else ffn.up
-    keys, values = (p[i].flatten(0, 1) for p in (kv.keys, kv.values))
+def lay_out(model: Transformer, kv: PagedKV, pack: Pack) -> list[Layer]:
+    assert kv.values is not None
+    each = zip(range(model.config.num_layers), kv.keys, kv.values, strict=True)
+    return [_layer(weights(model, i), k.flatten(0, 1), v.flatten(0, 1), pack) for i, k, v in each]
+
+
+def _layer(w: Weights, keys: torch.Tensor, values: torch.Tensor, pack: Pack) -> Layer:
     return Layer(
-        qkv=pack(_by_kind(qkv, config), None if bias is None else _by_kind(bias.detach(), config)),
-        out=pack(merged(attention.out), attention.out.bias),
-        up=pack(merged(up, between.weight.detach() * root), up.bias),
-        down=pack(merged(ffn.down), ffn.down.bias),
-        head_gain=_head_gain(attention, config),
+        qkv=pack(*w.qkv),
+        out=pack(*w.out),
+        up=pack(*w.up),
+        down=pack(*w.down),
+        head_gain=w.head_gain,
+        window=w.window,
         keys=keys,
         values=values,
         key_bits=bits(keys.flatten(1)),
@@ -96,6 +101,26 @@ def _layer(model: Transformer, kv: PagedKV, pack: Pack, i: int) -> Layer:
         value_heads=values.transpose(0, 1).unsqueeze(0),
         key_rows=keys.flatten(0, 1).t(),
         value_rows=values.flatten(0, 1),
+    )
+
+
+def weights(model: Transformer, i: int) -> Weights:
+    """Layer i of a model that is supported."""
+    block, config = model.blocks[i], model.config
+    assert isinstance(block, Block)
+    attention, ffn = block.attention, block.ffn
+    before, between = block.attention_norm, block.ffn_norm
+    assert isinstance(attention, Attention) and isinstance(ffn, FFN)
+    assert isinstance(before, RMSNorm) and isinstance(between, RMSNorm)
+    root = math.sqrt(config.hidden_size)
+    qkv, bias = merged(attention.qkv, before.weight.detach() * root), attention.qkv.bias
+    up = ffn.gate_up if ffn.gated else ffn.up
+    return Weights(
+        qkv=(_by_kind(qkv, config), None if bias is None else _by_kind(bias.detach(), config)),
+        out=(merged(attention.out), attention.out.bias),
+        up=(merged(up, between.weight.detach() * root), up.bias),
+        down=(merged(ffn.down), ffn.down.bias),
+        head_gain=_head_gain(attention, config),
         window=config.window(i),
     )
 

@@ -43,8 +43,7 @@ class Plain:
     FEW = 2
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.rows, self.bias = weight, bias
-        self.few, self.many = weight.t(), weight.t().contiguous()
+        self.bias, self.few, self.many = bias, weight.t(), weight.t().contiguous()
 
     def _weight(self, x: torch.Tensor) -> torch.Tensor:
         return self.few if x.shape[0] <= self.FEW else self.many

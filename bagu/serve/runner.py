@@ -17,9 +17,11 @@ import torch
 
 from bagu import ops
 from bagu.nn.model import Transformer
+from bagu.serve.compiled import CompiledDecode, Panels, compiles
 from bagu.serve.config import EngineConfig
-from bagu.serve.decode import CpuDecode, supports
+from bagu.serve.decode import CpuDecode
 from bagu.serve.graphs import GraphDecode
+from bagu.serve.layers import supports
 from bagu.serve.packed import pack
 from bagu.serve.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
@@ -28,6 +30,7 @@ from bagu.serve.quantize import Int8, quantized
 __all__ = ["Forward", "Runner", "Step"]
 
 Forward = Callable[[Batch], torch.Tensor]  # the hidden state of each of T tokens
+Project = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]  # logits, and the likeliest token of each
 
 
 class Step(NamedTuple):
@@ -36,6 +39,7 @@ class Step(NamedTuple):
     hidden: torch.Tensor  # [T, D]
     sampled: torch.Tensor  # [N, D]: the rows from which a token is drawn
     logits: torch.Tensor  # [N, V]
+    likeliest: torch.Tensor | None  # [N] int64: the first of the largest of each row, where the head gives it too
 
 
 class Runner:
@@ -52,15 +56,19 @@ class Runner:
         """Lay the weights out for serving; again when they have changed."""
         model, int8 = self.source, self.config.quantization == "int8"
         self.model = quantized(model) if int8 else model
+        self.project: Project
         self.decode: Forward | None = None  # a shorter way for steps of one token a sequence
-        self.project: Callable[[torch.Tensor], torch.Tensor] = model.logits
-        if int8:
-            self.project = Int8(model.head_weight)
+        head: Callable[[torch.Tensor], torch.Tensor] = Int8(model.head_weight) if int8 else model.logits
         if self.device.type == "cuda" and self.config.cuda_graphs:
             self.decode = GraphDecode(self.model, self.kv, self.tables.shape[1] * self.kv.block_size)
         if self.device.type == "cpu" and not self.config.invariant and supports(model.config):
+            if compiles(model.config, model.embedding.weight.dtype):
+                self.decode = CompiledDecode(model, self.kv, int8=int8)
+                self.project = Panels(model.head_weight, int8=int8)
+                return
             self.decode = CpuDecode(model, self.kv, Int8 if int8 else pack)
-            self.project = self.project if int8 else pack(model.head_weight)
+            head = head if int8 else pack(model.head_weight)
+        self.project = lambda hidden: (head(hidden), None)
 
     def run(self, plan: Plan, late: torch.Tensor | None = None) -> Step:
         """Compute the plan. Its tokens' keys and values are in the pool afterwards. `late` are the tokens that the plan
@@ -72,14 +80,14 @@ class Runner:
             assert late is not None, "a plan with late tokens comes after one that draws them"
             where, which = self.to_device(*np.array(plan.late, dtype=np.int64).T)
             batch.ids.index_copy_(0, where, late.index_select(0, which))
-        self.kv.load(batch)
         hidden = self.decode(batch) if self.decode is not None and batch.max_len == 1 else self.forward(batch)
         rows = plan.sample_rows
         every = len(rows) == len(plan.ids) and rows == list(range(len(rows)))
         sampled = hidden if every else hidden.index_select(0, *self.to_device(np.array(rows, dtype=np.int64)))
-        return Step(hidden, sampled, self.project(sampled))
+        return Step(hidden, sampled, *self.project(sampled))
 
     def forward(self, batch: Batch) -> torch.Tensor:
+        self.kv.load(batch)
         hidden: torch.Tensor = self.model(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len, self.kv).hidden
         return hidden
 
@@ -88,16 +96,19 @@ class Runner:
         for seat, entry, block in plan.table_writes:
             self.tables[seat, entry] = block
         B = self.kv.block_size
-        tables = self.tables[plan.seats, : -(-plan.max_context // B)]
-        places = np.array(plan.positions, dtype=np.int64)
-        offsets = np.array(plan.cu_seqlens, dtype=np.int32)
-        owner = np.arange(len(plan.seats))
-        if plan.max_len > 1:
-            owner = owner.repeat(np.diff(offsets))
-        slots = tables[owner, places // B].astype(np.int64) * B + places % B
-        lengths, n = np.array(plan.context_lens, dtype=np.int32), plan.num_decodes
-        ids, positions, into = self.to_device(np.array(plan.ids, dtype=np.int64), places, slots)
-        cu_seqlens, context_lens, block_tables = self.to_device(offsets, lengths, tables)
+        n = plan.num_decodes
+        if plan.max_len == 1:  # as many tokens as sequences: one conversion of lists for all
+            words, places, lengths, seats = np.array((plan.ids, plan.positions, plan.context_lens, plan.seats))
+            owner, offsets = seats, np.arange(len(seats) + 1, dtype=np.int32)
+        else:
+            words, places, lengths, seats = map(np.array, (plan.ids, plan.positions, plan.context_lens, plan.seats))
+            offsets = np.array(plan.cu_seqlens, dtype=np.int32)
+            owner = seats.repeat(np.diff(offsets))
+        block, place = np.divmod(places, B)
+        slots = self.tables[owner, block] * np.int64(B) + place
+        tables = self.tables[seats, : -(-plan.max_context // B)]
+        ids, positions, into = self.to_device(words, places, slots)
+        cu_seqlens, context_lens, block_tables = self.to_device(offsets, lengths.astype(np.int32), tables)
         return Batch(
             ids=ids,
             positions=positions,

@@ -59,7 +59,8 @@ def greedy(rows: Sequence[Row]) -> bool:
 
 
 def best(logits: torch.Tensor) -> torch.Tensor:
-    """The first of the likeliest tokens of each row. On a CPU by numpy: 32 rows of 8192 take it 21 us, torch 600."""
+    """The first of the likeliest tokens of each row. On a CPU by numpy: 32 rows of 8192 take it 21 us (86 in a step,
+    whose weights have been through the cache), torch 600."""
     if logits.device.type != "cpu":
         return logits.argmax(-1)
     return torch.from_numpy(logits.float().numpy().argmax(-1))

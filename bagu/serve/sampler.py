@@ -47,26 +47,47 @@ class Sampler:
         self.eos_ids = () if tokenizer is None else (tokenizer.eos_id,)
         self._seeds = random.Random(seed)  # for requests that bring none
         self._memory: dict[str, _Memory] = {}
+        # Requests alive that ask for more than an argmax a token. Mostly there are none, and a step does not look.
+        self._particular: set[str] = set()  # draws, penalties, logprobs
+        self._scored: set[str] = set()  # logprobs of the prompt
+        self._stopped: set[str] = set()  # stop strings
 
     def open(self, request: Request) -> None:
         s = request.sampling
         seed = self._seeds.getrandbits(62) if s.seed is None else s.seed
         looks = bool(s.stop) and self.tokenizer is not None
         texts = [TextStream(self.tokenizer, s) for _ in range(s.n)] if looks and self.tokenizer is not None else []
-        self._memory[request.id] = _Memory(seed, greedy([Row(s, seed, 0, (), 0)]), s.n, texts)
+        memory = self._memory[request.id] = _Memory(seed, greedy([Row(s, seed, 0, (), 0)]), s.n, texts)
+        asks = (not memory.greedy or s.logprobs is not None, s.prompt_logprobs is not None, bool(texts))
+        for asked, group in zip(asks, self._groups, strict=True):
+            if asked:
+                group.add(request.id)
 
     def close(self, request_id: str) -> None:
         self._memory.pop(request_id, None)
+        for group in self._groups:
+            group.discard(request_id)
+
+    @property
+    def _groups(self) -> tuple[set[str], ...]:
+        return self._particular, self._scored, self._stopped
+
+    @property
+    def reads(self) -> bool:
+        """Whether the events of a step are to be read though they end nothing: for stop strings."""
+        return bool(self._stopped)
 
     def draw(self, plan: Plan, step: Step) -> Drawn:
         """Draw a token for each sampled row, and score the prompts that asked for it. Sequences that ended after the
         plan was made get a token that nobody reads."""
-        prompts = self._score(plan, step)
+        prompts = self._score(plan, step) if self._scored else []
         if not plan.sampled:
             return Drawn(torch.empty(0, dtype=torch.int64), None, prompts)
+        if not self._particular:
+            return Drawn(self._best(step), None, prompts)
         memory = self._memory
         if all(s.finished or memory[s.request.id].greedy for s in plan.sampled):
-            tokens = best(step.logits)
+            tokens = self._best(step)
         else:
             tokens = sample(step.logits, [self._row(s) for s in plan.sampled])
         return Drawn(tokens, self._logprobs(plan, step, tokens), prompts)
@@ -84,6 +105,9 @@ class Sampler:
             if not memory.alive:
                 self.close(event.request_id)
         return event
+
+    def _best(self, step: Step) -> torch.Tensor:
+        return best(step.logits) if step.likeliest is None else step.likeliest
 
     def _row(self, sequence: Sequence) -> Row:
         request = sequence.request
@@ -115,7 +139,7 @@ class Sampler:
                 hidden = step.hidden[first + scored.start - piece.start : first + scored.stop - piece.start]
                 targets = torch.tensor(s.tokens[scored.start + 1 : scored.stop + 1], device=hidden.device)
                 count = request.sampling.prompt_logprobs or 0
-                logits = self.runner.project(hidden)
+                logits, _ = self.runner.project(hidden)
                 found = self.runner.logprobs(hidden, logits, targets)
                 memory.scores += top_logprobs(logits, found, targets, [count] * len(targets))
             if piece.start + piece.length >= s.num_prompt:

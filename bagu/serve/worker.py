@@ -2,12 +2,12 @@
 
     server process (asyncio)                        engine process
     EngineProcess.submit   -> Submit, Abort, ... ->  `_drain` empties the socket, the loop applies what came and steps
-    Tickets.deliver        <- Step(events)       <-  one message a step, with all its events
+    Tickets.deliver        <- Step(events)       <-  all events of a step, or of several short ones (`Outbox`)
 
 A message is what `multiprocessing.connection.Connection` reads and writes: 4 bytes of length, then the content.
 
-`Step` is also the heartbeat: it is sent after each step, and each second when idle. When the server dies the socket
-ends, and so does this process: no orphan holds the GPU.
+`Step` is also the heartbeat: it is sent after each step, or each `HOLD_S` where steps are shorter, and each second when
+idle. When the server dies the socket ends, and so does this process: no orphan holds the GPU.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ __all__ = [
 Load = Callable[[], "tuple[Transformer, Tokenizer, Chat | None]"]  # model, tokenizer, chat encoder or None; picklable
 Inbox = queue.SimpleQueue[tuple[float, Any]]  # messages, and when they came by `time.perf_counter`
 HEARTBEAT_S = 1.0
+HOLD_S = 0.004  # how long a token may wait for those of the next steps; a display draws every 0.016
 STEP = b"S"  # a `Step` by marshal begins with it, and no pickle does
 
 
@@ -172,8 +173,12 @@ def serve_generation(
     )  # fmt: skip
     send(pipe, ready)
     waiting: dict[str, float] = {}  # requests without a token: when they came
+    outbox = Outbox(pipe)
     while True:
-        for came, message in _messages(inbox, wait=not engine.has_work):
+        found = _messages(inbox, wait=not engine.has_work)
+        if found:
+            outbox.flush()
+        for came, message in found:
             if isinstance(message, Submit):
                 for request in message.requests:
                     try:
@@ -193,8 +198,42 @@ def serve_generation(
                 send(pipe, Answer(message.call, None, "this model generates text; embeddings are of encoder models"))
             else:
                 return
-        events = engine.step() if engine.has_work else []
-        send_step(pipe, Step(events, _first_tokens(events, waiting) if waiting else ()))
+        if not engine.has_work:
+            send_step(pipe, Step([]))
+            continue
+        events = engine.step()
+        firsts = _first_tokens(events, waiting) if waiting else ()
+        outbox.add(events, firsts, hurry=bool(firsts or waiting or engine.scheduler.waiting))
+
+
+class Outbox:
+    """What steps bring, on its way to the server.
+
+    Every message wakes the server, which costs it 0.1 ms of a cold core however little is in it. Steps of a small model
+    take less than a millisecond: their events go together, every HOLD_S. Whatever is not the plain next token of a
+    stream goes at once, and so does everything while a prompt waits, since the step that computes it may be long.
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe, self.events = pipe, list[Event]()
+        self.sent = self.stepped = time.perf_counter()
+
+    def add(self, events: Sequence[Event], first_token_s: Sequence[float], *, hurry: bool) -> None:
+        """The events of a step that has just ended."""
+        self.events += events
+        now, before = time.perf_counter(), self.stepped
+        self.stepped = now
+        plain = all(isinstance(event, TokenEvent) and event.finish is None for event in events)
+        if hurry or not plain or now - before >= HOLD_S or now - self.sent >= HOLD_S:
+            self._send(first_token_s)
+
+    def flush(self) -> None:
+        if self.events:
+            self._send(())
+
+    def _send(self, first_token_s: Sequence[float]) -> None:
+        send_step(self.pipe, Step(self.events, first_token_s))
+        self.events, self.sent = [], time.perf_counter()
 
 
 def serve_embeddings(

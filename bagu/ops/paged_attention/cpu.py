@@ -1,5 +1,8 @@
 """Paged attention on a CPU: all decodes in one go, prefills one sequence after another.
 
+Decodes are compiled.py's where there is a C++ compiler; what follows is for where there is none, and for slopes, biases
+and fp16.
+
 A decode reads each key and value once and computes next to nothing, so a copy of them to a contiguous place costs more
 than the attention. Two kernels read rows of the pool where they lie: `sampled_addmm` gives q . k for a list of rows,
 and `embedding_bag` a weighted sum of rows. One core, fp32, 32 sequences, 4 heads of 64, us a layer of
@@ -25,6 +28,7 @@ import torch
 from bagu.errors import ArgumentError
 from bagu.ops.attention.pieces import pieces
 from bagu.ops.attention.shape import Shape
+from bagu.ops.paged_attention import compiled
 from bagu.ops.paged_attention.dense import empty
 from bagu.ops.paged_attention.pages import Pages
 from bagu.ops.signature import accumulator
@@ -40,23 +44,28 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def forward(shape: Shape, scale: float, q: torch.Tensor, pages: Pages, cu_seqlens: torch.Tensor, max_len: int) -> Pair:
     """out[T, H, E] and lse[T, H]."""
     T, S = q.shape[0], pages.tables.shape[0]
-    if max_len == 1 and T == S > FEW:  # S sequences of at most one token make T: every one has one
-        return _decode(shape, scale, q, pages)
+    few = 0 if _compiled(shape, q, pages) else FEW
     offsets, lengths = cu_seqlens.tolist(), pages.lengths.tolist()
     check(offsets, lengths, T, max_len, pages.longest)
+    if max_len == 1 and T == S > few:  # S sequences of at most one token make T: every one has one
+        return _decode(shape, scale, q, pages)
     if S == 1 and T:
         return _one(shape, scale, q, pages, 0, lengths[0])
     out, lse = empty(q, pages.v)
     ones = [s for s, (a, b) in enumerate(pairwise(offsets)) if b - a == 1]
-    if len(ones) > FEW:
+    if len(ones) > few:
         who = torch.tensor(ones)
         rows = cu_seqlens[who].long()
         some = Pages(pages.k, pages.v, pages.tables[who], pages.lengths[who], max(lengths[s] for s in ones))
         out[rows], lse[rows] = _decode(shape, scale, q[rows], some)
     for s, (begin, end) in enumerate(pairwise(offsets)):
-        if end - begin > 1 or (end > begin and len(ones) <= FEW):
+        if end - begin > 1 or (end > begin and len(ones) <= few):
             out[begin:end], lse[begin:end] = _one(shape, scale, q[begin:end], pages, s, lengths[s])
     return out, lse
+
+
+def _compiled(shape: Shape, q: torch.Tensor, pages: Pages) -> bool:
+    return shape.slopes is None and shape.bias is None and compiled.fits(q, pages)
 
 
 def check(offsets: list[int], lengths: list[int], T: int, max_len: int, max_context: int) -> None:
@@ -73,6 +82,8 @@ def check(offsets: list[int], lengths: list[int], T: int, max_len: int, max_cont
 
 def _decode(shape: Shape, scale: float, q: torch.Tensor, pages: Pages) -> Pair:
     """out[S, H, E] and lse[S, H] of the last token of each sequence."""
+    if _compiled(shape, q, pages):
+        return compiled.decode(shape.window, scale, q, pages)
     slots, apart = pages.last(shape.window)
     like = q.new_empty(0, dtype=accumulator(q.dtype))
     terms = shape.terms(apart, like)

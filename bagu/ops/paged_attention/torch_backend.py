@@ -1,6 +1,6 @@
 """Paged attention by PyTorch's own kernels, chosen by where the tensors are.
 
-CPU, eager                        cpu.py: all decodes at once out of the pool itself, prefills one by one
+CPU, eager                        cpu.py: all decodes at once out of the pool itself (compiled.py), prefills one by one
 CUDA, 16 bits, no slopes, bias    cuda.py: the blocks in use are gathered, then FlashAttention-2
 all else (a compiler too)         dense.py: gathered, with all scores in memory
 """

@@ -1,0 +1,106 @@
+"""C++ files of the package as shared libraries, compiled on the machine that runs them when they are first wanted.
+
+    bagu.native.library("serve/step.cpp")   ->   a ctypes library, or None
+
+There is no build step and no binary in the package: the compiler of the machine ($CXX, c++, g++ or clang++) makes code
+for its own CPU in some seconds, and the result is kept in the cache folder under a hash of the source, the headers it
+includes, the flags, the compiler's version and the CPU. Where that fails there is None, a warning that says why, and
+the caller goes on in PyTorch. BAGU_NATIVE=0 asks for that.
+
+OpenMP is torch's own: the library is linked without one, and its calls resolve to the libgomp that torch has loaded. A
+second one would have a second pool of threads, awake beside the first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch  # noqa: F401  its OpenMP is to be there before a library that calls it
+
+__all__ = ["library", "wanted"]
+
+PACKAGE = Path(__file__).parent
+COMPILE = ("-std=gnu++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", f"-I{PACKAGE}")
+LINK = ("-shared", *(("-undefined", "dynamic_lookup") if platform.system() == "Darwin" else ()))
+TIMEOUT_S = 300
+INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
+
+
+def wanted() -> bool:
+    return os.environ.get("BAGU_NATIVE", "1") not in ("", "0")
+
+
+@functools.cache
+def library(source: str) -> ctypes.CDLL | None:
+    """The library of a C++ file, named by its path in the package: from the cache, or compiled now. None where it
+    cannot be had; that is said once."""
+    if not wanted():
+        return None
+    try:
+        return ctypes.CDLL(str(_built(PACKAGE / source)))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None)
+        why = said.strip().splitlines()[0] if said and said.strip() else str(error)
+        warnings.warn(f"{source} could not be compiled ({why}): PyTorch does its work", RuntimeWarning, stacklevel=2)
+        return None
+
+
+def _built(source: Path) -> Path:
+    """The file of the library, made unless it is there."""
+    compiler = _compiler()
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+    facts = [*map(Path.read_bytes, _sources(source)), repr((COMPILE, LINK, version.stdout, _cpu())).encode()]
+    digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:24]
+    folder = _cache() / "native"
+    made = folder / f"{source.stem}-{digest}.so"
+    if made.exists():
+        return made
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        unit, whole = Path(place) / "unit.o", Path(place) / "whole.so"
+        for command in (
+            [compiler, *COMPILE, "-c", str(source), "-o", str(unit)],
+            [compiler, *LINK, str(unit), "-o", str(whole)],
+        ):
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+        whole.replace(made)  # another process may have been faster: theirs is the same
+    return made
+
+
+def _compiler() -> str:
+    named = os.environ.get("CXX")
+    found = next(filter(None, map(shutil.which, [named] if named else ["c++", "g++", "clang++"])), None)
+    if found is None:
+        raise FileNotFoundError(f"CXX is {named}, which is not there" if named else "there is no c++, g++ or clang++")
+    return found
+
+
+def _sources(source: Path) -> Iterator[Path]:
+    """The file and the headers of this package that it includes."""
+    yield source
+    for name in INCLUDE.findall(source.read_text()):
+        yield from _sources(PACKAGE / name)
+
+
+def _cpu() -> str:
+    """What -march=native depends on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    told = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    return "\n".join([platform.machine(), platform.processor(), *sorted(told)])
+
+
+def _cache() -> Path:
+    given = os.environ.get("BAGU_CACHE")
+    return Path(given) if given else Path.home() / ".cache" / "bagu"

@@ -1,0 +1,161 @@
+"""A decode step on a CPU as one call of C++, compiled for this machine: step.cpp, and what it is called with.
+
+The layers are those of decode.py (`layers.supports`) with SwiGLU. ms a step of the 8M model without its head, 128
+tokens a stream, two cores in a noisy hour, in turns in one process (lower quartiles; in a quiet one fp32 is 0.66, 1.3,
+4.1):
+
+    streams                      1      8      32     32 with one token each: no attention
+    fp32                         0.75   1.9    6.6    3.3
+    bf16                         0.48   1.5    5.7    3.1
+    int8                         0.38   1.3    6.2    2.9
+    decode.py, fp32              2.0    4.3    10.4   5.6
+
+The weights of this are a copy; prompts are computed by `Transformer.forward` with the model's own. int8 is of the
+weights alone, a scale a row: activations stay fp32, so that a product is nearer to the exact one than that of
+quantize.py, which rounds both and computes the prompts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import torch
+
+from bagu import native
+from bagu.nn.config import ModelConfig, Rope
+from bagu.nn.model import Transformer
+from bagu.serve.layers import supports, weights
+from bagu.serve.paged import Batch, PagedKV
+
+__all__ = ["CompiledDecode", "Panels", "compiles"]
+
+SOURCE = "serve/step.cpp"
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
+POINTER, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+def compiles(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether this model's decode is one that step.cpp has, and can be compiled here."""
+    return (
+        supports(config)
+        and config.ffn == "swiglu"
+        and dtype in (torch.float32, torch.bfloat16)
+        and native.library(SOURCE) is not None
+    )
+
+
+def library() -> ctypes.CDLL:
+    found = native.library(SOURCE)
+    assert found is not None, "`compiles` is asked first"
+    return found
+
+
+def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight [N, K] as int8 and the scales [N] of its rows."""
+    w = weight.float()
+    scales = w.abs().amax(1).clamp_(min=1e-12) / 127
+    return (w / scales.unsqueeze(1)).round_().to(torch.int8), scales
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [("panels", POINTER), ("scales", POINTER), ("bias", POINTER)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [(name, _Linear) for name in ("qkv", "out", "up", "down")]
+    _fields_ += [(name, POINTER) for name in ("head_gain", "keys", "values")] + [("window", LONG)]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [(n, LONG) for n in ("hidden", "heads", "key_heads", "width", "inner", "block_size", "num_layers")]
+    _fields_ += [(n, FLOAT) for n in ("floor", "head_floor", "scale")]
+    _fields_ += [(n, POINTER) for n in ("table", "gain", "cos", "sin", "layers")]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [(n, LONG) for n in ("sequences", "threads", "columns")]
+    _fields_ += [(n, POINTER) for n in ("ids", "positions", "slots", "tables", "lengths")]
+    _fields_ += [(n, POINTER) for n in ("x", "qkv", "y", "inner", "out")]
+
+
+def _at(x: torch.Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+class Panels:
+    """A weight [N, K] as step.cpp reads it: y = x Wᵀ + b, with x and y in fp32. `int8` rounds it, a scale a row."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False, int8: bool = False
+    ) -> None:
+        (self.N, self.K), self.lanes = weight.shape, library().bagu_lanes()
+        weight, scales = rounded(weight.detach()) if int8 else (weight.detach(), None)
+        self.weight = self._laid(weight, gated).transpose(1, 2).contiguous()
+        self.scales, self.bias = (
+            None if x is None else self._laid(x.detach().float().unsqueeze(1), gated).contiguous()
+            for x in (scales, bias)
+        )
+        self.struct = _Linear(_at(self.weight), _at(self.scales), _at(self.bias))
+        self._head = getattr(library(), f"bagu_head_{NAMES[weight.dtype]}")
+        self._head.argtypes = [ctypes.POINTER(_Linear), POINTER, POINTER, POINTER, LONG, LONG, LONG, ctypes.c_int]
+        self._head.restype = None
+
+    def _laid(self, rows: torch.Tensor, gated: bool) -> torch.Tensor:
+        """Rows [N, K] as panels [P, 2W, K]: 2W of them, or W of each half; zeros fill them up."""
+        pieces = list(rows.chunk(2)) if gated else [rows]
+        each = 2 * self.lanes // len(pieces)
+        count = -(-len(pieces[0]) // each)
+        full = [torch.nn.functional.pad(p, (0, 0, 0, count * each - len(p))).view(count, each, -1) for p in pieces]
+        return torch.cat(full, 1)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """y[S, N], and the place of the first of the largest numbers of each row."""
+        x, S = x.float().contiguous(), len(x)
+        y, tokens = torch.empty(S, self.N), torch.empty(S, dtype=torch.int64)
+        pointers = (x.data_ptr(), y.data_ptr(), tokens.data_ptr())
+        self._head(self.struct, *pointers, S, self.K, self.N, torch.get_num_threads())
+        return y, tokens
+
+
+class CompiledDecode:
+    def __init__(self, model: Transformer, kv: PagedKV, *, int8: bool = False) -> None:
+        config, self.kv, self.table = model.config, kv, model.embedding.weight.detach()
+        assert model.norm is not None and kv.values is not None
+        self.config, self.int8 = config, int8
+        self._step = getattr(library(), f"bagu_step_{'int8_' * int8}{NAMES[self.table.dtype]}")
+        self._step.argtypes = [ctypes.POINTER(_Model), ctypes.POINTER(_Step)]
+        self._step.restype = None
+        self.gain = model.norm.weight.detach().float() * math.sqrt(config.hidden_size)
+        self.angles = model.positions.tables(self.table.device) if isinstance(config.positions, Rope) else (None, None)
+        self.kept: list[object] = []  # what the structs point to
+        self.structs = (_Layer * config.num_layers)(*(self._layer(model, i) for i in range(config.num_layers)))
+        self.model = _Model(
+            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size,
+            kv.block_size, config.num_layers, config.hidden_size * config.norm.eps, config.head_dim * config.norm.eps,
+            config.scale, _at(self.table), _at(self.gain), *map(_at, self.angles), ctypes.addressof(self.structs),
+        )  # fmt: skip
+        self.buffers: Sequence[torch.Tensor] = ()
+
+    def _layer(self, model: Transformer, i: int) -> _Layer:
+        w, kv = weights(model, i), self.kv
+        assert kv.values is not None
+        linears = [Panels(*rows, gated=rows is w.up, int8=self.int8) for rows in (w.qkv, w.out, w.up, w.down)]
+        gain = None if w.head_gain is None else w.head_gain.float()
+        self.kept += [*linears, gain]
+        pointers = map(_at, (gain, kv.keys[i], kv.values[i]))
+        return _Layer(*(linear.struct for linear in linears), *pointers, w.window or 0)
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """The hidden state of each sequence's new token, [S, hidden_size], as `Transformer.forward` gives it."""
+        c, S = self.config, len(batch.ids)
+        if not self.buffers or len(self.buffers[0]) != S:
+            heads = c.num_heads * c.head_dim
+            widths = (c.hidden_size, heads + 2 * c.num_kv_heads * c.head_dim, heads, c.intermediate_size)
+            self.buffers = [torch.empty(S, width) for width in widths]
+        out = self.table.new_empty(S, c.hidden_size)
+        inputs = (batch.ids, batch.positions, batch.slots, batch.block_tables, batch.context_lens, *self.buffers, out)
+        step = _Step(S, torch.get_num_threads(), batch.block_tables.shape[1], *(x.data_ptr() for x in inputs))
+        self._step(self.model, step)
+        return out

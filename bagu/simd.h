@@ -1,0 +1,133 @@
+// Vectors of fp32 as wide as the machine's registers, by the vector types of GCC and Clang: arithmetic is written with
+// operators and compiles to AVX-512, AVX2 or NEON alike. 16-bit numbers are widened on loading; all sums are fp32.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
+namespace bagu {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;  // lanes
+#elif defined(__AVX__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int REGISTERS = 32;
+#else
+constexpr int REGISTERS = 16;
+#endif
+
+typedef float vec __attribute__((vector_size(4 * W)));
+typedef int32_t ivec __attribute__((vector_size(4 * W)));
+typedef uint32_t uvec __attribute__((vector_size(4 * W)));
+typedef uint16_t hvec __attribute__((vector_size(2 * W)));
+typedef int8_t bvec __attribute__((vector_size(W)));
+
+struct bf16 {
+    uint16_t bits;  // the upper half of an fp32
+};
+
+inline vec all(float x) { return x - vec{}; }
+
+inline vec load(const float* p) {
+    vec v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+// GCC 12 widens vectors lane by lane where it is left to find the instruction itself.
+inline vec load(const bf16* p) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
+    hvec h;
+    std::memcpy(&h, p, sizeof h);
+    return (vec)(__builtin_convertvector(h, uvec) << 16);
+#endif
+}
+
+inline vec load(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    bvec b;
+    std::memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(__builtin_convertvector(b, ivec), vec);
+#endif
+}
+
+inline float widen(float x) { return x; }
+
+inline float widen(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float y;
+    std::memcpy(&y, &bits, sizeof y);
+    return y;
+}
+
+// To nearest, ties to even; a NaN stays one.
+inline void narrow(float x, bf16& to) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    to.bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline void narrow(float x, float& to) { to = x; }
+
+inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
+
+// The first n numbers, n < W, and zeros: what lies behind them is not read.
+template <class T>
+inline vec load(const T* p, int64_t n) {
+    vec v{};
+    for (int64_t i = 0; i < n; i++) v[i] = widen(p[i]);
+    return v;
+}
+
+inline void store(float* p, vec v, int64_t n) { std::memcpy(p, &v, 4 * n); }
+
+inline float sum(vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#elif defined(__AVX__)
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
+#else
+    return (v[0] + v[1]) + (v[2] + v[3]);
+#endif
+}
+
+// e^x for x up to 88, to 2 ulp; below -87.3 it is 1.2e-38 and not 0, so that no lane goes through denormals.
+// x = n ln 2 + r with |r| <= ln 2 / 2; e^r by its Taylor series (the first term left out is r^8 / 8!: 5e-9).
+inline vec exp(vec x) {
+    const vec magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which is in the low bits
+    x = x < -87.0f ? all(-87.0f) : x;    // a NaN goes through both
+    x = x > 88.0f ? all(88.0f) : x;
+    vec shifted = x * 1.44269504f + magic;
+    vec n = shifted - magic;
+    vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two pieces: the first product is exact
+    vec y = all(1.0f / 5040);
+    y = y * r + 1.0f / 720;
+    y = y * r + 1.0f / 120;
+    y = y * r + 1.0f / 24;
+    y = y * r + 1.0f / 6;
+    y = y * r + 0.5f;
+    y = y * r + 1.0f;
+    y = y * r + 1.0f;
+    ivec power = ((ivec)shifted - (ivec)magic + 127) << 23;
+    return y * (vec)power;
+}
+
+}  // namespace bagu

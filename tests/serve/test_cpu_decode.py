@@ -1,0 +1,179 @@
+"""The short ways of a decode on a CPU, compiled and in PyTorch, against `Transformer.forward` in fp64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_engine import small_engine, small_model
+
+from bagu import native
+from bagu.nn.config import ModelConfig, NoPositions
+from bagu.nn.init import init_weights
+from bagu.nn.linear import Linear
+from bagu.nn.model import Transformer
+from bagu.serve.compiled import SOURCE, CompiledDecode, Panels, rounded
+from bagu.serve.decode import CpuDecode
+from bagu.serve.paged import Batch, PagedKV
+
+B = 4  # places of a block
+KINDS: dict[str, dict[str, Any]] = {
+    "heads of 64": {},
+    "heads of 128, GQA": {"num_heads": 4, "num_kv_heads": 1, "head_dim": 128},
+    "odd sizes": {"hidden_size": 43, "num_heads": 3, "num_kv_heads": 3, "head_dim": 14, "intermediate_size": 51},
+    "QK norm, no positions": {"qk_norm": True, "positions": NoPositions()},
+    "biases": {"qkv_bias": True, "out_bias": True, "ffn_bias": True},
+    "a window in some layers": {"windows": (6, None)},
+}
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """With the compiler and without it."""
+    if request.param == "torch":
+        monkeypatch.setenv("BAGU_NATIVE", "0")
+    native.library.cache_clear()
+    if request.param == "compiled" and native.library(SOURCE) is None:
+        pytest.skip("no C++ compiler here")
+    yield request.param
+    native.library.cache_clear()
+
+
+@pytest.fixture
+def compiler() -> None:
+    if native.library(SOURCE) is None:
+        pytest.skip("no C++ compiler here")
+
+
+def model_of(kind: str, dtype: torch.dtype) -> Transformer:
+    sizes: dict[str, Any] = {
+        "vocab_size": 61, "hidden_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64,
+        "intermediate_size": 80, "max_len": 64, "init_std": 0.2,
+    }  # fmt: skip
+    model = init_weights(Transformer(ModelConfig(**sizes | KINDS[kind]), dtype=dtype), 0).eval()
+    with torch.no_grad():  # biases and gains begin as zeros and ones
+        for name, p in model.named_parameters():
+            if p.ndim == 1:
+                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))).mul_(0.3).add_(1.0))
+    return model
+
+
+def step_of(model: Transformer, S: int) -> tuple[PagedKV, Batch]:
+    """S sequences of 1 to 45 tokens in scattered blocks. What nobody owns is NaN, as is the place of a new token."""
+    random = torch.Generator().manual_seed(S)
+    lengths = torch.randint(1, 46, (S,), generator=random)
+    if S > 1:
+        lengths[0], lengths[1] = 1, 45
+    P = -(-int(lengths.max()) // B)
+    tables = torch.randperm(S * P + 3, generator=random)[: S * P].view(S, P)
+    kv = PagedKV(model.config, S * P + 3, B, dtype=model.embedding.weight.dtype)
+    assert kv.values is not None
+    place = torch.arange(P * B)
+    slots = tables.repeat_interleave(B, 1) * B + place % B  # [S, P * B]
+    for pool in (*kv.keys, *kv.values):
+        flat = pool.flatten(0, 1)
+        flat.fill_(torch.nan)
+        past = slots[place < lengths.unsqueeze(1) - 1]
+        flat[past] = torch.randn(len(past), *flat.shape[1:], generator=random).to(flat.dtype)
+    last = lengths - 1
+    batch = Batch(
+        ids=torch.randint(61, (S,), generator=random), positions=last, slots=slots[torch.arange(S), last],
+        cu_seqlens=torch.arange(S + 1, dtype=torch.int32), context_lens=lengths.to(torch.int32),
+        block_tables=tables.to(torch.int32), max_len=1, max_context=int(lengths.max()), num_decodes=S,
+        decode_context=int(lengths.max()),
+    )  # fmt: skip
+    return kv, batch
+
+
+def exact(model: Transformer, kv: PagedKV, batch: Batch) -> tuple[torch.Tensor, PagedKV]:
+    """Hidden states, and the pool afterwards, of the model itself in fp64."""
+    wide = copy.copy(kv)
+    assert kv.values is not None
+    wide.keys, wide.values = [k.double() for k in kv.keys], [v.double() for v in kv.values]
+    wide.load(batch)
+    hidden = copy.deepcopy(model).double()(batch.ids, batch.positions, batch.cu_seqlens, 1, wide).hidden
+    return hidden, wide
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor, limit: float) -> None:
+    """NaN where NaN is wanted; the others off by `limit` of their size, and none by 8 times that."""
+    known = ~want.isnan()
+    assert torch.equal(~got.isnan(), known)
+    off, size = (got.double() - want)[known], want[known].square().mean().sqrt()
+    assert off.square().mean().sqrt() < limit * size
+    assert off.abs().max() < 8 * limit * size
+
+
+@pytest.mark.parametrize("S", [1, 2, 7, 19])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_hidden_states_and_pool_are_those_of_the_model(way: str, kind: str, dtype: torch.dtype, S: int) -> None:
+    model = model_of(kind, dtype)
+    kv, batch = step_of(model, S)
+    want, after = exact(model, kv, batch)
+    decode = (CompiledDecode if way == "compiled" else CpuDecode)(model, kv)
+    got = decode(batch)
+    assert got.dtype == dtype
+    limit = 5e-6 if dtype == torch.float32 else 0.03  # 8e-7 with AVX-512, 3e-6 without FMA; bf16 keeps 8 bits
+    assert_near(got, want, limit)
+    for pools, wide in ((kv.keys, after.keys), (kv.values, after.values)):
+        assert pools is not None and wide is not None
+        for pool, w in zip(pools, wide, strict=True):
+            assert_near(pool, w, limit)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("S", [1, 9])
+@torch.inference_mode()
+def test_int8_is_the_model_of_the_rounded_weights(S: int) -> None:
+    model = model_of("heads of 64", torch.float32)
+    for p in model.parameters():  # a gain is multiplied into a weight before it is rounded: none here
+        if p.ndim == 1:
+            p.fill_(1.0)
+    kv, batch = step_of(model, S)
+    near = copy.deepcopy(model)
+    for m in near.modules():
+        if isinstance(m, Linear):
+            w, scales = rounded(m.weight)
+            assert w.abs().max() == 127 and not torch.equal(w * scales.unsqueeze(1), m.weight)
+            m.weight.copy_(w * scales.unsqueeze(1))
+    want, _ = exact(near, kv, batch)
+    assert_near(CompiledDecode(model, kv, int8=True)(batch), want, 5e-6)
+    head = model.head_weight
+    w, scales = rounded(head)
+    x = torch.randn(S, head.shape[1])
+    torch.testing.assert_close(Panels(head, int8=True)(x)[0], x @ (w * scales.unsqueeze(1)).T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_gives_logits_and_the_likeliest_token(
+    dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    random = torch.Generator().manual_seed(0)
+    w = torch.randint(-2, 3, (101, 7), generator=random).to(dtype)  # small integers: sums are exact, and have ties
+    x = torch.randint(-2, 3, (11, 7), generator=random).to(dtype)
+    bias = torch.zeros(101, dtype=dtype)
+    bias[40] = -torch.inf
+    x[1], x[2, 3] = 0.0, torch.nan
+    for width in (101, 41, 3):
+        want = torch.nn.functional.linear(x.float(), w[:width].float(), bias[:width].float())
+        logits, tokens = Panels(w[:width], bias[:width])(x)
+        torch.testing.assert_close(logits, want, rtol=0, atol=0, equal_nan=True)
+        assert tokens.tolist() == np.argmax(want.numpy(), -1).tolist()
+
+
+def test_who_decodes(way: str) -> None:
+    taken = CompiledDecode if way == "compiled" else CpuDecode
+    assert isinstance(small_engine(small_model()).runner.decode, taken)
+    assert isinstance(small_engine(small_model(), quantization="int8").runner.decode, taken)
+    assert isinstance(small_engine(small_model("biases, gelu")).runner.decode, CpuDecode)
+    assert small_engine(small_model("alibi")).runner.decode is None
+    assert small_engine(small_model(), invariant=True).runner.decode is None, "it has bits of its own"

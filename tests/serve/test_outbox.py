@@ -1,0 +1,79 @@
+"""What the engine's process sends when: plain tokens of short steps together, everything else at once."""
+
+from __future__ import annotations
+
+import marshal
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import pytest
+
+from bagu.serve import worker
+from bagu.serve.request import PromptLogprobs, TokenEvent
+from bagu.serve.worker import STEP, Outbox
+
+
+def token(number: int, finish: str | None = None) -> TokenEvent:
+    return TokenEvent("a", 0, number, finish=finish)  # type: ignore[arg-type]
+
+
+def received(pipe: Connection) -> list[list[int]]:
+    """The tokens of each message that has come."""
+    found = []
+    while pipe.poll():
+        data = pipe.recv_bytes()
+        assert data[:1] == STEP
+        found.append([event[2] for event in marshal.loads(data[1:])[0]])
+    return found
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> tuple[Outbox, Connection]:
+    """An outbox for which every step is short."""
+    monkeypatch.setattr(worker, "HOLD_S", 1e9)
+    theirs, ours = Pipe()
+    return Outbox(ours), theirs
+
+
+def test_tokens_of_short_steps_go_together_and_in_order(held: tuple[Outbox, Connection]) -> None:
+    outbox, pipe = held
+    for i in range(3):
+        outbox.add([token(i)], (), hurry=False)
+    assert received(pipe) == []
+    outbox.flush()
+    outbox.flush()
+    assert received(pipe) == [[0, 1, 2]]
+
+
+def test_the_last_token_takes_those_before_it_along(held: tuple[Outbox, Connection]) -> None:
+    outbox, pipe = held
+    outbox.add([token(0)], (), hurry=False)
+    outbox.add([token(1, "stop")], (), hurry=False)
+    assert received(pipe) == [[0, 1]]
+
+
+def test_a_first_token_goes_at_once_with_its_time(held: tuple[Outbox, Connection]) -> None:
+    outbox, pipe = held
+    outbox.add([token(0)], (0.25,), hurry=True)
+    events, first_token_s = marshal.loads(pipe.recv_bytes()[1:])
+    assert [event[2] for event in events] == [0] and first_token_s == (0.25,)
+
+
+def test_prompt_logprobs_go_at_once(held: tuple[Outbox, Connection]) -> None:
+    outbox, pipe = held
+    outbox.add([PromptLogprobs("a", 0, ())], (), hurry=False)
+    assert pipe.recv().events == [PromptLogprobs("a", 0, ())]
+
+
+def test_a_long_step_goes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "HOLD_S", 0.0)
+    theirs, ours = Pipe()
+    Outbox(ours).add([token(0)], (), hurry=False)
+    assert received(theirs) == [[0]]
+
+
+def test_a_long_step_without_events_is_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "HOLD_S", 0.0)
+    theirs, ours = Pipe()
+    Outbox(ours).add([], (), hurry=False)
+    assert received(theirs) == [[]]

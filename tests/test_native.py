@@ -1,0 +1,109 @@
+"""C++ compiled on first use: kept, found again, and done without where it cannot be had."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bagu import native
+
+COMPILER = shutil.which("c++") or shutil.which("g++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler here")
+ANSWER = 'extern "C" int answer() { return %s; }\n'
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("BAGU_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("BAGU_NATIVE", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+@needs_compiler
+def test_a_change_of_source_or_header_is_compiled_anew(tmp_path: Path) -> None:
+    source, header = tmp_path / "x.cpp", tmp_path / "x.h"
+    header.write_text("constexpr int N = 41;\n")
+    source.write_text(f'#include "{header}"\n' + ANSWER % "N + 1")
+    for number in (41, 1):
+        header.write_text(f"constexpr int N = {number};\n")
+        native.library.cache_clear()
+        library = native.library(str(source))
+        assert library is not None and library.answer() == number + 1
+    assert len(list((tmp_path / "cache" / "native").glob("x-*.so"))) == 2
+    assert {p.suffix for p in (tmp_path / "cache" / "native").iterdir()} == {".so"}, "nothing else is left"
+
+
+@needs_compiler
+def test_a_second_process_finds_what_the_first_has_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, log, compiler = tmp_path / "x.cpp", tmp_path / "log", tmp_path / "c++"
+    source.write_text(ANSWER % "7")
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo "$@" >> {log}\nexec {COMPILER} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    script = f"from bagu import native; assert native.library({str(source)!r}).answer() == 7"
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", script], check=True)
+    assert len(log.read_text().splitlines()) == 2, "one call that compiles and one that links"
+
+
+@needs_compiler
+def test_what_does_not_compile_is_said_and_done_without(tmp_path: Path) -> None:
+    source = tmp_path / "x.cpp"
+    source.write_text(ANSWER % "no_such_name")
+    with pytest.warns(RuntimeWarning, match=r"x\.cpp could not be compiled .*PyTorch does its work"):
+        assert native.library(str(source)) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native.library(str(source)) is None, "and once is enough"
+
+
+def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    with pytest.warns(RuntimeWarning, match="CXX is /no/such/compiler"):
+        assert native.library("serve/step.cpp") is None
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "x.cpp").write_text(ANSWER % "7")
+    monkeypatch.setenv("BAGU_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.warns(RuntimeWarning, match="Not a directory"):
+        assert native.library(str(tmp_path / "x.cpp")) is None
+
+
+def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGU_NATIVE", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native.library("serve/step.cpp") is None
+
+
+@needs_compiler
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what is loaded is read from /proc")
+def test_there_is_one_openmp(tmp_path: Path) -> None:
+    """In a process of its own: a parallel region runs on torch's threads, and no second runtime is loaded."""
+    source = tmp_path / "x.cpp"
+    source.write_text(
+        'extern "C" int answer() {\n    int n = 0;\n#pragma omp parallel num_threads(2) reduction(+ : n)\n    n += 1;\n'
+        "    return n;\n}\n"
+    )
+    script = (
+        "import torch\nfrom bagu import native\n"
+        f"assert native.library({str(source)!r}).answer() == 2\n"
+        "torch.ones(1 << 20).exp().sum()\n"
+        "files = {line.split()[-1] for line in open('/proc/self/maps') if '/' in line}\n"
+        "found = [f for f in files if any(n in f.rsplit('/')[-1] for n in ('libgomp', 'libiomp', 'libomp'))]\n"
+        "assert len(found) == 1, found\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
