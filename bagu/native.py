@@ -28,6 +28,8 @@ from pathlib import Path
 
 import torch  # noqa: F401  its OpenMP is to be there before a library that calls it
 
+from bagu.cache import cache_folder
+
 __all__ = ["library", "wanted"]
 
 PACKAGE = Path(__file__).parent
@@ -62,7 +64,7 @@ def _built(source: Path) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
     facts = [*map(Path.read_bytes, _sources(source)), repr((COMPILE, LINK, version.stdout, _cpu())).encode()]
     digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:24]
-    folder = _cache() / "native"
+    folder = cache_folder() / "native"
     made = folder / f"{source.stem}-{digest}.so"
     if made.exists():
         return made
@@ -99,8 +101,3 @@ def _cpu() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     told = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
     return "\n".join([platform.machine(), platform.processor(), *sorted(told)])
-
-
-def _cache() -> Path:
-    given = os.environ.get("BAGU_CACHE")
-    return Path(given) if given else Path.home() / ".cache" / "bagu"

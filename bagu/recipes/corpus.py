@@ -5,13 +5,13 @@ Nothing is read before it is asked for: a corpus whose tokens are in the cache i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from bagu.cache import cache_folder
 from bagu.data import chat_template, store
 from bagu.data.chat import ChatEncoder
 from bagu.data.dedup import DedupReport, deduplicate
@@ -33,15 +33,9 @@ from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 from bagu.recipes.run import STDLIB, Run, SourceConfig, TokenizerConfig
 
-__all__ = ["Corpus", "Tokens", "cache_folder", "read_tokenizer", "tokens_of", "train_tokenizer"]
+__all__ = ["Corpus", "Tokens", "read_tokenizer", "tokens_of", "train_tokenizer"]
 
 MB = 1_000_000
-
-
-def cache_folder() -> Path:
-    """Where token stores are kept: $BAGU_CACHE, or .cache/bagu in the home folder."""
-    given = os.environ.get("BAGU_CACHE")
-    return Path(given) if given else Path.home() / ".cache" / "bagu"
 
 
 def text_source(config: SourceConfig) -> Source:

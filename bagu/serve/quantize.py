@@ -1,5 +1,7 @@
 """Dynamic int8 on a CPU (W8A8): weights are rounded once, a scale a row; activations at each call, a scale a token.
 
+For prompts, and for decodes where compiled.py, which rounds weights alone, does not serve.
+
 A decode step reads every weight once, so a quarter of the bytes is most of a quarter of the time. All linears and the
 head of the 135M shape for one row, two cores, each alone in its process, several runs: 18-23 ms in fp32, 4.2-7.1 ms
 here; a whole step of 32 streams, in turns in one process: 142 and 63 ms. Weight-only int8 (`_weight_int8pack_mm`) is
