@@ -69,7 +69,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     def as_on_a_gpu(spec: Any, asked: str | None, first: torch.Tensor) -> str:
         if "triton" not in spec.backends:
             return "torch"
-        dispatch.load_op(spec.name, "triton")
+        dispatch.load(spec.name, "triton")
         return "triton"
 
     monkeypatch.setattr(dispatch, "_choose", as_on_a_gpu)
