@@ -63,12 +63,12 @@ class Case:
 
 
 class Meter:
-    """Seconds inside the model, by wrapping the three calls a step makes into it."""
+    """Seconds inside the model, by wrapping the calls a step makes into it."""
 
     def __init__(self, engine: Engine) -> None:
         self.seconds = 0.0
         runner = engine.runner
-        for name in ("forward", "decode", "project"):
+        for name in ("forward", "decode", "compiled", "project"):
             call = getattr(runner, name)
             if call is not None:
                 setattr(runner, name, self._timed(call))

@@ -20,16 +20,18 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from bagu import native
 from bagu.nn.config import ModelConfig, Rope
 from bagu.nn.model import Transformer
 from bagu.serve.layers import supports, weights
-from bagu.serve.paged import Batch, PagedKV
+from bagu.serve.paged import PagedKV
 
-__all__ = ["CompiledDecode", "Panels", "compiles"]
+__all__ = ["CompiledDecode", "Decodes", "Panels", "compiles"]
 
 SOURCE = "serve/step.cpp"
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
@@ -76,8 +78,15 @@ class _Model(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = [(n, LONG) for n in ("sequences", "threads", "columns")]
-    _fields_ += [(n, POINTER) for n in ("ids", "positions", "slots", "tables", "lengths")]
+    _fields_ += [(n, POINTER) for n in ("ids", "lengths", "seats", "tables")]
     _fields_ += [(n, POINTER) for n in ("x", "qkv", "y", "inner", "out")]
+
+
+class Decodes(NamedTuple):
+    """One new token for each of S sequences."""
+
+    new: np.ndarray  # [3, S] int64: the token, the length of its sequence with it, the sequence's row of the tables
+    tables: np.ndarray  # [seats, blocks] int32
 
 
 def _at(x: torch.Tensor | None) -> int | None:
@@ -147,15 +156,19 @@ class CompiledDecode:
         pointers = map(_at, (gain, kv.keys[i], kv.values[i]))
         return _Layer(*(linear.struct for linear in linears), *pointers, w.window or 0)
 
-    def __call__(self, batch: Batch) -> torch.Tensor:
+    def __call__(self, step: Decodes) -> torch.Tensor:
         """The hidden state of each sequence's new token, [S, hidden_size], as `Transformer.forward` gives it."""
-        c, S = self.config, len(batch.ids)
+        c, S = self.config, step.new.shape[1]
         if not self.buffers or len(self.buffers[0]) != S:
             heads = c.num_heads * c.head_dim
             widths = (c.hidden_size, heads + 2 * c.num_kv_heads * c.head_dim, heads, c.intermediate_size)
             self.buffers = [torch.empty(S, width) for width in widths]
+            self.pointers = [b.data_ptr() for b in self.buffers]
         out = self.table.new_empty(S, c.hidden_size)
-        inputs = (batch.ids, batch.positions, batch.slots, batch.block_tables, batch.context_lens, *self.buffers, out)
-        step = _Step(S, torch.get_num_threads(), batch.block_tables.shape[1], *(x.data_ptr() for x in inputs))
-        self._step(self.model, step)
+        first, row = step.new.ctypes.data, step.new.strides[0]
+        call = _Step(
+            S, torch.get_num_threads(), step.tables.shape[1], first, first + row, first + 2 * row,
+            step.tables.ctypes.data, *self.pointers, out.data_ptr(),
+        )  # fmt: skip
+        self._step(self.model, call)
         return out

@@ -99,7 +99,6 @@ class Plan:
     positions: list[int]  # [T]
     cu_seqlens: list[int]  # [S + 1]
     context_lens: list[int]  # [S]: past and new tokens
-    block_tables: list[list[int]]  # [S]; entries before the window of a windowed model are DEAD
     seats: list[int]  # [S]
     table_writes: list[tuple[int, int, int]]  # (seat, entry, block): what changed in the tables since the last plan
     sampled: list[Sequence]  # [N]: whose next token is drawn; the n choices of one prompt share a row the first time
@@ -112,6 +111,11 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         return len(self.ids)
+
+    @property
+    def block_tables(self) -> list[list[int]]:
+        """[S]; entries before the window of a windowed model are DEAD."""
+        return [s.sequence.table.blocks for s in self.slices if s.sequence.table is not None]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -136,8 +140,9 @@ class Draft:
             end = start + length
             if length == 1:
                 positions.append(start)
-                if start < len(sequence.tokens):
-                    ids.append(sequence.tokens[start])
+                tokens = sequence.tokens
+                if start < len(tokens):
+                    ids.append(tokens[start])
                 else:
                     late.append((len(ids), sequence.late_at))
                     ids.append(LATE)
@@ -162,7 +167,6 @@ class Draft:
             positions=positions,
             cu_seqlens=cu_seqlens,
             context_lens=context_lens,
-            block_tables=[s.sequence.table.blocks for s in slices if s.sequence.table is not None],
             seats=[s.sequence.seat for s in slices],
             table_writes=table_writes,
             sampled=sampled,

@@ -17,7 +17,7 @@ import torch
 
 from bagu import ops
 from bagu.nn.model import Transformer
-from bagu.serve.compiled import CompiledDecode, Panels, compiles
+from bagu.serve.compiled import CompiledDecode, Decodes, Panels, compiles
 from bagu.serve.config import EngineConfig
 from bagu.serve.decode import CpuDecode
 from bagu.serve.graphs import GraphDecode
@@ -57,13 +57,14 @@ class Runner:
         model, int8 = self.source, self.config.quantization == "int8"
         self.model = quantized(model) if int8 else model
         self.project: Project
-        self.decode: Forward | None = None  # a shorter way for steps of one token a sequence
+        self.decode: Forward | None = None  # a shorter way for steps of one token a sequence,
+        self.compiled: CompiledDecode | None = None  # or one that needs no batch
         head: Callable[[torch.Tensor], torch.Tensor] = Int8(model.head_weight) if int8 else model.logits
         if self.device.type == "cuda" and self.config.cuda_graphs:
             self.decode = GraphDecode(self.model, self.kv, self.tables.shape[1] * self.kv.block_size)
         if self.device.type == "cpu" and not self.config.invariant and supports(model.config):
             if compiles(model.config, model.embedding.weight.dtype):
-                self.decode = CompiledDecode(model, self.kv, int8=int8)
+                self.compiled = CompiledDecode(model, self.kv, int8=int8)
                 self.project = Panels(model.head_weight, int8=int8)
                 return
             self.decode = CpuDecode(model, self.kv, Int8 if int8 else pack)
@@ -75,12 +76,13 @@ class Runner:
         before drew, on the device, where `plan.late` asks for some of them."""
         if plan.copies:
             self.kv.copy(plan.copies)
-        batch = self.batch(plan)
-        if plan.late:
-            assert late is not None, "a plan with late tokens comes after one that draws them"
-            where, which = self.to_device(*np.array(plan.late, dtype=np.int64).T)
-            batch.ids.index_copy_(0, where, late.index_select(0, which))
-        hidden = self.decode(batch) if self.decode is not None and batch.max_len == 1 else self.forward(batch)
+        for seat, entry, block in plan.table_writes:
+            self.tables[seat, entry] = block
+        if self.compiled is not None and plan.max_len == 1:
+            hidden = self.compiled(self.decodes(plan, late))
+        else:
+            batch = self.batch(plan, late)
+            hidden = self.decode(batch) if self.decode is not None and batch.max_len == 1 else self.forward(batch)
         rows = plan.sample_rows
         every = len(rows) == len(plan.ids) and rows == list(range(len(rows)))
         sampled = hidden if every else hidden.index_select(0, *self.to_device(np.array(rows, dtype=np.int64)))
@@ -91,10 +93,16 @@ class Runner:
         hidden: torch.Tensor = self.model(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len, self.kv).hidden
         return hidden
 
-    def batch(self, plan: Plan) -> Batch:
-        """The plan on the device, block tables brought up to date."""
-        for seat, entry, block in plan.table_writes:
-            self.tables[seat, entry] = block
+    def decodes(self, plan: Plan, late: torch.Tensor | None) -> Decodes:
+        """A plan of one token a sequence."""
+        new = np.array((plan.ids, plan.context_lens, plan.seats))
+        for row, which in plan.late:
+            assert late is not None, "a plan with late tokens comes after one that draws them"
+            new[0, row] = late[which]
+        return Decodes(new, self.tables)
+
+    def batch(self, plan: Plan, late: torch.Tensor | None) -> Batch:
+        """The plan on the device."""
         B = self.kv.block_size
         n = plan.num_decodes
         if plan.max_len == 1:  # as many tokens as sequences: one conversion of lists for all
@@ -109,6 +117,10 @@ class Runner:
         tables = self.tables[seats, : -(-plan.max_context // B)]
         ids, positions, into = self.to_device(words, places, slots)
         cu_seqlens, context_lens, block_tables = self.to_device(offsets, lengths.astype(np.int32), tables)
+        if plan.late:
+            assert late is not None, "a plan with late tokens comes after one that draws them"
+            where, which = self.to_device(*np.array(plan.late, dtype=np.int64).T)
+            ids.index_copy_(0, where, late.index_select(0, which))
         return Batch(
             ids=ids,
             positions=positions,

@@ -278,14 +278,14 @@ class Scheduler:
 
     def _drawn(self, sequence: Sequence, token: int, detail: TokenLogprob | None) -> TokenEvent:
         """Append a drawn token, and end the choice if it is the last."""
-        request = sequence.request
-        sequence.tokens.append(token)
-        drawn, reason = len(sequence.tokens) - sequence.num_prompt, None
+        request, tokens = sequence.request, sequence.tokens
+        tokens.append(token)
+        drawn, reason = len(tokens) - sequence.num_prompt, None
         finish: Finish | None = None
         if token in sequence.stops and drawn >= request.sampling.min_tokens:
             finish = "stop"
             reason = token if token in request.sampling.stop_token_ids else None
-        elif drawn >= request.sampling.max_tokens:
+        elif len(tokens) > sequence.end:  # all of max_tokens: the last one has no place in the cache
             finish = "length"
         if finish is not None:
             self._finish(sequence)

@@ -35,9 +35,9 @@ struct Model {
 };
 
 struct Step {
-    int64_t sequences, threads, columns;  // of the block tables
-    const int64_t *ids, *positions, *slots;
-    const int32_t *tables, *lengths;
+    int64_t sequences, threads, columns;   // of the block tables
+    const int64_t *ids, *lengths, *seats;  // a length counts the new token, which is the last
+    const int32_t* tables;                 // a row a seat
     float *x, *qkv, *y, *inner;  // [S, hidden], [S, (H + 2G) D], [S, H D], [S, inner]
     void* out;                   // [S, hidden]
 };
@@ -72,19 +72,20 @@ void token(const Model& m, const Layer& layer, const Step& step, int64_t s, int6
            Scratch& scratch) {
     int64_t H = m.heads, G = m.key_heads, D = m.width, n = H / G;
     float *row = step.qkv + s * (H + 2 * G) * D, *q = row + first * n * D, *k = row + H * D, *v = row + (H + G) * D;
-    const float* cos = m.cos ? m.cos + step.positions[s] * (D / 2) : nullptr;
-    const float* sin = m.sin ? m.sin + step.positions[s] * (D / 2) : nullptr;
+    int64_t end = step.lengths[s], begin = layer.window && layer.window < end ? end - layer.window : 0;
+    const float* cos = m.cos ? m.cos + (end - 1) * (D / 2) : nullptr;
+    const float* sin = m.sin ? m.sin + (end - 1) * (D / 2) : nullptr;
     auto gain = [&](int64_t h) { return layer.head_gain ? layer.head_gain + h * D : nullptr; };
     for (int64_t h = first * n; h < last * n; h++) turn(row + h * D, D, gain(h), m.head_floor, cos, sin);
     Pages<T> pages{{static_cast<T*>(layer.keys), G * D, D}, {static_cast<T*>(layer.values), G * D, D},
-                   step.tables + s * step.columns, m.block_size};
+                   step.tables + step.seats[s] * step.columns, m.block_size};
+    int64_t slot = pages.slot(end - 1);
     for (int64_t g = first; g < last; g++) {
         turn(k + g * D, D, gain(H + g), m.head_floor, cos, sin);
-        T *key = pages.k.at(step.slots[s], g), *value = pages.v.at(step.slots[s], g);
+        T *key = pages.k.at(slot, g), *value = pages.v.at(slot, g);
         for (int64_t i = 0; i < D; i++) narrow(k[g * D + i], key[i]);
         for (int64_t i = 0; i < D; i++) narrow(v[g * D + i], value[i]);
     }
-    int64_t end = step.lengths[s], begin = layer.window && layer.window < end ? end - layer.window : 0;
     float* y = step.y + s * H * D + first * n * D;
     attend_any(pages, q, y, n, D, D, first, last, begin, end, m.scale, scratch);
 }

@@ -16,7 +16,7 @@ from bagu.nn.config import ModelConfig, NoPositions
 from bagu.nn.init import init_weights
 from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
-from bagu.serve.compiled import SOURCE, CompiledDecode, Panels, rounded
+from bagu.serve.compiled import SOURCE, CompiledDecode, Decodes, Panels, rounded
 from bagu.serve.decode import CpuDecode
 from bagu.serve.paged import Batch, PagedKV
 
@@ -99,6 +99,13 @@ def exact(model: Transformer, kv: PagedKV, batch: Batch) -> tuple[torch.Tensor, 
     return hidden, wide
 
 
+def decodes(batch: Batch) -> Decodes:
+    """The batch, its sequences on the seats of its tables in another order."""
+    seats = torch.arange(len(batch.ids)).flip(0)
+    new = torch.stack((batch.ids, batch.context_lens.long(), seats))
+    return Decodes(new.numpy(), batch.block_tables.flip(0).contiguous().numpy())
+
+
 def assert_near(got: torch.Tensor, want: torch.Tensor, limit: float) -> None:
     """NaN where NaN is wanted; the others off by `limit` of their size, and none by 8 times that."""
     known = ~want.isnan()
@@ -116,8 +123,7 @@ def test_hidden_states_and_pool_are_those_of_the_model(way: str, kind: str, dtyp
     model = model_of(kind, dtype)
     kv, batch = step_of(model, S)
     want, after = exact(model, kv, batch)
-    decode = (CompiledDecode if way == "compiled" else CpuDecode)(model, kv)
-    got = decode(batch)
+    got = CompiledDecode(model, kv)(decodes(batch)) if way == "compiled" else CpuDecode(model, kv)(batch)
     assert got.dtype == dtype
     limit = 5e-6 if dtype == torch.float32 else 0.03  # 8e-7 with AVX-512, 3e-6 without FMA; bf16 keeps 8 bits
     assert_near(got, want, limit)
@@ -143,7 +149,7 @@ def test_int8_is_the_model_of_the_rounded_weights(S: int) -> None:
             assert w.abs().max() == 127 and not torch.equal(w * scales.unsqueeze(1), m.weight)
             m.weight.copy_(w * scales.unsqueeze(1))
     want, _ = exact(near, kv, batch)
-    assert_near(CompiledDecode(model, kv, int8=True)(batch), want, 5e-6)
+    assert_near(CompiledDecode(model, kv, int8=True)(decodes(batch)), want, 5e-6)
     head = model.head_weight
     w, scales = rounded(head)
     x = torch.randn(S, head.shape[1])
@@ -171,9 +177,12 @@ def test_a_head_gives_logits_and_the_likeliest_token(
 
 
 def test_who_decodes(way: str) -> None:
-    taken = CompiledDecode if way == "compiled" else CpuDecode
-    assert isinstance(small_engine(small_model()).runner.decode, taken)
-    assert isinstance(small_engine(small_model(), quantization="int8").runner.decode, taken)
-    assert isinstance(small_engine(small_model("biases, gelu")).runner.decode, CpuDecode)
-    assert small_engine(small_model("alibi")).runner.decode is None
-    assert small_engine(small_model(), invariant=True).runner.decode is None, "it has bits of its own"
+    for settings in ({}, {"quantization": "int8"}):
+        runner = small_engine(small_model(), **settings).runner
+        assert (runner.compiled is not None) == (way == "compiled")
+        assert isinstance(runner.decode, CpuDecode) == (way != "compiled")
+    other = small_engine(small_model("biases, gelu")).runner
+    assert other.compiled is None and isinstance(other.decode, CpuDecode)
+    for model, settings in ((small_model("alibi"), {}), (small_model(), {"invariant": True})):  # it has its own bits
+        runner = small_engine(model, **settings).runner
+        assert runner.compiled is None and runner.decode is None
