@@ -94,7 +94,7 @@ class Demo:
 
 
 FULL = Demo(
-    hidden_size=256, num_layers=6, vocab_size=4096, context=256, rows=16, pretrain_steps=360, sft_steps=80,
+    hidden_size=256, num_layers=6, vocab_size=4096, context=256, rows=16, pretrain_steps=300, sft_steps=64,
     questions=32, new_tokens=120, tokenizer_mb=16, validation_batches=12, priming_bytes=None,
 )  # fmt: skip
 # A step of 4096 tokens or of 16384 takes a GPU the same 40 ms, which are the host's: fewer and larger ones.
