@@ -11,7 +11,7 @@ import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -24,10 +24,8 @@ from bagu.serve.openai import ChatBody, CompletionBody, DetokenizeBody, Embeddin
 from bagu.serve.page import HEADERS, Asset, assets
 from bagu.serve.process import EngineProcess
 from bagu.serve.replies import ChatReply, CompletionReply, Reply
+from bagu.serve.stats import EngineStats
 from bagu.serve.tickets import ApiError
-
-if TYPE_CHECKING:
-    from bagu.serve.engine import EngineStats
 
 __all__ = ["Served", "make_app"]
 

@@ -13,8 +13,8 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from bagu.serve.completion import choices, join
-from bagu.serve.engine import Engine, Event
-from bagu.serve.request import Request, Sampling, TokenEvent
+from bagu.serve.engine import Engine
+from bagu.serve.request import Event, Request, Sampling, TokenEvent
 from bagu.types import Completion
 
 __all__ = ["AsyncEngine"]

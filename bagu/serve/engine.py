@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -32,36 +31,14 @@ from bagu.serve.config import EngineConfig
 from bagu.serve.paged import PagedKV
 from bagu.serve.plan import Plan
 from bagu.serve.pool import size_pool
-from bagu.serve.request import PromptLogprobs, Request, Sampling, TokenEvent
+from bagu.serve.request import Event, PromptLogprobs, Request, Sampling, TokenEvent
 from bagu.serve.runner import Runner
 from bagu.serve.sampler import Drawn, Sampler
 from bagu.serve.scheduler import Scheduler, SchedulerConfig
+from bagu.serve.stats import WINDOW_S, EngineStats
 from bagu.types import Completion, Tokenizer
 
-__all__ = ["Engine", "EngineStats", "Event"]
-
-Event = TokenEvent | PromptLogprobs
-WINDOW_S = 2.0  # over which tokens/s are taken
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """The engine at one moment; counters are since it was made."""
-
-    running: int  # choices
-    waiting: int  # requests, and choices that were preempted
-    batch_size: int  # sequences of the last step
-    blocks_total: int
-    blocks_used: int
-    blocks_cached: int
-    block_map: str  # one character a block: u used, c cached, . free
-    tokens_per_s: float  # drawn, over the last WINDOW_S
-    last_step_s: float  # how long the last step took
-    steps: int
-    generated_tokens: int
-    preemptions: int
-    prefix_queries: int  # tokens looked for in the prefix cache
-    prefix_hits: int  # tokens found there
+__all__ = ["Engine"]
 
 
 class Flight(NamedTuple):

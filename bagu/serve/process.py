@@ -17,10 +17,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from bagu.serve.config import EngineConfig
 from bagu.serve.request import Event, Request, TokenEvent
+from bagu.serve.stats import EngineStats
 from bagu.serve.tickets import ApiError, Ticket, Tickets
 from bagu.serve.worker import (
     STEP,
@@ -39,9 +40,6 @@ from bagu.serve.worker import (
     packed,
     run,
 )
-
-if TYPE_CHECKING:
-    from bagu.serve.engine import EngineStats
 
 __all__ = ["EngineProcess"]
 
