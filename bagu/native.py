@@ -29,8 +29,9 @@ from pathlib import Path
 import torch  # noqa: F401  its OpenMP is to be there before a library that calls it
 
 from bagu.cache import cache_folder
+from bagu.device import cxx_compiler
 
-__all__ = ["library", "wanted"]
+__all__ = ["library"]
 
 PACKAGE = Path(__file__).parent
 COMPILE = ("-std=gnu++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", f"-I{PACKAGE}")
@@ -81,10 +82,11 @@ def _built(source: Path) -> Path:
 
 
 def _compiler() -> str:
-    named = os.environ.get("CXX")
-    found = next(filter(None, map(shutil.which, [named] if named else ["c++", "g++", "clang++"])), None)
+    named, found = os.environ.get("CXX"), cxx_compiler()
+    if named and shutil.which(named.split()[0]) is None:  # asked for: another one would not be what was meant
+        raise FileNotFoundError(f"CXX is {named}, which is not there")
     if found is None:
-        raise FileNotFoundError(f"CXX is {named}, which is not there" if named else "there is no c++, g++ or clang++")
+        raise FileNotFoundError("there is no C++ compiler")
     return found
 
 

@@ -2,7 +2,7 @@
 
 The choice is made at the call: `backend=` of the call, else the innermost `use(...)`, else by device (Triton on
 CUDA, torch elsewhere). A backend that was asked for runs or raises; an automatic one may fall back to torch, and
-says so once. Whatever ran the forward runs its backward too, since the backward is a custom op of that backend.
+says so once. Whatever ran the forward runs its backward too: custom.py links the two.
 
 The torch backend is called as it is: ordinary differentiable PyTorch that the compiler, autograd, DTensor and FLOP
 counters see through. Every other backend becomes custom ops, or an autograd node where nobody looks (custom.py).

@@ -24,17 +24,14 @@ from bagu.recipes.training import train
 from bagu.run import Observer, RunFolder
 from bagu.serve.worker import embed
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 TINY = [  # 256 bytes and six special tokens, no merge
     "model.vocab_size=262", "tokenizer.vocab_size=262", "model.hidden_size=32", "model.num_layers=2",
     "model.num_heads=2", "model.num_kv_heads=2", "model.head_dim=16", "model.intermediate_size=64", "model.max_len=32",
     "data.context=32", "data.rows=4", "dtype=fp32", "validation=0.3", "dedup=null", "eval_batches=2",
     "train.eval_every=null", "train.save_every=null",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BAGU_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -14,17 +14,14 @@ from bagu.recipes.catalogue import RECIPES, recipe
 from bagu.recipes.models import load_model
 from bagu.run import RunFolder
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 TINY = [
     "model.vocab_size=512", "tokenizer.vocab_size=512", "model.hidden_size=32", "model.num_layers=1",
     "model.num_heads=2", "model.num_kv_heads=1", "model.head_dim=16", "model.intermediate_size=48", "model.max_len=64",
     "data.context=32", "data.rows=4", "train.steps=6", "train.eval_every=3", "train.sample_every=null",
     "train.save_every=2", "dtype=fp32", "validation=0.3", "eval_batches=2",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BAGU_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -1,0 +1,13 @@
+"""What tests of whole runs share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token stores of this test alone: none is found that another has left."""
+    monkeypatch.setenv("BAGU_CACHE", str(tmp_path / "cache"))
