@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bagu.lab.core import Row, Setting
-from bagu.lab.labs import attention_complexity, batch_invariance, continuous_batching, kv_cache, paging
+from bagu.lab.labs import attention_complexity, batch_invariance, continuous_batching, kv_cache, paging, prefix_cache
 from bagu.nn import Transformer, init_weights
 from bagu.types import Completion
 
@@ -209,3 +209,33 @@ def test_the_kv_cache_lab_runs() -> None:
     rows = kv_cache.run(Setting(device="cpu", quick=True, track=lambda points: iter(points)))
     kv_cache.verdict(rows)
     assert [row["cache_bytes"] for row in rows] == [n * 4 * 2 * 2 * 64 * 4 for n in (64, 256, 1024)]
+
+
+# --- prefix cache -----------------------------------------------------------------------------------------------------
+
+
+def prefix_rows(cost: float, gain: float) -> list[Row]:
+    """Pairs in a machine that is twice as slow at times, which a pair's two halves share."""
+    return [
+        {"shared_tokens": shared, "pair": i, "with_ms": slow * (cost if shared == 0 else 1 / gain), "without_ms": slow}
+        for shared in prefix_cache.SHARED
+        for i, slow in enumerate([100.0, 101.0, 200.0, 99.0, 150.0])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cost", "gain", "kind"),
+    [(1.005, 1.8, "held"), (1.02, 1.8, "holds only where"), (1.0, 1.2, "holds only where"), (1.1, 0.9, "did not hold")],
+)
+def test_prefix_cache_flips(cost: float, gain: float, kind: str) -> None:
+    rows = prefix_rows(cost, gain)
+    assert prefix_cache.verdict(rows).kind == kind
+    middle, low, high = prefix_cache.ratio(rows, 0)
+    assert low <= middle <= high
+    assert middle == pytest.approx(cost)
+
+
+def test_prefix_cache_finds_what_is_shared_and_nothing_else() -> None:
+    model = init_weights(Transformer(prefix_cache.MODEL), 0).eval()
+    for shared in (0, 256):  # `measure` asserts the hits
+        assert len(prefix_cache.measure(model, shared, pairs=2, blocks=512)) == 2

@@ -7,7 +7,8 @@ a program keeps its groups and walks the batch, so dw and db are summed in regis
     dx = r * (g - mean(g) - xhat * mean(g * xhat))        g = dy * w
 
 Longer rows, or too few to fill the device, go the way of batch_norm: each is split over programs, and read a second
-time for the outputs.
+time for the outputs. Where samples are contiguous and rows not short, flat_kernels reads them without regard to
+channels, whose own length would spoil the loads.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import triton.language as tl
 
 from bagu.ops.batch_norm.tiling import Tiling, as_channels
 from bagu.ops.batch_norm.triton_backend import channel_sums, normalize, pull, statistics
+from bagu.ops.group_norm.flat_kernels import run_backward, run_forward
 from bagu.ops.kernels import column_sum, int64, rsqrt
 from bagu.ops.launch import next_power_of_2, num_sms, triton_acc
 from bagu.ops.signature import accumulator
 
 WHOLE = 16384  # the longest row, rounded up to a tile, kept in registers
 SHORT = 4096  # up to here a program is too short to be worth splitting
+FEW = 16  # channels, whose sums flat_kernels are quicker to gather than a tile of aligned planes has them
+FLAT = 256  # from here on a row is worth a program that walks the batch
 TUNABLE = {  # tests run each point
     "forward": {"block_m": (1, 4), "num_warps": (4, 8)},
     "backward": {"block_g": (1, 4), "num_warps": (4, 8)},
@@ -90,6 +94,16 @@ def _backward(
     tl.store(part + C, dw, channel)
 
 
+def _flat(groups: int, *tensors: torch.Tensor) -> bool:
+    """Whether flat_kernels take these [B, C, I]: samples contiguous and aligned, rows that a program can own."""
+    (B, C, I), narrow = tensors[0].shape, tensors[0].element_size() <= 2
+    N = C // groups * I
+    most = WHOLE if narrow or len(tensors) == 1 else WHOLE // 2  # two of fp32 spill
+    fills = N <= SHORT or B * groups >= num_sms(tensors[0].device)
+    lie_well = all(t.stride(1) == I and t.stride(0) % 8 == 0 for t in tensors) and C * I % 8 == 0
+    return I >= 8 and FLAT <= N and (N if N % 8 == 0 else N + 7) <= most and fills and lie_well
+
+
 def _fits(x: torch.Tensor, groups: int, whole: int) -> tuple[int, int] | None:
     """The tile [D, I] of a row of x[B, C, I] that a program can own, or None where rows are to be split."""
     B, C, I = x.shape
@@ -108,6 +122,9 @@ def forward(
     if not x.numel():
         return y, mean, r
     flat, w, b = as_channels(x), *(None if v is None else v.contiguous() for v in (w, b))
+    if _flat(groups, flat):
+        run_forward(flat, w, b, y, mean, r, groups, eps, num_warps)
+        return y, mean, r
     D, I, M = C // groups, flat.shape[2], B * groups
     if (tile := _fits(flat, groups, WHOLE)) is None:
         rows = flat.contiguous().view(1, M, D * I)
@@ -135,8 +152,10 @@ def backward(
     flat, dys, scale = as_channels(x), as_channels(dy), None if w is None else w.contiguous()
     B, C, I = flat.shape
     D = C // groups
+    if (I % 8 or D <= FEW) and _flat(groups, flat, dys):
+        part = run_backward(dys, flat, scale, mean, r, dx, groups, num_warps)
     # an odd I is read value by value, and their addresses take registers: ptxas spills at 16384
-    if (tile := _fits(flat, groups, WHOLE if I % 8 == 0 else WHOLE // 2)) is None:
+    elif (tile := _fits(flat, groups, WHOLE if I % 8 == 0 else WHOLE // 2)) is None:
         flat, dys = flat.contiguous(), dys.contiguous()
         rows, drows = flat.view(1, B * C, I), dys.view(1, B * C, I)
         part = channel_sums(drows, rows, mean, r, tiling=Tiling.of(rows, None, num_warps), C=C, D=D)

@@ -1,0 +1,259 @@
+"""GroupNorm of planes of any size: a group of one sample, D channels of I values, as one run cut into eights.
+
+A plane of 27 x 27 values begins anywhere, so a tile [D, I] of them moves 16 bits at a time. A sample begins on 16
+bytes where C * I is a multiple of 8. In it, eights of values are cut without regard to groups and channels: an eight
+lies in one channel, or in two where a channel ends in it (I >= 8), so two values of w and two of b serve eight of x.
+Where D * I is no multiple of 8, a run shares its first and its last eight with its neighbours. Forward reads and writes
+those value by value, apart from the whole ones. Backward, which has no registers left for that, reads them whole and
+leaves the neighbours' values out.
+
+A program keeps its group and walks the batch, reading ahead into shared memory. Backward sums dy and dy * (x - mean)
+of each eight, what lies before a channel's end apart from what lies behind it, over the batch; at the end it gathers
+them by channel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from bagu.ops.kernels import int64, rsqrt
+from bagu.ops.launch import next_power_of_2, num_sms, triton_acc
+
+__all__ = ["run_backward", "run_forward"]
+
+SHARED = 220 * 1024  # bytes of shared memory that a program may read ahead into; a Hopper SM has 227 KiB
+CHANNELS = 8  # whose sums are gathered at once; with more, registers spill
+
+
+@triton.jit
+def _first(upto, more):
+    """Which places of each eight are among its first `upto`. `more` is 8 or more.
+
+    So the minimum changes nothing. It can tie the answer to the row at hand: else the compiler keeps J x 8 answers,
+    and the w of each place, in registers from row to row, and spills. Another `more` is an answer of its own.
+    """
+    return tl.arange(0, 8)[None, :] < tl.minimum(upto, more)[:, None]
+
+
+@triton.jit
+def _pair(ptr, first, c, D, nothing, J: tl.constexpr, ACC: tl.constexpr):
+    """What a vector over channels holds for each eight: for the channel it begins in, and for the next one."""
+    if ptr is None:
+        return tl.full([J], nothing, ACC), tl.full([J], nothing, ACC)
+    else:
+        here = tl.load(ptr + first + c, c < D, 0.0).to(ACC)
+        return here, tl.load(ptr + first + c + 1, c + 1 < D, 0.0).to(ACC)
+
+
+@triton.jit
+def _whole(g, N, I, J: tl.constexpr):
+    """Group g's whole eights in a sample: where the first begins, their places [J, 8], which of them exist, the channel
+    each begins in, and how many places that channel still has."""
+    start = int64(g) * N
+    first = (start + 7) // 8 * 8
+    skip = (first - start).to(tl.int32)  # places of the run before its first whole eight
+    at = 8 * tl.arange(0, J)
+    c = (skip + at) // I
+    i = at[:, None] + tl.arange(0, 8)[None, :]
+    return first, i, (skip + at + 8 <= N)[:, None], c, (c + 1) * I - skip - at
+
+
+@triton.jit
+def _ends(g, N, I):
+    """The places [2, 8] of group g in the eights it shares, counted from the first whole one; which of them are its
+    own; and their channels."""
+    start = int64(g) * N
+    skip = ((start + 7) // 8 * 8 - start).to(tl.int32)
+    last = (N - skip) // 8 * 8
+    i = (last + 8) * tl.arange(0, 2)[:, None] - 8 + tl.arange(0, 8)[None, :]
+    own = (i >= -skip) & (i < N - skip) & ((i < 0) | (i >= last))
+    return i, own, tl.where(own, skip + i, 0) // I
+
+
+@triton.jit
+def _total(a):
+    return tl.sum(tl.sum(a, axis=1), axis=0)
+
+
+@triton.jit
+def _forward(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, r_ptr, B, groups, D, I, x_eights, y_eights, eps,
+    J: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    g, N = tl.program_id(0), D * I
+    first, i, whole, c, left = _whole(g, N, I, J)
+    w0, w1 = _pair(w_ptr, g * D, c, D, 1.0, J, ACC)
+    b0, b1 = _pair(b_ptr, g * D, c, D, 0.0, J, ACC)
+    e, own, d = _ends(g, N, I)
+    x_end = tl.zeros([2, 8], ACC)
+    if not ALIGNED:  # a row's ends are read while the row before it is worked on
+        x_end = tl.load(x_ptr + int64(tl.program_id(1)) * x_eights * 8 + first + e, own, 0.0).to(ACC)
+    for row in tl.range(tl.program_id(1), B, tl.num_programs(1), num_stages=STAGES):
+        x_row, y_row = x_ptr + int64(row) * x_eights * 8 + first, y_ptr + int64(row) * y_eights * 8 + first
+        x = tl.load(x_row + i, whole, 0.0).to(ACC)
+        mean = _total(x) / N if ALIGNED else (_total(x) + _total(x_end)) / N
+        off = tl.where(whole, x - mean, 0.0)
+        squares = _total(off * off)
+        if not ALIGNED:
+            later = int64(tl.num_programs(1)) * x_eights * 8
+            ahead = tl.load(x_row + later + e, own & (row + tl.num_programs(1) < B), 0.0).to(ACC)
+            off_end = tl.where(own, x_end - mean, 0.0)
+            squares += _total(off_end * off_end)
+        r = rsqrt(squares / N + eps)
+        tl.store(mean_ptr + int64(row) * groups + g, mean)
+        tl.store(r_ptr + int64(row) * groups + g, r)
+        y, before = off * r, _first(left, 8)
+        if w_ptr is not None:
+            y *= tl.where(before, w0[:, None], w1[:, None])
+        if b_ptr is not None:
+            y += tl.where(before, b0[:, None], b1[:, None])
+        tl.store(y_row + i, y, whole)
+        if not ALIGNED:
+            y = off_end * r
+            if w_ptr is not None:
+                y *= tl.load(w_ptr + g * D + d, own, 0.0).to(ACC)
+            if b_ptr is not None:
+                y += tl.load(b_ptr + g * D + d, own, 0.0).to(ACC)
+            tl.store(y_row + e, y, own)
+            x_end = ahead
+
+
+@triton.jit
+def _place(g, N, ALIGNED: tl.constexpr):
+    """How many places group g's first eight has before the run, and where in a sample that eight begins."""
+    start = int64(g) * N
+    if ALIGNED:
+        return 0, start // 8 * 8
+    else:
+        return (start % 8).to(tl.int32), start // 8 * 8
+
+
+@triton.jit
+def _eights(lead, I, J: tl.constexpr):
+    """Of J eights that hold a run, whose first has `lead` places before it: the channel each begins in, and the
+    places until that channel ends."""
+    start = 8 * tl.arange(0, J) - lead
+    c = tl.maximum(start, 0) // I
+    return c, (c + 1) * I - start
+
+
+@triton.jit
+def _read(ptr, lead, N, J: tl.constexpr, ALIGNED: tl.constexpr, ACC: tl.constexpr):
+    """The run as eights [J, 8]; places that are not its own are 0."""
+    at = 8 * tl.arange(0, J)[:, None]
+    i = at + tl.arange(0, 8)[None, :]
+    x = tl.load(ptr + i, at < lead + N, 0.0).to(ACC)
+    if ALIGNED:
+        return x
+    else:
+        return tl.where((i >= lead) & (i < lead + N), x, 0.0)
+
+
+@triton.jit
+def _write(ptr, y, lead, N, J: tl.constexpr):
+    """The run's whole eights to `ptr`, 128 bits at a time."""
+    at = 8 * tl.arange(0, J)[:, None]
+    tl.store(ptr + at + tl.arange(0, 8)[None, :], y, (at >= lead) & (at + 8 <= lead + N))
+
+
+@triton.jit
+def _write_ends(ptr, y, lead, N, J: tl.constexpr):
+    """The eights that a run shares, value by value."""
+    at = 8 * tl.arange(0, J)[:, None]
+    i, whole = at + tl.arange(0, 8)[None, :], (at >= lead) & (at + 8 <= lead + N)
+    tl.store(ptr + i, y, (i >= lead) & (i < lead + N) & (whole == 0))
+
+
+@triton.jit
+def _backward(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, r_ptr, dx_ptr, part_ptr, B, C, groups, D, I, dy_eights, x_eights, dx_eights,
+    J: tl.constexpr, BD: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    g, N = tl.program_id(0), D * I
+    lead, at = _place(g, N, ALIGNED)
+    c, left = _eights(lead, I, J)
+    w0, w1 = _pair(w_ptr, g * D, c, D, 1.0, J, ACC)
+    db0, db1, dw0, dw1 = tl.zeros([J], ACC), tl.zeros([J], ACC), tl.zeros([J], ACC), tl.zeros([J], ACC)
+    for row in tl.range(tl.program_id(1), B, tl.num_programs(1), num_stages=STAGES):
+        dy_row, x_row = dy_ptr + int64(row) * dy_eights * 8 + at, x_ptr + int64(row) * x_eights * 8 + at
+        dx_row = dx_ptr + int64(row) * dx_eights * 8 + at
+        dy = _read(dy_row, lead, N, J, ALIGNED, ACC)
+        x = _read(x_row, lead, N, J, ALIGNED, ACC)
+        mean, r = tl.load(mean_ptr + int64(row) * groups + g), tl.load(r_ptr + int64(row) * groups + g)
+        off, before = x - mean, _first(left, N + row)
+        sum0 = tl.sum(tl.where(before, dy, 0.0), axis=1)
+        sum1 = tl.sum(tl.where(before, 0.0, dy), axis=1)
+        dot0 = tl.sum(tl.where(before, dy * off, 0.0), axis=1)
+        dot1 = tl.sum(tl.where(before, 0.0, dy * off), axis=1)
+        along = tl.sum(sum0 * w0 + sum1 * w1, axis=0) / N
+        pull = r * r * tl.sum(dot0 * w0 + dot1 * w1, axis=0) / N
+        w = tl.where(_first(left, N + row + 1), w0[:, None], w1[:, None])
+        dx = r * (dy * w - along - off * pull)
+        _write(dx_row, dx, lead, N, J)
+        if not ALIGNED:  # from registers: forward's way of it spills here
+            _write_ends(dx_row, dx, lead, N, J)
+        db0 += sum0
+        db1 += sum1
+        dw0 += r * dot0
+        dw1 += r * dot1
+    part = part_ptr + int64(tl.program_id(1)) * 2 * C + g * D
+    for start in range(0, D, BD):
+        d = start + tl.arange(0, BD)
+        own, next = c[None, :] == d[:, None], c[None, :] + 1 == d[:, None]
+        db = tl.where(own, db0[None, :], 0.0) + tl.where(next, db1[None, :], 0.0)
+        dw = tl.where(own, dw0[None, :], 0.0) + tl.where(next, dw1[None, :], 0.0)
+        tl.store(part + d, tl.sum(db, axis=1), d < D)
+        tl.store(part + C + d, tl.sum(dw, axis=1), d < D)
+
+
+def _launch(
+    x: torch.Tensor, groups: int, *, tensors: int, per_sm: int, per_warp: int, most_warps: int, num_warps: int | None
+) -> tuple[int, dict[str, Any]]:
+    """Programs along the batch of x[B, C, I], and the constants of a launch that reads `tensors` of its size.
+
+    An SM has `per_sm` values of x at a time, or one tile, and a warp `per_warp` of them: its registers are then full.
+    """
+    B, C, I = x.shape
+    N = C // groups * I
+    aligned = N % 8 == 0
+    tile = next_power_of_2(N if aligned else N + 7)
+    programs = max(1, min(B, max(1, per_sm // tile) * num_sms(x.device) // groups))
+    ahead = 2 * tensors * tile * x.element_size() <= SHARED  # two stages are slower than none: 0.44 of copy, not 0.72
+    warps = num_warps or min(max(tile // per_warp, 1), most_warps)
+    options = {"J": tile // 8, "ALIGNED": aligned, "STAGES": 3 if ahead else 1, "ACC": triton_acc(x.dtype)}
+    return programs, options | {"num_warps": warps}
+
+
+def run_forward(
+    x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, y: torch.Tensor, mean: torch.Tensor,
+    r: torch.Tensor, groups: int, eps: float, num_warps: int | None,
+) -> None:  # fmt: skip
+    """Write y, mean and r of x[B, C, I]: samples are contiguous and begin at multiples of 8, I is at least 8."""
+    B, C, I = x.shape
+    programs, options = _launch(x, groups, tensors=1, per_sm=16384, per_warp=2048, most_warps=8, num_warps=num_warps)
+    _forward[(groups, programs)](
+        x, w, b, y, mean, r, B, groups, C // groups, I, x.stride(0) // 8, C * I // 8, eps, **options
+    )  # fmt: skip
+
+
+def run_backward(
+    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor | None, mean: torch.Tensor, r: torch.Tensor, dx: torch.Tensor,
+    groups: int, num_warps: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """Write dx, and return the parts of db and dw, for dy and x as `run_forward` wants them."""
+    B, C, I = x.shape
+    D = C // groups
+    most_warps = 16 if D * I % 8 == 0 else 8  # by what ptxas makes of them: the other number spills
+    programs, options = _launch(
+        x, groups, tensors=2, per_sm=8192, per_warp=1024, most_warps=most_warps, num_warps=num_warps
+    )
+    part = torch.empty(programs, 2, C, dtype=r.dtype, device=x.device)
+    _backward[(groups, programs)](
+        dy, x, w, mean, r, dx, part, B, C, groups, D, I, dy.stride(0) // 8, x.stride(0) // 8, C * I // 8,
+        BD=min(next_power_of_2(D), CHANNELS), **options,
+    )  # fmt: skip
+    return part
