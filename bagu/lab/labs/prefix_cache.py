@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.plot import INK
+from bagu.lab.plot import INK, log_ticks
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
@@ -133,6 +133,7 @@ def plot(fig: Figure, rows: Sequence[Row]) -> None:
     right.plot(shares, [PROMPT / (PROMPT - s) for s in SHARED], "--", color=INK, linewidth=1, label="1 / (1 - shared)")
     right.set(xlabel="shared part of a prompt, %", ylabel="prompts/s, times those without", yscale="log")
     right.set_title("Much shared")
+    log_ticks(right.yaxis)
     right.legend(loc="upper left")
 
 

@@ -71,7 +71,7 @@ def _ends(g, N, I):
     last = (N - skip) // 8 * 8
     i = (last + 8) * tl.arange(0, 2)[:, None] - 8 + tl.arange(0, 8)[None, :]
     own = (i >= -skip) & (i < N - skip) & ((i < 0) | (i >= last))
-    return i, own, tl.where(own, skip + i, 0) // I
+    return i, own, (skip + i) // I
 
 
 @triton.jit
