@@ -22,7 +22,7 @@ import triton.language as tl
 
 from bagu.ops.kernels import column_sum, column_sums, int64, reciprocal, rsqrt
 from bagu.ops.launch import as_rows, next_power_of_2, num_sms, triton_acc
-from bagu.ops.rms_norm.triton_backend import ends, vector, walk
+from bagu.ops.rms_norm.triton_backend import body_block, ends, vector, walk
 from bagu.ops.signature import accumulator
 
 WHOLE = 16384  # forward: the longest row kept in registers, 32 values a thread at 16 warps
@@ -268,12 +268,13 @@ def forward(
     if N > WHOLE:
         _forward_wide[(M,)](rows, w, b, y, mean, rstd, N, rows.stride(0), eps, ACC=acc, VEC=vector(rows), **walk(rows))
         return y, mean, rstd
-    block_n = next_power_of_2(N)
-    vec = vector(rows) if 2048 <= block_n <= 8192 and block_m in (None, 1) else 0
+    vec = vector(rows) if next_power_of_2(N) >= 2048 and block_m in (None, 1) else 0
+    vec = vec if body_block(N, vec) <= 8192 else 0
+    block_n = body_block(N, vec)
     most = 1 if vec else max(1, min(2 if block_n == 8192 else 8192 // block_n, M // (4 * sms)))  # enough programs first
     block_m = block_m or 1 << most.bit_length() - 1
     tile, tiles = block_m * block_n, triton.cdiv(M, block_m)
-    programs_per_sm = programs_per_sm or ((6 if tile == 2048 else 4) if vec else None)
+    programs_per_sm = programs_per_sm or ((6 if tile <= 2048 else 4) if vec else None)
     programs = min(tiles, sms * programs_per_sm) if programs_per_sm else tiles
     programs = max(programs // vec, 1) * vec if vec and programs < tiles else programs
     _forward[(programs,)](
@@ -294,11 +295,11 @@ def backward(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():
         return dx, torch.zeros_like(w), None if b is None else torch.zeros_like(b)
-    strides, block_n = (dys.stride(0), rows.stride(0)), next_power_of_2(N)
+    strides, block_m = (dys.stride(0), rows.stride(0)), max(1, 2048 // next_power_of_2(N))
+    vec = vector(dys, rows) if block_m == 1 else 0
+    block_n = body_block(N, vec)
     if block_n * max(x.element_size() // 4, 1) <= WHOLE_BACKWARD:
-        block_m = max(1, 2048 // block_n)
         tile, tiles = block_m * block_n, triton.cdiv(M, block_m)
-        vec = vector(dys, rows) if block_m == 1 else 0
         warps = num_warps or min(max(tile // (512 if block_m == 1 else 256), 1), 16)
         programs = min(tiles, sms * (programs_per_sm or 16 // warps))  # what fits at 128 registers a thread
         programs = max(programs // vec, 1) * vec if vec else programs

@@ -74,6 +74,7 @@ SPEC = OpSpec(
         Case("llama_8b", "the hidden size of an 8B model at 16k tokens", bench=True, M=16384, N=4096),
         Case("qwen_32b", "a 5120-wide row is no power of two", bench=True, M=16384, N=5120),
         Case("odd", "an odd N has no aligned rows", bench=True, M=16384, N=4095),
+        Case("past", "an odd N one past a power of two: a block would be half empty", bench=True, M=16384, N=4097),
         Case("very_wide", "one row does not fit a program's registers", bench=True, M=1024, N=131072),
     ],
 )

@@ -229,6 +229,11 @@ def vector(*rows: torch.Tensor) -> int:
     return wide if rows[0].shape[1] % wide and all(r.is_contiguous() for r in rows) else 0
 
 
+def body_block(N: int, vec: int) -> int:
+    """The block that holds a row, or, where its ends are apart, the longest body: 4,096 of 4,097, not 8,192."""
+    return next_power_of_2(max(N // vec, 1) * vec if vec else N)
+
+
 def walk(rows: torch.Tensor) -> dict[str, int]:
     """The options of a kernel that walks a row twice: small programs, one a row.
 
@@ -263,10 +268,10 @@ def add_forward(
     if N > WHOLE:
         _forward_wide[(M,)](rows, more, w, y, s, r, N, *strides, eps, ACC=acc, VEC=vec, **walk(rows))
         return y, s, r
-    block_n = next_power_of_2(N)
-    block_m = block_m or max(1, 2048 // block_n)
+    block_m = block_m or max(1, 2048 // next_power_of_2(N))
+    vec = vec if block_m == 1 and body_block(N, vec) <= 8192 else 0
+    block_n = body_block(N, vec)
     tile, tiles = block_m * block_n, triton.cdiv(M, block_m)
-    vec = vec if block_m == 1 and tile <= 8192 else 0
     programs = min(tiles, sms * programs_per_sm) if programs_per_sm else tiles
     programs = max(programs // vec, 1) * vec if vec and programs < tiles else programs
     _forward[(programs,)](
@@ -295,12 +300,12 @@ def add_backward(
     if not x.numel():
         return dx, torch.zeros_like(w)
     strides = dys.stride(0), 0 if more is None else more.stride(0), rows.stride(0)
-    block_n = next_power_of_2(N)
+    block_m = max(1, 2048 // next_power_of_2(N))
+    vec = vector(dys, rows) if more is None else vector(dys, rows, more)
+    vec = vec if block_m == 1 else 0
+    block_n = body_block(N, vec)
     if block_n * max(x.element_size() // 4, 1) <= WHOLE_BACKWARD:
-        block_m = max(1, 2048 // block_n)
         tile, tiles = block_m * block_n, triton.cdiv(M, block_m)
-        vec = vector(dys, rows) if more is None else vector(dys, rows, more)
-        vec = vec if block_m == 1 else 0
         warps = num_warps or min(max(tile // (512 if block_m == 1 else 256), 1), 16)
         programs = min(tiles, sms * (programs_per_sm or 16 // warps))  # what fits at 128 registers a thread
         programs = max(programs // vec, 1) * vec if vec else programs

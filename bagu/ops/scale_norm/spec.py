@@ -82,6 +82,7 @@ SPEC = OpSpec(
         Case("gpt3_6_7b", "the hidden size of GPT-3 6.7B at 16k tokens", bench=True, M=16384, N=4096),
         Case("opt_66b", "twice the width of gpt3_6_7b", bench=True, M=16384, N=8192),
         Case("odd", "an odd N has no aligned rows", bench=True, M=16384, N=4095),
+        Case("past", "an odd N one past a power of two: a block would be half empty", bench=True, M=16384, N=4097),
         Case("wide_odd", "one past 65,536, where one row per program spills", bench=True, M=2048, N=65537),
         Case("very_wide", "one row does not fit a program's registers", bench=True, M=1024, N=131072),
     ],

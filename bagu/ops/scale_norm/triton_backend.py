@@ -18,7 +18,7 @@ import triton.language as tl
 
 from bagu.ops.kernels import column_sum, int64
 from bagu.ops.launch import as_rows, next_power_of_2, num_sms, triton_acc
-from bagu.ops.rms_norm.triton_backend import ends, vector, walk
+from bagu.ops.rms_norm.triton_backend import body_block, ends, vector, walk
 from bagu.ops.signature import accumulator
 
 WHOLE = 32768  # forward: the longest row kept in registers, 64 values a thread at 16 warps
@@ -155,12 +155,13 @@ def forward(
     if N > WHOLE:
         _forward_wide[(M,)](rows, g, y, norm, M, N, rows.stride(0), eps, ACC=acc, **walk(rows))
         return y, norm
-    block_n = next_power_of_2(N)
-    block_m = block_m or max(1, 2048 // block_n)
+    block_m = block_m or max(1, 2048 // next_power_of_2(N))
+    vec = vector(rows) if block_m == 1 else 0
+    block_n = body_block(N, vec)
     tile = block_m * block_n
     _forward[(triton.cdiv(M, block_m),)](
         rows, g, y, norm, M, N, rows.stride(0), eps, BLOCK_M=block_m, BLOCK_N=block_n, ACC=acc,
-        VEC=vector(rows) if block_m == 1 else 0, num_warps=num_warps or min(max(tile // 512, 1), 16),
+        VEC=vec, num_warps=num_warps or min(max(tile // 512, 1), 16),
     )  # fmt: skip
     return y, norm
 
@@ -174,14 +175,14 @@ def backward(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():
         return dx, torch.zeros_like(g)
-    strides, block_n = (dys.stride(0), rows.stride(0)), next_power_of_2(N)
+    strides, block_m = (dys.stride(0), rows.stride(0)), max(1, 2048 // next_power_of_2(N))
+    vec = vector(dys, rows) if block_m == 1 else 0
+    block_n = body_block(N, vec)
     if block_n * x.element_size() > WHOLE_BACKWARD:
         partial = torch.empty(M, 1, dtype=norm.dtype, device=x.device)
         _backward_wide[(M,)](dys, rows, g, norm, dx, partial, M, N, *strides, eps, ACC=acc, **walk(rows))
         return dx, column_sum(partial, g.dtype)
-    block_m = max(1, 2048 // block_n)
     tile, tiles = block_m * block_n, triton.cdiv(M, block_m)
-    vec = vector(dys, rows) if block_m == 1 else 0
     warps = num_warps or min(max(tile // 512, 1), 16)
     programs = min(tiles, num_sms(x.device) * (programs_per_sm or 16 // warps))
     programs = max(programs // vec, 1) * vec if vec else programs

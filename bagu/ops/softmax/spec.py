@@ -104,6 +104,12 @@ SPEC = OpSpec(
         Case("minus_inf", "-inf is a weight of 0, and its neighbours do not notice", M=3, N=33, plant=-INF),
         Case("void", "-inf in every seen column is 0 / 0 = NaN there, 0 elsewhere", M=3, N=33, fill=-INF, mask=True),
         Case("nan_masked", "hidden columns of a NaN row keep y = 0 and dx = 0", M=3, N=33, fill=NAN, mask=True),
+        Case(
+            "tail", "a row in two blocks, 512 columns and 11: mask and lengths cut both, two rows see nothing",
+            M=7, N=523, mask=True, lengths=True, blind=True, scale=0.7,
+        ),
+        Case("tail_flat", "scale 0 in both blocks, with something hidden", M=3, N=700, mask=True, scale=0.0),
+        Case("tail_void", "-inf in every column of both blocks", M=2, N=523, fill=-INF),
         Case("wide", "the row does not fit a program, so it is walked in blocks", M=2, N=70001),
         Case(
             "wide_masked", "the walk meets a mask, lengths, whole blocks of nothing and rows that see nothing",
@@ -116,6 +122,7 @@ SPEC = OpSpec(
         Case("rows_4k", "attention scores of a 4k context", bench=True, M=16384, N=4096),
         Case("rows_8k", "attention scores of an 8k context", bench=True, M=16384, N=8192),
         Case("odd_rows", "an odd N has no aligned rows", bench=True, M=16384, N=4095),
+        Case("past", "an odd N one past a power of two: a block would be half empty", bench=True, M=16384, N=4097),
         Case(
             "shared_mask", "one mask serves every head and is read again from cache",
             bench=True, lead=(4, 8, 512), N=4096, mask=True, mask_lead=(512,), scale=0.125,

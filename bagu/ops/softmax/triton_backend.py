@@ -68,23 +68,49 @@ def _scores(
 
 
 @triton.jit
+def _exponentials(x, keep, peak, c, SIGN: tl.constexpr):
+    """exp(c * (x - peak)), and 0 where a scale of 0 meets a hidden -inf, whose product is NaN."""
+    e = tl.exp2((x - peak) * c)
+    if SIGN == 0:
+        e = tl.where(keep, e, 0.0)
+    return e
+
+
+@triton.jit
+def _shares(y_ptr, e, keep, r, m, n, M, N, SEES_ALL: tl.constexpr, EVEN: tl.constexpr):
+    y = e * r
+    if not SEES_ALL:
+        y = tl.where(keep, y, 0.0)
+    tl.store(y_ptr + m * N + n, y, (m < M) & _real(n, N, EVEN))
+
+
+@triton.jit
 def _forward(
     x_ptr, y_ptr, mask_ptr, lengths_ptr, M, N, x_stride, c_high, c_low,
     middle, inner, outer_stride, middle_stride, inner_stride, step,
-    SIGN: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     fold = (middle, inner, outer_stride, middle_stride, inner_stride, step)
+    sees_all: tl.constexpr = mask_ptr is None and lengths_ptr is None
     m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     n = tl.arange(0, BLOCK_N)[None, :]
     x, keep = _scores(x_ptr, mask_ptr, lengths_ptr, m, n, M, N, x_stride, fold, SIGN, EVEN, ACC)
     c = tl.zeros([], ACC) + c_high + c_low
-    e = tl.exp2((x - tl.max(x, axis=1)[:, None]) * c)  # tl.max drops a NaN, the sum does not
-    if SIGN == 0:
-        e = tl.where(keep, e, 0.0)  # a hidden -inf times a scale of 0 is NaN
-    y = e * (1.0 / tl.sum(e, axis=1))[:, None]
-    if mask_ptr is not None or lengths_ptr is not None:
-        y = tl.where(keep, y, 0.0)
-    tl.store(y_ptr + m * N + n, y, (m < M) & _real(n, N, EVEN))
+    peak = tl.max(x, axis=1)  # it drops a NaN, the sum does not
+    if TAIL:
+        n_tail = BLOCK_N + tl.arange(0, TAIL)[None, :]
+        tail, kept = _scores(x_ptr, mask_ptr, lengths_ptr, m, n_tail, M, N, x_stride, fold, SIGN, False, ACC)
+        peak = tl.maximum(peak, tl.max(tail, axis=1))
+        tail = _exponentials(tail, kept, peak[:, None], c, SIGN)
+    e = _exponentials(x, keep, peak[:, None], c, SIGN)
+    total = tl.sum(e, axis=1)
+    if TAIL:
+        total += tl.sum(tail, axis=1)
+    r = (1.0 / total)[:, None]
+    _shares(y_ptr, e, keep, r, m, n, M, N, sees_all, EVEN)
+    if TAIL:
+        _shares(y_ptr, tail, kept, r, m, n_tail, M, N, sees_all, False)
 
 
 @triton.jit
@@ -153,19 +179,33 @@ def _forward_wide(
 
 
 @triton.jit
-def _backward(
-    dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, y_stride, scale, scale_low,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    n = tl.arange(0, BLOCK_N)[None, :]
+def _heard(dy_ptr, y_ptr, m, n, M, N, dy_stride, y_stride, ACC: tl.constexpr):
+    """y, and dy where y is not 0."""
     real = (m < M) & (n < N)
     y = tl.load(y_ptr + m * y_stride + n, real, 0.0, eviction_policy="evict_last").to(ACC)
     dy = tl.load(dy_ptr + m * dy_stride + n, real, 0.0, eviction_policy="evict_last").to(ACC)
-    dy = tl.where(y != 0, dy, 0.0)
-    mean = tl.sum(dy * y, axis=1) / tl.sum(y, axis=1)  # over the sum of the rounded y: see torch_backend.py
-    dx = (tl.zeros([], ACC) + scale + scale_low) * y * (dy - mean[:, None])
-    tl.store(dx_ptr + m * N + n, tl.where(y != 0, dx, 0.0), real)
+    return y, tl.where(y != 0, dy, 0.0)
+
+
+@triton.jit
+def _backward(
+    dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, y_stride, scale, scale_low,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    n = tl.arange(0, BLOCK_N)[None, :]
+    y, dy = _heard(dy_ptr, y_ptr, m, n, M, N, dy_stride, y_stride, ACC)
+    along, mass = tl.sum(dy * y, axis=1), tl.sum(y, axis=1)
+    if TAIL:
+        n_tail = BLOCK_N + tl.arange(0, TAIL)[None, :]
+        y_tail, dy_tail = _heard(dy_ptr, y_ptr, m, n_tail, M, N, dy_stride, y_stride, ACC)
+        along, mass = along + tl.sum(dy_tail * y_tail, axis=1), mass + tl.sum(y_tail, axis=1)
+    mean = (along / mass)[:, None]  # over the sum of the rounded y: see torch_backend.py
+    factor = tl.zeros([], ACC) + scale + scale_low
+    tl.store(dx_ptr + m * N + n, tl.where(y != 0, factor * y * (dy - mean), 0.0), (m < M) & (n < N))
+    if TAIL:
+        dx = tl.where(y_tail != 0, factor * y_tail * (dy_tail - mean), 0.0)
+        tl.store(dx_ptr + m * N + n_tail, dx, (m < M) & (n_tail < N))
 
 
 @triton.jit
@@ -232,11 +272,11 @@ def forward(
         depth = max(1, FLIGHT // x.itemsize // (1 if mask is None and lengths is None else 4))  # a mask takes registers
         _forward_wide[(programs,)](*args, DEPTH=depth, LANES=256 * warps, num_warps=warps, **how)
         return (y,)
-    block_n = next_power_of_2(N)
+    block_n, tail = _blocks(N)
     block_m = block_m or max(1, 4096 // block_n)
     warps = num_warps or min(max(block_m * block_n // 1024, 1), 32)
     _forward[(triton.cdiv(M, block_m),)](
-        *args, EVEN=block_n == N, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, **how
+        *args, EVEN=block_n <= N, BLOCK_M=block_m, BLOCK_N=block_n, TAIL=tail, num_warps=warps, **how
     )
     return (y,)
 
@@ -255,13 +295,20 @@ def backward(
         depth = max(1, FLIGHT // y.itemsize // (2 if N % 8 == 0 else 4))  # two tensors; unaligned, an address a value
         _backward_wide[(programs,)](*args, DEPTH=depth, LANES=256 * warps, ACC=triton_acc(y.dtype), num_warps=warps)
         return (dx,)
-    block_n = next_power_of_2(N)
+    block_n, tail = _blocks(N)
     block_m = block_m or max(1, 2048 // block_n)
     _backward[(triton.cdiv(M, block_m),)](
-        *args, BLOCK_M=block_m, BLOCK_N=block_n, ACC=triton_acc(y.dtype),
+        *args, BLOCK_M=block_m, BLOCK_N=block_n, TAIL=tail, ACC=triton_acc(y.dtype),
         num_warps=num_warps or min(max(block_m * block_n // 512, 1), 32),
     )  # fmt: skip
     return (dx,)
+
+
+def _blocks(N: int) -> tuple[int, int]:
+    """The block that holds a row, or, where a quarter of it would be empty, two: 4,096 + 1,024 for 5,120 columns."""
+    block = next_power_of_2(N)
+    half, past = block // 2, N - block // 2
+    return (half, max(next_power_of_2(past), 16)) if block >= 1024 and past <= half // 2 else (block, 0)
 
 
 def _wide(M: int, row_bytes: int, sms: int, num_warps: int | None) -> tuple[int, int]:
