@@ -82,6 +82,7 @@ SPEC = OpSpec(
             N=16500,
             offset=1e3,
         ),
+        Case("wide_crooked", "walked rows start anywhere: a body is walked, its ends are apart", M=3, N=16503),
         Case("gpt3_6_7b", "the hidden size of GPT-3 6.7B at 16k tokens", bench=True, M=16384, N=4096),
         Case("opt_66b", "twice the width: a row takes half a multiprocessor's registers", bench=True, M=16384, N=8192),
         Case("odd", "an odd N has no aligned rows", bench=True, M=16384, N=4095),

@@ -43,8 +43,9 @@ def ends(N, VEC: tl.constexpr):
     """
     _, body, head = split_row(int64(tl.program_id(0)) * N, N, VEC)
     e = tl.arange(0, 2 * VEC)[None, :]
-    at = tl.where(e < VEC, e, head + body + e - VEC)
-    return head, body, at, tl.where(e < VEC, e < head, at < N)
+    before = e < VEC
+    at = tl.where(before, e, head + body + e - VEC)
+    return head, body, at, tl.where(before, e < head, at < N)
 
 
 @triton.jit

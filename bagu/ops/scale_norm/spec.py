@@ -79,6 +79,7 @@ SPEC = OpSpec(
         Case("inf", "an infinity gives NaN in its place and zeros beside it", M=3, N=33, plant=float("inf")),
         Case("crooked", "rows start at every alignment, and their ends are apart from their bodies", M=19, N=2053),
         Case("wide", "the row does not fit a program, so it is walked in blocks", M=6, N=33333),
+        Case("wide_short", "walked rows are shorter than eps", M=2, N=33333, scale=1e-3, eps=0.5),
         Case("gpt3_6_7b", "the hidden size of GPT-3 6.7B at 16k tokens", bench=True, M=16384, N=4096),
         Case("opt_66b", "twice the width of gpt3_6_7b", bench=True, M=16384, N=8192),
         Case("odd", "an odd N has no aligned rows", bench=True, M=16384, N=4095),

@@ -50,7 +50,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     if case.get("lengths", False):
         lengths = streams.integers("lengths", 1, N + 1, *lead)
         if case.get("blind", False):
-            lengths[-1], lengths[-2] = 0, N + 5
+            lengths[-1], lengths[-2] = N + 5, 0  # a last row that is lost shows
     return {"x": x, "scale": case.get("scale", 1.0), "mask": mask, "lengths": lengths}
 
 
