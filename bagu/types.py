@@ -65,6 +65,10 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """`encode`, with the control tokens that the model was trained to see around a text, if any."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids; U+FFFD for bytes that are no character."""
         ...

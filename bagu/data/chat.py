@@ -53,7 +53,8 @@ class ChatEncoder:
             hint = "give one: ChatTemplate(source=DEFAULT_TEMPLATE) fits tokenizers that bagu trains"
             raise BaguError("the tokenizer has no chat template", hint=hint)
         source = tokenizer.chat_template or ""
-        self.template = template or ChatTemplate(source=source, variables={"eos_token": tokenizer.eos_token})
+        variables = {**tokenizer.named, "eos_token": tokenizer.eos_token}
+        self.template = template or ChatTemplate(source=source, variables=variables)
         self.tokenizer = tokenizer
         self._markup = tokenizers.Tokenizer.from_str(tokenizer.spec)  # its own: offsets are needed here
         self._markup.no_padding()
@@ -140,7 +141,7 @@ class ChatEncoder:
         places: list[Span] = []
         at = 0
         for part in text.split(GUARD):
-            encoding = self._markup.encode(part, add_special_tokens=False)
+            (encoding,) = self._markup.encode_batch([part], add_special_tokens=False)  # `encode` keeps the GIL
             ids += encoding.ids
             places += _whole_offsets(encoding.offsets, at)
             at += len(part) + len(GUARD)

@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import jinja2
@@ -70,14 +69,10 @@ class ChatTemplate:
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Self:
         """The template of a tokenizer's folder, with the tokens tokenizer_config.json names."""
-        source = BpeTokenizer.load(folder).chat_template
-        file = Path(folder) / "tokenizer_config.json"
-        if source is None:
+        tokenizer = BpeTokenizer.load(folder)
+        if tokenizer.chat_template is None:
             raise BaguError(f"{folder} has no chat template", hint="add chat_template.jinja; DEFAULT_TEMPLATE is one")
-        config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        tokens = {name: value for name, value in config.items() if name.endswith("_token") and value is not None}
-        contents = {name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items()}
-        return cls(source=source, variables={name: t for name, t in contents.items() if isinstance(t, str)})
+        return cls(source=tokenizer.chat_template, variables=dict(tokenizer.named))
 
     @property
     def marks_generation(self) -> bool:

@@ -18,7 +18,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -40,6 +40,8 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 # vocabulary 4096: 3.58 bytes per token, against 3.48 with GPT-2's pattern and 3.47 with GPT-4's.
 WORDS = r"(?: |[^\s\p{L}\p{N}])?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
+LONG_TEXT = 2**14  # characters, a millisecond or so of work
+
 # What other tokenizers end a document with, tried in order where tokenizer_config.json does not say.
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 
@@ -51,6 +53,9 @@ class BpeTokenizer:
     spec: str  # the content of tokenizer.json
     eos_token: str
     chat_template: str | None = None
+    named: Mapping[str, str] = field(
+        default_factory=dict, hash=False
+    )  # bos_token, cls_token, …: what templates call them
 
     @classmethod
     def train(
@@ -82,7 +87,9 @@ class BpeTokenizer:
             show_progress=False,
         )
         tokenizer.train_from_iterator(texts, trainer)
-        return cls(spec=tokenizer.to_str(), eos_token=special_tokens[0], chat_template=chat_template)
+        mask = [("mask_token", token) for token in special_tokens if token in MASK_TOKENS]
+        named = dict([("eos_token", special_tokens[0]), *mask])
+        return cls(spec=tokenizer.to_str(), eos_token=special_tokens[0], chat_template=chat_template, named=named)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -104,7 +111,13 @@ class BpeTokenizer:
             found = ", ".join(special) or "none"
             hint = f'write {{"eos_token": "..."}} into {FILES[1]} beside it; special tokens: {found}'
             raise BaguError(f"{file} does not say which token ends a document", hint=hint)
-        loaded = cls(spec=spec, eos_token=eos, chat_template=_template(file.with_name(FILES[2]), config))
+        named = {name: word for name, value in config.items() if name.endswith("_token") and (word := _content(value))}
+        loaded = cls(
+            spec=spec,
+            eos_token=eos,
+            chat_template=_template(file.with_name(FILES[2]), config),
+            named=named | {"eos_token": eos},
+        )
         _ = loaded.eos_id  # parses the file and finds the token, so that a broken one is refused here
         return loaded
 
@@ -114,6 +127,7 @@ class BpeTokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
+            **self.named,
             "eos_token": self.eos_token,
             "clean_up_tokenization_spaces": False,  # it would rewrite " ." to "." when decoding
         }
@@ -157,7 +171,12 @@ class BpeTokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of a text; nothing is put before or after it, and no part of it becomes a control token."""
         _check_unicode(text, 0)
-        return self._plain.encode(text, add_special_tokens=False).ids
+        return _ids(self._plain, text)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """`encode`, with what the tokenizer puts around any text: Llama's <|begin_of_text|>, BERT's [CLS] and [SEP]."""
+        _check_unicode(text, 0)
+        return _ids(self._plain, text, wrapped=True)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on all cores."""
@@ -168,7 +187,7 @@ class BpeTokenizer:
     def encode_markup(self, text: str) -> list[int]:
         """The ids of a text in which the names of control tokens mean these tokens. Never for text from outside."""
         _check_unicode(text, 0)
-        return self._markup.encode(text, add_special_tokens=False).ids
+        return _ids(self._markup, text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, control tokens by name. Bytes that are not UTF-8 (a cut character) become U+FFFD."""
@@ -234,6 +253,13 @@ def _check_unicode(text: str, number: int) -> None:
         raise BaguError(f"only Unicode text can be encoded: {found}", hint=hint) from error
 
 
+def _ids(tokenizer: tokenizers.Tokenizer, text: str, *, wrapped: bool = False) -> list[int]:
+    """A batch of one where the text is long: `encode` keeps the GIL, and with it every other thread, to its end."""
+    if len(text) < LONG_TEXT:
+        return tokenizer.encode(text, add_special_tokens=wrapped).ids
+    return tokenizer.encode_batch_fast([text], add_special_tokens=wrapped)[0].ids
+
+
 def _text_bytes(token: str, *, byte_level: bool) -> bytes:
     """The text of one vocabulary entry, by how the vocabulary writes it."""
     if byte_level:  # one character stands for one byte; an added token with others is written as it is
@@ -264,9 +290,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _content(token: str | Mapping[str, Any] | None) -> str | None:
-    """A token as tokenizer_config.json writes it: a string, or an object."""
-    return token["content"] if isinstance(token, Mapping) else token
+def _content(token: Any) -> str | None:
+    """A token as tokenizer_config.json writes it: a string, or an object; None for what is no token (add_bos_token)."""
+    word = token.get("content") if isinstance(token, Mapping) else token
+    return word if isinstance(word, str) and word else None
 
 
 def _template(file: Path, config: Mapping[str, Any]) -> str | None:

@@ -16,6 +16,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 import bagu
 from bagu.serve.edge import Call, Edge, EventStream, read_body, reply_error, reply_json
@@ -40,6 +42,14 @@ class Served:
     api_key: str | None = None
     allowed_origins: tuple[str, ...] = ()  # of pages elsewhere that may read answers; "*" is every page
     created: int = 0  # seconds since 1970
+
+
+class Named(Route):
+    """A route that says in the scope which it is, for the count of calls: FastAPI's router leaves that to its own."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child = super().matches(scope)
+        return match, {**child, "route": self}
 
 
 class Api:
@@ -101,9 +111,10 @@ class Api:
 
     async def tokenize(self, request: Request) -> Response:
         ready = self.engine.require()
-        body = parse(TokenizeBody, await read_body(request))
+        raw = await read_body(request)
+        body = parse(TokenizeBody, raw)
         self.check_model(body.model)
-        ids = body.ids(ready)
+        ids = await asyncio.to_thread(body.ids, ready) if len(raw) > LARGE_BODY else body.ids(ready)
         return reply_json({"tokens": ids, "count": len(ids), "max_model_len": ready.max_model_len})
 
     async def detokenize(self, request: Request) -> Response:
@@ -177,9 +188,9 @@ def make_app(engine: EngineProcess, metrics: Metrics, served: Served) -> Edge:
         ("/version", "GET", api.version),
         ("/engine", "GET", api.engine_stats),
     ):
-        app.add_route(path, route, methods=[method])
+        app.router.routes.append(Named(path, route, methods=[method]))
     for path, asset in assets().items():
-        app.add_route(path, _page(asset), methods=["GET"])
+        app.router.routes.append(Named(path, _page(asset), methods=["GET"]))
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_exception)

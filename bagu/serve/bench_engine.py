@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bagu.device import default_device, named_dtype, this_machine
+from bagu.device import named_device, named_dtype, this_machine
 from bagu.errors import ArgumentError, UnknownName
 from bagu.nn.config import ModelConfig, NormConfig, Rope
 from bagu.nn.init import init_weights
@@ -99,7 +99,7 @@ def main(
     requests of 16-128 on a CPU. `batch` is the engine's max_num_seqs, and the peer's padded batch. A peer that is a
     script runs in `peer_environ`, by default in this process's own.
     """
-    where = torch.device(device) if device else default_device()
+    where = named_device(device)
     gpu = where.type == "cuda"
     case = Case(
         requests=requests or (256 if gpu else 32),

@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Generator, Mapping, Sequence
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -176,12 +176,15 @@ class Edge:
 async def read_body(request: Request) -> bytes:
     """The body, or 413. What is too much is read and dropped, for a client that sends before it listens."""
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= MAX_BODY:
-            parts.append(part)
-        elif size > 8 * MAX_BODY:
-            break
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size <= MAX_BODY:
+                parts.append(part)
+            elif size > 8 * MAX_BODY:
+                break
+    except ClientDisconnect as error:
+        raise ApiError(499, "the client hung up within its body") from error
     if size > MAX_BODY:
         raise ApiError(413, f"the body has more than {MAX_BODY} bytes", headers={"connection": "close"})
     return b"".join(parts)

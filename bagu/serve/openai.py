@@ -23,14 +23,23 @@ from bagu.serve.worker import Ready
 
 __all__ = ["ChatBody", "CompletionBody", "DetokenizeBody", "EmbeddingBody", "Job", "TokenizeBody", "parse"]
 
-TokenId = Annotated[int, Field(ge=0)]
-Ids = Annotated[list[TokenId], Field(min_length=1)]
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+TokenId = Count
+# fail_fast: without it a list of a million wrong values is a million errors, forty seconds and 5 GB of them
+Ids = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 INT64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 MAX_TOP_LOGPROBS = 20
+MAX_PROMPTS = 2048  # of one call, as OpenAI has it for embeddings
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI has it; a chat goes on to the end of the context
 Texts = Annotated[
-    str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)],
-    Field(description="a text, a list of texts, a list of token ids (0 or more), or a list of such lists"),
+    str
+    | Ids
+    | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)],
+    Field(
+        description="a text, a list of texts, a list of token ids (0 or more), or a list of such lists; "
+        f"up to {MAX_PROMPTS} prompts"
+    ),
 ]
 # fields that would change the answer, and the values of them that change nothing
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -68,7 +77,7 @@ class Generation(Body):
     """The fields that `/v1/completions` and `/v1/chat/completions` share. None is the default of `Sampling`."""
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -77,7 +86,7 @@ class Generation(Body):
     stop: Annotated[
         str | Annotated[list[str], Field(max_length=16)] | None, Field(description="a text, or a list of up to 16")
     ] = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     seed: INT64 | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
     presence_penalty: float | None = None
@@ -164,7 +173,7 @@ class TextPart(Body):
 
 class Message(Body):
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
     def plain(self) -> dict[str, Any]:
         """As a template reads it: parts joined to one text, unknown fields kept."""
@@ -174,8 +183,8 @@ class Message(Body):
 
 
 class ChatBody(Generation):
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -203,7 +212,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
 
     def ids(self, ready: Ready) -> list[int]:
         if (self.prompt is None) == (self.messages is None):
@@ -215,7 +224,7 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class EmbeddingBody(Body):
@@ -267,6 +276,8 @@ def render(ready: Ready, messages: list[dict[str, Any]], variables: dict[str, An
         raise ApiError(400, f"chat_template_kwargs may not set {min(taken)}", param="chat_template_kwargs")
     try:
         ids: list[int] = ready.chat.prompt(messages, **variables)
+    except RecursionError as error:
+        raise ApiError(400, "the messages are nested too deeply to be read", param="messages") from error
     except BaguError as error:  # the template refuses the chat
         raise ApiError(400, str(error), param="messages", hint=error.hint) from error
     return ids
@@ -283,7 +294,7 @@ def _encoded(prompt: str | list[int], ready: Ready) -> list[int]:
 
 def _tokens(text: str, ready: Ready) -> list[int]:
     try:
-        return ready.tokenizer.encode(text)
+        return ready.tokenizer.encode_prompt(text)
     except BaguError as error:
         raise ApiError(400, str(error), param="prompt", hint=error.hint) from error
 
@@ -302,9 +313,13 @@ def _room(prompts: list[list[int]], max_tokens: int | None, longest: int, param:
 def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
     if given is None:
         return None
-    if bad := [key for key in given if not (key.isascii() and key.isdigit() and int(key) < vocab_size)]:
+    if bad := [key for key in given if not (_is_digits(key) and int(key) < vocab_size)]:
         raise ApiError(400, f"logit_bias: {_short(bad[0])} is no token id", param="logit_bias")
     return {int(key): value for key, value in given.items()}
+
+
+def _is_digits(key: str) -> bool:
+    return key.isascii() and key.isdigit() and len(key) < 20  # Python reads no more than 4,300
 
 
 def _no_constant(name: str) -> None:

@@ -71,7 +71,7 @@ class Sampling:
             ("top_p", self.top_p, _within(self.top_p, math.ulp(0.0), 1), "above 0 and at most 1"),
             ("min_p", self.min_p, _within(self.min_p, 0, 1), "between 0 and 1"),
             ("repetition_penalty", self.repetition_penalty,
-             _within(self.repetition_penalty, math.ulp(0.0), math.inf), "above 0; 1 changes nothing"),
+             _within(self.repetition_penalty, 0.01, 100), "between 0.01 and 100; 1 changes nothing"),
             ("presence_penalty", self.presence_penalty, _within(self.presence_penalty, -2, 2), "between -2 and 2"),
             ("frequency_penalty", self.frequency_penalty, _within(self.frequency_penalty, -2, 2), "between -2 and 2"),
             ("logit_bias", self.logit_bias, bias, "a mapping from token ids to numbers between -100 and 100"),

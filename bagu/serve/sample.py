@@ -24,6 +24,8 @@ from bagu.serve.request import Sampling, TokenLogprob
 
 __all__ = ["Row", "best", "greedy", "probabilities", "sample", "top_logprobs"]
 
+COLDEST = 1e-6  # of a draw: below it the quotients leave fp32
+
 
 class Row(NamedTuple):
     """What sampling needs to know of a sequence."""
@@ -85,7 +87,7 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 
 def probabilities(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """[R, V] fp32: what each row draws from, not normalised where something was filtered out."""
-    heat = torch.tensor([r.sampling.temperature for r in rows], dtype=torch.float32, device=logits.device)
+    heat = torch.tensor([max(r.sampling.temperature, COLDEST) for r in rows], dtype=torch.float32, device=logits.device)
     p = ops.softmax(logits.float() / heat.unsqueeze(1))
     narrow = [i for i, r in enumerate(rows) if r.filtered]
     if not narrow:
@@ -148,7 +150,9 @@ def _forbid(x: torch.Tensor, row: Row) -> None:
     s = row.sampling
     if row.drawn < s.min_tokens:
         ends = {*s.stop_token_ids, *(() if s.ignore_eos else row.eos_ids)}
-        x[[t for t in ends if t < len(x)]] = -torch.inf
+        found = [t for t in ends if t < len(x)]
+        if len(found) < len(x):  # else no token would be left to draw
+            x[found] = -torch.inf
 
 
 def _filter(p: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
@@ -165,6 +169,7 @@ def _filter(p: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     beyond = torch.arange(V, device=p.device) >= k
     height = ranked.masked_fill(beyond, 0.0).cumsum(-1)
     out = beyond | ((share < 1.0) & (height - ranked >= share * height[:, -1:]))
+    out[:, 0] = False  # the likeliest stays, also where top_p is 0 in fp32
     least = ranked.gather(1, V - 1 - out.sum(-1, keepdim=True))  # the last that stays: what is out is out to the end
     return p.masked_fill(p < least, 0.0)  # tokens as likely as the last one stay with it
 

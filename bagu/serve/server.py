@@ -75,7 +75,7 @@ def main(
     print(f"bagu serve: {names[0]} at http://{_written(host)}:{bound} (the page is /, the API /v1)", flush=True)
     _run(server, listener)
     if engine.state == "failed":
-        raise BaguError(f"the engine did not start: {engine.why}", hint="its traceback is above")
+        raise BaguError(f"the engine did not start: {engine.why}", hint="what its process printed is above")
 
 
 def _run(server: Any, listener: socket.socket) -> None:
@@ -109,10 +109,11 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # OverflowError: no such port
         listener.close()
         hint = "choose another with --port, or end what listens there; --port 0 takes a free one"
-        raise BaguError(f"cannot listen on {host}:{port}: {error.strerror}", hint=hint) from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise BaguError(f"cannot listen on {host}:{port}: {why}", hint=hint) from error
     listener.listen(1024)
     return listener
 

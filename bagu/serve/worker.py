@@ -151,10 +151,12 @@ def run(ours: socket.socket, load: Load, config: EngineConfig) -> None:
         else:
             serve_embeddings(pipe, inbox, model, tokenizer, chat, config)
     except Exception as error:
-        traceback.print_exc()
-        first = traceback.extract_tb(error.__traceback__)[-1]
-        hint = f" ({error.hint})" if isinstance(error, BaguError) and error.hint else ""
-        send(pipe, Failed(f"{type(error).__name__}: {error}{hint}, in {first.name}"))
+        if isinstance(error, BaguError):  # it says itself what is wrong
+            why = f"{error}" + (f" ({error.hint})" if error.hint else "")
+        else:
+            traceback.print_exc()
+            why = f"{type(error).__name__}: {error}, in {traceback.extract_tb(error.__traceback__)[-1].name}"
+        send(pipe, Failed(why))
         sys.exit(1)
 
 

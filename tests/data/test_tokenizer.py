@@ -10,14 +10,15 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, pre_tokenizers, processors
 
-from bagu.data import SPECIAL_TOKENS, BpeTokenizer, StdlibSource
+from bagu.data import SPECIAL_TOKENS, BpeTokenizer, ChatEncoder, StdlibSource
 from bagu.data.tokenizer_cli import stats, stats_main, train_main
 from bagu.errors import BaguError
 
 TEXTS = [Path(p).read_text(encoding="utf-8") for _, p in StdlibSource(Path(json.__file__).parent).files()]
 TOKENIZER = BpeTokenizer.train(TEXTS, vocab_size=600, chat_template="{{ messages[0].content }}")
+ADDED = {"__type": "AddedToken", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 with_markup = st.lists(st.sampled_from([*SPECIAL_TOKENS, "<|", "|>", " ", "\n", "é", "a"]), max_size=8).map("".join)
 
@@ -91,6 +92,30 @@ def test_transformers_reads_it_alike(tmp_path: Path) -> None:
     assert peer(markup, add_special_tokens=False)["input_ids"] == TOKENIZER.encode_markup(markup)
     chat = [{"role": "user", "content": "hello"}]
     assert peer.apply_chat_template(chat, tokenize=False) == "hello"
+
+
+def test_what_a_model_was_trained_to_see_around_a_text_is_there(tmp_path: Path) -> None:
+    """Llama's begin of text and BERT's [CLS] and [SEP]: in prompts, in chats, and in what is saved again."""
+    transformers = pytest.importorskip("transformers")
+    names = ("<|eot|>", "<|begin|>", "<|user|>", "<|assistant|>")
+    template = "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    trained = BpeTokenizer.train(TEXTS, vocab_size=400, special_tokens=names, chat_template=template)
+    parsed = tokenizers.Tokenizer.from_str(trained.spec)
+    begin, end = ((name, trained.token_id(name)) for name in ("<|begin|>", "<|eot|>"))
+    parsed.post_processor = processors.TemplateProcessing(single="<|begin|> $A <|eot|>", special_tokens=[begin, end])
+    config = {"eos_token": "<|eot|>", "bos_token": ADDED | {"content": "<|begin|>"}, "add_bos_token": True}
+    loaded = BpeTokenizer.load(save_foreign(tmp_path / "a", parsed, config | {"chat_template": template}))
+    loaded.save(tmp_path / "b")
+    chat = [{"role": "user", "content": "def f"}]
+    for text in ("def f", "def f" * 10_000):
+        assert loaded.encode_prompt(text) == [begin[1], *loaded.encode(text), end[1]]
+    for folder in ("a", "b"):
+        peer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / folder)
+        assert peer.bos_token == "<|begin|>"
+        assert peer("def f")["input_ids"] == loaded.encode_prompt("def f")
+        said = peer.apply_chat_template(chat, tokenize=True, return_dict=False)
+        assert ChatEncoder(BpeTokenizer.load(tmp_path / folder)).prompt(chat) == said
+    assert TOKENIZER.encode_prompt("def f") == TOKENIZER.encode("def f")
 
 
 def save_foreign(folder: Path, tokenizer: tokenizers.Tokenizer, config: dict | None) -> Path:

@@ -16,6 +16,8 @@ from tiny_server import MAX_LEN, MODEL, Running, eventually
 
 from bagu.errors import ArgumentError
 from bagu.serve import server
+from bagu.serve.edge import ApiError
+from bagu.serve.openai import CompletionBody, parse
 
 ASK = [{"role": "user", "content": "hello world, 你好"}]
 ALL: dict[str, Any] = {"extra_body": {"ignore_eos": True}}  # a random model may say the end at any time
@@ -162,6 +164,7 @@ def test_tokenize_and_detokenize(tiny: Running) -> None:
 
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+DEEP = b'{"messages": [{"role": "user", "content": "a", "x": ' + b"[" * 600 + b"]" * 600 + b"}]}"
 REFUSED: list[tuple[str, Any, int, str]] = [
     (TEXT, b'{"prompt": "hi"', 400, "not JSON"),
     (TEXT, b'{"prompt": "\xff"}', 400, "UTF-8"),
@@ -191,11 +194,16 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     (TEXT, {"prompt": "a", "logprobs": 10**6}, 400, "logprobs"),
     (TEXT, {"prompt": "a", "stop": [""]}, 400, "stop"),
     (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias"),
+    (TEXT, {"prompt": "a", "logit_bias": {"1" * 5000: 1}}, 400, "logit_bias"),
+    (TEXT, b'{"prompt": "a", "max_tokens": ' + b"9" * 4300 + b"}", 400, "max_tokens"),
+    (TEXT, {"prompt": ["a"] * 3000}, 400, "2048"),
+    (TEXT, {"prompt": "a", "repetition_penalty": 1e-300}, 400, "repetition_penalty"),
     (TEXT, {"prompt": "a", "seed": 2**70}, 400, "seed"),
     (TEXT, {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream"),
     (TEXT, {"prompt": "a", "stream": True, "prompt_logprobs": 1}, 400, "prompt_logprobs"),
     (TEXT, {"prompt": "a", "model": "gpt-9"}, 404, "gpt-9"),
     (CHAT, {"messages": []}, 400, "messages"),
+    (CHAT, DEEP, 400, "nested"),
     (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, 400, "wizard"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
     (CHAT, {"messages": ASK, "top_logprobs": 2}, 400, "logprobs"),
@@ -215,6 +223,21 @@ def test_refusals_are_openai_shaped(tiny: Running, path: str, body: Any, status:
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"} and says in error["message"]
+
+
+def test_a_million_wrong_values_are_one_error() -> None:
+    """Each of them as an error of its own took forty seconds, and the loop stands still for that."""
+    with pytest.raises(ApiError, match="token ids") as found:
+        parse(CompletionBody, b'{"prompt": [' + b",".join([b"-1"] * 1_000_000) + b"]}")
+    assert len(str(found.value)) < 1000
+
+
+def test_no_number_ends_the_engine(client: openai.OpenAI, tiny: Running) -> None:
+    """Each of these is in range, and once ended the engine under every other request."""
+    for ask in ({"top_p": 1e-50}, {"temperature": 1e-46, "logprobs": 2}, {"temperature": 1e-46, "presence_penalty": 1},
+                {"min_tokens": 3, "stop_token_ids": list(range(4096)), "logprobs": 1}):  # fmt: skip
+        answer = post(tiny, TEXT, {"prompt": "a", "max_tokens": 4, "ignore_eos": True, **ask})
+        assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -321,6 +344,7 @@ def test_metrics_count_what_happened(client: openai.OpenAI, tiny: Running) -> No
     client.completions.create(model=MODEL, prompt="hello", max_tokens=5, **ALL)
     assert [value(n) - b for n, b in zip(names, before, strict=True)] == [5, 1, 1, 4, 1]
     assert value("vllm:num_requests_running") == 0
+    assert 'handler="/v1/completions"' in get(tiny, "/metrics").text
     for line in get(tiny, "/metrics").text.splitlines():
         assert re.fullmatch(r'# (HELP|TYPE) .+|[a-z0-9_:]+(\{([a-z_]+="[^"]*",?)+\})? [-+0-9.e]+', line), line
 

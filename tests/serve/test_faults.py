@@ -108,7 +108,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, tiny_server.__file__, "--broken"], capture_output=True, text=True, timeout=180, check=False
     )
-    assert run.returncode == 1 and "the engine did not start: BaguError: the weights are torn" in run.stderr
+    assert run.returncode == 1 and "the engine did not start: the weights are torn" in run.stderr
 
 
 JSON = st.recursive(

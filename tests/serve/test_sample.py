@@ -109,6 +109,27 @@ def test_temperature_sharpens() -> None:
     torch.testing.assert_close(probabilities(x, [row(Sampling(temperature=0.25))]), (x * 4).softmax(-1))
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(max_tokens=1, temperature=1.0, top_p=1e-50),  # 0 in fp32
+        Sampling(max_tokens=1, temperature=1e-46),  # a subnormal in fp32, or 0
+        Sampling(max_tokens=1, temperature=5e-324, top_k=3, top_p=0.5, min_p=0.5),
+        Sampling(max_tokens=1, temperature=1e-46, repetition_penalty=0.01, presence_penalty=2.0),
+    ],
+)
+def test_the_smallest_numbers_draw_the_likeliest(sampling: Sampling) -> None:
+    x = logits(1)
+    x[0, 1] = -30.0  # the prompt's token, which the penalty meets
+    assert sample(x, [row(sampling)]).tolist() == [int(x.argmax())]
+
+
+def test_where_every_token_would_end_the_output_none_is_forbidden() -> None:
+    every = Sampling(max_tokens=8, min_tokens=3, stop_token_ids=tuple(range(V)), temperature=1.0)
+    p = probabilities(_adjust(logits(1), [row(every)]), [row(every)])
+    assert torch.isfinite(p).all() and p.sum() > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_best_is_the_first_of_the_likeliest(dtype: torch.dtype) -> None:
     x = torch.zeros(3, V, dtype=dtype)

@@ -25,6 +25,9 @@ class Bytes:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(map(self.bytes_of, ids)).decode(errors="replace")
 

@@ -154,6 +154,9 @@ class Bytes:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def decode(self, ids: Any) -> str:
         return bytes(ids).decode(errors="replace")
 
