@@ -424,11 +424,18 @@ def lab_report(out: LabOut = Path("labs")) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The program `bagu`. A BaguError is told without a traceback, with exit status 2; BAGU_TRACEBACK=1 shows it."""
+    """The program `bagu`. A BaguError, and a file that cannot be read or written, is told without a traceback, with
+    exit status 2; BAGU_TRACEBACK=1 shows it."""
     try:
         app(args=argv, prog_name="bagu")
-    except BaguError as error:
+    except (BaguError, OSError) as error:
         if os.environ.get("BAGU_TRACEBACK", "0") not in ("", "0"):
             raise
-        print(f"bagu: {error}" + (f"\n  -> {error.hint}" if error.hint else ""), file=sys.stderr)
+        if isinstance(error, BaguError):
+            said, hint = str(error), error.hint
+        elif error.filename is not None:
+            said, hint = f"{error.filename}: {error.strerror}", "give a place that can be read or written"
+        else:
+            raise
+        print(f"bagu: {said}" + (f"\n  -> {hint}" if hint else ""), file=sys.stderr)
         raise SystemExit(2) from None

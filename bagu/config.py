@@ -73,7 +73,7 @@ def from_dict(cls: type[C], data: Any, where: str = "") -> C:
 
 
 def override(config: C, settings: Iterable[str]) -> C:
-    """`config` with settings like "train.lr=3e-4" or "data.sources.0.path=a.txt", each read as its field's type.
+    """`config` with settings like "train.optimizer.lr=3e-4" or "windows.0=128", each read as its field's type.
 
     "null" is None where the field allows it; a list is "[1, 2]" or "1,2"; a whole object is JSON. All settings are
     applied before anything is checked, so two that only fit together can be given in any order. Setting the `kind` of a
@@ -83,7 +83,9 @@ def override(config: C, settings: Iterable[str]) -> C:
     for setting in settings:
         key, sign, text = setting.partition("=")
         if not sign or not key.strip():
-            raise ConfigError(f"{setting!r} is not a setting", hint="write key=value, for example train.lr=3e-4")
+            raise ConfigError(
+                f"{setting!r} is not a setting", hint="write key=value, for example train.optimizer.lr=3e-4"
+            )
         pairs.append((key.strip().split("."), text.strip()))
     data = to_dict(config)
     for keys, text in sorted(pairs, key=lambda pair: pair[0][-1] != "kind"):  # a kind decides which keys there are
@@ -92,7 +94,7 @@ def override(config: C, settings: Iterable[str]) -> C:
 
 
 def diff(a: Any, b: Any) -> list[str]:
-    """What differs, a line a key: "train.lr: 0.001 → 0.0003". Either side may be a tree or its dict."""
+    """What differs, a line a key: "train.optimizer.lr: 0.001 → 0.0003". Either side may be a tree or its dict."""
     old, new = dict(_leaves(to_dict(a))), dict(_leaves(to_dict(b)))
 
     def show(leaves: dict[str, Any], key: str) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from bagu.errors import UnknownName
+from bagu.errors import ArgumentError, UnknownName
 
 __all__ = [
     "Gpu",
@@ -35,6 +35,7 @@ __all__ = [
     "driver_version",
     "gpu",
     "gpu_in_system",
+    "named_device",
     "named_dtype",
     "this_machine",
     "torch_nccl",
@@ -85,6 +86,24 @@ def this_machine() -> Machine:
 def default_device() -> torch.device:
     """The first CUDA device when torch can use one, else the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def named_device(name: str | None) -> torch.device:
+    """The device of a flag or a config, by default `default_device`."""
+    if name is None:
+        return default_device()
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ArgumentError(f"there is no device {name!r}", hint="cpu, cuda, or cuda:1") from error
+    if device.type == "cuda":
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (index := device.index or 0) >= found:
+            raise ArgumentError(f"device {name!r} was asked for, and torch finds {found} GPUs", hint="see bagu doctor")
+        return torch.device("cuda", index)
+    if device.type != "cpu":
+        raise ArgumentError(f"device {name!r} was asked for, and bagu runs on cpu or cuda", hint="cpu")
+    return device
 
 
 def named_dtype(name: str) -> torch.dtype:

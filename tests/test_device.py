@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from bagu import __version__, device, record
-from bagu.device import Gpu
-from bagu.errors import BaguError
+from bagu.device import Gpu, default_device, named_device
+from bagu.errors import ArgumentError, BaguError
 
 
 def gpu(index: int, name: str = "NVIDIA H200") -> Gpu:
@@ -170,3 +170,10 @@ def test_commit_follows_the_packages_files(tmp_path: Path) -> None:
     (package / "new.py").write_text("")
     assert record._commit(package) == f"{head}-dirty"
     assert record._commit(installed) is None  # an environment inside somebody's checkout
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    assert named_device(None) == default_device() and named_device("cpu") == torch.device("cpu")
+    for name, says in (("tpu", "no device 'tpu'"), ("cuda:99", "torch finds"), ("meta", "cpu or cuda")):
+        with pytest.raises(ArgumentError, match=says):
+            named_device(name)

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bagu.device import default_device, this_machine
-from bagu.errors import ArgumentError, UnknownName
+from bagu.device import named_device
+from bagu.errors import UnknownName
 from bagu.ops import bench_table, catalogue, plot
 from bagu.ops.contenders import chosen_backends, contenders, label
 from bagu.ops.core import OpSpec
@@ -57,7 +57,7 @@ def main(
     of the record; without it a quick run records nothing and a full one goes to RESULTS.
     """
     specs = [catalogue.spec(n) for n in names] or list(catalogue.SPECS.values())
-    on = _device(device)
+    on = named_device(device)
     kind = dtype_named(dtype) if dtype is not None else torch.bfloat16 if on.type == "cuda" else torch.float32
     setting = Setting(device=on, dtype=kind, quick=quick, compiled=not quick if compiled is None else compiled)
     jobs, notes = _jobs(specs, cases, chosen_backends(specs, backends, on), setting)
@@ -118,23 +118,6 @@ def _keep(rows: Sequence[Mapping[str, Any]], folder: Path, console: Console, *, 
     reason = plot.draw(rows, folder / "plots" / machine) if draw else None
     drawn = "" if not draw else f"; no plot: {reason}" if reason else f"; plots/{machine}/{rows[0]['op']}.svg and .png"
     console.print(f"[dim]{len(rows)} rows → {escape(str(folder))}/{machine}.jsonl{escape(drawn)}[/]")
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return default_device()
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ArgumentError(f"there is no device {name!r}", hint="cpu, cuda, or cuda:1") from error
-    if device.type == "cuda":
-        found = len(this_machine().gpus)
-        if (index := device.index or 0) >= found:
-            raise ArgumentError(f"device {name!r} was asked for, and torch finds {found} GPUs", hint="see bagu doctor")
-        return torch.device("cuda", index)
-    if device.type != "cpu":
-        raise ArgumentError(f"device {name!r} was asked for, and ops are timed on cpu or cuda", hint="--device cpu")
-    return device
 
 
 def _jobs(

@@ -23,14 +23,13 @@ class Loader:
     device: str | None = None
 
     def __call__(self) -> tuple[Any, Any, Any]:
-        import torch
 
         from bagu.data.chat import ChatEncoder
         from bagu.data.tokenizer import BpeTokenizer
-        from bagu.device import default_device, named_dtype
+        from bagu.device import named_device, named_dtype
         from bagu.recipes.models import find_model, load_model
 
-        device = torch.device(self.device) if self.device else default_device()
+        device = named_device(self.device)
         # On a CPU decoding is bound by overhead and memory, and fp32 is no slower than bf16 at small batches
         auto = "bf16" if device.type == "cuda" else "fp32"
         dtype = named_dtype(auto if self.dtype == "auto" else self.dtype)

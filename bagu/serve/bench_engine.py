@@ -101,6 +101,8 @@ def main(
     """
     where = named_device(device)
     gpu = where.type == "cuda"
+    if (requests is not None and requests < 1) or rounds < 1:
+        raise ArgumentError(f"{requests} requests, {rounds} rounds", hint="each is 1 or more")
     case = Case(
         requests=requests or (256 if gpu else 32),
         inputs=Lengths.parse(inputs or ("100-1024" if gpu else "16-128")),

@@ -83,7 +83,9 @@ class HttpChat:
         with self._call("POST", "/v1/chat/completions", asked) as response:
             for line in response:
                 data = line.removeprefix(b"data:").strip()
-                if not line.startswith(b"data:") or data == b"[DONE]":
+                if data == b"[DONE]":
+                    return
+                if not line.startswith(b"data:"):
                     continue
                 chunk = json.loads(data)
                 if "error" in chunk:
@@ -91,6 +93,7 @@ class HttpChat:
                 for choice in chunk["choices"]:
                     text = choice["delta"].get("content") or ""
                     yield Piece(text=text, tokens=int(bool(text)), finish=choice["finish_reason"])
+            raise BaguError("the server closed the connection within the answer", hint="/retry asks again")
 
     def _first_model(self) -> str:
         with self._call("GET", "/v1/models") as response:
@@ -100,7 +103,10 @@ class HttpChat:
     def _call(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
         where = urlsplit(self.url)
         kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
-        connection = kind(where.netloc, timeout=TIMEOUT_S)
+        try:
+            connection = kind(where.netloc, timeout=TIMEOUT_S)
+        except http.client.InvalidURL as error:
+            raise ArgumentError(f"{self.url!r} is no address: {error}", hint="e.g. http://127.0.0.1:8000") from error
         try:
             connection.request(method, where.path + path, None if body is None else json.dumps(body), self._headers)
             response = connection.getresponse()

@@ -52,6 +52,12 @@ def main(
     JSON lists of them. `stall_timeout` is the age in seconds of the engine's last step from which `/health` says 503:
     more than the longest step takes. Port 0 takes a free one; the address is printed once the server listens.
     """
+    if max_queue < 0:
+        raise ArgumentError(f"{max_queue} choices that may wait", hint="0 or more, as --max-num-queued-reqs")
+    if not (math.isfinite(shutdown_timeout) and shutdown_timeout >= 0):
+        raise ArgumentError(
+            f"a shutdown timeout of {shutdown_timeout} s", hint="0 or more seconds, and a finite number"
+        )
     uvicorn, make_app, Served = _server_parts()
     config = config or EngineConfig()
     names = tuple(served_model_name) or (model,)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,31 @@ def test_the_server_may_be_gone_or_ask_for_a_key(server: Stub) -> None:
     with pytest.raises(BaguError, match="answered 401"):
         HttpChat(server.url)
     assert HttpChat(server.url, api_key="secret").name == "tiny"
+
+
+def test_a_stream_that_is_cut_is_no_answer() -> None:
+    """A server that goes away after the first piece."""
+
+    def serve(listener: socket.socket) -> None:
+        answers = (
+            b'{"data": [{"id": "m"}]}',
+            b'data: {"choices": [{"delta": {"content": "Hel"}, "finish_reason": null}]}\n\n',
+        )
+        for answer in answers:
+            peer, _ = listener.accept()
+            with peer:
+                peer.recv(65536)
+                peer.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=serve, args=(listener,))
+        server.start()
+        chat = HttpChat(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(BaguError, match="within the answer"):
+            list(chat.answer([{"role": "user", "content": "a"}], {}))
+        server.join()
+    with pytest.raises(ArgumentError, match="no address"):
+        HttpChat("http://127.0.0.1:abc")
 
 
 def test_ctrl_c_stops_an_answer_keeps_what_came_and_leaves_the_server(server: Stub) -> None:
