@@ -145,15 +145,33 @@ class ParquetSource:
             ) from error
 
 
-def open_source(path: Path) -> TextSource | JsonlSource | ParquetSource:
-    """The source for a path by what is there: Parquet, JSON lines, or text."""
-    if path.is_dir():
-        if any(path.rglob("*.parquet")):
-            return ParquetSource(path)
-        return JsonlSource(path) if any(path.rglob("*.jsonl*")) else TextSource(path)
-    if path.suffix == ".parquet":
-        return ParquetSource(path)
-    return JsonlSource(path) if ".jsonl" in path.suffixes else TextSource(path)
+Kind = type[ParquetSource] | type[JsonlSource] | type[TextSource]
+
+
+def open_source(path: Path, glob: str | None = None) -> ParquetSource | JsonlSource | TextSource:
+    """The source for a path by the names of its files: Parquet, JSON lines, or text.
+
+    Of a folder the files that match `glob` are meant; without it, those of the three kinds. Files of two kinds are
+    refused: a source reads one, and the others would be left out in silence.
+    """
+    if not path.is_dir():
+        return (kind_of(path) or TextSource)(path)
+    other = None if glob is None else TextSource  # a file by another name is text where glob asks for it
+    found = {kind_of(file) or other for file in path.glob(glob or "**/*") if file.is_file()}
+    kinds = sorted((kind for kind in found if kind is not None), key=lambda kind: kind.glob)
+    if len(kinds) > 1:
+        raise BaguError(
+            f"{path} holds files of {len(kinds)} kinds: {', '.join(kind.glob for kind in kinds)}",
+            hint=f"give the files or sub-folders one by one, or choose: --set sources.NAME.glob='{kinds[-1].glob}'",
+        )
+    kind = kinds[0] if kinds else TextSource
+    return kind(path) if glob is None else kind(path, glob=glob)
+
+
+def kind_of(file: Path) -> Kind | None:
+    """The kind of source whose files are named like this one."""
+    kinds: tuple[Kind, ...] = (ParquetSource, JsonlSource, TextSource)
+    return next((kind for kind in kinds if file.match(Path(kind.glob).name)), None)
 
 
 def list_files(path: Path, glob: str) -> list[tuple[str, Path]]:
@@ -165,7 +183,9 @@ def list_files(path: Path, glob: str) -> list[tuple[str, Path]]:
         raise BaguError(f"there is no file or folder {path}", hint="check the spelling and the working folder")
     found = sorted((file.relative_to(path).as_posix(), file) for file in path.glob(glob) if file.is_file())
     if not found:
-        raise BaguError(f"no file under {path} matches {glob!r}", hint="name the files with glob=")
+        raise BaguError(
+            f"no file under {path} matches {glob!r}", hint="say which files: --set sources.NAME.glob='**/*.md'"
+        )
     return found
 
 

@@ -29,12 +29,18 @@ def train_main(
     data: list[str], *, recipe: str, config: Path | None, start: str | None, settings: list[str], out: Path,
     resume: bool, prompts: list[str], dry_run: bool,
 ) -> int:  # fmt: skip
-    """Put a run together, carry it out, write its report. With `resume` the folder's own config is where it starts."""
+    """Put a run together, carry it out, write its report.
+
+    With `resume` the folder's own config is where it starts; where there is none, the run that data, config or start
+    describe begins.
+    """
     console = Console(stderr=True)
     if resume and RunFolder(out).is_run():
         if data or config is not None or start is not None:
             raise BaguError("a run that goes on keeps its data and start", hint="change the rest with --set")
         run = configs.load(Run, RunFolder(out).config_path)
+    elif resume and not data and config is None and start is None:  # a mistyped --out, not a run yet to begin
+        raise BaguError(f"{out} holds no run to resume", hint="check --out, or leave --resume out")
     elif config is not None:
         run = with_start(with_data(configs.load(Run, config), data), start)
     else:
@@ -83,6 +89,8 @@ def _report(run: Run, done: Trained) -> Path:
 
 def export_main(model: str, out: Path, *, dtype: str | None) -> None:
     """Read MODEL, write a folder that other programs read."""
+    if RunFolder(out).environment_path.is_file():
+        raise BaguError(f"{out} is a run, and an export would write over its config.json", hint="give another folder")
     as_dtype = None if dtype is None else named_dtype(dtype)
     found = find_model(model)
     loaded = load_model(found, dtype=as_dtype)

@@ -6,7 +6,7 @@ Nothing is read before it is asked for: a corpus whose tokens are in the cache i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from bagu.data.source import (
     JsonlSource,
     ParquetSource,
     Source,
-    TextSource,
     open_source,
 )
 from bagu.data.split import Split, hold_out, place, sample
@@ -44,15 +43,24 @@ def text_source(config: SourceConfig) -> Source:
         if config.field is not None or config.glob is not None:
             raise BaguError("field or glob is set, and the standard library has neither", hint="leave them out")
         return StdlibSource()
-    source = open_source(Path(config.path))
-    given = {k: v for k, v in (("glob", config.glob),) if v is not None}
+    source = open_source(Path(config.path), config.glob)
+    if config.field is None:
+        return source
     if isinstance(source, JsonlSource):
-        return JsonlSource(source.path, **given, **({"field": config.field} if config.field else {}))
+        return replace(source, field=config.field)
     if isinstance(source, ParquetSource):
-        return ParquetSource(source.path, **given, **({"column": config.field} if config.field else {}))
+        return replace(source, column=config.field)
+    raise BaguError(f"field is set, and {config.path} is plain text", hint="leave it out")
+
+
+def chat_source(config: SourceConfig) -> ChatJsonlSource:
+    """The chats a config names; an option they have no use for is refused."""
     if config.field is not None:
-        raise BaguError(f"field is set, and {config.path} is plain text", hint="leave it out")
-    return TextSource(source.path, **given)
+        raise BaguError("field is set, and a chat is always under messages", hint="leave it out")
+    if config.max_bytes is not None:
+        raise BaguError("max_bytes is set, and it bounds the pairs of the standard library", hint="leave it out")
+    path = Path(config.path)
+    return ChatJsonlSource(path) if config.glob is None else ChatJsonlSource(path, config.glob)
 
 
 @dataclass(frozen=True)
@@ -68,10 +76,24 @@ class Corpus:
         return text_source(self.config)
 
     @cached_property
+    def chats(self) -> ChatJsonlSource | None:
+        """What SFT reads in place of text; None where text is read, and the pairs of the library are made from it."""
+        reads_text = self.run.stage == "pretrain" or self.config.path == STDLIB
+        return None if reads_text else chat_source(self.config)
+
+    @cached_property
+    def held_chats(self) -> frozenset[str]:
+        """The ids of the chats that are held out, by the rule that holds out documents."""
+        assert self.chats is not None, "only chats are held out by this"
+        ids = [Document(id=chat.id, text="") for chat in self.chats.conversations()]
+        split = hold_out(ids, fraction=self.run.validation, seed=self.run.data.seed)
+        return frozenset(d.id for d in split.validation)
+
+    @cached_property
     def facts(self) -> dict[str, Any]:
         """What decides the documents: the corpus hash, and how they were chosen."""
         how = {"dedup": self.run.dedup, "validation": self.run.validation, "seed": self.run.data.seed}
-        return {**self.source.describe(), **how}
+        return {**(self.chats or self.source).describe(), **how}
 
     @cached_property
     def _read(self) -> tuple[list[Document], DedupReport | None]:
@@ -152,16 +174,11 @@ def _store(corpus: Corpus, part: str, tokenizer: BpeTokenizer) -> TokenStore:
 
 
 def conversations(corpus: Corpus, part: str) -> Iterator[Conversation]:
-    """The chats of a source: pairs made from the modules of that part, or those of a file whose place is in it."""
-    if corpus.config.path == STDLIB:
+    """The chats of a source: pairs made from the modules of that part, or those of its files that are in it."""
+    if corpus.chats is None:
         more = {} if corpus.config.max_bytes is None else {"max_bytes": corpus.config.max_bytes}
         yield from sft_pairs(getattr(corpus.split, part), **more)
         return
-    if corpus.config.max_bytes is not None:
-        raise BaguError("max_bytes is set, and it bounds the pairs of the standard library", hint="leave it out")
-    path, glob = Path(corpus.config.path), corpus.config.glob
-    chats = ChatJsonlSource(path) if glob is None else ChatJsonlSource(path, glob)
-    for chat in chats.conversations():
-        held = place(chat.id, seed=corpus.run.data.seed) < corpus.run.validation
-        if held == (part == "validation"):
+    for chat in corpus.chats.conversations():
+        if (chat.id in corpus.held_chats) == (part == "validation"):
             yield chat

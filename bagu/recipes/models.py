@@ -64,6 +64,7 @@ def save_model(model: Transformer, tokenizer: BpeTokenizer | None, folder: Path)
         configs.save(model.config, folder / NATIVE)
     else:
         weights.save_pretrained(model, folder, extra=extra)
+        (folder / NATIVE).unlink(missing_ok=True)  # of another model that was here: it would be read first
     if tokenizer is not None:
         tokenizer.save(folder)
 

@@ -47,6 +47,8 @@ class TokenizerConfig:
     def __post_init__(self) -> None:
         if self.path is not None and self.vocab_size is not None:
             raise ConfigError("vocab_size is set, and a tokenizer that is read has its own", hint="leave one out")
+        if not 0 < self.max_mb < float("inf"):
+            raise ConfigError(f"a tokenizer learns from max_mb={self.max_mb}", hint="more than 0; 64 is usual")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,12 @@ class Run:
                 f"a run has either model or init_from, and this has {which}",
                 hint="a model that is found is not described, one that is described is new",
             )
+        if self.eval_batches < 1:
+            raise ConfigError(f"eval_batches is {self.eval_batches}", hint="at least 1")
+        if not 0 < self.validation < 1:
+            raise ConfigError(f"validation is {self.validation}", hint="a share between 0 and 1, 0.05 say")
+        if self.dedup is not None and not 0 < self.dedup <= 1:
+            raise ConfigError(f"dedup is {self.dedup}", hint="a similarity up to 1, 0.8 say, or null for no look")
         if not self.sources:
             raise ConfigError("there is no source", hint=f"sources.text.path={STDLIB} is always there")
         if self.stage == "sft" and self.init_from is None:

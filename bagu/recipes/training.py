@@ -15,7 +15,7 @@ from bagu.config import write_whole
 from bagu.data.loader import evaluation_batches
 from bagu.data.masked import Masking, mask_batch
 from bagu.data.tokenizer import BpeTokenizer
-from bagu.device import compute_dtype, default_device, named_dtype, vendor_flops
+from bagu.device import compute_dtype, named_device, named_dtype, vendor_flops
 from bagu.errors import BaguError
 from bagu.nn import count
 from bagu.nn.init import init_weights
@@ -63,7 +63,7 @@ def train(
 
     A tokenizer and corpora that are at hand save reading them again.
     """
-    device = torch.device(run.device) if run.device else default_device()
+    device = named_device(run.device)
     dtype = named_dtype(run.dtype) if run.dtype else compute_dtype(device)
     found = find_model(run.init_from) if run.init_from else None
     corpora = corpora if corpora is not None else {n: Corpus(n, c, run) for n, c in run.sources.items()}

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from bagu.device import default_device, named_dtype, this_machine
-from bagu.errors import BaguError, UnknownName
+from bagu.device import named_device, named_dtype, this_machine
+from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.nn import count
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
@@ -175,7 +175,10 @@ def main(
     as_json: bool = False,
 ) -> int:
     """Time bagu and the peers, `rounds` times in turn, print a table and append the rows to `out`."""
-    where = torch.device(device) if device else default_device()
+    for name, value in [("steps", steps), ("rounds", rounds), *(("micro_batches", m) for m in micro_batches)]:
+        if value < 1:
+            raise ArgumentError(f"{name} is {value}", hint="at least 1")
+    where = named_device(device)
     shape = shape or ("llama_1b" if where.type == "cuda" else "cpu_6m")
     if shape not in SHAPES:
         raise UnknownName.among("shape", shape, SHAPES)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
-from bagu.errors import ArgumentError
+from bagu.errors import ArgumentError, UnknownName
 from bagu.nn.model import Transformer
 from bagu.train.flat import FlatParameters
 from bagu.train.objective import LanguageModelling, Objective
@@ -18,6 +18,8 @@ from bagu.train.schedule import ScheduleConfig, factor
 from bagu.train.stability import Guard, StabilityConfig
 
 __all__ = ["TrainConfig", "TrainState"]
+
+Recompute = Literal["none", "selective", "block"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class TrainConfig:
     clip: float | None = 1.0
     z_loss: float = 0.0
     compile: bool | None = False
-    activation_checkpointing: Literal["none", "selective", "block"] = "none"
+    activation_checkpointing: Recompute = "none"
     deterministic: bool = False
     eval_every: int | None = None
     sample_every: int | None = None
@@ -56,6 +58,8 @@ class TrainConfig:
             raise ArgumentError(f"clip is {self.clip}", hint="use null for no clipping")
         if self.z_loss < 0:
             raise ArgumentError(f"z_loss is {self.z_loss}", hint="1e-4 is usual, 0 is none")
+        if self.activation_checkpointing not in get_args(Recompute):
+            raise UnknownName.among("activation_checkpointing", self.activation_checkpointing, get_args(Recompute))
         if self.keep_best and (
             self.eval_every is None or self.save_every is None or self.save_every % self.eval_every != 0
         ):

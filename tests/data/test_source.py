@@ -132,3 +132,18 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     gone.unlink()
     with pytest.raises(BaguError, match=r"b\.txt cannot be read: No such file"):
         next(documents)
+
+
+def test_a_folder_of_two_kinds_is_read_by_glob_alone(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", "plain")
+    write(tmp_path / "readme.md", "marked down")
+    assert [d.text for d in open_source(tmp_path).documents()] == ["plain"]
+    write(tmp_path / "deep" / "rows.jsonl", '{"text": "a row"}')
+    with pytest.raises(BaguError, match=r"2 kinds: \*\*/\*\.jsonl\*, \*\*/\*\.txt") as caught:
+        open_source(tmp_path)
+    assert "--set sources.NAME.glob='**/*.txt'" in caught.value.hint
+    for glob, text in (("**/*.txt", "plain"), ("**/*.md", "marked down"), ("**/*.jsonl", "a row")):
+        assert [d.text for d in open_source(tmp_path, glob).documents()] == [text]
+    with pytest.raises(BaguError, match="matches") as caught:
+        list(open_source(tmp_path, "**/*.rst").documents())
+    assert "--set sources.NAME.glob=" in caught.value.hint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 from bagu.cli import main
 from bagu.config import to_dict
 from bagu.recipes.catalogue import RECIPES, recipe
-from bagu.recipes.models import load_model
+from bagu.recipes.corpus import Corpus, conversations
+from bagu.recipes.models import NATIVE, load_model
+from bagu.recipes.run import SourceConfig
 from bagu.run import RunFolder
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -58,6 +61,71 @@ def test_a_run_on_text_files_and_more_of_it(texts: Path, tmp_path: Path) -> None
     assert load_model(last).config == load_model(tmp_path / "run").config
 
 
+def test_an_export_leaves_runs_and_no_other_models_description(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, exported = tmp_path / "run", tmp_path / "exported"
+    assert bagu("train", texts, "--out", run, *settings("train.steps=1")) == 0
+    before = (run / "config.json").read_bytes()
+    assert bagu("export", run, run) == 2
+    assert "would write over its config.json" in capsys.readouterr().err
+    assert (run / "config.json").read_bytes() == before
+    exported.mkdir()
+    (exported / NATIVE).write_text("another model's")
+    assert bagu("export", run, exported) == 0
+    assert load_model(exported).config == load_model(run).config
+
+
+def test_only_a_run_that_is_there_or_described_is_resumed(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bagu("train", "--resume", "--out", tmp_path / "typo", "--dry-run") == 2
+    assert "holds no run to resume" in capsys.readouterr().err
+    assert bagu("train", texts, "--resume", "--out", tmp_path / "new", "--dry-run") == 0
+
+
+def test_a_folder_of_two_kinds_of_files_needs_a_glob(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (texts / "more.jsonl").write_text('{"text": "more"}\n')
+    assert "2 kinds" in refused(tmp_path, capsys, texts)
+    one = settings("train.steps=1", "sources.texts.glob=**/*.txt")
+    assert bagu("train", texts, "--out", tmp_path / "run", *one) == 0
+    assert json.loads((tmp_path / "run" / "data.json").read_text())["sources"]["texts"]["files"] == 20
+
+
+def chats_of(folder: Path, **files: int) -> dict[str, list[str]]:
+    """Write files of so many chats; the ids by the part that SFT on the folder puts them in."""
+    folder.mkdir(exist_ok=True)
+    turns = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it"}]
+    for name, count in files.items():
+        (folder / f"{name}.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * count)
+    corpus = sft_corpus(folder)
+    return {part: [chat.id for chat in conversations(corpus, part)] for part in ("train", "validation")}
+
+
+def sft_corpus(folder: Path) -> Corpus:
+    run = dataclasses.replace(recipe("sft"), sources={"chats": SourceConfig(path=str(folder))})
+    return Corpus("chats", run.sources["chats"], run)
+
+
+def test_few_chats_are_split_too(tmp_path: Path) -> None:
+    for name in "abcdefgh":  # a share of 0.05 of ten is often none
+        parts = chats_of(tmp_path / name, **{name: 10})
+        assert parts["validation"] and len(parts["train"] + parts["validation"]) == 10
+
+
+def test_tokens_of_chats_are_known_by_the_chats(tmp_path: Path) -> None:
+    """By files of another kind they would be found in the cache when the chats have changed."""
+    chats_of(tmp_path / "chats", c=10)
+    (tmp_path / "chats" / "other.parquet").write_bytes(b"not read")
+    first = sft_corpus(tmp_path / "chats").facts
+    chats_of(tmp_path / "chats", c=11)
+    second = sft_corpus(tmp_path / "chats").facts
+    assert (first["name"], first["files"]) == ("chat jsonl", 1)
+    assert first["sha256"] != second["sha256"]
+
+
 def test_continued_pretraining_and_lora_start_from_a_run(texts: Path, tmp_path: Path) -> None:
     assert bagu("train", texts, "--out", tmp_path / "base", *settings()) == 0
     small = ["--set", "data.context=32", "--set", "data.rows=4", "--set", "train.steps=3", "--set", "dtype=fp32"]
@@ -89,6 +157,10 @@ def test_every_recipe_is_a_whole_run(name: str) -> None:
         (["--set", "model.num_heads=3"], r"num_heads"),
         (["--set", "train.optimizer.lr=fast"], r"train\.optimizer\.lr"),
         (["--set", "data.context=4096"], r"positions for"),
+        (["--set", "eval_batches=0"], r"eval_batches is 0"),
+        (["--set", "validation=1"], r"validation is 1"),
+        (["--set", "dedup=80"], r"dedup is 80"),
+        (["--set", "tokenizer.max_mb=0"], r"max_mb=0"),
         (["--recipe", "smal"], r"small"),
         (["--recipe", "sft"], r"--from"),
         (["--from", "nowhere/at/all"], r"no folder"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ import torch
 from tiny_run import VOCAB, Notes, batches, loader, model
 
 from bagu import ops
-from bagu.errors import ArgumentError, BackendError, BaguError
+from bagu.errors import ArgumentError, BackendError, BaguError, UnknownName
 from bagu.nn.config import MoEConfig
 from bagu.nn.model import Transformer
-from bagu.train import OptimizerConfig, StabilityConfig, TrainConfig, TrainState, fit, prepare, step
+from bagu.train import OptimizerConfig, StabilityConfig, TrainConfig, TrainState, bench, fit, prepare, step
 from bagu.train.objective import LanguageModelling, Share, Totals
 from bagu.types import IGNORE, Batch
 
@@ -174,6 +175,16 @@ def test_recomputed_activations_give_the_same_bits_from_less_memory(how: str) ->
     (want, all_bytes), (got, fewer_bytes) = run("none"), run(how)
     assert all(torch.equal(got[n], want[n]) for n in want)
     assert fewer_bytes < all_bytes
+
+
+def test_a_bench_of_nothing_or_of_no_known_kind_is_refused(tmp_path: Path) -> None:
+    for nothing in ({"steps": 0}, {"rounds": 0}, {"micro_batches": (1, 0)}):
+        with pytest.raises(ArgumentError, match=f"{next(iter(nothing))} is 0"):
+            bench.main("cpu_6m", device="cpu", out=tmp_path, **nothing)
+    with pytest.raises(UnknownName, match="activation_checkpointing 'blok'") as caught:
+        bench.main("cpu_6m", device="cpu", out=tmp_path, recompute="blok")
+    assert "'block'" in caught.value.hint
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_model_is_as_before_after_a_run() -> None:
