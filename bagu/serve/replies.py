@@ -7,6 +7,7 @@ of a choice, because clients look for the key.
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 from collections.abc import Iterable, Sequence
@@ -35,6 +36,9 @@ class Choice:
         self.scored: list[Scored] = []
         self.tokens = self.cached = 0  # drawn; of the prompt, from the prefix cache
         self.offset = 0  # characters before `scored`, for text_offset
+        self.decoder = codecs.getincrementaldecoder("utf-8")(
+            "replace"
+        )  # of the same: a character may be several tokens
         self.finish: str | None = None
         self.stop_reason: str | int | None = None
         self._stream = TextStream(ready.tokenizer, request.sampling)
@@ -226,9 +230,10 @@ class CompletionReply(Reply):
             return None
         pieces = [self.piece(token) for token, _ in choice.scored]
         offsets = []
-        for piece in pieces:
+        for token, _ in choice.scored:
             offsets.append(choice.offset)
-            choice.offset += len(piece)
+            if token not in choice.silent:
+                choice.offset += len(choice.decoder.decode(self.ready.tokenizer.bytes_of(token)))
         return {
             "tokens": pieces,
             "token_logprobs": [None if scored is None else _finite(scored.logprob) for _, scored in choice.scored],

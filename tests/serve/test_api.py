@@ -143,6 +143,18 @@ def test_echo_scores_a_prompt(client: openai.OpenAI) -> None:
     assert more.text.startswith(text) and len(more.logprobs.token_logprobs) == len(tokens) + 3
 
 
+def test_text_offsets_count_characters_that_are_spread_over_tokens(client: openai.OpenAI) -> None:
+    text = "日本語 é def"
+    scored = client.completions.create(model=MODEL, prompt=text, max_tokens=0, echo=True, logprobs=0).choices[0]
+    assert (
+        scored.logprobs is not None and scored.logprobs.tokens is not None and scored.logprobs.text_offset is not None
+    )
+    assert "\ufffd" in scored.logprobs.tokens, "a character is spread"
+    for token, at in zip(scored.logprobs.tokens, scored.logprobs.text_offset, strict=True):
+        assert "\ufffd" in token or text.startswith(token, at)
+    assert scored.logprobs.text_offset == sorted(scored.logprobs.text_offset)
+
+
 def test_stop_strings_are_cut_in_both_modes(client: openai.OpenAI) -> None:
     ask: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 40, "temperature": 0} | ALL
     whole = client.completions.create(**ask).choices[0].text
