@@ -429,13 +429,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         app(args=argv, prog_name="bagu")
     except (BaguError, OSError) as error:
-        if os.environ.get("BAGU_TRACEBACK", "0") not in ("", "0"):
+        told = _told(error)
+        if told is None or os.environ.get("BAGU_TRACEBACK", "0") not in ("", "0"):
             raise
-        if isinstance(error, BaguError):
-            said, hint = str(error), error.hint
-        elif error.filename is not None:
-            said, hint = f"{error.filename}: {error.strerror}", "give a place that can be read or written"
-        else:
-            raise
-        print(f"bagu: {said}" + (f"\n  -> {hint}" if hint else ""), file=sys.stderr)
+        print(f"bagu: {told}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _told(error: BaguError | OSError) -> str | None:
+    """What to say in place of a traceback; None of an OSError that is not about a file."""
+    if isinstance(error, BaguError):
+        return f"{error}" + (f"\n  -> {error.hint}" if error.hint else "")
+    return error.filename and f"{error.filename}: {error.strerror}\n  -> give a place that can be read or written"

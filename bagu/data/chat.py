@@ -27,7 +27,7 @@ import tokenizers
 from bagu.data.chat_template import CLOSE, DEFAULT_TEMPLATE, OPEN, ChatTemplate, Message, Span
 from bagu.data.source import Conversation
 from bagu.data.store import TokenDocument
-from bagu.data.tokenizer import BpeTokenizer
+from bagu.data.tokenizer import BpeTokenizer, encoded
 from bagu.errors import BaguError
 
 __all__ = ["DEFAULT_TEMPLATE", "ChatEncoder", "ChatTemplate", "EncodedChat"]
@@ -53,8 +53,7 @@ class ChatEncoder:
             hint = "give one: ChatTemplate(source=DEFAULT_TEMPLATE) fits tokenizers that bagu trains"
             raise BaguError("the tokenizer has no chat template", hint=hint)
         source = tokenizer.chat_template or ""
-        variables = {**tokenizer.named, "eos_token": tokenizer.eos_token}
-        self.template = template or ChatTemplate(source=source, variables=variables)
+        self.template = template or ChatTemplate(source=source, variables=tokenizer.variables)
         self.tokenizer = tokenizer
         self._markup = tokenizers.Tokenizer.from_str(tokenizer.spec)  # its own: offsets are needed here
         self._markup.no_padding()
@@ -141,7 +140,7 @@ class ChatEncoder:
         places: list[Span] = []
         at = 0
         for part in text.split(GUARD):
-            (encoding,) = self._markup.encode_batch([part], add_special_tokens=False)  # `encode` keeps the GIL
+            encoding = encoded(self._markup, part)
             ids += encoding.ids
             places += _whole_offsets(encoding.offsets, at)
             at += len(part) + len(GUARD)

@@ -72,7 +72,7 @@ class ChatTemplate:
         tokenizer = BpeTokenizer.load(folder)
         if tokenizer.chat_template is None:
             raise BaguError(f"{folder} has no chat template", hint="add chat_template.jinja; DEFAULT_TEMPLATE is one")
-        return cls(source=tokenizer.chat_template, variables=dict(tokenizer.named))
+        return cls(source=tokenizer.chat_template, variables=tokenizer.variables)
 
     @property
     def marks_generation(self) -> bool:

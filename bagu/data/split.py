@@ -8,13 +8,13 @@ document are what the validation measures.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from bagu.data.source import Document
 from bagu.errors import BaguError
 
-__all__ = ["Split", "hold_out", "place", "sample"]
+__all__ = ["Split", "held_ids", "hold_out", "place", "sample"]
 
 
 class Split(NamedTuple):
@@ -31,17 +31,22 @@ def place(document_id: str, *, seed: int, purpose: str = "split") -> float:
     return (int.from_bytes(hashed.digest()) >> 11) / 2**53  # 53 bits: a float holds them all
 
 
-def hold_out(documents: Iterable[Document], *, fraction: float, seed: int = 0) -> Split:
-    """Hold out about `fraction` of the documents, at least one; at least one is left to train on. Order is kept."""
+def held_ids(ids: Sequence[str], *, fraction: float, seed: int = 0) -> frozenset[str]:
+    """About `fraction` of the ids, at least one; at least one is left to train on."""
     if not 0 < fraction < 1:
         raise BaguError(f"the validation fraction is {fraction}", hint="a number between 0 and 1, 0.05 say")
-    documents = list(documents)
-    places = {document.id: place(document.id, seed=seed) for document in documents}
-    if len(places) < max(2, len(documents)):
+    places = {id: place(id, seed=seed) for id in ids}
+    if len(places) < max(2, len(ids)):
         hint = "a long one can be cut into several, each with an id of its own"
         raise BaguError(f"a split needs two documents, all of different ids: {len(places)} ids found", hint=hint)
     least, most = min(places, key=lambda id: places[id]), max(places, key=lambda id: places[id])
-    held = {id for id, at in places.items() if at < fraction} - {most} | {least}
+    return frozenset({id for id, at in places.items() if at < fraction} - {most} | {least})
+
+
+def hold_out(documents: Iterable[Document], *, fraction: float, seed: int = 0) -> Split:
+    """Hold out about `fraction` of the documents, as `held_ids` says. Order is kept."""
+    documents = list(documents)
+    held = held_ids([document.id for document in documents], fraction=fraction, seed=seed)
     return Split(
         train=[document for document in documents if document.id not in held],
         validation=[document for document in documents if document.id in held],

@@ -53,9 +53,8 @@ class BpeTokenizer:
     spec: str  # the content of tokenizer.json
     eos_token: str
     chat_template: str | None = None
-    named: Mapping[str, str] = field(
-        default_factory=dict, hash=False
-    )  # bos_token, cls_token, …: what templates call them
+    # bos_token, cls_token, …: what tokenizer_config.json calls its other tokens
+    named: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @classmethod
     def train(
@@ -87,9 +86,8 @@ class BpeTokenizer:
             show_progress=False,
         )
         tokenizer.train_from_iterator(texts, trainer)
-        mask = [("mask_token", token) for token in special_tokens if token in MASK_TOKENS]
-        named = dict([("eos_token", special_tokens[0]), *mask])
-        return cls(spec=tokenizer.to_str(), eos_token=special_tokens[0], chat_template=chat_template, named=named)
+        named, eos = _names({}, special_tokens), special_tokens[0]
+        return cls(spec=tokenizer.to_str(), eos_token=eos, chat_template=chat_template, named=named)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -111,13 +109,8 @@ class BpeTokenizer:
             found = ", ".join(special) or "none"
             hint = f'write {{"eos_token": "..."}} into {FILES[1]} beside it; special tokens: {found}'
             raise BaguError(f"{file} does not say which token ends a document", hint=hint)
-        named = {name: word for name, value in config.items() if name.endswith("_token") and (word := _content(value))}
-        loaded = cls(
-            spec=spec,
-            eos_token=eos,
-            chat_template=_template(file.with_name(FILES[2]), config),
-            named=named | {"eos_token": eos},
-        )
+        template = _template(file.with_name(FILES[2]), config)
+        loaded = cls(spec=spec, eos_token=eos, chat_template=template, named=_names(config, special))
         _ = loaded.eos_id  # parses the file and finds the token, so that a broken one is refused here
         return loaded
 
@@ -127,17 +120,18 @@ class BpeTokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            **self.named,
-            "eos_token": self.eos_token,
+            **self.variables,
             "clean_up_tokenization_spaces": False,  # it would rewrite " ." to "." when decoding
         }
-        mask = next((token for token in MASK_TOKENS if token in self.special_ids), None)
-        if mask is not None:
-            config["mask_token"] = mask
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
         (folder / FILES[0]).write_text(self.spec, encoding="utf-8")
         (folder / FILES[1]).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The names of control tokens that a chat template may write."""
+        return {**self.named, "eos_token": self.eos_token}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -171,12 +165,12 @@ class BpeTokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of a text; nothing is put before or after it, and no part of it becomes a control token."""
         _check_unicode(text, 0)
-        return _ids(self._plain, text)
+        return encoded(self._plain, text).ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """`encode`, with what the tokenizer puts around any text: Llama's <|begin_of_text|>, BERT's [CLS] and [SEP]."""
         _check_unicode(text, 0)
-        return _ids(self._plain, text, wrapped=True)
+        return encoded(self._plain, text, wrapped=True).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on all cores."""
@@ -187,7 +181,7 @@ class BpeTokenizer:
     def encode_markup(self, text: str) -> list[int]:
         """The ids of a text in which the names of control tokens mean these tokens. Never for text from outside."""
         _check_unicode(text, 0)
-        return _ids(self._markup, text)
+        return encoded(self._markup, text).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, control tokens by name. Bytes that are not UTF-8 (a cut character) become U+FFFD."""
@@ -253,11 +247,11 @@ def _check_unicode(text: str, number: int) -> None:
         raise BaguError(f"only Unicode text can be encoded: {found}", hint=hint) from error
 
 
-def _ids(tokenizer: tokenizers.Tokenizer, text: str, *, wrapped: bool = False) -> list[int]:
+def encoded(tokenizer: tokenizers.Tokenizer, text: str, *, wrapped: bool = False) -> tokenizers.Encoding:
     """A batch of one where the text is long: `encode` keeps the GIL, and with it every other thread, to its end."""
     if len(text) < LONG_TEXT:
-        return tokenizer.encode(text, add_special_tokens=wrapped).ids
-    return tokenizer.encode_batch_fast([text], add_special_tokens=wrapped)[0].ids
+        return tokenizer.encode(text, add_special_tokens=wrapped)
+    return tokenizer.encode_batch([text], add_special_tokens=wrapped)[0]
 
 
 def _text_bytes(token: str, *, byte_level: bool) -> bytes:
@@ -294,6 +288,13 @@ def _content(token: Any) -> str | None:
     """A token as tokenizer_config.json writes it: a string, or an object; None for what is no token (add_bos_token)."""
     word = token.get("content") if isinstance(token, Mapping) else token
     return word if isinstance(word, str) and word else None
+
+
+def _names(config: Mapping[str, Any], special: Sequence[str]) -> dict[str, str]:
+    """What a config calls its tokens, but for the one that ends documents; and a mask by its usual name."""
+    mask = next((token for token in MASK_TOKENS if token in special), None)
+    names = {"mask_token": mask} | {name: _content(value) for name, value in config.items() if name.endswith("_token")}
+    return {name: word for name, word in names.items() if word is not None and name != "eos_token"}
 
 
 def _template(file: Path, config: Mapping[str, Any]) -> str | None:

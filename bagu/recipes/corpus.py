@@ -25,7 +25,7 @@ from bagu.data.source import (
     Source,
     open_source,
 )
-from bagu.data.split import Split, hold_out, place, sample
+from bagu.data.split import Split, held_ids, hold_out, place, sample
 from bagu.data.stdlib import StdlibSource, sft_pairs
 from bagu.data.store import TokenStore
 from bagu.data.tokenizer import BpeTokenizer
@@ -85,9 +85,8 @@ class Corpus:
     def held_chats(self) -> frozenset[str]:
         """The ids of the chats that are held out, by the rule that holds out documents."""
         assert self.chats is not None, "only chats are held out by this"
-        ids = [Document(id=chat.id, text="") for chat in self.chats.conversations()]
-        split = hold_out(ids, fraction=self.run.validation, seed=self.run.data.seed)
-        return frozenset(d.id for d in split.validation)
+        ids = [chat.id for chat in self.chats.conversations()]
+        return held_ids(ids, fraction=self.run.validation, seed=self.run.data.seed)
 
     @cached_property
     def facts(self) -> dict[str, Any]:

@@ -35,10 +35,8 @@ class Choice:
         self.text: list[str] = []
         self.scored: list[Scored] = []
         self.tokens = self.cached = 0  # drawn; of the prompt, from the prefix cache
-        self.offset = 0  # characters before `scored`, for text_offset
-        self.decoder = codecs.getincrementaldecoder("utf-8")(
-            "replace"
-        )  # of the same: a character may be several tokens
+        self.offset = 0  # characters before `scored`, for text_offset; they may be several tokens each
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.finish: str | None = None
         self.stop_reason: str | int | None = None
         self._stream = TextStream(ready.tokenizer, request.sampling)

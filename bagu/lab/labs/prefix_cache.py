@@ -20,7 +20,8 @@ import numpy as np
 
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.plot import INK, log_ticks
-from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.nn import Transformer, init_weights
+from bagu.serve.bench_engine import SHAPES
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Request, Sampling
@@ -28,10 +29,7 @@ from bagu.serve.request import Request, Sampling
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MODEL = ModelConfig(
-    vocab_size=8192, hidden_size=256, num_layers=8, num_heads=4, num_kv_heads=4, head_dim=64, intermediate_size=704,
-    max_len=2048, tie_embeddings=True,
-)  # fmt: skip
+MODEL = SHAPES["cpu_8m"].model
 PROMPT, REQUESTS = 512, 2  # tokens of a prompt, and prompts of a pair
 BLOCK, BLOCKS = 16, 4096  # tokens of a block, and blocks: 1 GiB, which no processor's caches hold
 SHARED = (0, 128, 256, 384, 496)  # tokens of a prompt that all have in common; never all of it: one must be computed
