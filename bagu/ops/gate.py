@@ -28,6 +28,7 @@ from bagu.ops.core import Case, OpSpec, Streams
 __all__ = ["Kernel", "faults", "kernels"]
 
 SHARED_LIMIT = 232_448  # bytes a block may have on sm_90
+REGISTERS = 65_536  # of a multiprocessor
 LARGE = 1 << 20  # elements; a tensor below this is no traffic, and how it is read does not matter
 TYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1",
@@ -52,6 +53,7 @@ class Kernel:
     case: str
     name: str
     registers: int
+    threads: int
     spills: int  # local loads and stores in the machine code
     shared: int
     wide_loads: int
@@ -98,6 +100,8 @@ def faults(kernel: Kernel) -> list[str]:
     where = f"{kernel.op}[{kernel.case}] {kernel.name}"
     if kernel.spills:
         found.append(f"{where} spills: {kernel.spills} local loads and stores")
+    if kernel.registers * kernel.threads > REGISTERS:
+        found.append(f"{where} wants {kernel.registers} registers for each of {kernel.threads} threads, of {REGISTERS}")
     if kernel.shared > SHARED_LIMIT:
         found.append(f"{where} wants {kernel.shared} B of shared memory, and a block has {SHARED_LIMIT} B")
     if kernel.wants_wide and not kernel.wide_loads:
@@ -186,6 +190,7 @@ def _compile(spec: OpSpec, case: Case, launch: Launch, source: Any, options: dic
         case=case.name,
         name=launch.fn.fn.__name__,
         registers=int(re.search(r"REG:(\d+)", report)[1]),  # type: ignore[index]
+        threads=32 * compiled.metadata.num_warps,
         spills=len(re.findall(r"\b(?:LDL|STL)\b", report)),
         shared=compiled.metadata.shared,
         wide_loads=sum(".128" in op for op in loads) + bulk,

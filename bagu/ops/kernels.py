@@ -1,4 +1,4 @@
-"""Triton code that several ops share: 64-bit indices, and the sum over programs that ends a weight gradient."""
+"""Triton code that several ops share: 64-bit indices, rows of any length, a weight gradient's sum over programs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.launch import triton_acc
+from bagu.ops.launch import num_sms, triton_acc
 
-__all__ = ["column_sum", "column_sums", "int64", "reciprocal", "rsqrt", "split_row"]
+__all__ = ["apart", "column_sum", "column_sums", "int64", "read_apart", "reciprocal", "rsqrt", "shifted"]
 
 
 @triton.jit
@@ -41,17 +41,60 @@ def rsqrt(x):
 
 
 @triton.jit
-def split_row(row, N, VEC: tl.constexpr):
-    """Cut a contiguous row at `row` (int64 offset) of N elements into an aligned body and its two ends.
+def apart(row, N, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, VEC: tl.constexpr):
+    """Which columns of row `row` (and of every VEC-th one from it) are its block, and which TAIL others are apart.
 
-    Returns (start, body, head): the body is [start, start + body), a multiple of VEC elements on a 16-byte boundary,
-    so it is read and written 128 bits at a time whatever N is; `head` elements stand before it, and fewer than VEC
-    after it. Without this, a row of 4,095 bf16 moves 16 bits at a time (0.70 of copy bandwidth on an H200, not 0.92).
+    With VEC the rows are contiguous and begin anywhere: the block is the row's body, a multiple of VEC columns on a
+    16-byte boundary, and apart are its two ends, up to VEC columns each. So the body moves 128 bits at a time whatever
+    N is; without this a row of 4,095 bf16 moves 16 (0.70 of copy bandwidth on an H200, not 0.92). Without VEC apart is
+    what is past the block. Returns (head, body, at, real): the block is [head, head + body); apart are `at` where real.
     """
-    head = ((VEC - row % VEC) % VEC).to(tl.int32)
-    head = tl.minimum(head, N)
-    body = (N - head) // VEC * VEC
-    return tl.multiple_of(row + head, VEC), tl.multiple_of(body, VEC), head
+    e = tl.arange(0, TAIL)[None, :]
+    if VEC:
+        head = ((VEC - row * N % VEC) % VEC).to(tl.int32)
+        head = tl.minimum(head, N)
+        body = tl.multiple_of((tl.maximum(N - head, 1) - 1) // VEC * VEC, VEC)  # 4,096 of 4,104 too: the block is half
+        before = e < VEC
+        at = tl.where(before, e, head + body + e - VEC)
+        return head, body, at, tl.where(before, e < head, at < N)
+    else:
+        return 0, BLOCK_N, BLOCK_N + e, BLOCK_N + e < N
+
+
+@triton.jit
+def read_apart(x_ptr, m, M, stride, at, real):
+    """What is apart in row m, as it is stored.
+
+    Of an odd row a loop asks for it one row ahead: two bytes are too few for the copies to shared memory that bring the
+    body, and a row that waits for its ends waits for memory (backward at N = 8,193: 0.64 of copy bandwidth, not 0.83).
+    """
+    return tl.load(x_ptr + m * stride + at, real & (m < M), 0.0, eviction_policy="evict_last")
+
+
+@triton.jit
+def _shift(w_ptr, b_ptr, shifted_w_ptr, shifted_b_ptr, N, step, BLOCK: tl.constexpr):
+    n, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
+    tl.store(shifted_w_ptr + k * step + n, tl.load(w_ptr + k + n, k + n < N, 0.0))
+    if b_ptr is not None:
+        tl.store(shifted_b_ptr + k * step + n, tl.load(b_ptr + k + n, k + n < N, 0.0))
+
+
+def shifted(
+    w: torch.Tensor, b: torch.Tensor | None, vec: int, rows: int
+) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """w and b for rows whose bodies begin at `head`, and the step with which w[head + n] is at head * step + n.
+
+    That is 1, or, for many odd rows, the stride of `vec` copies of w that each begin one element later: then a body's
+    gains are aligned as the body is. Read number by number they cost as much as x itself (RMSNorm at 12,289: 0.45 of
+    copy bandwidth).
+    """
+    if not vec or rows < 2 * num_sms(w.device):
+        return w, b, 1
+    parts = triton.cdiv(len(w), 1024)
+    step = 1024 * parts
+    gains, biases = w.new_empty(vec, step), None if b is None else b.new_empty(vec, step)
+    _shift[(parts, vec)](w, b, gains, biases, len(w), step, BLOCK=1024, num_warps=4)
+    return gains, biases, step
 
 
 @triton.jit(do_not_specialize=["P"])

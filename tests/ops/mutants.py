@@ -34,10 +34,34 @@ CPU_NAN = "a NaN becomes the integer 0 on a CPU, as it should; on a GPU it would
 SELECT = "no select: rsqrt: tl.where((x > 0.0) & (x < float('inf')), r + r * (0.5 - 0.5 * (x * r) * r), r)"
 NO_INF = "a variance is NaN before it is infinite, and eps keeps it from 0"
 FINITE = "dy is finite in every case; test_softmax plants NaN in it"
+AHEAD = "a program has one row unless it is tuned otherwise: test_every_tuning has odd rows too"
 EQUIVALENT = {  # (op, mutant) -> why no test can see it
     **{(op, "short: rsqrt: x < float('inf')"): "inf - 1 is inf" for op in ("group_norm", "layer_norm", "rms_norm")},
-    ("rms_norm", "zero: _sum: tl.store(s_ptr + s_row + n, x, real)"): "RMSNorm has no addend",
+    **{
+        ("rms_norm", f"zero: {kernel}: tl.store(s_ptr + {store})"): "RMSNorm has no addend"
+        for kernel, store in (
+            ("_forward", "row + n, s, real"),
+            ("_forward", "m * N + at, ends, last"),
+            ("_forward_wide", "first + at, ends, end"),
+            ("_forward_wide", "row + i, x, real"),
+        )
+    },
+    **{
+        (op, "zero: _shift: tl.store(shifted_b_ptr + k * step + n, tl.load(b_ptr + k + n, k + n < N, 0.0))"): "no bias"
+        for op in ("rms_norm", "add_rms_norm")
+    },
+    **{
+        (op, "short: _shift: k + n < N"): "a row's last column is never in its body"
+        for op in ("rms_norm", "add_rms_norm", "layer_norm")
+    },
+    **{(op, "short: _forward: ahead < M"): AHEAD for op in ("rms_norm", "add_rms_norm")},
     ("softmax", "no select: _heard: tl.where(y != 0, dy, 0.0)"): FINITE,
+    ("softmax", "no select: _backward: tl.where(y != 0, dy, 0.0)"): FINITE,
+    ("softmax", "no select: _backward: tl.where(y_ends != 0, dy_ends, 0.0)"): FINITE,
+    (
+        "softmax",
+        "no select: _backward_wide: tl.where(y_ends != 0, tl.load(dy_ptr + first + at, end, 0.0).to(ACC), 0.0)",
+    ): FINITE,
     ("softmax", "no select: _weigh: tl.where(y != 0, dy, 0.0)"): FINITE,
     ("group_norm", SELECT): NO_INF,
     ("layer_norm", SELECT): NO_INF,
@@ -59,6 +83,11 @@ EQUIVALENT = {  # (op, mutant) -> why no test can see it
     },
     ("batch_norm", "short: _statistics: m2 < 0.0"): "a guard against rounding, not an index bound",
     ("group_norm", "short: _statistics: m2 < 0.0"): "a guard against rounding, not an index bound",
+    ("quantize_int8", "short: apart: e < VEC"): "it reads a column of the body twice, which changes no maximum",
+    **{
+        (op, "short: apart: BLOCK_N + e < N"): "only of odd rows is anything apart"
+        for op in ("quantize_int8", "softmax")
+    },
     ("quantize_int8", "no select: _inverse: tl.where(scale > 0.0, scale, float('inf'))"): CPU_NAN,
     ("quantize_int8", "no select: _rounded: tl.where(inverse > 0.0, q, 0)"): CPU_NAN,
 }
@@ -81,13 +110,18 @@ def mutants(spec: OpSpec) -> Iterator[Mutant]:
 
     Kernels of another op are that op's business, unless this one has none of its own.
     """
-    backend = backend_module(spec)
-    own = list(_of_module(backend, None))
-    for node in ast.walk(ast.parse(_source(backend))):
+    return _led_to(backend_module(spec), None)
+
+
+def _led_to(module: str, wanted: set[str] | None) -> Iterator[Mutant]:
+    own = list(_of_module(module, wanted))
+    for node in ast.walk(ast.parse(_source(module))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bagu.ops."):
-            foreign = str(node.module).endswith(".triton_backend")
-            if not (foreign and own):
-                yield from _of_module(str(node.module), {a.name for a in node.names})
+            names = {a.name for a in node.names}
+            if not str(node.module).endswith(".triton_backend"):
+                yield from _of_module(str(node.module), names)
+            elif not own:
+                yield from _led_to(str(node.module), names)
     yield from own
 
 
@@ -173,7 +207,8 @@ def _source(module: str) -> str:
 def load(spec: OpSpec, mutant: Mutant, folder: Path) -> ModuleType:
     """The op's Triton backend with the mutant in place of its module.
 
-    The mutant gets a file of its own: Triton reads a kernel's source from where it was defined.
+    The mutant gets a file of its own: Triton reads a kernel's source from where it was defined. For a process that ends
+    with the check: other modules of kernels are loaded anew.
     """
     path = folder / f"{mutant.module.rpartition('.')[2]}.py"
     path.write_text(mutant.source)
@@ -182,8 +217,9 @@ def load(spec: OpSpec, mutant: Mutant, folder: Path) -> ModuleType:
     module = importlib.util.module_from_spec(found)
     sys.modules[mutant.module] = module
     found.loader.exec_module(module)
-    if mutant.module != backend_module(spec):
-        sys.modules.pop(backend_module(spec), None)
+    for name in [n for n in sys.modules if n.startswith("bagu.ops.") and n.endswith((".triton_backend", "kernels"))]:
+        if name != mutant.module:  # whoever has the module's old functions must ask for them again
+            del sys.modules[name]
     return importlib.import_module(backend_module(spec))
 
 

@@ -25,10 +25,11 @@ def test_kernels_compile_cleanly_for_sm_90(op: str) -> None:
 
 def test_each_fault_is_named() -> None:
     good = Kernel(
-        op="x", case="y", name="k", registers=40, spills=0, shared=0,
+        op="x", case="y", name="k", registers=40, threads=128, spills=0, shared=0,
         wide_loads=2, loads=2, wide_stores=2, stores=2, wants_wide=True,
     )  # fmt: skip
     assert faults(good) == []
     assert "spills" in faults(replace(good, spills=3))[0]
+    assert "registers" in faults(replace(good, registers=200, threads=512))[0]
     assert "shared memory" in faults(replace(good, shared=240_000))[0]
     assert "128 bits" in faults(replace(good, wide_loads=0))[0]

@@ -85,13 +85,15 @@ SPEC = OpSpec(
             "inf", "an infinite residual is NaN in its place of y, zeros beside", M=3, N=33, plant=INF, into="residual"
         ),
         Case("crooked", "rows start at every alignment, and their ends are apart from their bodies", M=19, N=1031),
-        Case("long", "the backward walks rows in blocks and splits them over programs", M=6, N=9000, grid=0.125),
+        Case("tail", "a row in two blocks, 1,024 features and 144", M=7, N=1168),
+        Case("long", "the backward walks rows in blocks and splits them over programs", M=6, N=12000, grid=0.125),
         Case("wide", "s does not fit a program: it is written, then read by other threads", M=3, N=33003, grid=0.125),
         Case(
             "wide_faint", "x^2 is near eps in a row that is walked", M=1, N=33000, scale=1e-3, stream=0.5, grid=2**-13
         ),
         Case("llama_8b", "the hidden size of an 8B model at 16k tokens", bench=True, M=16384, N=4096),
         Case("llama_70b", "the hidden size of a 70B model", bench=True, M=16384, N=8192),
+        Case("qwen_32b", "a 5120-wide row is no power of two", bench=True, M=16384, N=5120),
         Case("odd", "an odd N has no aligned rows", bench=True, M=16384, N=4095),
         Case("wide_odd", "one past 65,536, where one row per program spills", bench=True, M=2048, N=65537),
         Case("very_wide", "one row does not fit a program's registers", bench=True, M=1024, N=131072),

@@ -36,6 +36,8 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     lead, N = case.get("lead", (case.get("M", 1),)), case["N"]
     x = case.get("spread", 1.0) * streams.normal("x", *lead, N)
     x[..., 0] += case.get("lead_by", 0.0)
+    if "edges" in case.params:
+        x[..., 0] = x[..., -1] = case["edges"]
     if "plant" in case.params:
         x[0, N // 2] = case["plant"]
     if "fill" in case.params:
@@ -105,16 +107,28 @@ SPEC = OpSpec(
         Case("void", "-inf in every seen column is 0 / 0 = NaN there, 0 elsewhere", M=3, N=33, fill=-INF, mask=True),
         Case("nan_masked", "hidden columns of a NaN row keep y = 0 and dx = 0", M=3, N=33, fill=NAN, mask=True),
         Case(
-            "tail", "a row in two blocks, 512 columns and 11: mask and lengths cut both, two rows see nothing",
-            M=7, N=523, mask=True, lengths=True, blind=True, scale=0.7,
+            "tail", "a row in two blocks, 512 columns and 144: mask and lengths cut both, two rows see nothing",
+            M=7, N=656, mask=True, lengths=True, blind=True, scale=0.7,
         ),
-        Case("tail_flat", "scale 0 in both blocks, with something hidden", M=3, N=700, mask=True, scale=0.0),
-        Case("tail_void", "-inf in every column of both blocks", M=2, N=523, fill=-INF),
+        Case("tail_flat", "scale 0 in both blocks, with something hidden", M=3, N=704, mask=True, scale=0.0),
+        Case("tail_plain", "two aligned blocks, nothing hidden", M=3, N=1168, scale=0.3),
+        Case("tail_nan", "hidden columns of a NaN row in two blocks", M=2, N=656, fill=NAN, mask=True),
+        Case("tail_void", "-inf in every column of both blocks", M=2, N=1168, fill=-INF),
+        Case("crooked", "rows start at every alignment, and their ends are apart from their bodies", M=19, N=1031),
+        Case("crooked_edges", "most of the weight is in the two ends", M=3, N=523, edges=9.0),
+        Case("crooked_flipped", "a negative scale of such rows", M=3, N=523, scale=-2.0),
+        Case("crooked_flat", "scale 0 of such rows, with -inf in one of them", M=9, N=523, scale=0.0, plant=-INF),
+        Case("crooked_nan", "a NaN in such a row stays in it", M=3, N=523, plant=NAN),
+        Case("crooked_hidden", "hidden columns of a NaN row that begins anywhere", M=3, N=523, fill=NAN, mask=True),
+        Case("crooked_void", "-inf in every column of body and ends", M=2, N=523, fill=-INF),
         Case("wide", "the row does not fit a program, so it is walked in blocks", M=2, N=70001),
         Case(
             "wide_masked", "the walk meets a mask, lengths, whole blocks of nothing and rows that see nothing",
             M=3, N=40000, mask=True, lengths=True, blind=True, scale=2.0,
         ),
+        Case("wide_flipped", "a negative scale along the walk of a row that begins anywhere", M=3, N=16501, scale=-2.0),
+        Case("wide_edges", "most of the weight is in the two ends of such a row", M=3, N=16501, edges=12.0),
+        Case("wide_hidden", "hidden columns of such a row, all of it NaN", M=2, N=16501, fill=NAN, mask=True),
         Case("wide_flat", "scale 0 along the walk, where lanes begin at -inf", M=2, N=33333, scale=0.0),
         Case("wide_nan", "a NaN must survive the running maximum of the walk", M=2, N=33333, plant=NAN),
         Case("wide_void", "every block of the walk has a maximum of -inf", M=2, N=33333, fill=-INF),
@@ -123,6 +137,7 @@ SPEC = OpSpec(
         Case("rows_8k", "attention scores of an 8k context", bench=True, M=16384, N=8192),
         Case("odd_rows", "an odd N has no aligned rows", bench=True, M=16384, N=4095),
         Case("past", "an odd N one past a power of two: a block would be half empty", bench=True, M=16384, N=4097),
+        Case("past_8k", "one past 8,192, where a block twice as long spills", bench=True, M=16384, N=8193),
         Case(
             "shared_mask", "one mask serves every head and is read again from cache",
             bench=True, lead=(4, 8, 512), N=4096, mask=True, mask_lead=(512,), scale=0.125,
