@@ -79,6 +79,8 @@ CASES = [
     Case("narrow", "rows are short and many, so one program owns several of them", M=1500, N=2),
     Case("point", "N = 1: the halves are neighbours", M=64, N=1),
     Case("wide", "a row is several blocks long and the last one is not full", M=2, N=9001),
+    Case("runs", "odd packed rows: a program has the end of one and the start of the next", M=8, N=1031),
+    Case("runs_full", "and the last program has all its numbers", M=256, N=1028),
     Case("blocks", "a row is two blocks to the last feature", M=2, N=4096),
     Case("faint", "a small gate stands where s is steepest, about 1/2", M=4, N=48, scale=1e-3),
     Case("loud", "exp(-gate) is past fp32's largest value, where the step is flat", M=4, N=48, scale=1e3),
@@ -89,4 +91,5 @@ CASES = [
     Case("two", "gate and up from two projections", bench=True, M=16384, N=8192, apart=True),
     Case("llama_8b", "the feed-forward size of an 8B model, no power of two", bench=True, M=16384, N=14336),
     Case("odd", "an odd N leaves no row aligned", bench=True, M=16384, N=8191),
+    Case("past", "one past a power of two", bench=True, M=16384, N=4097),
 ]

@@ -15,10 +15,12 @@ import triton
 import triton.language as tl
 
 from bagu.ops.gated import halves
+from bagu.ops.kernels import int64
 from bagu.ops.launch import as_rows, next_power_of_2, triton_acc
 
 __all__ = ["TUNABLE", "run_backward", "run_forward"]
 
+RUN = 1024  # numbers of a program where packed rows begin anywhere
 TUNABLE = {  # tests run each point
     "forward": {"block": (128, 2048), "num_warps": (4, 8)},
     "backward": {"block": (128, 2048), "num_warps": (4, 8)},
@@ -58,6 +60,28 @@ def _tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
+def _forward_run(
+    g_ptr, u_ptr, y_ptr, M, N, stride, BLOCK: tl.constexpr, KIND: tl.constexpr, ACC: tl.constexpr
+):  # fmt: skip
+    """Rows with gaps that begin anywhere, as packed ones: gate and up move one by one, but y, walked as one row, not.
+
+    BLOCK neighbours of y are of two rows at most. (The backward, with two crooked results, is faster by tiles.)
+    """
+    first = int64(tl.program_id(0)) * BLOCK
+    row = first // N
+    column = (first - row * N).to(tl.int32)
+    i, rest = tl.arange(0, BLOCK), int64(M) * N - first
+    at = row * stride + column + tl.where(i < N - column, i, i + stride - N)
+    g = tl.load(g_ptr + at, i < rest, 0.0).to(ACC)
+    u = tl.load(u_ptr + at, i < rest, 0.0).to(ACC)
+    s, _ = _step(g, KIND)
+    if rest >= BLOCK:  # of a mask Triton must know that it is even before it moves 16 bytes
+        tl.store(y_ptr + first + i, g * s * u)
+    else:
+        tl.store(y_ptr + first + i, g * s * u, i < rest)
+
+
+@triton.jit(do_not_specialize=["M"])
 def _forward(
     g_ptr, u_ptr, y_ptr, M, N, g_stride, u_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, ACC: tl.constexpr,
@@ -90,9 +114,8 @@ def _rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _crooked(rows: torch.Tensor) -> bool:
-    """Whether rows begin anywhere, so that values move 16 bits at a time. Then a thread has four of them: with more,
-    the registers of their addresses leave few threads (odd N on an H200: 0.80 of copy bandwidth forward and 0.84
-    backward; with 16 a thread 0.35 and 0.62)."""
+    """Whether rows begin anywhere, so that values move one at a time. Then a tile has four a thread: with more,
+    the registers of their addresses leave few threads (odd N on an H200, backward: 0.84 of copy bandwidth; or 0.62)."""
     return rows.shape[1] % 8 != 0
 
 
@@ -106,6 +129,11 @@ def run_forward(
         return (y,)
     g, u = _rows(gate, up)
     (M, N), crooked = g.shape, _crooked(g)
+    if crooked and block is None and M > 1 and RUN <= N < 2**31 and g.stride(0) == u.stride(0):
+        _forward_run[(triton.cdiv(M * N, RUN),)](
+            g, u, y, M, N, g.stride(0), BLOCK=RUN, KIND=kind, ACC=triton_acc(x.dtype), num_warps=num_warps or 4
+        )
+        return (y,)
     block = block or (512 if crooked else 2048)
     block_n = min(block, next_power_of_2(N))
     block_m = block // block_n
@@ -128,8 +156,8 @@ def run_backward(
         return dx, dup
     dys, g, u = _rows(dy, gate, u)
     (M, N), crooked = g.shape, _crooked(g)
-    block = block or (512 if crooked else 2048)
     dg, du = halves(dx.view(M, -1), None if dup is None else dup.view(M, -1))
+    block = block or (512 if crooked else 2048)
     block_n = min(block, next_power_of_2(N))
     block_m = block // block_n
     _backward[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](

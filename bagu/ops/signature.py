@@ -60,7 +60,7 @@ class TensorArg:
     optional: bool
 
     def __str__(self) -> str:
-        shown = [("*" + n if f == 0 else n if f == 1 else f"{f}*{n}" if n else str(f)) for f, n in self.dims]
+        shown = [("*" + n if f == 0 else n if f == 1 and n else f"{f}*{n}" if n else str(f)) for f, n in self.dims]
         return f"{self.name}[{', '.join(shown)}]{'?' if self.optional else ''}" + (self.dtype and f": {self.dtype}")
 
     def shape(self, dims: Dims) -> tuple[int, ...]:

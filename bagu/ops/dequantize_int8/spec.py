@@ -77,7 +77,10 @@ SPEC = OpSpec(
         Case("narrow", "rows are short and many, so one program owns several of them", M=1500, N=2),
         Case("point", "N = 1: every number has its own scale", M=64, N=1),
         Case("long", "a row is several tiles", M=3, N=5001),
+        Case("full", "the last program has all its numbers", M=4, N=640),
         Case("tiles", "a row is two tiles to the last number", M=1, N=8192),
+        Case("channel_round", "a program has the end of a row and the start of the next", by="channel", M=5, N=640),
+        Case("channel_odd", "many rows that begin anywhere: each finds aligned scales", by="channel", M=67, N=523),
         Case("channel_long", "rows that begin anywhere, walked as one", by="channel", M=3, N=8197),
         Case("tensor", "one scale is read by every program", by="tensor", M=5, N=33),
         Case("tensor_batched", "one scale over several leading dims", by="tensor", lead=(2, 3), N=40),
@@ -93,6 +96,7 @@ SPEC = OpSpec(
         Case("row_8k", "activations of a large feed-forward layer", **BIG),
         Case("tensor_8k", "one scale for the whole tensor", by="tensor", **BIG),
         Case("channel_8k", "a scale per column, read by every tile", by="channel", **BIG),
+        Case("row_past", "one past a power of two", **BIG | {"N": 8193}),
         Case("row_odd", "an odd N leaves no row aligned", **BIG | {"N": 8191}),
     ],
 )  # fmt: skip

@@ -14,6 +14,8 @@ import triton.language as tl
 from bagu.ops.kernels import int64
 from bagu.ops.launch import as_rows, next_power_of_2
 
+FLAT = 512  # rows of fewer numbers are tiles
+MANY = 64  # rows: for fewer the copies of a row of scales cost more than they save
 TUNABLE = {"forward": {"block": (512, 4096), "num_warps": (4, 8)}}  # tests run each point
 
 
@@ -37,10 +39,14 @@ def _dequantize(
 
 
 @triton.jit
-def _flat(q_ptr, scale_ptr, y_ptr, M, N, BLOCK: tl.constexpr, BY: tl.constexpr, ACC: tl.constexpr):
+def _flat(
+    q_ptr, scale_ptr, y_ptr, M, N, step,
+    BLOCK: tl.constexpr, BY: tl.constexpr, COPIES: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
-    real = i < int64(M) * N - first
+    rest = int64(M) * N - first
+    real = i < (tl.multiple_of(rest, 16) if EVEN else rest)
     row = first // N
     column = (first - row * N).to(tl.int32)  # of the first number; N - column of them are of its row
     if BY == "tensor":
@@ -49,11 +55,22 @@ def _flat(q_ptr, scale_ptr, y_ptr, M, N, BLOCK: tl.constexpr, BY: tl.constexpr, 
         here = tl.load(scale_ptr + row).to(ACC)
         following = tl.load(scale_ptr + row + 1, row + 1 < M, 0.0).to(ACC)
         scale = tl.where(i < N - column, here, following)
+    elif COPIES:
+        scale = tl.load(scale_ptr + int64(column % COPIES) * step + column // COPIES * COPIES + i).to(ACC)
     else:
         n = column + i
         scale = tl.load(scale_ptr + tl.where(n < N, n, n - N), real, 0.0).to(ACC)
-    q = tl.load(q_ptr + first + i, real, 0).to(ACC)
-    tl.store(y_ptr + first + i, q * scale, real)
+    if not EVEN and rest >= BLOCK:  # Triton moves 16 bytes only under a mask that it knows to be one for all of them
+        tl.store(y_ptr + first + i, tl.load(q_ptr + first + i).to(ACC) * scale)
+    else:
+        tl.store(y_ptr + first + i, tl.load(q_ptr + first + i, real, 0).to(ACC) * scale, real)
+
+
+@triton.jit
+def _rounds(scale_ptr, copies_ptr, N, step, BLOCK: tl.constexpr):
+    """Copies of a row of scales that begin one later each and go round, so that any `column` has an aligned one."""
+    k, i = int64(tl.program_id(1)), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(copies_ptr + k * step + i, tl.load(scale_ptr + (i + k) % N))
 
 
 def forward(
@@ -65,12 +82,21 @@ def forward(
         return (y,)
     rows = as_rows(q)
     M, N = rows.shape
-    block = block or (4096 if granularity != "channel" else 1024 if N % 16 == 0 else 8192)
+    block = block or (4096 if granularity != "channel" else 1024)
     acc, warps = tl.float64 if torch.float64 in (y.dtype, scale.dtype) else tl.float32, num_warps or 4
-    if rows.is_contiguous() and block <= N:
+    if rows.is_contiguous() and FLAT <= N < 2**31:
+        block = min(block, next_power_of_2(N + 1) // 2)  # at most N, so that a program has two rows at most
+        scale, step, copies = scale.contiguous(), 0, 16 // scale.element_size()
+        if granularity == "channel" and N % 16 and M >= MANY:
+            parts = triton.cdiv(N + block, 1024)
+            step = 1024 * parts
+            rounds = scale.new_empty(copies, step)
+            _rounds[(parts, copies)](scale, rounds, N, step, BLOCK=1024, num_warps=4)
+            scale = rounds
         _flat[(triton.cdiv(M * N, block),)](
-            rows, scale.contiguous(), y, M, N, BLOCK=block, BY=granularity, ACC=acc, num_warps=warps
-        )
+            rows, scale, y, M, N, step, BLOCK=block, BY=granularity, COPIES=copies if step else 0,
+            EVEN=M * N % 16 == 0, ACC=acc, num_warps=warps,
+        )  # fmt: skip
         return (y,)
     block_n = min(next_power_of_2(N), min(block, 512 if granularity == "channel" else 4096))
     block_m = block // block_n

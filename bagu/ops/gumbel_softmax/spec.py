@@ -89,13 +89,19 @@ SPEC = OpSpec(
         Case("nan_hard", "a hard sample hides no NaN behind zeros and a one", M=3, N=33, plant=NAN, hard=True, seed=11),
         Case("inf_hard", "+inf gives inf - inf = NaN in its row", M=3, N=33, plant=INF, hard=True, seed=12),
         Case("void", "a row of -inf has nothing to choose and is NaN", M=3, N=33, fill=-INF, hard=True, seed=13),
-        Case("wide", "the row does not fit a program, so it is walked in blocks", M=2, N=9001, seed=14),
-        Case("wide_hard", "the walk keeps the place of the largest too", M=2, N=9003, hard=True, seed=15),
-        Case("wide_banned", "whole lanes of the walk see only -inf", M=2, N=9002, banned=True, seed=16),
-        Case("wide_nan", "a NaN survives the walk, hard", M=2, N=9001, plant=NAN, hard=True, seed=17),
+        Case("tail", "a row in two blocks, 512 columns and 11", M=3, N=523, tau=0.7, seed=18),
+        Case("tail_hard", "the largest may be in either block", M=9, N=640, hard=True, seed=19),
+        Case("tail_nan", "a NaN in the first block spoils both", M=2, N=523, plant=NAN, hard=True, seed=20),
+        Case("wide", "the row does not fit a program, so it is walked in blocks", M=2, N=12401, seed=14),
+        Case("wide_hard", "the walk keeps the place of the largest too", M=5, N=12403, hard=True, seed=15),
+        Case("wide_banned", "whole lanes of the walk see only -inf", M=2, N=12402, banned=True, seed=16),
+        Case("wide_nan", "a NaN survives the walk, hard", M=2, N=12401, plant=NAN, hard=True, seed=17),
         Case("rows_4k", "a codebook of 4,096 entries at 16k tokens", bench=True, M=16384, N=4096, seed=0),
         Case("rows_4k_hard", "the straight-through sample", bench=True, M=16384, N=4096, hard=True, seed=0),
         Case("odd_rows", "an odd N has no aligned rows", bench=True, M=16384, N=4095, seed=0),
+        Case(
+            "past", "an odd N one past a power of two: a block would be half empty", bench=True, M=16384, N=4097, seed=0
+        ),
         Case("vocabulary", "one row does not fit a program's registers", bench=True, M=1024, N=131072, seed=0),
     ],
 )

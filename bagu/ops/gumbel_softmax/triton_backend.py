@@ -2,23 +2,20 @@
 
 Arithmetic is the limit, not memory: an element takes a quarter of a Philox call (about 20 integer operations) and two
 logs. So the four words of a call go to four neighbours, and the backward keeps two numbers a row (the largest z and
-the sum of exponentials under it) and draws the noise again, rather than keep a second tensor. A row of more than WHOLE
-columns is walked in tiles DEPTH lines deep, each lane with a running maximum, and walked again to write.
+the sum of exponentials under it) and draws the noise again, rather than keep a second tensor. A row past WHOLE and its
+tail is walked in tiles DEPTH lines deep, each lane with a running maximum, and walked again to write.
 """
 
 from __future__ import annotations
-
-import ctypes
-import math
 
 import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.launch import as_rows, next_power_of_2, num_sms, triton_acc
+from bagu.ops.launch import as_rows, blocks, fp32_pair, num_sms, triton_acc
 from bagu.ops.signature import accumulator
 
-WHOLE = 8192  # the longest row kept in registers: 16 values and their noise a thread
+WHOLE = 8192  # the longest block kept in registers: 16 values and their noise a thread; half as much may be past it
 DEPTH = 2  # lines of a wide row in one tile
 TUNABLE = {  # tests run each point
     "forward": {"block_m": (1, 4), "num_warps": (4, 8)},
@@ -46,25 +43,38 @@ def _noisy(x_ptr, m, n, group, M, N, x_stride, cool, cool_low, seed, ACC: tl.con
     return (x + _gumbel(seed, m, group, ACC)) * (tl.zeros([], ACC) + cool + cool_low)
 
 
+@triton.jit
+def _share(z, top, total, first, n, HARD: tl.constexpr):
+    """y of the columns n, from the row's largest z, its sum of exponentials and the first column of the largest."""
+    if HARD:
+        return tl.where(n == first[:, None], 1.0, 0.0) + (total - total)[:, None]  # + NaN in a row of NaN
+    else:
+        return tl.exp2((z - top[:, None]) * 1.4426950408889634) * (1.0 / total)[:, None]
+
+
 @triton.jit(do_not_specialize=["seed"])
 def _forward(
     x_ptr, y_ptr, top_ptr, total_ptr, M, N, x_stride, cool, cool_low, seed,
-    HARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr,
+    HARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     m, n, group = rows[:, None], tl.arange(0, BLOCK_N)[None, :], tl.arange(0, BLOCK_N // 4)[None, :]
     z = _noisy(x_ptr, m, n, group, M, N, x_stride, cool, cool_low, seed, ACC)
     top = tl.max(z, axis=1)
-    e = tl.exp2((z - top[:, None]) * 1.4426950408889634)
-    total = tl.sum(e, axis=1)
+    if TAIL:
+        n_tail, group = BLOCK_N + tl.arange(0, TAIL)[None, :], BLOCK_N // 4 + tl.arange(0, TAIL // 4)[None, :]
+        z_tail = _noisy(x_ptr, m, n_tail, group, M, N, x_stride, cool, cool_low, seed, ACC)
+        top = tl.maximum(top, tl.max(z_tail, axis=1))
+    total = tl.sum(tl.exp2((z - top[:, None]) * 1.4426950408889634), axis=1)
+    first = tl.min(tl.where(z == top[:, None], n, N), axis=1)
+    if TAIL:
+        total += tl.sum(tl.exp2((z_tail - top[:, None]) * 1.4426950408889634), axis=1)
+        first = tl.minimum(first, tl.min(tl.where(z_tail == top[:, None], n_tail, N), axis=1))
     tl.store(top_ptr + rows, top, rows < M)
     tl.store(total_ptr + rows, total, rows < M)
-    if HARD:
-        first = tl.min(tl.where(z == top[:, None], n, N), axis=1)
-        y = tl.where(n == first[:, None], 1.0, 0.0) + (total - total)[:, None]  # + NaN in a row of NaN
-    else:
-        y = e * (1.0 / total)[:, None]
-    tl.store(y_ptr + m * N + n, y, (m < M) & (n < N))
+    tl.store(y_ptr + m * N + n, _share(z, top, total, first, n, HARD), (m < M) & (n < N))
+    if TAIL:
+        tl.store(y_ptr + m * N + n_tail, _share(z_tail, top, total, first, n_tail, HARD), (m < M) & (n_tail < N))
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -106,21 +116,35 @@ def _forward_wide(
             tl.store(y_ptr + m * N + n, y, n < N)
 
 
+@triton.jit
+def _again(dy_ptr, x_ptr, top, total, m, n, group, M, N, dy_stride, x_stride, cool, cool_low, seed, ACC: tl.constexpr):
+    """dy and y of rows m and columns n."""
+    dy = tl.load(dy_ptr + m * dy_stride + n, (m < M) & (n < N), 0.0).to(ACC)
+    z = _noisy(x_ptr, m, n, group, M, N, x_stride, cool, cool_low, seed, ACC)
+    return dy, tl.exp2((z - top[:, None]) * 1.4426950408889634) * (1.0 / total)[:, None]
+
+
 @triton.jit(do_not_specialize=["seed"])
 def _backward(
     dy_ptr, x_ptr, top_ptr, total_ptr, dx_ptr, M, N, dy_stride, x_stride, cool, cool_low, seed,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     m, n, group = rows[:, None], tl.arange(0, BLOCK_N)[None, :], tl.arange(0, BLOCK_N // 4)[None, :]
-    real = (m < M) & (n < N)
-    dy = tl.load(dy_ptr + m * dy_stride + n, real, 0.0).to(ACC)
-    z = _noisy(x_ptr, m, n, group, M, N, x_stride, cool, cool_low, seed, ACC)
     top = tl.load(top_ptr + rows, rows < M, 0.0)
     total = tl.load(total_ptr + rows, rows < M, 1.0)
-    y = tl.exp2((z - top[:, None]) * 1.4426950408889634) * (1.0 / total)[:, None]
+    dy, y = _again(dy_ptr, x_ptr, top, total, m, n, group, M, N, dy_stride, x_stride, cool, cool_low, seed, ACC)
     mean = tl.sum(dy * y, axis=1)
-    tl.store(dx_ptr + m * N + n, y * (dy - mean[:, None]) * (tl.zeros([], ACC) + cool + cool_low), real)
+    if TAIL:
+        n_tail, group = BLOCK_N + tl.arange(0, TAIL)[None, :], BLOCK_N // 4 + tl.arange(0, TAIL // 4)[None, :]
+        dy_tail, y_tail = _again(
+            dy_ptr, x_ptr, top, total, m, n_tail, group, M, N, dy_stride, x_stride, cool, cool_low, seed, ACC
+        )
+        mean += tl.sum(dy_tail * y_tail, axis=1)
+    factor = tl.zeros([], ACC) + cool + cool_low
+    tl.store(dx_ptr + m * N + n, y * (dy - mean[:, None]) * factor, (m < M) & (n < N))
+    if TAIL:
+        tl.store(dx_ptr + m * N + n_tail, y_tail * (dy_tail - mean[:, None]) * factor, (m < M) & (n_tail < N))
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -159,9 +183,9 @@ def forward(
         return y, top.fill_(-torch.inf), total.zero_()
     rows = as_rows(logits)
     M, N = rows.shape
-    args = (rows, y, top, total, M, N, rows.stride(0), *_pair(1 / tau), seed, hard)
-    grid, shape = _tiles(M, N, num_sms(logits.device), block_m, num_warps)
-    (_forward_wide if N > WHOLE else _forward)[grid](*args, ACC=triton_acc(logits.dtype), **shape)
+    args = (rows, y, top, total, M, N, rows.stride(0), *fp32_pair(1 / tau), seed, hard)
+    grid, shape = _tiles(M, N, num_sms(logits.device), logits.itemsize, block_m, num_warps)
+    (_forward_wide if "LANES" in shape else _forward)[grid](*args, ACC=triton_acc(logits.dtype), **shape)
     return y, top, total
 
 
@@ -174,24 +198,23 @@ def backward(
         return (dx,)
     dys, rows = as_rows(dy), as_rows(logits)
     M, N = rows.shape
-    args = (dys, rows, top, total, dx, M, N, dys.stride(0), rows.stride(0), *_pair(1 / tau), seed)
-    grid, shape = _tiles(M, N, num_sms(logits.device), block_m, num_warps)
-    (_backward_wide if N > WHOLE else _backward)[grid](*args, ACC=triton_acc(logits.dtype), **shape)
+    args = (dys, rows, top, total, dx, M, N, dys.stride(0), rows.stride(0), *fp32_pair(1 / tau), seed)
+    grid, shape = _tiles(M, N, num_sms(logits.device), logits.itemsize, block_m, num_warps)
+    (_backward_wide if "LANES" in shape else _backward)[grid](*args, ACC=triton_acc(logits.dtype), **shape)
     return (dx,)
 
 
-def _tiles(M: int, N: int, sms: int, block_m: int | None, num_warps: int | None) -> tuple[tuple[int], dict[str, int]]:
+def _tiles(
+    M: int, N: int, sms: int, itemsize: int, block_m: int | None, num_warps: int | None
+) -> tuple[tuple[int], dict[str, int]]:
     """The grid, and the block sizes and warps: a tile of whole rows, or two programs a multiprocessor that walk."""
-    if N > WHOLE:
+    block_n, tail = blocks(max(N, 4), 0, 2)
+    if block_n > WHOLE:
         warps = num_warps or 8
         return (min(M, 2 * sms),), {"DEPTH": DEPTH, "LANES": 256 * warps, "num_warps": warps}
-    block_n = max(4, next_power_of_2(N))
     block_m = block_m or max(1, 2048 // block_n)
-    warps = num_warps or min(max(block_m * block_n // 512, 1), 16)
-    return (triton.cdiv(M, block_m),), {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps}
-
-
-def _pair(value: float) -> tuple[float, float]:
-    """A float as the sum of two fp32, since a kernel receives fp32 and an fp64 row deserves all of it."""
-    high = ctypes.c_float(value).value
-    return high, value - high if math.isfinite(high) else 0.0
+    warps = num_warps or min(max(block_m * block_n // (256 if 16 < tail <= block_n // 4 else 512), 1), 32)
+    shape = {"BLOCK_M": block_m, "BLOCK_N": block_n, "TAIL": tail, "num_warps": warps}
+    if itemsize < 8:  # left alone, ptxas takes up to 94 where rows are not aligned, and half as many are in work
+        shape["maxnreg"] = 80 if tail and warps <= 8 else 64
+    return (triton.cdiv(M, block_m),), shape

@@ -90,6 +90,9 @@ SPEC = OpSpec(
         Case("single", "there is no leading dim at all: the scale is one number", lead=(), N=24),
         Case("narrow", "rows are short and many, so one program owns several of them", M=67, N=2),
         Case("point", "N = 1: every number is its group's largest", M=64, N=1),
+        Case("crooked", "rows start at every alignment, and their ends are apart from their bodies", M=19, N=1031),
+        Case("crooked_peak", "the largest number is the last of an end", M=2, N=523, peak=-50.0),
+        Case("crooked_nan", "a NaN spoils such a row and no other", M=3, N=523, plant=NAN),
         Case("wide", "the row does not fit a program, so it is walked in blocks", M=3, N=33333, peak=-50.0),
         Case(
             "wide_nan", "a NaN in the first block of a long row is still there after the last", M=2, N=33000, plant=NAN
@@ -125,6 +128,7 @@ SPEC = OpSpec(
         Case("inf_channel", "an infinity spoils its column and no other", by="channel", M=3, N=33, plant=-INF),
         Case("row_8k", "activations of a large feed-forward layer", bench=True, M=16384, N=8192),
         Case("row_odd", "an odd N leaves no row aligned", bench=True, M=16384, N=8191),
+        Case("row_past", "an odd N one past a power of two: a block would be half empty", bench=True, M=16384, N=8193),
         Case("row_very_wide", "one row does not fit a program's registers", bench=True, M=1024, N=131072),
         Case("tensor_8k", "one scale for the whole tensor: x is read twice", bench=True, by="tensor", M=16384, N=8192),
         Case("channel_8k", "a scale per column: x is read twice", bench=True, by="channel", M=16384, N=8192),

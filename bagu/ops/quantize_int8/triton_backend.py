@@ -1,7 +1,7 @@
 """Quantization to int8 on Triton: memory is the limit, at 3 bytes per bf16 number when a row is read once.
 
-By row: one program owns whole rows in registers. A row of more than WHOLE numbers is walked twice, and the second walk
-finds it in the L2.
+By row: one program owns whole rows in registers, of an odd row the aligned body and its ends apart. A row of more than
+WHOLE numbers is walked twice, and the second walk finds it in the L2.
 By tensor: a first launch leaves the largest |x| of each of its few programs; each program of the second reduces those,
 then quantizes a tile. It starts with the end of x, which the first may have left in the L2.
 By channel: the largest |x| of pieces of columns, a small launch that makes the scales and their inverses, then tiles.
@@ -18,11 +18,11 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.kernels import int64
-from bagu.ops.launch import as_rows, next_power_of_2, num_sms, triton_acc
+from bagu.ops.kernels import apart, int64
+from bagu.ops.launch import as_rows, blocks, next_power_of_2, num_sms, triton_acc, vector
 
 WHOLE = 32768  # the longest row kept in registers: 64 numbers a thread at 16 warps
-TUNABLE = {"forward": {"block": (512, 8192), "num_warps": (4, 8)}}  # tests run each point
+TUNABLE = {"forward": {"block": (None, 512, 8192), "num_warps": (4, 8)}}  # tests run each point
 
 
 @triton.jit
@@ -69,6 +69,21 @@ def _rows(x_ptr, q_ptr, scale_ptr, M, N, x_stride, BLOCK_M: tl.constexpr, BLOCK_
     scale = _scale(tl.max(_bits(x, ACC), axis=1), ACC)
     tl.store(scale_ptr + m, scale, m < M)
     tl.store(q_ptr + m[:, None] * N + n[None, :], _rounded(x, _inverse(scale)[:, None], ACC), real)
+
+
+@triton.jit
+def _rows_odd(x_ptr, q_ptr, scale_ptr, N, BLOCK_N: tl.constexpr, VEC: tl.constexpr, ACC: tl.constexpr):
+    """A contiguous row that begins anywhere: its aligned body, and its ends apart."""
+    row, n = int64(tl.program_id(0)), tl.arange(0, BLOCK_N)[None, :]
+    head, body, at, end = apart(row, N, BLOCK_N, 2 * VEC, VEC)
+    first, start = row * N, tl.multiple_of(row * N + head, VEC)
+    x = tl.load(x_ptr + start + n, n < body, 0.0)
+    ends = tl.load(x_ptr + first + at, end, 0.0)
+    scale = _scale(tl.maximum(tl.max(_bits(x, ACC)), tl.max(_bits(ends, ACC))), ACC)
+    tl.store(scale_ptr + row, scale)
+    inverse = _inverse(scale)
+    tl.store(q_ptr + start + n, _rounded(x, inverse, ACC), n < body)
+    tl.store(q_ptr + first + at, _rounded(ends, inverse, ACC), end)
 
 
 @triton.jit
@@ -170,6 +185,11 @@ def forward(
     M, N = rows.shape
     if granularity != "row":
         _by_many_rows(rows, q, scale, granularity == "channel", block or 8192, num_warps or 8)
+    elif block is None and N >= 512 and (vec := vector(rows)) and (block_n := blocks(N, vec)[0]) <= WHOLE:
+        _rows_odd[(M,)](
+            rows, q, scale, N, BLOCK_N=block_n, VEC=vec, ACC=acc,
+            num_warps=num_warps or min(max(block_n // 1024, 1), 16),
+        )  # fmt: skip
     elif N > WHOLE:
         aligned = N % 16 == 0 and rows.stride(0) % 16 == 0  # if not, async copies go number by number, and spill
         _rows_wide[(min(M, num_sms(x.device)),)](
