@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bagu.ops
@@ -64,6 +65,8 @@ def test_tensors_on_two_devices_are_refused(spec: OpSpec) -> None:
 def test_a_shape_error_says_what_was_bound() -> None:
     with pytest.raises(ArgumentError, match=r"w has shape \[9\], and w\[N\]: float with N = 8 is wanted"):
         bagu.ops.rms_norm(torch.ones(4, 8), torch.ones(9))
+    with pytest.raises(ArgumentError, match=r"g has shape \[2\], and g\[1\]: float is wanted"):
+        bagu.ops.scale_norm(torch.zeros(2, 3), torch.zeros(2))
 
 
 @pytest.mark.parametrize("spec, backend", BACKENDS)
@@ -220,6 +223,24 @@ def one_rank_mesh() -> Any:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("n", [523, 1031, 1168])
+@pytest.mark.parametrize("op", ["softmax", "rms_norm", "layer_norm", "scale_norm", "quantize_int8", "swiglu"])
+def test_rows_at_an_address_that_is_no_multiple_of_16(op: str, n: int) -> None:
+    """Kernels cut a row by its place in the tensor; one that begins three numbers into its storage is cut the same."""
+    n = 2 * n if op == "swiglu" else n
+    dtype = torch.bfloat16 if GPU else torch.float16
+    whole = torch.randn(9 * n + 3, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    x, w = whole[3:].view(9, n), whole[1 : n + 1]
+    more = {"rms_norm": (w,), "layer_norm": (w, w), "scale_norm": (w[:1],)}.get(op, ())
+    fn = getattr(bagu.ops, op)
+    for got, want in zip(
+        pytree.tree_leaves(fn(x, *more, backend="triton")),
+        pytree.tree_leaves(fn(x.clone(), *(t.clone() for t in more), backend="triton")),
+        strict=True,
+    ):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.gpu
