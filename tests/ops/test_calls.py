@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bagu.ops
-from bagu.errors import ArgumentError, BackendError, UnknownName
+from bagu.errors import ArgumentError, BackendError, BaguError, UnknownName
 from bagu.ops.catalogue import SPECS, spec
 from bagu.ops.core import OpSpec, Streams
 from bagu.ops.dispatch import call
@@ -52,6 +53,17 @@ def test_a_wrong_rank_shape_dtype_or_kind_is_named(spec: OpSpec) -> None:
                 refuse(spec, args | {arg.name: value.to(wrong)}, arg.name, str(wrong), "wanted")
     for scalar in spec.sig.scalars:
         refuse(spec, args | {scalar.name: [1, 2]}, scalar.name, "[1, 2]", scalar.kind)
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_a_function_given_another_kind_of_thing_names_the_argument(spec: OpSpec) -> None:
+    """The functions that users call check ranges of their own before the signature is checked."""
+    fn, args = getattr(bagu.ops, spec.name), arguments(spec)
+    taken = inspect.signature(fn).parameters
+    known = {k: v for k, v in args.items() if k in taken}
+    for name in taken.keys() & {a.name for a in (*spec.sig.tensors, *spec.sig.scalars)}:
+        with pytest.raises(BaguError, match=name):
+            fn(**known | {name: [1.0, 2.0]})
 
 
 @pytest.mark.parametrize("spec", ALL)

@@ -36,7 +36,7 @@ def batch_norm(
             "batch_norm: training is False and running_mean is None, and inference normalises by running statistics",
             hint="give running_mean and running_var, or pass training=True to use the batch's own",
         )
-    if training and x.ndim > 1 and x.numel() and x.numel() == x.shape[1]:
+    if training and isinstance(x, torch.Tensor) and x.ndim > 1 and x.numel() and x.numel() == x.shape[1]:
         raise ArgumentError(
             f"batch_norm: x has shape {list(x.shape)}, one value per channel, and training wants two or more",
             hint="a single value has no variance: give a larger batch, or training=False",

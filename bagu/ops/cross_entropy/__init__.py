@@ -22,7 +22,7 @@ def cross_entropy(
 
     Nothing is reduced: the mean over the targets that count is `losses.sum() / (targets != ignore_index).sum()`.
     """
-    if not 0.0 <= label_smoothing <= 1.0:
+    if isinstance(label_smoothing, int | float) and not 0.0 <= label_smoothing <= 1.0:
         raise ArgumentError(
             f"cross_entropy: label_smoothing is {label_smoothing}, and a share between 0 and 1 is wanted",
             hint="0.1 gives a tenth of the probability to the whole vocabulary",

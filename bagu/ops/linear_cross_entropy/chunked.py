@@ -54,7 +54,7 @@ class Kernels:
 
 
 def check_memory(op: str, memory: int | None) -> None:
-    if memory is not None and memory < 1:
+    if isinstance(memory, int) and memory < 1:  # of another type: the signature's check says so
         raise ArgumentError(
             f"{op}: memory is {memory} bytes, and the logits of a chunk need at least one",
             hint="a budget below one token's logits does one token at a time; None takes the default",

@@ -26,9 +26,9 @@ def linear_cross_entropy_loss(
     number of tokens, an advantage). They get no gradient. `memory`: see `linear_cross_entropy`.
     """
     check_memory("linear_cross_entropy_loss", memory)
-    asked = torch.is_grad_enabled()
+    wants = [torch.is_grad_enabled() and isinstance(t, torch.Tensor) and t.requires_grad for t in (hidden, weight)]
     return call(
         SPEC, backend, hidden=hidden, weight=weight, targets=targets, token_weights=token_weights,
         ignore_index=ignore_index, z_loss=z_loss, memory=memory,
-        grad_hidden=asked and hidden.requires_grad, grad_weight=asked and weight.requires_grad,
+        grad_hidden=wants[0], grad_weight=wants[1],
     )  # fmt: skip
