@@ -83,7 +83,9 @@ def train(
         list[str] | None,
         typer.Argument(metavar="DATA", help="Files or folders of text, JSON lines or Parquet; 'stdlib' by default."),
     ] = None,
-    recipe: Annotated[str, typer.Option(help="To start from: small, gpt2_124m, llama_1b, mlm, sft, lora.")] = "small",
+    recipe: Annotated[
+        str | None, typer.Option(help="Where to begin: small (the default), gpt2_124m, llama_1b, mlm, sft, lora.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="A run's config.json instead of a recipe.")] = None,
     start: Annotated[
         str | None, typer.Option("--from", help="Go on from this model: a run, a checkpoint, a Hugging Face folder.")

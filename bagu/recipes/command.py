@@ -23,10 +23,11 @@ from bagu.train.report import ReportData, Table, read_run, write_report
 __all__ = ["export_main", "train_main"]
 
 PROMPTS = ("def ", "The ")
+DEFAULT = "small"  # the recipe of a run that names none
 
 
 def train_main(
-    data: list[str], *, recipe: str, config: Path | None, start: str | None, settings: list[str], out: Path,
+    data: list[str], *, recipe: str | None, config: Path | None, start: str | None, settings: list[str], out: Path,
     resume: bool, prompts: list[str], dry_run: bool,
 ) -> int:  # fmt: skip
     """Put a run together, carry it out, write its report.
@@ -35,6 +36,11 @@ def train_main(
     describe begins.
     """
     console = Console(stderr=True)
+    if recipe is not None and (config is not None or (resume and RunFolder(out).is_run())):
+        what = "the config of " + str(out if config is None else config)
+        raise BaguError(
+            f"--recipe {recipe} is given beside {what}", hint="leave it out, and change the rest with --set"
+        )
     if resume and RunFolder(out).is_run():
         if data or config is not None or start is not None:
             raise BaguError("a run that goes on keeps its data and start", hint="change the rest with --set")
@@ -44,7 +50,7 @@ def train_main(
     elif config is not None:
         run = with_start(with_data(configs.load(Run, config), data), start)
     else:
-        run = with_start(with_data(find_recipe(recipe), data), start)
+        run = with_start(with_data(find_recipe(recipe or DEFAULT), data), start)
     run = configs.override(run, settings)
     if prompts and run.train.sample_every is None:
         raise BaguError(

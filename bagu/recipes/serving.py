@@ -70,6 +70,9 @@ def chat_main(
     from bagu.serve.chat import EngineChat, HttpChat
 
     if model.startswith(("http://", "https://")):
+        given = [f"--{k}" for k in ("tokenizer", "device", "dtype") if getattr(loader, k) not in (None, "auto")]
+        if given:
+            raise BaguError(f"{', '.join(given)}: given with the address of a server", hint="the server has chosen it")
         return terminal.main(HttpChat(model, api_key=api_key), system=system, settings=settings, prompt=prompt)
     from bagu.serve.engine import Engine
     from bagu.serve.worker import Ready

@@ -84,6 +84,20 @@ def test_only_a_run_that_is_there_or_described_is_resumed(
     assert bagu("train", texts, "--resume", "--out", tmp_path / "new", "--dry-run") == 0
 
 
+def test_a_recipe_beside_a_config_is_refused(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would be an option that does nothing."""
+    run = tmp_path / "run"
+    assert bagu("train", texts, "--out", run, *settings("train.steps=1")) == 0
+    for given in (("--config", run / "config.json"), ("--resume", "--out", run)):
+        assert bagu("train", "--recipe", "small", *given, "--dry-run") == 2
+        assert "--recipe small is given beside the config of" in capsys.readouterr().err
+
+
+def test_a_chat_with_a_server_takes_no_options_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bagu("chat", "http://localhost:1", "--device", "cpu", "--dtype", "fp32", "--prompt", "hello") == 2
+    assert "--device, --dtype: given with the address of a server" in capsys.readouterr().err
+
+
 def test_a_folder_of_two_kinds_of_files_needs_a_glob(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
