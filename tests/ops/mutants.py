@@ -36,7 +36,10 @@ NO_INF = "a variance is NaN before it is infinite, and eps keeps it from 0"
 FINITE = "dy is finite in every case; test_softmax plants NaN in it"
 AHEAD = "a program has one row unless it is tuned otherwise: test_every_tuning has odd rows too"
 EQUIVALENT = {  # (op, mutant) -> why no test can see it
-    **{(op, "short: rsqrt: x < float('inf')"): "inf - 1 is inf" for op in ("group_norm", "layer_norm", "rms_norm")},
+    **{
+        (op, "short: rsqrt: x < float('inf')"): "inf - 1 is inf"
+        for op in ("add_rms_norm", "group_norm", "layer_norm", "rms_norm")
+    },
     **{
         ("rms_norm", f"zero: {kernel}: tl.store(s_ptr + {store})"): "RMSNorm has no addend"
         for kernel, store in (
