@@ -8,7 +8,17 @@ import triton.language as tl
 
 from bagu.ops.launch import num_sms, triton_acc
 
-__all__ = ["apart", "column_sum", "column_sums", "int64", "read_apart", "reciprocal", "rsqrt", "shifted"]
+__all__ = [
+    "apart",
+    "column_sum",
+    "column_sums",
+    "int64",
+    "read_apart",
+    "reciprocal",
+    "rsqrt",
+    "shifted",
+    "shifted_copies",
+]
 
 
 @triton.jit
@@ -73,10 +83,20 @@ def read_apart(x_ptr, m, M, stride, at, real):
 
 @triton.jit
 def _shift(w_ptr, b_ptr, shifted_w_ptr, shifted_b_ptr, N, step, BLOCK: tl.constexpr):
-    n, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
-    tl.store(shifted_w_ptr + k * step + n, tl.load(w_ptr + k + n, k + n < N, 0.0))
+    k, n = int64(tl.program_id(1)), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(shifted_w_ptr + k * step + n, tl.load(w_ptr + (n + k) % N))
     if b_ptr is not None:
-        tl.store(shifted_b_ptr + k * step + n, tl.load(b_ptr + k + n, k + n < N, 0.0))
+        tl.store(shifted_b_ptr + k * step + n, tl.load(b_ptr + (n + k) % N))
+
+
+def shifted_copies(
+    w: torch.Tensor, b: torch.Tensor | None, copies: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """Copies of w and of b that begin one element later each and go round for `length`; and their stride."""
+    parts = triton.cdiv(length, 1024)
+    gains, biases = w.new_empty(copies, 1024 * parts), None if b is None else b.new_empty(copies, 1024 * parts)
+    _shift[(parts, copies)](w, b, gains, biases, len(w), 1024 * parts, BLOCK=1024, num_warps=4)
+    return gains, biases, 1024 * parts
 
 
 def shifted(
@@ -84,17 +104,10 @@ def shifted(
 ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
     """w and b for rows whose bodies begin at `head`, and the step with which w[head + n] is at head * step + n.
 
-    That is 1, or, for many odd rows, the stride of `vec` copies of w that each begin one element later: then a body's
-    gains are aligned as the body is. Read number by number they cost as much as x itself (RMSNorm at 12,289: 0.45 of
-    copy bandwidth).
+    That is 1, or, for many odd rows, the stride of `vec` shifted copies: a body's gains are then aligned as it is.
+    Read number by number they cost as much as x itself (RMSNorm at 12,289: 0.45 of copy bandwidth).
     """
-    if not vec or rows < 2 * num_sms(w.device):
-        return w, b, 1
-    parts = triton.cdiv(len(w), 1024)
-    step = 1024 * parts
-    gains, biases = w.new_empty(vec, step), None if b is None else b.new_empty(vec, step)
-    _shift[(parts, vec)](w, b, gains, biases, len(w), step, BLOCK=1024, num_warps=4)
-    return gains, biases, step
+    return shifted_copies(w, b, vec, len(w)) if vec and rows >= 2 * num_sms(w.device) else (w, b, 1)
 
 
 @triton.jit(do_not_specialize=["P"])

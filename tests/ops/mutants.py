@@ -50,12 +50,8 @@ EQUIVALENT = {  # (op, mutant) -> why no test can see it
         )
     },
     **{
-        (op, "zero: _shift: tl.store(shifted_b_ptr + k * step + n, tl.load(b_ptr + k + n, k + n < N, 0.0))"): "no bias"
-        for op in ("rms_norm", "add_rms_norm")
-    },
-    **{
-        (op, "short: _shift: k + n < N"): "a row's last column is never in its body"
-        for op in ("rms_norm", "add_rms_norm", "layer_norm")
+        (op, "zero: _shift: tl.store(shifted_b_ptr + k * step + n, tl.load(b_ptr + (n + k) % N))"): "no bias"
+        for op in ("rms_norm", "add_rms_norm", "dequantize_int8")
     },
     **{(op, "short: _forward: ahead < M"): AHEAD for op in ("rms_norm", "add_rms_norm")},
     ("softmax", "no select: _heard: tl.where(y != 0, dy, 0.0)"): FINITE,

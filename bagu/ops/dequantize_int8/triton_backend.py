@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.kernels import int64
+from bagu.ops.kernels import int64, shifted_copies
 from bagu.ops.launch import as_rows, next_power_of_2
 
 FLAT = 512  # rows of fewer numbers are tiles
@@ -66,13 +66,6 @@ def _flat(
         tl.store(y_ptr + first + i, tl.load(q_ptr + first + i, real, 0).to(ACC) * scale, real)
 
 
-@triton.jit
-def _rounds(scale_ptr, copies_ptr, N, step, BLOCK: tl.constexpr):
-    """Copies of a row of scales that begin one later each and go round, so that any `column` has an aligned one."""
-    k, i = int64(tl.program_id(1)), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(copies_ptr + k * step + i, tl.load(scale_ptr + (i + k) % N))
-
-
 def forward(
     q: torch.Tensor, scale: torch.Tensor, granularity: str, dtype: str,
     *, block: int | None = None, num_warps: int | None = None,
@@ -88,11 +81,9 @@ def forward(
         block = min(block, next_power_of_2(N + 1) // 2)  # at most N, so that a program has two rows at most
         scale, step, copies = scale.contiguous(), 0, 16 // scale.element_size()
         if granularity == "channel" and N % 16 and M >= MANY:
-            parts = triton.cdiv(N + block, 1024)
-            step = 1024 * parts
-            rounds = scale.new_empty(copies, step)
-            _rounds[(parts, copies)](scale, rounds, N, step, BLOCK=1024, num_warps=4)
-            scale = rounds
+            scale, _, step = shifted_copies(
+                scale, None, copies, N + block
+            )  # whatever `column` is, one is aligned there
         _flat[(triton.cdiv(M * N, block),)](
             rows, scale, y, M, N, step, BLOCK=block, BY=granularity, COPIES=copies if step else 0,
             EVEN=M * N % 16 == 0, ACC=acc, num_warps=warps,

@@ -16,7 +16,7 @@ import triton.language as tl
 from bagu.ops.kernels import apart, int64
 from bagu.ops.launch import blocks, triton_acc, vector
 
-__all__ = ["odd_backward", "odd_forward", "registers"]
+__all__ = ["odd_backward", "odd_cut", "odd_forward", "registers"]
 
 
 @triton.jit
@@ -71,22 +71,30 @@ def registers(block: int, warps: int) -> int:
     return min(64 * max(block // (512 * warps), 1), 65536 // (32 * warps), 255)
 
 
-def _options(rows: torch.Tensor, per_warp: int, num_warps: int | None) -> dict[str, Any]:
-    vec = vector(rows)
-    block, _ = blocks(rows.shape[1], vec)
+def _options(rows: torch.Tensor, cut: tuple[int, int], per_warp: int, num_warps: int | None) -> dict[str, Any]:
+    vec, block = cut
     warps = num_warps or min(max(block // per_warp, 1), 16)
     return {"BLOCK_N": block, "VEC": vec, "ACC": triton_acc(rows.dtype), "num_warps": warps}
 
 
-def odd_forward(x: torch.Tensor, y: torch.Tensor, c: tuple[float, float], sign: int, num_warps: int | None) -> None:
-    """Write y of contiguous x[M, N], for which `vector` is not 0."""
-    _forward[(len(x),)](x, y, x.shape[1], *c, SIGN=sign, **_options(x, 1024, num_warps))
+def odd_cut(a: torch.Tensor, b: torch.Tensor, whole: int) -> tuple[int, int] | None:
+    """VEC and BLOCK_N of rows that begin anywhere and are worth a program each, if these are so; shorter share one."""
+    vec, N = vector(a, b), a.shape[1]
+    return (vec, block) if vec and N >= 512 and (block := blocks(N, vec)[0]) <= whole else None
+
+
+def odd_forward(
+    x: torch.Tensor, y: torch.Tensor, c: tuple[float, float], sign: int, cut: tuple[int, int], num_warps: int | None
+) -> None:
+    """Write y of x[M, N]."""
+    _forward[(len(x),)](x, y, x.shape[1], *c, SIGN=sign, **_options(x, cut, 1024, num_warps))
 
 
 def odd_backward(
-    dy: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: tuple[float, float], num_warps: int | None
-) -> None:
-    """Write dx for contiguous dy and y[M, N], for which `vector` is not 0."""
-    options = _options(y, 512, num_warps)
+    dy: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: tuple[float, float], cut: tuple[int, int],
+    num_warps: int | None,
+) -> None:  # fmt: skip
+    """Write dx for dy and y[M, N]."""
+    options = _options(y, cut, 512, num_warps)
     most = registers(options["BLOCK_N"] * max(y.element_size() // 4, 1), options["num_warps"])
     _backward[(len(y),)](dy, y, dx, y.shape[1], *scale, maxnreg=most, **options)

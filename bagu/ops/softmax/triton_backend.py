@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.launch import as_rows, blocks, fp32_pair, triton_acc, vector
-from bagu.ops.softmax.odd_kernels import odd_backward, odd_forward, registers
+from bagu.ops.launch import as_rows, blocks, fp32_pair, triton_acc
+from bagu.ops.softmax.odd_kernels import odd_backward, odd_cut, odd_forward, registers
 from bagu.ops.softmax.wide_kernels import exist, scores, wide_backward, wide_forward
 
 WHOLE = 16384  # the longest block kept in registers; in fp64 the backward keeps half
@@ -113,8 +113,9 @@ def forward(
     seen, fold = (None, (1, 1, 0, 0, 0, 1)) if mask is None else _fold(mask)
     limits = None if lengths is None else lengths.contiguous()  # one number a row: a copy costs nothing
     c, sign = fp32_pair(abs(scale) * LOG2E), (scale > 0) - (scale < 0)
-    if mask is None and lengths is None and block_m is None and _odd(rows, rows, WHOLE):
-        odd_forward(rows, y, c, sign, num_warps)
+    plain = mask is None and lengths is None and block_m is None
+    if plain and (cut := odd_cut(rows, rows, WHOLE)):
+        odd_forward(rows, y, c, sign, cut, num_warps)
         return (y,)
     args = (rows, y, seen, limits, M, N, rows.stride(0), *c, *fold)
     if N > WHOLE:
@@ -138,8 +139,8 @@ def backward(
     dys, ys = as_rows(dy), as_rows(y)
     M, N = ys.shape
     heavy = max(y.itemsize // 4, 1)
-    if block_m is None and _odd(dys, ys, WHOLE // heavy):
-        odd_backward(dys, ys, dx, fp32_pair(scale), num_warps)
+    if block_m is None and (cut := odd_cut(dys, ys, WHOLE // heavy)):
+        odd_backward(dys, ys, dx, fp32_pair(scale), cut, num_warps)
         return (dx,)
     args = (dys, ys, dx, M, N, dys.stride(0), ys.stride(0), *fp32_pair(scale))
     if N * heavy > WHOLE:
@@ -154,12 +155,6 @@ def backward(
         maxnreg=registers(block_m * block_n * heavy, warps),
     )  # fmt: skip
     return (dx,)
-
-
-def _odd(a: torch.Tensor, b: torch.Tensor, whole: int) -> bool:
-    """Whether these rows begin anywhere and are worth a program each; shorter ones share one."""
-    vec, N = vector(a, b), a.shape[1]
-    return vec > 0 and N >= 512 and blocks(N, vec)[0] <= whole
 
 
 def _fold(mask: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
