@@ -18,6 +18,7 @@ __all__ = [
     "rsqrt",
     "shifted",
     "shifted_copies",
+    "take_apart",
 ]
 
 
@@ -79,6 +80,15 @@ def read_apart(x_ptr, m, M, stride, at, real):
     body, and a row that waits for its ends waits for memory (backward at N = 8,193: 0.64 of copy bandwidth, not 0.83).
     """
     return tl.load(x_ptr + m * stride + at, real & (m < M), 0.0, eviction_policy="evict_last")
+
+
+@triton.jit
+def take_apart(x_ptr, held, tile, m, M, N, stride, at, real, VEC: tl.constexpr, ACC: tl.constexpr):
+    """What is apart in row m, and what a loop holds for its next round: of odd rows the next row's, asked for now."""
+    if VEC:
+        return held.to(ACC), read_apart(x_ptr, tile + tl.num_programs(0), M, N, at, real)
+    else:
+        return read_apart(x_ptr, m, M, stride, at, real).to(ACC), held
 
 
 @triton.jit

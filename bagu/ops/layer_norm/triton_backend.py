@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.kernels import apart, column_sum, column_sums, int64, read_apart, reciprocal, rsqrt
+from bagu.ops.kernels import apart, column_sum, column_sums, int64, read_apart, reciprocal, rsqrt, take_apart
 from bagu.ops.launch import alike, as_rows, blocks, next_power_of_2, num_sms, triton_acc, vector
 from bagu.ops.layer_norm.wide_kernels import gradient, run_backward, run_forward
 from bagu.ops.signature import accumulator
@@ -51,6 +51,7 @@ def _forward(
     if TAIL:
         head, body, at, end = apart(int64(tl.program_id(0)), N, BLOCK_N, TAIL, VEC)
         end_w = tl.load(w_ptr + at, end, 0.0).to(ACC)
+    next_x = 0
     if VEC:
         next_x = read_apart(x_ptr, int64(tl.program_id(0)), M, N, at, end)
     n = tl.arange(0, BLOCK_N)[None, :]
@@ -71,11 +72,7 @@ def _forward(
         real = (m < M) & inside
         x = tl.load(x_ptr + x_row + n, real, 0.0, eviction_policy="evict_last").to(ACC)
         if TAIL:
-            if VEC:
-                end_x = next_x.to(ACC)
-                next_x = read_apart(x_ptr, tile + tl.num_programs(0), M, N, at, end)
-            else:
-                end_x = read_apart(x_ptr, m, M, x_stride, at, end).to(ACC)
+            end_x, next_x = take_apart(x_ptr, next_x, tile, m, M, N, x_stride, at, end, VEC, ACC)
             mean = _mean(tl.sum(x) + tl.sum(end_x), N, share)
             end_x = tl.where(end, end_x - mean, 0.0)
             x = tl.where(n < body, x - mean, 0.0)
@@ -113,6 +110,7 @@ def _backward(
         end_w = tl.load(w_ptr + at, end, 0.0).to(ACC)
         end_dw = tl.zeros([1, TAIL], ACC)
         end_db = tl.zeros([1, TAIL], ACC)
+    next_dy, next_x = 0, 0
     if VEC:
         next_dy = read_apart(dy_ptr, int64(tl.program_id(0)), M, N, at, end)
         next_x = read_apart(x_ptr, int64(tl.program_id(0)), M, N, at, end)
@@ -132,13 +130,8 @@ def _backward(
         rstd = tl.load(rstd_ptr + m, m < M, 0.0)
         dy, h, g = gradient(dy_ptr, x_ptr, w, mean, rstd, dy_row, x_row, n, real, ACC)
         if TAIL:
-            if VEC:
-                end_dy, end_x = next_dy.to(ACC), next_x.to(ACC)
-                next_dy = read_apart(dy_ptr, tile + tl.num_programs(0), M, N, at, end)
-                next_x = read_apart(x_ptr, tile + tl.num_programs(0), M, N, at, end)
-            else:
-                end_dy = read_apart(dy_ptr, m, M, dy_stride, at, end).to(ACC)
-                end_x = read_apart(x_ptr, m, M, x_stride, at, end).to(ACC)
+            end_dy, next_dy = take_apart(dy_ptr, next_dy, tile, m, M, N, dy_stride, at, end, VEC, ACC)
+            end_x, next_x = take_apart(x_ptr, next_x, tile, m, M, N, x_stride, at, end, VEC, ACC)
             end_h, end_g = (end_x - mean) * rstd, end_dy * end_w
             level = (tl.sum(g) + tl.sum(end_g)) / N
             along = (tl.sum(g * h) + tl.sum(end_g * end_h)) / N

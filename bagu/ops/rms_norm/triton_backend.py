@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.kernels import apart, column_sum, int64, read_apart, reciprocal, rsqrt, shifted
+from bagu.ops.kernels import apart, column_sum, int64, read_apart, reciprocal, rsqrt, shifted, take_apart
 from bagu.ops.launch import alike, as_rows, blocks, next_power_of_2, num_sms, triton_acc, vector
 from bagu.ops.rms_norm.wide_kernels import add, run_backward, run_forward, write
 from bagu.ops.signature import accumulator
@@ -93,6 +93,7 @@ def _backward(
         head, body, at, end = apart(int64(tl.program_id(0)), N, BLOCK_N, TAIL, VEC)
         end_w = tl.load(w_ptr + at, end, 0.0).to(ACC)
         end_dw = tl.zeros([1, TAIL], ACC)
+    next_dy, next_x = 0, 0
     if VEC:
         next_dy = read_apart(dy_ptr, int64(tl.program_id(0)), M, N, at, end)
         next_x = read_apart(x_ptr, int64(tl.program_id(0)), M, N, at, end)
@@ -112,13 +113,8 @@ def _backward(
         x = tl.load(x_ptr + x_row + n, real, 0.0, eviction_policy="evict_last").to(ACC)
         g = dy * w
         if TAIL:
-            if VEC:
-                end_dy, end_x = next_dy.to(ACC), next_x.to(ACC)
-                next_dy = read_apart(dy_ptr, tile + tl.num_programs(0), M, N, at, end)
-                next_x = read_apart(x_ptr, tile + tl.num_programs(0), M, N, at, end)
-            else:
-                end_dy = read_apart(dy_ptr, m, M, dy_stride, at, end).to(ACC)
-                end_x = read_apart(x_ptr, m, M, x_stride, at, end).to(ACC)
+            end_dy, next_dy = take_apart(dy_ptr, next_dy, tile, m, M, N, dy_stride, at, end, VEC, ACC)
+            end_x, next_x = take_apart(x_ptr, next_x, tile, m, M, N, x_stride, at, end, VEC, ACC)
             end_g = end_dy * end_w
             along = tl.sum(g * x) + tl.sum(end_g * end_x)
         else:

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.kernels import apart, column_sum, int64, read_apart
+from bagu.ops.kernels import apart, column_sum, int64, read_apart, take_apart
 from bagu.ops.launch import alike, as_rows, blocks, next_power_of_2, num_sms, triton_acc, vector, walk
 from bagu.ops.signature import accumulator
 
@@ -95,6 +95,7 @@ def _backward(
     head, body = 0, N
     if TAIL:
         head, body, at, end = apart(int64(tl.program_id(0)), N, BLOCK_N, TAIL, VEC)
+    next_dy, next_x = 0, 0
     if VEC:
         next_dy = read_apart(dy_ptr, int64(tl.program_id(0)), M, N, at, end)
         next_x = read_apart(x_ptr, int64(tl.program_id(0)), M, N, at, end)
@@ -114,13 +115,8 @@ def _backward(
         norm = tl.load(norm_ptr + m, m < M, 1.0)
         r = 1.0 / tl.where(norm < eps, eps, norm)
         if TAIL:
-            if VEC:
-                end_dy, end_x = next_dy.to(ACC), next_x.to(ACC)
-                next_dy = read_apart(dy_ptr, tile + tl.num_programs(0), M, N, at, end)
-                next_x = read_apart(x_ptr, tile + tl.num_programs(0), M, N, at, end)
-            else:
-                end_dy = read_apart(dy_ptr, m, M, dy_stride, at, end).to(ACC)
-                end_x = read_apart(x_ptr, m, M, x_stride, at, end).to(ACC)
+            end_dy, next_dy = take_apart(dy_ptr, next_dy, tile, m, M, N, dy_stride, at, end, VEC, ACC)
+            end_x, next_x = take_apart(x_ptr, next_x, tile, m, M, N, x_stride, at, end, VEC, ACC)
             along = tl.sum(dy * x) + tl.sum(end_dy * end_x)
         else:
             along = tl.sum(dy * x, axis=1)[:, None]
