@@ -226,6 +226,7 @@ def survives(spec: OpSpec, mutant: Mutant) -> bool:
     """Whether every small case passes with the mutant in place. In a child process: a mutant may well crash."""
     child = os.fork()
     if child == 0:
+        torch.set_num_threads(1)  # a parent's OpenMP threads are not in its child, which would wait for them for ever
         code = 0
         try:
             with tempfile.TemporaryDirectory() as folder:
