@@ -109,6 +109,7 @@ class OpSpec:
     mutates: Sequence[str] = ()  # inputs that the call changes, which have no gradient; what they become is a result
     constant: Sequence[str] = ()  # outputs no gradient flows through
     derive: Callable[[Mapping[str, Any], Dims], Dims] | None = None  # dims of results that no input has
+    refuse: Callable[[Mapping[str, Any], Dims], None] | None = None  # raises for what the signature cannot say
     peers: bool = False  # the folder has peers.py: the same work by other libraries, for the benchmark
     wide_loads: bool = True  # the compile gate wants 128-bit loads in every kernel at the bench cases
 
@@ -138,6 +139,8 @@ class OpSpec:
     def bind(self, args: Mapping[str, Any]) -> Dims:
         """The dims of a call, every argument checked."""
         dims = self.sig.bind(self.name, args)
+        if self.refuse is not None:
+            self.refuse(args, dims)
         return dims | self.derive(args, dims) if self.derive is not None else dims
 
     def admit(self, args: Mapping[str, Any]) -> None:

@@ -78,8 +78,8 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     }
 
 
-def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
-    """No dim is derived; what the signature cannot say is refused here."""
+def refuse(args: Mapping[str, Any], dims: Dims) -> None:
+    """What the signature cannot say: raises for a call that has no meaning."""
     T, H, G, S = dims["T"], dims["H"], dims["G"], dims["S1"] - 1
     if G == 0 or H % G:
         raise ArgumentError(
@@ -101,7 +101,6 @@ def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
             f"attention: bias has {dims['P']} distances, and an odd number is wanted",
             hint="2R - 1 columns stand for the distances -(R - 1) … R - 1",
         )
-    return {}
 
 
 def pairs(dims: Mapping[str, Any]) -> int:
@@ -189,7 +188,7 @@ SPEC = OpSpec(
     grads=("q", "k", "v", "bias"),
     saves=("q", "k", "v", "cu_seqlens", "slopes", "bias", "out", "lse"),
     constant=("lse",),
-    derive=derive,
+    refuse=refuse,
     # Fused kernels round the weights and dS to 16 bits before their products, and take rowsum(dP * P) from the rounded
     # out. Measured over the cases: 1.3 on a CPU; at 4096 tokens of 4 heads in bf16 gradients are 4 to 6 off.
     ulps=4,

@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 
+from bagu.errors import ArgumentError
 from bagu.ops.batch_norm import torch_backend
 from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.signature import Dims
 
 
 def reference(
@@ -53,6 +55,28 @@ def reference(
         return y, running_mean, running_var
     new_var = (1 - momentum) * running_var + momentum * var * n / (n - 1)
     return y, (1 - momentum) * running_mean + momentum * mean, new_var
+
+
+def refuse(args: Mapping[str, Any], dims: Dims) -> None:
+    """What the signature cannot say: raises for a call that has no meaning."""
+    absent = [name for name in ("running_mean", "running_var") if args[name] is None]
+    if len(absent) == 1:
+        given = "running_mean" if absent == ["running_var"] else "running_var"
+        raise ArgumentError(
+            f"batch_norm: {given} is given and {absent[0]} is None",
+            hint="give both, or neither to normalise by the batch alone",
+        )
+    if absent and not args["training"]:
+        raise ArgumentError(
+            "batch_norm: training is False and running_mean is None, and inference normalises by running statistics",
+            hint="give running_mean and running_var, or pass training=True to use the batch's own",
+        )
+    x = args["x"]
+    if args["training"] and x.numel() and x.numel() == x.shape[1]:
+        raise ArgumentError(
+            f"batch_norm: x has shape {list(x.shape)}, one value per channel, and training wants two or more",
+            hint="a single value has no variance: give a larger batch, or training=False",
+        )
 
 
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
@@ -96,6 +120,7 @@ SPEC = OpSpec(
     torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
+    refuse=refuse,
     cost_backward=cost_backward,
     grads=("x", "w", "b"),
     saves=("x", "w", "b", "mean", "r"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from bagu.errors import ArgumentError
 from bagu.ops.cross_entropy.spec import SPEC
 from bagu.ops.dispatch import call
 
@@ -22,11 +21,6 @@ def cross_entropy(
 
     Nothing is reduced: the mean over the targets that count is `losses.sum() / (targets != ignore_index).sum()`.
     """
-    if isinstance(label_smoothing, int | float) and not 0.0 <= label_smoothing <= 1.0:
-        raise ArgumentError(
-            f"cross_entropy: label_smoothing is {label_smoothing}, and a share between 0 and 1 is wanted",
-            hint="0.1 gives a tenth of the probability to the whole vocabulary",
-        )
     return call(
         SPEC, backend, logits=logits, targets=targets,
         ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
+from bagu.errors import ArgumentError
 from bagu.ops.core import Case, Cost, OpSpec, Streams
 from bagu.ops.cross_entropy import torch_backend
+from bagu.ops.signature import Dims
 
 
 def reference(
@@ -36,6 +38,15 @@ def reference(
     if z_loss:
         loss = loss + z_loss * lse.square()
     return torch.where(kept, loss, 0.0)
+
+
+def refuse(args: Mapping[str, Any], dims: Dims) -> None:
+    """What the signature cannot say: raises for a call that has no meaning."""
+    if not 0.0 <= args["label_smoothing"] <= 1.0:
+        raise ArgumentError(
+            f"cross_entropy: label_smoothing is {args['label_smoothing']}, and a share between 0 and 1 is wanted",
+            hint="0.1 gives a tenth of the probability to the whole vocabulary",
+        )
 
 
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
@@ -120,6 +131,7 @@ SPEC = OpSpec(
     torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
+    refuse=refuse,
     cost_backward=cost_backward,
     grads=("logits",),
     saves=("logits", "targets", "lse"),

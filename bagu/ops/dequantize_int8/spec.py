@@ -27,8 +27,8 @@ def reference(q: torch.Tensor, scale: torch.Tensor, granularity: str, dtype: str
     return q.to(scale.dtype) * (scale.unsqueeze(-1) if granularity == "row" else scale)
 
 
-def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
-    """No dim is derived; what the signature cannot say is refused here."""
+def refuse(args: Mapping[str, Any], dims: Dims) -> None:
+    """What the signature cannot say: raises for a call that has no meaning."""
     want = scale_shape(args["granularity"], dims)
     if tuple(dims["S"]) != tuple(want):
         raise ArgumentError(
@@ -38,7 +38,6 @@ def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
         )
     if args["dtype"] not in DTYPES:
         raise UnknownName.among("dtype to dequantize to", args["dtype"], DTYPES)
-    return {}
 
 
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
@@ -65,7 +64,7 @@ SPEC = OpSpec(
     torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
-    derive=derive,
+    refuse=refuse,
     ulps=1,
     independent=("M",),
     peers=True,

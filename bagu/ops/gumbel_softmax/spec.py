@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 
+from bagu.errors import ArgumentError
 from bagu.ops.core import Case, Cost, OpSpec, Streams
 from bagu.ops.gumbel_softmax import torch_backend
 from bagu.ops.gumbel_softmax.noise import words
+from bagu.ops.signature import Dims
 
 
 def reference(logits: torch.Tensor, tau: float, hard: bool, seed: int) -> torch.Tensor:
@@ -32,6 +34,14 @@ def reference(logits: torch.Tensor, tau: float, hard: bool, seed: int) -> torch.
         return y
     chosen = torch.arange(z.shape[-1], device=z.device) == z.argmax(-1, keepdim=True)
     return chosen.to(y.dtype) + (y - y.detach())
+
+
+def refuse(args: Mapping[str, Any], dims: Dims) -> None:
+    """What the signature cannot say: raises for a call that has no meaning."""
+    if not args["tau"] > 0:
+        raise ArgumentError(f"gumbel_softmax: tau is {args['tau']}, and a temperature above 0 is wanted")
+    if not 0 <= args["seed"] < 2**63:
+        raise ArgumentError(f"gumbel_softmax: seed is {args['seed']}, and 0 to 2^63 - 1 is wanted", hint="seed % 2**63")
 
 
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
@@ -66,6 +76,7 @@ SPEC = OpSpec(
     torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
+    refuse=refuse,
     cost_backward=cost_backward,
     grads=("logits",),
     saves=("logits", "top", "total"),

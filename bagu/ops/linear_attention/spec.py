@@ -67,8 +67,8 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     }
 
 
-def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
-    """No dim is derived; what the signature cannot say is refused here."""
+def refuse(args: Mapping[str, Any], dims: Dims) -> None:
+    """What the signature cannot say: raises for a call that has no meaning."""
     T, H, G, S = dims["T"], dims["H"], dims["G"], dims["S1"] - 1
     if G == 0 or H % G:
         raise ArgumentError(
@@ -84,7 +84,6 @@ def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
     if (args["norm_q"] is None) != (args["norm_k"] is None):
         given, absent = ("norm_q", "norm_k") if args["norm_k"] is None else ("norm_k", "norm_q")
         raise ArgumentError(f"linear_attention: {given} is given and {absent} is not", hint="pass both, or neither")
-    return {}
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
@@ -133,7 +132,7 @@ SPEC = OpSpec(
     cost_backward=cost_backward,
     grads=("q", "k", "v", "norm_q", "norm_k"),
     saves=("q", "k", "v", "cu_seqlens", "norm_q", "norm_k", "out", "den"),
-    derive=derive,
+    refuse=refuse,
     ulps=2,  # the normaliser's gradient is a small difference of sums: 1.4 measured in fp32
     independent=("H", "G"),
     backends=("torch",),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from bagu.ops.dispatch import call
-from bagu.ops.linear_cross_entropy.chunked import check_memory
 from bagu.ops.linear_cross_entropy.losses import Losses, token_losses
 from bagu.ops.linear_cross_entropy.spec import SPEC
 
@@ -26,5 +25,4 @@ def linear_cross_entropy(
     `memory` is how many bytes of logits may exist at a time (by default 16 MiB and 512 tokens at least on a CPU, 2 GiB
     elsewhere): it sets how many tokens are done at once. `token_losses` makes loss, z-loss and logprobs from the two.
     """
-    check_memory("linear_cross_entropy", memory)
     return call(SPEC, backend, hidden=hidden, weight=weight, targets=targets, ignore_index=ignore_index, memory=memory)

@@ -17,12 +17,11 @@ from types import MappingProxyType
 
 import torch
 
-from bagu.errors import ArgumentError
 from bagu.ops.linear_cross_entropy import cpu_gemm
 from bagu.ops.signature import accumulator
 
 __all__ = [
-    "EVERY", "Gradients", "Kernels", "backward", "check_memory", "chunks", "forward", "joined", "operand", "part",
+    "EVERY", "Gradients", "Kernels", "backward", "chunks", "forward", "joined", "operand", "part",
     "product", "walk",
 ]  # fmt: skip
 
@@ -51,14 +50,6 @@ class Kernels:
         target_logit, lse = self.score(logits, targets, ignore_index)
         dlse = weights * (1 + 2 * z_loss * lse) if z_loss else weights
         return target_logit, lse, self.slope(logits, targets, lse, -weights, dlse, ignore_index, dtype)
-
-
-def check_memory(op: str, memory: int | None) -> None:
-    if isinstance(memory, int) and memory < 1:  # of another type: the signature's check says so
-        raise ArgumentError(
-            f"{op}: memory is {memory} bytes, and the logits of a chunk need at least one",
-            hint="a budget below one token's logits does one token at a time; None takes the default",
-        )
 
 
 def chunks(M: int, V: int, itemsize: int, memory: int | None, device: torch.device) -> list[tuple[int, int]]:

@@ -12,13 +12,16 @@ Dims: M = tokens, D = features, V = vocabulary.   Paper: https://arxiv.org/abs/2
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
+from bagu.errors import ArgumentError
 from bagu.ops.core import Case, Cost, OpSpec, Streams
 from bagu.ops.cross_entropy.torch_backend import target_logits
 from bagu.ops.linear_cross_entropy import torch_backend
+from bagu.ops.signature import Dims
 
 
 def reference(
@@ -45,6 +48,15 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         "ignore_index": case.get("ignore_index", -100),
         "memory": case.get("memory", None),
     }
+
+
+def refuse_memory(op: str, args: Mapping[str, Any], dims: Dims) -> None:
+    """What `refuse` of `op` refuses: a budget that holds nothing."""
+    if args["memory"] is not None and args["memory"] < 1:
+        raise ArgumentError(
+            f"{op}: memory is {args['memory']} bytes, and the logits of a chunk need at least one",
+            hint="a budget below one token's logits does one token at a time; None takes the default",
+        )
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
@@ -98,6 +110,7 @@ SPEC = OpSpec(
     torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
+    refuse=partial(refuse_memory, "linear_cross_entropy"),
     cost_backward=cost_backward,
     grads=("hidden", "weight"),
     saves=("hidden", "weight", "targets", "lse"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from bagu.ops.dispatch import call
-from bagu.ops.linear_cross_entropy.chunked import check_memory
 from bagu.ops.linear_cross_entropy_loss.spec import SPEC
 
 
@@ -25,7 +24,6 @@ def linear_cross_entropy_loss(
     loss = sum of token_weights * (lse - target_logit + z_loss * lse²), so put what is known into the weights (1 / the
     number of tokens, an advantage). They get no gradient. `memory`: see `linear_cross_entropy`.
     """
-    check_memory("linear_cross_entropy_loss", memory)
     wants = [torch.is_grad_enabled() and isinstance(t, torch.Tensor) and t.requires_grad for t in (hidden, weight)]
     return call(
         SPEC, backend, hidden=hidden, weight=weight, targets=targets, token_weights=token_weights,

@@ -14,6 +14,7 @@ Dims: M = tokens, D = features, V = vocabulary; H, W = shapes of the residuals.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ SPEC = OpSpec(
     torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
+    refuse=partial(head.refuse_memory, "linear_cross_entropy_loss"),
     cost_backward=cost_backward,
     grads=("hidden", "weight"),
     saves=("hidden", "weight", "hidden_grad", "weight_grad"),

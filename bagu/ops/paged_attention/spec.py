@@ -106,8 +106,8 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     }
 
 
-def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
-    """No dim is derived; what the signature cannot say is refused here."""
+def refuse(args: Mapping[str, Any], dims: Dims) -> None:
+    """What the signature cannot say: raises for a call that has no meaning."""
     T, H, G, S, longest = dims["T"], dims["H"], dims["G"], dims["S"], args["max_context"]
     if G == 0 or H % G:
         raise ArgumentError(
@@ -136,7 +136,6 @@ def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
             f"paged_attention: bias has {dims['P']} distances, and an odd number is wanted",
             hint="2R - 1 columns stand for the distances -(R - 1) … R - 1",
         )
-    return {}
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
@@ -218,7 +217,7 @@ SPEC = OpSpec(
     torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
-    derive=derive,
+    refuse=refuse,
     ulps=4,  # as for attention: fused kernels round the weights to 16 bits before their product with the values
     ulps_of={"lse": 512},  # PyTorch's CPU kernel has a quick exp for 16-bit inputs: that of 0 is 5.4e-5 off 1
     independent=("H", "G"),

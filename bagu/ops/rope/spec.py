@@ -58,8 +58,8 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     }
 
 
-def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
-    """No dim is derived; what the signature cannot say is refused here."""
+def refuse(args: Mapping[str, Any], dims: Dims) -> None:
+    """What the signature cannot say: raises for a call that has no meaning."""
     if args["layout"] not in LAYOUTS:
         raise UnknownName.among("layout of rope", args["layout"], LAYOUTS)
     if 2 * dims["R"] > dims["D"]:
@@ -74,7 +74,6 @@ def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
             f"rope: x has {dims['T'][-1]} tokens, and the tables have {dims['P']} positions",
             hint="make longer tables with rope_tables, or pass positions",
         )
-    return {}
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
@@ -96,7 +95,7 @@ SPEC = OpSpec(
     cost_backward=cost,
     grads=("x",),
     saves=("cos", "sin", "positions"),
-    derive=derive,
+    refuse=refuse,
     ulps=1,
     independent=("T", "H"),
     peers=True,
