@@ -56,14 +56,31 @@ def node(spec: OpSpec, backend: str, forward: Forward, backward: Backward | None
     run, keep = _run_forward(spec, forward), _keep(spec)
     if backward is None:
         return run
-    link = once_differentiable(_link(spec, _run_backward(spec, backward)))
+    link = _link(spec, _run_backward(spec, backward))
+    flows = _flows(spec)
 
     def forward_node(ctx: Any, *values: Any) -> Any:
         results = run(*values)
         keep(ctx, values, results)
+        # Left alone, autograd fills zeros for what has no gradient, a launch for each residual that no backward reads:
+        # half of LayerNorm's four, and in linear_cross_entropy_loss as many bytes as the weight has.
+        ctx.set_materialize_grads(False)
+        if len(flows) > 1:
+            ctx.kinds = {i: (results[i].shape, results[i].dtype, results[i].device) for i in flows}
         return results
 
-    members = {"forward": staticmethod(forward_node), "backward": staticmethod(link)}
+    @once_differentiable
+    def backward_node(ctx: Any, *douts: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        given = list(douts)
+        if all(given[i] is None for i in flows):
+            return (None,) * len(spec.sig.inputs)
+        if len(flows) > 1:  # outputs of which the caller used only some
+            for i, (shape, dtype, device) in ctx.kinds.items():
+                if given[i] is None:
+                    given[i] = torch.zeros(shape, dtype=dtype, device=device)
+        return link(ctx, *given)
+
+    members = {"forward": staticmethod(forward_node), "backward": staticmethod(backward_node)}
     # by `type`, so that grad_fn carries the op's name in error messages and profiles
     Node: Any = type(f"{spec.name}_{backend}", (torch.autograd.Function,), members)
 
@@ -186,13 +203,18 @@ def _keep(spec: OpSpec) -> Callable[[Any, tuple[Any, ...], Any], None]:
     return keep
 
 
+def _flows(spec: OpSpec) -> list[int]:
+    """The places of the outputs that gradients flow through."""
+    return [i for i, o in enumerate(spec.sig.outputs) if o.name in spec.differentiable]
+
+
 def _link(spec: OpSpec, grad: Run) -> Callable[..., tuple[torch.Tensor | None, ...]]:
     """The gradient of each input, of which `grad` makes those that are wanted."""
     inputs = [a.name for a in spec.sig.inputs]
     positions = {n: i for i, n in enumerate(inputs)}
-    flows = [i for i, o in enumerate(spec.sig.outputs) if o.name in spec.differentiable]
+    flows = _flows(spec)
 
-    def link(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def link(ctx: Any, *douts: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         wanted = {g for g in spec.grads if ctx.needs_input_grad[positions[g]] and g not in ctx.absent}
         sources = {spec.twins.get(g, g) for g in wanted}
         made = grad([g in sources for g in spec.made], *(douts[i] for i in flows), *ctx.saved_tensors, *ctx.scalars)

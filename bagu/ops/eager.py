@@ -65,10 +65,13 @@ def node(
             ctx.save_for_backward(*tensors.values())
             ctx.tensors, ctx.scalars = tuple(tensors), {n: v for n, v in known.items() if n not in tensors}
             ctx.mark_non_differentiable(*results[1:])
+            ctx.set_materialize_grads(False)  # no zeros for residuals, which backward does not read
             return results
 
         @staticmethod
-        def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        def backward(ctx: Any, *douts: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+            if douts[0] is None:
+                return (None,) * len(names)
             known = ctx.scalars | dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))
             made: dict[str, torch.Tensor | None]
             needed = [n for n, needs in zip(names, ctx.needs_input_grad, strict=True) if needs]

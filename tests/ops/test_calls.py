@@ -178,6 +178,58 @@ def test_a_call_is_a_custom_op_only_where_something_looks() -> None:
     assert torch.equal(bare, watched) and torch.equal(grad, torch.autograd.grad(bare.sum(), x)[0])
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_backward_makes_no_zeros_for_residuals(backend: str) -> None:
+    """Nobody reads their gradients, and each would be a launch; of linear_cross_entropy_loss as large as the weight."""
+    x, w = (torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((4, 16), (16,)))
+    head, targets = torch.randn(32, 16, device=DEVICE, requires_grad=True), torch.arange(4, device=DEVICE)
+    weights = torch.ones(4, device=DEVICE)
+    outputs = [
+        bagu.ops.layer_norm(x, w, w, backend=backend).sum(),
+        bagu.ops.linear_cross_entropy_loss(x, head, targets, weights, backend=backend)[0],
+    ]
+    for y in outputs:
+        with torch.profiler.profile() as seen:
+            torch.autograd.grad(y, x)
+        assert not [e.key for e in seen.key_averages() if "zero" in e.key]
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_of_several_outputs_one_may_go_unused(used: int) -> None:
+    x, r = (torch.randn(4, 16, device=DEVICE, requires_grad=True) for _ in range(2))
+    w = torch.randn(16, device=DEVICE)
+    dout = torch.randn(4, 16, device=DEVICE)
+    grads = [
+        torch.autograd.grad(bagu.ops.add_rms_norm(x, r, w, backend=backend)[used], [x, r], dout)
+        for backend in ("torch", "triton")
+    ]
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+class _Lost(torch.autograd.Function):
+    """What gives its input no gradient, though it was asked for one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_no_gradient_in_gives_none_out(backend: str) -> None:
+    x, w = torch.randn(4, 16, device=DEVICE, requires_grad=True), torch.ones(16, device=DEVICE)
+    head, targets = torch.randn(32, 16, device=DEVICE), torch.arange(4, device=DEVICE)
+    y = _Lost.apply(bagu.ops.rms_norm(x, w, backend=backend))
+    loss = _Lost.apply(
+        bagu.ops.linear_cross_entropy_loss(x, head, targets, torch.ones(4, device=DEVICE), backend=backend)[0]
+    )
+    (y.sum() + loss).backward()
+    assert x.grad is None
+
+
 def test_a_second_derivative_of_a_kernel_is_refused() -> None:
     x = torch.randn(4, 16, device=DEVICE, requires_grad=True)
     y = bagu.ops.rms_norm(x, torch.ones(16, device=DEVICE), backend="triton")
