@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import hashlib
 import json
 import math
@@ -89,7 +90,13 @@ def override(config: C, settings: Iterable[str]) -> C:
         pairs.append((key.strip().split("."), text.strip()))
     data = to_dict(config)
     for keys, text in sorted(pairs, key=lambda pair: pair[0][-1] != "kind"):  # a kind decides which keys there are
-        data = _assigned(type(config), data, keys, text)
+        try:
+            data = _assigned(type(config), data, keys, text)
+        except UnknownName as error:
+            places = [repr(at) for at in _keys(data) if at.rpartition(".")[2] == keys[-1]]
+            if not places:
+                raise
+            raise UnknownName(str(error), hint=f"did you mean {' or '.join(places[:3])}?") from None
     return from_dict(type(config), data)
 
 
@@ -334,6 +341,14 @@ def _leaves(data: Any, where: str = "") -> Iterator[tuple[str, Any]]:
         yield where, data
 
 
+def _keys(data: Any, where: str = "") -> Iterator[str]:
+    """The dotted key of everything in a plain tree."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield _join(where, key)
+            yield from _keys(value, _join(where, key))
+
+
 def _same_numbers(data: Any) -> Any:
     """The plain tree with 1.0 written as 1: a float field set by hand may hold an int, and a loaded one does not."""
     if isinstance(data, dict):
@@ -383,5 +398,6 @@ def _not_among(where: str, value: Any, options: Sequence[Any]) -> UnknownName:
 
 def _unknown(where: str, key: str, known: Iterable[str]) -> UnknownName:
     """The error for a key, with the nearest by its own name: a long common prefix makes all dotted keys look alike."""
-    near = UnknownName.among("setting", key, known).hint
-    return UnknownName(f"there is no setting {_join(where, key)!r}", hint=near)
+    near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.5)
+    hint = f"did you mean {_join(where, near[0])!r}?" if near else f"known: {', '.join(sorted(known))}"
+    return UnknownName(f"there is no setting {_join(where, key)!r}", hint=hint)

@@ -21,7 +21,7 @@ import torch
 from bagu import __version__, device
 from bagu.errors import BaguError
 
-__all__ = ["append_rows", "environment", "package_version", "read_rows", "triton_version"]
+__all__ = ["append_rows", "environment", "made_folder", "package_version", "read_rows", "triton_version"]
 
 
 def environment() -> dict[str, Any]:
@@ -54,6 +54,18 @@ def triton_version() -> str | None:
     """Triton's version under any of the names it is published as."""
     names = ("triton", "pytorch-triton", "triton-windows")
     return next((version for name in names if (version := package_version(name))), None)
+
+
+def made_folder(folder: Path) -> Path:
+    """The folder, which is there now: one that cannot be made or written is told before the measuring, not after."""
+    hint = "give another with --out"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BaguError(f"the folder {folder} cannot be made: {error.strerror or error}", hint=hint) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise BaguError(f"nothing can be written into the folder {folder}", hint=hint)
+    return folder
 
 
 def append_rows(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:

@@ -14,10 +14,25 @@ def test_a_place_that_cannot_be_written_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, traceback: str
 ) -> None:
     file = tmp_path / "file"
-    file.write_text("")
+    file.write_text("a few words to learn from")
     monkeypatch.setenv("BAGU_TRACEBACK", traceback)
     with pytest.raises(NotADirectoryError if traceback == "1" else SystemExit):
-        main(["lab", "run", "safe_softmax", "--quick", "--out", str(file / "x")])
+        main(["tokenizer", "train", str(file / "x"), str(file)])
     if traceback == "0":
         said = capsys.readouterr().err
         assert said.startswith("bagu: ") and str(file) in said and "->" in said
+
+
+@pytest.mark.parametrize(
+    "command", ["bench ops softmax", "bench train", "bench engine", "lab run safe_softmax --quick"]
+)
+def test_a_record_that_cannot_be_written_is_told_before_the_measuring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--out", str(file / "x")])
+    out, err = capsys.readouterr()
+    assert err.startswith(f"bagu: the folder {file / 'x'}") and "cannot be made" in err
+    assert "%" not in out and "GB/s" not in out  # nothing was measured

@@ -154,7 +154,7 @@ def test_settings_that_only_fit_together_come_in_any_order() -> None:
     [
         ({"stepz": 1}, UnknownName, "'stepz'", "'steps'"),
         ({"optimizer": {"kind": "adam", "momentum": 1.0}}, UnknownName, "'optimizer.momentum'", "known"),
-        ({"rope": {"thta": 1.0}}, UnknownName, "'rope.thta'", "'theta'"),
+        ({"rope": {"thta": 1.0}}, UnknownName, "'rope.thta'", "'rope.theta'"),
         ({"steps": True}, ConfigError, "steps: wants an integer and got true", ""),
         ({"steps": 1.0}, ConfigError, "steps: wants an integer and got 1.0", ""),
         ({"steps": "1"}, ConfigError, 'steps: wants an integer and got "1"', ""),
@@ -202,6 +202,21 @@ def test_a_setting_that_does_not_fit_is_named(setting: str, says: str) -> None:
     with pytest.raises(BaguError) as caught:
         override(Tree(), [setting])
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "hint"),
+    [
+        ("stepz=1", "did you mean 'steps'?"),
+        ("optimizer.lrr=1", "did you mean 'optimizer.lr'?"),
+        ("lr=1", "did you mean 'optimizer.lr'?"),  # a name that stands elsewhere is better than one that looks alike
+        ("train.lr=1", "did you mean 'optimizer.lr'?"),
+    ],
+)
+def test_a_setting_that_is_not_there_suggests_one_that_is(setting: str, hint: str) -> None:
+    with pytest.raises(BaguError) as caught:
+        override(Tree(), [setting])
+    assert caught.value.hint == hint
 
 
 def test_diff_reads_as_a_sentence() -> None:

@@ -162,7 +162,8 @@ def open_source(path: Path, glob: str | None = None) -> ParquetSource | JsonlSou
     if len(kinds) > 1:
         raise BaguError(
             f"{path} holds files of {len(kinds)} kinds: {', '.join(kind.glob for kind in kinds)}",
-            hint=f"give the files or sub-folders one by one, or choose: --set sources.NAME.glob='{kinds[-1].glob}'",
+            hint="give the files or sub-folders one by one; in a run a source may choose, "
+            f"--set sources.NAME.glob='{kinds[-1].glob}'",
         )
     kind = kinds[0] if kinds else TextSource
     return kind(path) if glob is None else kind(path, glob=glob)
@@ -184,7 +185,8 @@ def list_files(path: Path, glob: str) -> list[tuple[str, Path]]:
     found = sorted((file.relative_to(path).as_posix(), file) for file in path.glob(glob) if file.is_file())
     if not found:
         raise BaguError(
-            f"no file under {path} matches {glob!r}", hint="say which files: --set sources.NAME.glob='**/*.md'"
+            f"no file under {path} matches {glob!r}",
+            hint="give the files by name; in a run a source may say which, --set sources.NAME.glob='**/*.md'",
         )
     return found
 

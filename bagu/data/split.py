@@ -1,4 +1,4 @@
-"""Train and validation, by document.
+"""Train and validation, by document; of a single one, its end is held out.
 
 Where a document goes is decided by a hash of its id and the seed alone: adding documents moves none of the others, and
 pairs made from a held-out file can be held out by the same rule. Split after de-duplication, or copies of a training
@@ -37,20 +37,37 @@ def held_ids(ids: Sequence[str], *, fraction: float, seed: int = 0) -> frozenset
         raise BaguError(f"the validation fraction is {fraction}", hint="a number between 0 and 1, 0.05 say")
     places = {id: place(id, seed=seed) for id in ids}
     if len(places) < max(2, len(ids)):
-        hint = "a long one can be cut into several, each with an id of its own"
-        raise BaguError(f"a split needs two documents, all of different ids: {len(places)} ids found", hint=hint)
+        found = f"{len(ids)} with {len(places)} different ids"
+        raise BaguError(
+            f"to hold some out, two or more are needed, each with its own id: found {found}", hint="add some"
+        )
     least, most = min(places, key=lambda id: places[id]), max(places, key=lambda id: places[id])
     return frozenset({id for id, at in places.items() if at < fraction} - {most} | {least})
 
 
 def hold_out(documents: Iterable[Document], *, fraction: float, seed: int = 0) -> Split:
-    """Hold out about `fraction` of the documents, as `held_ids` says. Order is kept."""
+    """Hold out about `fraction` of the documents, as `held_ids` says. Order is kept. A single one is cut in two."""
     documents = list(documents)
+    if len(documents) == 1 and 0 < fraction < 1:
+        return _cut(documents[0], fraction)
     held = held_ids([document.id for document in documents], fraction=fraction, seed=seed)
     return Split(
         train=[document for document in documents if document.id not in held],
         validation=[document for document in documents if document.id in held],
     )
+
+
+def _cut(document: Document, fraction: float) -> Split:
+    """The last `fraction` of a document held out of it; up to twice as much, to begin with a line."""
+    text = document.text
+    if len(text) < 2:
+        raise BaguError(f"{document.id} is one character, and some of it is held out", hint="give more text")
+    at = min(max(round(len(text) * (1 - fraction)), 1), len(text) - 1)
+    line = text.rfind("\n", 0, at) + 1
+    if line and at - line <= len(text) - at:
+        at = line
+    held = Document(id=f"{document.id}:end", text=text[at:])
+    return Split(train=[Document(id=document.id, text=text[:at])], validation=[held])
 
 
 def sample(documents: Iterable[Document], *, max_bytes: int, total_bytes: int, seed: int = 0) -> Iterator[str]:

@@ -18,7 +18,7 @@ from rich.table import Table
 from bagu.device import default_device, this_machine
 from bagu.lab import catalogue, plot
 from bagu.lab.core import Lab, Result, Setting, T
-from bagu.record import environment
+from bagu.record import environment, made_folder
 
 COLOUR = {"held": "green", "did not hold": "red", "holds only where": "yellow"}
 SECONDS_BETWEEN_LINES = 5.0
@@ -52,8 +52,8 @@ def run_labs(names: Sequence[str], *, out: Path, quick: bool, console: Console |
         if lab.needs_gpu and device != "cuda":
             console.print("[yellow]skipped[/]: it needs a CUDA device and this machine has none")
             continue
+        folder = made_folder(out / machine / lab.name)
         result = run_lab(lab, machine=machine, device=device, quick=quick, console=console)
-        folder = out / machine / lab.name
         reason = store(lab, result, folder)
         console.print(f"[{COLOUR[result.verdict.kind]}]{result.verdict.kind}[/]: {escape(result.verdict.sentence_en)}")
         console.print(escape(result.verdict.sentence_zh))
@@ -85,7 +85,6 @@ def run_lab(lab: Lab, *, machine: str, device: str, quick: bool, console: Consol
 
 def store(lab: Lab, result: Result, folder: Path) -> str | None:
     """Write the result, then its plots. Returns why the plots were not drawn, None when they were."""
-    folder.mkdir(parents=True, exist_ok=True)
     text = result.to_json()
     for name in plot.FILES:  # a plot of the run before would not match the new rows
         (folder / name).unlink(missing_ok=True)

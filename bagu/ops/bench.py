@@ -28,7 +28,7 @@ from bagu.ops.core import OpSpec
 from bagu.ops.race import Job, Point, Setting, rows_of, time_job
 from bagu.ops.roofline import higher
 from bagu.ops.sizing import dtype_named, shrink
-from bagu.record import append_rows, environment
+from bagu.record import append_rows, environment, made_folder
 from bagu.timing import Ceilings, flush_buffer, measure_ceilings
 
 __all__ = ["RESULTS", "main"]
@@ -61,7 +61,7 @@ def main(
     kind = dtype_named(dtype) if dtype is not None else torch.bfloat16 if on.type == "cuda" else torch.float32
     setting = Setting(device=on, dtype=kind, quick=quick, compiled=not quick if compiled is None else compiled)
     jobs, notes = _jobs(specs, cases, chosen_backends(specs, backends, on), setting)
-    folder = out if out is not None else None if quick else RESULTS
+    folder = made_folder(out) if out is not None else None if quick else made_folder(RESULTS)
     console = Console(stderr=as_json)
     rows: list[dict[str, Any]] = []
     # A Triton kernel runs on the current device, wherever its tensors are.

@@ -17,7 +17,7 @@ from bagu.nn.config import ModelConfig, NormConfig, Rope
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.openmp import settings
-from bagu.record import append_rows, environment
+from bagu.record import append_rows, environment, made_folder
 from bagu.serve.bench_clock import Case, Measured, measure_streams, measure_throughput
 from bagu.serve.bench_peers import PEERS, scripted
 from bagu.serve.config import EngineConfig
@@ -116,6 +116,7 @@ def main(
         max_num_seqs=batch, prefix_cache=prefix_cache, quantization=quantization, invariant=invariant,  # type: ignore[arg-type]
         max_num_batched_tokens=max_num_batched_tokens, seed=seed,
     )  # fmt: skip
+    folder = made_folder(out or RESULTS)
     rows: list[dict[str, Any]] = []
     for turn in range(rounds):
         forget(where)
@@ -133,7 +134,7 @@ def main(
         "openmp": settings(os.environ), "env": environment(),
     }  # fmt: skip
     rows = [common | row for row in rows]
-    append_rows((out or RESULTS) / f"{this_machine().name}.jsonl", rows)
+    append_rows(folder / f"{this_machine().name}.jsonl", rows)
     if as_json:
         print(json.dumps(rows))
     else:

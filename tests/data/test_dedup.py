@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bagu.data import Document, StdlibSource, deduplicate, hold_out
 from bagu.data.dedup import BINS, SHINGLE, Shingler, jaccard
-from bagu.data.split import place, sample
+from bagu.data.split import held_ids, place, sample
 from bagu.errors import BaguError
 
 
@@ -129,11 +129,31 @@ def test_neither_side_of_a_split_is_empty(count: int, fraction: float, seed: int
     assert len(train) + len(validation) == count
 
 
+def test_of_a_single_document_the_end_is_held_out() -> None:
+    text = "".join(f"line {i}\n" for i in range(1000))
+    train, validation = hold_out([Document(id="a.txt", text=text)], fraction=0.05)
+    assert [d.id for d in (*train, *validation)] == ["a.txt", "a.txt:end"]
+    assert train[0].text + validation[0].text == text
+    assert train[0].text.endswith("\n") and 0.05 <= len(validation[0].text) / len(text) < 0.052
+
+
+@settings(derandomize=True)
+@given(st.text(alphabet="ab\n", min_size=2, max_size=40), st.floats(0.0001, 0.9999))
+def test_a_single_document_is_cut_where_both_sides_have_text(text: str, fraction: float) -> None:
+    train, validation = hold_out([Document(id="a", text=text)], fraction=fraction)
+    assert train[0].text and validation[0].text
+    assert train[0].text + validation[0].text == text
+    least = round(len(text) * fraction)
+    assert len(validation[0].text) <= max(2 * least, 2) + 1
+
+
 def test_a_split_that_cannot_be_made_is_refused() -> None:
-    with pytest.raises(BaguError, match="1 ids found"):
-        hold_out(documents(1), fraction=0.1)
-    with pytest.raises(BaguError, match="1 ids found"):
+    with pytest.raises(BaguError, match="found 2 with 1 different ids"):
         hold_out(documents(1) * 2, fraction=0.1)
+    with pytest.raises(BaguError, match="found 1 with 1"):
+        held_ids(["a"], fraction=0.1)
+    with pytest.raises(BaguError, match=r"one\.txt is one character"):
+        hold_out([Document(id="one.txt", text="x")], fraction=0.1)
     with pytest.raises(BaguError, match="fraction is 1"):
         hold_out(documents(3), fraction=1)
 
