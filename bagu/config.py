@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
@@ -29,6 +28,10 @@ __all__ = ["ConfigError", "diff", "fingerprint", "from_dict", "load", "override"
 
 C = TypeVar("C")
 MISSING = dataclasses.MISSING
+
+
+class UnknownSetting(UnknownName):
+    """A key that the configuration does not have."""
 
 
 class ConfigError(BaguError, ValueError):
@@ -92,11 +95,10 @@ def override(config: C, settings: Iterable[str]) -> C:
     for keys, text in sorted(pairs, key=lambda pair: pair[0][-1] != "kind"):  # a kind decides which keys there are
         try:
             data = _assigned(type(config), data, keys, text)
-        except UnknownName as error:
-            places = [repr(at) for at in _keys(data) if at.rpartition(".")[2] == keys[-1]]
-            if not places:
+        except UnknownSetting as error:
+            if not (places := _namesakes(data, keys)):
                 raise
-            raise UnknownName(str(error), hint=f"did you mean {' or '.join(places[:3])}?") from None
+            raise UnknownSetting(str(error), hint=f"did you mean {' or '.join(map(repr, places[:3]))}?") from None
     return from_dict(type(config), data)
 
 
@@ -341,6 +343,14 @@ def _leaves(data: Any, where: str = "") -> Iterator[tuple[str, Any]]:
         yield where, data
 
 
+def _namesakes(data: Any, keys: Sequence[str]) -> list[str]:
+    """The dotted keys that end as `keys` does, in as many of its parts as any."""
+    for parts in range(len(keys), 0, -1):
+        if found := [at for at in _keys(data) if at.split(".")[-parts:] == keys[-parts:]]:
+            return found
+    return []
+
+
 def _keys(data: Any, where: str = "") -> Iterator[str]:
     """The dotted key of everything in a plain tree."""
     if isinstance(data, dict):
@@ -396,8 +406,6 @@ def _not_among(where: str, value: Any, options: Sequence[Any]) -> UnknownName:
     return error
 
 
-def _unknown(where: str, key: str, known: Iterable[str]) -> UnknownName:
+def _unknown(where: str, key: str, known: Iterable[str]) -> UnknownSetting:
     """The error for a key, with the nearest by its own name: a long common prefix makes all dotted keys look alike."""
-    near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.5)
-    hint = f"did you mean {_join(where, near[0])!r}?" if near else f"known: {', '.join(sorted(known))}"
-    return UnknownName(f"there is no setting {_join(where, key)!r}", hint=hint)
+    return UnknownSetting.among("setting", key, known, within=f"{where}." if where else "")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Self
 
 __all__ = ["ArgumentError", "BackendError", "BaguError", "ConformanceError", "UnknownName"]
 
@@ -41,9 +42,9 @@ class UnknownName(BaguError, LookupError):
     """A name is not in its table."""
 
     @classmethod
-    def among(cls, kind: str, name: str, known: Iterable[str]) -> UnknownName:
-        """The error for `name`, with the nearest known one as the hint."""
+    def among(cls, kind: str, name: str, known: Iterable[str], *, within: str = "") -> Self:
+        """The error for `name`, with the nearest known one as the hint; both are shown behind `within`."""
         known = sorted(known)
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
-        return cls(f"there is no {kind} {name!r}", hint=hint)
+        hint = f"did you mean {within + near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
+        return cls(f"there is no {kind} {within + name!r}", hint=hint)

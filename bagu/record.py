@@ -21,7 +21,7 @@ import torch
 from bagu import __version__, device
 from bagu.errors import BaguError
 
-__all__ = ["append_rows", "environment", "made_folder", "package_version", "read_rows", "triton_version"]
+__all__ = ["append_rows", "environment", "made_folder", "package_version", "read_rows", "record_file", "triton_version"]
 
 
 def environment() -> dict[str, Any]:
@@ -56,8 +56,16 @@ def triton_version() -> str | None:
     return next((version for name in names if (version := package_version(name))), None)
 
 
+def record_file(folder: Path) -> Path:
+    """This machine's file of rows in `folder`. What cannot be written is told now: before the measuring, not after."""
+    path = made_folder(folder) / f"{device.this_machine().name}.jsonl"
+    if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+        raise BaguError(f"{path} is no file that can be written", hint="give another folder with --out")
+    return path
+
+
 def made_folder(folder: Path) -> Path:
-    """The folder, which is there now: one that cannot be made or written is told before the measuring, not after."""
+    """The folder, which is there now and can be written."""
     hint = "give another with --out"
     try:
         folder.mkdir(parents=True, exist_ok=True)

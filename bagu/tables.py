@@ -68,7 +68,7 @@ def render(rows: Sequence[Row], words: Words, *, every: bool = False) -> str:
     parts = []
     for machine, dtype in sorted({(r["env"]["machine"], r["dtype"]) for r in rows}):
         mine = _latest([r for r in rows if (r["env"]["machine"], r["dtype"]) == (machine, dtype)])
-        mine.sort(key=lambda r: r["op"])  # or an op that was measured again would move to the end
+        mine.sort(key=lambda r: r["op"])  # in whatever order the record has them
         firsts = dict(reversed([(r["op"], r["case"]) for r in mine]))  # of one op's cases the first stays
         shown = mine if every else _short([r for r in mine if r["case"] == firsts[r["op"]]])
         parts += [_caption(mine, words), _table(shown, words)]

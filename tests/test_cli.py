@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bagu.cli import main
+from bagu.record import record_file
 
 
 @pytest.mark.parametrize("traceback", ["0", "1"])
@@ -24,7 +25,14 @@ def test_a_place_that_cannot_be_written_is_named(
 
 
 @pytest.mark.parametrize(
-    "command", ["bench ops softmax", "bench train", "bench engine", "lab run safe_softmax --quick"]
+    "command",
+    [
+        "bench ops softmax",
+        "bench train",
+        "bench engine",
+        "bench serve http://127.0.0.1:1",
+        "lab run safe_softmax --quick",
+    ],
 )
 def test_a_record_that_cannot_be_written_is_told_before_the_measuring(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
@@ -36,3 +44,13 @@ def test_a_record_that_cannot_be_written_is_told_before_the_measuring(
     out, err = capsys.readouterr()
     assert err.startswith(f"bagu: the folder {file / 'x'}") and "cannot be made" in err
     assert "%" not in out and "GB/s" not in out  # nothing was measured
+
+
+def test_a_record_that_is_no_file_is_told_before_the_measuring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record_file(tmp_path).mkdir()
+    with pytest.raises(SystemExit):
+        main(["bench", "ops", "softmax", "--out", str(tmp_path)])
+    out, err = capsys.readouterr()
+    assert "is no file that can be written" in err and "GB/s" not in out

@@ -211,6 +211,7 @@ def test_a_setting_that_does_not_fit_is_named(setting: str, says: str) -> None:
         ("optimizer.lrr=1", "did you mean 'optimizer.lr'?"),
         ("lr=1", "did you mean 'optimizer.lr'?"),  # a name that stands elsewhere is better than one that looks alike
         ("train.lr=1", "did you mean 'optimizer.lr'?"),
+        ("optimizer.kind=sgdd", "did you mean 'sgd'?"),  # a wrong value is no wrong key
     ],
 )
 def test_a_setting_that_is_not_there_suggests_one_that_is(setting: str, hint: str) -> None:

@@ -1,6 +1,6 @@
 """Train and validation, by document; of a single one, its end is held out.
 
-Where a document goes is decided by a hash of its id and the seed alone: adding documents moves none of the others, and
+Where one of several goes is decided by a hash of its id and the seed alone: adding more moves none of the others, and
 pairs made from a held-out file can be held out by the same rule. Split after de-duplication, or copies of a training
 document are what the validation measures.
 """
@@ -39,7 +39,8 @@ def held_ids(ids: Sequence[str], *, fraction: float, seed: int = 0) -> frozenset
     if len(places) < max(2, len(ids)):
         found = f"{len(ids)} with {len(places)} different ids"
         raise BaguError(
-            f"to hold some out, two or more are needed, each with its own id: found {found}", hint="add some"
+            f"some documents or chats are held out to measure on, and there are {found}",
+            hint="give two or more, each with an id of its own",
         )
     least, most = min(places, key=lambda id: places[id]), max(places, key=lambda id: places[id])
     return frozenset({id for id, at in places.items() if at < fraction} - {most} | {least})
@@ -61,7 +62,7 @@ def _cut(document: Document, fraction: float) -> Split:
     """The last `fraction` of a document held out of it; up to twice as much, to begin with a line."""
     text = document.text
     if len(text) < 2:
-        raise BaguError(f"{document.id} is one character, and some of it is held out", hint="give more text")
+        raise BaguError(f"{document.id} has {len(text)} characters, and one is held out", hint="give more text")
     at = min(max(round(len(text) * (1 - fraction)), 1), len(text) - 1)
     line = text.rfind("\n", 0, at) + 1
     if line and at - line <= len(text) - at:

@@ -28,7 +28,7 @@ from bagu.ops.core import OpSpec
 from bagu.ops.race import Job, Point, Setting, rows_of, time_job
 from bagu.ops.roofline import higher
 from bagu.ops.sizing import dtype_named, shrink
-from bagu.record import append_rows, environment, made_folder
+from bagu.record import append_rows, environment, record_file
 from bagu.timing import Ceilings, flush_buffer, measure_ceilings
 
 __all__ = ["RESULTS", "main"]
@@ -61,19 +61,20 @@ def main(
     kind = dtype_named(dtype) if dtype is not None else torch.bfloat16 if on.type == "cuda" else torch.float32
     setting = Setting(device=on, dtype=kind, quick=quick, compiled=not quick if compiled is None else compiled)
     jobs, notes = _jobs(specs, cases, chosen_backends(specs, backends, on), setting)
-    folder = made_folder(out) if out is not None else None if quick else made_folder(RESULTS)
+    folder = out if out is not None else None if quick else RESULTS
+    record = record_file(folder) if folder is not None else None
     console = Console(stderr=as_json)
     rows: list[dict[str, Any]] = []
     # A Triton kernel runs on the current device, wherever its tensors are.
     with torch.cuda.device(on) if on.type == "cuda" else nullcontext():
         for found in _rows(jobs, notes, setting, console):
             rows += found
-            if folder is not None:
-                _keep(found, folder, console, draw=draw)
+            if record is not None:
+                _keep(found, record, console, draw=draw)
     if as_json:
         print(json.dumps(rows, indent=1, ensure_ascii=False, allow_nan=False))
     failed = any(row["error"] and row["backend"] for row in rows)
-    return int(failed or (folder is not None and any(row["fault"] for row in rows)))
+    return int(failed or (record is not None and any(row["fault"] for row in rows)))
 
 
 def _rows(
@@ -109,15 +110,14 @@ def _rows(
         yield found
 
 
-def _keep(rows: Sequence[Mapping[str, Any]], folder: Path, console: Console, *, draw: bool) -> None:
+def _keep(rows: Sequence[Mapping[str, Any]], record: Path, console: Console, *, draw: bool) -> None:
     """Append one op's rows to the machine's record, and draw them beside it."""
     if not rows:
         return
-    machine = rows[0]["env"]["machine"]
-    append_rows(folder / f"{machine}.jsonl", rows)
-    reason = plot.draw(rows, folder / "plots" / machine) if draw else None
-    drawn = "" if not draw else f"; no plot: {reason}" if reason else f"; plots/{machine}/{rows[0]['op']}.svg and .png"
-    console.print(f"[dim]{len(rows)} rows → {escape(str(folder))}/{machine}.jsonl{escape(drawn)}[/]")
+    append_rows(record, rows)
+    reason = plot.draw(rows, record.parent / "plots" / record.stem) if draw else None
+    drawn = f"; no plot: {reason}" if reason else f"; plots/{record.stem}/{rows[0]['op']}.svg and .png" if draw else ""
+    console.print(f"[dim]{len(rows)} rows → {escape(f'{record}{drawn}')}[/]")
 
 
 def _jobs(

@@ -108,7 +108,7 @@ class OpSpec:
     saves: Sequence[str] = ()  # inputs, outputs and residuals that the backward reads
     mutates: Sequence[str] = ()  # inputs that the call changes, which have no gradient; what they become is a result
     constant: Sequence[str] = ()  # outputs no gradient flows through
-    derive: Callable[[Mapping[str, Any], Dims], Dims] | None = None  # dims of results that no input has
+    derive: Callable[[Mapping[str, Any], Dims], Dims] | None = None  # dims no input has; raises where there are none
     refuse: Callable[[Mapping[str, Any], Dims], None] | None = None  # raises for what the signature cannot say
     peers: bool = False  # the folder has peers.py: the same work by other libraries, for the benchmark
     wide_loads: bool = True  # the compile gate wants 128-bit loads in every kernel at the bench cases

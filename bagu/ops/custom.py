@@ -63,7 +63,8 @@ def node(spec: OpSpec, backend: str, forward: Forward, backward: Backward | None
         results = run(*values)
         keep(ctx, values, results)
         # Left alone, autograd fills zeros for what has no gradient, a launch for each residual that no backward reads:
-        # half of LayerNorm's four, and in linear_cross_entropy_loss as many bytes as the weight has.
+        # half of LayerNorm's four, and in linear_cross_entropy_loss as many bytes as the weight has. It still does for
+        # the custom ops, where a compiler drops them.
         ctx.set_materialize_grads(False)
         if len(flows) > 1:
             ctx.kinds = {i: (results[i].shape, results[i].dtype, results[i].device) for i in flows}

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from bagu.device import named_device, named_dtype, this_machine
+from bagu.device import named_device, named_dtype
 from bagu.errors import ArgumentError, UnknownName
 from bagu.nn.config import ModelConfig, NormConfig, Rope
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.openmp import settings
-from bagu.record import append_rows, environment, made_folder
+from bagu.record import append_rows, environment, record_file
 from bagu.serve.bench_clock import Case, Measured, measure_streams, measure_throughput
 from bagu.serve.bench_peers import PEERS, scripted
 from bagu.serve.config import EngineConfig
@@ -116,7 +116,7 @@ def main(
         max_num_seqs=batch, prefix_cache=prefix_cache, quantization=quantization, invariant=invariant,  # type: ignore[arg-type]
         max_num_batched_tokens=max_num_batched_tokens, seed=seed,
     )  # fmt: skip
-    folder = made_folder(out or RESULTS)
+    record = record_file(out or RESULTS)
     rows: list[dict[str, Any]] = []
     for turn in range(rounds):
         forget(where)
@@ -134,7 +134,7 @@ def main(
         "openmp": settings(os.environ), "env": environment(),
     }  # fmt: skip
     rows = [common | row for row in rows]
-    append_rows(folder / f"{this_machine().name}.jsonl", rows)
+    append_rows(record, rows)
     if as_json:
         print(json.dumps(rows))
     else:

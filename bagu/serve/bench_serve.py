@@ -25,9 +25,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from bagu.device import this_machine
 from bagu.errors import ArgumentError, BaguError, UnknownName
-from bagu.record import append_rows, environment, made_folder
+from bagu.record import append_rows, environment, made_folder, record_file
 from bagu.serve.bench_client import Answer, Server, answered, drive
 from bagu.serve.bench_latency import METRICS, summary
 from bagu.serve.bench_plot import draw
@@ -83,7 +82,9 @@ def main(
         "shared_prefix": shared_prefix, "request_rate": request_rate if math.isfinite(request_rate) else "inf",
         "max_concurrency": max_concurrency, "temperature": temperature, "seed": seed,
     }  # fmt: skip
-    folder = made_folder(out or RESULTS)
+    record = record_file(out or RESULTS)
+    if plot is not None:
+        made_folder(plot)
     when = arrivals(requests, request_rate, seed)
     with nullcontext(url) if server is None else server as address:
         at = Server(str(address), api_key)
@@ -106,7 +107,7 @@ def main(
     made = result["total_output_tokens"]
     result["server_cpu_us_per_token"] = 1e6 * used / made if used is not None and made else None
     row = {"system": "serve", "model_id": name, **asked, **result, "where": at.where, "env": environment()}
-    append_rows(folder / f"{this_machine().name}.jsonl", [row])
+    append_rows(record, [row])
     why = None if plot is None else draw(answers, plot, f"{name}, {_load(row)}")
     if as_json:
         print(json.dumps(row))

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from bagu.device import named_device, named_dtype, this_machine
+from bagu.device import named_device, named_dtype
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.nn import count
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
-from bagu.record import append_rows, environment, made_folder
+from bagu.record import append_rows, environment, record_file
 from bagu.timing import forget
 from bagu.train.optim import OptimizerConfig
 from bagu.train.peers import PEERS
@@ -186,7 +186,7 @@ def main(
     if unknown:
         raise UnknownName.among("peer", unknown[0], [*PEERS, "PATH.py"])
     chosen, as_dtype = SHAPES[shape], named_dtype(dtype)
-    folder = made_folder(out or RESULTS)
+    record = record_file(out or RESULTS)
     rows: list[dict[str, Any]] = []
     for _ in range(rounds):
         for c in compiled:
@@ -207,7 +207,7 @@ def main(
                 rows.append(_script(Path(peer)))
     env, common = environment(), {"shape": shape, "model": asdict(chosen.model), "device": str(where)}
     rows = [row | common | {"env": env} for row in rows]
-    append_rows(folder / f"{this_machine().name}.jsonl", rows)
+    append_rows(record, rows)
     if as_json:
         print(json.dumps(rows))
     else:

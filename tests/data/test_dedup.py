@@ -148,11 +148,11 @@ def test_a_single_document_is_cut_where_both_sides_have_text(text: str, fraction
 
 
 def test_a_split_that_cannot_be_made_is_refused() -> None:
-    with pytest.raises(BaguError, match="found 2 with 1 different ids"):
+    with pytest.raises(BaguError, match="2 with 1 different ids"):
         hold_out(documents(1) * 2, fraction=0.1)
-    with pytest.raises(BaguError, match="found 1 with 1"):
+    with pytest.raises(BaguError, match="1 with 1 different ids"):
         held_ids(["a"], fraction=0.1)
-    with pytest.raises(BaguError, match=r"one\.txt is one character"):
+    with pytest.raises(BaguError, match=r"one\.txt has 1 characters"):
         hold_out([Document(id="one.txt", text="x")], fraction=0.1)
     with pytest.raises(BaguError, match="fraction is 1"):
         hold_out(documents(3), fraction=1)

@@ -111,6 +111,15 @@ def test_empty_logits_give_empty_samples(backend: str) -> None:
 
 def test_values_out_of_range_are_refused() -> None:
     logits = torch.zeros(2, 3)
-    for bad in ({"tau": 0.0}, {"tau": -1.0}, {"tau": float("nan")}, {"seed": -1}, {"seed": 2**63}, {"seed": 1.5}):
+    for bad in (
+        {"tau": 0.0},
+        {"tau": -1.0},
+        {"tau": float("nan")},
+        {"tau": float("inf")},
+        {"tau": 10**400},
+        {"seed": -1},
+        {"seed": 2**63},
+        {"seed": 1.5},
+    ):
         with pytest.raises(ArgumentError, match=next(iter(bad))):
             gumbel_softmax(logits, **bad)  # type: ignore[arg-type]

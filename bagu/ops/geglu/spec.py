@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,10 +38,10 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     return gated.inputs(case, streams) | {"approximate": case.get("approximate", "tanh")}
 
 
-def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
+def refuse(args: Mapping[str, Any], dims: Dims) -> None:
+    """What the signature cannot say: raises for a call that has no meaning."""
     if args["approximate"] not in ("tanh", "none"):
         raise UnknownName.among("approximation of gelu", args["approximate"], ("tanh", "none"))
-    return gated.width("geglu", args, dims)
 
 
 EXACT = [
@@ -65,7 +66,8 @@ SPEC = OpSpec(
     cost_backward=gated.cost_backward,
     grads=("x", "up"),
     saves=("x", "up"),
-    derive=derive,
+    derive=partial(gated.width, "geglu"),
+    refuse=refuse,
     ulps=2,  # autograd has the slope of the torch backend's step as s * (1 - s), where 1 - s has few digits near 1
     independent=("M",),
     peers=True,

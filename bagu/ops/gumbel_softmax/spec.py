@@ -38,8 +38,8 @@ def reference(logits: torch.Tensor, tau: float, hard: bool, seed: int) -> torch.
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
     """What the signature cannot say: raises for a call that has no meaning."""
-    if not args["tau"] > 0:
-        raise ArgumentError(f"gumbel_softmax: tau is {args['tau']}, and a temperature above 0 is wanted")
+    if not 0 < args["tau"] < 1e38:  # beyond fp32 1 / tau is 0, and 0 times the -inf of a masked place is no number
+        raise ArgumentError(f"gumbel_softmax: tau is {args['tau']}, and a temperature above 0 and below 1e38 is wanted")
     if not 0 <= args["seed"] < 2**63:
         raise ArgumentError(f"gumbel_softmax: seed is {args['seed']}, and 0 to 2^63 - 1 is wanted", hint="seed % 2**63")
 

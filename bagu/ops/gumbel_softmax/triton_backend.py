@@ -1,9 +1,9 @@
-"""Gumbel-softmax on Triton: one program owns whole rows, and the noise is made where it is used, never stored.
+"""Gumbel-softmax on Triton: one program owns whole rows and makes their noise; no tensor of noise is kept.
 
 Arithmetic is the limit, not memory: an element takes a quarter of a Philox call (about 20 integer operations) and two
 logs. So the four words of a call go to four neighbours, and the backward keeps two numbers a row (the largest z and
 the sum of exponentials under it) and draws the noise again, rather than keep a second tensor. A row is a block and a
-tail; past WHOLE and its tail it is walked (wide_kernels).
+tail. A short tail has its z made before, for all rows at once; a row past WHOLE and its tail is walked (wide_kernels).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from bagu.ops.launch import as_rows, blocks, fp32_pair, triton_acc
 from bagu.ops.signature import accumulator
 
 WHOLE = 8192  # the longest block kept in registers: 16 values and their noise a thread; half as much may be past it
+MOST = 2  # a tail is at most half of its block
 TUNABLE = {  # tests run each point
     "forward": {"block_m": (1, 4), "num_warps": (4, 8)},
     "backward": {"block_m": (1, 4), "num_warps": (4, 8)},
@@ -131,7 +132,7 @@ def forward(
     M, N = rows.shape
     noise = (M, N, rows.stride(0), *fp32_pair(1 / tau), seed)
     acc = triton_acc(logits.dtype)
-    if N > WHOLE + WHOLE // 2:
+    if _walked(N):
         wide_forward(rows, y, top, total, *noise, hard, num_warps=num_warps, ACC=acc)
     else:
         grid, shape = _tiles(M, N, logits.itemsize, block_m, num_warps)
@@ -150,7 +151,7 @@ def backward(
     M, N = rows.shape
     noise = (rows.stride(0), *fp32_pair(1 / tau), seed)
     acc = triton_acc(logits.dtype)
-    if N > WHOLE + WHOLE // 2:
+    if _walked(N):
         wide_backward(dys, rows, top, total, dx, M, N, dys.stride(0), *noise, num_warps=num_warps, ACC=acc)
     else:
         grid, shape = _tiles(M, N, logits.itemsize, block_m, num_warps)
@@ -160,8 +161,11 @@ def backward(
 
 
 def _past(rows: torch.Tensor, noise: tuple[int | float, ...], shape: Mapping[str, int]) -> torch.Tensor | None:
-    """z of a short tail, by a launch of its own. In its row's program every thread would make a Philox call for it, as
-    many as for a tail of 1,024 columns: N = 4,097 lost 24 / 30 % (forward / backward, H200), so 14 / 18 %."""
+    """z[M, TAIL] of short tails, by a launch of its own; None where the rows' programs make it.
+
+    There a tail of one column costs every thread a Philox call, as one of 1,024 does: N = 4,097 loses 24 / 30 % that
+    way (forward / backward, H200) and 14 / 18 % this way. In bf16 z is at most a quarter of the logits' bytes.
+    """
     tail, block_n = shape["TAIL"], shape["BLOCK_N"]
     if not 0 < tail <= block_n // 8:
         return None
@@ -172,11 +176,16 @@ def _past(rows: torch.Tensor, noise: tuple[int | float, ...], shape: Mapping[str
     return z
 
 
+def _walked(N: int) -> bool:
+    """Whether a row is more than a program holds."""
+    return blocks(N, 0, MOST)[0] > WHOLE
+
+
 def _tiles(
     M: int, N: int, itemsize: int, block_m: int | None, num_warps: int | None
 ) -> tuple[tuple[int], dict[str, int]]:
     """The grid, and the block sizes and warps, of tiles of whole rows."""
-    block_n, tail = blocks(max(N, 4), 0, 2)
+    block_n, tail = blocks(max(N, 4), 0, MOST)
     block_m = block_m or max(1, 2048 // block_n)
     warps = num_warps or min(max(block_m * block_n // (256 if tail == block_n // 4 else 512), 1), 32)
     shape = {"BLOCK_M": block_m, "BLOCK_N": block_n, "TAIL": tail, "num_warps": warps}

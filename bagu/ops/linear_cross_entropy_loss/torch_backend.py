@@ -22,7 +22,7 @@ class _Loss(torch.autograd.Function):
         results = one_pass.forward(*args)
         ctx.save_for_backward(*results[3:])
         ctx.mark_non_differentiable(*results[1:])
-        if not torch.compiler.is_compiling():  # Dynamo has no such call (torch 2.13), and drops what nobody reads
+        if not torch.compiler.is_compiling():  # a compiler drops what nobody reads
             ctx.set_materialize_grads(False)  # or each backward fills as many zeros as the weight has
         ctx.made = args[-3:-1]
         return results
@@ -30,7 +30,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *douts: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if douts[0] is None:
-            return (None,) * 10
+            return (None,) * len(ctx.needs_input_grad)
         needs = dict(zip(("hidden", "weight"), ctx.needs_input_grad[:2], strict=True))
         (hidden_grad, weight_grad), (grad_hidden, grad_weight) = ctx.saved_tensors, ctx.made
         dhidden, dweight = _scaled(douts[0], hidden_grad, weight_grad, grad_hidden, grad_weight, needs)
