@@ -311,7 +311,7 @@ def _farewell(console: Console, report: Path, out: Path, bits: float, rivals: Co
         "Go on:\n"
         f"  bagu train --from {out / 'pretrain'} --set train.steps=2000 --out runs/longer\n"
         f"  bagu serve {out / 'sft'}        # an OpenAI-compatible API, and a page to talk to it\n"
-        "  bagu train my_texts/ --out runs/mine      # any folder of text, JSON lines or Parquet\n"
+        "  bagu train my_text.txt --out runs/mine     # any file or folder of text, JSON lines, Parquet\n"
         "  bagu lab list                              # textbook claims, measured",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
