@@ -61,8 +61,7 @@ def main(
     kind = dtype_named(dtype) if dtype is not None else torch.bfloat16 if on.type == "cuda" else torch.float32
     setting = Setting(device=on, dtype=kind, quick=quick, compiled=not quick if compiled is None else compiled)
     jobs, notes = _jobs(specs, cases, chosen_backends(specs, backends, on), setting)
-    folder = out if out is not None else None if quick else RESULTS
-    record = record_file(folder) if folder is not None else None
+    record = None if out is None and quick else record_file(out or RESULTS)
     console = Console(stderr=as_json)
     rows: list[dict[str, Any]] = []
     # A Triton kernel runs on the current device, wherever its tensors are.

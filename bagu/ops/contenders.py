@@ -22,7 +22,7 @@ from bagu.errors import BackendError, UnknownName
 from bagu.ops.core import OpSpec
 from bagu.ops.dispatch import call
 
-__all__ = ["Contender", "chosen_backends", "contenders", "is_absent", "label"]
+__all__ = ["Contender", "NotOffered", "chosen_backends", "contenders", "is_absent", "label"]
 
 LABELS = {"eager": "torch eager", "compile": "torch.compile"}
 CUDA_ONLY = ("liger",)  # Triton kernels: on a CPU there is nothing to time
@@ -76,8 +76,14 @@ def contenders(
     return found, notes
 
 
+class NotOffered(Exception):
+    """Raised by a peer for a case that its library does not have: it is left out, as it has not failed."""
+
+
 def is_absent(error: BaseException) -> bool:
-    """Whether an error says that a peer's package is not installed, and not that its import is broken."""
+    """Whether an error says that a peer has no such case or is not installed, and not that its import is broken."""
+    if isinstance(error, NotOffered):
+        return True
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return False
     return importlib.util.find_spec(error.name.partition(".")[0]) is None

@@ -13,7 +13,7 @@ from bagu import cli
 from bagu.errors import ArgumentError, BackendError, UnknownName
 from bagu.ops import bench, bench_table, plot, race, roofline, sizing
 from bagu.ops.catalogue import SPECS, spec
-from bagu.ops.contenders import Contender, chosen_backends, contenders, is_absent
+from bagu.ops.contenders import Contender, NotOffered, chosen_backends, contenders, is_absent
 from bagu.ops.core import Case, Cost
 from bagu.record import read_rows
 from bagu.timing import Ceilings, Timing
@@ -245,6 +245,8 @@ def test_a_peer_that_is_not_installed_is_left_out_and_a_broken_one_is_not() -> N
     assert [row["error"][:11] for row in _timed(broken)] == ["ImportError"]
     assert _timed(absent, backend=True), "a backend of bagu is never left out silently"
     assert not is_absent(ModuleNotFoundError("torch.gone", name="torch.gone"))
+    assert is_absent(NotOffered("half the cases"))
+    assert not is_absent(NotImplementedError("a kernel that torch lacks"))
 
 
 def test_a_yardstick_is_timed_whole_and_is_no_peer() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from bagu.ops.contenders import NotOffered
 from bagu.ops.gated import halves
 
 
@@ -18,5 +19,5 @@ def liger(x: torch.Tensor, up: torch.Tensor | None, approximate: str) -> torch.T
     from liger_kernel.ops.geglu import LigerGELUMulFunction
 
     if approximate != "tanh":
-        raise NotImplementedError("Liger's gelu is the tanh form only")
+        raise NotOffered("Liger's gelu is the tanh form only")
     return LigerGELUMulFunction.apply(*halves(x, up))

@@ -51,9 +51,8 @@ def _tails(
 ):  # fmt: skip
     """z[M, TAIL] of the columns past BLOCK_N, -inf past N: of many rows a program, which leaves no thread idle."""
     m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    e, group = tl.arange(0, TAIL)[None, :], BLOCK_N // 4 + tl.arange(0, TAIL // 4)[None, :]
-    z = noisy(x_ptr, m, BLOCK_N + e, group, (m < M) & (BLOCK_N + e < N), x_stride, cool, cool_low, seed, ACC)
-    tl.store(z_ptr + m * TAIL + e, z, m < M)
+    _, z = _tail(None, x_ptr, m, M, N, x_stride, cool, cool_low, seed, BLOCK_N, TAIL, ACC)
+    tl.store(z_ptr + m * TAIL + tl.arange(0, TAIL)[None, :], z, m < M)
 
 
 @triton.jit
@@ -177,8 +176,8 @@ def _past(rows: torch.Tensor, noise: tuple[int | float, ...], shape: Mapping[str
 
 
 def _walked(N: int) -> bool:
-    """Whether a row is more than a program holds."""
-    return blocks(N, 0, MOST)[0] > WHOLE
+    """Whether a row is more than a program holds, a block and its tail."""
+    return N > WHOLE + WHOLE // MOST
 
 
 def _tiles(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from bagu.ops.contenders import NotOffered
+
 
 def eager(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, layout: str
@@ -29,7 +31,7 @@ def liger(
     from liger_kernel.ops.rope import LigerRopeFunction
 
     if layout != "half":
-        raise NotImplementedError("Liger's rope is the half layout only")
+        raise NotOffered("Liger's rope is the half layout only")
     T, R = x.shape[-3], cos.shape[1]
     c, s = (t[:T] if positions is None else t[positions] for t in (cos, sin))
     c, s = (torch.cat((t, t), -1).to(x.dtype).reshape(-1, T, 2 * R) for t in (c, s))
