@@ -66,7 +66,7 @@ def record_file(folder: Path) -> Path:
 
 def made_folder(folder: Path) -> Path:
     """The folder, which is there now and can be written."""
-    hint = "give another with --out"
+    hint = "give another folder"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -156,8 +156,8 @@ def run_backward(
         return dx, dup
     dys, g, u = _rows(dy, gate, u)
     (M, N), crooked = g.shape, _crooked(g)
-    dg, du = halves(dx.view(M, -1), None if dup is None else dup.view(M, -1))
     block = block or (512 if crooked else 2048)
+    dg, du = halves(dx.view(M, -1), None if dup is None else dup.view(M, -1))
     block_n = min(block, next_power_of_2(N))
     block_m = block // block_n
     _backward[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](

@@ -81,9 +81,8 @@ def forward(
         block = min(block, next_power_of_2(N + 1) // 2)  # at most N, so that a program has two rows at most
         scale, step, copies = scale.contiguous(), 0, 16 // scale.element_size()
         if granularity == "channel" and N % 16 and M >= MANY:
-            scale, _, step = shifted_copies(
-                scale, None, copies, N + block
-            )  # whatever `column` is, one is aligned there
+            # whatever column a program begins with, one of the copies is aligned there
+            scale, _, step = shifted_copies(scale, None, copies, N + block)
         _flat[(triton.cdiv(M * N, block),)](
             rows, scale, y, M, N, step, BLOCK=block, BY=granularity, COPIES=copies if step else 0,
             EVEN=M * N % 16 == 0, ACC=acc, num_warps=warps,
