@@ -1,18 +1,19 @@
-"""C++ files of the package as shared libraries, compiled on the machine that runs them when they are first wanted.
+"""C++ files of the package as shared libraries, compiled on the machine that runs them at their first use.
 
     bagu.native.library("serve/step.cpp")   ->   a ctypes library, or None
 
-There is no build step and no binary in the package: the compiler of the machine ($CXX, c++, g++ or clang++) makes code
-for its own CPU in some seconds, and the result is kept in the cache folder under a hash of the source, the headers it
-includes, the flags, the compiler's version and the CPU. Where that fails there is None, a warning that says why, and
-the caller goes on in PyTorch. BAGU_NATIVE=0 asks for that.
+There is no build step and no binary in the package: the compiler of the machine ($CXX, c++, g++ or clang++) generates
+code for its own CPU in a few seconds, and the result is cached under a hash of the source, the headers it includes, the
+flags, the compiler's version and the CPU. If compiling or loading fails, `library` warns once with the reason and
+returns None, and the caller uses PyTorch. BAGU_NATIVE=0 turns the C++ off.
 
 OpenMP is torch's own: the library is linked without one, and its calls resolve to the libgomp that torch has loaded. A
-second one would have a second pool of threads, awake beside the first.
+second libgomp would keep a second pool of spinning threads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -26,7 +27,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch  # noqa: F401  its OpenMP is to be there before a library that calls it
+import torch  # noqa: F401  its OpenMP must be loaded before a library that calls it
 
 from bagu.cache import cache_folder
 from bagu.device import cxx_compiler
@@ -46,17 +47,36 @@ def wanted() -> bool:
 
 @functools.cache
 def library(source: str) -> ctypes.CDLL | None:
-    """The library of a C++ file, named by its path in the package: from the cache, or compiled now. None where it
-    cannot be had; that is said once."""
+    """The library of a C++ file, named by its path in the package: from the cache, or compiled now. None, with one
+    warning, where it is not available."""
     if not wanted():
         return None
     try:
-        return ctypes.CDLL(str(_built(PACKAGE / source)))
+        built = _built(PACKAGE / source)
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None)
-        why = said.strip().splitlines()[0] if said and said.strip() else str(error)
-        warnings.warn(f"{source} could not be compiled ({why}): PyTorch does its work", RuntimeWarning, stacklevel=2)
-        return None
+        stderr = (getattr(error, "stderr", None) or "").strip()
+        return _unavailable(source, "compiled", stderr.splitlines()[0] if stderr else str(error))
+    try:
+        _export_openmp()
+        return ctypes.CDLL(str(built))
+    except OSError as error:
+        return _unavailable(source, "loaded", str(error))
+
+
+def _unavailable(source: str, step: str, why: str) -> None:
+    warnings.warn(f"{source} could not be {step} ({why}); using PyTorch instead", RuntimeWarning, stacklevel=3)
+
+
+def _export_openmp() -> None:
+    """Make the symbols of torch's libgomp visible to libraries loaded later.
+
+    torch for x86 loads libgomp with RTLD_GLOBAL, torch for ARM does not. RTLD_NOLOAD changes the flags of a library that
+    is already in the process and never loads a second copy; it raises where torch's OpenMP has another name, and
+    then loading our library reports what is missing.
+    """
+    if hasattr(os, "RTLD_NOLOAD"):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_GLOBAL | os.RTLD_LAZY)
 
 
 def _built(source: Path) -> Path:
