@@ -8,6 +8,7 @@ API, and each question falls back in that order.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 import re
@@ -37,6 +38,7 @@ __all__ = [
     "gpu_in_system",
     "named_device",
     "named_dtype",
+    "onednn_has_bf16",
     "this_machine",
     "torch_nccl",
     "triton_interprets",
@@ -123,6 +125,13 @@ def compute_dtype(device: torch.device) -> torch.dtype:
         return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float32
     fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if fast else torch.float32
+
+
+@functools.cache
+def onednn_has_bf16() -> bool:
+    """Whether oneDNN multiplies bf16 on this CPU: x86 from AVX-512 on, ARM with BF16 instructions. Elsewhere torch
+    falls back to a naive loop, 100 times as slow as fp32, and packing a bf16 weight raises."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 # Dense bf16 FLOP/s as the vendor states them; MFU is by custom a share of these, not of what can be reached.

@@ -54,8 +54,9 @@ def library(source: str) -> ctypes.CDLL | None:
     try:
         built = _built(PACKAGE / source)
     except (OSError, subprocess.SubprocessError) as error:
-        stderr = (getattr(error, "stderr", None) or "").strip()
-        return _unavailable(source, "compiled", stderr.splitlines()[0] if stderr else str(error))
+        lines = (getattr(error, "stderr", None) or "").strip().splitlines()
+        why = next((line for line in lines if "error" in line), lines[0] if lines else str(error))
+        return _unavailable(source, "compiled", why)
     try:
         _export_openmp()
         return ctypes.CDLL(str(built))
@@ -70,8 +71,8 @@ def _unavailable(source: str, step: str, why: str) -> None:
 def _export_openmp() -> None:
     """Make the symbols of torch's libgomp visible to libraries loaded later.
 
-    torch for x86 loads libgomp with RTLD_GLOBAL, torch for ARM does not. RTLD_NOLOAD changes the flags of a library that
-    is already in the process and never loads a second copy; it raises where torch's OpenMP has another name, and
+    torch for x86 loads libgomp with RTLD_GLOBAL, torch for ARM does not. RTLD_NOLOAD changes the flags of a library
+    that is already in the process and never loads a second copy; it raises where torch's OpenMP has another name, and
     then loading our library reports what is missing.
     """
     if hasattr(os, "RTLD_NOLOAD"):

@@ -1,5 +1,5 @@
 // Vectors of fp32 as wide as the machine's registers, by the vector types of GCC and Clang: arithmetic is written with
-// operators and compiles to AVX-512, AVX2 or NEON alike. 16-bit numbers are widened on loading; all sums are fp32.
+// operators and compiles to AVX-512, AVX2 or NEON. 16-bit and 8-bit numbers are widened on loading; sums are fp32.
 #pragma once
 
 #include <cmath>
@@ -7,6 +7,8 @@
 #include <cstring>
 #if defined(__AVX__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace bagu {
@@ -48,6 +50,8 @@ inline vec load(const bf16* p) {
     return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 #elif defined(__AVX2__)
     return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#elif defined(__aarch64__)
+    return (vec)vshll_n_u16(vld1_u16((const uint16_t*)p), 16);
 #else
     hvec h;
     std::memcpy(&h, p, sizeof h);
@@ -60,6 +64,10 @@ inline vec load(const int8_t* p) {
     return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 #elif defined(__AVX2__)
     return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#elif defined(__aarch64__)
+    int32_t four;
+    std::memcpy(&four, p, sizeof four);
+    return (vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
 #else
     bvec b;
     std::memcpy(&b, p, sizeof b);
@@ -104,6 +112,8 @@ inline float sum(vec v) {
     __m128 x = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
+#elif defined(__aarch64__)
+    return vaddvq_f32((float32x4_t)v);
 #else
     return (v[0] + v[1]) + (v[2] + v[3]);
 #endif

@@ -59,7 +59,7 @@ def test_a_second_process_finds_what_the_first_has_compiled(tmp_path: Path, monk
 def test_what_does_not_compile_is_said_and_done_without(tmp_path: Path) -> None:
     source = tmp_path / "x.cpp"
     source.write_text(ANSWER % "no_such_name")
-    with pytest.warns(RuntimeWarning, match=r"x\.cpp could not be compiled .*PyTorch does its work"):
+    with pytest.warns(RuntimeWarning, match=r"x\.cpp could not be compiled .*using PyTorch instead"):
         assert native.library(str(source)) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -10,9 +10,9 @@ tokens a stream, two cores in a noisy hour, in turns in one process (lower quart
     int8                         0.38   1.3    6.2    2.9
     decode.py, fp32              2.0    4.3    10.4   5.6
 
-The weights of this are a copy; prompts are computed by `Transformer.forward` with the model's own. int8 is of the
-weights alone, a scale a row: activations stay fp32, so that a product is nearer to the exact one than that of
-quantize.py, which rounds both and computes the prompts.
+The weights of this are a copy; prompts are computed by `Transformer.forward` with the model's own. On x86 int8 is of
+the weights alone, a scale a row: activations stay fp32, so that a product is nearer to the exact one than that of
+quantize.py, which rounds both and computes the prompts. On ARM with int8 dot products both round activations too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bagu.nn.model import Transformer
 from bagu.serve.layers import supports, weights
 from bagu.serve.paged import PagedKV
 
-__all__ = ["CompiledDecode", "Decodes", "Panels", "compiles"]
+__all__ = ["CompiledDecode", "Decodes", "PackedLinear", "compiles", "has_int8_dot"]
 
 SOURCE = "serve/step.cpp"
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
@@ -48,6 +48,12 @@ def compiles(config: ModelConfig, dtype: torch.dtype) -> bool:
     )
 
 
+def has_int8_dot() -> bool:
+    """Whether int8 products are dot products here, with activations in int8 too."""
+    found = native.library(SOURCE)
+    return found is not None and found.bagu_int8_dot() > 1
+
+
 def library() -> ctypes.CDLL:
     found = native.library(SOURCE)
     assert found is not None, "`compiles` is asked first"
@@ -61,8 +67,14 @@ def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (w / scales.unsqueeze(1)).round_().to(torch.int8), scales
 
 
+def padded_inputs(K: int) -> int:
+    """K as int8 weights and activations are padded to it."""
+    step: int = library().bagu_int8_k_step()
+    return -(-K // step) * step
+
+
 class _Linear(ctypes.Structure):
-    _fields_ = [("panels", POINTER), ("scales", POINTER), ("bias", POINTER)]
+    _fields_ = [("tiles", POINTER), ("scales", POINTER), ("bias", POINTER)]
 
 
 class _Layer(ctypes.Structure):
@@ -79,7 +91,7 @@ class _Model(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = [(n, LONG) for n in ("sequences", "threads", "columns")]
     _fields_ += [(n, POINTER) for n in ("ids", "lengths", "seats", "tables")]
-    _fields_ += [(n, POINTER) for n in ("x", "qkv", "y", "inner", "out")]
+    _fields_ += [(n, POINTER) for n in ("x", "qkv", "y", "inner", "quantized", "scales", "out")]
 
 
 class Decodes(NamedTuple):
@@ -93,17 +105,18 @@ def _at(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-class Panels:
-    """A weight [N, K] as step.cpp reads it: y = x Wᵀ + b, with x and y in fp32. `int8` rounds it, a scale a row."""
+class PackedLinear:
+    """A weight [N, K] in the layout of packed_linear.h: y = x Wᵀ + b, with x and y in fp32. `int8` quantizes it with a
+    scale per row. `gated`: the first half of the rows are gates, and gates and ups alternate W by W."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False, int8: bool = False
     ) -> None:
         (self.N, self.K), self.lanes = weight.shape, library().bagu_lanes()
         weight, scales = rounded(weight.detach()) if int8 else (weight.detach(), None)
-        self.weight = self._laid(weight, gated).transpose(1, 2).contiguous()
+        self.weight = self._interleaved(self._tiles(weight, gated), int8)
         self.scales, self.bias = (
-            None if x is None else self._laid(x.detach().float().unsqueeze(1), gated).contiguous()
+            None if x is None else self._tiles(x.detach().float().unsqueeze(1), gated).contiguous()
             for x in (scales, bias)
         )
         self.struct = _Linear(_at(self.weight), _at(self.scales), _at(self.bias))
@@ -111,16 +124,24 @@ class Panels:
         self._head.argtypes = [ctypes.POINTER(_Linear), POINTER, POINTER, POINTER, LONG, LONG, LONG, ctypes.c_int]
         self._head.restype = None
 
-    def _laid(self, rows: torch.Tensor, gated: bool) -> torch.Tensor:
-        """Rows [N, K] as panels [P, 2W, K]: 2W of them, or W of each half; zeros fill them up."""
+    def _tiles(self, rows: torch.Tensor, gated: bool) -> torch.Tensor:
+        """Rows [N, K] as tiles [P, 2W, K]: 2W rows or, gated, W of each half; the last one is padded with zeros."""
         pieces = list(rows.chunk(2)) if gated else [rows]
         each = 2 * self.lanes // len(pieces)
         count = -(-len(pieces[0]) // each)
         full = [torch.nn.functional.pad(p, (0, 0, 0, count * each - len(p))).view(count, each, -1) for p in pieces]
         return torch.cat(full, 1)
 
+    def _interleaved(self, tiles: torch.Tensor, int8: bool) -> torch.Tensor:
+        """Tiles [P, 2W, K] as [P, K, 2W], or [P, K / 4, 2W, 4] for dot products of int8."""
+        dot = library().bagu_int8_dot() if int8 else 1
+        if dot == 1:
+            return tiles.transpose(1, 2).contiguous()
+        tiles = torch.nn.functional.pad(tiles, (0, padded_inputs(self.K) - self.K))
+        return tiles.unflatten(2, (-1, dot)).transpose(1, 2).contiguous()
+
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """y[S, N], and the place of the first of the largest numbers of each row."""
+        """y[S, N], and the index of the first largest value of each row."""
         x, S = x.float().contiguous(), len(x)
         y, tokens = torch.empty(S, self.N), torch.empty(S, dtype=torch.int64)
         pointers = (x.data_ptr(), y.data_ptr(), tokens.data_ptr())
@@ -150,7 +171,7 @@ class CompiledDecode:
     def _layer(self, model: Transformer, i: int) -> _Layer:
         w, kv = weights(model, i), self.kv
         assert kv.values is not None
-        linears = [Panels(*rows, gated=rows is w.up, int8=self.int8) for rows in (w.qkv, w.out, w.up, w.down)]
+        linears = [PackedLinear(*rows, gated=rows is w.up, int8=self.int8) for rows in (w.qkv, w.out, w.up, w.down)]
         gain = None if w.head_gain is None else w.head_gain.float()
         self.kept += [*linears, gain]
         pointers = map(_at, (gain, kv.keys[i], kv.values[i]))
@@ -162,7 +183,9 @@ class CompiledDecode:
         if not self.buffers or len(self.buffers[0]) != S:
             heads = c.num_heads * c.head_dim
             widths = (c.hidden_size, heads + 2 * c.num_kv_heads * c.head_dim, heads, c.intermediate_size)
+            widest = padded_inputs(max(c.hidden_size, heads, c.intermediate_size))
             self.buffers = [torch.empty(S, width) for width in widths]
+            self.buffers += [torch.empty(S, widest if self.int8 else 0, dtype=torch.int8), torch.empty(S)]
             self.pointers = [b.data_ptr() for b in self.buffers]
         out = self.table.new_empty(S, c.hidden_size)
         first, row = step.new.ctypes.data, step.new.strides[0]

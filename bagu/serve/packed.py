@@ -1,7 +1,8 @@
 """A model's linear layers as a CPU wants them: each weight laid out once, for many products with few rows.
 
 fp32 is there twice: as [out, in], the layout of checkpoints, for one or two rows, and as [in, out] for more. bf16 is in
-oneDNN's tiles, which AMX reads; torch would tile it anew at each call. int8 is quantize.py's.
+oneDNN's tiles, which AMX reads, where oneDNN has bf16 for this CPU; torch would tile it anew at each call. int8 is
+quantize.py's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from bagu.device import onednn_has_bf16
 from bagu.nn.linear import Linear
 
 __all__ = ["Pack", "Packed", "Plain", "merged", "pack", "product"]
@@ -82,7 +84,7 @@ def product(packed: Packed, x: torch.Tensor, out: torch.Tensor) -> None:
 def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packed:
     """A weight [out, in] in the layout of its dtype."""
     weight, bias = weight.detach(), None if bias is None else bias.detach()
-    tiled = weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+    tiled = weight.dtype == torch.bfloat16 and onednn_has_bf16()
     return (Tiled if tiled else Plain)(weight, bias)
 
 

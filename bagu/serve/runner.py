@@ -17,7 +17,7 @@ import torch
 
 from bagu import ops
 from bagu.nn.model import Transformer
-from bagu.serve.compiled import CompiledDecode, Decodes, Panels, compiles
+from bagu.serve.compiled import CompiledDecode, Decodes, PackedLinear, compiles
 from bagu.serve.config import EngineConfig
 from bagu.serve.decode import CpuDecode
 from bagu.serve.graphs import GraphDecode
@@ -25,7 +25,7 @@ from bagu.serve.layers import supports
 from bagu.serve.packed import pack
 from bagu.serve.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
-from bagu.serve.quantize import Int8, quantized
+from bagu.serve.quantize import int8, quantized
 
 __all__ = ["Forward", "Runner", "Step"]
 
@@ -54,21 +54,21 @@ class Runner:
 
     def prepare(self) -> None:
         """Lay the weights out for serving; again when they have changed."""
-        model, int8 = self.source, self.config.quantization == "int8"
-        self.model = quantized(model) if int8 else model
+        model, rounds = self.source, self.config.quantization == "int8"
+        self.model = quantized(model) if rounds else model
         self.project: Project
         self.decode: Forward | None = None  # a shorter way for steps of one token a sequence,
         self.compiled: CompiledDecode | None = None  # or one that needs no batch
-        head: Callable[[torch.Tensor], torch.Tensor] = Int8(model.head_weight) if int8 else model.logits
+        head: Callable[[torch.Tensor], torch.Tensor] = int8(model.head_weight) if rounds else model.logits
         if self.device.type == "cuda" and self.config.cuda_graphs:
             self.decode = GraphDecode(self.model, self.kv, self.tables.shape[1] * self.kv.block_size)
         if self.device.type == "cpu" and not self.config.invariant and supports(model.config):
             if compiles(model.config, model.embedding.weight.dtype):
-                self.compiled = CompiledDecode(model, self.kv, int8=int8)
-                self.project = Panels(model.head_weight, int8=int8)
+                self.compiled = CompiledDecode(model, self.kv, int8=rounds)
+                self.project = PackedLinear(model.head_weight, int8=rounds)
                 return
-            self.decode = CpuDecode(model, self.kv, Int8 if int8 else pack)
-            head = head if int8 else pack(model.head_weight)
+            self.decode = CpuDecode(model, self.kv, int8 if rounds else pack)
+            head = head if rounds else pack(model.head_weight)
         self.project = lambda hidden: (head(hidden), None)
 
     def run(self, plan: Plan, late: torch.Tensor | None = None) -> Step:

@@ -1,20 +1,20 @@
 // A decode step of a whole model on a CPU: one new token for each of S sequences, in one parallel region.
 //
 // The model is the common kind (serve/layers.py : supports) with SwiGLU. Activations are fp32, the pool is fp32 or
-// bf16, and weights are that or int8. Between two barriers every thread computes some panels of a product, or the
+// bf16, and weights are that or int8. Between two barriers every thread computes some tiles of a product, or the
 // attention of some sequences.
 //
 //     qkv = norm(x) Wqkv      turn (QK norm, RoPE), store k and v, attend      x += y Wout
 //     a = silu(norm(x) Wgate) * (norm(x) Wup)                                  x += a Wdown
 //
 // The gain of a norm and its sqrt(size) are in the weight behind it; what is left of the norm is one number a token,
-// which multiplies the sums. A panel of Wgate and Wup has W rows of each, so that SwiGLU is done before anything is
-// stored.
+// which multiplies the sums. A tile of Wgate and Wup has W outputs of each, so that SwiGLU is applied before
+// anything is stored.
 //
 // Dims: S = sequences, H = heads, G = key heads, D = features of a head, B = places of a block.
 
 #include "ops/paged_attention/decode.h"
-#include "serve/panels.h"
+#include "serve/packed_linear.h"
 
 namespace bagu {
 
@@ -39,6 +39,8 @@ struct Step {
     const int64_t *ids, *lengths, *seats;  // a length counts the new token, which is the last
     const int32_t* tables;                 // a row a seat
     float *x, *qkv, *y, *inner;  // [S, hidden], [S, (H + 2G) D], [S, H D], [S, inner]
+    int8_t* quantized;           // [S, largest padded K], where int8 is computed by dot products
+    float* scales;               // [S], likewise
     void* out;                   // [S, hidden]
 };
 
@@ -102,11 +104,12 @@ void run(const Model& m, const Step& step) {
         auto norm = [&] {  // by each thread for itself: no barrier
             for (int64_t s = 0; s < S; s++) norms[s] = unit(step.x + s * C, C, m.floor);
         };
+        auto input = [&](const float* x) { return Input{x, step.quantized, step.scales}; };
         auto add = [&](int64_t s, int64_t p, vec a, vec b, vec c, vec d) {
             float* row = step.x + s * C;
             int64_t at = p * 2 * W;
-            put_at(row, at, C, get_at(row, at, C) + a + c);
-            put_at(row, at + W, C, get_at(row, at + W, C) + b + d);
+            store_columns(row, at, C, load_columns(row, at, C) + a + c);
+            store_columns(row, at + W, C, load_columns(row, at + W, C) + b + d);
         };
 #pragma omp for
         for (int64_t s = 0; s < S; s++) {
@@ -116,22 +119,22 @@ void run(const Model& m, const Step& step) {
         for (int64_t l = 0; l < m.num_layers; l++) {
             const Layer& layer = m.layers[l];
             norm();
-            linear<Weight>(layer.qkv, step.x, S, C, panels(QKV), [&](int64_t s, int64_t p, vec a, vec b, vec c, vec d) {
-                put_at(step.qkv + s * QKV, p * 2 * W, QKV, a * norms[s] + c);
-                put_at(step.qkv + s * QKV, p * 2 * W + W, QKV, b * norms[s] + d);
+            linear<Weight>(layer.qkv, input(step.x), S, C, tiles(QKV), [&](int64_t s, int64_t p, vec a, vec b, vec c, vec d) {
+                store_columns(step.qkv + s * QKV, p * 2 * W, QKV, a * norms[s] + c);
+                store_columns(step.qkv + s * QKV, p * 2 * W + W, QKV, b * norms[s] + d);
             });
 #pragma omp for collapse(2) schedule(dynamic)
             for (int64_t s = 0; s < S; s++)
                 for (int64_t i = 0; i < parts; i++)
                     token<T>(m, layer, step, s, i * G / parts, (i + 1) * G / parts, scratch);
-            linear<Weight>(layer.out, step.y, S, HD, panels(C), add);
+            linear<Weight>(layer.out, input(step.y), S, HD, tiles(C), add);
             norm();
-            int64_t pairs = (F + W - 1) / W;  // panels of W gates and W ups
-            linear<Weight>(layer.up, step.x, S, C, pairs, [&](int64_t s, int64_t p, vec a, vec b, vec c, vec d) {
+            int64_t gated = (F + W - 1) / W;  // tiles of W gates and W ups
+            linear<Weight>(layer.up, input(step.x), S, C, gated, [&](int64_t s, int64_t p, vec a, vec b, vec c, vec d) {
                 vec gate = a * norms[s] + c, up = b * norms[s] + d;
-                put_at(step.inner + s * F, p * W, F, gate / (1.0f + exp(-gate)) * up);
+                store_columns(step.inner + s * F, p * W, F, gate / (1.0f + exp(-gate)) * up);
             });
-            linear<Weight>(layer.down, step.inner, S, F, panels(C), add);
+            linear<Weight>(layer.down, input(step.inner), S, F, tiles(C), add);
         }
         norm();
 #pragma omp for
@@ -146,6 +149,8 @@ void run(const Model& m, const Step& step) {
 extern "C" {
 
 int bagu_lanes() { return bagu::W; }
+int bagu_int8_dot() { return bagu::DOT; }      // inputs of one lane of a dot product; 1: none, activations stay fp32
+int bagu_int8_k_step() { return bagu::K_STEP; }
 
 #define STEP(NAME, WEIGHT, TYPE) \
     void NAME(const bagu::Model* model, const bagu::Step* step) { bagu::run<WEIGHT, TYPE>(*model, *step); }

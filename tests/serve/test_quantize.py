@@ -7,8 +7,18 @@ import torch
 from small_engine import small_engine, small_model
 
 from bagu.errors import BackendError
-from bagu.serve.quantize import Int8, Int8Linear, quantized
+from bagu.serve.compiled import has_int8_dot
+from bagu.serve.packed import Packed
+from bagu.serve.quantize import DotInt8, Int8Linear, TorchInt8, int8, quantized
 from bagu.serve.request import Sampling
+
+
+@pytest.fixture(params=[TorchInt8, DotInt8])
+def pack(request: pytest.FixtureRequest) -> type[TorchInt8] | type[DotInt8]:
+    if request.param is DotInt8 and not has_int8_dot():
+        pytest.skip("int8 dot products are compiled on ARM with asimddp")
+    kind: type[TorchInt8] | type[DotInt8] = request.param
+    return kind
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -21,46 +31,45 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("rows", [1, 2, 33])
 @pytest.mark.parametrize("biased", [False, True])
-def test_products_and_sums_are_near(rows: int, biased: bool) -> None:
+def test_products_and_sums_are_near(pack: type[Packed], rows: int, biased: bool) -> None:
     weight, x, residual = drawn(96, 64) / 8, drawn(rows, 64), drawn(rows, 96)
     bias = drawn(96) if biased else None
-    int8 = Int8(weight, bias)
+    packed = pack(weight, bias)
     want = torch.nn.functional.linear(x, weight, bias)
     before = residual.clone()
     for _ in range(3):  # TorchScript runs a function in one way at first and in another later
-        assert 1e-4 < error(int8(x), want) < 0.02
-        assert error(int8.add(residual, x), residual + want) < 0.02
+        assert 1e-4 < error(packed(x), want) < 0.02
+        assert error(packed.add(residual, x), residual + want) < 0.02
     assert torch.equal(residual, before)
 
 
-def test_a_row_of_large_values_does_not_spoil_the_others() -> None:
+def test_a_row_of_large_values_does_not_spoil_the_others(pack: type[Packed]) -> None:
     weight, x = drawn(96, 64), drawn(16, 64)
     x[0] *= 1000
     want = x @ weight.t()
-    int8 = Int8(weight)
-    assert error(int8(x)[1:], want[1:]) < 0.02
-    one_scale = torch.ops.quantized.linear_dynamic(x, int8.weight, False)
+    assert error(pack(weight)(x)[1:], want[1:]) < 0.02
+    one_scale = torch.ops.quantized.linear_dynamic(x, TorchInt8(weight).weight, False)
     assert error(one_scale[1:], want[1:]) > 0.2, "or the rows need not be scaled"
 
 
-def test_rows_that_are_empty_zero_or_broken_stay_what_they_are() -> None:
-    int8 = Int8(drawn(96, 64))
-    assert int8(torch.zeros(0, 64)).shape == (0, 96)
+def test_rows_that_are_empty_zero_or_broken_stay_what_they_are(pack: type[Packed]) -> None:
+    packed = pack(drawn(96, 64))
+    assert packed(torch.zeros(0, 64)).shape == (0, 96)
     x = drawn(3, 64)
     x[0], x[1] = 0.0, torch.nan
-    y = int8(x)
+    y = packed(x)
     assert not y[0].any() and y[1].isnan().all() and y[2].isfinite().all()
 
 
-def test_the_dtype_of_the_activations_is_kept() -> None:
+def test_the_dtype_of_the_activations_is_kept(pack: type[Packed]) -> None:
     weight, x = drawn(96, 64).bfloat16(), drawn(2, 64).bfloat16()
-    y = Int8(weight)(x)
+    y = pack(weight)(x)
     assert y.dtype == torch.bfloat16 and error(y, x.double() @ weight.double().t()) < 0.02
 
 
 def test_other_devices_are_refused() -> None:
     with pytest.raises(BackendError, match="weights are on meta"):
-        Int8(torch.empty(4, 4, device="meta"))
+        int8(torch.empty(4, 4, device="meta"))
 
 
 def test_a_quantized_model_leaves_its_source_alone() -> None:
