@@ -20,7 +20,7 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 import bagu
-from bagu.serve.edge import Call, Edge, EventStream, read_body, reply_error, reply_json
+from bagu.serve.edge import Call, Edge, EventStream, read_body, reply_error, reply_json, unless_gone
 from bagu.serve.metrics import CONTENT_TYPE, KEPT, Metrics
 from bagu.serve.openai import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody, parse
 from bagu.serve.page import HEADERS, Asset, assets
@@ -74,6 +74,7 @@ class Api:
         self.check_model(body.model)
         if not ready.generates:
             raise ApiError(400, "this model embeds text and does not generate", hint="use /v1/embeddings")
+        self.engine.tickets.check_room(body.num_choices)  # before anything is built for each of them
         job = await asyncio.to_thread(body.to_job, ready) if len(raw) > LARGE_BODY else body.to_job(ready)
         reply = reply_kind(job, ready, self.served.names[0])
         call = Call(self.engine, job.requests, request.receive)
@@ -91,10 +92,11 @@ class Api:
 
     async def embeddings(self, request: Request) -> Response:
         ready = self.engine.require()
-        body = parse(EmbeddingBody, await read_body(request))
+        raw = await read_body(request)
+        body = parse(EmbeddingBody, raw)
         self.check_model(body.model)
-        texts = body.texts(ready)
-        vectors = await self.engine.embed(texts)
+        texts = await asyncio.to_thread(body.texts, ready) if len(raw) > LARGE_BODY else body.texts(ready)
+        vectors = await unless_gone(self.engine.embed(texts), request.receive)
         encode = _base64 if body.encoding_format == "base64" else list
         data = [{"object": "embedding", "index": i, "embedding": encode(v)} for i, v in enumerate(vectors)]
         count = sum(map(len, texts))
@@ -121,10 +123,7 @@ class Api:
         ready = self.engine.require()
         body = parse(DetokenizeBody, await read_body(request))
         self.check_model(body.model)
-        if body.tokens and max(body.tokens) >= ready.vocab_size:
-            found = f"token {max(body.tokens)} in a vocabulary of {ready.vocab_size}"
-            raise ApiError(400, found, param="tokens")
-        return reply_json({"prompt": ready.tokenizer.decode(body.tokens)})
+        return reply_json({"prompt": body.text(ready)})
 
     async def health(self, request: Request) -> Response:
         """200 when warm and ticking; 503 with the reason otherwise."""

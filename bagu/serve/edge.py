@@ -11,7 +11,7 @@ import hashlib
 import secrets
 import types
 from collections.abc import Coroutine, Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -24,10 +24,12 @@ from bagu.serve.replies import Reply, error_event, to_json
 from bagu.serve.request import Request as EngineRequest
 from bagu.serve.tickets import ApiError, Ticket
 
-__all__ = ["Call", "Edge", "EventStream", "read_body", "reply_error", "reply_json"]
+__all__ = ["Call", "Edge", "EventStream", "read_body", "reply_error", "reply_json", "unless_gone"]
 
 MAX_BODY = 8 * 2**20  # bytes; a prompt of 1M tokens is about 4 MB
+GUARDED = ("/v1", "/tokenize", "/detokenize")  # what needs the API key begins with one of them
 SEND = "bagu.send"  # in the scope: the server's `send`, without the middlewares around it
+T = TypeVar("T")
 STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -48,6 +50,24 @@ class Call:
             pass
         self._engine.close(self.ticket)
         self.ticket.fail(ApiError(499, "the client hung up"))
+
+
+async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """What `work` returns; it is cancelled when the client hangs up."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ApiError(499, "the client hung up")
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 class EventStream(Response):
@@ -166,7 +186,7 @@ class Edge:
             await reply_error(error)(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
-        if self.digest is None or not scope["path"].startswith("/v1") or scope["method"] == "OPTIONS":
+        if self.digest is None or not scope["path"].startswith(GUARDED) or scope["method"] == "OPTIONS":
             return True
         scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()  # of equal length, so that the comparison tells nothing

@@ -17,8 +17,9 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from bagu.errors import ArgumentError, BaguError
+from bagu.errors import ArgumentError
 from bagu.serve.request import Request, Sampling
+from bagu.serve.texts import check_tokens, each, encode, encode_each, render, room
 from bagu.serve.tickets import ApiError
 from bagu.serve.worker import Ready
 
@@ -102,6 +103,15 @@ class Generation(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def num_choices(self) -> int:
+        """Of all prompts together."""
+        return self.num_prompts * (self.n or 1)
+
     def check(self) -> None:
         """Refuse what contradicts itself, and what this server cannot do."""
         for name, harmless in UNSUPPORTED.items():
@@ -151,9 +161,9 @@ class CompletionBody(Generation):
         self.check()
         if self.echo and self.stream and self.logprobs is not None:
             raise ApiError(400, "echo with logprobs and stream", param="echo", hint="leave one of the three out")
-        prompts = [_encoded(p, ready) for p in self._prompts()]
-        room = _room(prompts, self.max_tokens, ready.max_model_len, "prompt")
-        max_tokens = min(DEFAULT_MAX_TOKENS, room) if self.max_tokens is None else self.max_tokens
+        prompts = encode_each(self.prompt, ready, "prompt")
+        left = room(prompts, self.max_tokens, ready.max_model_len, "prompt")
+        max_tokens = min(DEFAULT_MAX_TOKENS, left) if self.max_tokens is None else self.max_tokens
         changes: dict[str, Any] = {"max_tokens": max_tokens}
         if self.logprobs is not None:
             changes["logprobs"] = self.logprobs
@@ -162,9 +172,9 @@ class CompletionBody(Generation):
         echo = [ready.tokenizer.decode(p) for p in prompts] if self.echo else None
         return self.job("cmpl", prompts, self.sampling(ready, **changes), echo)
 
-    def _prompts(self) -> list[str | list[int]]:
-        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if one else self.prompt  # type: ignore[list-item, return-value]
+    @property
+    def num_prompts(self) -> int:
+        return len(each(self.prompt))
 
 
 class TextPart(Body):
@@ -196,10 +206,10 @@ class ChatBody(Generation):
             raise ApiError(400, "top_logprobs without logprobs", param="top_logprobs", hint='add "logprobs": true')
         prompt = self.prompt_ids(ready)
         asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        room = _room([prompt], asked, ready.max_model_len, "messages")
+        left = room([prompt], asked, ready.max_model_len, "messages")
         stops = {*(self.stop_token_ids or ()), *(() if self.ignore_eos else ready.turn_ends)}
         sampling = self.sampling(
-            ready, max_tokens=room if asked is None else asked,
+            ready, max_tokens=left if asked is None else asked,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None, stop_token_ids=tuple(sorted(stops)),
         )  # fmt: skip
         return self.job("chatcmpl", [prompt], sampling, None)
@@ -219,13 +229,20 @@ class TokenizeBody(Body):
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "one of prompt and messages is to be given", param="prompt")
         if self.prompt is not None:
-            return _tokens(self.prompt, ready)
+            return encode(self.prompt, ready, "prompt")
         return render(ready, [m.plain() for m in self.messages or ()], {})
 
 
 class DetokenizeBody(Body):
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+    def text(self, ready: Ready) -> str:
+        if len(self.tokens) > ready.max_model_len:
+            hint = f"this model's longest sequence is {ready.max_model_len} tokens"
+            raise ApiError(400, f"{len(self.tokens)} tokens", param="tokens", code="context_length_exceeded", hint=hint)
+        check_tokens(self.tokens, ready, "tokens")
+        return ready.tokenizer.decode(self.tokens)
 
 
 class EmbeddingBody(Body):
@@ -236,9 +253,8 @@ class EmbeddingBody(Body):
     def texts(self, ready: Ready) -> list[list[int]]:
         if ready.generates:
             raise ApiError(400, "this model generates text and has no embeddings", hint="serve an encoder, as BERT is")
-        one = isinstance(self.input, str) or isinstance(self.input[0], int)
-        texts = [_encoded(t, ready) for t in ([self.input] if one else self.input)]  # type: ignore[arg-type]
-        _room(texts, 0, ready.max_model_len, "input")
+        texts = encode_each(self.input, ready, "input")
+        room(texts, 0, ready.max_model_len, "input")
         return texts
 
 
@@ -266,49 +282,6 @@ def parse(kind: type[B], raw: bytes) -> B:
         where = ".".join(str(part) for part in loc[:2]) or None
         found = "" if first["type"] == "missing" else f", and {_short(first['input'])} was sent"
         raise ApiError(400, f"{where or 'the body'}: {first['msg']}{found}", param=where) from error
-
-
-def render(ready: Ready, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
-    """The prompt of a chat."""
-    if not ready.generates or ready.chat is None:
-        what = "has no chat template" if ready.generates else "embeds text and does not generate"
-        raise ApiError(400, f"this model {what}", param="messages", hint="use /v1/completions or /v1/embeddings")
-    if taken := variables.keys() & {"messages", "add_generation_prompt", "self"}:
-        raise ApiError(400, f"chat_template_kwargs may not set {min(taken)}", param="chat_template_kwargs")
-    try:
-        ids: list[int] = ready.chat.prompt(messages, **variables)
-    except RecursionError as error:
-        raise ApiError(400, "the messages are nested too deeply to be read", param="messages") from error
-    except BaguError as error:  # the template refuses the chat
-        raise ApiError(400, str(error), param="messages", hint=error.hint) from error
-    return ids
-
-
-def _encoded(prompt: str | list[int], ready: Ready) -> list[int]:
-    ids = _tokens(prompt, ready) if isinstance(prompt, str) else prompt
-    if not ids:
-        raise ApiError(400, "the prompt is empty", param="prompt", hint="give at least one token")
-    if max(ids) >= ready.vocab_size:
-        raise ApiError(400, f"token {max(ids)} in a vocabulary of {ready.vocab_size}", param="prompt")
-    return ids
-
-
-def _tokens(text: str, ready: Ready) -> list[int]:
-    try:
-        return ready.tokenizer.encode_prompt(text)
-    except BaguError as error:
-        raise ApiError(400, str(error), param="prompt", hint=error.hint) from error
-
-
-def _room(prompts: list[list[int]], max_tokens: int | None, longest: int, param: str) -> int:
-    """The tokens left beside the longest prompt, or 400 where those that are asked for are more; None asks for one."""
-    length = max(map(len, prompts))
-    if length + (1 if max_tokens is None else max_tokens) <= longest:
-        return longest - length
-    asked = "" if max_tokens is None else f" and max_tokens is {max_tokens}: {length + max_tokens} tokens"
-    message, hint = f"the prompt has {length} tokens{asked}", f"this model's longest sequence is {longest} tokens"
-    where = "max_tokens" if length < longest else param
-    raise ApiError(400, message, param=where, code="context_length_exceeded", hint=hint)
 
 
 def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:

@@ -29,6 +29,7 @@ from bagu.serve.worker import (
     Accepted,
     Answer,
     AskStats,
+    Cancel,
     Embed,
     Failed,
     Load,
@@ -130,6 +131,9 @@ class EngineProcess:
         self._send(message(call))
         try:
             return await future
+        except asyncio.CancelledError:
+            self._send(Cancel(call))
+            raise
         finally:
             self._calls.pop(call, None)
 

@@ -20,7 +20,7 @@ class EngineStats:
     blocks_used: int
     blocks_cached: int
     block_map: str  # one character a block: u used, c cached, . free
-    tokens_per_s: float  # drawn, over the last WINDOW_S
+    tokens_per_s: float  # drawn (of an encoder: read), over the last WINDOW_S
     last_step_s: float  # how long the last step took
     steps: int
     generated_tokens: int

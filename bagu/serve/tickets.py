@@ -132,9 +132,8 @@ class Tickets:
     def __len__(self) -> int:
         return len(set(map(id, self._by_request.values())))
 
-    def open(self, requests: Sequence[Request]) -> Ticket:
-        """A ticket for `requests`, or 429 where they do not fit beside those that are open."""
-        wanted = sum(r.sampling.n for r in requests)
+    def check_room(self, wanted: int) -> None:
+        """Raise 400 where `wanted` choices never fit, and 429 where they do not fit beside those that are open."""
         if wanted > self.capacity:
             hint = (
                 f"this server takes {self.capacity} at a time, those that wait included: ask for fewer, or raise "
@@ -144,6 +143,11 @@ class Tickets:
         if self.choices + wanted > self.capacity:
             found = f"the queue is full: {self.choices} of {self.capacity} choices are running or waiting"
             raise ApiError(429, found, code="queue_full", headers={"Retry-After": str(self._retry_after())})
+
+    def open(self, requests: Sequence[Request]) -> Ticket:
+        """A ticket for `requests`; raises as `check_room` does."""
+        wanted = sum(r.sampling.n for r in requests)
+        self.check_room(wanted)
         ticket = Ticket(tuple(requests))
         self._by_request.update((r.id, ticket) for r in requests)
         self.choices += wanted

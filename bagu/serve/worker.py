@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from bagu.errors import BaguError
 from bagu.serve.config import EngineConfig
+from bagu.serve.embedding import Encoder, embed
 from bagu.serve.request import Event, Request, Sampling, TokenEvent, Unservable
 from bagu.types import Tokenizer
 
@@ -38,8 +39,8 @@ if TYPE_CHECKING:  # the server's process has no need of them
     from bagu.serve.engine import Engine
 
 __all__ = [
-    "STEP", "Abort", "Accepted", "Answer", "AskStats", "Chat", "Embed", "Failed", "Load", "Ready", "Refused", "Step",
-    "Stop", "Submit", "packed", "run",
+    "STEP", "Abort", "Accepted", "Answer", "AskStats", "Cancel", "Chat", "Embed", "Failed", "Load", "Ready", "Refused",
+    "Step", "Stop", "Submit", "packed", "run",
 ]  # fmt: skip
 
 Load = Callable[[], "tuple[Transformer, Tokenizer, Chat | None]"]  # model, tokenizer, chat encoder or None; picklable
@@ -60,6 +61,12 @@ class Abort(NamedTuple):
 class Embed(NamedTuple):
     call: int
     texts: tuple[tuple[int, ...], ...]
+
+
+class Cancel(NamedTuple):
+    """Nobody waits for the answer of this call any more."""
+
+    call: int
 
 
 class AskStats(NamedTuple):
@@ -98,6 +105,13 @@ class Ready:
         except BaguError:
             return ()
         return (said.ids[max(i for i, mine in enumerate(said.mask) if mine)],)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the token that stands for the most text: no text of n tokens has more than n times as many
+        characters. 0.1 s for a vocabulary of 150,000; the engine's process asks first, and the answer is sent along."""
+        tokenizer = self.tokenizer
+        return max(1, max(len(tokenizer.bytes_of(token)) for token in range(tokenizer.vocab_size)))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -173,6 +187,7 @@ def serve_generation(
         tokenizer=tokenizer, chat=chat, generates=True, max_model_len=engine.max_model_len,
         vocab_size=model.config.vocab_size,
     )  # fmt: skip
+    _ = ready.longest_token
     send(pipe, ready)
     waiting: dict[str, float] = {}  # requests without a token: when they came
     outbox = Outbox(pipe)
@@ -198,7 +213,7 @@ def serve_generation(
                 send(pipe, Answer(message.call, engine.stats()))
             elif isinstance(message, Embed):
                 send(pipe, Answer(message.call, None, "this model generates text; embeddings are of encoder models"))
-            else:
+            elif isinstance(message, Stop):
                 return
         if not engine.has_work:
             send_step(pipe, Step([]))
@@ -242,37 +257,28 @@ def serve_embeddings(
     pipe: Connection, inbox: Inbox, model: Transformer, tokenizer: Tokenizer, chat: Chat | None,
     config: EngineConfig,
 ) -> None:  # fmt: skip
-    """The same for an encoder: one forward a call."""
+    """The same for an encoder: a step is a batch of texts."""
     model.mlm = None  # the head that predicts words is not part of what a text means
     embed(model, [(0,)])
     longest = min(model.config.max_len, config.max_model_len or model.config.max_len)
     vocab_size = model.config.vocab_size
-    send(pipe, Ready(tokenizer=tokenizer, chat=chat, generates=False, max_model_len=longest, vocab_size=vocab_size))
+    ready = Ready(tokenizer=tokenizer, chat=chat, generates=False, max_model_len=longest, vocab_size=vocab_size)
+    _ = ready.longest_token
+    send(pipe, ready)
+    encoder = Encoder(model, config.step_tokens(model.embedding.weight.device.type))
     while True:
-        for _, message in _messages(inbox, wait=True):
+        for _, message in _messages(inbox, wait=not encoder.has_work):
             if isinstance(message, Embed):
-                send(pipe, Answer(message.call, embed(model, message.texts)))
+                encoder.add(message.call, message.texts)
+            elif isinstance(message, Cancel):
+                encoder.cancel(message.call)
             elif isinstance(message, AskStats):
-                send(pipe, Answer(message.call, None))
+                send(pipe, Answer(message.call, encoder.stats()))
             elif isinstance(message, Stop):
                 return
-        send(pipe, Step([]))
-
-
-def embed(model: Transformer, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """A unit vector a text: the mean of its tokens' hidden states. All texts go through the model packed."""
-    import torch
-
-    lengths = torch.tensor([len(t) for t in texts])
-    device = model.embedding.weight.device
-    ids = torch.tensor([i for t in texts for i in t], device=device)
-    positions = torch.cat([torch.arange(len(t)) for t in texts]).to(device)
-    cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).to(device, torch.int32)
-    with torch.inference_mode():
-        hidden = model(ids, positions, cu_seqlens, int(lengths.max())).hidden.float()
-        segment = torch.repeat_interleave(torch.arange(len(texts)), lengths).to(device)
-        total = hidden.new_zeros(len(texts), hidden.shape[1]).index_add_(0, segment, hidden)
-        return (total / total.norm(dim=1, keepdim=True)).tolist()  # the length of the text divides out
+        for call, vectors in encoder.step() if encoder.has_work else ():
+            send(pipe, Answer(call, vectors))
+        send_step(pipe, Step([]))
 
 
 def _messages(inbox: Inbox, *, wait: bool) -> list[tuple[float, Any]]:

@@ -194,6 +194,9 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     (TEXT, {"prompt": ["a", 1]}, 400, "a list of texts"),
     (TEXT, {"prompt": [5] * MAX_LEN}, 400, f"the prompt has {MAX_LEN} tokens (this"),
     (TEXT, {"prompt": "a" * 9000, "max_tokens": 1}, 400, str(MAX_LEN)),
+    (TEXT, {"prompt": "a" * 50_000}, 400, "the first 32768 of the text's 50000 characters are"),
+    (TEXT, {"prompt": "a" * 7_000_000}, 400, "the text has 7000000 characters"),
+    (TEXT, {"prompt": [""] * 2048, "n": 128}, 400, "262144 choices"),  # before any of the prompts is looked at
     (TEXT, {"prompt": "a", "max_tokens": MAX_LEN}, 400, str(MAX_LEN)),
     (TEXT, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
     (TEXT, {"prompt": "a", "max_tokens": "5"}, 400, "max_tokens"),
@@ -216,6 +219,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     (TEXT, {"prompt": "a", "model": "gpt-9"}, 404, "gpt-9"),
     (CHAT, {"messages": []}, 400, "messages"),
     (CHAT, DEEP, 400, "nested"),
+    (CHAT, {"messages": [*ASK, {"role": "user", "content": "a" * 60_000}]}, 400, "characters"),
     (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, 400, "wizard"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
     (CHAT, {"messages": ASK, "top_logprobs": 2}, 400, "logprobs"),
@@ -225,7 +229,10 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/v1/embeddings", {"input": "a"}, 400, "embeddings"),
     ("/v1/nothing", {}, 404, "nothing"),
     ("/v1/models", {}, 405, "models"),
+    ("/tokenize", {"prompt": "a" * 7_000_000}, 400, "the text has 7000000 characters"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a" * 60_000}]}, 400, "characters"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+    ("/detokenize", {"tokens": [5] * (MAX_LEN + 1)}, 400, f"{MAX_LEN + 1} tokens"),
 ]
 
 
@@ -313,9 +320,10 @@ def test_the_panel_refuses_what_is_no_count(tiny: Running, last: str) -> None:
 
 
 @pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}])
-def test_the_key_guards_v1_alone(tiny: Running, header: dict[str, str]) -> None:
-    answer = post(tiny, TEXT, {"prompt": "a"}, headers=header)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+def test_the_key_guards_what_costs(tiny: Running, header: dict[str, str]) -> None:
+    for path, body in ((TEXT, {"prompt": "a"}), ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
+        answer = post(tiny, path, body, headers=header)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
     assert get(tiny, "/health", headers=header).status_code == 200
 
 

@@ -1,0 +1,111 @@
+"""Embeddings of an encoder: the texts of all calls that wait, a batch under a token budget at a time.
+
+Calls take turns text by text, so a call of one text does not wait for one of two thousand. Between two batches the
+engine's process answers what else is asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from bagu.serve.stats import WINDOW_S, EngineStats
+
+if TYPE_CHECKING:  # the server's process has no need of it
+    from bagu.nn.model import Transformer
+
+__all__ = ["Encoder", "embed"]
+
+Text = Sequence[int]
+Vector = list[float]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Call:
+    id: int
+    texts: Sequence[Text]
+    next: int = 0  # the first text that is in no batch yet
+    vectors: list[Vector] = field(default_factory=list)
+
+
+class Encoder:
+    """Texts in, vectors out; `step` runs one batch."""
+
+    def __init__(self, model: Transformer, max_num_batched_tokens: int) -> None:
+        self.model, self.max_num_batched_tokens = model, max_num_batched_tokens
+        self._calls: deque[_Call] = deque()  # in the order of their turns
+        self._batch_size = self._steps = 0
+        self._last_step_s = 0.0
+        self._read: deque[tuple[float, int]] = deque()  # (when, how many tokens) of the last steps
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._calls)
+
+    def add(self, call: int, texts: Sequence[Text]) -> None:
+        self._calls.append(_Call(id=call, texts=texts))
+
+    def cancel(self, call: int) -> None:
+        """Forget a call nobody waits for."""
+        self._calls = deque(c for c in self._calls if c.id != call)
+
+    def step(self) -> list[tuple[int, list[Vector]]]:
+        """Embed one batch; the calls that are done, with a vector for each of their texts."""
+        began = time.perf_counter()
+        batch = self._batch()
+        texts = [text for _, text in batch]
+        for (call, _), vector in zip(batch, embed(self.model, texts), strict=True):
+            call.vectors.append(vector)
+        now = time.perf_counter()
+        self._steps += 1
+        self._batch_size, self._last_step_s = len(batch), now - began
+        self._read.append((now, sum(map(len, texts))))
+        done = {call.id: call.vectors for call, _ in batch if len(call.vectors) == len(call.texts)}
+        return list(done.items())
+
+    def stats(self) -> EngineStats:
+        """An encoder has no KV blocks and generates nothing; `tokens_per_s` are those it reads."""
+        while self._read and self._read[0][0] < time.perf_counter() - WINDOW_S:
+            self._read.popleft()
+        return EngineStats(
+            running=0, waiting=sum(len(c.texts) - c.next for c in self._calls),
+            batch_size=self._batch_size if self._calls else 0, blocks_total=0, blocks_used=0, blocks_cached=0,
+            block_map="", tokens_per_s=sum(n for _, n in self._read) / WINDOW_S, last_step_s=self._last_step_s,
+            steps=self._steps, generated_tokens=0, preemptions=0, prefix_queries=0, prefix_hits=0,
+        )  # fmt: skip
+
+    def _batch(self) -> list[tuple[_Call, Text]]:
+        """A text of each call in turn while the budget lasts; at least one."""
+        batch: list[tuple[_Call, Text]] = []
+        left = self.max_num_batched_tokens
+        while self._calls:
+            call = self._calls[0]
+            text = call.texts[call.next]
+            if batch and len(text) > left:
+                break
+            batch.append((call, text))
+            left -= len(text)
+            call.next += 1
+            self._calls.popleft()
+            if call.next < len(call.texts):
+                self._calls.append(call)
+        return batch
+
+
+def embed(model: Transformer, texts: Sequence[Text]) -> list[Vector]:
+    """A unit vector a text: the mean of its tokens' hidden states. All texts go through the model packed."""
+    import torch
+
+    lengths = torch.tensor([len(t) for t in texts])
+    device = model.embedding.weight.device
+    ids = torch.tensor([i for t in texts for i in t], device=device)
+    positions = torch.cat([torch.arange(len(t)) for t in texts]).to(device)
+    cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).to(device, torch.int32)
+    with torch.inference_mode():
+        hidden = model(ids, positions, cu_seqlens, int(lengths.max())).hidden.float()
+        segment = torch.repeat_interleave(torch.arange(len(texts)), lengths).to(device)
+        total = hidden.new_zeros(len(texts), hidden.shape[1]).index_add_(0, segment, hidden)
+        return (total / total.norm(dim=1, keepdim=True)).tolist()  # the length of the text divides out

@@ -1,0 +1,64 @@
+"""A server of an encoder: vectors, batches under a token budget, and the routes an operator asks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from tiny_server import MAX_LEN, Running, eventually, serving
+
+BUDGET = 512  # tokens of a batch, tiny_server's max_num_batched_tokens
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("encoder") / "stderr", "--encoder") as running:
+        yield running
+
+
+def embed(encoder: Running, input: Any, **fields: Any) -> httpx.Response:
+    return encoder.http.post("/v1/embeddings", content=json.dumps({"input": input, **fields}), headers=JSON)
+
+
+def test_texts_are_cut_into_batches_under_the_token_budget(encoder: Running) -> None:
+    before = encoder.get("/engine")["steps"]
+    texts = [[1 + i] * 200 for i in range(8)]  # two fit
+    answer = embed(encoder, texts).json()
+    assert encoder.get("/engine")["steps"] - before == 4
+    assert answer["usage"]["prompt_tokens"] == 1600 and [d["index"] for d in answer["data"]] == list(range(8))
+    for text, found in zip(texts, answer["data"], strict=True):
+        alone = embed(encoder, text).json()["data"][0]["embedding"]
+        assert found["embedding"] == pytest.approx(alone, abs=1e-5)
+        assert math.isclose(sum(x * x for x in alone), 1, rel_tol=1e-5)
+
+
+def test_a_text_longer_than_the_budget_is_a_batch_of_its_own(encoder: Running) -> None:
+    before = encoder.get("/engine")["steps"]
+    assert embed(encoder, [[5] * (BUDGET + 1), [6]]).status_code == 200
+    assert encoder.get("/engine")["steps"] - before == 2
+    assert embed(encoder, [5] * (MAX_LEN + 1)).status_code == 400
+
+
+def test_a_client_that_hangs_up_ends_its_call(encoder: Running) -> None:
+    """2,000 batches are cut short, and while they run a call of one text takes its turn between them."""
+    body = json.dumps({"input": [[7] * BUDGET] * 2000}).encode()
+    head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    before = encoder.get("/engine")["steps"]
+    with encoder.raw(head.encode() + b"\r\n\r\n" + body):
+        eventually(lambda: encoder.get("/engine")["waiting"], "the batches wait")
+        assert embed(encoder, "hello").status_code == 200
+        assert encoder.get("/engine")["waiting"] > 0
+    eventually(lambda: not encoder.get("/engine")["waiting"], "the texts of a client that is gone are forgotten")
+    assert encoder.get("/engine")["steps"] - before < 2000
+
+
+def test_the_panel_and_the_metrics_of_an_encoder(encoder: Running) -> None:
+    stats = encoder.get("/engine")
+    assert stats["blocks"] == {"total": 0, "used": 0, "cached": 0, "map": ""} and stats["waiting"] == 0
+    text = encoder.http.get("/metrics").text
+    assert 'vllm:num_requests_waiting{model_name="tiny"} 0' in text and "vllm:kv_cache_usage_perc{model_name" in text
