@@ -135,7 +135,9 @@ def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a Hugging Face folder or id.")],
     host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is everywhere.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
-    api_key: Annotated[str | None, typer.Option(envvar="BAGU_API_KEY", help="Ask for this key under /v1 and by /tokenize.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="BAGU_API_KEY", help="Ask for this key under /v1 and by /tokenize.")
+    ] = None,
     served_model_name: Annotated[list[str] | None, typer.Option(help="Names clients may use; repeatable.")] = None,
     allowed_origins: Annotated[
         list[str] | None, typer.Option(help="Origins whose pages may call (CORS); repeatable, or a JSON list.")

@@ -1,8 +1,8 @@
 """What clients may send: the bodies of OpenAI's API with vLLM's extras, checked, and turned into `Request`s.
 
 A body is strict about types ("0.7" is no temperature), takes null for "the default", and lets unknown fields pass, as
-clients of other servers send them. A known field that this server cannot honour is refused: an answer that ignores what
-was asked is worse than none.
+clients of other servers send them. A field that another server has and this one cannot honour is refused (fields.py):
+an answer that ignores what was asked is worse than none.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import re
 import reprlib
 import time
 import uuid
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bagu.errors import ArgumentError
+from bagu.serve import fields
+from bagu.serve.fields import refuse_unsupported
 from bagu.serve.request import Request, Sampling
 from bagu.serve.texts import check_tokens, each, encode, encode_each, render, room
 from bagu.serve.tickets import ApiError
@@ -43,14 +44,6 @@ Texts = Annotated[
         f"up to {MAX_PROMPTS} prompts"
     ),
 ]
-# fields that would change the answer, and the values of them that change nothing
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "tools": (None,), "tool_choice": (None, "none"), "functions": (None,), "function_call": (None, "none"),
-    "response_format": (None, {"type": "text"}), "structured_outputs": (None,), "guided_json": (None,),
-    "guided_regex": (None,), "bad_words": (None, []), "allowed_token_ids": (None,), "suffix": (None, ""),
-    "best_of": (None, 1), "use_beam_search": (None, False), "chat_template": (None,), "modalities": (None, ["text"]),
-    "continue_final_message": (None, False), "add_generation_prompt": (None, True), "truncate_prompt_tokens": (None,),
-}  # fmt: skip
 
 
 class Job(NamedTuple):
@@ -65,7 +58,13 @@ class Job(NamedTuple):
 
 
 class Body(BaseModel):
+    """`unsupported` are fields of other servers' bodies that would change the answer (fields.py)."""
+
     model_config = ConfigDict(strict=True, extra="allow")
+    unsupported: ClassVar[fields.Fields] = {}
+
+    def refuse_unsupported(self) -> None:
+        refuse_unsupported(self.model_extra or {}, self.unsupported)
 
 
 B = TypeVar("B", bound=Body)
@@ -114,10 +113,9 @@ class Generation(Body):
 
     def check(self) -> None:
         """Refuse what contradicts itself, and what this server cannot do."""
-        for name, harmless in UNSUPPORTED.items():
-            value = (self.model_extra or {}).get(name)
-            if value not in harmless:
-                raise ApiError(400, f"{name} is not supported by this server", param=name, hint=f"leave {name} out")
+        self.refuse_unsupported()
+        if self.stream_options is not None:
+            refuse_unsupported(self.stream_options.model_extra or {}, fields.STREAM_OPTIONS, within="stream_options")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options without stream", param="stream_options", hint='add "stream": true')
         if self.stream and self.prompt_logprobs is not None:
@@ -153,6 +151,7 @@ class Generation(Body):
 
 
 class CompletionBody(Generation):
+    unsupported: ClassVar[fields.Fields] = fields.COMPLETION
     prompt: Texts
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -194,11 +193,20 @@ class Message(Body):
 
 
 class ChatBody(Generation):
+    unsupported: ClassVar[fields.Fields] = fields.CHAT
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def refuse_unsupported(self) -> None:
+        """Tools may be listed where none is to be called; the prompt does not name them then."""
+        sent = dict(self.model_extra or {})
+        for choice, listed in (("tool_choice", "tools"), ("function_call", "functions")):
+            if sent.get(choice) == "none":
+                sent.pop(listed, None)
+        refuse_unsupported(sent, self.unsupported)
 
     def to_job(self, ready: Ready) -> Job:
         self.check()
@@ -221,23 +229,31 @@ class ChatBody(Generation):
 class TokenizeBody(Body):
     """Text, or messages as a chat renders them."""
 
+    unsupported: ClassVar[fields.Fields] = fields.TOKENIZE
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None  # of a prompt; a chat's are its template's
 
     def ids(self, ready: Ready) -> list[int]:
+        self.refuse_unsupported()
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "one of prompt and messages is to be given", param="prompt")
         if self.prompt is not None:
-            return encode(self.prompt, ready, "prompt")
+            return encode(self.prompt, ready, "prompt", add_special_tokens=self.add_special_tokens is not False)
+        if self.add_special_tokens:
+            hint = "the chat template writes them: leave it out"
+            raise ApiError(400, "add_special_tokens with messages", param="add_special_tokens", hint=hint)
         return render(ready, [m.plain() for m in self.messages or ()], {})
 
 
 class DetokenizeBody(Body):
+    unsupported: ClassVar[fields.Fields] = fields.DETOKENIZE
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
     def text(self, ready: Ready) -> str:
+        self.refuse_unsupported()
         if len(self.tokens) > ready.max_model_len:
             hint = f"this model's longest sequence is {ready.max_model_len} tokens"
             raise ApiError(400, f"{len(self.tokens)} tokens", param="tokens", code="context_length_exceeded", hint=hint)
@@ -246,11 +262,13 @@ class DetokenizeBody(Body):
 
 
 class EmbeddingBody(Body):
+    unsupported: ClassVar[fields.Fields] = fields.EMBEDDING
     model: str | None = None
     input: Texts
     encoding_format: Literal["float", "base64"] | None = None
 
     def texts(self, ready: Ready) -> list[list[int]]:
+        self.refuse_unsupported()
         if ready.generates:
             raise ApiError(400, "this model generates text and has no embeddings", hint="serve an encoder, as BERT is")
         texts = encode_each(self.input, ready, "input")

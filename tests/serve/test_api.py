@@ -15,7 +15,7 @@ from conftest import KEY, ORIGIN
 from tiny_server import MAX_LEN, MODEL, Running, eventually
 
 from bagu.errors import ArgumentError
-from bagu.serve import server
+from bagu.serve import fields, server
 from bagu.serve.edge import ApiError
 from bagu.serve.openai import CompletionBody, parse
 
@@ -307,6 +307,53 @@ def test_null_is_the_default_and_unknown_fields_pass(tiny: Running) -> None:
         "user": "me",
     }
     assert post(tiny, TEXT, body).status_code == 200
+
+
+SILENT = {  # fields of other servers that were once taken and ignored
+    "guided_choice", "guided_grammar", "grammar", "regex", "ebnf", "json_schema", "echo", "logits_processors",
+    "repeat_penalty", "typical_p", "reasoning_effort", "prediction", "audio", "web_search_options",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "listed"), [(CHAT, fields.CHAT), (TEXT, fields.COMPLETION)])
+def test_a_field_of_another_server_is_refused_by_its_name(tiny: Running, path: str, listed: fields.Fields) -> None:
+    assert path == TEXT or not SILENT - listed.keys()
+    body = {"messages": ASK} if path == CHAT else {"prompt": "a"}
+    for name, harmless in listed.items():
+        answer = post(tiny, path, {**body, "max_tokens": 1, name: ["wanted"]})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, name) and name in error["message"], answer.text
+        for value in (None, *harmless):
+            assert post(tiny, path, {**body, "max_tokens": 1, name: value}).status_code == 200, (name, value)
+
+
+def test_true_is_not_one(tiny: Running) -> None:
+    assert post(tiny, TEXT, {"prompt": "a", "best_of": True}).status_code == 400
+
+
+def test_other_bodies_refuse_what_they_would_ignore(tiny: Running) -> None:
+    stream = {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    for path, body, name in (
+        (TEXT, stream, "stream_options.continuous_usage_stats"),
+        ("/tokenize", {"prompt": "a", "return_token_strs": True}, "return_token_strs"),
+        ("/tokenize", {"messages": ASK, "add_special_tokens": True}, "add_special_tokens"),
+        ("/detokenize", {"tokens": [5], "skip_special_tokens": True}, "skip_special_tokens"),
+    ):
+        answer = post(tiny, path, body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"tools": []}, {"tools": [], "tool_choice": "auto"}, {"tools": [TOOL], "tool_choice": "none"},
+     {"functions": [TOOL["function"]], "function_call": "none"}],
+)  # fmt: skip
+def test_tools_that_are_not_to_be_called_change_nothing(tiny: Running, asked: dict[str, Any]) -> None:
+    ask = {"messages": ASK, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    assert post(tiny, CHAT, {**ask, **asked}).json()["choices"] == post(tiny, CHAT, ask).json()["choices"]
 
 
 def test_without_max_tokens_an_answer_ends_where_the_context_does(tiny: Running) -> None:

@@ -44,6 +44,13 @@ def test_a_text_longer_than_the_budget_is_a_batch_of_its_own(encoder: Running) -
     assert embed(encoder, [5] * (MAX_LEN + 1)).status_code == 400
 
 
+@pytest.mark.parametrize("name", ["dimensions", "truncate_prompt_tokens", "task", "messages"])
+def test_a_field_that_would_be_ignored_is_refused(encoder: Running, name: str) -> None:
+    answer = embed(encoder, "hello", **{name: 8})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    assert embed(encoder, "hello", user="me", normalize=True).status_code == 200
+
+
 def test_a_client_that_hangs_up_ends_its_call(encoder: Running) -> None:
     """2,000 batches are cut short, and while they run a call of one text takes its turn between them."""
     body = json.dumps({"input": [[7] * BUDGET] * 2000}).encode()
