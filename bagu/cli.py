@@ -159,6 +159,9 @@ def serve(
         bool, typer.Option("--invariant", help="The same bits alone or in any batch, at a published cost.")
     ] = False,
     seed: Annotated[int, typer.Option(help="From which requests without a seed get theirs.")] = 0,
+    generation_config: Annotated[
+        str, typer.Option(help="auto: default sampling and ends as the model's folder has them; none; or a folder.")
+    ] = "auto",
     max_num_queued_reqs: Annotated[int, typer.Option(help="Choices that may wait; further calls get 429.")] = 256,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds that running requests get at the end.")] = 30.0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the first GPU.")] = None,
@@ -180,6 +183,7 @@ def serve(
             "allowed_origins": allowed_origins or (), "max_queue": max_num_queued_reqs,
             "shutdown_timeout": shutdown_timeout,
         },
+        generation_config=generation_config,
     )  # fmt: skip
 
 
@@ -187,7 +191,9 @@ def serve(
 def chat(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model, or the address of a server.")],
     system: Annotated[str, typer.Option(help="How the assistant should behave.")] = "",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy; by default what generation_config.json says, or 0.7.")
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Of an answer; by default what fits.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Answer this and end.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A folder with tokenizer.json; by default the model's.")] = None,
@@ -198,9 +204,8 @@ def chat(
     """Talk to a model in the terminal."""
     from bagu.recipes import serving
 
-    settings: dict[str, float | int] = {"temperature": temperature}
-    if max_tokens is not None:
-        settings["max_tokens"] = max_tokens
+    given: dict[str, float | int | None] = {"temperature": temperature, "max_tokens": max_tokens}
+    settings = {name: value for name, value in given.items() if value is not None}
     loader = serving.Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device)
     raise typer.Exit(
         serving.chat_main(

@@ -12,6 +12,8 @@ from bagu.openmp import wait_briefly
 
 __all__ = ["Loader", "chat_main", "serve_main"]
 
+TEMPERATURE = 0.7  # of `bagu chat`, where neither the user nor the model says another
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loader:
@@ -43,14 +45,23 @@ class Loader:
         return model, tokenizer, ChatEncoder(tokenizer) if tokenizer.chat_template is not None else None
 
 
-def serve_main(model: str, *, loader: Loader, engine: dict[str, Any], server: dict[str, Any]) -> None:
-    """`bagu serve`: the HTTP server, with the engine in a process of its own."""
+def serve_main(
+    model: str, *, loader: Loader, engine: dict[str, Any], server: dict[str, Any], generation_config: str = "auto"
+) -> None:
+    """`bagu serve`: the HTTP server, with the engine in a process of its own. `generation_config` is a folder that has
+    one, "auto" for the model's own, or "none"."""
     wait_briefly()  # inherited by the engine
+    from bagu.recipes.generation import GENERATION_CONFIG, read_generation
     from bagu.recipes.models import find_model
     from bagu.serve.config import EngineConfig
     from bagu.serve.server import main
 
-    find_model(model)  # a wrong name is told here, before anything starts
+    found = find_model(model)  # a wrong name is told here, before anything starts
+    if generation_config != "none":
+        folder = found if generation_config == "auto" else Path(generation_config)
+        if generation_config != "auto" and not (folder / GENERATION_CONFIG).is_file():
+            raise BaguError(f"there is no {folder / GENERATION_CONFIG}", hint="auto, none, or a folder that has one")
+        engine = {**engine, "generation": read_generation(folder)}
     threads = max(1, (os.cpu_count() or 2) - 1)  # one core is the server's and the tokenizer's
     main(Path(model).name or model, load=loader, config=EngineConfig(threads=threads, **engine), **server)
 
@@ -64,8 +75,11 @@ def chat_main(
     prompt: str | None,
     api_key: str | None,
 ) -> int:
-    """`bagu chat`: MODEL, or the address of a server, in the terminal."""
+    """`bagu chat`: MODEL, or the address of a server, in the terminal. What `settings` leave out is the model's own
+    default, as its generation_config.json has it."""
     wait_briefly()
+    from bagu.recipes.generation import read_generation
+    from bagu.recipes.models import find_model
     from bagu.serve import terminal
     from bagu.serve.chat import EngineChat, HttpChat
 
@@ -73,14 +87,18 @@ def chat_main(
         given = [f"--{k}" for k in ("tokenizer", "device", "dtype") if getattr(loader, k) not in (None, "auto")]
         if given:
             raise BaguError(f"{', '.join(given)}: given with the address of a server", hint="the server has chosen it")
+        settings = {"temperature": TEMPERATURE, **settings}
         return terminal.main(HttpChat(model, api_key=api_key), system=system, settings=settings, prompt=prompt)
+    from bagu.serve.config import EngineConfig
     from bagu.serve.engine import Engine
     from bagu.serve.worker import Ready
 
     loaded, tokenizer, encoder = loader()
     if encoder is None:
         raise BaguError(f"the tokenizer of {model} has no chat template", hint="fine-tune it on chats first")
-    engine = Engine(loaded, tokenizer)
+    generation = read_generation(find_model(model))
+    engine = Engine(loaded, tokenizer, EngineConfig(generation=generation))
+    settings = {"temperature": TEMPERATURE, **generation.sampling, **settings}
     length, vocabulary = engine.max_model_len, loaded.config.vocab_size
     ready = Ready(tokenizer=tokenizer, chat=encoder, generates=True, max_model_len=length, vocab_size=vocabulary)
     name = Path(model).name or model

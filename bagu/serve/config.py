@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from bagu.errors import ArgumentError
+from bagu.serve.request import Sampling
 
-__all__ = ["EngineConfig"]
+__all__ = ["EngineConfig", "GenerationDefaults"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationDefaults:
+    """What holds where a request says nothing, as a model's generation_config.json gives it. None is the default of
+    `Sampling`."""
+
+    eos_ids: tuple[int, ...] = ()  # tokens that end an answer, beside the tokenizer's own
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        Sampling(**self.sampling)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The fields of `Sampling` that have a default of their own."""
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "eos_ids"}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +52,7 @@ class EngineConfig:
     cuda_graphs: bool = True  # replay decode steps; no effect on a CPU
     invariant: bool = False  # a row's bits do not depend on its batch (bagu.ops.invariant)
     seed: int = 0  # from which requests without a seed get theirs
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "kv_memory", "max_model_len", "max_num_seqs", "threads"):

@@ -61,13 +61,14 @@ class Engine:
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.max_model_len = pool.max_model_len
         windows = [model.config.window(i) for i in range(model.config.num_layers)]
+        eos_ids = _eos_ids(model, tokenizer, config)
         self.blocks = Blocks(pool.num_blocks, pool.block_size, prefix_cache=config.prefix_cache)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_model_len=pool.max_model_len,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.step_tokens(model.embedding.weight.device.type),
-                eos_ids=() if tokenizer is None else (tokenizer.eos_id,),
+                eos_ids=eos_ids,
                 window=None if None in windows else max(w for w in windows if w is not None),
             ),
             self.blocks,
@@ -76,7 +77,7 @@ class Engine:
         spare = int(table.is_cuda)  # a block that no table holds, for the rows that pad a CUDA graph
         kv = PagedKV(model.config, pool.num_blocks + spare, pool.block_size, device=table.device, dtype=table.dtype)
         self.runner = Runner(model, kv, config, pool.max_model_len)
-        self.sampler = Sampler(self.runner, tokenizer, config.seed)
+        self.sampler = Sampler(self.runner, tokenizer, config.seed, eos_ids)
         self._overlaps = table.is_cuda if config.async_scheduling is None else config.async_scheduling
         self._flight: Flight | None = None
         self._held: list[Event] = []  # of a step that was read out of turn
@@ -276,3 +277,9 @@ class Engine:
         finally:
             for request in requests:
                 self.abort(request.id)
+
+
+def _eos_ids(model: Transformer, tokenizer: Tokenizer | None, config: EngineConfig) -> tuple[int, ...]:
+    """The tokens that end an answer: the tokenizer's and the model's own, those that the vocabulary has."""
+    own = () if tokenizer is None else (tokenizer.eos_id,)
+    return tuple(id for id in dict.fromkeys((*own, *config.generation.eos_ids)) if id < model.config.vocab_size)

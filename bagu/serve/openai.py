@@ -122,19 +122,22 @@ class Generation(Body):
             raise ApiError(400, "prompt_logprobs with stream", param="prompt_logprobs", hint="leave one of them out")
 
     def sampling(self, ready: Ready, **changes: Any) -> Sampling:
-        """These fields as `Sampling`, `changes` on top; what was not sent is left at its default."""
+        """These fields as `Sampling`, `changes` on top; what was not sent is the model's default, or `Sampling`'s."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         given = {
             "temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p, "n": self.n, "seed": self.seed,
-            "top_k": self.top_k if self.top_k is not None and self.top_k not in (-1, 0) else None,  # vLLM's "all"
+            "top_k": self.top_k,
             "presence_penalty": self.presence_penalty, "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty, "min_tokens": self.min_tokens,
             "logit_bias": _logit_bias(self.logit_bias, ready.vocab_size), "stop": stop,
             "stop_token_ids": tuple(self.stop_token_ids or ()), "ignore_eos": self.ignore_eos,
             "include_stop": self.include_stop_str_in_output, "prompt_logprobs": self.prompt_logprobs, **changes,
         }  # fmt: skip
+        chosen = {**ready.defaults.sampling, **{name: value for name, value in given.items() if value is not None}}
+        if self.top_k in (-1, 0):  # vLLM's "all", whatever the default
+            chosen["top_k"] = None
         try:
-            return Sampling(**{name: value for name, value in given.items() if value is not None})
+            return Sampling(**chosen)
         except ArgumentError as error:
             field = re.match(r"sampling: (\w+)", str(error))
             raise ApiError(400, str(error), param=field and field[1], hint=error.hint) from error
@@ -162,7 +165,8 @@ class CompletionBody(Generation):
             raise ApiError(400, "echo with logprobs and stream", param="echo", hint="leave one of the three out")
         prompts = encode_each(self.prompt, ready, "prompt")
         left = room(prompts, self.max_tokens, ready.max_model_len, "prompt")
-        max_tokens = min(DEFAULT_MAX_TOKENS, left) if self.max_tokens is None else self.max_tokens
+        default = min(DEFAULT_MAX_TOKENS, left, ready.defaults.max_tokens or left)
+        max_tokens = default if self.max_tokens is None else self.max_tokens
         changes: dict[str, Any] = {"max_tokens": max_tokens}
         if self.logprobs is not None:
             changes["logprobs"] = self.logprobs
@@ -217,7 +221,7 @@ class ChatBody(Generation):
         left = room([prompt], asked, ready.max_model_len, "messages")
         stops = {*(self.stop_token_ids or ()), *(() if self.ignore_eos else ready.turn_ends)}
         sampling = self.sampling(
-            ready, max_tokens=left if asked is None else asked,
+            ready, max_tokens=min(left, ready.defaults.max_tokens or left) if asked is None else asked,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None, stop_token_ids=tuple(sorted(stops)),
         )  # fmt: skip
         return self.job("chatcmpl", [prompt], sampling, None)

@@ -42,9 +42,8 @@ class _Memory:
 
 
 class Sampler:
-    def __init__(self, runner: Runner, tokenizer: Tokenizer | None, seed: int) -> None:
-        self.runner, self.tokenizer = runner, tokenizer
-        self.eos_ids = () if tokenizer is None else (tokenizer.eos_id,)
+    def __init__(self, runner: Runner, tokenizer: Tokenizer | None, seed: int, eos_ids: tuple[int, ...]) -> None:
+        self.runner, self.tokenizer, self.eos_ids = runner, tokenizer, eos_ids
         self._seeds = random.Random(seed)  # for requests that bring none
         self._memory: dict[str, _Memory] = {}
         # Requests alive that ask for more than an argmax a token. Mostly there are none, and a step does not look.

@@ -87,6 +87,8 @@ def render(ready: Ready, messages: list[dict[str, Any]], variables: dict[str, An
         raise ApiError(400, f"this model {what}", param="messages", hint="use /v1/completions or /v1/embeddings")
     if taken := variables.keys() & {"messages", "add_generation_prompt", "self"}:
         raise ApiError(400, f"chat_template_kwargs may not set {min(taken)}", param="chat_template_kwargs")
+    roles = {"developer": ready.system_role}
+    messages = [{**message, "role": roles.get(message["role"], message["role"])} for message in messages]
     check_length("\n".join(message["content"] for message in messages), ready, "messages")
     try:
         ids: list[int] = ready.chat.prompt(messages, **variables)

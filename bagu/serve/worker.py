@@ -23,13 +23,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from bagu.errors import BaguError
-from bagu.serve.config import EngineConfig
+from bagu.serve.config import EngineConfig, GenerationDefaults
 from bagu.serve.embedding import Encoder, embed
 from bagu.serve.request import Event, Request, Sampling, TokenEvent, Unservable
 from bagu.types import Tokenizer
@@ -77,9 +77,18 @@ class Stop(NamedTuple):
     pass
 
 
+class Template(Protocol):
+    """The part of `data.ChatTemplate` that a server reads."""
+
+    @property
+    def source(self) -> str: ...
+
+
 class Chat(Protocol):
     """The part of `data.ChatEncoder` that a server calls."""
 
+    @property
+    def template(self) -> Template: ...
     def prompt(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]: ...
     def encode(self, messages: Sequence[dict[str, Any]]) -> Any: ...
 
@@ -93,6 +102,7 @@ class Ready:
     generates: bool  # a causal model; the others embed
     max_model_len: int
     vocab_size: int
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     @cached_property
     def turn_ends(self) -> tuple[int, ...]:
@@ -112,6 +122,11 @@ class Ready:
         characters. 0.1 s for a vocabulary of 150,000; the engine's process asks first, and the answer is sent along."""
         tokenizer = self.tokenizer
         return max(1, max(len(tokenizer.bytes_of(token)) for token in range(tokenizer.vocab_size)))
+
+    @property
+    def system_role(self) -> str:
+        """The role by which the chat template knows OpenAI's `developer`: most templates have only `system`."""
+        return "developer" if self.chat is not None and "developer" in self.chat.template.source else "system"
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -185,7 +200,7 @@ def serve_generation(
     _warm_up(engine)
     ready = Ready(
         tokenizer=tokenizer, chat=chat, generates=True, max_model_len=engine.max_model_len,
-        vocab_size=model.config.vocab_size,
+        vocab_size=model.config.vocab_size, defaults=config.generation,
     )  # fmt: skip
     _ = ready.longest_token
     send(pipe, ready)

@@ -175,6 +175,17 @@ def test_tokenize_and_detokenize(tiny: Running) -> None:
     assert "<|assistant|>" in post(tiny, "/detokenize", {"tokens": chat}).json()["prompt"]
 
 
+def test_the_developer_role_is_the_templates_system_role(tiny: Running) -> None:
+    def tokens(role: str) -> list[int]:
+        messages = [{"role": role, "content": "Be brief."}, *ASK]
+        found: list[int] = post(tiny, "/tokenize", {"messages": messages}).json()["tokens"]
+        return found
+
+    assert tokens("developer") == tokens("system")
+    answer = post(tiny, CHAT, {"messages": [{"role": "developer", "content": "Be brief."}, *ASK], "max_tokens": 2})
+    assert answer.status_code == 200
+
+
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 DEEP = b'{"messages": [{"role": "user", "content": "a", "x": ' + b"[" * 600 + b"]" * 600 + b"}]}"
 REFUSED: list[tuple[str, Any, int, str]] = [

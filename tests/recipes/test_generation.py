@@ -1,0 +1,92 @@
+"""generation_config.json: read, refused where it is wrong, and honoured by `bagu serve`; transformers is the judge."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bagu.data.chat import DEFAULT_TEMPLATE
+from bagu.data.tokenizer import BpeTokenizer
+from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.nn.hub import WeightsError
+from bagu.recipes.generation import read_generation
+from bagu.recipes.models import save_model
+from bagu.recipes.served import served
+from bagu.serve.config import GenerationDefaults
+
+PROMPT = "def f(x):"
+
+
+def saved(folder: Path) -> BpeTokenizer:
+    """A small Llama whose greedy text does not repeat itself at once."""
+    corpus = ["def f(x):\n    return x\n", "hello world "] * 4
+    tokenizer = BpeTokenizer.train(corpus, vocab_size=300, chat_template=DEFAULT_TEMPLATE)
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+        intermediate_size=48, max_len=128, init_std=0.2,
+    )  # fmt: skip
+    save_model(init_weights(Transformer(config, dtype=torch.float32), 0), tokenizer, folder)
+    return tokenizer
+
+
+def write(folder: Path, **said: Any) -> None:
+    (folder / "generation_config.json").write_text(json.dumps(said))
+
+
+def test_what_a_folder_says_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    assert read_generation(tmp_path) == GenerationDefaults()
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert read_generation(tmp_path) == GenerationDefaults(eos_ids=(5, 6))
+    write(tmp_path, eos_token_id=7, temperature=0.6, top_k=20, top_p=0.95, max_new_tokens=9, do_sample=True)
+    expected = GenerationDefaults(eos_ids=(7,), temperature=0.6, top_k=20, top_p=0.95, max_tokens=9)
+    assert read_generation(tmp_path) == expected
+    write(tmp_path, top_k=0, min_p=None)
+    assert read_generation(tmp_path) == GenerationDefaults(eos_ids=(5, 6))
+
+
+@pytest.mark.parametrize(
+    ("said", "names"), [({"eos_token_id": "</s>"}, "eos_token_id"), ({"temperature": "hot"}, "temperature")]
+)
+def test_a_wrong_value_is_named(tmp_path: Path, said: dict[str, Any], names: str) -> None:
+    write(tmp_path, **said)
+    with pytest.raises(WeightsError, match=names):
+        read_generation(tmp_path)
+
+
+def test_a_server_stops_where_transformers_does_and_samples_as_the_file_says(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = saved(tmp_path)
+    ids = torch.tensor([tokenizer.encode_prompt(PROMPT)])
+    judge = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    free = judge.generate(ids, do_sample=False, max_new_tokens=12, eos_token_id=-1)[0, ids.shape[1] :].tolist()
+    end = next(token for at, token in enumerate(free) if at >= 2 and token not in free[:at])
+    write(tmp_path, eos_token_id=[tokenizer.eos_id, end], top_k=1, max_new_tokens=9)
+    judge = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    told = judge.generate(ids, do_sample=False, max_new_tokens=40)[0, ids.shape[1] :].tolist()
+    assert told == free[: free.index(end) + 1]
+
+    with served(tmp_path) as address:
+
+        def ask(path: str, **body: Any) -> Any:
+            data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
+            with urllib.request.urlopen(urllib.request.Request(f"{address}{path}", data, kind), timeout=60) as answer:
+                return json.load(answer)
+
+        (choice,) = ask("/v1/completions", prompt=PROMPT, max_tokens=40)["choices"]  # top_k 1 is greedy, unasked
+        assert choice["finish_reason"] == "stop" and choice["text"] == tokenizer.decode(told[:-1])
+        (choice,) = ask("/v1/completions", prompt=PROMPT, max_tokens=12, ignore_eos=True)["choices"]
+        assert choice["text"] == tokenizer.decode(free)
+        drawn = {
+            ask("/v1/completions", prompt=PROMPT, max_tokens=12, ignore_eos=True, top_k=-1, seed=s)["choices"][0][
+                "text"
+            ]
+            for s in range(4)
+        }
+        assert len(drawn) == 4  # a request that asks for all tokens gets them
+        chat = ask("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], ignore_eos=True)
+        assert chat["usage"]["completion_tokens"] == 9
