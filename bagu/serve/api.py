@@ -20,7 +20,7 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 import bagu
-from bagu.serve.edge import Call, Edge, EventStream, read_body, reply_error, reply_json, unless_gone
+from bagu.serve.edge import Call, Edge, EventStream, read_json, reply_error, reply_json, unless_gone
 from bagu.serve.metrics import CONTENT_TYPE, KEPT, Metrics
 from bagu.serve.openai import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody, parse
 from bagu.serve.page import HEADERS, Asset, assets
@@ -42,6 +42,7 @@ class Served:
     api_key: str | None = None
     allowed_origins: tuple[str, ...] = ()  # of pages elsewhere that may read answers; "*" is every page
     created: int = 0  # seconds since 1970
+    request_timeout: float = 20.0  # seconds that a client has for the body of a request, beside those for its size
 
 
 class Named(Route):
@@ -69,7 +70,7 @@ class Api:
     ) -> Response:
         """Nothing is sent before the engine has accepted the call: a refusal there is still an HTTP status."""
         ready = self.engine.require()
-        raw = await read_body(request)
+        raw = await self.read(request)
         body = parse(kind, raw)
         self.check_model(body.model)
         if not ready.generates:
@@ -92,7 +93,7 @@ class Api:
 
     async def embeddings(self, request: Request) -> Response:
         ready = self.engine.require()
-        raw = await read_body(request)
+        raw = await self.read(request)
         body = parse(EmbeddingBody, raw)
         self.check_model(body.model)
         texts = await asyncio.to_thread(body.texts, ready) if len(raw) > LARGE_BODY else body.texts(ready)
@@ -113,7 +114,7 @@ class Api:
 
     async def tokenize(self, request: Request) -> Response:
         ready = self.engine.require()
-        raw = await read_body(request)
+        raw = await self.read(request)
         body = parse(TokenizeBody, raw)
         self.check_model(body.model)
         ids = await asyncio.to_thread(body.ids, ready) if len(raw) > LARGE_BODY else body.ids(ready)
@@ -121,7 +122,7 @@ class Api:
 
     async def detokenize(self, request: Request) -> Response:
         ready = self.engine.require()
-        body = parse(DetokenizeBody, await read_body(request))
+        body = parse(DetokenizeBody, await self.read(request))
         self.check_model(body.model)
         return reply_json({"prompt": body.text(ready)})
 
@@ -149,6 +150,9 @@ class Api:
         if stats is None:
             raise ApiError(503, "the engine did not answer within 1 s", code="engine_busy")
         return reply_json(panel(stats, self.metrics, int(given)))
+
+    async def read(self, request: Request) -> bytes:
+        return await read_json(request, self.served.request_timeout)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.served.names:

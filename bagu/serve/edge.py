@@ -24,9 +24,10 @@ from bagu.serve.replies import Reply, error_event, to_json
 from bagu.serve.request import Request as EngineRequest
 from bagu.serve.tickets import ApiError, Ticket
 
-__all__ = ["Call", "Edge", "EventStream", "read_body", "reply_error", "reply_json", "unless_gone"]
+__all__ = ["Call", "Edge", "EventStream", "read_json", "reply_error", "reply_json", "unless_gone"]
 
 MAX_BODY = 8 * 2**20  # bytes; a prompt of 1M tokens is about 4 MB
+MIN_RATE = 16 * 2**10  # bytes a second of a body that is slow to come
 GUARDED = ("/v1", "/tokenize", "/detokenize")  # what needs the API key begins with one of them
 SEND = "bagu.send"  # in the scope: the server's `send`, without the middlewares around it
 T = TypeVar("T")
@@ -162,18 +163,21 @@ class Edge:
             return
         scope[SEND] = send
         id = dict(scope["headers"]).get(b"x-request-id", b"")[:128]
-        status = 500
+        status, began = 500, False
 
         async def count(message: Message) -> None:
-            nonlocal status
+            nonlocal status, began
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, began = message["status"], True
                 if id:
                     message["headers"] = [*message["headers"], (b"x-request-id", id)]
             await send(message)
 
         try:
             await self.checked(scope, receive, count)
+        except asyncio.CancelledError:  # the last moment of a shutdown, e.g. of a client that does not read
+            if not began:
+                await reply_error(ApiError(503, "the server is shutting down"))(scope, receive, count)
         finally:
             route = scope.get("route")
             self.metrics.http[getattr(route, "path", "unmatched"), scope["method"], status] += 1
@@ -193,18 +197,35 @@ class Edge:
         return secrets.compare_digest(digest, self.digest) and scheme.lower() == b"bearer"
 
 
-async def read_body(request: Request) -> bytes:
-    """The body, or 413. What is too much is read and dropped, for a client that sends before it listens."""
+async def read_json(request: Request, timeout: float) -> bytes:
+    """The body of a request that says it is JSON, else 415: a page of another origin can send any other type without
+    asking first."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        hint = "send the header Content-Type: application/json"
+        raise ApiError(415, f"the body's content type is {kind[:80] or 'missing'}", hint=hint)
+    return await read_body(request, timeout)
+
+
+async def read_body(request: Request, timeout: float) -> bytes:
+    """The body, 408 where it takes more than `timeout` seconds beside a second for every MIN_RATE bytes, or 413. What
+    is too much is read and dropped, for a client that sends before it listens."""
     parts, size = [], 0
+    due = asyncio.get_running_loop().time() + timeout
     try:
-        async for part in request.stream():
-            size += len(part)
-            if size <= MAX_BODY:
-                parts.append(part)
-            elif size > 8 * MAX_BODY:
-                break
+        async with asyncio.timeout_at(due) as limit:
+            async for part in request.stream():
+                size += len(part)
+                limit.reschedule(due + size / MIN_RATE)
+                if size <= MAX_BODY:
+                    parts.append(part)
+                elif size > 8 * MAX_BODY:
+                    break
     except ClientDisconnect as error:
         raise ApiError(499, "the client hung up within its body") from error
+    except TimeoutError as error:
+        found = f"the body was not complete after {timeout:g} s and {size} bytes"
+        raise ApiError(408, found, headers={"connection": "close"}) from error
     if size > MAX_BODY:
         raise ApiError(413, f"the body has more than {MAX_BODY} bytes", headers={"connection": "close"})
     return b"".join(parts)

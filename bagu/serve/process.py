@@ -44,6 +44,7 @@ from bagu.serve.worker import (
 
 __all__ = ["EngineProcess"]
 
+SHUTTING_DOWN = "the server is shutting down"
 _token_event = partial(tuple.__new__, TokenEvent)  # `_make`, without Python code around it
 
 
@@ -72,6 +73,12 @@ class EngineProcess:
 
     def start(self) -> None:
         self._life = asyncio.create_task(self._live())
+
+    def end_calls(self) -> None:
+        """Fail every call that still runs, and take no more: the time for a shutdown is over."""
+        if self.state == "ready":
+            self.state = "stopped"
+        self._fail_all(SHUTTING_DOWN, code="shutting_down")
 
     async def stop(self, timeout: float = 5.0) -> None:
         """Let the process end by itself, or kill it after `timeout` seconds."""
@@ -111,7 +118,7 @@ class EngineProcess:
         """What is known of the running engine; 503 with the reason where there is none."""
         if self.state == "ready" and self.ready is not None:
             return self.ready
-        said = {"loading": "the model is loading", "stopped": "the server is shutting down"}
+        said = {"loading": "the model is loading", "stopped": SHUTTING_DOWN}
         message = said.get(self.state, f"the engine died ({self.why}) and is {self.state}")
         raise ApiError(503, message, code=f"engine_{self.state}", headers={"Retry-After": "1"})
 
@@ -146,7 +153,7 @@ class EngineProcess:
                 return
             self.why, was_ready, first = reason, self.state == "ready", self.state == "loading"
             self.state = "failed" if first else "restarting"
-            self._fail_all(f"the engine died: {reason}")
+            self._fail_all(f"the engine died: {reason}", code="engine_died")
             print(f"bagu serve: the engine's process ended: {reason}", file=sys.stderr, flush=True)
             if first:
                 self._on_failure()
@@ -206,9 +213,9 @@ class EngineProcess:
         elif isinstance(message, Failed):
             self._last_words = message.reason
 
-    def _fail_all(self, message: str) -> None:
+    def _fail_all(self, message: str, *, code: str) -> None:
         def error() -> ApiError:
-            return ApiError(503, message, code="engine_died", headers={"Retry-After": "1"})
+            return ApiError(503, message, code=code, headers={"Retry-After": "1"})
 
         self.tickets.fail_all(error())
         for future in self._calls.values():

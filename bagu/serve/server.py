@@ -1,7 +1,8 @@
 """`bagu serve MODEL`: the HTTP server's process.
 
 It listens at once and answers 503 until the model is warm. SIGTERM or Ctrl-C drain: no new connection is taken, what
-runs may finish for `shutdown_timeout` seconds, then the engine's process is ended. A second signal ends it now.
+runs may finish for `shutdown_timeout` seconds and then fails with 503 (a stream with an error event), and the engine's
+process is ended. A second signal ends it now.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from bagu.errors import ArgumentError, BaguError
@@ -26,6 +28,7 @@ from bagu.serve.worker import Load
 
 __all__ = ["main"]
 
+GRACE_S = 2  # for clients to read that their calls have failed, before their connections are cut
 ORIGIN = "e.g. http://localhost:3000, without a path, or * for every page"
 
 
@@ -42,6 +45,7 @@ def main(
     max_queue: int = 256,
     shutdown_timeout: float = 30.0,
     stall_timeout: float = 60.0,
+    request_timeout: float = 20.0,
     log_level: Literal["debug", "info", "warning", "error"] = "warning",
 ) -> None:
     """Serve until a signal says stop.
@@ -50,7 +54,9 @@ def main(
     `max_queue` is how many choices may wait beside the `config.max_num_seqs` that run; further calls get 429.
     `allowed_origins` are those of pages elsewhere that may read answers (CORS): `https://name[:port]`, "*" for all, or
     JSON lists of them. `stall_timeout` is the age in seconds of the engine's last step from which `/health` says 503:
-    more than the longest step takes. Port 0 takes a free one; the address is printed once the server listens.
+    more than the longest step takes. `request_timeout` is the seconds that a client has for the head of a request, and
+    for its body beside a second for every 16 KiB. Port 0 takes a free one; the address is printed once the server
+    listens.
     """
     if max_queue < 0:
         raise ArgumentError(f"{max_queue} choices that may wait", hint="0 or more, as --max-num-queued-reqs")
@@ -58,7 +64,9 @@ def main(
         raise ArgumentError(
             f"a shutdown timeout of {shutdown_timeout} s", hint="0 or more seconds, and a finite number"
         )
-    uvicorn, make_app, Served = _server_parts()
+    if not (math.isfinite(request_timeout) and request_timeout > 0):
+        raise ArgumentError(f"a request timeout of {request_timeout} s", hint="above 0, and a finite number")
+    parts = _server_parts()
     config = config or EngineConfig()
     names = tuple(served_model_name) or (model,)
     metrics = Metrics(names[0])
@@ -69,14 +77,16 @@ def main(
         server.should_exit = True
 
     engine = EngineProcess(load, config, tickets, stall_s=stall_timeout, on_failure=give_up)
-    served = Served(names=names, api_key=api_key, allowed_origins=_origins(allowed_origins), created=int(time.time()))
-    app = make_app(engine, metrics, served)
-    settings = uvicorn.Config(
-        app, log_level=log_level, access_log=False, server_header=False, ws="none", lifespan="on",
-        proxy_headers=False,
-        timeout_graceful_shutdown=math.ceil(shutdown_timeout),
+    served = parts.Served(
+        names=names, api_key=api_key, allowed_origins=_origins(allowed_origins), created=int(time.time()),
+        request_timeout=request_timeout,
     )  # fmt: skip
-    server = uvicorn.Server(settings)
+    settings = parts.uvicorn.Config(
+        parts.make_app(engine, metrics, served), http=parts.connection_class(request_timeout), log_level=log_level,
+        access_log=False, server_header=False, ws="none", lifespan="on", proxy_headers=False,
+        timeout_graceful_shutdown=math.ceil(shutdown_timeout) + GRACE_S,
+    )  # fmt: skip
+    server = parts.HttpServer(settings, shutdown_timeout, engine.end_calls)
     bound = listener.getsockname()[1]
     print(f"bagu serve: {names[0]} at http://{_written(host)}:{bound} (the page is /, the API /v1)", flush=True)
     _run(server, listener)
@@ -128,15 +138,18 @@ def _written(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _server_parts() -> tuple[Any, Any, Any]:
-    """uvicorn and FastAPI are asked for when a server is, not when bagu is imported."""
+def _server_parts() -> Any:
+    """What needs uvicorn and FastAPI, which are asked for when a server is, not when bagu is imported."""
     try:
         import uvicorn
 
         from bagu.serve.api import Served, make_app
+        from bagu.serve.connection import HttpServer, connection_class
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("bagu"):
             raise
         hint = f"pip install 'bagu[serve]' into {sys.prefix}"
         raise BaguError(f"bagu serve needs {error.name}, which is not installed", hint=hint) from error
-    return uvicorn, make_app, Served
+    return SimpleNamespace(
+        uvicorn=uvicorn, Served=Served, make_app=make_app, HttpServer=HttpServer, connection_class=connection_class
+    )

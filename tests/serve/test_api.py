@@ -22,12 +22,19 @@ from bagu.serve.openai import CompletionBody, parse
 ASK = [{"role": "user", "content": "hello world, 你好"}]
 ALL: dict[str, Any] = {"extra_body": {"ignore_eos": True}}  # a random model may say the end at any time
 LONG: dict[str, Any] = {"max_tokens": 3000, **ALL}
-HEADERS = {"Authorization": f"Bearer {KEY}"}
+JSON = {"Content-Type": "application/json"}
+HEADERS = {"Authorization": f"Bearer {KEY}", **JSON}
 
 
 def post(tiny: Running, path: str, body: Any, **options: Any) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return tiny.http.post(path, content=content, **{"headers": HEADERS, **options})
+
+
+def head(path: str, length: int, version: str = "1.1") -> bytes:
+    """Of a request on a raw socket, with a JSON body of this length."""
+    lines = [f"POST {path} HTTP/{version}", "Host: x", *(f"{name}: {value}" for name, value in HEADERS.items())]
+    return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
 
 
 def get(tiny: Running, path: str, **options: Any) -> httpx.Response:
@@ -291,7 +298,7 @@ def test_pages_of_allowed_origins_may_call_and_no_others(tiny: Running) -> None:
     assert {"authorization", "content-type"} <= set(answer.headers["access-control-allow-headers"].split(","))
     body: dict[str, Any] = {"messages": ASK, "max_tokens": 2, "stream": True}
     for key, status in ((KEY, 200), ("wrong", 401)):
-        headers = {"Origin": ORIGIN, "Authorization": f"Bearer {key}"}
+        headers = {"Origin": ORIGIN, "Authorization": f"Bearer {key}", **JSON}
         answer = post(tiny, CHAT, body, headers=headers)
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, ORIGIN)
     refused = preflight(tiny, "http://elsewhere.example")
@@ -405,8 +412,7 @@ def test_a_client_that_hangs_up_frees_its_blocks_streaming_or_not(client: openai
         assert tiny.get("/engine")["blocks"]["used"] > 0
     eventually(lambda: idle(tiny), "the blocks of a closed stream are free")
     body = json.dumps({"prompt": "hello", "max_tokens": 3000, "ignore_eos": True}).encode()
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
-    with tiny.raw(head.encode() + body):
+    with tiny.raw(head(TEXT, len(body)) + body):
         eventually(lambda: tiny.get("/engine")["running"], "the call without a stream runs")
     eventually(lambda: idle(tiny), "the blocks of a call without a stream are free")
 
@@ -425,6 +431,30 @@ def test_metrics_count_what_happened(client: openai.OpenAI, tiny: Running) -> No
     assert 'handler="/v1/completions"' in get(tiny, "/metrics").text
     for line in get(tiny, "/metrics").text.splitlines():
         assert re.fullmatch(r'# (HELP|TYPE) .+|[a-z0-9_:]+(\{([a-z_]+="[^"]*",?)+\})? [-+0-9.e]+', line), line
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonp"])
+def test_a_body_that_does_not_say_it_is_json_is_refused(tiny: Running, kind: str | None) -> None:
+    """A page of any origin may send such a body without asking first."""
+    headers = {"Authorization": f"Bearer {KEY}"} | ({} if kind is None else {"Content-Type": kind})
+    for path, body in ((TEXT, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
+        answer = post(tiny, path, body, headers=headers)
+        assert answer.status_code == 415 and "application/json" in answer.json()["error"]["message"]
+    spelled = {**headers, "Content-Type": "Application/JSON; charset=utf-8"}
+    assert post(tiny, "/tokenize", {"prompt": "a"}, headers=spelled).status_code == 200
+
+
+def test_a_stream_to_a_client_of_http_1_0_has_no_chunks_and_ends_with_its_connection(tiny: Running) -> None:
+    body = json.dumps({"prompt": "hello", "max_tokens": 5, "stream": True, "ignore_eos": True}).encode()
+    with tiny.raw(head(TEXT, len(body), "1.0") + body) as connection:
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    top, _, stream = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in top.lower() and b"connection: close" in top.lower()
+    assert stream.startswith(b"data: {") and stream.endswith(b"data: [DONE]\n\n")
+    with tiny.raw(b"GET /version HTTP/1.0\r\n\r\n") as connection:
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    top, _, whole = answer.partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(whole) in top.lower() and json.loads(whole)["version"]
 
 
 def test_the_page_and_the_panel(tiny: Running) -> None:
@@ -450,6 +480,7 @@ def test_curl(tiny: Running) -> None:
     if curl is None:
         pytest.skip("curl is not installed")
     body = json.dumps({"model": MODEL, "messages": ASK, "max_tokens": 3, "stream": True})
-    asked = [curl, "-sSN", "--max-time", "60", f"{tiny.url}{CHAT}", "-H", f"Authorization: Bearer {KEY}", "-d", body]
+    asked = [curl, "-sSN", "--max-time", "60", f"{tiny.url}{CHAT}", "-d", body]
+    asked += [word for name, value in HEADERS.items() for word in ("-H", f"{name}: {value}")]
     said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
     assert said.startswith('data: {"id":"chatcmpl-') and said.endswith("data: [DONE]\n\n")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_server import MODEL, Running, eventually, healthy, serving
 
+HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 3000, "extra_body": {"ignore_eos": True}}
 
 
@@ -46,7 +50,8 @@ def test_a_client_killed_mid_stream_frees_its_blocks(tiny: Running) -> None:
     if curl is None:
         pytest.skip("curl is not installed")
     body = json.dumps({"prompt": "hello", "max_tokens": 3000, "ignore_eos": True, "stream": True})
-    asked = [curl, "-sN", f"{tiny.url}/v1/completions", "-H", f"Authorization: Bearer {KEY}", "-d", body]
+    asked = [curl, "-sN", f"{tiny.url}/v1/completions", "-d", body]
+    asked += [word for name, value in HEADERS.items() for word in ("-H", f"{name}: {value}")]
     with subprocess.Popen(asked, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline().startswith(b"data: ")
         assert tiny.get("/engine")["running"] == 1
@@ -75,7 +80,8 @@ def test_an_engine_killed_mid_stream_is_reported_and_started_again(client: opena
 @pytest.fixture(scope="module")
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server to be ended."""
-    with serving(tmp_path_factory.mktemp("mortal") / "stderr", "--stall-timeout", "5") as running:
+    flags = ("--stall-timeout", "5", "--request-timeout", "2")
+    with serving(tmp_path_factory.mktemp("mortal") / "stderr", *flags) as running:
         yield running
 
 
@@ -88,6 +94,89 @@ def test_health_is_the_age_of_the_last_tick(mortal: Running) -> None:
     finally:
         os.kill(engine, signal.SIGCONT)
     eventually(lambda: healthy(mortal), "it ticks again")
+
+
+HALF_SENT = {
+    "nothing": b"",
+    "half a head": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n",
+    "half a body": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 1000\r\n\r\n{",
+    "the rest of a body that was refused": b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{",
+}
+
+
+@pytest.mark.parametrize("drip", [False, True])
+def test_half_sent_requests_are_given_up(mortal: Running, drip: bool) -> None:
+    """Also those that go on by a byte at a time, as a slow-loris does."""
+    began = time.monotonic()
+    opened = {f"{kind} {i}": mortal.raw(data) for kind, data in HALF_SENT.items() for i in range(10)}
+    answers = dict.fromkeys(opened, b"")
+    try:
+        while opened:
+            assert time.monotonic() - began < 30, f"still open: {sorted(opened)}"
+            for name, connection in list(opened.items()):
+                connection.settimeout(0.01)
+                with contextlib.suppress(TimeoutError):
+                    try:
+                        if drip and not name.startswith("nothing"):
+                            connection.send(b"x")
+                        more = connection.recv(65536)
+                    except OSError as error:
+                        if isinstance(error, TimeoutError):
+                            raise
+                        more = b""
+                    answers[name] += more
+                    if not more:
+                        opened.pop(name).close()
+    finally:
+        for connection in opened.values():
+            connection.close()
+    assert time.monotonic() - began >= 1.5  # not cut at once
+    for name, answer in answers.items():
+        if name.startswith("half"):
+            assert b" 408 " in answer.split(b"\r\n")[0] and b"was not complete after 2 s" in answer, name
+    assert mortal.get("/health")
+
+
+def test_a_head_without_end_is_refused(mortal: Running) -> None:
+    with mortal.raw(b"GET / HTTP/1.1\r\nX: " + b"x" * 70_000) as connection:
+        assert b" 431 " in connection.recv(65536).split(b"\r\n")[0]
+
+
+def test_past_the_shutdown_timeout_calls_are_told(tmp_path: Path) -> None:
+    """A stream by an event, a call without one by a status; a client that does not read is cut; and no traceback."""
+    body = {"prompt": "hello", "max_tokens": 4000, "ignore_eos": True}
+
+    def head(length: int) -> bytes:
+        lines = (
+            "POST /v1/completions HTTP/1.1",
+            "Host: x",
+            "Content-Type: application/json",
+            f"Content-Length: {length}",
+        )
+        return "\r\n".join([*lines, "", ""]).encode()
+
+    with serving(tmp_path / "stderr", "--shutdown-timeout", "0.5") as running, ExitStack() as stack:
+        stream, plain, deaf = (
+            stack.enter_context(running.raw(head(len(sent)) + sent))
+            for sent in (
+                json.dumps({**body, **more}).encode() for more in ({"stream": True}, {}, {"stream": True, "n": 5})
+            )
+        )
+        assert stream.recv(1)
+        eventually(lambda: running.get("/engine")["running"] == 7, "all choices run")
+        running.http.close()
+        running.process.send_signal(signal.SIGTERM)
+        streamed, answered = (
+            b"".join(iter(lambda c=connection: c.recv(65536), b"")).decode() for connection in (stream, plain)
+        )
+        assert running.process.wait(timeout=60) == 0
+        deaf.close()
+    assert '"message":"the server is shutting down"' in streamed and "data: [DONE]" in streamed
+    top, _, answer = answered.partition("\r\n\r\n")
+    assert " 503 " in top.splitlines()[0] and json.loads(answer)["error"]["code"] == "shutting_down"
+    log = (tmp_path / "stderr").read_text()
+    assert "Traceback" not in log and "Exception" not in log, log
 
 
 def test_sigterm_lets_running_calls_finish(mortal: Running) -> None:
@@ -155,7 +244,7 @@ def test_no_json_breaks_the_server(tiny: Running, path: str, body: dict[str, Any
     if body["max_tokens"] is None:
         body["max_tokens"] = 3  # a chat would go on to the end of the context
     engine = tiny.engine_pid()
-    answer = tiny.http.post(path, content=json.dumps(body), headers={"Authorization": f"Bearer {KEY}"})
+    answer = tiny.http.post(path, content=json.dumps(body), headers=HEADERS)
     assert answer.status_code in (200, 400, 404), answer.text
     if answer.status_code != 200:
         assert answer.json()["error"]["message"]

@@ -133,6 +133,7 @@ if __name__ == "__main__":
     parser.add_argument("--broken", action="store_true")
     parser.add_argument("--stall-timeout", type=float, default=60.0)
     parser.add_argument("--shutdown-timeout", type=float, default=20.0)
+    parser.add_argument("--request-timeout", type=float, default=20.0)
     given = parser.parse_args()
     server.main(
         MODEL, host="127.0.0.1", port=0, api_key=given.api_key, max_queue=given.max_queue,
@@ -140,4 +141,5 @@ if __name__ == "__main__":
         load=partial(load, causal=not given.encoder, broken=given.broken),
         config=EngineConfig(max_num_seqs=given.max_num_seqs, num_blocks=1024, max_num_batched_tokens=512),
         stall_timeout=given.stall_timeout, shutdown_timeout=given.shutdown_timeout,
+        request_timeout=given.request_timeout,
     )  # fmt: skip
