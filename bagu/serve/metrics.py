@@ -87,6 +87,9 @@ class Metrics:
     between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS))
     per_output_token: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS))
     end_to_end: Histogram = field(default_factory=lambda: Histogram(REQUEST))
+    queue_time: Histogram = field(default_factory=lambda: Histogram(REQUEST))
+    prefill_time: Histogram = field(default_factory=lambda: Histogram(REQUEST))
+    decode_time: Histogram = field(default_factory=lambda: Histogram(REQUEST))
     request_prompt: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     request_generation: Histogram = field(default_factory=lambda: Histogram(TOKENS))
 
@@ -134,6 +137,17 @@ class Metrics:
                 self.per_output_token,
             ),
             ("vllm:e2e_request_latency_seconds", "From arrival to the end of a choice.", self.end_to_end),
+            (
+                "vllm:request_queue_time_seconds",
+                "From the engine's queue to the first step with the request.",
+                self.queue_time,
+            ),
+            (
+                "vllm:request_prefill_time_seconds",
+                "From the first step with the request to its first token.",
+                self.prefill_time,
+            ),
+            ("vllm:request_decode_time_seconds", "From the first token of a choice to its last.", self.decode_time),
             ("vllm:request_prompt_tokens", "Prompt tokens of a request.", self.request_prompt),
             ("vllm:request_generation_tokens", "Tokens of a choice.", self.request_generation),
         ):

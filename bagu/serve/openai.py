@@ -20,7 +20,7 @@ from bagu.errors import ArgumentError
 from bagu.serve import fields
 from bagu.serve.fields import refuse_unsupported
 from bagu.serve.request import Request, Sampling
-from bagu.serve.texts import check_tokens, each, encode, encode_each, render, room
+from bagu.serve.texts import SHORT, check_tokens, each, encode, encode_each, render, room
 from bagu.serve.tickets import ApiError
 from bagu.serve.worker import Ready
 
@@ -258,8 +258,9 @@ class DetokenizeBody(Body):
 
     def text(self, ready: Ready) -> str:
         self.refuse_unsupported()
-        if len(self.tokens) > ready.max_model_len:
-            hint = f"this model's longest sequence is {ready.max_model_len} tokens"
+        most = max(SHORT, ready.max_model_len)
+        if len(self.tokens) > most:
+            hint = f"at most {most}; this model's longest sequence is {ready.max_model_len}"
             raise ApiError(400, f"{len(self.tokens)} tokens", param="tokens", code="context_length_exceeded", hint=hint)
         check_tokens(self.tokens, ready, "tokens")
         return ready.tokenizer.decode(self.tokens)

@@ -23,7 +23,7 @@ class Sequence:
     __slots__ = (
         "cached", "computed", "draws", "end", "finished", "forks", "hit_tokens", "in_flight", "index", "keys",
         "late_at", "num_prompt", "pending", "planned", "rank", "request", "score_next", "scores", "seat",
-        "stops", "table", "tokens",
+        "started", "stops", "table", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, rank: tuple[float, int, int], stops: frozenset[int]) -> None:
@@ -46,6 +46,7 @@ class Sequence:
         self.keys: list[bytes] = []  # of its full blocks
         self.hit_tokens = 0  # found in the prefix cache when it last began to run
         self.cached: int | None = None  # the same when it first began to run, before anything was drawn or preempted
+        self.started: float | None = None  # when it first began to run, by time.perf_counter; None of a fork
         self.scores = sampling.prompt_logprobs is not None and index == 0
         self.score_next = max(request.score_start - 1, 0)  # the first position whose logits are still wanted
 

@@ -230,7 +230,9 @@ class _Reader(asyncio.Protocol):
     Python on its way costs 2 to 4 µs; there are ten from here to the socket.
     """
 
-    def __init__(self, deliver: Callable[[list[Event], Sequence[float]], None], handle: Callable[[Any], None]) -> None:
+    def __init__(
+        self, deliver: Callable[[list[Event], Sequence[tuple[float, float]]], None], handle: Callable[[Any], None]
+    ) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._deliver, self._handle = deliver, handle
         self._rest = b""
@@ -239,8 +241,8 @@ class _Reader(asyncio.Protocol):
         data, at = self._rest + data if self._rest else data, 0
         while len(data) >= at + 4 and len(data) >= (end := at + 4 + int.from_bytes(data[at : at + 4], "big")):
             if data.startswith(STEP, at + 4):
-                events, first_token_s = marshal.loads(data[at + 5 : end])
-                self._deliver(list(map(_token_event, events)), first_token_s)
+                events, first_tokens = marshal.loads(data[at + 5 : end])
+                self._deliver(list(map(_token_event, events)), first_tokens)
             else:
                 self._handle(pickle.loads(data[at + 4 : end]))
             at = end

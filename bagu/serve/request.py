@@ -133,8 +133,9 @@ class TokenEvent(NamedTuple):
     """One token of one choice. A tuple because there is one per token: 0.5 µs, against 1.2 µs as a frozen dataclass.
 
     `token` is None where a choice ends without one: it was aborted, failed, or max_tokens is 0. `stop_reason` is the
-    stop string or the stop token's id where `finish` is "stop", and None for the end-of-text token. `cached` is said
-    once a request, in the first event of its choice 0: how many tokens of the prompt came from the prefix cache.
+    stop string or the stop token's id where `finish` is "stop", and None for the end-of-text token. `cached` and
+    `started` are said once a request, in the first event of its choice 0: how many tokens of the prompt came from the
+    prefix cache, and when the first step with it was planned, by `time.perf_counter`.
     """
 
     request_id: str
@@ -145,6 +146,7 @@ class TokenEvent(NamedTuple):
     finish: Finish | None = None
     stop_reason: str | int | None = None
     cached: int = 0
+    started: float | None = None
 
 
 class PromptLogprobs(NamedTuple):

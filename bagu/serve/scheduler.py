@@ -23,6 +23,7 @@ pool only when the last plan that uses them is committed.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence as Seq
@@ -234,6 +235,7 @@ class Scheduler:
         self.hit_tokens += sequence.hit_tokens
         if sequence.cached is None:
             sequence.cached = sequence.hit_tokens
+            sequence.started = time.perf_counter()
         insort(self.running, sequence, key=RANK)
 
     def _hit_limit(self, sequence: Sequence, known: int) -> int:
@@ -290,8 +292,10 @@ class Scheduler:
         if finish is not None:
             self._finish(sequence)
         logprob, top = (None, None) if detail is None else detail
-        cached = sequence.cached or 0 if drawn == 1 else 0  # choices that forked have none of their own
-        return TokenEvent(request.id, sequence.index, token, logprob, top, finish, reason, cached)
+        if drawn > 1:
+            return TokenEvent(request.id, sequence.index, token, logprob, top, finish, reason)
+        cached, started = sequence.cached or 0, sequence.started  # choices that forked have none of their own
+        return TokenEvent(request.id, sequence.index, token, logprob, top, finish, reason, cached, started)
 
     def _finish(self, sequence: Sequence) -> None:
         """Take a sequence out of the queues; release it unless a plan in flight still uses it."""

@@ -13,8 +13,9 @@ from bagu.errors import BaguError
 from bagu.serve.tickets import ApiError
 from bagu.serve.worker import Ready
 
-__all__ = ["check_length", "check_tokens", "each", "encode", "encode_each", "render", "room"]
+__all__ = ["SHORT", "check_length", "check_tokens", "each", "encode", "encode_each", "render", "room"]
 
+SHORT = 2**14  # characters or tokens that are always taken: a millisecond or so of work
 USUAL_CHARACTERS = 8  # of a token; English has 4 to 5. Longer texts have their beginning counted first.
 
 
@@ -56,12 +57,12 @@ def check_tokens(ids: list[int], ready: Ready, param: str) -> None:
 def check_length(text: str, ready: Ready, param: str) -> None:
     """Refuse a text that has more tokens than the model's longest sequence, without tokenizing the whole of it."""
     longest = ready.max_model_len
-    if len(text) <= longest * min(USUAL_CHARACTERS, ready.longest_token):
+    if len(text) <= max(SHORT, longest * min(USUAL_CHARACTERS, ready.longest_token)):
         return
     if len(text) > longest * ready.longest_token:
         hint = f"this model's longest sequence is {longest} tokens, of at most {ready.longest_token} characters each"
         raise _too_long(f"the text has {len(text)} characters", param, hint)
-    head = text[: longest * USUAL_CHARACTERS]
+    head = text[: max(SHORT, longest * USUAL_CHARACTERS)]
     count = len(ready.tokenizer.encode(head))
     if count - ready.longest_token > longest:  # where the text was cut, one token of the whole may have become several
         message = f"the first {len(head)} of the text's {len(text)} characters are {count} tokens"

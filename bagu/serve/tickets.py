@@ -166,8 +166,9 @@ class Tickets:
         ticket.clocks.clear()
         return alive
 
-    def deliver(self, events: Sequence[Event], first_token_s: Sequence[float] = ()) -> None:
-        """The events of one step; those of tickets closed meanwhile are dropped. A listener is called once."""
+    def deliver(self, events: Sequence[Event], first_tokens: Sequence[tuple[float, float]] = ()) -> None:
+        """The events of one step, and the seconds of queue and prefill of the requests whose first token is in it;
+        events of tickets closed meanwhile are dropped. A listener is called once."""
         now = self.heard = time.perf_counter()
         woken = []
         for event in events:
@@ -186,8 +187,10 @@ class Tickets:
             ticket.mail.append(event)
         for ticket in woken:
             ticket.wake()
-        for seconds in first_token_s:
-            self.metrics.engine_first_token.observe(seconds)
+        for queue_s, prefill_s in first_tokens:
+            self.metrics.queue_time.observe(queue_s)
+            self.metrics.prefill_time.observe(prefill_s)
+            self.metrics.engine_first_token.observe(queue_s + prefill_s)
 
     def accept(self, request_id: str) -> None:
         if (ticket := self._by_request.get(request_id)) is not None:
@@ -224,6 +227,7 @@ class Tickets:
             self._ends.append(now)
             metrics.end_to_end.observe(now - ticket.arrival)
             metrics.request_generation.observe(clock.tokens)
+            metrics.decode_time.observe(clock.last - clock.first)
             if clock.tokens > 1:
                 metrics.per_output_token.observe((clock.last - clock.first) / (clock.tokens - 1))
 

@@ -135,10 +135,11 @@ class Ready:
 
 
 class Step(NamedTuple):
-    """What came of one step, and for each request whose first token is in it the seconds since it came."""
+    """What came of one step, and for each request whose first token is in it the seconds that it waited for the first
+    step with it, and from there to the token (plain pairs, for marshal)."""
 
     events: list[Event]
-    first_token_s: Sequence[float] = ()
+    first_tokens: Sequence[tuple[float, float]] = ()
 
 
 class Accepted(NamedTuple):
@@ -250,21 +251,21 @@ class Outbox:
         self.pipe, self.events = pipe, list[Event]()
         self.sent = self.stepped = time.perf_counter()
 
-    def add(self, events: Sequence[Event], first_token_s: Sequence[float], *, hurry: bool) -> None:
+    def add(self, events: Sequence[Event], first_tokens: Sequence[tuple[float, float]], *, hurry: bool) -> None:
         """The events of a step that has just ended."""
         self.events += events
         now, before = time.perf_counter(), self.stepped
         self.stepped = now
         plain = all(isinstance(event, TokenEvent) and event.finish is None for event in events)
         if hurry or not plain or now - before >= HOLD_S or now - self.sent >= HOLD_S:
-            self._send(first_token_s)
+            self._send(first_tokens)
 
     def flush(self) -> None:
         if self.events:
             self._send(())
 
-    def _send(self, first_token_s: Sequence[float]) -> None:
-        send_step(self.pipe, Step(self.events, first_token_s))
+    def _send(self, first_tokens: Sequence[tuple[float, float]]) -> None:
+        send_step(self.pipe, Step(self.events, first_tokens))
         self.events, self.sent = [], time.perf_counter()
 
 
@@ -318,12 +319,15 @@ def _drain(pipe: Connection, inbox: Inbox) -> None:
         os._exit(0)
 
 
-def _first_tokens(events: Sequence[Event], waiting: dict[str, float]) -> list[float]:
-    """The seconds that requests waited for their first token, of those whose first event is here; they wait no more.
-    A request that wants its prompt scored and no token has none."""
-    now = time.perf_counter()
-    firsts = [(event, waiting.pop(event.request_id, None)) for event in events if isinstance(event, TokenEvent)]
-    return [now - came for event, came in firsts if came is not None and event.token is not None]
+def _first_tokens(events: Sequence[Event], waiting: dict[str, float]) -> list[tuple[float, float]]:
+    """How long requests waited for their first token and how long that took, of those whose first event is here; they
+    wait no more. A request that wants its prompt scored and no token has none."""
+    now, found = time.perf_counter(), []
+    for event in events:
+        came = waiting.pop(event.request_id, None) if isinstance(event, TokenEvent) else None
+        if came is not None and event.token is not None and event.started is not None:
+            found.append((event.started - came, now - event.started))
+    return found
 
 
 def packed(message: Any) -> bytes:
@@ -339,7 +343,7 @@ def send(pipe: Connection, message: Any) -> None:
 def send_step(pipe: Connection, step: Step) -> None:
     """`Step` as plain tuples by `marshal`, which looks up no class: the one message there is for every token."""
     if all(isinstance(event, TokenEvent) for event in step.events):
-        pipe.send_bytes(STEP + marshal.dumps(([tuple(event) for event in step.events], tuple(step.first_token_s))))
+        pipe.send_bytes(STEP + marshal.dumps(([tuple(event) for event in step.events], tuple(step.first_tokens))))
     else:
         send(pipe, step)
 

@@ -179,6 +179,7 @@ def test_tokenize_and_detokenize(tiny: Running) -> None:
     assert tokens["count"] == len(tokens["tokens"]) and tokens["max_model_len"] == MAX_LEN
     assert post(tiny, "/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": text}
     chat = post(tiny, "/tokenize", {"messages": ASK}).json()["tokens"]
+    assert post(tiny, "/tokenize", {"prompt": "a" * 9000}).json()["count"] > MAX_LEN  # to be told how much too long
     assert "<|assistant|>" in post(tiny, "/detokenize", {"tokens": chat}).json()["prompt"]
 
 
@@ -250,7 +251,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/tokenize", {"prompt": "a" * 7_000_000}, 400, "the text has 7000000 characters"),
     ("/tokenize", {"messages": [{"role": "user", "content": "a" * 60_000}]}, 400, "characters"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
-    ("/detokenize", {"tokens": [5] * (MAX_LEN + 1)}, 400, f"{MAX_LEN + 1} tokens"),
+    ("/detokenize", {"tokens": [5] * 20_000}, 400, "20000 tokens (at most 16384; "),
 ]
 
 
@@ -455,6 +456,23 @@ def test_a_stream_to_a_client_of_http_1_0_has_no_chunks_and_ends_with_its_connec
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     top, _, whole = answer.partition(b"\r\n\r\n")
     assert b"content-length: %d" % len(whole) in top.lower() and json.loads(whole)["version"]
+
+
+def test_queue_prefill_and_decode_times_are_parts_of_the_whole(client: openai.OpenAI, tiny: Running) -> None:
+    def total(name: str) -> tuple[float, float]:
+        text = get(tiny, "/metrics").text
+        found = [re.search(rf"^vllm:{name}_seconds_{part}{{.*}} (\S+)$", text, re.M) for part in ("sum", "count")]
+        assert found[0] is not None and found[1] is not None, name
+        return float(found[0][1]), float(found[1][1])
+
+    names = ["request_queue_time", "request_prefill_time", "request_decode_time", "e2e_request_latency"]
+    before = [total(name) for name in names]
+    # eight run at once: of nine requests one waits until another has ended
+    client.completions.create(model=MODEL, prompt=[[5] * 300] * 9, max_tokens=40, **ALL)
+    spent = [(s - b, c - n) for (s, c), (b, n) in zip(map(total, names), before, strict=True)]
+    assert [count for _, count in spent] == [9] * 4
+    queue, prefill, decode, whole = (seconds for seconds, _ in spent)
+    assert min(queue, prefill, decode) > 0 and queue + prefill + decode <= whole
 
 
 def test_the_page_and_the_panel(tiny: Running) -> None:

@@ -54,9 +54,9 @@ def test_the_last_token_takes_those_before_it_along(held: tuple[Outbox, Connecti
 
 def test_a_first_token_goes_at_once_with_its_time(held: tuple[Outbox, Connection]) -> None:
     outbox, pipe = held
-    outbox.add([token(0)], (0.25,), hurry=True)
-    events, first_token_s = marshal.loads(pipe.recv_bytes()[1:])
-    assert [event[2] for event in events] == [0] and first_token_s == (0.25,)
+    outbox.add([token(0)], [(0.25, 0.5)], hurry=True)
+    events, first_tokens = marshal.loads(pipe.recv_bytes()[1:])
+    assert [event[2] for event in events] == [0] and first_tokens == ((0.25, 0.5),)
 
 
 def test_prompt_logprobs_go_at_once(held: tuple[Outbox, Connection]) -> None:
