@@ -32,9 +32,10 @@ from bagu.serve.bench_latency import METRICS, summary
 from bagu.serve.bench_plot import draw
 from bagu.serve.workload import Lengths, Workload, arrivals, random_workload
 
-__all__ = ["main", "measure"]
+__all__ = ["fitting", "main", "measure"]
 
 RESULTS = Path("benchmarks/results/serve")
+DEFAULT = Lengths(32, 128)  # tokens of a prompt, and of an answer
 
 
 def main(
@@ -44,8 +45,8 @@ def main(
     model: str | None = None,
     api_key: str | None = None,
     requests: int = 64,
-    inputs: str = "32-128",
-    outputs: str = "32-128",
+    inputs: str | None = None,
+    outputs: str | None = None,
     shared_prefix: int = 0,
     max_concurrency: int | None = None,
     request_rate: float = math.inf,
@@ -63,7 +64,9 @@ def main(
 
     Without `request_rate` the load is a closed loop of `max_concurrency` clients (8 by default); with it, Poisson
     arrivals, of which `max_concurrency` run at once where it is given, and the wait for a place is not counted, as in
-    vLLM. `goodput` are milliseconds by metric, e.g. {"ttft": 200, "tpot": 50}: requests a second that keep all of them.
+    vLLM. Without `inputs` or `outputs`, prompts and answers have 32 to 128 tokens, or fewer where the model's longest
+    sequence does not hold both. `goodput` are milliseconds by metric, e.g. {"ttft": 200, "tpot": 50}: requests a second
+    that keep all of them.
     """
     if (url is None) == (server is None):
         raise ArgumentError("a load needs one server", hint="give its address, or a MODEL to start one for")
@@ -77,8 +80,9 @@ def main(
     for name in goodput or {}:
         if name not in METRICS:
             raise UnknownName.among("goodput metric", name, METRICS)
+    given = [None if text is None else Lengths.parse(text) for text in (inputs, outputs)]
     asked = {
-        "num_prompts": requests, "inputs": str(Lengths.parse(inputs)), "outputs": str(Lengths.parse(outputs)),
+        "num_prompts": requests,
         "shared_prefix": shared_prefix, "request_rate": request_rate if math.isfinite(request_rate) else "inf",
         "max_concurrency": max_concurrency, "temperature": temperature, "seed": seed,
     }  # fmt: skip
@@ -88,12 +92,12 @@ def main(
     when = arrivals(requests, request_rate, seed)
     with nullcontext(url) if server is None else server as address:
         at = Server(str(address), api_key)
-        name = model or str(at.json("/v1/models")["data"][0]["id"])
+        name, longest = described(at, model)
+        lengths = fitting(*given, longest=longest, shared_prefix=shared_prefix)
+        asked |= {"inputs": str(lengths[0]), "outputs": str(lengths[1])}
         ids = vocabulary(at, name, seed)
         both = [
-            random_workload(
-                count, Lengths.parse(inputs), Lengths.parse(outputs), tokens=ids, shared_prefix=shared_prefix, seed=s
-            )
+            random_workload(count, *lengths, tokens=ids, shared_prefix=shared_prefix, seed=s)
             for count, s in ((requests, seed), (max(1, warmups), seed + 1))
         ]  # fmt: skip
         if warmups:
@@ -114,6 +118,36 @@ def main(
     else:
         _show(row, answers, why)
     return int(result["failed"] > 0)
+
+
+def described(server: Server, model: str | None) -> tuple[str, int | None]:
+    """The name of the model to ask for, by default the first, and its longest sequence where the server says it."""
+    models = {str(entry["id"]): entry for entry in server.json("/v1/models")["data"]}
+    name = model or next(iter(models))
+    return name, models.get(name, {}).get("max_model_len")
+
+
+def fitting(
+    inputs: Lengths | None, outputs: Lengths | None, *, longest: int | None, shared_prefix: int
+) -> tuple[Lengths, Lengths]:
+    """The lengths that were given, and for those that were not DEFAULT, cut to what a sequence of `longest` holds."""
+    if longest is None or (inputs is not None and outputs is not None):
+        return inputs or DEFAULT, outputs or DEFAULT
+    room = longest - shared_prefix
+    if inputs is None:
+        inputs = _at_most(room // 2 if outputs is None else room - outputs.high, longest)
+    if outputs is None:
+        outputs = _at_most(room - inputs.high, longest)
+    return inputs, outputs
+
+
+def _at_most(room: int, longest: int) -> Lengths:
+    if room < 1:
+        raise ArgumentError(
+            f"the lengths leave {room} tokens of the model's longest sequence, {longest}",
+            hint="give shorter --inputs, --outputs or --shared-prefix",
+        )
+    return Lengths(min(DEFAULT.low, room), min(DEFAULT.high, room))
 
 
 def vocabulary(server: Server, model: str, seed: int) -> list[int]:

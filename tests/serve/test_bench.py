@@ -15,7 +15,7 @@ from conftest import KEY
 from hypothesis import given
 from hypothesis import strategies as st
 from small_engine import small_engine, small_model
-from tiny_server import Running
+from tiny_server import Running, serving
 
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.record import read_rows
@@ -25,6 +25,7 @@ from bagu.serve.bench_clock import Case, measure_streams, measure_throughput
 from bagu.serve.bench_latency import samples, summary
 from bagu.serve.bench_peers import scripted
 from bagu.serve.bench_plot import draw
+from bagu.serve.bench_serve import fitting
 from bagu.serve.workload import Lengths, arrivals, random_workload
 
 
@@ -235,6 +236,34 @@ def test_poisson_arrivals(tiny: Running, tmp_path: Path, capsys: pytest.CaptureF
     row = json.loads(capsys.readouterr().out)
     assert code == 0 and row["completed"] == 6 and row["request_rate"] == 40.0
     assert row["duration"] >= arrivals(6, 40.0)[-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "longest", "expected"),
+    [
+        ((None, None), 4096, ("32-128", "32-128")), ((None, None), None, ("32-128", "32-128")),
+        ((None, None), 100, ("32-50", "32-50")), ((None, None), 33, ("16", "17")),
+        (("90", None), 100, ("90", "10")), ((None, "3-60"), 100, ("32-40", "3-60")),
+        (("200", "300"), 100, ("200", "300")),
+    ],
+)  # fmt: skip
+def test_default_lengths_fit_the_model(
+    given: tuple[str | None, str | None], longest: int | None, expected: tuple[str, str]
+) -> None:
+    asked = [None if text is None else Lengths.parse(text) for text in given]
+    assert tuple(map(str, fitting(*asked, longest=longest, shared_prefix=0))) == expected
+
+
+def test_default_lengths_need_room_for_a_token() -> None:
+    with pytest.raises(ArgumentError, match="leave 0 tokens"):
+        fitting(None, None, longest=64, shared_prefix=63)
+
+
+def test_a_server_of_a_short_model_is_loaded_with_what_it_takes(tmp_path: Path) -> None:
+    with serving(tmp_path / "stderr", "--max-model-len", "40") as short:
+        assert bench_serve.main(short.url, requests=3, out=tmp_path) == 0
+    (row,) = rows_of(tmp_path)
+    assert (row["inputs"], row["outputs"], row["completed"]) == ("20", "20", 3)
 
 
 def test_failures_are_counted_and_told(tiny: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

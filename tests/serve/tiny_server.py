@@ -126,6 +126,7 @@ def eventually(condition: Callable[[], Any], what: str, timeout: float = 60.0) -
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--max-num-seqs", type=int, default=8)
+    parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--max-queue", type=int, default=64)
     parser.add_argument("--api-key")
     parser.add_argument("--allowed-origins", nargs="*", default=())
@@ -139,7 +140,10 @@ if __name__ == "__main__":
         MODEL, host="127.0.0.1", port=0, api_key=given.api_key, max_queue=given.max_queue,
         allowed_origins=given.allowed_origins,
         load=partial(load, causal=not given.encoder, broken=given.broken),
-        config=EngineConfig(max_num_seqs=given.max_num_seqs, num_blocks=1024, max_num_batched_tokens=512),
+        config=EngineConfig(
+            max_num_seqs=given.max_num_seqs, num_blocks=1024, max_num_batched_tokens=512,
+            max_model_len=given.max_model_len,
+        ),
         stall_timeout=given.stall_timeout, shutdown_timeout=given.shutdown_timeout,
         request_timeout=given.request_timeout,
     )  # fmt: skip
