@@ -23,7 +23,8 @@ TIMEOUT_S = 600.0  # for one piece: a long prompt on a CPU takes minutes before 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """What one token, or one event of a stream, adds to an answer. `finish` says in the last why it ended."""
+    """What one token, or one event of a stream, adds to an answer. `finish` says in the last why it ended. A server's
+    event has text of any number of tokens; it says how many there were in its last one."""
 
     text: str = ""
     tokens: int = 0
@@ -79,7 +80,11 @@ class HttpChat:
         self.name = model or self._first_model()
 
     def answer(self, messages: Sequence[Message], settings: Settings) -> Generator[Piece, None, None]:
-        asked = {"model": self.name, "messages": list(messages), "stream": True, **settings}
+        asked = {
+            "model": self.name, "messages": list(messages), "stream": True, "stream_options": {"include_usage": True},
+            **settings,
+        }  # fmt: skip
+        said = 0  # tokens
         with self._call("POST", "/v1/chat/completions", asked) as response:
             for line in response:
                 data = line.removeprefix(b"data:").strip()
@@ -91,8 +96,11 @@ class HttpChat:
                 if "error" in chunk:
                     raise BaguError(f"the server ended the answer: {chunk['error']['message']}")
                 for choice in chunk["choices"]:
-                    text = choice["delta"].get("content") or ""
-                    yield Piece(text=text, tokens=int(bool(text)), finish=choice["finish_reason"])
+                    yield Piece(text=choice["delta"].get("content") or "", finish=choice["finish_reason"])
+                if usage := chunk.get("usage"):
+                    made = usage["completion_tokens"]  # so far, of servers that say it in every event
+                    yield Piece(tokens=made - said)
+                    said = made
             raise BaguError("the server closed the connection within the answer", hint="/retry asks again")
 
     def _first_model(self) -> str:

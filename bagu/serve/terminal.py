@@ -105,14 +105,14 @@ class Session:
 class Took:
     """What an answer took."""
 
-    tokens: int
+    tokens: int | None  # None where a server did not say: it is asked to at the end of an answer
     first_s: float | None  # to the first token
     decode_s: float  # from the first token to the last
     finish: str
 
     def words(self) -> str:
-        parts = [f"{self.tokens} tokens"]
-        if self.tokens > 1 and self.decode_s > 0:
+        parts = [] if self.tokens is None else [f"{self.tokens} tokens"]
+        if self.tokens is not None and self.tokens > 1 and self.decode_s > 0:
             parts.append(f"{(self.tokens - 1) / self.decode_s:.1f} tokens/s")
         if self.first_s is not None:
             parts.append(f"first token {1e3 * self.first_s:.0f} ms")
@@ -131,7 +131,7 @@ def stream(session: Session, show: Callable[[str], None], clock: Callable[[], fl
                 texts.append(piece.text)
                 tokens += piece.tokens
                 finish = piece.finish or finish
-                if piece.tokens:
+                if piece.tokens or piece.text:
                     last = clock()
                     first = first or last
                 show(piece.text.translate(PICTURES))
@@ -140,7 +140,8 @@ def stream(session: Session, show: Callable[[str], None], clock: Callable[[], fl
     if "".join(texts):
         session.messages.append({"role": "assistant", "content": "".join(texts)})
     first_s = None if first is None else first - began
-    return Took(tokens=tokens, first_s=first_s, decode_s=last - first if first else 0.0, finish=finish)
+    counted = tokens if tokens or not any(texts) else None
+    return Took(tokens=counted, first_s=first_s, decode_s=last - first if first else 0.0, finish=finish)
 
 
 def read_message(read: Callable[[str], str]) -> str | None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from page_stub import ANSWER, Stub, stub
+from conftest import KEY
+from page_stub import ANSWER, Stub, stub, tokens
 from rich.console import Console
+from tiny_server import MODEL, Running
 
 from bagu.errors import ArgumentError, BaguError
 from bagu.nn import ModelConfig, Transformer, init_weights
@@ -70,6 +72,25 @@ def test_a_conversation_over_http(server: Stub, tmp_path: Path) -> None:
     assert contents == [first, [*first, ANSWER, "again"], [*first, ANSWER, "again"], ["Be brief.", "last"]]
     assert {(b["temperature"], b["top_k"], b["model"]) for b in server.bodies} == {(0.0, 5, "tiny")}
     assert [m["role"] for m in json.loads(path.read_text())["messages"]] == ["system", *["user", "assistant"] * 2]
+
+
+def test_tokens_over_http_are_those_the_server_counts(server: Stub) -> None:
+    """A chunk is no token: of a character that is spread over two tokens only the second has text."""
+    made = len(tokens(ANSWER))
+    assert f"{made} tokens" in talk(HttpChat(server.url), "hello")
+    assert {body["stream_options"]["include_usage"] for body in server.bodies} == {True}
+
+
+def test_tokens_of_a_real_server_are_its_usage(tiny: Running) -> None:
+    settings = {"max_tokens": 40, "seed": 3}
+    session = terminal.Session(chat=HttpChat(tiny.url, api_key=KEY), settings=settings)
+    session.messages.append({"role": "user", "content": "hello world"})
+    pieces: list[str] = []
+    took = terminal.stream(session, pieces.append)
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "hello world"}], **settings}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    usage = tiny.http.post("/v1/chat/completions", json=chat, headers=headers).json()["usage"]
+    assert took.tokens == usage["completion_tokens"] != sum(map(bool, pieces))
 
 
 def test_what_goes_wrong_is_told_and_the_session_goes_on(server: Stub) -> None:
@@ -140,7 +161,7 @@ def test_ctrl_c_stops_an_answer_keeps_what_came_and_leaves_the_server(server: St
             raise KeyboardInterrupt
 
     took = terminal.stream(session, show)
-    assert took.finish == "abort"
+    assert took.finish == "abort" and took.tokens is None and "tokens" not in took.words().replace("first token", "")
     assert session.messages[-1] == {"role": "assistant", "content": "".join(shown)}
     assert server.left.wait(10)
 
