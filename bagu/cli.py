@@ -154,6 +154,11 @@ def serve(
         int | None, typer.Option(help="Positions of a KV block; by default 16, on a GPU 256.")
     ] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory.")] = 0.9,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(help="Size of the KV pool, e.g. 512MiB or 2GB; by default what is free, on a CPU up to 1GiB."),
+    ] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="The same as a number of KV blocks.")] = None,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of prompts that begin alike.")] = True,
     invariant: Annotated[
         bool, typer.Option("--invariant", help="The same bits alone or in any batch, at a published cost.")
@@ -164,16 +169,19 @@ def serve(
     ] = "auto",
     max_num_queued_reqs: Annotated[int, typer.Option(help="Choices that may wait; further calls get 429.")] = 256,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds that running requests get at the end.")] = 30.0,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the first GPU.")] = None,
 ) -> None:
     """An OpenAI-compatible server with a chat page at /."""
     from bagu.recipes import serving
+    from bagu.serve.config import parse_bytes
 
     serving.serve_main(
         model,
         loader=serving.Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device),
         engine={
             "block_size": block_size, "gpu_memory_utilization": gpu_memory_utilization,
+            "kv_memory": None if kv_memory is None else parse_bytes(kv_memory), "num_blocks": num_blocks,
             "max_model_len": max_model_len, "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens, "prefix_cache": enable_prefix_caching,
             "quantization": quantization, "invariant": invariant, "seed": seed,
@@ -181,7 +189,7 @@ def serve(
         server={
             "host": host, "port": port, "api_key": api_key, "served_model_name": served_model_name or (),
             "allowed_origins": allowed_origins or (), "max_queue": max_num_queued_reqs,
-            "shutdown_timeout": shutdown_timeout,
+            "shutdown_timeout": shutdown_timeout, "log_level": log_level,
         },
         generation_config=generation_config,
     )  # fmt: skip
@@ -310,8 +318,10 @@ def bench_engine(
 def bench_serve(
     target: Annotated[str, typer.Argument(metavar="URL|MODEL", help="A server, or a model to start one for.")],
     requests: Annotated[int, typer.Option(help="In all.")] = 64,
-    inputs: Annotated[str, typer.Option(help="Prompt lengths.")] = "32-128",
-    outputs: Annotated[str, typer.Option(help="Answer lengths.")] = "32-128",
+    inputs: Annotated[
+        str | None, typer.Option(help="Prompt lengths; by default 32-128, or what fits the model.")
+    ] = None,
+    outputs: Annotated[str | None, typer.Option(help="Answer lengths; by default likewise.")] = None,
     shared_prefix: Annotated[int, typer.Option(help="Tokens that all prompts begin with.")] = 0,
     max_concurrency: Annotated[int | None, typer.Option(help="Clients of a closed loop, 8 by default.")] = None,
     request_rate: Annotated[float | None, typer.Option(help="Poisson arrivals a second instead.")] = None,

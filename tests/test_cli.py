@@ -8,6 +8,7 @@ import pytest
 
 from bagu.cli import main
 from bagu.record import record_file
+from bagu.serve.config import parse_bytes
 
 
 @pytest.mark.parametrize("traceback", ["0", "1"])
@@ -54,3 +55,33 @@ def test_a_record_that_is_no_file_is_told_before_the_measuring(
         main(["bench", "ops", "softmax", "--out", str(tmp_path)])
     out, err = capsys.readouterr()
     assert "is no file that can be written" in err and "GB/s" not in out
+
+
+def test_serve_help_names_the_pool_and_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    for option in ("--kv-memory", "--num-blocks", "--log-level", "--generation-config"):
+        assert option in shown
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--kv-memory", "lots"], "'lots' is no size"),
+        (["--log-level", "loud"], "there is no log level 'loud'"),
+        (["--num-blocks", "0"], "num_blocks"),
+        (["--generation-config", "nowhere"], "nowhere/generation_config.json"),
+    ],
+)
+def test_serve_refuses_options_by_their_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", str(tmp_path), *option])
+    assert said in capsys.readouterr().err
+
+
+def test_sizes_are_read_with_their_units() -> None:
+    sizes = {"1000": 1000, "2GB": 2 * 10**9, "512MiB": 512 * 2**20, "1.5 kib": 1536}
+    assert {text: parse_bytes(text) for text in sizes} == sizes

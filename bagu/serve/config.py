@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from bagu.errors import ArgumentError
 from bagu.serve.request import Sampling
 
-__all__ = ["EngineConfig", "GenerationDefaults"]
+__all__ = ["EngineConfig", "GenerationDefaults", "parse_bytes"]
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """`2GB` is 2 * 10**9, `512MiB` 512 * 2**20, `1000000` itself."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", text.strip().upper())
+    if found is None:
+        raise ArgumentError(f"{text!r} is no size", hint="write 512MiB, 2GB, or a number of bytes")
+    return int(float(found[1]) * UNITS[found[2] or ""])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ import sys
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
-from bagu.errors import ArgumentError, BaguError
+from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.serve.config import EngineConfig
 from bagu.serve.metrics import Metrics
 from bagu.serve.process import EngineProcess
@@ -29,6 +29,7 @@ from bagu.serve.worker import Load
 __all__ = ["main"]
 
 GRACE_S = 2  # for clients to read that their calls have failed, before their connections are cut
+LOG_LEVELS = ("debug", "info", "warning", "error")
 ORIGIN = "e.g. http://localhost:3000, without a path, or * for every page"
 
 
@@ -46,7 +47,7 @@ def main(
     shutdown_timeout: float = 30.0,
     stall_timeout: float = 60.0,
     request_timeout: float = 20.0,
-    log_level: Literal["debug", "info", "warning", "error"] = "warning",
+    log_level: str = "warning",
 ) -> None:
     """Serve until a signal says stop.
 
@@ -66,6 +67,8 @@ def main(
         )
     if not (math.isfinite(request_timeout) and request_timeout > 0):
         raise ArgumentError(f"a request timeout of {request_timeout} s", hint="above 0, and a finite number")
+    if log_level not in LOG_LEVELS:
+        raise UnknownName.among("log level", log_level, LOG_LEVELS)
     parts = _server_parts()
     config = config or EngineConfig()
     names = tuple(served_model_name) or (model,)
