@@ -20,9 +20,11 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 import bagu
+from bagu.serve import reference
 from bagu.serve.edge import Call, Edge, EventStream, read_json, reply_error, reply_json, unless_gone
 from bagu.serve.metrics import CONTENT_TYPE, KEPT, Metrics
 from bagu.serve.openai import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody, parse
+from bagu.serve.openapi import OPERATIONS, describe
 from bagu.serve.page import HEADERS, Asset, assets
 from bagu.serve.process import EngineProcess
 from bagu.serve.replies import ChatReply, CompletionReply, Reply
@@ -151,6 +153,15 @@ class Api:
             raise ApiError(503, "the engine did not answer within 1 s", code="engine_busy")
         return reply_json(panel(stats, self.metrics, int(given)))
 
+    async def openapi(self, request: Request) -> Response:
+        return reply_json(self._description())
+
+    async def docs(self, request: Request) -> Response:
+        return Response(reference.page(self._description()), headers=reference.HEADERS)
+
+    def _description(self) -> dict[str, Any]:
+        return describe(self.served.names, self.engine.ready, has_key=self.served.api_key is not None)
+
     async def read(self, request: Request) -> bytes:
         return await read_json(request, self.served.request_timeout)
 
@@ -178,20 +189,11 @@ def make_app(engine: EngineProcess, metrics: Metrics, served: Served) -> Edge:
         title="bagu", version=bagu.__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )
     api = Api(engine, metrics, served)
-    for path, method, route in (
-        ("/v1/chat/completions", "POST", api.chat_completions),
-        ("/v1/completions", "POST", api.completions),
-        ("/v1/embeddings", "POST", api.embeddings),
-        ("/v1/models", "GET", api.models),
-        ("/v1/models/{name:path}", "GET", api.model),
-        ("/tokenize", "POST", api.tokenize),
-        ("/detokenize", "POST", api.detokenize),
-        ("/health", "GET", api.health),
-        ("/metrics", "GET", api.metrics_text),
-        ("/version", "GET", api.version),
-        ("/engine", "GET", api.engine_stats),
-    ):
-        app.router.routes.append(Named(path, route, methods=[method]))
+    for operation in OPERATIONS:
+        endpoint = getattr(api, operation.name)
+        app.router.routes.append(Named(operation.route, endpoint, methods=[operation.method]))
+    for path, endpoint in (("/openapi.json", api.openapi), ("/docs", api.docs)):
+        app.router.routes.append(Named(path, endpoint, methods=["GET"]))
     for path, asset in assets().items():
         app.router.routes.append(Named(path, _page(asset), methods=["GET"]))
     app.add_exception_handler(ApiError, _on_api_error)

@@ -19,31 +19,40 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from bagu.errors import ArgumentError
 from bagu.serve import fields
 from bagu.serve.fields import refuse_unsupported
-from bagu.serve.request import Request, Sampling
+from bagu.serve.request import BIASES, PENALTIES, REPETITIONS, Request, Sampling
 from bagu.serve.texts import SHORT, check_tokens, each, encode, encode_each, render, room
 from bagu.serve.tickets import ApiError
 from bagu.serve.worker import Ready
 
 __all__ = ["ChatBody", "CompletionBody", "DetokenizeBody", "EmbeddingBody", "Job", "TokenizeBody", "parse"]
 
-Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
-TokenId = Count
+# formats of schemas, in place of which openapi.py writes the limits of the model that is served
+TOKEN_ID, NUM_TOKENS, MODEL_NAME = "token-id", "num-tokens", "model-name"
+LARGEST = 2**63 - 1
+INT64 = Annotated[int, Field(ge=-LARGEST - 1, le=LARGEST)]
+TokenId = Annotated[int, Field(ge=0, le=LARGEST, json_schema_extra={"format": TOKEN_ID})]
+Count = Annotated[int, Field(ge=0, le=LARGEST, json_schema_extra={"format": NUM_TOKENS})]
+ModelName = Annotated[str, Field(json_schema_extra={"format": MODEL_NAME})]
+Word = Annotated[str, Field(min_length=1)]
 # fail_fast: without it a list of a million wrong values is a million errors, forty seconds and 5 GB of them
 Ids = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
-INT64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 2048  # of one call, as OpenAI has it for embeddings
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI has it; a chat goes on to the end of the context
 Texts = Annotated[
-    str
+    Word
     | Ids
-    | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[Word], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
     | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)],
     Field(
-        description="a text, a list of texts, a list of token ids (0 or more), or a list of such lists; "
-        f"up to {MAX_PROMPTS} prompts"
+        description="a text, a list of texts, a list of token ids (0 or more), or a list of such lists, none of them "
+        f"empty; up to {MAX_PROMPTS} prompts"
     ),
 ]
+CLOSED: dict[str, Any] = {"additionalProperties": False}  # no key but those of the pattern
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,19}$")]  # a token id, as a key of JSON
+Bias = Annotated[float, Field(ge=BIASES[0], le=BIASES[1])]
+Penalty = Annotated[float, Field(ge=PENALTIES[0], le=PENALTIES[1])]
 
 
 class Job(NamedTuple):
@@ -77,23 +86,26 @@ class StreamOptions(Body):
 class Generation(Body):
     """The fields that `/v1/completions` and `/v1/chat/completions` share. None is the default of `Sampling`."""
 
-    model: str | None = None
+    model: ModelName | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=LARGEST)] | None = Field(
+        None, description="a count, or 0 or -1 for all tokens"
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Annotated[
-        str | Annotated[list[str], Field(max_length=16)] | None, Field(description="a text, or a list of up to 16")
+        Word | Annotated[list[Word], Field(max_length=16)] | None,
+        Field(description="a text, or a list of up to 16, none of them empty"),
     ] = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     seed: INT64 | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024, json_schema_extra=CLOSED)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=REPETITIONS[0], le=REPETITIONS[1])] | None = None
+    min_tokens: Count | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -234,7 +246,7 @@ class TokenizeBody(Body):
     """Text, or messages as a chat renders them."""
 
     unsupported: ClassVar[fields.Fields] = fields.TOKENIZE
-    model: str | None = None
+    model: ModelName | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
     add_special_tokens: bool | None = None  # of a prompt; a chat's are its template's
@@ -253,7 +265,7 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     unsupported: ClassVar[fields.Fields] = fields.DETOKENIZE
-    model: str | None = None
+    model: ModelName | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
     def text(self, ready: Ready) -> str:
@@ -268,7 +280,7 @@ class DetokenizeBody(Body):
 
 class EmbeddingBody(Body):
     unsupported: ClassVar[fields.Fields] = fields.EMBEDDING
-    model: str | None = None
+    model: ModelName | None = None
     input: Texts
     encoding_format: Literal["float", "base64"] | None = None
 
@@ -310,13 +322,9 @@ def parse(kind: type[B], raw: bytes) -> B:
 def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
     if given is None:
         return None
-    if bad := [key for key in given if not (_is_digits(key) and int(key) < vocab_size)]:
-        raise ApiError(400, f"logit_bias: {_short(bad[0])} is no token id", param="logit_bias")
+    if bad := [key for key in given if int(key) >= vocab_size]:
+        raise ApiError(400, f"logit_bias: {bad[0]} is no token id below {vocab_size}", param="logit_bias")
     return {int(key): value for key, value in given.items()}
-
-
-def _is_digits(key: str) -> bool:
-    return key.isascii() and key.isdigit() and len(key) < 20  # Python reads no more than 4,300
 
 
 def _no_constant(name: str) -> None:

@@ -15,10 +15,12 @@ from typing import Any, Literal, NamedTuple
 from bagu.errors import ArgumentError, BaguError
 
 __all__ = [
-    "Event", "Finish", "PromptLogprobs", "Request", "Sampling", "TokenEvent", "TokenLogprob", "Unservable",
+    "BIASES", "PENALTIES", "REPETITIONS", "Event", "Finish", "PromptLogprobs", "Request", "Sampling", "TokenEvent",
+    "TokenLogprob", "Unservable",
 ]  # fmt: skip
 
 Finish = Literal["stop", "length", "abort", "error"]
+PENALTIES, REPETITIONS, BIASES = (-2.0, 2.0), (0.01, 100.0), (-100.0, 100.0)  # least and most
 
 
 class Unservable(BaguError, ValueError):
@@ -61,7 +63,7 @@ class Sampling:
 
     def _rules(self) -> list[tuple[str, Any, bool, str]]:
         """(name, value, whether it is good, what is good), for every field that can be wrong."""
-        bias = all(_count(token, 0) and _within(b, -100, 100) for token, b in self.logit_bias.items())
+        bias = all(_count(token, 0) and _within(b, *BIASES) for token, b in self.logit_bias.items())
         asks_only_for_prompt = self.max_tokens == 0 and self.prompt_logprobs is not None and self.n == 1
         return [
             ("max_tokens", self.max_tokens, _count(self.max_tokens, 1) or asks_only_for_prompt,
@@ -71,9 +73,10 @@ class Sampling:
             ("top_p", self.top_p, _within(self.top_p, math.ulp(0.0), 1), "above 0 and at most 1"),
             ("min_p", self.min_p, _within(self.min_p, 0, 1), "between 0 and 1"),
             ("repetition_penalty", self.repetition_penalty,
-             _within(self.repetition_penalty, 0.01, 100), "between 0.01 and 100; 1 changes nothing"),
-            ("presence_penalty", self.presence_penalty, _within(self.presence_penalty, -2, 2), "between -2 and 2"),
-            ("frequency_penalty", self.frequency_penalty, _within(self.frequency_penalty, -2, 2), "between -2 and 2"),
+             _within(self.repetition_penalty, *REPETITIONS), "between 0.01 and 100; 1 changes nothing"),
+            ("presence_penalty", self.presence_penalty, _within(self.presence_penalty, *PENALTIES), "between -2 and 2"),
+            ("frequency_penalty", self.frequency_penalty,
+             _within(self.frequency_penalty, *PENALTIES), "between -2 and 2"),
             ("logit_bias", self.logit_bias, bias, "a mapping from token ids to numbers between -100 and 100"),
             ("seed", self.seed, self.seed is None or _count(self.seed, -math.inf),
              "an integer, or None for a fresh one"),

@@ -1,0 +1,90 @@
+"""`/openapi.json` and `/docs` of a real server: every route, the limits of the served model, and what is answered."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from conftest import KEY
+from tiny_server import MAX_LEN, MODEL, Running
+
+from bagu.serve.openapi import OPERATIONS
+
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+ASK = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def document(tiny: Running) -> dict[str, Any]:
+    found: dict[str, Any] = tiny.get("/openapi.json")
+    return found
+
+
+def test_every_operation_is_routed(tiny: Running, document: dict[str, Any]) -> None:
+    for path, item in document["paths"].items():
+        for method in item:
+            answer = tiny.http.request(method, path.replace("{name}", MODEL), headers=HEADERS)
+            assert str(answer.status_code) in item[method]["responses"], (path, answer.text)
+            other = tiny.http.request(
+                "GET" if method == "post" else "POST", path.replace("{name}", MODEL), headers=HEADERS
+            )
+            assert other.status_code == 405 and other.headers["allow"]
+
+
+def test_every_guarded_route_says_so(tiny: Running, document: dict[str, Any]) -> None:
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            answer = tiny.http.request(method, path.replace("{name}", MODEL))
+            assert (answer.status_code == 401) == ("security" in operation), path
+
+
+def test_the_schemas_have_the_served_models_limits(tiny: Running, document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    chat = schemas["ChatBody"]["properties"]
+    assert chat["model"]["anyOf"][0]["enum"] == [MODEL]
+    assert chat["max_tokens"]["anyOf"][0]["maximum"] == MAX_LEN
+    assert chat["n"]["anyOf"][0] == {"minimum": 1, "maximum": 128, "type": "integer"}
+    assert chat["top_p"]["anyOf"][0] == {"exclusiveMinimum": 0, "maximum": 1, "type": "number"}
+    assert chat["guided_choice"]["enum"] == [None] and chat["repeat_penalty"]["enum"] == [None, 1, 1.0]
+    largest = schemas["DetokenizeBody"]["properties"]["tokens"]["items"]["maximum"]
+    ask = {"prompt": [largest], "max_tokens": 1}
+    assert tiny.http.post("/v1/completions", json=ask, headers=HEADERS).status_code == 200
+    ask["prompt"] = [largest + 1]
+    assert tiny.http.post("/v1/completions", json=ask, headers=HEADERS).status_code == 400
+
+
+ASKED: dict[str, tuple[str, Any]] = {
+    "chat_completions": ("/v1/chat/completions", {"messages": ASK, "logprobs": True, "top_logprobs": 2, "n": 2}),
+    "completions": ("/v1/completions", {"prompt": "hello", "logprobs": 1, "echo": True, "prompt_logprobs": 1}),
+    "models": ("/v1/models", None),
+    "model": (f"/v1/models/{MODEL}", None),
+    "tokenize": ("/tokenize", {"messages": ASK}),
+    "detokenize": ("/detokenize", {"tokens": [5, 6]}),
+    "health": ("/health", None),
+    "version": ("/version", None),
+    "engine_stats": ("/engine", None),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_answers_are_what_their_models_say(tiny: Running, name: str) -> None:
+    (operation,) = (o for o in OPERATIONS if o.name == name)
+    path, body = ASKED[name]
+    if body is None:
+        answer = tiny.http.get(path, headers=HEADERS)
+    else:
+        generates = {"max_tokens": 3} if path.startswith("/v1") else {}
+        answer = tiny.http.post(path, json={**body, **generates}, headers=HEADERS)
+    assert answer.status_code == 200 and not isinstance(operation.answer, str)
+    operation.answer.model_validate_json(answer.content, strict=True)
+
+
+def test_the_page_shows_every_route_and_fetches_nothing(tiny: Running, document: dict[str, Any]) -> None:
+    answer = tiny.http.get("/docs")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    for path in document["paths"]:
+        assert f"<code>{path}</code>" in answer.text
+    assert not re.search(r"<script|<link|<img|src=|https?://", answer.text)
+    assert f"≤ {MAX_LEN}" in answer.text and "<code>guided_choice</code>" in answer.text
