@@ -6,12 +6,13 @@ JOBS ?= 2
 # Two processes share two cores here: idle OpenMP threads must sleep, not spin.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help demo test test-full test-triton test-gpu check format tables clean
+.PHONY: help demo test test-full test-triton test-peers test-gpu check format tables clean
 help:
 	@echo "make demo       train a tokenizer and a model on the standard library, fine-tune it, write a report"
 	@echo "make test       every test that needs no GPU (Triton kernels through the interpreter)"
 	@echo "make test-full  the same with every tuning, every mutant, and today's Triton"
 	@echo "make test-triton  the op conformance on another Triton: TRITON=3.9.0"
+	@echo "make test-peers  heavy peers in an environment of their own: a schema fuzzer over the server's API"
 	@echo "make test-gpu   the tests on a CUDA device, kernels compiled"
 	@echo "make check      format, lint, types, import direction, public names, generated tables"
 
@@ -37,6 +38,17 @@ test-triton: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --no-deps --target .triton/$(TRITON) triton==$(TRITON)
 	PYTHONPATH=.triton/$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/ops/test_conformance.py
 
+# Programs that judge bagu and are too heavy for the environment that develops it. Not part of CI.
+PEERS := .venv-peers
+$(PEERS)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --upgrade pip
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[peers]'
+	@touch $@
+
+test-peers: $(PEERS)/ready
+	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m pytest tests/peers
+
 # On a GPU machine the environment is the machine's own: its torch and Triton are the ones to test. Compiling the kernels
 # of every case takes 45 minutes of one core, so with pytest-xdist it takes them all.
 test-gpu:
@@ -58,4 +70,4 @@ tables: $(VENV)/ready
 	$(BIN)/python -m bagu.tables
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -46,7 +46,7 @@ def connection_class(request_timeout: float) -> type[Any]:
     return type("TimedConnection", (Connection,), {"request_timeout": request_timeout})
 
 
-class Connection(Base):  # type: ignore[misc]
+class Connection(Base):
     """One connection. Its timer runs while the head of a request is due, and other data does not set it back."""
 
     request_timeout: float

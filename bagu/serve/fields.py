@@ -17,7 +17,7 @@ __all__ = ["CHAT", "COMPLETION", "DETOKENIZE", "EMBEDDING", "STREAM_OPTIONS", "T
 Fields = Mapping[str, tuple[Any, ...]]  # name -> the values that change nothing
 
 
-def _never(names: str) -> Fields:
+def _never(names: str) -> dict[str, tuple[Any, ...]]:
     return dict.fromkeys(names.split(), ())
 
 

@@ -30,6 +30,7 @@ __all__ = ["ChatBody", "CompletionBody", "DetokenizeBody", "EmbeddingBody", "Job
 TOKEN_ID, NUM_TOKENS, MODEL_NAME = "token-id", "num-tokens", "model-name"
 LARGEST = 2**63 - 1
 INT64 = Annotated[int, Field(ge=-LARGEST - 1, le=LARGEST)]
+AnyId = Annotated[int, Field(ge=0, le=LARGEST)]
 TokenId = Annotated[int, Field(ge=0, le=LARGEST, json_schema_extra={"format": TOKEN_ID})]
 Count = Annotated[int, Field(ge=0, le=LARGEST, json_schema_extra={"format": NUM_TOKENS})]
 ModelName = Annotated[str, Field(json_schema_extra={"format": MODEL_NAME})]
@@ -99,7 +100,7 @@ class Generation(Body):
         Word | Annotated[list[Word], Field(max_length=16)] | None,
         Field(description="a text, or a list of up to 16, none of them empty"),
     ] = None
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[AnyId], Field(fail_fast=True)] | None = None  # an id outside is never drawn
     seed: INT64 | None = None
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024, json_schema_extra=CLOSED)] | None = None
     presence_penalty: Penalty | None = None
@@ -242,9 +243,15 @@ class ChatBody(Generation):
         return render(ready, [m.plain() for m in self.messages], self.chat_template_kwargs or {})
 
 
+def _given(one: str, other: str) -> dict[str, Any]:
+    """The schema of a body that has one of two fields; null is as good as nothing."""
+    return {"required": [one], "properties": {one: {"not": {"type": "null"}}, other: {"type": "null"}}}
+
+
 class TokenizeBody(Body):
     """Text, or messages as a chat renders them."""
 
+    model_config = ConfigDict(json_schema_extra={"oneOf": [_given("prompt", "messages"), _given("messages", "prompt")]})
     unsupported: ClassVar[fields.Fields] = fields.TOKENIZE
     model: ModelName | None = None
     prompt: str | None = None
@@ -296,7 +303,7 @@ class EmbeddingBody(Body):
 def parse(kind: type[B], raw: bytes) -> B:
     """A body from its bytes; 400 with what is wrong and where."""
     try:
-        data = json.loads(raw, parse_constant=_no_constant)
+        data = json.loads(raw, parse_constant=_no_constant, parse_float=_number)
         if b"\\u" in raw:
             json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair is no text, and no reply can say it
     except RecursionError as error:
@@ -325,6 +332,12 @@ def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, fl
     if bad := [key for key in given if int(key) >= vocab_size]:
         raise ApiError(400, f"logit_bias: {bad[0]} is no token id below {vocab_size}", param="logit_bias")
     return {int(key): value for key, value in given.items()}
+
+
+def _number(text: str) -> float | int:
+    """JSON has one kind of number: 16.0 is an integer, as schemas and other servers have it."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
 def _no_constant(name: str) -> None:

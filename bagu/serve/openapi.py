@@ -57,10 +57,19 @@ class Operation:
     failures: Mapping[int, str]
     parameters: Sequence[Mapping[str, Any]] = ()
     guarded: bool = False  # by the API key, where there is one
+    needs: Literal["chat", "generation", "embedding"] | None = None  # of the model
 
     @property
     def method(self) -> str:
         return "GET" if self.body is None else "POST"
+
+    def is_offered(self, ready: Ready | None) -> bool:
+        """Whether the served model has what this needs; of a model that is loading nobody knows."""
+        if self.needs is None or ready is None:
+            return True
+        if self.needs == "chat" and ready.chat is None:
+            return False
+        return ready.generates == (self.needs != "embedding")
 
     @property
     def route(self) -> str:
@@ -68,17 +77,25 @@ class Operation:
         return self.path.replace("{name}", "{name:path}")
 
 
-def _generates(path: str, name: str, summary: str, body: type[Body], answer: type[BaseModel], piece: str) -> Operation:
+def _generates(
+    path: str, name: str, summary: str, body: type[Body], answer: type[BaseModel], piece: str,
+    needs: Literal["chat", "generation"],
+) -> Operation:  # fmt: skip
     failures = {**READING, **NO_MODEL, **NOT_READY, 429: "The queue is full; Retry-After says when to come back."}
     return Operation(
         path=path, name=name, summary=summary, body=body, answer=answer, description=STREAM.replace("{piece}", piece),
-        failures=failures, guarded=True,
+        failures=failures, guarded=True, needs=needs,
     )  # fmt: skip
 
 
-def _reads(path: str, name: str, summary: str, body: type[Body], answer: type[BaseModel]) -> Operation:
-    failures = {**READING, **NO_MODEL, **NOT_READY}
-    return Operation(path=path, name=name, summary=summary, body=body, answer=answer, failures=failures, guarded=True)
+def _reads(
+    path: str, name: str, summary: str, body: type[Body], answer: type[BaseModel],
+    needs: Literal["embedding"] | None = None,
+) -> Operation:  # fmt: skip
+    return Operation(
+        path=path, name=name, summary=summary, body=body, answer=answer,
+        failures={**READING, **NO_MODEL, **NOT_READY}, guarded=True, needs=needs,
+    )  # fmt: skip
 
 
 MODEL = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "format": MODEL_NAME}}
@@ -87,9 +104,13 @@ LAST = {
     "description": "Of how many of the last requests the median times are.",
 }  # fmt: skip
 OPERATIONS = (
-    _generates("/v1/chat/completions", "chat_completions", "Answer a chat", ChatBody, answers.ChatCompletion, "delta"),
-    _generates("/v1/completions", "completions", "Continue a text", CompletionBody, answers.Completion, "text"),
-    _reads("/v1/embeddings", "embeddings", "Embed texts (encoders)", EmbeddingBody, answers.EmbeddingList),
+    _generates(
+        "/v1/chat/completions", "chat_completions", "Answer a chat", ChatBody, answers.ChatCompletion, "delta", "chat"
+    ),
+    _generates(
+        "/v1/completions", "completions", "Continue a text", CompletionBody, answers.Completion, "text", "generation"
+    ),
+    _reads("/v1/embeddings", "embeddings", "Embed texts (encoders)", EmbeddingBody, answers.EmbeddingList, "embedding"),
     Operation(
         path="/v1/models", name="models", summary="The names of the served model", answer=answers.ModelList,
         failures={}, guarded=True,
@@ -119,8 +140,9 @@ OPERATIONS = (
 
 def describe(names: Sequence[str], ready: Ready | None, *, has_key: bool) -> dict[str, Any]:
     """The OpenAPI document of a server of the model `names`; `ready` None while the model is loading."""
-    bodies = [o.body for o in OPERATIONS if o.body is not None]
-    replies = [o.answer for o in OPERATIONS if not isinstance(o.answer, str)]
+    offered = [o for o in OPERATIONS if o.is_offered(ready)]
+    bodies = [o.body for o in offered if o.body is not None]
+    replies = [o.answer for o in offered if not isinstance(o.answer, str)]
     models: list[Any] = [(model, "validation") for model in (*bodies, *replies, answers.Failure, answers.Unhealthy)]
     _, found = models_json_schema(models, ref_template="#/components/schemas/{model}")
     schemas = found["$defs"]
@@ -132,7 +154,7 @@ def describe(names: Sequence[str], ready: Ready | None, *, has_key: bool) -> dic
             "title": "bagu", "version": bagu.__version__,
             "description": "OpenAI's API with vLLM's extras. Fields that no schema names are ignored.",
         },
-        "paths": {o.path: {o.method.lower(): _operation(o, has_key)} for o in OPERATIONS},
+        "paths": {o.path: {o.method.lower(): _operation(o, has_key)} for o in offered},
         "components": {"schemas": schemas},
     }  # fmt: skip
     if has_key:
@@ -165,7 +187,7 @@ def _content(o: Operation) -> dict[str, Any]:
     if isinstance(o.answer, str):
         return {o.answer: {"schema": {"type": "string"}}}
     whole = {"application/json": {"schema": _ref(o.answer)}}
-    return {**whole, "text/event-stream": {"schema": {"type": "string"}}} if o.description else whole
+    return {**whole, "text/event-stream": {}} if o.description else whole  # 3.1 has no schema for events
 
 
 def _failure(o: Operation, status: int, why: str) -> dict[str, Any]:

@@ -324,7 +324,9 @@ def _first_tokens(events: Sequence[Event], waiting: dict[str, float]) -> list[tu
     wait no more. A request that wants its prompt scored and no token has none."""
     now, found = time.perf_counter(), []
     for event in events:
-        came = waiting.pop(event.request_id, None) if isinstance(event, TokenEvent) else None
+        if not isinstance(event, TokenEvent):
+            continue
+        came = waiting.pop(event.request_id, None)
         if came is not None and event.token is not None and event.started is not None:
             found.append((event.started - came, now - event.started))
     return found

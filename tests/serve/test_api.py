@@ -215,7 +215,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     (TEXT, {"prompt": "a" * 9000, "max_tokens": 1}, 400, str(MAX_LEN)),
     (TEXT, {"prompt": "a" * 50_000}, 400, "the first 32768 of the text's 50000 characters are"),
     (TEXT, {"prompt": "a" * 7_000_000}, 400, "the text has 7000000 characters"),
-    (TEXT, {"prompt": [""] * 2048, "n": 128}, 400, "262144 choices"),  # before any of the prompts is looked at
+    (TEXT, {"prompt": [[10**9]] * 2048, "n": 128}, 400, "262144 choices"),  # before any of the prompts is looked at
     (TEXT, {"prompt": "a", "max_tokens": MAX_LEN}, 400, str(MAX_LEN)),
     (TEXT, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
     (TEXT, {"prompt": "a", "max_tokens": "5"}, 400, "max_tokens"),
@@ -373,6 +373,13 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
 def test_tools_that_are_not_to_be_called_change_nothing(tiny: Running, asked: dict[str, Any]) -> None:
     ask = {"messages": ASK, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     assert post(tiny, CHAT, {**ask, **asked}).json()["choices"] == post(tiny, CHAT, ask).json()["choices"]
+
+
+def test_a_number_without_a_fraction_is_an_integer(tiny: Running) -> None:
+    ask = b'{"prompt": [5.0, 6], "max_tokens": 3.0, "seed": 1e1, "ignore_eos": true}'
+    assert post(tiny, TEXT, ask).json()["usage"]["completion_tokens"] == 3
+    for wrong in (b"2.5", b"1e400", b"1e30"):
+        assert post(tiny, TEXT, b'{"prompt": "a", "max_tokens": ' + wrong + b"}").status_code == 400
 
 
 def test_without_max_tokens_an_answer_ends_where_the_context_does(tiny: Running) -> None:

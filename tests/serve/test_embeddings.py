@@ -11,6 +11,8 @@ import httpx
 import pytest
 from tiny_server import MAX_LEN, Running, eventually, serving
 
+from bagu.serve.answers import EmbeddingList
+
 BUDGET = 512  # tokens of a batch, tiny_server's max_num_batched_tokens
 JSON = {"Content-Type": "application/json"}
 
@@ -62,6 +64,13 @@ def test_a_client_that_hangs_up_ends_its_call(encoder: Running) -> None:
         assert encoder.get("/engine")["waiting"] > 0
     eventually(lambda: not encoder.get("/engine")["waiting"], "the texts of a client that is gone are forgotten")
     assert encoder.get("/engine")["steps"] - before < 2000
+
+
+def test_the_description_is_of_an_encoder(encoder: Running) -> None:
+    paths = encoder.get("/openapi.json")["paths"]
+    assert "/v1/embeddings" in paths and "/v1/completions" not in paths
+    answer = embed(encoder, ["hello", "world"], encoding_format="base64")
+    EmbeddingList.model_validate_json(answer.content, strict=True)
 
 
 def test_the_panel_and_the_metrics_of_an_encoder(encoder: Running) -> None:

@@ -9,7 +9,7 @@ import pytest
 from conftest import KEY
 from tiny_server import MAX_LEN, MODEL, Running
 
-from bagu.serve.openapi import OPERATIONS
+from bagu.serve.openapi import OPERATIONS, describe
 
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 ASK = [{"role": "user", "content": "hello"}]
@@ -32,6 +32,10 @@ def test_every_operation_is_routed(tiny: Running, document: dict[str, Any]) -> N
             assert other.status_code == 405 and other.headers["allow"]
 
 
+def test_what_the_model_cannot_do_is_not_offered(document: dict[str, Any]) -> None:
+    assert "/v1/embeddings" not in document["paths"] and "/v1/chat/completions" in document["paths"]
+
+
 def test_every_guarded_route_says_so(tiny: Running, document: dict[str, Any]) -> None:
     for path, item in document["paths"].items():
         for method, operation in item.items():
@@ -47,6 +51,8 @@ def test_the_schemas_have_the_served_models_limits(tiny: Running, document: dict
     assert chat["n"]["anyOf"][0] == {"minimum": 1, "maximum": 128, "type": "integer"}
     assert chat["top_p"]["anyOf"][0] == {"exclusiveMinimum": 0, "maximum": 1, "type": "number"}
     assert chat["guided_choice"]["enum"] == [None] and chat["repeat_penalty"]["enum"] == [None, 1, 1.0]
+    loading = describe([MODEL], None, has_key=True)["components"]["schemas"]["ChatBody"]["properties"]
+    assert loading["max_tokens"]["anyOf"][0]["maximum"] == 2**63 - 1
     largest = schemas["DetokenizeBody"]["properties"]["tokens"]["items"]["maximum"]
     ask = {"prompt": [largest], "max_tokens": 1}
     assert tiny.http.post("/v1/completions", json=ask, headers=HEADERS).status_code == 200
