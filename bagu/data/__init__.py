@@ -1,6 +1,7 @@
 """Text to token batches: sources, tokenizer, chat templates, packing, mixing, cursor."""
 
 from bagu.data.chat import DEFAULT_TEMPLATE, ChatEncoder, ChatTemplate, EncodedChat
+from bagu.data.chat_source import ChatJsonlSource
 from bagu.data.dedup import DedupReport, deduplicate
 from bagu.data.loader import DataConfig, Loader, check_vocab, evaluation_batches
 from bagu.data.masked import mask_batch
@@ -8,7 +9,6 @@ from bagu.data.mix import MixConfig, MixPoint, Mixture
 from bagu.data.pack import Packing
 from bagu.data.prefetch import Prefetch
 from bagu.data.source import (
-    ChatJsonlSource,
     Conversation,
     Document,
     JsonlSource,

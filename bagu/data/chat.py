@@ -81,7 +81,12 @@ class ChatEncoder:
     def documents(self, conversations: Iterable[Conversation]) -> Iterator[TokenDocument]:
         """Conversations as a token store takes them."""
         for conversation in conversations:
-            chat = self.encode(conversation.messages)
+            variables = {} if conversation.tools is None else {"tools": list(conversation.tools)}
+            try:
+                chat = self.encode(conversation.messages, **variables)
+            except BaguError as error:
+                error.args = (f"{conversation.place or conversation.id}: {error}",)
+                raise
             yield TokenDocument(id=conversation.id, tokens=chat.ids, mask=chat.mask)
 
     def _safe(self, value: Any) -> Any:

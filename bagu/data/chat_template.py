@@ -24,16 +24,30 @@ from bagu.errors import BaguError
 
 __all__ = ["CLOSE", "DEFAULT_TEMPLATE", "OPEN", "ChatTemplate", "Message", "Span"]
 
+# Tools are listed in a system turn of their own, calls and results stand in tags inside the turns, as Qwen has them:
+# they need no control token beyond those that every tokenizer of bagu has.
 DEFAULT_TEMPLATE = """\
+{%- if tools -%}
+<|system|>You may call these functions, each as <tool_call>{"name": ..., "arguments": {...}}</tool_call>:
+{%- for tool in tools %}{{ "\\n" ~ (tool | tojson) }}{% endfor -%}
+<|end|>
+{%- endif -%}
 {%- for message in messages -%}
 {%- if message.role == "assistant" -%}
-<|assistant|>{% generation %}{{ message.content }}<|end|>{% endgeneration %}
+<|assistant|>{% generation %}{{ message.content or "" }}
+{%- for call in message.tool_calls or [] -%}
+{%- set function = call.function or call -%}
+<tool_call>{{ {"name": function.name, "arguments": function.arguments} | tojson }}</tool_call>
+{%- endfor -%}
+<|end|>{% endgeneration %}
 {%- elif message.role == "user" -%}
 <|user|>{{ message.content }}<|end|>
-{%- elif message.role == "system" -%}
+{%- elif message.role == "system" or message.role == "developer" -%}
 <|system|>{{ message.content }}<|end|>
+{%- elif message.role == "tool" -%}
+<|user|><tool_response>{{ message.content }}</tool_response><|end|>
 {%- else -%}
-{{- raise_exception("the roles are system, user and assistant, this message has " ~ message.role) -}}
+{{- raise_exception("the roles are system, user, assistant and tool, this message has " ~ message.role) -}}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|assistant|>{%- endif -%}

@@ -8,19 +8,17 @@ quietly smaller than the user thinks costs more than a stop.
 from __future__ import annotations
 
 import contextlib
-import gzip
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from bagu.data.json_rows import json_rows
 from bagu.errors import BaguError
 
 __all__ = [
-    "ChatJsonlSource",
     "Conversation",
     "Document",
     "JsonlSource",
@@ -43,10 +41,15 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Messages as chat templates take them: mappings with at least `role` and `content`."""
+    """Messages as chat templates take them: mappings with at least `role` and `content`.
+
+    `tools` are what the assistant may call, None where there is nothing. `place` is the file and line, for errors.
+    """
 
     id: str
     messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    place: str | None = None
 
 
 class Source(Protocol):
@@ -74,34 +77,19 @@ class TextSource:
 
 @dataclass(frozen=True)
 class JsonlSource:
-    """JSON lines (`.gz` too), a file or a folder of them; `field` of each object is one document."""
+    """JSON lines or a .json list of objects (`.gz` too), a file or a folder of them; `field` of each is a document."""
 
     path: Path
     field: str = "text"
     glob: str = "**/*.jsonl*"
 
     def documents(self) -> Iterator[Document]:
-        rows = json_lines(list_files(self.path, self.glob))
+        rows = json_rows(list_files(self.path, self.glob))
         texts = ((row.id, row.text(self.field)) for row in rows)
         return non_empty((Document(id=id, text=text) for id, text in texts if text), self.path)
 
     def describe(self) -> dict[str, Any]:
         return describe_files("jsonl", list_files(self.path, self.glob))
-
-
-@dataclass(frozen=True)
-class ChatJsonlSource:
-    """JSON lines of chats: `{"messages": [{"role": "user", "content": "..."}, ...]}`."""
-
-    path: Path
-    glob: str = "**/*.jsonl*"
-
-    def conversations(self) -> Iterator[Conversation]:
-        rows = json_lines(list_files(self.path, self.glob))
-        return non_empty((Conversation(id=row.id, messages=row.messages()) for row in rows), self.path)
-
-    def describe(self) -> dict[str, Any]:
-        return describe_files("chat jsonl", list_files(self.path, self.glob))
 
 
 @dataclass(frozen=True)
@@ -149,15 +137,20 @@ Kind = type[ParquetSource] | type[JsonlSource] | type[TextSource]
 
 
 def open_source(path: Path, glob: str | None = None) -> ParquetSource | JsonlSource | TextSource:
-    """The source for a path by the names of its files: Parquet, JSON lines, or text.
+    """The source for a path by the names of its files: Parquet, JSON, or text.
 
     Of a folder the files that match `glob` are meant; without it, those of the three kinds. Files of two kinds are
-    refused: a source reads one, and the others would be left out in silence.
+    refused: a source reads one, and the others would be left out in silence. A .json file is data where it is given,
+    matches `glob`, or where a folder has nothing else; beside other files it is taken for their description, which is
+    what datasets of Hugging Face keep there.
     """
     if not path.is_dir():
-        return (kind_of(path) or TextSource)(path)
+        return (JsonlSource if is_json(path) else kind_of(path) or TextSource)(path)
     other = None if glob is None else TextSource  # a file by another name is text where glob asks for it
-    found = {kind_of(file) or other for file in path.glob(glob or "**/*") if file.is_file()}
+    files = [file for file in path.glob(glob or "**/*") if file.is_file()]
+    found = {JsonlSource if glob and is_json(file) else kind_of(file) or other for file in files}
+    if glob is None and found <= {None} and any(map(is_json, files)):
+        return JsonlSource(path, glob="**/*.json*")
     kinds = sorted((kind for kind in found if kind is not None), key=lambda kind: kind.glob)
     if len(kinds) > 1:
         raise BaguError(
@@ -167,6 +160,10 @@ def open_source(path: Path, glob: str | None = None) -> ParquetSource | JsonlSou
         )
     kind = kinds[0] if kinds else TextSource
     return kind(path) if glob is None else kind(path, glob=glob)
+
+
+def is_json(file: Path) -> bool:
+    return file.name.removesuffix(".gz").endswith(".json")
 
 
 def kind_of(file: Path) -> Kind | None:
@@ -239,65 +236,3 @@ def non_empty(items: Iterable[T], path: Path | str) -> Iterator[T]:
         yield item
     if empty:
         raise BaguError(f"{path} holds no document with text", hint="check that this is the file that was meant")
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A JSON object and where it stands: `id` by the relative name, `place` by the path, for errors."""
-
-    id: str
-    place: str
-    fields: Mapping[str, Any]
-
-    def text(self, field: str) -> str:
-        if field not in self.fields:
-            raise BaguError(f"{self.place}: there is no field {field!r}", hint=f"found {found(self.fields)}")
-        return self.string(self.fields[field], f"field {field!r}")
-
-    def messages(self) -> tuple[Mapping[str, Any], ...]:
-        messages = self.fields.get("messages")
-        if not isinstance(messages, list) or not messages:
-            form = '{"messages": [{"role": ..., "content": ...}, ...]}'
-            raise BaguError(f"{self.place}: not a chat, which is {form}", hint=f"found {found(self.fields)}")
-        for number, message in enumerate(messages):
-            for key in ("role", "content"):
-                if not isinstance(message, dict) or key not in message:
-                    raise BaguError(f"{self.place}: message {number} has no {key}", hint=f"found {message!r:.80}")
-                self.string(message[key], f"the {key} of message {number}")
-        return tuple(messages)
-
-    def string(self, value: Any, what: str) -> str:
-        if not isinstance(value, str):
-            raise BaguError(f"{self.place}: {what} is a {type(value).__name__}, not a string")
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair: "\ud83d"
-            reason = f"half of a surrogate pair at character {error.start}"
-            raise BaguError(f"{self.place}: {what} is not Unicode text: {reason}", hint="mend that line") from error
-        return value
-
-
-def json_lines(files: list[tuple[str, Path]]) -> Iterator[Row]:
-    """Every line that is not blank."""
-    for name, path in files:
-        try:
-            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-                for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        yield Row(f"{name}:{number}", f"{path}:{number}", json_object(f"{path}:{number}", line))
-        except (OSError, EOFError) as error:
-            raise BaguError(f"{path} cannot be read: {error}", hint="mend it or leave it out") from error
-
-
-def json_object(place: str, line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise BaguError(f"{place}: not JSON: {error}", hint="mend or delete that line") from error
-    if not isinstance(row, dict):
-        raise BaguError(f"{place}: a row is a JSON object, this is a {type(row).__name__}")
-    return row
-
-
-def found(fields: Mapping[str, Any]) -> str:
-    return ", ".join(fields) or "an empty object"

@@ -14,10 +14,10 @@ from typing import Any
 from bagu.cache import cache_folder
 from bagu.data import chat_template, store
 from bagu.data.chat import ChatEncoder
+from bagu.data.chat_source import ChatJsonlSource
 from bagu.data.dedup import DedupReport, deduplicate
 from bagu.data.loader import Loader, check_vocab
 from bagu.data.source import (
-    ChatJsonlSource,
     Conversation,
     Document,
     JsonlSource,
@@ -56,7 +56,7 @@ def text_source(config: SourceConfig) -> Source:
 def chat_source(config: SourceConfig) -> ChatJsonlSource:
     """The chats a config names; an option they have no use for is refused."""
     if config.field is not None:
-        raise BaguError("field is set, and a chat is always under messages", hint="leave it out")
+        raise BaguError("field is set, and chats have fields of their own", hint="leave it out")
     if config.max_bytes is not None:
         raise BaguError("max_bytes is set, and it bounds the pairs of the standard library", hint="leave it out")
     path = Path(config.path)

@@ -192,8 +192,8 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: BpeTokeniz
 
 def test_bad_chats_and_templates_say_what_is_wrong(tokenizer: BpeTokenizer) -> None:
     enc = ChatEncoder(tokenizer)
-    with pytest.raises(BaguError, match="this message has tool"):
-        enc.encode([{"role": "tool", "content": "x"}])
+    with pytest.raises(BaguError, match="this message has narrator"):
+        enc.encode([{"role": "narrator", "content": "x"}])
     with pytest.raises(BaguError, match="nothing in this chat is the assistant's: its roles are user"):
         enc.encode([{"role": "user", "content": "x"}])
     with pytest.raises(BaguError, match="noncharacter"):

@@ -70,6 +70,55 @@ def test_a_bad_line_is_named_by_file_and_line(tmp_path: Path, line: bytes, says:
     assert says in str(caught.value)
 
 
+DEEP = b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_json_that_is_nested_too_deeply_is_refused(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, DEEP)
+    with pytest.raises(BaguError, match="nested too deeply"):
+        list(open_source(path).documents())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rows.json", '[{"text": "a"},\n {"text": "b"}]'),
+        ("rows.json", '{"text": "a"}\n{"text": "b"}\n'),  # JSON lines by another name
+        ("rows.json.gz", '[{"text": "a"}, {"text": ""}, {"text": "b"}]'),
+    ],
+    ids=["list", "lines", "compressed"],
+)
+def test_a_json_file_is_data_and_not_prose(tmp_path: Path, name: str, text: str) -> None:
+    path = write(tmp_path / name, gzip.compress(text.encode()) if name.endswith("gz") else text)
+    for source in (open_source(path), open_source(tmp_path), open_source(tmp_path, "*.json*")):
+        assert isinstance(source, JsonlSource)
+        assert [d.text for d in source.documents()] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("3", "holds a int, and rows are a list"),
+        ('["a"]', "item 1: a row is a JSON object"),
+        ('{"name": "bagu"}', "item 1: there is no field 'text'"),
+        ("Once upon a time", "not JSON"),
+        ('{"text": "a"}\n{"text": ', "rows.json:2: not JSON"),
+    ],
+)
+def test_a_json_file_without_rows_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path / "rows.json", text)
+    with pytest.raises(BaguError, match=said):
+        list(open_source(path).documents())
+
+
+def test_a_json_file_beside_others_describes_them(tmp_path: Path) -> None:
+    """So a dataset of Hugging Face keeps dataset_info.json."""
+    write(tmp_path / "a.txt", "plain")
+    write(tmp_path / "dataset_info.json", "{}")
+    assert [d.text for d in open_source(tmp_path).documents()] == ["plain"]
+
+
 def test_a_missing_field_lists_what_is_there(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", '{"body": "x", "lang": "en"}\n')
     with pytest.raises(BaguError) as caught:
