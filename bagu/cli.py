@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ app.add_typer(ops, name="ops")
 app.add_typer(lab, name="lab")
 app.add_typer(tokenizers, name="tokenizer")
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, in the quota, under the limit of a file's size
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout and nothing else there.")]
 Dtype = Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp64; by default bf16 on a GPU, fp32 on a CPU.")]
 LabOut = Annotated[Path, typer.Option(help="The folder of results.")]
@@ -456,7 +458,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _told(error: BaguError | OSError) -> str | None:
-    """What to say in place of a traceback; None of an OSError that is not about a file."""
+    """What to say in place of a traceback; None of an OSError that is not about a file or a full disk."""
     if isinstance(error, BaguError):
         return f"{error}" + (f"\n  -> {error.hint}" if error.hint else "")
+    if error.errno in FULL:
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{error.strerror}\n  -> free some disk space, or write to another disk"
     return error.filename and f"{error.filename}: {error.strerror}\n  -> give a place that can be read or written"

@@ -141,13 +141,18 @@ def load(cls: type[C], path: str | os.PathLike[str]) -> C:
         raise ConfigError(f"{path} cannot be read: {error}", hint="a configuration is a UTF-8 JSON file") from error
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: not JSON: {error.msg}", hint="mend that line") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: the JSON is nested too deeply", hint="a configuration has a few levels") from error
     except BaguError as error:
         error.args = (f"{path}: {error}",)
         raise
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Put `text` at `path` so that a reader, or a machine that dies meanwhile, finds the old text or the new."""
+    """Put `text` at `path` so that a reader, or a machine that dies meanwhile, finds the old text or the new.
+
+    An OSError names the file: that of a full disk would not.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -157,6 +162,8 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         beside.unlink(missing_ok=True)
 
@@ -307,7 +314,7 @@ def _plain(member: Any, text: str) -> Any:
         if typing.get_origin(member) in (tuple, list) and not text.startswith("["):
             return [_plain(_item(member, at), part.strip()) for at, part in enumerate(text.split(","))]
         return json.loads(text, object_pairs_hook=_object)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

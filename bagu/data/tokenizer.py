@@ -27,6 +27,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from bagu.config import write_whole
 from bagu.errors import BaguError
 
 __all__ = ["MASK_TOKENS", "SPECIAL_TOKENS", "BpeTokenizer"]
@@ -100,7 +101,7 @@ class BpeTokenizer:
         except FileNotFoundError as error:
             hint = "bagu tokenizer train makes one; a Hugging Face model folder has one"
             raise BaguError(f"there is no tokenizer at {file}", hint=hint) from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise BaguError(f"{file} is not a tokenizer.json: {error!r}", hint="download or train it again") from error
         config = _read_config(file.with_name(FILES[1]))
         special = [token["content"] for token in known if token["special"]]
@@ -115,9 +116,11 @@ class BpeTokenizer:
         return loaded
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write tokenizer.json and tokenizer_config.json, as `transformers.AutoTokenizer` reads them."""
+        """Write tokenizer.json and tokenizer_config.json, as `transformers.AutoTokenizer` reads them.
+
+        Each is replaced whole, tokenizer.json last: a folder that has one has the rest too, also after a kill.
+        """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **self.variables,
@@ -125,8 +128,8 @@ class BpeTokenizer:
         }
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
-        (folder / FILES[0]).write_text(self.spec, encoding="utf-8")
-        (folder / FILES[1]).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_whole(folder / FILES[1], json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        write_whole(folder / FILES[0], self.spec)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -277,7 +280,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BaguError(f"{path} is not JSON: {error}", hint="mend it, or delete it") from error
     if not isinstance(config, dict):
         raise BaguError(f"{path} is not a JSON object")

@@ -90,6 +90,8 @@ def stats_main(tokenizer: Path, *, path: Path | None = None, max_mb: float = 8) 
 
 
 def _texts(path: Path | None, max_mb: float) -> list[str]:
+    if not 0 < max_mb < float("inf"):
+        raise BaguError(f"--max-mb is {max_mb}", hint="give a number above 0; 64 is usual")
     source: Source = StdlibSource() if path is None else open_source(path)
     total = source.describe()["bytes"]  # on disk: of a compressed corpus the sample leans to its first files
     texts = list(sample(source.documents(), max_bytes=int(max_mb * MB), total_bytes=total))

@@ -59,7 +59,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WeightsError(f"{path.parent} has no {path.name}", hint="is it a model's folder?") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"{path} cannot be read as JSON: {error}", hint="fetch or write it again") from error
     if not isinstance(data, dict):
         raise WeightsError(f"{path} holds a {type(data).__name__}, not an object", hint="fetch or write it again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,33 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert loaded.encode(TEXTS[0]) == TOKENIZER.encode(TEXTS[0])
     (tmp_path / "new" / "folder" / "chat_template.jinja").write_text("{{ 1 }}")
     assert BpeTokenizer.load(tmp_path / "new" / "folder").chat_template == "{{ 1 }}"
+
+
+def test_a_save_that_fails_leaves_the_tokenizer_that_was_there(tmp_path: Path) -> None:
+    """A kill or a full disk in the middle of a save left half a tokenizer.json, and the run could not be resumed."""
+    resource = pytest.importorskip("resource")
+    old, new = (BpeTokenizer.train([text * 50], vocab_size=300) for text in ("one two three ", "four five six "))
+    old.save(tmp_path)
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(new.spec) // 2, before[1]))
+        with pytest.raises(OSError) as caught:
+            new.save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert caught.value.filename == str(tmp_path / "tokenizer.json")
+    assert BpeTokenizer.load(tmp_path).fingerprint == old.fingerprint
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+
+
+@pytest.mark.parametrize("size", [float("nan"), float("inf"), 0.0, -1.0])
+def test_a_size_of_text_that_is_no_size_is_refused(tmp_path: Path, size: float) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    TOKENIZER.save(tmp_path / "t")
+    for verb in (train_main, stats_main):
+        with pytest.raises(BaguError, match="--max-mb is"):
+            verb(tmp_path / "t", path=tmp_path / "text.txt", max_mb=size)
 
 
 def test_transformers_reads_it_alike(tmp_path: Path) -> None:
