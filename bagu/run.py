@@ -20,7 +20,7 @@ import math
 import numbers
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -53,29 +53,40 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], config: Any, *, resume: bool = False) -> Self:
-        """Begin a run of `config` in a new or empty folder, or with `resume` go on with the one that is there.
-
-        `close` gives the folder back. What has changed since the run began is in the event of its start.
-        """
-        folder = cls(path)
-        folder._refuse_what_is_not_ours(resume)
-        folder.path.mkdir(parents=True, exist_ok=True)
-        folder.lock.take()
+        """`claim` the folder and `begin` a run of `config` in it."""
+        folder = cls.claim(path, resume=resume)
         try:
-            _drop_torn_row(folder.metrics_path)
-            _drop_torn_row(folder.events_path)
-            before = {"config": folder.config(), "environment": folder.environment()} if folder.is_run() else None
-            now = {"config": configs.to_dict(config), "environment": record.environment()}
-            configs.write_whole(folder.environment_path, json.dumps(now["environment"], indent=2) + "\n")
-            configs.save(config, folder.config_path)  # last: with it the folder is a run
-            changed = [line for line in configs.diff(before, now) if not line.startswith("environment.time:")]
-            _append(
-                folder.events_path, _event("start", None, resumed=before is not None, changed=changed if before else [])
-            )
+            folder.begin(config)
         except BaseException:
-            folder.lock.release()
+            folder.close()
             raise
         return folder
+
+    @classmethod
+    def claim(cls, path: str | os.PathLike[str], *, resume: bool = False) -> Self:
+        """The right to write to a new or empty folder, or with `resume` to one that holds a run. `close` ends it.
+
+        Nothing of a run that is there changes. The caller checks all that can be wrong with its input, then calls
+        `begin`: a resume that is refused in between leaves the run as it was.
+        """
+        folder = cls(path)
+        folder.check_free(resume=resume)
+        with _writing(folder.path):
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.lock.take()
+        return folder
+
+    def begin(self, config: Any) -> None:
+        """Write config.json and environment.json. The event of the start says what differs from the last start."""
+        _drop_torn_row(self.metrics_path)
+        _drop_torn_row(self.events_path)
+        before = {"config": self.config(), "environment": self.environment()} if self.is_run() else None
+        now = {"config": configs.to_dict(config), "environment": record.environment()}
+        with _writing(self.path):
+            configs.write_whole(self.environment_path, json.dumps(now["environment"], indent=2) + "\n")
+            configs.save(config, self.config_path)  # last: with it the folder is a run
+        changed = [line for line in configs.diff(before, now) if not line.startswith("environment.time:")]
+        _append(self.events_path, _event("start", None, resumed=before is not None, changed=changed if before else []))
 
     def close(self) -> None:
         """Let another process write."""
@@ -106,7 +117,8 @@ class RunFolder:
     def _sample_files(self) -> list[tuple[int, Path]]:
         return [(int(path.stem), path) for path in sorted(self.samples_path.glob("[0-9]*.json"))]
 
-    def _refuse_what_is_not_ours(self, resume: bool) -> None:
+    def check_free(self, *, resume: bool) -> None:
+        """Refuse a path that a run cannot be written to: a file, another run (unless it is resumed), other files."""
         if self.path.exists() and not self.path.is_dir():
             raise BaguError(f"{self.path} is a file, and a run is a folder", hint="give another path")
         if self.is_run():
@@ -122,17 +134,24 @@ class RunFolder:
 
 
 class RunRecorder(Observer):
-    """The observer that keeps the record: to the folder, to TensorBoard and to the progress line.
+    """The observer that keeps the record: to the folder, to TensorBoard, to the progress line and to other trackers.
 
     A metric that is not finite goes on as None, with an event that says which. `tensorboard=None` writes event files
     when TensorBoard is installed and says so once when it is not; True insists. Closing it closes the folder.
     """
 
-    def __init__(self, folder: RunFolder, *, progress: Observer | None = None, tensorboard: bool | None = None) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        progress: Observer | None = None,
+        tensorboard: bool | None = None,
+        trackers: Sequence[Observer] = (),
+    ) -> None:
         if not folder.lock.held:
             raise BaguError(f"{folder.path} is open for reading only", hint="open it with RunFolder.create")
         self.folder = folder
-        self.others = [progress] if progress else []
+        self.others = [*([progress] if progress else []), *trackers]
         if tensorboard is None and record.package_version("tensorboard") is None:
             print("bagu: no TensorBoard files, it is not installed (pip install 'bagu[tensorboard]')", file=sys.stderr)
         elif tensorboard is not False:
@@ -179,6 +198,18 @@ class RunRecorder(Observer):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """A full disk, or a folder that cannot be written, as one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise BaguError(
+            f"the run folder {path} cannot be written: {error.strerror or error}",
+            hint="free some disk space, or give another folder",
+        ) from error
 
 
 # Rows
@@ -248,8 +279,11 @@ def _number(name: str, value: Any) -> float | int | None:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BaguError(f"there is no {path}", hint=f"{path.parent} is not the folder of a run") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BaguError(f"{path}: not JSON: {error}", hint="it was changed by hand; mend it") from error
+    if not isinstance(data, dict):
+        raise BaguError(f"{path} holds a {type(data).__name__}, not a JSON object", hint="it was changed by hand")
+    return data

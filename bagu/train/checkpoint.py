@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,14 @@ from bagu.errors import BaguError
 from bagu.train.state import TrainState
 
 __all__ = [
+    "BadCheckpoint",
     "CheckpointError",
     "Snapshot",
     "checkpoints",
     "clear_partial",
     "newest_good",
     "restore",
+    "set_aside",
     "snapshot",
     "state_of",
     "unneeded",
@@ -46,10 +48,19 @@ __all__ = [
 FORMAT = 1
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 PARTIAL = ".partial-"  # what a folder's name starts with until it is whole
+BAD = "bad-"  # what the name of a checkpoint that failed its check starts with
 
 
 class CheckpointError(BaguError, RuntimeError):
     """A checkpoint cannot be written, or what is there cannot be used."""
+
+
+class BadCheckpoint(CheckpointError):
+    """The files of the checkpoint `path` are not what was written."""
+
+    def __init__(self, path: Path, message: str, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.path = path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +143,18 @@ def unneeded(folder: Path, *, keep_last: int, keep_best: bool) -> list[Path]:
     found = checkpoints(folder)
     kept = set(found[-keep_last:])
     if keep_best:
-        scores = {path: state_of(path)["val_loss_nats"] for path in found}
-        kept |= set(sorted((p for p in found if scores[p] is not None), key=scores.__getitem__)[:1])
+        scores = {path: score for path in found if (score := _score(path)) is not None}
+        kept |= set(sorted(scores, key=scores.__getitem__)[:1])
     return [path for path in found if path not in kept]
+
+
+def _score(path: Path) -> float | None:
+    """The validation loss of a checkpoint; None where it has none, or its state.json is missing or unreadable."""
+    try:
+        score = state_of(path).get("val_loss_nats")
+    except (OSError, ValueError, TypeError):
+        return None
+    return score if isinstance(score, float | int) else None
 
 
 def verify(path: Path) -> None:
@@ -142,34 +162,51 @@ def verify(path: Path) -> None:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
-            raise CheckpointError(
-                f"{path} has format {manifest['format']}, and this bagu reads {FORMAT}", hint="use the bagu it is from"
+            raise BadCheckpoint(
+                path,
+                f"{path} has format {manifest['format']}, and this bagu reads {FORMAT}",
+                hint="use the bagu it is from",
             )
         for name, want in manifest["files"].items():
             size = (path / name).stat().st_size
             if size != want["bytes"]:
-                raise CheckpointError(f"{path / name} has {size} of {want['bytes']} bytes")
+                raise BadCheckpoint(path, f"{path / name} has {size} of {want['bytes']} bytes")
             if _sha256(path / name) != want["sha256"]:
-                raise CheckpointError(f"{path / name} is not what was written: its SHA-256 differs")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+                raise BadCheckpoint(path, f"{path / name} is not what was written: its SHA-256 differs")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadCheckpoint(path, f"{path} cannot be read: {error}") from error
 
 
-def newest_good(folder: Path, passed_over: Callable[[Path, CheckpointError], None]) -> Path | None:
-    """The last checkpoint that verifies; `passed_over` is told of each later one that does not, and why."""
+def newest_good(folder: Path) -> tuple[Path | None, list[BadCheckpoint]]:
+    """The last checkpoint that verifies, and why each later one does not. Nothing in the folder changes.
+
+    (None, []) where there is no checkpoint. Where there are some and none can be used, this raises, each time it is
+    called: to begin again from step 0 is the user's choice. That includes checkpoints that `set_aside` has renamed.
+    """
     found = checkpoints(folder)
+    bad: list[BadCheckpoint] = []
     for path in reversed(found):
         try:
             verify(path)
-        except CheckpointError as error:
-            passed_over(path, error)
+        except BadCheckpoint as error:
+            bad.append(error)
         else:
-            return path
-    if found:
+            return path, bad
+    aside = sorted(folder.glob(f"{BAD}step-*"))
+    if found or aside:
+        why = str(bad[0]) if bad else f"{aside[-1].name} failed its check earlier"
         raise CheckpointError(
-            f"none of the {len(found)} checkpoints in {folder} can be used", hint="begin anew in another folder"
+            f"none of the {len(found) + len(aside)} checkpoints in {folder} can be used: {why}",
+            hint="restore one from a backup, or begin a new run in another folder",
         )
-    return None
+    return None, []
+
+
+def set_aside(path: Path) -> None:
+    """Rename a checkpoint that cannot be used, so that it is not counted among the good ones and not pruned."""
+    name = path.with_name(BAD + path.name)
+    shutil.rmtree(name, ignore_errors=True)  # of the same step, and bad too
+    path.rename(name)
 
 
 def state_of(path: Path) -> dict[str, Any]:

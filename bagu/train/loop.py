@@ -29,10 +29,11 @@ from bagu.train.state import TrainConfig, TrainState
 from bagu.train.step import StepResult, step
 from bagu.types import Batch
 
-__all__ = ["Batches", "Evaluate", "FitResult", "Sample", "fit"]
+__all__ = ["Batches", "Begin", "Evaluate", "FitResult", "Sample", "fit"]
 
 Evaluate = Callable[[Transformer], Mapping[str, float]]  # metrics, by names like val_loss_nats
 Sample = Callable[[Transformer], Sequence[str]]  # texts
+Begin = Callable[[int], Sequence[Observer]]  # the step it begins at -> further observers
 
 
 class Batches(Protocol):
@@ -64,6 +65,7 @@ def fit(
     evaluate: Evaluate | None = None,
     sample: Sample | None = None,
     objective: Objective | None = None,
+    begin: Begin | None = None,
     identity: Mapping[str, str] | None = None,
     flops_per_token: float | None = None,
     peak_flops: float | None = None,
@@ -71,8 +73,9 @@ def fit(
     """Train `model` in place until `config.steps` updates are made, or Ctrl-C.
 
     Checkpoints go to `folder`; with `resume` the run goes on from the last good one there, if there is one. `identity`
-    names what must not change in between (fingerprints of the tokenizer, of the data): a resume where one differs is
-    refused. Observers are the caller's to close.
+    names what must not change in between (fingerprints of the tokenizer, of the model): a resume where one differs is
+    refused. `begin` is called once, when everything has been checked and restored and nothing has been written: a
+    caller that records the run starts to do so there. Observers are the caller's to close.
     """
     _refuse_idle_options(config, folder, evaluate, sample)
     state = TrainState(model, config, objective)
@@ -80,7 +83,7 @@ def fit(
     meters = Meters(state.device, flops_per_token=flops_per_token, peak_flops=peak_flops)
     row: dict[str, float | int | None] = {}
     with run, prepared(model, config, state.device), Interrupt() as interrupt:
-        run.begin(resume=resume)
+        run.begin(resume=resume, called=begin)
         while state.step < config.steps and not interrupt.asked:
             meters.start()
             batches = run.next_batches()
@@ -217,28 +220,32 @@ class _Run:
                 warnings.warn(str(saved.error), RuntimeWarning, stacklevel=2)
                 self.tell("on_event", "save_failed", saved.step, reason=str(saved.error))
 
-    def begin(self, *, resume: bool) -> None:
+    def begin(self, *, resume: bool, called: Begin | None) -> None:
         """At the beginning, or with `resume` at the last good checkpoint, if there is one."""
-        if not resume:
-            if self.folder is not None and (found := checkpoint.checkpoints(self.folder)):
-                raise ArgumentError(
-                    f"{self.folder} has {len(found)} checkpoints of another run",
-                    hint="resume it, or give another folder",
-                )
-            return
-        path = self._restore_newest()
-        self.tell("rewind", self.state.step)
+        path, bad = self._restored() if resume else (None, [])
+        if not resume and self.folder is not None and (found := checkpoint.checkpoints(self.folder)):
+            raise ArgumentError(
+                f"{self.folder} has {len(found)} checkpoints of another run", hint="resume it, or give another folder"
+            )
+        if called is not None:
+            self.observers += tuple(called(self.state.step))
+        if self.saver is not None:
+            self.saver.clear_partial()
+        self._set_aside(bad)
+        if resume:
+            self.tell("rewind", self.state.step)
         if path is not None:
             now = to_dict(self.state.config)
             changed = diff(checkpoint.state_of(path)["config"], now)
             self.tell("on_event", "resume", self.state.step, checkpoint=path.name, changed=changed)
 
-    def _restore_newest(self) -> Path | None:
+    def _restored(self) -> tuple[Path | None, list[checkpoint.BadCheckpoint]]:
+        """Put the last good checkpoint into the state; it, and the later ones that are bad. Nothing is written."""
         if self.folder is None:
             raise ArgumentError("a run is to be resumed, and fit was given no folder", hint="pass folder=…")
-        path = checkpoint.newest_good(self.folder, self._pass_over)
+        path, bad = checkpoint.newest_good(self.folder)
         if path is None:
-            return None
+            return None, bad
         saved = checkpoint.state_of(path)["identity"]
         for name in sorted(saved.keys() | self.identity.keys()):
             if saved.get(name) != self.identity.get(name):
@@ -248,13 +255,14 @@ class _Run:
                 )
         checkpoint.restore(path, self.state)
         self.checkpoint = path
-        return path
+        return path, bad
 
-    def _pass_over(self, path: Path, error: checkpoint.CheckpointError) -> None:
-        """Name a checkpoint that cannot be used, and move it where it is not counted among the good ones."""
-        warnings.warn(f"{error}; the checkpoint before it is tried", RuntimeWarning, stacklevel=2)
-        self.tell("on_event", "bad_checkpoint", self.state.step, path=path.name, reason=str(error))
-        path.rename(path.with_name(f"bad-{path.name}"))
+    def _set_aside(self, bad: Sequence[checkpoint.BadCheckpoint]) -> None:
+        """Name the checkpoints that cannot be used, and move them where they are not counted among the good ones."""
+        for error in bad:
+            warnings.warn(f"{error}; the checkpoint before it is used", RuntimeWarning, stacklevel=2)
+            self.tell("on_event", "bad_checkpoint", self.state.step, path=error.path.name, reason=str(error))
+            checkpoint.set_aside(error.path)
 
     # --- refused steps ------------------------------------------------------------------------------------------------
 
@@ -275,8 +283,10 @@ class _Run:
         if self.saver is not None:
             self.saver.wait()
             self.tell_saves()
-        if self.saver is None or self._restore_newest() is None:
+        path, bad = self._restored() if self.saver is not None else (None, [])
+        if path is None:
             raise TrainingDiverged(f"{told}, and there is no checkpoint to go back to", hint=hint)
+        self._set_aside(bad)
         state.data_step = behind  # past the bad stretch, which a resume from the same checkpoint finds again by itself
         state.guard.rollbacks, state.guard.skips_in_a_row = rollbacks, 0
         self._seek()

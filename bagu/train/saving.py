@@ -29,14 +29,17 @@ class Saved:
 
 
 class Saver:
-    """Writes snapshots to `folder`, keeping the last few and the best. Removes first what a kill left half done."""
+    """Writes snapshots to `folder`, keeping the last few and the best. Nothing changes there before the first call."""
 
     def __init__(self, folder: Path, *, keep_last: int, keep_best: bool) -> None:
         self.folder, self.keep_last, self.keep_best = folder, keep_last, keep_best
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bagu-save")
         self._inflight: Future[Saved] | None = None
         self._done: list[Saved] = []
-        clear_partial(folder)
+
+    def clear_partial(self) -> None:
+        """Remove what a killed run was writing."""
+        clear_partial(self.folder)
 
     def save(self, take: Callable[[], Snapshot]) -> None:
         """Take a snapshot and begin to write it; waits first for the one before, so that memory never holds two."""

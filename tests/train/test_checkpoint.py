@@ -111,8 +111,37 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path
 def test_no_usable_checkpoint_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
     fit(dataclasses.replace(CONFIG, keep_last=1), model(), loader(), folder=tmp_path)
     damage(next(tmp_path.glob("step-*")), "cut")
-    with pytest.raises(CheckpointError, match="none of the 1"), pytest.warns(RuntimeWarning):
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    for _ in range(2):  # the second time too: a refusal must not make the folder look new
+        with pytest.raises(CheckpointError, match="none of the 1"):
+            fit(CONFIG, model(), loader(), folder=tmp_path, resume=True)
+        assert sorted(p.name for p in tmp_path.rglob("*")) == before
+
+
+def test_a_bad_checkpoint_takes_the_place_of_a_bad_one_of_the_same_step(tmp_path: Path) -> None:
+    for _ in range(2):
         fit(CONFIG, model(), loader(), folder=tmp_path, resume=True)
+        damage(tmp_path / "step-000000006", "cut")
+        with pytest.warns(RuntimeWarning, match="step-000000006"):
+            fit(dataclasses.replace(CONFIG, steps=4), model(), loader(), folder=tmp_path, resume=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad-step-000000006", "step-000000002", "step-000000004"]
+
+
+def test_begin_is_called_when_all_is_checked_and_before_anything_is_written(tmp_path: Path) -> None:
+    fit(dataclasses.replace(CONFIG, steps=4), model(), loader(), folder=tmp_path)
+    (tmp_path / ".partial-step-000000008").mkdir()  # what a kill leaves
+    before, seen, notes = sorted(p.name for p in tmp_path.rglob("*")), [], Notes()
+
+    def begin(step: int) -> list[Notes]:
+        seen.append((step, sorted(p.name for p in tmp_path.rglob("*"))))
+        return [notes]
+
+    with pytest.raises(CheckpointError, match="model of this run"):
+        fit(CONFIG, model(), loader(), folder=tmp_path, resume=True, begin=begin, identity={"model": "other"})
+    assert seen == [] and sorted(p.name for p in tmp_path.rglob("*")) == before
+    fit(CONFIG, model(), loader(), folder=tmp_path, resume=True, begin=begin)
+    assert seen == [(4, before)]
+    assert list(notes.rows) == [4, 5]
 
 
 def test_last_few_and_best_are_kept(tmp_path: Path) -> None:
@@ -120,6 +149,19 @@ def test_last_few_and_best_are_kept(tmp_path: Path) -> None:
     config = TrainConfig(steps=5, save_every=1, eval_every=1, keep_last=2, keep_best=True)
     fit(config, model(), loader(), folder=tmp_path, evaluate=lambda _: {"val_loss_nats": next(losses)})
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == [f"step-{s:09d}" for s in (2, 4, 5)]
+
+
+@pytest.mark.parametrize("broken", ["absent", "not JSON", "no score"])
+def test_checkpoints_without_a_score_are_pruned_beside_the_best(tmp_path: Path, broken: str) -> None:
+    """One whose state.json was gone ended every pruning after it."""
+    config = TrainConfig(steps=2, save_every=1, eval_every=1, keep_last=2, keep_best=True)
+    losses = iter([3.0, 2.0, 1.0, 4.0, 5.0])
+    evaluate = lambda _: {"val_loss_nats": next(losses)}  # noqa: E731
+    fit(config, model(), loader(), folder=tmp_path, evaluate=evaluate)
+    state = tmp_path / "step-000000001" / "state.json"
+    state.unlink() if broken == "absent" else state.write_text("{}" if broken == "no score" else "{")
+    fit(dataclasses.replace(config, steps=5), model(), loader(), folder=tmp_path, evaluate=evaluate, resume=True)
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == [f"step-{s:09d}" for s in (3, 4, 5)]
 
 
 @pytest.fixture
