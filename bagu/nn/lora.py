@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from bagu.errors import ArgumentError
+from bagu.nn.config import ModelConfig
 from bagu.nn.init import draw
 from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
 
-__all__ = ["add_lora", "load_lora", "lora_state", "merge"]
+__all__ = ["add_lora", "check_targets", "load_lora", "lora_parameters", "lora_state", "merge"]
 
 
 def add_lora(model: Transformer, *, rank: int, alpha: float, targets: str = ".*", seed: int = 0) -> list[str]:
@@ -29,11 +30,7 @@ def add_lora(model: Transformer, *, rank: int, alpha: float, targets: str = ".*"
     """
     if rank < 1:
         raise ArgumentError(f"LoRA of rank {rank}", hint="rank is 1 or more; 8 to 64 is usual")
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
-    chosen = {name: m for name, m in linears.items() if re.fullmatch(targets, name)}
-    if not chosen:
-        example = ", ".join(list(linears)[:4])
-        raise ArgumentError(f"no linear of the model matches {targets!r}", hint=f"names are like {example}")
+    chosen = _chosen(model, targets)
     for name, linear in chosen.items():
         if linear.lora_a is not None:
             raise ArgumentError(f"{name} has LoRA already", hint="merge it first")
@@ -50,6 +47,23 @@ def add_lora(model: Transformer, *, rank: int, alpha: float, targets: str = ".*"
         linear.lora_b = nn.Parameter(torch.zeros(linear.out_features, rank, device=w.device, dtype=w.dtype))
         linear.lora_scale = alpha / rank
     return list(chosen)
+
+
+def check_targets(targets: str) -> None:
+    """Refuse what is not a regular expression."""
+    try:
+        re.compile(targets)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ArgumentError(
+            f"the LoRA targets {targets!r} are not a regular expression: {error}",
+            hint='".*" is every linear, ".*(qkv|out)" attention; escape what is meant as it stands',
+        ) from error
+
+
+def lora_parameters(config: ModelConfig, *, rank: int, targets: str = ".*") -> int:
+    """How many parameters `add_lora` puts on a model of this configuration."""
+    chosen = _chosen(Transformer(config, device="meta"), targets)
+    return sum(rank * (m.in_features + m.out_features) for m in chosen.values())
 
 
 @torch.no_grad()
@@ -78,6 +92,17 @@ def load_lora(model: Transformer, state: Mapping[str, torch.Tensor]) -> None:
         )
     for name, p in own.items():
         p.copy_(state[name])
+
+
+def _chosen(model: Transformer, targets: str) -> dict[str, Linear]:
+    """The linears whose whole name matches `targets`, at least one."""
+    check_targets(targets)
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+    chosen = {name: m for name, m in linears.items() if re.fullmatch(targets, name)}
+    if not chosen:
+        example = ", ".join(list(linears)[:4])
+        raise ArgumentError(f"no linear of the model matches {targets!r}", hint=f"names are like {example}")
+    return chosen
 
 
 def _adapted(model: Transformer) -> dict[str, Linear]:

@@ -54,6 +54,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ArgumentError(f"{name} is {value}", hint="at least 1" + (", or null" if "every" in name else ""))
+        if not 0 <= self.seed < 2**63:
+            raise ArgumentError(f"seed is {self.seed}", hint="give a number from 0 to 2^63 - 1")
         if self.clip is not None and self.clip <= 0:
             raise ArgumentError(f"clip is {self.clip}", hint="use null for no clipping")
         if self.z_loss < 0:
