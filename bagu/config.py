@@ -248,7 +248,7 @@ def _by_kind(classes: Sequence[Any], data: Mapping[str, Any], where: str) -> Any
     kinds = {kind: cls for cls in classes for kind in typing.get_args(typing.get_type_hints(cls)["kind"])}
     if "kind" not in data:
         raise ConfigError(f"{where}: does not say its kind", hint=f"give kind: {', '.join(kinds)}")
-    if data["kind"] not in kinds:
+    if not isinstance(data["kind"], str) or data["kind"] not in kinds:
         raise _not_among(_join(where, "kind"), data["kind"], list(kinds))
     return kinds[data["kind"]]
 

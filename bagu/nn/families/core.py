@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bagu.config import ConfigError, from_dict, to_dict
 from bagu.nn.config import ModelConfig
 from bagu.nn.hub import WeightsError
 
@@ -130,9 +131,15 @@ class Family:
                     hint="such a model would load and answer wrongly, so it is refused",
                 )
         try:
-            return self.read(hf)
+            config = self.read(hf)
+            from_dict(ModelConfig, to_dict(config))  # a dataclass does not check the types of its fields
         except KeyError as error:
             raise WeightsError(f"{self.name}: config.json has no {error}", hint="fetch or write it again") from error
+        except (ConfigError, TypeError, AttributeError) as error:  # the last two: arithmetic with what is no number
+            raise WeightsError(
+                f"{self.name}: config.json has a value of the wrong type: {error}", hint="fetch or write it again"
+            ) from error
+        return config
 
     def parts(self, tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, Part]:
         """Their name of every tensor -> where it lies in ours."""
