@@ -1,7 +1,8 @@
-"""MODEL on the command line: a run folder, a checkpoint of a run, a folder of Hugging Face, or a hub id.
+"""MODEL on the command line: a run folder, a checkpoint of a run, a folder of Hugging Face (a model, or a PEFT adapter
+whose base can be found), or a hub id.
 
 A run leaves its result in `model/`: a Hugging Face folder where a family can say the model, and otherwise `bagu.json`
-with the weights by bagu's own names. The tokenizer is beside it.
+with the weights by bagu's own names. The tokenizer is beside it. A LoRA run also leaves `adapter/`, in PEFT's format.
 """
 
 from __future__ import annotations
@@ -14,17 +15,27 @@ import torch
 
 from bagu import config as configs
 from bagu.data.tokenizer import BpeTokenizer
-from bagu.nn import hub, weights
+from bagu.nn import hub, peft, weights
 from bagu.nn.config import ModelConfig
-from bagu.nn.families import family_for
+from bagu.nn.families import family_for, family_of
 from bagu.nn.hub import WeightsError
+from bagu.nn.lora import merge
 from bagu.nn.model import Transformer
 from bagu.run import RunFolder
 from bagu.train import checkpoint
 
-__all__ = ["MODEL", "NATIVE", "find_model", "load_model", "save_model"]
+__all__ = [
+    "ADAPTER",
+    "MODEL",
+    "NATIVE",
+    "find_model",
+    "load_model",
+    "model_config",
+    "save_model",
+    "tokenizer_folder",
+]
 
-MODEL, NATIVE = "model", "bagu.json"
+MODEL, ADAPTER, NATIVE = "model", "adapter", "bagu.json"
 
 
 def find_model(name: str | Path) -> Path:
@@ -39,14 +50,45 @@ def find_model(name: str | Path) -> Path:
     return folder / MODEL
 
 
+def tokenizer_folder(folder: Path) -> Path | None:
+    """Where the tokenizer of the model in `folder` is: there, beside the run of a checkpoint, or at an adapter's base.
+
+    None where there is none.
+    """
+    places = [folder]
+    if _is_checkpoint(folder):
+        places.append(_run_of(folder) / "tokenizer")
+    found = next((p for p in places if (p / "tokenizer.json").is_file()), None)
+    if found is None and peft.is_adapter(folder):
+        return tokenizer_folder(find_model(peft.base_of(folder)))
+    return found
+
+
+def model_config(folder: Path) -> ModelConfig:
+    """The configuration of the model in a folder that `find_model` gave. No weights are read."""
+    if peft.is_adapter(folder):
+        return model_config(find_model(peft.base_of(folder)))
+    if _is_checkpoint(folder):
+        return _native_config(_run_of(folder) / NATIVE)
+    if (folder / NATIVE).is_file():
+        return _native_config(folder / NATIVE)
+    hf = hub.read_json(folder / "config.json")
+    return family_of(hf).config(hf)
+
+
 def load_model(
     name: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> Transformer:
-    """The model of MODEL, in eval mode; `dtype` None is the one it was saved in."""
+    """The model of MODEL, in eval mode; `dtype` None is the one it was saved in. An adapter is merged into its base."""
     folder = find_model(name)
-    if (folder / checkpoint.MANIFEST).is_file():
+    if peft.is_adapter(folder):
+        model = load_model(peft.base_of(folder), dtype=dtype, device=device)
+        peft.load_adapter(model, folder)
+        merge(model)
+        return model
+    if _is_checkpoint(folder):
         checkpoint.verify(folder)
-        return _native(folder.parent.parent / NATIVE, folder / checkpoint.MODEL, dtype, device)
+        return _native(_run_of(folder) / NATIVE, folder / checkpoint.MODEL, dtype, device)
     if (folder / NATIVE).is_file():
         return _native(folder / NATIVE, folder / weights.WHOLE, dtype, device)
     return weights.from_pretrained(folder, dtype=dtype, device=device)
@@ -69,12 +111,26 @@ def save_model(model: Transformer, tokenizer: BpeTokenizer | None, folder: Path)
         tokenizer.save(folder)
 
 
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / checkpoint.MANIFEST).is_file()
+
+
+def _run_of(folder: Path) -> Path:
+    """The run that a checkpoint belongs to: RUN of RUN/checkpoints/step-…"""
+    return folder.resolve().parent.parent
+
+
+def _native_config(path: Path) -> ModelConfig:
+    if not path.is_file():
+        raise WeightsError(f"there is no {path}", hint="a checkpoint is read beside the run that made it")
+    return configs.load(ModelConfig, path)
+
+
 def _native(config: Path, file: Path, dtype: torch.dtype | None, device: torch.device | str) -> Transformer:
-    if not config.is_file():
-        raise WeightsError(f"there is no {config}", hint="a checkpoint is read beside the run that made it")
+    made = _native_config(config)
     state = safetensors.torch.load_file(file, device=str(device))
     floats = [t.dtype for t in state.values() if t.is_floating_point()]
-    model = Transformer(configs.load(ModelConfig, config), device=device, dtype=dtype or floats[0])
+    model = Transformer(made, device=device, dtype=dtype or floats[0])
     wanted = _once(model.state_dict())
     for what, names in (("misses", wanted.keys() - state.keys()), ("has surplus", state.keys() - wanted.keys())):
         if names:

@@ -29,7 +29,7 @@ class Loader:
         from bagu.data.chat import ChatEncoder
         from bagu.data.tokenizer import BpeTokenizer
         from bagu.device import named_device, named_dtype
-        from bagu.recipes.models import find_model, load_model
+        from bagu.recipes.models import find_model, load_model, tokenizer_folder
 
         device = named_device(self.device)
         # On a CPU decoding is bound by overhead and memory, and fp32 is no slower than bf16 at small batches
@@ -37,10 +37,9 @@ class Loader:
         dtype = named_dtype(auto if self.dtype == "auto" else self.dtype)
         found = find_model(self.model)
         model = load_model(found, dtype=dtype, device=device)
-        places = (Path(self.tokenizer),) if self.tokenizer else (found, found.parent.parent / "tokenizer")
-        place = next((p for p in places if p.is_file() or (p / "tokenizer.json").is_file()), None)
+        place = Path(self.tokenizer) if self.tokenizer else tokenizer_folder(found)
         if place is None:
-            raise BaguError(f"there is no tokenizer.json in {places[0]}", hint="name one with --tokenizer")
+            raise BaguError(f"there is no tokenizer.json in {found}", hint="name one with --tokenizer")
         tokenizer = BpeTokenizer.load(place)
         return model, tokenizer, ChatEncoder(tokenizer) if tokenizer.chat_template is not None else None
 

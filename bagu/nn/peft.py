@@ -1,0 +1,204 @@
+"""LoRA adapters in the format of Hugging Face PEFT: adapter_config.json and adapter_model.safetensors.
+
+PEFT names an adapter by the linear it belongs to, base_model.model.<name>.lora_A.weight ([rank, in]) and .lora_B.weight
+([out, rank]). Where bagu has one linear for several of theirs (qkv, gate_up), the family's rules say which rows of B
+belong to which: a pair is written once for each of theirs with the same A, and pairs that are read become one pair
+whose rank is the sum of the ranks of the A that differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from bagu.config import write_whole
+from bagu.nn.families import Family, family_for
+from bagu.nn.families.core import Part
+from bagu.nn.hub import WeightsError, read_json
+from bagu.nn.linear import Linear
+from bagu.nn.model import Transformer
+
+__all__ = ["CONFIG", "base_of", "is_adapter", "load_adapter", "save_adapter"]
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+READ = {"peft_type", "r", "lora_alpha", "use_rslora", "base_model_name_or_path"}
+# What has no influence on the weights of a trained adapter.
+IRRELEVANT = {
+    "task_type", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout",
+    "inference_mode", "revision", "auto_mapping", "peft_version", "fan_in_fan_out", "megatron_core",
+    "qalora_group_size", "runtime_config",
+}  # fmt: skip
+HARMLESS = {"bias": "none", "init_lora_weights": (True, False, "gaussian", "orthogonal", "lora_ga")}
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / CONFIG).is_file()
+
+
+def base_of(folder: Path) -> str:
+    """The model that the adapter was trained on, as its config names it."""
+    base = read_json(folder / CONFIG).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise WeightsError(
+            f"{folder / CONFIG} has no base_model_name_or_path", hint="write the path of the base model into it"
+        )
+    return base
+
+
+def save_adapter(model: Transformer, folder: str | Path, *, base: str) -> None:
+    """Write the LoRA pairs of `model`, which was loaded from `base`. PEFT loads what is written onto that model."""
+    folder, family = Path(folder), family_for(model.config)
+    pairs = {name: m for name, m in _linears(model).items() if m.lora_a is not None and m.lora_b is not None}
+    if not pairs:
+        raise WeightsError("the model has no LoRA to save", hint="call add_lora first")
+    tensors: dict[str, torch.Tensor] = {}
+    targets: list[str] = []
+    for name, linear in pairs.items():
+        assert linear.lora_a is not None and linear.lora_b is not None
+        for theirs, (part, stored_as_in_out) in _parts(family, model, name, linear.lora_b.detach()).items():
+            b = part.save()
+            tensors[f"{PREFIX}{theirs}.lora_A.weight"] = linear.lora_a.detach().clone()
+            tensors[f"{PREFIX}{theirs}.lora_B.weight"] = b.t().contiguous() if stored_as_in_out else b
+            targets.append(theirs)
+    ranks = {m.lora_a.shape[0] for m in pairs.values() if m.lora_a is not None}
+    scales = {m.lora_scale for m in pairs.values()}
+    if len(ranks) > 1 or len(scales) > 1:
+        raise WeightsError(
+            f"the pairs have ranks {sorted(ranks)} and scales {sorted(scales)}", hint="an adapter is saved with one"
+        )
+    rank, scale = ranks.pop(), scales.pop()
+    stored_as_in_out = any(s for n, m in pairs.items() for _, s in _parts(family, model, n, m.weight.detach()).values())
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM" if model.config.causal else None,
+        "base_model_name_or_path": base, "r": rank, "lora_alpha": scale * rank, "lora_dropout": 0.0, "bias": "none",
+        "target_modules": _targets(model, family, targets), "fan_in_fan_out": stored_as_in_out,
+        "inference_mode": True,
+    }  # fmt: skip
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        write_whole(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{folder} cannot be written: {error}", hint="free some space, or save elsewhere") from error
+
+
+@torch.no_grad()
+def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
+    """Put the pairs of an adapter on `model`, its base, and freeze all else; returns the linears that have one now.
+
+    What PEFT would compute and bagu would not is refused by its name: DoRA, trained biases, ranks that differ.
+    """
+    folder, family = Path(folder), family_for(model.config)
+    scale = _scale(folder / CONFIG, read_json(folder / CONFIG))
+    stored = _read(folder / WEIGHTS)
+    pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, linear in _linears(model).items():
+        if (pair := _joined(family, model, name, linear, stored)) is not None:
+            if linear.gain is not None or linear.lora_a is not None:
+                raise WeightsError(f"{name} has weight normalisation or LoRA already", hint="merge it first")
+            pairs[name] = pair
+    if stored:
+        odd = sorted(stored)
+        raise WeightsError(
+            f"{folder / WEIGHTS}: {len(odd)} tensors belong to no linear of the model, {odd[0]} first",
+            hint="is the base model the one that the adapter was trained on?",
+        )
+    model.requires_grad_(False)
+    for name, (a, b) in pairs.items():
+        linear = model.get_submodule(name)
+        assert isinstance(linear, Linear)
+        w = linear.weight
+        linear.lora_a, linear.lora_b = nn.Parameter(a.to(w.device, w.dtype)), nn.Parameter(b.to(w.device, w.dtype))
+        linear.lora_scale = scale
+    return list(pairs)
+
+
+def _linears(model: Transformer) -> dict[str, Linear]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+
+
+def _parts(family: Family, model: Transformer, name: str, b: torch.Tensor) -> dict[str, tuple[Part, bool]]:
+    """Their linears in ours of this name -> their rows in `b` [out, n], and whether they store [in, out] (GPT-2)."""
+    key = f"{name}.weight"
+    out = b.shape[0]
+    probe = family.parts({key: torch.empty(out, out + 1, device="meta")}, model.config)  # no part has out + 1 rows
+    parts = family.parts({key: b}, model.config)
+    return {n.removesuffix(".weight"): (p, probe[n].shape[0] == out + 1) for n, p in parts.items()}
+
+
+def _joined(
+    family: Family, model: Transformer, name: str, linear: Linear, stored: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A and B of our linear from the pairs of theirs, which are taken out of `stored`; None where it has none."""
+    places = _parts(family, model, name, linear.weight.detach())
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for theirs, (part, stored_as_in_out) in places.items():
+        names = [f"{PREFIX}{theirs}.lora_{x}.weight" for x in "AB"]
+        if names[0] not in stored or names[1] not in stored:
+            continue  # a half that is alone stays in `stored`, and is told there
+        a, b = (stored.pop(n) for n in names)
+        out = part.shape[1] if stored_as_in_out else part.shape[0]
+        if a.dim() != 2 or a.shape[1] != linear.in_features or tuple(b.shape) != (out, a.shape[0]):
+            raise WeightsError(
+                f"the adapter of {theirs} has A {list(a.shape)} and B {list(b.shape)}, and the linear is "
+                f"[{out}, {linear.in_features}]",
+                hint="is the base model the one that the adapter was trained on?",
+            )
+        found[theirs] = (a, b)
+    if not found:
+        return None
+    kinds: list[torch.Tensor] = []  # the A that differ
+    for a, _ in found.values():
+        if not any(torch.equal(a, k) for k in kinds):
+            kinds.append(a)
+    starts = [sum(k.shape[0] for k in kinds[:i]) for i in range(len(kinds))]
+    joined = torch.zeros(linear.out_features, sum(k.shape[0] for k in kinds), dtype=kinds[0].dtype)
+    for theirs, (a, b) in found.items():
+        i = next(i for i, k in enumerate(kinds) if torch.equal(a, k))
+        columns = joined[:, starts[i] : starts[i] + a.shape[0]]
+        part, stored_as_in_out = _parts(family, model, name, columns)[theirs]
+        part.load(b.t() if stored_as_in_out else b)
+    return torch.cat(kinds), joined
+
+
+def _scale(path: Path, config: Mapping[str, Any]) -> float:
+    """The factor of B A that a config asks for. A setting that would change the result otherwise is refused."""
+    if config.get("peft_type") != "LORA":
+        raise WeightsError(f"{path} has peft_type {config.get('peft_type')!r}", hint="only LORA is known here")
+    for key, value in config.items():
+        allowed = HARMLESS.get(key, ())
+        if key not in READ | IRRELEVANT and value and value != allowed and value not in tuple(allowed):
+            raise WeightsError(
+                f"{path} has {key} = {value!r}, which is not known here",
+                hint="merge the adapter with PEFT's merge_and_unload, and give the merged model",
+            )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+        raise WeightsError(f"{path} has r = {rank!r} and lora_alpha = {alpha!r}", hint="both are numbers above 0")
+    return float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    if not path.is_file():
+        raise WeightsError(f"there is no {path}", hint="only safetensors are read; save the adapter with them")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path} cannot be read: {error}", hint="fetch or write it again") from error
+
+
+def _targets(model: Transformer, family: Family, chosen: list[str]) -> list[str]:
+    """target_modules: last names where every linear of that name is adapted, else the names in full."""
+    names = [n for name, m in _linears(model).items() for n in _parts(family, model, name, m.weight.detach())]
+    last = {n.rsplit(".", 1)[-1] for n in chosen}
+    whole = {n for n in names if n.rsplit(".", 1)[-1] in last} == set(chosen)
+    return sorted(last if whole else set(chosen))
