@@ -1,16 +1,19 @@
-"""What a training loop tells of itself, and TensorBoard as one that listens."""
+"""What a training loop reports while it runs, and two programs that show it: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from bagu.config import write_whole
 from bagu.errors import BackendError
 
-__all__ = ["Metrics", "Observer", "TensorBoard"]
+__all__ = ["Metrics", "Observer", "TensorBoard", "WeightsAndBiases"]
 
 Metrics = Mapping[str, float | int | None]
 
@@ -77,3 +80,58 @@ class TensorBoard(Observer):
 
     def close(self) -> None:
         self._writer.close()
+
+
+class WeightsAndBiases(Observer):
+    """A run at Weights & Biases: metrics against `step`, samples as text. What WANDB_MODE and WANDB_DIR say holds.
+
+    The run's id is kept in the folder, so that a resume goes on with the same one. Its history cannot be taken back:
+    steps that are made again after a rewind are there twice.
+    """
+
+    ID = "wandb-id"
+
+    def __init__(self, folder: Path, *, project: str, config: Mapping[str, Any]) -> None:
+        self.check()
+        import wandb
+
+        kept = folder / self.ID
+        id = kept.read_text(encoding="utf-8").strip() if kept.is_file() else secrets.token_hex(4)
+        try:
+            self._run = wandb.init(
+                project=project, name=folder.resolve().name, id=id, resume="allow", config=dict(config),
+                dir=os.environ.get("WANDB_DIR", str(folder)),
+            )  # fmt: skip
+        except wandb.errors.Error as error:
+            raise BackendError(
+                f"Weights & Biases did not begin a run: {str(error).splitlines()[0]}",
+                hint="run `wandb login`, set WANDB_MODE=offline, or leave wandb out",
+            ) from error
+        write_whole(kept, id + "\n")
+        self._run.define_metric("*", step_metric="step")
+
+    @staticmethod
+    def check() -> None:
+        """Refuse where the package is missing, before any work is done."""
+        try:
+            import wandb  # noqa: F401
+        except ImportError as error:
+            raise BackendError(
+                "wandb is set, and the package wandb cannot be imported",
+                hint="pip install 'bagu[wandb]', or leave wandb out",
+            ) from error
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        self._run.log({"step": step, **{name: value for name, value in metrics.items() if value is not None}})
+
+    def on_event(self, kind: str, step: int, **facts: Any) -> None:
+        self._run.log({"step": step, f"event/{kind}": json.dumps(facts, ensure_ascii=False)})
+
+    def on_sample(self, step: int, texts: Sequence[str]) -> None:
+        self._run.log({"step": step, **{f"sample/{number}": text for number, text in enumerate(texts)}})
+
+    def rewind(self, step: int) -> None:
+        """Nothing to do: see the class."""
+
+    def close(self) -> None:
+        self._run.finish()

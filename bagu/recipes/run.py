@@ -15,6 +15,7 @@ from bagu.config import ConfigError
 from bagu.data.loader import DataConfig
 from bagu.data.masked import check_rate
 from bagu.nn.config import ModelConfig
+from bagu.nn.lora import check_targets
 from bagu.train.state import TrainConfig
 
 __all__ = ["STDLIB", "LoraConfig", "Run", "SourceConfig", "TokenizerConfig"]
@@ -59,6 +60,11 @@ class LoraConfig:
     alpha: float = 16.0
     targets: str = ".*"
 
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"rank is {self.rank}", hint="1 or more; 8 to 64 is usual")
+        check_targets(self.targets)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -67,7 +73,8 @@ class Run:
     `init_from` is a run folder, a bagu checkpoint or a Hugging Face folder; its tokenizer is taken too unless one is
     named. `validation` is the share of documents held out, `dedup` the similarity from which a document counts as a
     copy of an earlier one (null: no look). `eval_batches` bounds an evaluation. `mask_rate` is the share of tokens that
-    are hidden and asked for (BERT's: 0.15); null predicts the next token instead.
+    are hidden and asked for (BERT's: 0.15); null predicts the next token instead. `wandb` is the project at Weights &
+    Biases that metrics are sent to; null sends nothing.
     """
 
     stage: Literal["pretrain", "sft"] = "pretrain"
@@ -84,6 +91,7 @@ class Run:
     validation: float = 0.05
     dedup: float | None = 0.8
     eval_batches: int = 16
+    wandb: str | None = None
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.init_from is None):
@@ -92,6 +100,8 @@ class Run:
                 f"a run has either model or init_from, and this has {which}",
                 hint="a model that is found is not described, one that is described is new",
             )
+        if self.wandb == "":
+            raise ConfigError("wandb is an empty name", hint="name a project, or null for none")
         if self.eval_batches < 1:
             raise ConfigError(f"eval_batches is {self.eval_batches}", hint="at least 1")
         if not 0 < self.validation < 1:

@@ -1,0 +1,65 @@
+"""A run that is logged to Weights & Biases, offline: the package itself writes and reads the record."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+wandb = pytest.importorskip("wandb")
+from bagu.observer import WeightsAndBiases  # noqa: E402
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The rows of the offline run in a folder: a file header, then records in the format of LevelDB's log, each a
+    protobuf message. These are short, so that none is split."""
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    data, at, rows = file.read_bytes(), 7, []
+    while at < len(data):
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        assert kind == 1, "a whole record"
+        record = wandb_internal_pb2.Record.FromString(data[at + 7 : at + 7 + size])
+        at += 7 + size
+        if record.HasField("history"):
+            rows.append({(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item})
+    return rows
+
+
+def test_metrics_events_and_samples_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    tracker = WeightsAndBiases(tmp_path, project="bagu", config={"steps": 2})
+    tracker.on_step(0, {"loss_nats": 2.5, "val_loss_nats": None})
+    tracker.on_event("save", 1, path="step-1")
+    tracker.on_sample(0, ["once upon"])
+    tracker.on_step(1, {"loss_nats": 2.0})
+    tracker.close()
+    rows = records(tmp_path)
+    assert [(r["step"], r["loss_nats"]) for r in rows if "loss_nats" in r] == [(0, 2.5), (1, 2.0)]
+    assert [r["sample/0"] for r in rows if "sample/0" in r] == ["once upon"]
+    assert [json.loads(r["event/save"]) for r in rows if "event/save" in r] == [{"path": "step-1"}]
+    assert not any("val_loss_nats" in r for r in rows)
+    first = (tmp_path / WeightsAndBiases.ID).read_text()
+    WeightsAndBiases(tmp_path, project="bagu", config={}).close()
+    assert (tmp_path / WeightsAndBiases.ID).read_text() == first  # a resume is the same run
+
+
+def test_without_a_login_it_says_what_to_do(tmp_path: Path) -> None:
+    """In a process of its own: wandb reads its settings once."""
+    code = (
+        "import pathlib; from bagu.observer import WeightsAndBiases; "
+        f"WeightsAndBiases(pathlib.Path({str(tmp_path)!r}), project='bagu', config={{}})"
+    )
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+    environ |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_SILENT": "true"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    assert "BackendError: Weights & Biases did not begin a run" in done.stderr and "wandb login" in done.stderr
+    assert list(tmp_path.iterdir()) == []
