@@ -97,8 +97,16 @@ def train(
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder of the run.")] = Path("runs/train"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    accept_data_change: Annotated[
+        bool, typer.Option("--accept-data-change", help="Resume although the data is not what it was.")
+    ] = False,
     prompt: Annotated[list[str] | None, typer.Option(help="Continued while training; repeatable.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the configuration and stop.")] = False,
+    wandb: Annotated[
+        str | None, typer.Option(metavar="PROJECT", help="Log to Weights & Biases too, under this project.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the data; print the configuration, sizes and time; write no run.")
+    ] = False,
 ) -> None:
     """Pretrain, continue pretraining or fine-tune. Ctrl-C saves; --resume goes on to the same bits."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once by cuBLAS; train.deterministic needs it
@@ -107,7 +115,7 @@ def train(
     raise typer.Exit(
         command.train_main(
             data or [], recipe=recipe, config=config, start=start, settings=settings or [], out=out, resume=resume,
-            prompts=prompt or [], dry_run=dry_run,
+            accept_data_change=accept_data_change, prompts=prompt or [], wandb=wandb, dry_run=dry_run,
         )
     )  # fmt: skip
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from bagu import config as configs
 from bagu.data.masked import HIDDEN, RANDOM
@@ -14,9 +16,10 @@ from bagu.device import named_dtype
 from bagu.errors import BaguError
 from bagu.recipes.catalogue import recipe as find_recipe
 from bagu.recipes.catalogue import with_data, with_start
-from bagu.recipes.models import find_model, load_model, save_model
+from bagu.recipes.models import find_model, load_model, save_model, tokenizer_folder
 from bagu.recipes.run import Run
-from bagu.recipes.training import Trained, held_out, train
+from bagu.recipes.summary import Summary
+from bagu.recipes.training import Trained, check, held_out, train
 from bagu.run import RunFolder
 from bagu.train.report import ReportData, Table, read_run, write_report
 
@@ -28,9 +31,9 @@ DEFAULT = "small"  # the recipe of a run that names none
 
 def train_main(
     data: list[str], *, recipe: str | None, config: Path | None, start: str | None, settings: list[str], out: Path,
-    resume: bool, prompts: list[str], dry_run: bool,
+    resume: bool, accept_data_change: bool, prompts: list[str], wandb: str | None, dry_run: bool,
 ) -> int:  # fmt: skip
-    """Put a run together, carry it out, write its report.
+    """Put a run together, carry it out, write its report. With `dry_run`, check its data and print what it would do.
 
     With `resume` the folder's own config is where it starts; where there is none, the run that data, config or start
     describe begins.
@@ -52,15 +55,29 @@ def train_main(
     else:
         run = with_start(with_data(find_recipe(recipe or DEFAULT), data), start)
     run = configs.override(run, settings)
+    if wandb is not None:
+        run = replace(run, wandb=wandb)
+    resumed = resume and RunFolder(out).is_run()
+    if accept_data_change and not resumed:
+        raise BaguError("--accept-data-change is given, and no run is resumed", hint="leave it out")
     if prompts and run.train.sample_every is None:
         raise BaguError(
             "--prompt is given, and this run continues none: train.sample_every is null",
             hint="leave it out" if run.mask_rate is not None else "leave it out, or set train.sample_every",
         )
+
+    def announce(summary: Summary) -> None:
+        for line in summary.lines():
+            style = "yellow" if line.startswith("warning") else None
+            console.print(Text(line, style=style or ""), highlight=False, soft_wrap=True)
+
     if dry_run:
         print(json.dumps(configs.to_dict(run), indent=2))
+        announce(check(run, out, resume=resume, accept_data_change=accept_data_change))
         return 0
-    done = train(run, out, resume=resume, prompts=prompts or PROMPTS)
+    done = train(
+        run, out, resume=resume, accept_data_change=accept_data_change, announce=announce, prompts=prompts or PROMPTS
+    )
     report = _report(run, done)
     again = f"bagu train --resume --out {out}"
     state = (
@@ -100,7 +117,6 @@ def export_main(model: str, out: Path, *, dtype: str | None) -> None:
     as_dtype = None if dtype is None else named_dtype(dtype)
     found = find_model(model)
     loaded = load_model(found, dtype=as_dtype)
-    places = (found, found.parent.parent / "tokenizer")  # of a checkpoint it is beside the run
-    place = next((p for p in places if (p / "tokenizer.json").is_file()), None)
+    place = tokenizer_folder(found)
     save_model(loaded, None if place is None else BpeTokenizer.load(place), out)
     Console().print(f"{sum(p.numel() for p in loaded.parameters()):,} parameters → {out}", highlight=False)

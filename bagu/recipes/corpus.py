@@ -32,7 +32,7 @@ from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 from bagu.recipes.run import STDLIB, Run, SourceConfig, TokenizerConfig
 
-__all__ = ["Corpus", "Tokens", "read_tokenizer", "tokens_of", "train_tokenizer"]
+__all__ = ["Corpus", "Tokens", "conversations", "texts", "tokens_of", "train_tokenizer"]
 
 MB = 1_000_000
 
@@ -92,7 +92,8 @@ class Corpus:
     def facts(self) -> dict[str, Any]:
         """What decides the documents: the corpus hash, and how they were chosen."""
         how = {"dedup": self.run.dedup, "validation": self.run.validation, "seed": self.run.data.seed}
-        return {**(self.chats or self.source).describe(), **how}
+        field = {} if self.config.field is None else {"field": self.config.field}
+        return {**(self.chats or self.source).describe(), **how, **field}
 
     @cached_property
     def _read(self) -> tuple[list[Document], DedupReport | None]:
@@ -108,6 +109,10 @@ class Corpus:
         if ways[0] == ways[1]:
             other.__dict__.update({k: v for k, v in self.__dict__.items() if k in ("source", "_read", "split")})
         return other
+
+    def without_text(self) -> Corpus:
+        """The same source with nothing read: what it held in memory is free, and is read again if it is asked for."""
+        return Corpus(self.name, self.config, self.run)
 
     @property
     def dedup(self) -> DedupReport | None:
@@ -128,13 +133,6 @@ def train_tokenizer(corpora: Mapping[str, Corpus], config: TokenizerConfig) -> B
     total = sum(len(d.text.encode()) for d in documents)
     texts = sample(documents, max_bytes=round(config.max_mb * MB), total_bytes=total)
     return BpeTokenizer.train(texts, vocab_size=config.vocab_size or 4096, chat_template=chat_template.DEFAULT_TEMPLATE)
-
-
-def read_tokenizer(run: Run, folder: Path | None) -> BpeTokenizer | None:
-    """The tokenizer a run names, or that of the model it starts from (in `folder`); None where one must be trained."""
-    if run.tokenizer.path is not None:
-        return BpeTokenizer.load(run.tokenizer.path)
-    return BpeTokenizer.load(folder) if folder is not None else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,14 +160,18 @@ def tokens_of(run: Run, corpora: Mapping[str, Corpus], tokenizer: BpeTokenizer, 
 def _store(corpus: Corpus, part: str, tokenizer: BpeTokenizer) -> TokenStore:
     cache, facts = cache_folder() / "tokens", {**corpus.facts, "part": part}
     if corpus.run.stage == "pretrain":
-        documents = (d for d in getattr(corpus.split, part))
-        return store.build(documents, tokenizer, cache, source=facts)
+        return store.build(texts(corpus, part), tokenizer, cache, source=facts)
     encoder = ChatEncoder(tokenizer)
     facts |= {"chats": corpus.config.max_bytes, "template": encoder.template.source}
     return store.on_disk(
         encoder.documents(conversations(corpus, part)), cache, token_bytes=tokenizer.token_bytes,
         facts={"source": facts, "tokenizer": tokenizer.fingerprint},
     )  # fmt: skip
+
+
+def texts(corpus: Corpus, part: str) -> Iterator[Document]:
+    """The documents of a part. A generator function: the corpus is read when the first is asked for, not before."""
+    yield from getattr(corpus.split, part)
 
 
 def conversations(corpus: Corpus, part: str) -> Iterator[Conversation]:

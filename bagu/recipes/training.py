@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from bagu import config as configs
 from bagu.config import write_whole
 from bagu.data.loader import evaluation_batches
-from bagu.data.masked import Masking, mask_batch
+from bagu.data.masked import mask_batch
 from bagu.data.tokenizer import BpeTokenizer
-from bagu.device import compute_dtype, named_device, named_dtype, vendor_flops
-from bagu.errors import BaguError
 from bagu.nn import count
+from bagu.nn.families import family_for
+from bagu.nn.hub import WeightsError
 from bagu.nn.init import init_weights
 from bagu.nn.lora import add_lora, merge
 from bagu.nn.model import Transformer
+from bagu.nn.peft import save_adapter
 from bagu.nn.sample import generate
-from bagu.observer import Observer
+from bagu.observer import Observer, WeightsAndBiases
 from bagu.progress import TrainProgress
-from bagu.recipes.corpus import Corpus, Tokens, read_tokenizer, tokens_of, train_tokenizer
-from bagu.recipes.models import MODEL, NATIVE, find_model, load_model, save_model
+from bagu.recipes.corpus import Corpus, Tokens
+from bagu.recipes.inputs import DATA, TOKENIZER, Inputs, facts_of, read_inputs
+from bagu.recipes.models import ADAPTER, MODEL, NATIVE, load_model, save_model
 from bagu.recipes.run import Run
+from bagu.recipes.summary import Summary, matmul_rate, summarise
 from bagu.run import RunFolder, RunRecorder
+from bagu.train import checkpoint
 from bagu.train.evaluate import held_out_loss
 from bagu.train.loop import FitResult, fit
 from bagu.types import Batch
 
-__all__ = ["Trained", "held_out", "train"]
-
-DATA = "data.json"
+__all__ = ["Trained", "check", "held_out", "train"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,83 +49,105 @@ class Trained:
     fit: FitResult
 
 
+def check(run: Run, out: Path, *, resume: bool = False, accept_data_change: bool = False) -> Summary:
+    """All that `train` checks before it loads weights, and what it would do. The folder `out` is not touched."""
+    folder = RunFolder(out)
+    folder.check_free(resume=resume)
+    if run.wandb is not None:
+        WeightsAndBiases.check()
+    inputs = read_inputs(run, out, accept_data_change=accept_data_change)
+    newest, _ = checkpoint.newest_good(folder.checkpoints) if resume else (None, [])
+    return summarise(run, inputs, first_step=0 if newest is None else checkpoint.state_of(newest)["step"])
+
+
 def train(
     run: Run,
     out: Path,
     *,
     resume: bool = False,
+    accept_data_change: bool = False,
     progress: Observer | None = None,
+    announce: Callable[[Summary], None] | None = None,
     prompts: Sequence[str] = (),
     tokenizer: BpeTokenizer | None = None,
     corpora: Mapping[str, Corpus] | None = None,
 ) -> Trained:
     """Carry a run out in folder `out`. `prompts` are continued whenever `train.sample_every` says so.
 
-    A tokenizer and corpora that are at hand save reading them again.
+    `announce` is told what the run will do, before the first step. A tokenizer and corpora that are at hand save
+    reading them again. Nothing in the folder changes until everything is checked, the checkpoint of a resume included.
     """
-    device = named_device(run.device)
-    dtype = named_dtype(run.dtype) if run.dtype else compute_dtype(device)
-    found = find_model(run.init_from) if run.init_from else None
-    corpora = corpora if corpora is not None else {n: Corpus(n, c, run) for n, c in run.sources.items()}
-    tokenizer = tokenizer or _tokenizer(run, found, corpora, out)
-    masking = None if run.mask_rate is None else Masking.of(tokenizer, rate=run.mask_rate, seed=run.data.seed)
-    model = _model(run, found, tokenizer, device, dtype)
-    tokens = tokens_of(run, corpora, tokenizer, model.config.vocab_size)
-    if masking is not None:
-        tokens = replace(tokens, loader=tokens.loader.masked(masking))
-    folder = RunFolder.create(out, run, resume=resume)  # after all that can be wrong with the input
-    recorder = RunRecorder(folder, progress=progress or TrainProgress(run.train.steps, name=run.stage))
-    try:
-        tokenizer.save(out / "tokenizer")
-        configs.save(model.config, out / NATIVE)
-        facts = {"sources": tokens.facts, "loader": tokens.loader.report(run.train.steps)}
-        write_whole(out / DATA, json.dumps(facts, indent=2) + "\n")
-        evaluate = held_out_loss(lambda: held_out(run, tokens)) if run.train.eval_every else None
-        sample = _sampler(tokenizer, prompts) if run.train.sample_every and prompts else None
+    folder = RunFolder(out)
+    folder.check_free(resume=resume)
+    if run.wandb is not None:
+        WeightsAndBiases.check()
+    inputs = read_inputs(run, out, accept_data_change=accept_data_change, tokenizer=tokenizer, corpora=corpora)
+    model = _model(run, inputs)
+    peak = matmul_rate(inputs.device, inputs.dtype)
+    tokens, flops = inputs.tokens, count.flops(model.config, run.data.context).training
+    evaluate = held_out_loss(lambda: held_out(run, tokens)) if run.train.eval_every else None
+    sample = _sampler(inputs.tokenizer, prompts) if run.train.sample_every and prompts else None
+    with contextlib.ExitStack() as stack:
+        folder = RunFolder.claim(out, resume=resume)
+        stack.callback(folder.close)
+
+        def begin(step: int) -> list[Observer]:
+            if announce is not None:
+                announce(summarise(run, inputs, first_step=step, peak_flops=peak))
+            recorder = _record(run, inputs, folder, progress)
+            stack.callback(recorder.close)
+            if inputs.data_changes:
+                recorder.on_event("data_changed", step, sources=list(inputs.data_changes))
+            return [recorder]
+
         result = fit(
             run.train if sample else replace(run.train, sample_every=None), model, tokens.loader,
-            folder=folder.checkpoints, resume=resume, observers=[recorder], evaluate=evaluate, sample=sample,
-            identity={"tokenizer": tokenizer.fingerprint, "model": configs.fingerprint(model.config)},
-            flops_per_token=count.flops(model.config, run.data.context).training, peak_flops=_peak(device, dtype),
+            folder=folder.checkpoints, resume=resume, begin=begin, evaluate=evaluate, sample=sample,
+            identity={"tokenizer": inputs.tokenizer.fingerprint, "model": configs.fingerprint(model.config)},
+            flops_per_token=flops, peak_flops=peak,
         )  # fmt: skip
         if run.lora is not None:
+            _save_adapter(model, inputs, out / ADAPTER)
             merge(model)
-        save_model(model, tokenizer, out / MODEL)
-    finally:
-        recorder.close()
-    return Trained(folder=folder, model=model, tokenizer=tokenizer, tokens=tokens, corpora=corpora, fit=result)
+        save_model(model, inputs.tokenizer, out / MODEL)
+    return Trained(
+        folder=folder, model=model, tokenizer=inputs.tokenizer, tokens=tokens, corpora=inputs.corpora, fit=result
+    )
 
 
-def _tokenizer(run: Run, found: Path | None, corpora: Mapping[str, Corpus], out: Path) -> BpeTokenizer:
-    """The named one, the starting model's, the one this run trained before it was interrupted, or a new one."""
-    before = out / "tokenizer"
-    if run.tokenizer.path is None and found is None and before.is_dir():
-        return BpeTokenizer.load(before)
-    return read_tokenizer(run, found) or train_tokenizer(corpora, run.tokenizer)
+def _record(run: Run, inputs: Inputs, folder: RunFolder, progress: Observer | None) -> RunRecorder:
+    """Write the run's own files, and open its record."""
+    trackers = []
+    if run.wandb is not None:  # first: it may refuse, for want of a login say
+        trackers.append(WeightsAndBiases(folder.path, project=run.wandb, config=configs.to_dict(run)))
+    folder.begin(run)
+    kept, known = folder.path / TOKENIZER, inputs.tokenizer.fingerprint
+    if not (kept / "tokenizer.json").is_file() or BpeTokenizer.load(kept).fingerprint != known:
+        inputs.tokenizer.save(kept)
+    configs.save(inputs.model, folder.path / NATIVE)
+    write_whole(folder.path / DATA, json.dumps(facts_of(run, inputs), indent=2) + "\n")
+    shown = progress or TrainProgress(run.train.steps, name=run.stage)
+    return RunRecorder(folder, progress=shown, trackers=trackers)
 
 
-def _model(
-    run: Run, found: Path | None, tokenizer: BpeTokenizer, device: torch.device, dtype: torch.dtype
-) -> Transformer:
-    if found is not None:
-        model = load_model(found, dtype=dtype, device=device)
+def _model(run: Run, inputs: Inputs) -> Transformer:
+    if inputs.start is not None:
+        model = load_model(inputs.start, dtype=inputs.dtype, device=inputs.device)
     else:
-        assert run.model is not None, "Run refuses to have neither"
-        model = init_weights(Transformer(run.model, device=device, dtype=dtype), run.train.seed)
-    run.check_sight(model.config)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise BaguError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, and the model's vocabulary {model.config.vocab_size}",
-            hint=f"set model.vocab_size={tokenizer.vocab_size}, or use the tokenizer the model was made with",
-        )
-    if run.data.context > model.config.max_len:
-        raise BaguError(
-            f"data.context is {run.data.context}, and the model has positions for {model.config.max_len}",
-            hint=f"set data.context={model.config.max_len} or less",
-        )
+        model = init_weights(Transformer(inputs.model, device=inputs.device, dtype=inputs.dtype), run.train.seed)
     if run.lora is not None:
         add_lora(model, rank=run.lora.rank, alpha=run.lora.alpha, targets=run.lora.targets, seed=run.train.seed)
     return model
+
+
+def _save_adapter(model: Transformer, inputs: Inputs, folder: Path) -> None:
+    """The adapter by itself, as PEFT reads it, where the base has a form that PEFT knows."""
+    assert inputs.start is not None, "Run refuses LoRA on random weights"
+    try:
+        family_for(model.config)
+    except WeightsError:
+        return  # PEFT has no names for its linears either; model/ holds the merged weights in any case
+    save_adapter(model, folder, base=str(inputs.start.resolve()))
 
 
 def held_out(run: Run, tokens: Tokens) -> Iterator[Batch]:
@@ -146,18 +168,3 @@ def _sampler(tokenizer: BpeTokenizer, prompts: Sequence[str]) -> Callable[[Trans
         return [p + tokenizer.decode(n) for p, n in zip(prompts, new, strict=True)]
 
     return sample
-
-
-def _peak(device: torch.device, dtype: torch.dtype) -> float:
-    """What MFU is a share of: the vendor's dense bf16 FLOP/s of a GPU that is known, else what a matmul gives here."""
-    stated = vendor_flops(device)
-    if stated is not None:
-        return stated
-    n, fewest = 1024 if device.type == "cpu" else 8192, float("inf")
-    x = torch.randn(n, n, device=device, dtype=dtype)
-    for _ in range(8):
-        start = time.perf_counter()
-        y = x @ x
-        float(y[0, 0])  # waits for the device
-        fewest = min(fewest, time.perf_counter() - start)
-    return 2 * n**3 / fewest

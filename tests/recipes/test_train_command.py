@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from bagu.cli import main
 from bagu.config import to_dict
@@ -157,6 +158,12 @@ def test_continued_pretraining_and_lora_start_from_a_run(texts: Path, tmp_path: 
     lora = ["--recipe", "lora", "--from", tmp_path / "base", "--out", tmp_path / "lora"]
     assert bagu("train", chats, *lora, *small, *more, "--set", "validation=0.3") == 0
     assert load_model(tmp_path / "lora").config == load_model(tmp_path / "base").config
+    merged, adapter = (load_model(tmp_path / "lora" / name).state_dict() for name in ("", "adapter"))
+    base = load_model(tmp_path / "base").state_dict()
+    assert all(torch.equal(merged[name], weight) for name, weight in adapter.items())  # PEFT's format loses nothing
+    assert not all(torch.equal(base[name], weight) for name, weight in adapter.items())
+    assert bagu("export", tmp_path / "lora" / "adapter", tmp_path / "exported") == 0
+    assert (tmp_path / "exported" / "tokenizer.json").is_file()  # the base's
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,0 +1,122 @@
+"""What a run will do, before its first step: sizes, tokens, passes over the data, where and in what dtype, how long."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from bagu.device import vendor_flops
+from bagu.nn import count
+from bagu.nn.lora import lora_parameters
+from bagu.progress import duration
+from bagu.recipes.inputs import Inputs
+from bagu.recipes.run import Run
+
+__all__ = ["Summary", "matmul_rate", "summarise"]
+
+# Of the matmul rate, what a step reaches: 57 % on an H200 (1.1B parameters, of the vendor's figure), 54 % on two ARM
+# cores (5.9M parameters, of a measured matmul). Smaller models reach less.
+UTILISATION = 0.5
+LAYER_S = 0.006  # of a layer and micro-batch at least: a step of six layers takes an H200 40 ms, which are the host's
+MANY_EPOCHS = 50  # from here on a language model repeats its text: https://arxiv.org/abs/2305.16264 has gains end at 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceSummary:
+    """`epochs` is how often the whole run, from step 0 on, passes over the source."""
+
+    name: str
+    documents: int
+    tokens: int
+    held_out_tokens: int
+    epochs: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """`first_step` is where the run begins, not 0 where it is resumed. `seconds` is an estimate for the steps left,
+    without evaluation, sampling and saving."""
+
+    stage: str
+    parameters: int
+    trained: int
+    sources: tuple[SourceSummary, ...]
+    first_step: int
+    steps: int
+    tokens_per_step: int
+    device: str
+    dtype: str
+    peak_flops: float
+    seconds: float
+
+    def lines(self) -> list[str]:
+        """For people, one fact a line; warnings last."""
+        trained = "" if self.trained == self.parameters else f", of which {self.trained:,} are trained (LoRA)"
+        left = self.steps - self.first_step
+        begun = f" from step {self.first_step:,} on" if self.first_step else ""
+        lines = [
+            f"model     {self.parameters:,} parameters{trained}, {self.dtype} on {self.device}",
+            *(
+                f"data      {s.name}: {s.documents:,} documents, {s.tokens:,} tokens, {s.held_out_tokens:,} held out; "
+                f"seen {s.epochs:.3g} times"
+                for s in self.sources
+            ),
+            f"{self.stage:<10}{left:,} steps{begun} of {self.tokens_per_step:,} tokens, "
+            f"{left * self.tokens_per_step:,} tokens in all",
+            f"time      about {duration(self.seconds)}, at {100 * UTILISATION:.0f} % of the rate of a matmul here, "
+            f"{_rate(self.peak_flops)}",
+        ]
+        return lines + [f"warning: {w}" for w in self.warnings()]
+
+    def warnings(self) -> list[str]:
+        return [
+            f"the run sees the {s.tokens:,} tokens of {s.name!r} {s.epochs:.0f} times and will memorise them: "
+            f"give more text, or set train.steps={max(int(self.steps * 10 / s.epochs), 1)} for 10 epochs"
+            for s in self.sources
+            if s.epochs >= MANY_EPOCHS
+        ]
+
+
+def summarise(run: Run, inputs: Inputs, *, first_step: int = 0, peak_flops: float | None = None) -> Summary:
+    """`peak_flops` is measured where it is not given."""
+    peak = matmul_rate(inputs.device, inputs.dtype) if peak_flops is None else peak_flops
+    report = inputs.tokens.loader.report(run.train.steps)["sources"]
+    sources = tuple(
+        SourceSummary(
+            name=name, documents=store.num_documents, tokens=store.num_tokens,
+            held_out_tokens=inputs.tokens.validation[name].num_tokens, epochs=report[name]["epochs"],
+        )
+        for name, store in inputs.tokens.loader.stores.items()
+    )  # fmt: skip
+    total = count.parameters(inputs.model).total
+    flops = count.flops(inputs.model, run.data.context).training * run.data.tokens_per_step
+    least = LAYER_S * inputs.model.num_layers * run.data.micro_batches
+    step_s = max(flops / (peak * UTILISATION), least)
+    trained = total if run.lora is None else lora_parameters(inputs.model, rank=run.lora.rank, targets=run.lora.targets)
+    return Summary(
+        stage=run.stage, parameters=total, trained=trained, sources=sources, first_step=first_step,
+        steps=run.train.steps, tokens_per_step=run.data.tokens_per_step, device=str(inputs.device),
+        dtype=str(inputs.dtype).removeprefix("torch."), peak_flops=peak,
+        seconds=(run.train.steps - first_step) * step_s,
+    )  # fmt: skip
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """What MFU is a share of: the vendor's dense bf16 FLOP/s of a GPU that is known, else what a matmul gives here."""
+    stated = vendor_flops(device)
+    if stated is not None:
+        return stated
+    n, fewest = 1024 if device.type == "cpu" else 8192, float("inf")
+    x = torch.randn(n, n, device=device, dtype=dtype)
+    for _ in range(8):
+        start = time.perf_counter()
+        y = x @ x
+        float(y[0, 0])  # waits for the device
+        fewest = min(fewest, time.perf_counter() - start)
+    return 2 * n**3 / fewest
+
+
+def _rate(flops: float) -> str:
+    return f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.3g} GFLOP/s"
