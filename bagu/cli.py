@@ -83,14 +83,19 @@ def demo(
 def train(
     data: Annotated[
         list[str] | None,
-        typer.Argument(metavar="DATA", help="Files or folders of text, JSON lines or Parquet; 'stdlib' by default."),
+        typer.Argument(
+            metavar="DATA",
+            help="Files or folders of text, JSON or Parquet, for SFT of chats (messages, ShareGPT, Alpaca); "
+            "'stdlib' by default.",
+        ),
     ] = None,
     recipe: Annotated[
         str | None, typer.Option(help="Where to begin: small (the default), gpt2_124m, llama_1b, mlm, sft, lora.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A run's config.json instead of a recipe.")] = None,
     start: Annotated[
-        str | None, typer.Option("--from", help="Go on from this model: a run, a checkpoint, a Hugging Face folder.")
+        str | None,
+        typer.Option("--from", help="Go on from this model: a run, a checkpoint, a Hugging Face folder, an adapter."),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="e.g. train.optimizer.lr=3e-4; repeatable.")

@@ -36,7 +36,10 @@ IRRELEVANT = {
     "inference_mode", "revision", "auto_mapping", "peft_version", "fan_in_fan_out", "megatron_core",
     "qalora_group_size", "runtime_config",
 }  # fmt: skip
-HARMLESS = {"bias": "none", "init_lora_weights": (True, False, "gaussian", "orthogonal", "lora_ga")}
+# Other ways to initialise (pissa, olora, ...) change the base too, and the adapter fits the changed one alone.
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal"),
+}  # fmt: skip
 
 
 def is_adapter(folder: Path) -> bool:
@@ -112,9 +115,9 @@ def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
             hint="is the base model the one that the adapter was trained on?",
         )
     model.requires_grad_(False)
+    linears = _linears(model)
     for name, (a, b) in pairs.items():
-        linear = model.get_submodule(name)
-        assert isinstance(linear, Linear)
+        linear = linears[name]
         w = linear.weight
         linear.lora_a, linear.lora_b = nn.Parameter(a.to(w.device, w.dtype)), nn.Parameter(b.to(w.device, w.dtype))
         linear.lora_scale = scale
@@ -174,14 +177,13 @@ def _scale(path: Path, config: Mapping[str, Any]) -> float:
     if config.get("peft_type") != "LORA":
         raise WeightsError(f"{path} has peft_type {config.get('peft_type')!r}", hint="only LORA is known here")
     for key, value in config.items():
-        allowed = HARMLESS.get(key, ())
-        if key not in READ | IRRELEVANT and value and value != allowed and value not in tuple(allowed):
+        if key not in READ | IRRELEVANT and value and value not in HARMLESS.get(key, ()):
             raise WeightsError(
                 f"{path} has {key} = {value!r}, which is not known here",
                 hint="merge the adapter with PEFT's merge_and_unload, and give the merged model",
             )
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
         raise WeightsError(f"{path} has r = {rank!r} and lora_alpha = {alpha!r}", hint="both are numbers above 0")
     return float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
 

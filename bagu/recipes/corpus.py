@@ -60,6 +60,8 @@ def chat_source(config: SourceConfig) -> ChatJsonlSource:
     if config.max_bytes is not None:
         raise BaguError("max_bytes is set, and it bounds the pairs of the standard library", hint="leave it out")
     path = Path(config.path)
+    if path.match("*.parquet"):
+        raise BaguError(f"chats are read from JSON, and {path} is Parquet", hint="write it as JSON lines")
     return ChatJsonlSource(path) if config.glob is None else ChatJsonlSource(path, config.glob)
 
 

@@ -86,7 +86,8 @@ def _data_changes(path: Path, corpora: Mapping[str, Corpus]) -> tuple[str, ...]:
         return ()
     try:
         before = {
-            name: (s["sha256"], s["files"], s["bytes"]) for name, s in json.loads(path.read_text())["sources"].items()
+            name: (s["sha256"], s["files"], s["bytes"])
+            for name, s in json.loads(path.read_text(encoding="utf-8"))["sources"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BaguError(

@@ -60,14 +60,14 @@ def tokenizer_folder(folder: Path) -> Path | None:
         places.append(_run_of(folder) / "tokenizer")
     found = next((p for p in places if (p / "tokenizer.json").is_file()), None)
     if found is None and peft.is_adapter(folder):
-        return tokenizer_folder(find_model(peft.base_of(folder)))
+        return tokenizer_folder(_base_of(folder))
     return found
 
 
 def model_config(folder: Path) -> ModelConfig:
     """The configuration of the model in a folder that `find_model` gave. No weights are read."""
     if peft.is_adapter(folder):
-        return model_config(find_model(peft.base_of(folder)))
+        return model_config(_base_of(folder))
     if _is_checkpoint(folder):
         return _native_config(_run_of(folder) / NATIVE)
     if (folder / NATIVE).is_file():
@@ -82,7 +82,7 @@ def load_model(
     """The model of MODEL, in eval mode; `dtype` None is the one it was saved in. An adapter is merged into its base."""
     folder = find_model(name)
     if peft.is_adapter(folder):
-        model = load_model(peft.base_of(folder), dtype=dtype, device=device)
+        model = load_model(_base_of(folder), dtype=dtype, device=device)
         peft.load_adapter(model, folder)
         merge(model)
         return model
@@ -109,6 +109,16 @@ def save_model(model: Transformer, tokenizer: BpeTokenizer | None, folder: Path)
         (folder / NATIVE).unlink(missing_ok=True)  # of another model that was here: it would be read first
     if tokenizer is not None:
         tokenizer.save(folder)
+
+
+def _base_of(adapter: Path) -> Path:
+    """The folder of the model that an adapter belongs to."""
+    base = find_model(peft.base_of(adapter))
+    if peft.is_adapter(base):
+        raise WeightsError(
+            f"the base of the adapter {adapter} is {base}, an adapter too", hint="export that one first: it is merged"
+        )
+    return base
 
 
 def _is_checkpoint(folder: Path) -> bool:

@@ -25,10 +25,11 @@ STDLIB = "stdlib"  # the corpus that is always there
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """Text (or, for SFT, chats): "stdlib", or a file or folder of text, JSON lines or Parquet.
+    """Text (or, for SFT, chats): "stdlib", or a file or folder of text, JSON lines, .json lists or Parquet.
 
     `field` is the key or column that holds the text, `glob` which files of a folder are meant. For SFT the standard
-    library gives docstring-to-function pairs of at most `max_bytes` an answer; any other source is JSON lines of chats.
+    library gives docstring-to-function pairs of at most `max_bytes` an answer; any other source is JSON of chats, as
+    messages, ShareGPT or Alpaca have them.
     """
 
     path: str = STDLIB
