@@ -87,9 +87,11 @@ class Llama3Scaling:
     original_max_len: int = 8192
 
     def __post_init__(self) -> None:
-        if not self.low_freq_factor < self.high_freq_factor:
+        _check_scaling(self)
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
             refuse(
-                f"low_freq_factor = {self.low_freq_factor} is not below high_freq_factor = {self.high_freq_factor}",
+                f"low_freq_factor = {self.low_freq_factor} is not above 0 or not below high_freq_factor = "
+                f"{self.high_freq_factor}",
                 "Llama 3.1 has 1 and 4",
             )
 
@@ -115,8 +117,20 @@ class YarnScaling:
     truncate: bool = True  # the ends of the ramp are whole pairs
 
     def __post_init__(self) -> None:
-        if not self.beta_slow < self.beta_fast:
-            refuse(f"beta_slow = {self.beta_slow} is not below beta_fast = {self.beta_fast}", "the paper has 1 and 32")
+        _check_scaling(self)
+        if not 0 < self.beta_slow < self.beta_fast:
+            refuse(
+                f"beta_slow = {self.beta_slow} is not above 0 or not below beta_fast = {self.beta_fast}",
+                "the paper has 1 and 32",
+            )
+
+
+def _check_scaling(scaling: Llama3Scaling | YarnScaling) -> None:
+    at_least(scaling, 1, "original_max_len")
+    if not scaling.factor > 0:
+        refuse(
+            f"factor = {scaling.factor}, and more than 0 is wanted", "a context four times as long has a factor of 4"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +142,10 @@ class Rope:
     dim: int | None = None  # features of a head that are turned, from the first; None is all
     layout: Literal["half", "interleaved"] = "half"
     scaling: Llama3Scaling | YarnScaling | None = None
+
+    def __post_init__(self) -> None:
+        if not self.base > 0 or (self.base == 1 and isinstance(self.scaling, YarnScaling)):
+            refuse(f"the base of RoPE is {self.base}", "it is above 0, and not 1 with YaRN; 10000 is usual")
 
 
 @dataclass(frozen=True, kw_only=True)

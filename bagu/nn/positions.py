@@ -188,7 +188,8 @@ def _yarn(speeds: torch.Tensor, base: float, s: YarnScaling) -> torch.Tensor:
     if s.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * R - 1)
-    slowed = ((torch.arange(R, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    # Where a short context puts `high` below `low`, transformers divides by the negative width: no pair is slowed.
+    slowed = ((torch.arange(R, dtype=torch.float64) - low) / ((high - low) or 1e-3)).clamp(0, 1)
     return slowed * speeds / s.factor + (1 - slowed) * speeds
 
 

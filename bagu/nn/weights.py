@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from bagu.config import write_whole
 from bagu.errors import UnknownName
 from bagu.nn import hub
-from bagu.nn.families import FAMILIES, Family, can_say, family_for, family_of
+from bagu.nn.families import Family, can_say, family_for, family_named, family_of
 from bagu.nn.families.core import Part
 from bagu.nn.hub import WeightsError, read_json
 from bagu.nn.model import Transformer
@@ -72,6 +72,9 @@ def save_pretrained(
     """
     chosen = _family(model, family)
     parts = parts_of(model, chosen)
+    for spare, used in chosen.spares.items():
+        if used in parts:  # safetensors refuses two names for the same memory
+            parts[spare] = parts[used]._replace(view=parts[used].view.clone())
     hf = {"architectures": [chosen.architecture], "model_type": chosen.name, **chosen.write(model.config)}
     dtype = next(model.parameters()).dtype
     hf |= {
@@ -127,6 +130,9 @@ class Tensors:
 
     def check(self, parts: Mapping[str, Part]) -> None:
         """Refuse a checkpoint that lacks a tensor, has one too many, or one of another shape."""
+        for spare, used in self.family.spares.items():
+            if used in parts and spare in self.stored:
+                self.stored.setdefault(used, self.stored.pop(spare))
         for copy, original in self.family.copies.items():
             if copy in self.stored and copy not in parts:
                 if original in self.stored and not torch.equal(self.read(copy), self.read(original)):
@@ -211,11 +217,10 @@ def _write_shards(parts: Mapping[str, Part], folder: Path, max_shard_bytes: int)
 def _family(model: Transformer, name: str | None) -> Family:
     if name is None:
         return family_for(model.config)
-    if name not in FAMILIES:
-        raise UnknownName.among("model family", name, FAMILIES)
-    if not can_say(FAMILIES[name], model.config):
+    family = family_named(name)
+    if not can_say(family, model.config):
         raise WeightsError(f"{name} has no model of this configuration", hint="leave the family out: one is found")
-    return FAMILIES[name]
+    return family
 
 
 def _dtype(name: str) -> torch.dtype:

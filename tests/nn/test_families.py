@@ -120,10 +120,15 @@ def test_both_spellings_of_rope_are_one() -> None:
     assert read(new) == read(LLAMA_31_8B)
 
 
-def test_an_unknown_family_is_answered_with_the_nearest() -> None:
-    with pytest.raises(UnknownName, match="'qwen3_mo'") as caught:
-        family_of({"model_type": "qwen3_mo"})
-    assert "qwen3_moe" in caught.value.hint
+@pytest.mark.parametrize("name", ["qwen3_mo", "smollm3", "llama4", "ministral", "deepseek_v2", "Llama"])
+def test_an_unknown_family_is_answered_with_the_list_and_no_suggestion(name: str) -> None:
+    """A name that is spelled alike is another architecture: pretending smollm3 to be llama would load and be wrong."""
+    with pytest.raises(UnknownName, match=f"'{name}'") as caught:
+        family_of({"model_type": name})
+    assert caught.value.hint == f"known here: {', '.join(FAMILIES)}"
+
+
+def test_a_file_without_a_family_is_refused() -> None:
     with pytest.raises(WeightsError, match="no model_type"):
         family_of({})
 
@@ -131,13 +136,13 @@ def test_an_unknown_family_is_answered_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("hf", "change", "says"),
     [
-        (LLAMA_31_8B, {"hidden_act": "relu"}, "hidden_act 'relu'"),
-        (LLAMA_31_8B, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
-        (LLAMA_31_8B, {"partial_rotary_factor": 0.5}, "a part of each head"),
+        (LLAMA_31_8B, {"hidden_act": "relu"}, "hidden_act = 'relu'"),
+        (LLAMA_31_8B, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
+        (LLAMA_31_8B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         (LLAMA_31_8B, {"quantization_config": {"quant_method": "fp8"}}, "quantized .fp8"),
         (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
-        (GPT2, {"activation_function": "swish"}, "activation_function 'swish'"),
+        (GPT2, {"activation_function": "swish"}, "activation_function = 'swish'"),
     ],
 )
 def test_a_switch_that_is_not_known_here_is_refused(hf: dict[str, Any], change: dict[str, Any], says: str) -> None:

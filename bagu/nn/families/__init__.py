@@ -17,7 +17,7 @@ from bagu.nn.families.qwen import QWEN2
 from bagu.nn.families.qwen3 import QWEN3, QWEN3_MOE
 from bagu.nn.hub import WeightsError
 
-__all__ = ["FAMILIES", "Family", "can_say", "family_for", "family_of"]
+__all__ = ["FAMILIES", "Family", "can_say", "family_for", "family_named", "family_of"]
 
 # a model is saved as the first of these that can say it, so the plainest comes first
 FAMILIES: dict[str, Family] = {f.name: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3, GPT2, BERT)}
@@ -28,8 +28,14 @@ def family_of(hf: Mapping[str, Any]) -> Family:
     name = hf.get("model_type")
     if not isinstance(name, str):
         raise WeightsError("config.json has no model_type", hint=f"known here: {', '.join(FAMILIES)}")
+    return family_named(name)
+
+
+def family_named(name: str) -> Family:
+    """The family of that model_type. The error lists the families and suggests none: a name that is spelled alike is
+    another architecture (smollm3 is not llama)."""
     if name not in FAMILIES:
-        raise UnknownName.among("model family", name, FAMILIES)
+        raise UnknownName(f"there is no model family {name!r}", hint=f"known here: {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 

@@ -7,12 +7,31 @@ from typing import Any
 
 from bagu.nn.config import Learned, ModelConfig, NormConfig
 from bagu.nn.families.core import Family, Rule, qkv
+from bagu.nn.families.keys import DROPOUT, INIT_STD, SHARED, SIZE, UNUSED, Key, Only, Read
 
 __all__ = ["BERT"]
 
+POOLER = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")  # Google's own multilingual files
+KEYS: dict[str, Key] = {
+    **SHARED,
+    **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"), SIZE),
+    **dict.fromkeys(("intermediate_size", "max_position_embeddings"), SIZE),
+    "type_vocab_size": Read(int, 2, least=1),
+    "layer_norm_eps": Read(float, 1e-12, above=0),
+    "hidden_dropout_prob": DROPOUT,
+    "tie_word_embeddings": Read(bool, True),
+    "initializer_range": INIT_STD,
+    "hidden_act": Only("gelu"),
+    "is_decoder": Only(False),
+    "position_embedding_type": Only("absolute"),
+    # dropout that bagu does not have, and the heads of other classes
+    **dict.fromkeys(("attention_probs_dropout_prob", "classifier_dropout", "directionality"), UNUSED),
+    **{f"pooler_{name}": UNUSED for name in POOLER},
+}
+
 
 def read(hf: Mapping[str, Any]) -> ModelConfig:
-    """`hidden_dropout_prob` is the dropout; that of the attention weights is not known here."""
+    """`hidden_dropout_prob` is the dropout."""
     heads = hf["num_attention_heads"]
     return ModelConfig(
         vocab_size=hf["vocab_size"],
@@ -23,19 +42,19 @@ def read(hf: Mapping[str, Any]) -> ModelConfig:
         head_dim=hf["hidden_size"] // heads,
         intermediate_size=hf["intermediate_size"],
         max_len=hf["max_position_embeddings"],
-        norm=NormConfig(kind="layer", placement="post", eps=float(hf.get("layer_norm_eps", 1e-12)), bias=True),
+        norm=NormConfig(kind="layer", placement="post", eps=float(hf["layer_norm_eps"]), bias=True),
         positions=Learned(),
         causal=False,
         qkv_bias=True,
         out_bias=True,
         ffn="gelu",
         ffn_bias=True,
-        dropout=float(hf.get("hidden_dropout_prob", 0.1)),
-        tie_embeddings=hf.get("tie_word_embeddings", True),
+        dropout=float(hf["hidden_dropout_prob"]),
+        tie_embeddings=hf["tie_word_embeddings"],
         embedding_norm=True,
-        num_token_types=hf.get("type_vocab_size", 2),
+        num_token_types=hf["type_vocab_size"],
         mlm_head=True,
-        init_std=float(hf.get("initializer_range", 0.02)),
+        init_std=float(hf["initializer_range"]),
     )
 
 
@@ -61,6 +80,7 @@ LAYER = "bert.encoder.layer.{layer}"
 BERT = Family(
     name="bert",
     architecture="BertForMaskedLM",
+    keys=KEYS,
     read=read,
     write=write,
     rules=(
@@ -81,18 +101,14 @@ BERT = Family(
         Rule("mlm.dense.*", "cls.predictions.transform.dense.*"),
         Rule("mlm.norm.*", "cls.predictions.transform.LayerNorm.*"),
         Rule("head.weight", "cls.predictions.decoder.weight"),
-        Rule("mlm.bias", "cls.predictions.bias"),
+        Rule("mlm.bias", "cls.predictions.bias", tied=True),
+        Rule("mlm.bias", "cls.predictions.decoder.bias", tied=False),
     ),
-    wants={
-        "hidden_act": "gelu",
-        "is_decoder": False,
-        "add_cross_attention": False,
-        "position_embedding_type": "absolute",
-    },
     unused=(r"bert\.pooler\..*", r"cls\.seq_relationship\..*", r"bert\.embeddings\.position_ids"),
     copies={
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
+    spares={"cls.predictions.bias": "cls.predictions.decoder.bias"},
     renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
 )

@@ -1,4 +1,4 @@
-"""What a family is: a way to read and to write its config.json, and rules that name its tensors.
+"""What a family is: the keys of its config.json, a way to read and to write them, and rules that name its tensors.
 
 A rule says which Hugging Face tensors lie in one of ours, and its layout shows them there as views: loading copies each
 file tensor into its view, saving reads the view. A merge and its split are thereby one function, and neither holds a
@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bagu.config import ConfigError, from_dict, to_dict
+from bagu.config import ConfigError
 from bagu.nn.config import ModelConfig
+from bagu.nn.families.keys import Keys, resolve
 from bagu.nn.hub import WeightsError
 
 __all__ = ["Family", "Layout", "Part", "Rule", "conv1d", "experts", "gate_up", "gpt2_qkv", "qkv", "same"]
@@ -83,6 +84,7 @@ class Rule:
     ours: str
     theirs: str | tuple[str, ...]
     layout: Layout = same
+    tied: bool | None = None  # only for models whose tie_embeddings is this; None is for all
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -91,7 +93,7 @@ class Rule:
 
     def parts(self, name: str, t: torch.Tensor, config: ModelConfig) -> dict[str, Part] | None:
         """Their names and places in our tensor `name`; None where the rule is for another."""
-        if (match := self.pattern.fullmatch(name)) is None:
+        if (match := self.pattern.fullmatch(name)) is None or self.tied not in (None, config.tie_embeddings):
             return None
         parts = self.layout(t, config)
         theirs = (self.theirs,) if isinstance(self.theirs, str) else self.theirs
@@ -104,42 +106,41 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family of Hugging Face as data. `read` and `write` turn config.json to a ModelConfig and back."""
+    """A model family of Hugging Face as data. `read` and `write` turn config.json to a ModelConfig and back; `read` is
+    given the values of `keys`, defaults included, and nothing else of the file."""
 
     name: str  # config.json's model_type
     architecture: str  # the class that transformers makes of it
+    keys: Keys
     read: Callable[[Mapping[str, Any]], ModelConfig]
     write: Callable[[ModelConfig], dict[str, Any]]
     rules: Sequence[Rule]
     prefix: str = ""  # what a checkpoint of the headless class leaves off its names
-    wants: Mapping[str, Any] = field(default_factory=dict)  # switches of theirs that know one value here
+    aliases: Mapping[str, str] = field(default_factory=dict)  # second name of a key -> its name; the second name wins
     unused: Sequence[str] = ()  # patterns of tensors that files carry and this model has no use for
     copies: Mapping[str, str] = field(default_factory=dict)  # a second copy in some files -> the tensor that is read
+    # a tensor that files carry beside the one transformers computes with -> that one. It is written with the same
+    # values, and read only from a file that lacks the other.
+    spares: Mapping[str, str] = field(default_factory=dict)
     renamed: Sequence[tuple[str, str]] = ()  # (pattern, replacement) of names in old files
 
     def config(self, hf: Mapping[str, Any]) -> ModelConfig:
-        """The model that a config.json describes, or an error that says what is missing here for it."""
-        if hf.get("quantization_config"):
+        """The model that a config.json describes, or an error that names the key that bagu cannot read."""
+        if quantization := hf.get("quantization_config"):
+            method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
             raise WeightsError(
-                f"{self.name}: the weights are quantized ({hf['quantization_config'].get('quant_method', 'unknown')})",
+                f"{self.name}: the weights are quantized ({method})",
                 hint="give a folder with bf16, fp16 or fp32 weights",
             )
-        for key, value in self.wants.items():
-            if key in hf and hf[key] != value:
-                raise WeightsError(
-                    f"{self.name}: config.json has {key} = {hf[key]!r}, and only {value!r} is known here",
-                    hint="such a model would load and answer wrongly, so it is refused",
-                )
+        given = {k: v for k, v in hf.items() if k not in self.aliases}
+        given |= {self.aliases[k]: v for k, v in hf.items() if k in self.aliases}
+        values = resolve(f"{self.name}: config.json", given, self.keys)
         try:
-            config = self.read(hf)
-            from_dict(ModelConfig, to_dict(config))  # a dataclass does not check the types of its fields
-        except KeyError as error:
-            raise WeightsError(f"{self.name}: config.json has no {error}", hint="fetch or write it again") from error
-        except (ConfigError, TypeError, AttributeError) as error:  # the last two: arithmetic with what is no number
+            return self.read(values)
+        except ConfigError as error:
             raise WeightsError(
-                f"{self.name}: config.json has a value of the wrong type: {error}", hint="fetch or write it again"
+                f"{self.name}: config.json describes a model that bagu does not have: {error}", hint=error.hint
             ) from error
-        return config
 
     def parts(self, tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, Part]:
         """Their name of every tensor -> where it lies in ours."""

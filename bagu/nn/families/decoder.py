@@ -7,14 +7,17 @@ from typing import Any
 
 from bagu.nn.config import FFNKind, ModelConfig, NormConfig
 from bagu.nn.families.core import Family, Rule, experts, gate_up, qkv, same
-from bagu.nn.families.rope import read_rope, write_rope
-from bagu.nn.hub import WeightsError
+from bagu.nn.families.keys import INIT_STD, SHARED, SIZE, UNUSED, Key, Keys, Only, Read, refuse_value
+from bagu.nn.families.rope import ROPE, read_rope, write_rope
 
 __all__ = [
+    "ALL_WINDOWS",
+    "DECODER",
     "DENSE",
     "EXPERTS",
     "OUTER",
     "QKV",
+    "WINDOWS",
     "decoder",
     "read_decoder",
     "read_windows",
@@ -23,6 +26,39 @@ __all__ = [
 ]
 
 GATES: dict[str, FFNKind] = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+DECODER: dict[str, Key] = {  # defaults that differ from one family to the next are in their own files
+    **SHARED,
+    **ROPE,
+    "vocab_size": SIZE,
+    "hidden_size": SIZE,
+    "num_hidden_layers": SIZE,
+    "num_attention_heads": SIZE,
+    "num_key_value_heads": Read(int | None, None, least=1),
+    "head_dim": Read(int | None, None, least=1),
+    "intermediate_size": SIZE,
+    "max_position_embeddings": SIZE,
+    "rms_norm_eps": Read(float, 1e-6, above=0),
+    "hidden_act": Read(str, "silu"),
+    "tie_word_embeddings": Read(bool, False),
+    "initializer_range": INIT_STD,
+    "attention_dropout": UNUSED,  # of the attention weights, in training; bagu has no such dropout
+    "is_causal": Only(True),
+    "is_decoder": UNUSED,
+    "layer_types": Only(None),
+}
+ALL_WINDOWS: dict[str, Key] = {  # the same window in all layers
+    "use_sliding_window": Read(bool, False),
+    "sliding_window": Read(int | None, 4096, least=1),
+    "max_window_layers": UNUSED,
+    "use_mrope": Only(False),
+}
+WINDOWS: dict[str, Key] = {  # a window in some layers
+    **ALL_WINDOWS,
+    "max_window_layers": Read(int, 28),
+    "layer_types": Read(list | None, None),
+}
 
 OUTER = (
     Rule("embedding.weight", "model.embed_tokens.weight"),
@@ -72,43 +108,44 @@ def decoder(
     write: Callable[[ModelConfig], dict[str, Any]],
     rules: Sequence[Rule],
     *,
-    wants: Mapping[str, Any] | None = None,
+    keys: Keys,
+    aliases: Mapping[str, str] | None = None,
     unused: Sequence[str] = (),
 ) -> Family:
     """A family with the prefix, the relics and the tied head of Llama's."""
     return Family(
         name=name,
         architecture=architecture,
+        keys=keys,
         read=read,
         write=write,
         rules=(*OUTER, *rules),
         prefix="model.",
-        wants=wants or {},
+        aliases=aliases or {},
         unused=(r".*\.rotary_emb\.inv_freq", *unused),  # a buffer that transformers wrote before 4.32
         copies={"lm_head.weight": "model.embed_tokens.weight"},
     )
 
 
 def read_decoder(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ModelConfig that these families read alike. Dropout of the attention weights is not known here."""
-    act = hf.get("hidden_act", "silu")
+    """The fields of ModelConfig that these families read alike, from the values of `DECODER`."""
+    act, heads = hf["hidden_act"], hf["num_attention_heads"]
     if act not in GATES:
-        raise WeightsError(f"config.json has hidden_act {act!r}", hint=f"known here: {', '.join(GATES)}")
-    heads = hf["num_attention_heads"]
+        refuse_value("config.json", "hidden_act", act, ", ".join(GATES))
     return {
         "vocab_size": hf["vocab_size"],
         "hidden_size": hf["hidden_size"],
         "num_layers": hf["num_hidden_layers"],
         "num_heads": heads,
-        "num_kv_heads": hf.get("num_key_value_heads") or heads,
-        "head_dim": hf.get("head_dim") or hf["hidden_size"] // heads,
+        "num_kv_heads": hf["num_key_value_heads"] or heads,
+        "head_dim": hf["head_dim"] or hf["hidden_size"] // heads,
         "intermediate_size": hf["intermediate_size"],
         "max_len": hf["max_position_embeddings"],
-        "norm": NormConfig(kind="rms", placement="pre", eps=float(hf.get("rms_norm_eps", 1e-6))),
+        "norm": NormConfig(kind="rms", placement="pre", eps=float(hf["rms_norm_eps"])),
         "positions": read_rope(hf),
         "ffn": GATES[act],
-        "tie_embeddings": hf.get("tie_word_embeddings", False),
-        "init_std": float(hf.get("initializer_range", 0.02)),
+        "tie_embeddings": hf["tie_word_embeddings"],
+        "init_std": float(hf["initializer_range"]),
     }
 
 
@@ -134,20 +171,26 @@ def write_decoder(config: ModelConfig) -> dict[str, Any]:
 
 def read_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Qwen's windows: layers from `max_window_layers` on have one, if any do; newer files name each layer's kind."""
-    window = hf.get("sliding_window") if hf.get("use_sliding_window", False) else None
-    if window is None:
-        return (None,)
-    first, kinds = hf.get("max_window_layers", 28), hf.get("layer_types")
+    window = hf["sliding_window"] if hf["use_sliding_window"] else None
+    num_layers, kinds = hf["num_hidden_layers"], hf["layer_types"]
     if kinds is None:
-        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(hf["num_hidden_layers"])]
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        first = num_layers if window is None else hf["max_window_layers"]
+        kinds = [SLIDING if i >= first else FULL for i in range(num_layers)]
+    if len(kinds) != num_layers or any(kind not in (FULL, SLIDING) for kind in kinds):
+        refuse_value("config.json", "layer_types", kinds, f"{FULL!r} or {SLIDING!r} for each of {num_layers} layers")
+    if SLIDING not in kinds:
+        return (None,)
+    if window is None:
+        refuse_value("config.json", "layer_types", kinds, f"{FULL!r} without a sliding_window in use")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def write_windows(config: ModelConfig) -> dict[str, Any]:
-    """The keys that `read_windows` reads."""
+    """The keys that `read_windows` reads. `max_window_layers` is for readers that do not know `layer_types`."""
     windows = [config.window(i) for i in range(config.num_layers)]
     return {
         "use_sliding_window": any(windows),
         "sliding_window": max((w for w in windows if w is not None), default=None),
-        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
+        "max_window_layers": next((i for i, w in enumerate(windows) if w is not None), config.num_layers),
+        "layer_types": [FULL if w is None else SLIDING for w in windows],
     }

@@ -10,7 +10,8 @@ from typing import Any
 
 from bagu.nn.config import MLAConfig, ModelConfig, MoEConfig
 from bagu.nn.families.core import Rule, gate_up
-from bagu.nn.families.decoder import DENSE, EXPERTS, decoder, read_decoder, write_decoder
+from bagu.nn.families.decoder import DECODER, DENSE, EXPERTS, decoder, read_decoder, write_decoder
+from bagu.nn.families.keys import SIZE, UNUSED, Key, Only, Read, Required, refuse_value
 from bagu.nn.families.rope import read_rope
 from bagu.nn.hub import WeightsError
 
@@ -37,15 +38,40 @@ SHARED = (
     ),
     Rule("blocks.{layer}.ffn.shared.down.weight", "model.layers.{layer}.mlp.shared_experts.down_proj.weight"),
 )
-WANTS = {"attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+SWITCHES = {"attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+KEYS: dict[str, Key] = {
+    **DECODER,
+    **{name: Only(value) for name, value in SWITCHES.items()},
+    "num_key_value_heads": Read(int | None, 128, least=1),
+    "head_dim": Read(int, None, least=1),
+    "rope_interleave": Read(bool | None, True),
+    "q_lora_rank": Required(int | None, least=1),
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), SIZE),
+    **dict.fromkeys(
+        ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group"), SIZE
+    ),
+    "n_shared_experts": Required(int, least=0),
+    "first_k_dense_replace": Required(int, least=0),
+    "norm_topk_prob": Required(bool),
+    "routed_scaling_factor": Required(float),
+    "qk_head_dim": UNUSED,  # the sum of two others
+    # the layers behind the last one, which predict further tokens
+    **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), UNUSED),
+    # training, and how the weights are spread over machines
+    **dict.fromkeys(("aux_loss_alpha", "ep_size", "output_router_logits", "pretraining_tp", "seq_aux"), UNUSED),
+}
 
 
 def read(hf: Mapping[str, Any]) -> ModelConfig:
+    heads, rope_dim = hf["num_attention_heads"], hf["qk_rope_head_dim"]
+    for name, wanted in (("num_key_value_heads", heads), ("head_dim", rope_dim)):  # MLA has no other
+        if hf[name] not in (None, wanted):
+            refuse_value("config.json", name, hf[name], f"{wanted} beside the other sizes of this file")
     mla = MLAConfig(
         q_rank=hf["q_lora_rank"],
         kv_rank=hf["kv_lora_rank"],
         nope_dim=hf["qk_nope_head_dim"],
-        rope_dim=hf["qk_rope_head_dim"],
+        rope_dim=rope_dim,
         v_dim=hf["v_head_dim"],
         eps=1e-6,  # the norms of the latents do not follow rms_norm_eps
     )
@@ -63,9 +89,9 @@ def read(hf: Mapping[str, Any]) -> ModelConfig:
         bias_rate=0.001,  # the paper's, for most of its training: https://arxiv.org/abs/2412.19437, 4.2
     )
     fields = read_decoder(hf) | {
-        "num_kv_heads": hf["num_attention_heads"],
+        "num_kv_heads": heads,
         "head_dim": mla.nope_dim + mla.rope_dim,
-        "positions": read_rope(hf, "interleaved" if hf.get("rope_interleave", True) else "half"),
+        "positions": read_rope(hf, "interleaved" if hf["rope_interleave"] else "half"),
     }
     return ModelConfig(**fields, mla=mla, moe=moe)
 
@@ -92,7 +118,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "n_group": moe.num_groups,
         "topk_group": moe.top_groups,
         "num_nextn_predict_layers": 0,
-        **WANTS,
+        **SWITCHES,
     }
 
 
@@ -102,6 +128,7 @@ DEEPSEEK_V3 = decoder(
     read,
     write,
     (*LATENT, *DENSE, *EXPERTS, *SHARED),
-    wants=WANTS,
+    keys=KEYS,
+    aliases={"num_local_experts": "n_routed_experts"},
     unused=(r"model\.layers\.{num_layers}\..*",),
 )

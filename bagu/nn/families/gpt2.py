@@ -7,18 +7,36 @@ from typing import Any
 
 from bagu.nn.config import FFNKind, Learned, ModelConfig, NormConfig
 from bagu.nn.families.core import Family, Rule, conv1d, gpt2_qkv
-from bagu.nn.hub import WeightsError
+from bagu.nn.families.keys import DROPOUT, INIT_STD, SHARED, SIZE, UNUSED, Key, Only, Read, refuse_value
 
 __all__ = ["GPT2"]
 
 ACTS: dict[str, FFNKind] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}
+KEYS: dict[str, Key] = {
+    **SHARED,
+    **dict.fromkeys(("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"), SIZE),
+    "n_inner": Read(int | None, None, least=1),
+    "activation_function": Read(str, "gelu_new"),
+    "layer_norm_epsilon": Read(float, 1e-5, above=0),
+    "resid_pdrop": DROPOUT,
+    "tie_word_embeddings": Read(bool, True),
+    "initializer_range": INIT_STD,
+    "scale_attn_weights": Only(True),
+    "scale_attn_by_inverse_layer_idx": Only(False),
+    "is_causal": Only(True),
+    # dropout that bagu does not have, the head of another class, a length that n_positions repeats
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "is_decoder", "n_ctx", "predict_special_tokens"), UNUSED),
+    **dict.fromkeys(("summary_activation", "summary_first_dropout", "summary_proj_to_labels"), UNUSED),
+    **dict.fromkeys(("summary_type", "summary_use_proj"), UNUSED),
+    "reorder_and_upcast_attn": UNUSED,  # scores in fp32, as bagu's always are
+}
 
 
 def read(hf: Mapping[str, Any]) -> ModelConfig:
-    """`resid_pdrop` is the dropout; `attn_pdrop`, of the attention weights, is not known here."""
-    act, heads = hf.get("activation_function", "gelu_new"), hf["n_head"]
+    """`resid_pdrop` is the dropout."""
+    act, heads = hf["activation_function"], hf["n_head"]
     if act not in ACTS:
-        raise WeightsError(f"config.json has activation_function {act!r}", hint=f"known here: {', '.join(ACTS)}")
+        refuse_value("config.json", "activation_function", act, ", ".join(ACTS))
     return ModelConfig(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["n_embd"],
@@ -26,17 +44,17 @@ def read(hf: Mapping[str, Any]) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hf["n_embd"] // heads,
-        intermediate_size=hf.get("n_inner") or 4 * hf["n_embd"],
+        intermediate_size=hf["n_inner"] or 4 * hf["n_embd"],
         max_len=hf["n_positions"],
-        norm=NormConfig(kind="layer", placement="pre", eps=float(hf.get("layer_norm_epsilon", 1e-5)), bias=True),
+        norm=NormConfig(kind="layer", placement="pre", eps=float(hf["layer_norm_epsilon"]), bias=True),
         positions=Learned(),
         qkv_bias=True,
         out_bias=True,
         ffn=ACTS[act],
         ffn_bias=True,
-        dropout=float(hf.get("resid_pdrop", 0.1)),
-        tie_embeddings=hf.get("tie_word_embeddings", True),
-        init_std=float(hf.get("initializer_range", 0.02)),
+        dropout=float(hf["resid_pdrop"]),
+        tie_embeddings=hf["tie_word_embeddings"],
+        init_std=float(hf["initializer_range"]),
     )
 
 
@@ -62,6 +80,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 GPT2 = Family(
     name="gpt2",
     architecture="GPT2LMHeadModel",
+    keys=KEYS,
     read=read,
     write=write,
     rules=(
@@ -77,7 +96,12 @@ GPT2 = Family(
         Rule("blocks.{layer}.ffn.down.*", "transformer.h.{layer}.mlp.c_proj.*", conv1d),
     ),
     prefix="transformer.",
-    wants={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
     unused=(r".*\.attn\.(masked_)?bias",),  # the causal mask, which transformers wrote as a buffer
     copies={"lm_head.weight": "transformer.wte.weight"},
 )

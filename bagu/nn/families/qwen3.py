@@ -8,15 +8,19 @@ from typing import Any
 from bagu.nn.config import ModelConfig, MoEConfig
 from bagu.nn.families.core import Rule
 from bagu.nn.families.decoder import (
+    ALL_WINDOWS,
+    DECODER,
     DENSE,
     EXPERTS,
     QKV,
+    WINDOWS,
     decoder,
     read_decoder,
     read_windows,
     write_decoder,
     write_windows,
 )
+from bagu.nn.families.keys import SIZE, UNUSED, Key, Read
 from bagu.nn.hub import WeightsError
 
 __all__ = ["QWEN3", "QWEN3_MOE"]
@@ -25,11 +29,31 @@ QK_NORM = (
     Rule("blocks.{layer}.attention.q_norm.weight", "model.layers.{layer}.self_attn.q_norm.weight"),
     Rule("blocks.{layer}.attention.k_norm.weight", "model.layers.{layer}.self_attn.k_norm.weight"),
 )
+KEYS: dict[str, Key] = {
+    **DECODER,
+    **WINDOWS,
+    "num_key_value_heads": Read(int | None, 32, least=1),
+    "head_dim": Read(int, 128, least=1),
+    "attention_bias": Read(bool, False),
+}
+MOE_KEYS: dict[str, Key] = {
+    **DECODER,
+    **ALL_WINDOWS,
+    "num_key_value_heads": Read(int, 4, least=1),
+    "attention_bias": Read(bool, False),
+    "num_experts": SIZE,
+    "num_experts_per_tok": SIZE,
+    "moe_intermediate_size": SIZE,
+    "norm_topk_prob": Read(bool, False),
+    "mlp_only_layers": Read(list | None, None),
+    "decoder_sparse_step": Read(int, 1, least=1),
+    "router_aux_loss_coef": Read(float, 0.001),
+    "output_router_logits": UNUSED,
+}
 
 
 def read(hf: Mapping[str, Any]) -> ModelConfig:
-    fields = read_decoder({"head_dim": 128} | dict(hf))  # the default of this one family
-    return ModelConfig(**fields, **_attention(hf), windows=read_windows(hf))
+    return ModelConfig(**read_decoder(hf), **_attention(hf), windows=read_windows(hf))
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
@@ -38,17 +62,17 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 def read_moe(hf: Mapping[str, Any]) -> ModelConfig:
     """Layers are dense where `mlp_only_layers` names them or `decoder_sparse_step` skips them."""
-    named, step = hf.get("mlp_only_layers") or (), hf.get("decoder_sparse_step", 1)
+    named, step = hf["mlp_only_layers"] or (), hf["decoder_sparse_step"]
     moe = MoEConfig(
-        num_experts=hf["num_local_experts"] if "num_local_experts" in hf else hf["num_experts"],
+        num_experts=hf["num_experts"],
         top_k=hf["num_experts_per_tok"],
         expert_size=hf["moe_intermediate_size"],
         dense_layers=tuple(i for i in range(hf["num_hidden_layers"]) if i in named or (i + 1) % step),
         scoring="softmax",
-        normalize_top_k=hf.get("norm_topk_prob", False),
-        aux_weight=float(hf.get("router_aux_loss_coef", 0.001)) or None,
+        normalize_top_k=hf["norm_topk_prob"],
+        aux_weight=float(hf["router_aux_loss_coef"]) or None,
     )
-    window = hf.get("sliding_window") if hf.get("use_sliding_window", False) else None
+    window = hf["sliding_window"] if hf["use_sliding_window"] else None
     return ModelConfig(**read_decoder(hf), **_attention(hf), windows=(window,), moe=moe)
 
 
@@ -71,9 +95,17 @@ def write_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 def _attention(hf: Mapping[str, Any]) -> dict[str, Any]:
-    bias = hf.get("attention_bias", False)
+    bias = hf["attention_bias"]
     return {"qk_norm": True, "qkv_bias": bias, "out_bias": bias}
 
 
-QWEN3 = decoder("qwen3", "Qwen3ForCausalLM", read, write, (*QKV, *QK_NORM, *DENSE))
-QWEN3_MOE = decoder("qwen3_moe", "Qwen3MoeForCausalLM", read_moe, write_moe, (*QKV, *QK_NORM, *DENSE, *EXPERTS))
+QWEN3 = decoder("qwen3", "Qwen3ForCausalLM", read, write, (*QKV, *QK_NORM, *DENSE), keys=KEYS)
+QWEN3_MOE = decoder(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    read_moe,
+    write_moe,
+    (*QKV, *QK_NORM, *DENSE, *EXPERTS),
+    keys=MOE_KEYS,
+    aliases={"num_local_experts": "num_experts"},  # transformers 5 writes the first, 4 the second
+)

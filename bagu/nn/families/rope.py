@@ -1,4 +1,10 @@
-"""RoPE in config.json: `rope_theta` and `rope_scaling`, which transformers 5 writes as one `rope_parameters`."""
+"""RoPE in config.json: `rope_theta` and `rope_scaling`, which transformers 5 writes as one `rope_parameters`.
+
+Both layouts are read with the precedence of transformers 5: `rope_scaling` before `rope_parameters`, which is then not
+looked at, and a key of either before the same key at the top. Releases 4 and 5 disagree on two kinds of files, which
+are refused: `type` beside a different `rope_type`, and `original_max_position_embeddings` at the top beside a different
+one in the scaling.
+"""
 
 from __future__ import annotations
 
@@ -6,44 +12,74 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from bagu.nn.config import Llama3Scaling, ModelConfig, Rope, YarnScaling
+from bagu.nn.families.keys import Key, Keys, Only, Read, Required, refuse_value, resolve
 from bagu.nn.hub import WeightsError
 
-__all__ = ["read_rope", "write_rope"]
+__all__ = ["ROPE", "read_rope", "write_rope"]
+
+ROPE: dict[str, Key] = {  # at the top of config.json
+    "rope_theta": Read(float, 10000.0, above=0),
+    "rope_scaling": Read(dict | None, None),
+    "rope_parameters": Read(dict | None, None),
+    "partial_rotary_factor": Only(1.0, None),
+    "original_max_position_embeddings": Read(int, None, least=1),
+}
+OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+TYPES: dict[str, Keys] = {  # what each type takes inside rope_scaling or rope_parameters, besides what all take
+    "default": {},
+    "llama3": {name: Required(float, above=0) for name in ("factor", "low_freq_factor", "high_freq_factor")},
+    "yarn": {
+        "factor": Required(float | None, above=0),  # null is the ratio of the two lengths
+        **{name: Read(float | None, None) for name in OPTIONAL},
+        "truncate": Read(bool, True),
+    },
+}
 
 
 def read_rope(hf: Mapping[str, Any], layout: Literal["half", "interleaved"] = "half") -> Rope:
-    """Both spellings are read; a scaling that is not known here is refused."""
-    p = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    kind = p.get("rope_type", p.get("type", "default"))
-    if p.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise WeightsError("config.json turns a part of each head only", hint="no family known here does that")
-    base = float(p.get("rope_theta", hf.get("rope_theta", 10000.0)))
-    return Rope(base=base, layout=layout, scaling=_read_scaling(kind, p, hf))
+    """The values of `ROPE` as a Rope; a type that bagu does not have is refused, and so is a key its type has not."""
+    where = "rope_scaling" if hf["rope_scaling"] else "rope_parameters"
+    owner, given = f"config.json: {where}", {"rope_theta": hf["rope_theta"], **(hf[where] or {})}
+    kind = given.get("rope_type", given.get("type", "default"))
+    if not isinstance(kind, str) or kind not in TYPES:
+        raise WeightsError(f"{owner} has rope_type = {kind!r}", hint=f"known here: {', '.join(TYPES)}")
+    common = {
+        "rope_type": Only(kind),
+        "type": Only(kind),
+        "rope_theta": Required(float, above=0),
+        "partial_rotary_factor": Only(1.0),
+    }
+    length = {} if kind == "default" else {"original_max_position_embeddings": Read(int, None, least=1)}
+    values = resolve(owner, given, {**common, **length, **TYPES[kind]})
+    return Rope(base=float(values["rope_theta"]), layout=layout, scaling=_read_scaling(kind, values, hf))
 
 
-def _read_scaling(kind: str, p: Mapping[str, Any], hf: Mapping[str, Any]) -> Llama3Scaling | YarnScaling | None:
-    original = p.get("original_max_position_embeddings") or hf["max_position_embeddings"]
+def _read_scaling(kind: str, values: Mapping[str, Any], hf: Mapping[str, Any]) -> Llama3Scaling | YarnScaling | None:
     if kind == "default":
         return None
+    name, longest = "original_max_position_embeddings", hf["max_position_embeddings"]
+    inside, top = values[name], hf[name]
+    if inside is not None and top is not None and inside != top:
+        refuse_value("config.json", name, top, f"one value, and the scaling of RoPE has {inside}")
+    original: int = top or inside or longest
     if kind == "llama3":
         return Llama3Scaling(
-            factor=float(p["factor"]),
-            low_freq_factor=float(p["low_freq_factor"]),
-            high_freq_factor=float(p["high_freq_factor"]),
+            factor=float(values["factor"]),
+            low_freq_factor=float(values["low_freq_factor"]),
+            high_freq_factor=float(values["high_freq_factor"]),
             original_max_len=original,
         )
-    if kind == "yarn":
-        return YarnScaling(
-            factor=float(p.get("factor") or hf["max_position_embeddings"] / original),
-            original_max_len=original,
-            beta_fast=float(p.get("beta_fast") or 32),
-            beta_slow=float(p.get("beta_slow") or 1),
-            attention_factor=p.get("attention_factor"),
-            mscale=p.get("mscale"),
-            mscale_all_dim=p.get("mscale_all_dim"),
-            truncate=p.get("truncate", True),
-        )
-    raise WeightsError(f"config.json has rope_type {kind!r}", hint="known here: default, llama3, yarn")
+    factor = longest / original if values["factor"] is None else values["factor"]
+    return YarnScaling(
+        factor=float(factor),
+        original_max_len=original,
+        beta_fast=float(values["beta_fast"] or 32),
+        beta_slow=float(values["beta_slow"] or 1),
+        attention_factor=values["attention_factor"],
+        mscale=values["mscale"],
+        mscale_all_dim=values["mscale_all_dim"],
+        truncate=values["truncate"],
+    )
 
 
 def write_rope(config: ModelConfig) -> dict[str, Any]:
