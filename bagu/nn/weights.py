@@ -33,20 +33,22 @@ __all__ = ["WeightsError", "from_pretrained", "save_pretrained"]
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}  # safetensors' names
 SHOWN = 4  # names in an error; the rest are counted
 
 
 def from_pretrained(
     name: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> Transformer:
-    """The model in folder `name` (or of that hub id), in eval mode. `dtype` None is the one config.json names."""
+    """The model in folder `name` (or of that hub id), in eval mode. `dtype` None is the one config.json names, or that
+    of the stored weights where it names none."""
     folder = hub.find(name)
     hf = read_json(folder / "config.json")
     family = family_of(hf)
     config = family.config(hf)
-    if dtype is None:
-        dtype = _dtype(hf.get("dtype") or hf.get("torch_dtype") or "float32")
+    named = hf.get("dtype") or hf.get("torch_dtype")
     with opened(folder) as files:
+        dtype = dtype or (_dtype(str(named)) if named else _stored_dtype(files))
         tensors = Tensors(files, family, config.num_layers)
         tensors.check(parts_of(Transformer(config, device="meta", dtype=dtype), family))
         model = Transformer(config, device=device, dtype=dtype)
@@ -221,6 +223,12 @@ def _family(model: Transformer, name: str | None) -> Family:
     if not can_say(family, model.config):
         raise WeightsError(f"{name} has no model of this configuration", hint="leave the family out: one is found")
     return family
+
+
+def _stored_dtype(files: Mapping[str, Any]) -> torch.dtype:
+    """Of the first tensor of floating point, as transformers chooses."""
+    stored = (files[name].get_slice(name).get_dtype() for name in files)
+    return _dtype(next((STORED.get(code, code) for code in stored if "F" in code), "float32"))
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -12,6 +12,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from bagu.nn.families.keys import SHARED
+
 __all__ = ["BASE", "EXTRA", "LENGTH", "VALUES", "Draw", "draw_file"]
 
 LENGTH = 24  # tokens of the longest document that is compared
@@ -93,7 +95,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "attention_dropout": DROPOUT,
     "mlp_bias": FLAGS,
     "pretraining_tp": ([1, 2], []),
-    "use_sliding_window": FLAGS,
+    "use_sliding_window": ([True, True, False], [None, "true"]),
     "sliding_window": ([3, 8, None], [0, -3, "4", 4.0]),
     "max_window_layers": ([0, 1, 2, 28], [None, "1", -1]),
     "layer_types": (
@@ -242,7 +244,7 @@ def draw_file(family: str, fields: set[str], seed: int) -> Draw:
     keys.sort(key=lambda k: (k not in BASE[family], k in LATE))
     odd_left = rng.choice((0, 0, 0, 1, 1, 2))
     for key in keys:
-        if rng.random() > 0.3:
+        if rng.random() > (0.2 if key in SHARED else 0.5):
             continue
         supported, odd = OWN.get(family, {}).get(key) or VALUES[key]
         foreign = key in FOREIGN.get(family, ())
@@ -272,10 +274,10 @@ def _draw_rope(draw: Draw, rng: random.Random, *, odd: bool) -> None:
         draw.drawn.add(place)
     for key, values in (
         ("rope_theta", [100.0, 50, 10000.0]),
-        ("original_max_position_embeddings", [8, 16]),
+        ("original_max_position_embeddings", [4, 16, 256]),
         ("partial_rotary_factor", [1.0, None, *([0.5] if odd else [])]),
     ):
-        if rng.random() < 0.2:
+        if rng.random() < 0.35:
             draw.hf[key] = rng.choice(values)
             draw.drawn.add(key)
             inside = [draw.hf[p].get(key) for p in places if draw.hf[p] is not None]
@@ -303,7 +305,7 @@ def _rope_dict(draw: Draw, rng: random.Random, *, odd: bool) -> Hf | None:
     maybe("rope_theta", [100.0, 30, 1e4], [None, "1e4", -3.0])
     if kind != "default":
         maybe("factor", [4.0, 2, 8.0, 1.0], [None, 0.5, -2.0, "4"], p=1.0)
-        maybe("original_max_position_embeddings", [4, 8, 16, 40], [None, 0, 16.0], p=0.7)
+        maybe("original_max_position_embeddings", [4, 16, 64, 256, 1000], [None, 0, 16.0], p=0.5)
     if kind == "llama3":
         maybe("low_freq_factor", [1.0, 0.5, 1], [None, 6.0, -1.0, 0.0], p=1.0)
         maybe("high_freq_factor", [4.0, 2.0, 3], [None, 0.1], p=1.0)
@@ -311,9 +313,9 @@ def _rope_dict(draw: Draw, rng: random.Random, *, odd: bool) -> Hf | None:
     if kind == "yarn":
         maybe("beta_fast", [4.0, 32, None, 2.0], [0.2, -1.0])
         maybe("beta_slow", [0.5, 1, None], [5.0, -1.0])
-        maybe("attention_factor", [None, 1.5, 2], ["1"])
-        maybe("mscale", [None, 0.8, 1.0, 0], ["1"])
-        maybe("mscale_all_dim", [None, 0.6, 1.0, 0], ["1"])
+        maybe("attention_factor", [None, 1.5, 2], ["1"], p=0.25)
+        maybe("mscale", [None, 0.8, 1.0, 0.5, 0], ["1"], p=0.7)
+        maybe("mscale_all_dim", [None, 0.6, 1.0, 2.0, 0], ["1"], p=0.7)
         maybe("truncate", [True, False], [None])
     if odd and kind in ("linear", "dynamic"):
         draw.odd.add("rope_type")

@@ -64,9 +64,12 @@ KEYS: dict[str, Key] = {
 
 def read(hf: Mapping[str, Any]) -> ModelConfig:
     heads, rope_dim = hf["num_attention_heads"], hf["qk_rope_head_dim"]
-    for name, wanted in (("num_key_value_heads", heads), ("head_dim", rope_dim)):  # MLA has no other
-        if hf[name] not in (None, wanted):
-            refuse_value("config.json", name, hf[name], f"{wanted} beside the other sizes of this file")
+    for name, wanted, same_as in (
+        ("num_key_value_heads", heads, "num_attention_heads"),
+        ("head_dim", rope_dim, "qk_rope_head_dim"),
+    ):
+        if hf[name] not in (None, wanted):  # the default of the first is 128, whatever the number of heads
+            refuse_value("config.json", name, hf[name], f"{wanted}, which is {same_as}")
     mla = MLAConfig(
         q_rank=hf["q_lora_rank"],
         kv_rank=hf["kv_lora_rank"],

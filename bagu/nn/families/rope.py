@@ -1,9 +1,8 @@
 """RoPE in config.json: `rope_theta` and `rope_scaling`, which transformers 5 writes as one `rope_parameters`.
 
 Both layouts are read with the precedence of transformers 5: `rope_scaling` before `rope_parameters`, which is then not
-looked at, and a key of either before the same key at the top. Releases 4 and 5 disagree on two kinds of files, which
-are refused: `type` beside a different `rope_type`, and `original_max_position_embeddings` at the top beside a different
-one in the scaling.
+looked at. Releases 4 and 5 disagree on files that say a thing twice, and those are refused: `type` beside a different
+`rope_type`, and `rope_theta` or `original_max_position_embeddings` at the top beside a different one inside.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from bagu.nn.config import Llama3Scaling, ModelConfig, Rope, YarnScaling
-from bagu.nn.families.keys import Key, Keys, Only, Read, Required, refuse_value, resolve
+from bagu.nn.families.keys import Key, Keys, Only, Read, Required, resolve
 from bagu.nn.hub import WeightsError
 
 __all__ = ["ROPE", "read_rope", "write_rope"]
 
 ROPE: dict[str, Key] = {  # at the top of config.json
-    "rope_theta": Read(float, 10000.0, above=0),
+    "rope_theta": Read(float, None, above=0),
     "rope_scaling": Read(dict | None, None),
     "rope_parameters": Read(dict | None, None),
     "partial_rotary_factor": Only(1.0, None),
@@ -39,29 +38,38 @@ TYPES: dict[str, Keys] = {  # what each type takes inside rope_scaling or rope_p
 def read_rope(hf: Mapping[str, Any], layout: Literal["half", "interleaved"] = "half") -> Rope:
     """The values of `ROPE` as a Rope; a type that bagu does not have is refused, and so is a key its type has not."""
     where = "rope_scaling" if hf["rope_scaling"] else "rope_parameters"
-    owner, given = f"config.json: {where}", {"rope_theta": hf["rope_theta"], **(hf[where] or {})}
+    owner, given = f"config.json: {where}", hf[where] or {}
     kind = given.get("rope_type", given.get("type", "default"))
     if not isinstance(kind, str) or kind not in TYPES:
         raise WeightsError(f"{owner} has rope_type = {kind!r}", hint=f"known here: {', '.join(TYPES)}")
     common = {
         "rope_type": Only(kind),
         "type": Only(kind),
-        "rope_theta": Required(float, above=0),
+        "rope_theta": Read(float, None, above=0),
         "partial_rotary_factor": Only(1.0),
     }
     length = {} if kind == "default" else {"original_max_position_embeddings": Read(int, None, least=1)}
     values = resolve(owner, given, {**common, **length, **TYPES[kind]})
-    return Rope(base=float(values["rope_theta"]), layout=layout, scaling=_read_scaling(kind, values, hf))
+    base = _said_once("rope_theta", hf, values, 10000.0)
+    return Rope(base=float(base), layout=layout, scaling=_read_scaling(kind, values, hf))
+
+
+def _said_once(name: str, hf: Mapping[str, Any], inside: Mapping[str, Any], default: Any) -> Any:
+    """A key that may stand at the top of config.json or inside the parameters of RoPE."""
+    given = [value for value in (hf[name], inside[name]) if value is not None]
+    if len(given) == 2 and given[0] != given[1]:
+        raise WeightsError(
+            f"config.json has {name} = {given[0]!r} at the top and {given[1]!r} in the parameters of RoPE",
+            hint="releases 4 and 5 of transformers disagree on which one counts: remove the other",
+        )
+    return given[0] if given else default
 
 
 def _read_scaling(kind: str, values: Mapping[str, Any], hf: Mapping[str, Any]) -> Llama3Scaling | YarnScaling | None:
     if kind == "default":
         return None
-    name, longest = "original_max_position_embeddings", hf["max_position_embeddings"]
-    inside, top = values[name], hf[name]
-    if inside is not None and top is not None and inside != top:
-        refuse_value("config.json", name, top, f"one value, and the scaling of RoPE has {inside}")
-    original: int = top or inside or longest
+    longest = hf["max_position_embeddings"]
+    original: int = _said_once("original_max_position_embeddings", hf, values, longest)
     if kind == "llama3":
         return Llama3Scaling(
             factor=float(values["factor"]),
