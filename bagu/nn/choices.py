@@ -118,10 +118,10 @@ class YarnScaling:
 
     def __post_init__(self) -> None:
         _check_scaling(self)
-        if not 0 < self.beta_slow < self.beta_fast:
+        if not 0 < self.beta_slow <= self.beta_fast:
             refuse(
-                f"beta_slow = {self.beta_slow} is not above 0 or not below beta_fast = {self.beta_fast}",
-                "the paper has 1 and 32",
+                f"beta_slow = {self.beta_slow} is not above 0, or not below beta_fast = {self.beta_fast} and not equal",
+                "the paper has 1 and 32, Kimi K2 has 1 and 1",
             )
 
 

@@ -69,8 +69,9 @@ def save_pretrained(
     """Write config.json and the weights, in shards where they pass `max_shard_bytes`; a tied head is written once.
 
     `family` None is the first that can say the model. `extra` goes into config.json: eos_token_id and other facts that
-    a model does not know. All weights are written before the first file is moved to its place; weights that were there
-    are replaced, other files are kept. At most one shard is held in memory beside the model.
+    a model does not know; a key that `from_pretrained` would refuse is refused here. All weights are written before the
+    first file is moved to its place; weights that were there are replaced, other files are kept. At most one shard is
+    held in memory beside the model.
     """
     chosen = _family(model, family)
     parts = parts_of(model, chosen)
@@ -85,6 +86,7 @@ def save_pretrained(
         "eos_token_id": None,
         **(extra or {}),
     }
+    chosen.config(hf)  # what `extra` adds must not keep the folder from being loaded again
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

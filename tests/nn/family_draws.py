@@ -280,10 +280,8 @@ def _draw_rope(draw: Draw, rng: random.Random, *, odd: bool) -> None:
         if rng.random() < 0.35:
             draw.hf[key] = rng.choice(values)
             draw.drawn.add(key)
-            inside = [draw.hf[p].get(key) for p in places if draw.hf[p] is not None]
-            if draw.hf[key] == 0.5 or (
-                key.startswith("original") and any(v not in (None, draw.hf[key]) for v in inside)
-            ):
+            inside = {draw.hf[place].get(key) for place in places if draw.hf[place]} - {None, draw.hf[key]}
+            if draw.hf[key] == 0.5 or (inside and key != "partial_rotary_factor"):
                 draw.odd.add(key)
 
 
@@ -311,7 +309,7 @@ def _rope_dict(draw: Draw, rng: random.Random, *, odd: bool) -> Hf | None:
         maybe("high_freq_factor", [4.0, 2.0, 3], [None, 0.1], p=1.0)
         maybe("mscale_all_dim", [0.7], [0.7], p=0.3 if odd else 0.0)
     if kind == "yarn":
-        maybe("beta_fast", [4.0, 32, None, 2.0], [0.2, -1.0])
+        maybe("beta_fast", [4.0, 32, None, 2.0, 1.0], [0.2, -1.0])
         maybe("beta_slow", [0.5, 1, None], [5.0, -1.0])
         maybe("attention_factor", [None, 1.5, 2], ["1"], p=0.25)
         maybe("mscale", [None, 0.8, 1.0, 0.5, 0], ["1"], p=0.7)

@@ -98,7 +98,8 @@ def logits(model: Transformer) -> torch.Tensor:
 def tolerance(model: Any, fp32: torch.Tensor) -> float:
     """Eight times what fp32 costs transformers itself, and the rounding of its angles, which are position * speed."""
     exact = copy.deepcopy(model).double()
-    exact.config._experts_implementation = "eager"  # the other ones have no fp64
+    exact.config._experts_implementation = "eager"  # the default has no fp64
+    exact.config._attn_implementation = "sdpa"  # and GPT-2's upcasting none in eager mode
     own = (judged(exact) - fp32).abs().max().item()
     return 8 * (own + LENGTH * EPS * fp32.abs().max().item())
 

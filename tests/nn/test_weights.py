@@ -325,6 +325,14 @@ def test_adapters_are_merged_before_saving(checkpoint: Callable[[str], Path], tm
     assert "merge" in caught.value.hint and not list(tmp_path.iterdir())
 
 
+def test_an_extra_key_that_could_not_be_loaded_again_is_refused(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(WeightsError, match="has 'my_key', which bagu does not know"):
+        save_pretrained(from_pretrained(checkpoint("llama2")), tmp_path, extra={"my_key": 1})
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_family_can_be_asked_for(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     model = from_pretrained(checkpoint("llama2"))
     save_pretrained(model, tmp_path, family="mistral")

@@ -25,7 +25,7 @@ KEYS: dict[str, Key] = {
     "scale_attn_by_inverse_layer_idx": Only(False),
     "is_causal": Only(True),
     # dropout that bagu does not have, the head of another class, a length that n_positions repeats
-    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "is_decoder", "n_ctx", "predict_special_tokens"), UNUSED),
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "is_decoder", "n_ctx", "n_special", "predict_special_tokens"), UNUSED),
     **dict.fromkeys(("summary_activation", "summary_first_dropout", "summary_proj_to_labels"), UNUSED),
     **dict.fromkeys(("summary_type", "summary_use_proj"), UNUSED),
     "reorder_and_upcast_attn": UNUSED,  # scores in fp32, as bagu's always are

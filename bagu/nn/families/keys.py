@@ -75,7 +75,7 @@ SIZE = Required(int, least=1)
 DROPOUT = Read(float, 0.1, least=0)
 INIT_STD = Read(float, 0.02, above=0)
 
-GENERATION = (  # defaults of generate(), which transformers before 4.40 wrote into config.json
+GENERATION = (  # defaults of generate(), which older releases wrote into config.json
     "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens",
     "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
     "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",

@@ -16,7 +16,7 @@ from bagu.nn.hub import WeightsError
 
 __all__ = ["ROPE", "read_rope", "write_rope"]
 
-ROPE: dict[str, Key] = {  # at the top of config.json
+ROPE: dict[str, Key] = {  # at the top of config.json; None stands for an absent key
     "rope_theta": Read(float, None, above=0),
     "rope_scaling": Read(dict | None, None),
     "rope_parameters": Read(dict | None, None),
@@ -42,13 +42,13 @@ def read_rope(hf: Mapping[str, Any], layout: Literal["half", "interleaved"] = "h
     kind = given.get("rope_type", given.get("type", "default"))
     if not isinstance(kind, str) or kind not in TYPES:
         raise WeightsError(f"{owner} has rope_type = {kind!r}", hint=f"known here: {', '.join(TYPES)}")
-    common = {
+    common: dict[str, Key] = {
         "rope_type": Only(kind),
         "type": Only(kind),
         "rope_theta": Read(float, None, above=0),
         "partial_rotary_factor": Only(1.0),
     }
-    length = {} if kind == "default" else {"original_max_position_embeddings": Read(int, None, least=1)}
+    length: dict[str, Key] = {} if kind == "default" else {"original_max_position_embeddings": Read(int, None, least=1)}
     values = resolve(owner, given, {**common, **length, **TYPES[kind]})
     base = _said_once("rope_theta", hf, values, 10000.0)
     return Rope(base=float(base), layout=layout, scaling=_read_scaling(kind, values, hf))
