@@ -1,9 +1,8 @@
-"""Attention on a CPU: PyTorch's blocked kernel, over segments of one length at a time.
+"""Attention on a CPU: PyTorch's blocked kernel (flash.py), over segments of one length at a time.
 
-That kernel takes [B, heads, L, features], heads in groups and an additive mask, and gives the logsumexp. Segments that
-are all of one length are one call of it, in the sight of the compiler. Others are a call for each run of equal lengths,
-read from `cu_seqlens` on the host: a graph cannot hold that, so it is a custom op with its own backward. Nothing is
-copied or padded either way, since a run of segments is a view of the packed tokens.
+Segments that are all of one length are one call of it, in the sight of the compiler. Others are a call for each run of
+equal lengths, read from `cu_seqlens` on the host: a graph cannot hold that, so it is a custom op with its own backward.
+A run of segments is a view of the packed tokens, so that nothing is padded.
 
 A window or ALiBi goes to the kernel as a mask, for some queries at a time (pieces.py).
 
@@ -18,25 +17,14 @@ from typing import Any
 import torch
 
 from bagu.errors import ArgumentError
-from bagu.ops.attention import dense, tiles
+from bagu.ops.attention import dense, flash, tiles
 from bagu.ops.attention.pieces import pieces
-from bagu.ops.attention.shape import Shape, side_by_side
+from bagu.ops.attention.shape import Shape
 from bagu.ops.signature import accumulator
 
 __all__ = ["Tiled", "equal", "ragged"]
 
-# Longest segments whose 16-bit backward is done in fp32. The 16-bit kernel packs its blocks anew for each segment and
-# head. One core of a Xeon with AMX, 4096 tokens, 4 heads of 64, bf16 against fp32 with the copies to and from it:
-# 16 long 90 / 10 ms, 102 long 63 / 18 ms, 256 long 34 / 31 ms, 512 long 47 / 49 ms, 1024 long 52 / 82 ms.
-WIDEN = 256
-
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def _wide(x: torch.Tensor, features: int) -> torch.Tensor:
-    """[B, L, heads, F] as the kernel takes it, zeros being added up to `features`: q, k and v have the same number."""
-    x = side_by_side(x).transpose(1, 2)
-    return x if x.shape[-1] == features else torch.nn.functional.pad(x, (0, features - x.shape[-1]))
 
 
 def _like(q: torch.Tensor) -> torch.Tensor:
@@ -49,23 +37,12 @@ def _forward(shape: Shape, scale: float, q: torch.Tensor, k: torch.Tensor, v: to
     if shape.bias is not None:
         return dense.forward(shape.additive(q.shape[1], _like(q)), scale, q, k, v)
     if shape.plain:
-        return _fused(scale, q, k, v, None, causal=shape.causal)
+        return flash.forward(scale, q, k, v, None, causal=shape.causal)
     found = [
-        _fused(scale, q[:, p.queries], k[:, p.keys], v[:, p.keys], p.added, causal=False)
+        flash.forward(scale, q[:, p.queries], k[:, p.keys], v[:, p.keys], p.added, causal=False)
         for p in pieces(shape, 0, q.shape[1], _like(q))
     ]
     return found[0] if len(found) == 1 else (torch.cat([o for o, _ in found], 1), torch.cat([n for _, n in found], 1))
-
-
-def _fused(
-    scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added: torch.Tensor | None, *, causal: bool
-) -> Pair:
-    """The kernel. `added` is fp32 beside 16-bit inputs too: slope * distance has more digits than bf16."""
-    wide = max(q.shape[-1], v.shape[-1])
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        _wide(q, wide), _wide(k, wide), _wide(v, wide), 0.0, causal, attn_mask=added, scale=scale
-    )
-    return out.transpose(1, 2)[..., : v.shape[-1]], lse.transpose(1, 2)
 
 
 def _backward(
@@ -77,9 +54,9 @@ def _backward(
     if shape.bias is not None:
         dq, dk, dv, dscores = dense.backward(shape.additive(L, _like(q)), scale, dout, q, k, v)
         return dq, dk, dv, shape.bias_gradient(dscores)
-    dout, q, k, v, out = (x.to(acc) if L <= WIDEN else x for x in (dout, q, k, v, out))
+    dout, q, k, v, out = (x.to(acc) if flash.widens(L) else x for x in (dout, q, k, v, out))
     if shape.plain:
-        grads = _fused_backward(scale, dout, q, k, v, out, lse, None, causal=shape.causal)
+        grads = flash.backward(scale, dout, q, k, v, out, lse, None, causal=shape.causal)
         dq, dk, dv = (g.to(dtype) for g in grads)
         return dq, dk, dv, None
     parts = []
@@ -87,24 +64,11 @@ def _backward(
     for p in pieces(shape, 0, L, _like(q)):
         of_queries, of_keys = (x[:, p.queries] for x in (dout, q, out, lse)), (x[:, p.keys] for x in (k, v))
         (d, queries, o, n), (keys, values) = of_queries, of_keys
-        dq, more_k, more_v = _fused_backward(scale, d, queries, keys, values, o, n, p.added, causal=False)
+        dq, more_k, more_v = flash.backward(scale, d, queries, keys, values, o, n, p.added, causal=False)
         parts.append(dq.to(dtype))
         dk[:, p.keys] += more_k
         dv[:, p.keys] += more_v
     return torch.cat(parts, 1), dk.to(dtype), dv.to(dtype), None
-
-
-def _fused_backward(
-    scale: float, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, added: torch.Tensor | None, *, causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    D, E = q.shape[-1], v.shape[-1]
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(_wide(x, max(D, E)) for x in (dout, q, k, v, out)), lse.transpose(1, 2), 0.0, causal, attn_mask=added,
-        scale=scale,
-    )  # fmt: skip
-    dq, dk, dv = (g.transpose(1, 2)[..., :n] for g, n in zip(grads, (D, D, E), strict=True))
-    return dq, dk, dv
 
 
 class _Equal(torch.autograd.Function):

@@ -26,6 +26,7 @@ from itertools import pairwise
 import torch
 
 from bagu.errors import ArgumentError
+from bagu.ops.attention import flash
 from bagu.ops.attention.pieces import pieces
 from bagu.ops.attention.shape import Shape
 from bagu.ops.paged_attention import compiled
@@ -94,7 +95,7 @@ def _decode(shape: Shape, scale: float, q: torch.Tensor, pages: Pages) -> Pair:
         return _in_place(scale, q, pages, slots, added)
     k = pages.keys(slots)
     v = k if pages.latent else pages.values(slots)
-    out, lse = _fused(scale, q.unsqueeze(1), k, v, added.unsqueeze(2), causal=False)
+    out, lse = flash.forward(scale, q.unsqueeze(1), k, v, added.unsqueeze(2), causal=False)
     return out.squeeze(1)[..., : pages.v.shape[-1]], lse.squeeze(1)
 
 
@@ -132,27 +133,10 @@ def _one(shape: Shape, scale: float, q: torch.Tensor, pages: Pages, s: int, leng
     q = q.unsqueeze(0)
     seen = L == 1 and shape.slopes is None and shape.bias is None  # a last token, by what was read for it alone
     if seen or (length == L and shape.plain):  # the kernel's own mask knows no past
-        out, lse = _fused(scale, q, k, v, None, causal=not seen)
+        out, lse = flash.forward(scale, q, k, v, None, causal=not seen)
         return out.squeeze(0)[..., :E], lse.squeeze(0)
     found = [
-        _fused(scale, q[:, p.queries], k[:, p.keys], v[:, p.keys], p.added, causal=False)
+        flash.forward(scale, q[:, p.queries], k[:, p.keys], v[:, p.keys], p.added, causal=False)
         for p in pieces(shape, length - L - begin, L, q.new_empty(0, dtype=accumulator(q.dtype)))
     ]
     return torch.cat([out.squeeze(0)[..., :E] for out, _ in found]), torch.cat([lse.squeeze(0) for _, lse in found])
-
-
-def _fused(
-    scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added: torch.Tensor | None, *, causal: bool
-) -> Pair:
-    """out[S, L, H, …] and lse[S, L, H] of q[S, L, H, D], k[S, C, G, D], v[S, C, G, …]; `added` has two dims or four."""
-    wide = max(q.shape[-1], v.shape[-1])
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(_wide(x, wide).transpose(1, 2) for x in (q, k, v)), 0.0, causal, attn_mask=added, scale=scale
-    )
-    return out.transpose(1, 2), lse.transpose(1, 2)
-
-
-def _wide(x: torch.Tensor, features: int) -> torch.Tensor:
-    if x.shape[-1] == features:
-        return x if x.stride(-1) == 1 else x.contiguous()
-    return torch.nn.functional.pad(x, (0, features - x.shape[-1]))
