@@ -203,16 +203,16 @@ def check(
 
     Allowed: `spec.ulps` spacings of the result's dtype, plus twice what fp32 itself costs the definition at this
     case (so a cancelling sum is judged against what fp32 can do at all): the most the reference loses when run in
-    fp32, on these inputs and three times on inputs that were rounded once more (one run can be lucky). An integer
-    result is judged against the reference's unrounded value: it may be half a step away. Inputs must come back
-    unchanged, but for those that `spec.mutates` names: these are compared as results are.
+    fp32, on these inputs and incoming gradients, and seven times on ones that are off by half an fp32 rounding (one
+    run can be lucky). An integer result is judged against the reference's unrounded value: it may be half a step away.
+    Inputs must come back unchanged, but for those that `spec.mutates` names: these are compared as results are.
     """
     streams = Streams(spec.name, case.name)
     rounded = spec.cast(case, spec.inputs(case, streams), dtype)
     spec.bind(rounded)
     want = _run(spec, spec.reference, rounded, torch.float64, streams)
     cost = [_run(spec, spec.reference, rounded, torch.float32, streams)]
-    cost += [_run(spec, spec.reference, _shaken(rounded, streams, i), torch.float32, streams) for i in range(3)]
+    cost += [_run(spec, spec.reference, rounded, torch.float32, streams, perturbation=i) for i in range(7)]
     given = {k: v.to(device, copy=True) if isinstance(v, torch.Tensor) else v for k, v in rounded.items()}
     with nan_filled_memory():
         got = _run(spec, fn, given, None, streams)
@@ -228,28 +228,35 @@ def check(
     }
 
 
-def _shaken(args: Mapping[str, Any], streams: Streams, turn: int) -> dict[str, Any]:
-    """The inputs, each number off by about half an fp32 rounding: what any fp32 algorithm may make of them."""
+def _perturbed(value: torch.Tensor, streams: Streams, name: str, perturbation: int) -> torch.Tensor:
+    """The tensor in fp64, each number off by about half an fp32 rounding: what any fp32 algorithm may make of it."""
     half = torch.finfo(torch.float32).eps / 2
-    return {
-        k: v.double() * (1 + half * streams.normal(f"{k} shaken {turn}", *v.shape))
-        if isinstance(v, torch.Tensor) and v.is_floating_point()
-        else v
-        for k, v in args.items()
-    }
+    return value.double() * (1 + half * streams.normal(f"{name}, perturbation {perturbation}", *value.shape))
 
 
 def _run(
-    spec: OpSpec, fn: Callable[..., Outputs], args: Mapping[str, Any], dtype: torch.dtype | None, streams: Streams
+    spec: OpSpec,
+    fn: Callable[..., Outputs],
+    args: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    streams: Streams,
+    *,
+    perturbation: int | None = None,
 ) -> dict[str, tuple[torch.Tensor, torch.dtype]]:
-    """Every output and gradient of one call, each with the dtype the signature gives it; floats cast to `dtype`."""
+    """Every output and gradient of one call, each with the dtype the signature gives it; floats cast to `dtype`.
 
-    def cast(v: Any) -> Any:
-        return v.to(dtype) if dtype is not None and isinstance(v, torch.Tensor) and v.is_floating_point() else v
+    With a `perturbation`, a number that seeds it, inputs and incoming gradients are `_perturbed` first.
+    """
+
+    def cast(name: str, v: torch.Tensor) -> torch.Tensor:
+        if not v.is_floating_point():
+            return v
+        v = v if perturbation is None else _perturbed(v, streams, name, perturbation)
+        return v if dtype is None else v.to(dtype)
 
     first = args[spec.sig.tensors[0].name]
     called = {
-        k: cast(v).detach().requires_grad_(k in spec.grads and v.is_floating_point())
+        k: cast(k, v).detach().requires_grad_(k in spec.grads and v.is_floating_point())
         if isinstance(v, torch.Tensor)
         else v
         for k, v in args.items()
@@ -264,7 +271,7 @@ def _run(
     if leaves:
         flows = [outputs[name] for name in spec.differentiable]
         douts = [
-            streams.normal(f"d{n}", *y.shape).to(results[n][1]).to(y)
+            cast(f"d{n}", streams.normal(f"d{n}", *y.shape).to(results[n][1])).to(y)
             for n, y in zip(spec.differentiable, flows, strict=True)
         ]
         grads = torch.autograd.grad(flows, [called[g] for g in leaves], douts)
