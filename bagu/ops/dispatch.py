@@ -18,47 +18,56 @@ from typing import Any
 import torch
 
 from bagu.device import triton_interprets
-from bagu.errors import BackendError, UnknownName
+from bagu.errors import ArgumentError, BackendError, UnknownName
+from bagu.ops import scope
 from bagu.ops.core import OpSpec
 from bagu.ops.custom import Run, node, register, watched
 from bagu.ops.eager import constant
-from bagu.ops.invariant import active, forward_of
+from bagu.ops.invariant import forward_of
 
 __all__ = ["call", "use"]
 
 BACKENDS = ("torch", "triton")
 
-# What `use` asks for. A plain global, because torch.compile guards on it and recompiles when it changes; it reads a
-# ContextVar not at all and a threading.local without a guard (torch 2.13). So `use` holds for the whole process,
-# and threads that need different backends pass `backend=`.
-_asked: str | None = None
-
 _nodes: dict[tuple[str, str], Run] = {}  # of the backends that are loaded, by op and backend
 
 
 class use:
-    """`with bagu.ops.use("torch"):` runs every op inside on that backend."""
+    """`with bagu.ops.use("torch"):` runs every op inside on that backend, in this thread or asyncio task."""
 
     def __init__(self, backend: str) -> None:
-        if backend not in BACKENDS:
-            raise UnknownName.among("backend", backend, BACKENDS)
+        _check_name(backend)
         self.backend = backend
+        self._entered: list[scope.Choice] = []  # one instance may be entered several times
 
     def __enter__(self) -> None:
-        global _asked
-        self.before, _asked = _asked, self.backend
+        self._entered.append(scope.enter(backend=self.backend))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        global _asked
-        _asked = self.before
+        scope.leave(self._entered.pop())
+
+
+def _check_name(backend: object) -> None:
+    if not isinstance(backend, str):
+        raise ArgumentError(
+            f"backend is {backend!r} ({type(backend).__name__}), and a name is wanted",
+            hint=f"one of {', '.join(BACKENDS)}; to choose by device, leave backend= out and do not enter use()",
+        )
+    if backend not in BACKENDS:
+        raise UnknownName.among("backend", backend, BACKENDS)
 
 
 def call(spec: OpSpec, backend: str | None, /, **args: Any) -> Any:
     """Run `spec` on these arguments; returns its outputs (one tensor, or a tuple of none or several)."""
+    if backend is not None:
+        _check_name(backend)
     spec.admit(args)
     first = args[spec.sig.tensors[0].name]  # the first tensor is never optional
-    asked = backend if backend is not None else _asked
-    if active():
+    choice = scope.current()
+    if not torch.compiler.is_compiling():
+        scope.keep_for_recompute()
+    asked = backend if backend is not None else choice.backend
+    if choice.invariant:
         results = forward_of(spec, asked, first)(**args)
     elif (name := _choose(spec, asked, first)) == "torch":
         results = spec.torch_backend.forward(**args)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from bagu.errors import BackendError
+from bagu.ops import scope
 from bagu.ops.core import OpSpec
 from bagu.ops.eager import constant
 
@@ -39,25 +40,23 @@ ROW_BY_ROW = frozenset({
     "add_rms_norm", "kv_write", "layer_norm", "relu_squared", "rms_norm", "rope", "scale_norm", "softmax", "transpose",
 })  # fmt: skip
 
-# A plain global, for the whole process, as in dispatch.use and for its reasons.
-_active = False
-
 
 class invariant:
     """`with bagu.ops.invariant():` runs every op inside so that a row's bits do not depend on its batch."""
 
+    def __init__(self) -> None:
+        self._entered: list[scope.Choice] = []  # one instance may be entered several times
+
     def __enter__(self) -> None:
-        global _active
-        self.before, _active = _active, True
+        self._entered.append(scope.enter(invariant=True))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        global _active
-        _active = self.before
+        scope.leave(self._entered.pop())
 
 
 def active() -> bool:
     """Whether a call now is made inside `invariant()`."""
-    return _active
+    return scope.current().invariant
 
 
 def forward_of(spec: OpSpec, asked: str | None, first: torch.Tensor) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -113,7 +112,7 @@ def times_sigmoid(g: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 def sigmoid(z: torch.Tensor) -> torch.Tensor:
     """sigmoid(z), with a graph; in this mode by the formula above, for the same reason. There the slope is 0 below -80,
     where the value is 1e-35: exp overflows at 88, and a backward through infinity is no number."""
-    return (z.neg().clamp(max=80.0).exp() + 1.0).reciprocal() if _active else z.sigmoid()
+    return (z.neg().clamp(max=80.0).exp() + 1.0).reciprocal() if active() else z.sigmoid()
 
 
 def in_company(x: torch.Tensor) -> torch.Tensor:

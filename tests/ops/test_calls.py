@@ -123,16 +123,6 @@ def test_unknown_names_suggest_the_nearest() -> None:
     assert "rms_norm" in error.value.hint
 
 
-def test_use_is_scoped_and_nested() -> None:
-    from bagu.ops import dispatch
-
-    with bagu.ops.use("torch"):
-        with bagu.ops.use("triton"):
-            assert dispatch._asked == "triton"
-        assert dispatch._asked == "torch"
-    assert dispatch._asked is None
-
-
 def test_compiled_code_follows_use() -> None:
     """torch.compile guards on what `use` asks for, so the same compiled function runs either backend."""
     x, w = torch.randn(4, 16, device=DEVICE), torch.ones(16, device=DEVICE)

@@ -1,0 +1,146 @@
+"""What `use` and `invariant` ask for, and for whom: the code inside their `with`, in its own thread or asyncio task.
+
+Eager code reads a ContextVar. torch.compile cannot trace one (torch 2.13), and reads a threading.local without a guard,
+so compiled code reads plain globals instead, which it guards on: the newest choice that is open in any thread. A thread
+whose own choice is another one is refused when it compiles (docs/decisions/002).
+
+A block under torch.utils.checkpoint runs its forward again during the backward, when the `with` around it is closed.
+`keep_for_recompute` stores the choice at the start of the block with the block, and the second run gets it back.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+
+from bagu.errors import BackendError
+from bagu.ops.eager import constant
+
+__all__ = ["Choice", "current", "enter", "keep_for_recompute", "leave"]
+
+
+class Choice(NamedTuple):
+    backend: str | None = None  # None: by device
+    invariant: bool = False
+
+
+class _Entry(NamedTuple):
+    choice: Choice
+    block: Any  # the torch.utils.checkpoint block inside which the `with` was entered
+
+
+_stack: ContextVar[tuple[_Entry, ...]] = ContextVar("bagu.ops.scope", default=())
+
+# What compiled code reads and guards on, and the choices it comes from: all that are open, the newest last.
+_backend: str | None = None
+_invariant: bool = False
+_open: list[Choice] = []
+_lock = threading.Lock()
+_kept: weakref.WeakSet[Any] = weakref.WeakSet()  # blocks that know the choice they began with
+
+
+def current() -> Choice:
+    """The choice that holds for a call now."""
+    if torch.compiler.is_compiling():
+        _refuse_another_thread()
+        return Choice(_backend, _invariant)
+    stack = _stack.get()
+    return stack[-1].choice if stack else Choice()
+
+
+def enter(*, backend: str | None = None, invariant: bool = False) -> Choice:
+    """Ask for a backend, or for invariant mode, until `leave`, which takes what this returns."""
+    global _backend, _invariant
+    before = current()
+    choice = Choice(backend or before.backend, invariant or before.invariant)
+    if torch.compiler.is_compiling():
+        _backend, _invariant = choice.backend, choice.invariant
+        return before
+    _stack.set((*_stack.get(), _Entry(choice, _block())))
+    _publish(choice)
+    return choice
+
+
+def leave(entered: Choice) -> None:
+    """Undo the innermost `enter`."""
+    global _backend, _invariant
+    if torch.compiler.is_compiling():
+        _backend, _invariant = entered.backend, entered.invariant
+        return
+    _stack.set(_stack.get()[:-1])
+    _withdraw(entered)
+
+
+def _publish(choice: Choice) -> None:
+    global _backend, _invariant
+    with _lock:
+        _open.append(choice)
+        _backend, _invariant = choice.backend, choice.invariant
+
+
+def _withdraw(choice: Choice) -> None:
+    global _backend, _invariant
+    with _lock:
+        _open.pop(next(i for i, c in reversed(list(enumerate(_open))) if c is choice))
+        newest = _open[-1] if _open else Choice()
+        _backend, _invariant = newest.backend, newest.invariant
+
+
+@constant  # runs, and so raises, while the compiler looks at the call
+def _refuse_another_thread() -> None:
+    stack = _stack.get()
+    own = stack[-1].choice if stack else Choice()
+    if (own.backend, own.invariant) != (_backend, _invariant):
+        raise BackendError(
+            "torch.compile traces a bagu op in a thread while another thread is inside bagu.ops.use or invariant",
+            hint="compiled code sees one choice per process: pass backend= to the op, or compile outside that `with`",
+        )
+
+
+def _block() -> Any:
+    """The torch.utils.checkpoint block whose first forward is running, if any: what its innermost pack hook closes
+    over. PyTorch has no public name for it; tests/ops/test_scope.py holds that this is it."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack = hooks[0] if hooks else None
+    if getattr(pack, "__qualname__", "") != "_checkpoint_hook.__init__.<locals>.pack_hook":
+        return None
+    return pack.__closure__[pack.__code__.co_freevars.index("frame")].cell_contents
+
+
+def keep_for_recompute() -> None:
+    """Of an eager call inside a checkpointed block: let the block's second run begin with the choice of its first.
+
+    Choices made inside the block are made again by its code.
+    """
+    block = _block()
+    if block is None or block in _kept:
+        return
+    _kept.add(block)
+    outside = tuple(e for e in _stack.get() if e.block is not block)
+    block.recompute_fn = _within(outside, block.recompute_fn)
+
+
+def _within(stack: tuple[_Entry, ...], run: Callable[..., Any]) -> Callable[..., Any]:
+    def recompute(*args: Any) -> Any:
+        with _restored(stack):
+            return run(*args)
+
+    return recompute
+
+
+@contextmanager
+def _restored(stack: tuple[_Entry, ...]) -> Iterator[None]:
+    choice = Choice(*stack[-1].choice) if stack else Choice()  # a new one: `_withdraw` finds it by identity
+    token = _stack.set(stack)
+    _publish(choice)
+    try:
+        yield
+    finally:
+        _withdraw(choice)
+        _stack.reset(token)
