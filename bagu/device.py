@@ -29,6 +29,8 @@ __all__ = [
     "available_memory",
     "c_compiler",
     "compute_dtype",
+    "cpu_features",
+    "cpu_model",
     "cuda_build",
     "cxx_compiler",
     "default_device",
@@ -74,7 +76,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    cpu, cores, gpus = _cpu_model(), _cores(), _gpus()
+    cpu, cores, gpus = cpu_model(), _cores(), _gpus()
     return Machine(
         name=_name(cpu, cores, gpus),
         cpu=cpu,
@@ -270,12 +272,44 @@ def _windows_memory() -> _MemoryStatus:
     return status
 
 
-def _cpu_model() -> str:
-    if found := re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo") or "", re.MULTILINE | re.IGNORECASE):
+# (implementer, part) of /proc/cpuinfo, which has no model name on Arm; the names are those that lscpu prints.
+ARM_PARTS = {
+    (0x41, 0xD03): "Cortex-A53", (0x41, 0xD05): "Cortex-A55", (0x41, 0xD07): "Cortex-A57", (0x41, 0xD08): "Cortex-A72",
+    (0x41, 0xD0B): "Cortex-A76", (0x41, 0xD0C): "Neoverse-N1", (0x41, 0xD40): "Neoverse-V1",
+    (0x41, 0xD49): "Neoverse-N2", (0x41, 0xD4F): "Neoverse-V2", (0x41, 0xD84): "Neoverse-V3",
+    (0x41, 0xD8E): "Neoverse-N3", (0xC0, 0xAC3): "Ampere-1", (0xC0, 0xAC4): "Ampere-1a",
+}  # fmt: skip
+
+
+def cpu_model() -> str:
+    """The CPU's name, e.g. "Intel(R) Xeon(R) Processor @ 2.10GHz", "Neoverse-N1", "Apple M3"."""
+    info = _read("/proc/cpuinfo") or ""
+    if found := re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE | re.IGNORECASE):
         return found.group(1).strip()
+    if named := _arm_cores(info):
+        return named
     if sys.platform == "darwin" and (brand := _output("sysctl", "-n", "machdep.cpu.brand_string")):
         return brand.strip()
-    return platform.processor() or platform.machine() or "unknown CPU"  # Arm's /proc/cpuinfo has no model name
+    return platform.processor() or platform.machine() or "unknown CPU"
+
+
+def cpu_features() -> str:
+    """The instruction sets the kernel lists for the first core, sorted; empty where the system does not tell."""
+    listed = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _read("/proc/cpuinfo") or "", re.MULTILINE)
+    return " ".join(sorted(listed.group(1).split())) if listed else ""
+
+
+def _arm_cores(info: str) -> str | None:
+    """The kinds of Arm cores in a /proc/cpuinfo, e.g. "Neoverse-N1" or "Cortex-A55 + Cortex-A76"; None if none is."""
+    numbers = re.findall(r"^CPU implementer\s*:\s*(\w+)$.*?^CPU part\s*:\s*(\w+)$", info, re.MULTILINE | re.DOTALL)
+    kinds = sorted({(int(implementer, 0), int(part, 0)) for implementer, part in numbers})
+    if not kinds:
+        return None
+    if all(kind in ARM_PARTS for kind in kinds):
+        return " + ".join(ARM_PARTS[kind] for kind in kinds)
+    if found := re.findall(r"^Model name:\s*([^-\s].*)$", _output("lscpu") or "", re.MULTILINE):
+        return " + ".join(dict.fromkeys(name.strip() for name in found))
+    return "Arm " + " + ".join(f"{implementer:#x}:{part:#x}" for implementer, part in kinds)
 
 
 def _cores() -> int:

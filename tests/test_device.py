@@ -60,6 +60,35 @@ def test_machine_is_known_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(r"[a-z0-9-]+", machine.name)
 
 
+CPUINFO = "processor\t: {n}\nFeatures\t: fp asimd\nCPU implementer\t: {implementer}\nCPU architecture: 8\nCPU part\t: {part}\n\n"
+
+
+@pytest.mark.parametrize(
+    ("cores", "name"),
+    [
+        ([("0x41", "0xd0c")] * 2, "Neoverse-N1"),
+        ([("0x41", "0xd05"), ("0x41", "0xd0b")], "Cortex-A55 + Cortex-A76"),
+        ([("0x41", "0xfff")], "Arm 0x41:0xfff"),
+    ],
+)
+def test_an_arm_cpu_is_named_by_its_part_numbers(
+    monkeypatch: pytest.MonkeyPatch, cores: list[tuple[str, str]], name: str
+) -> None:
+    """Arm's /proc/cpuinfo has no model name: "aarch64" would put every Arm machine into one file of records."""
+    text = "".join(CPUINFO.format(n=n, implementer=i, part=p) for n, (i, p) in enumerate(cores))
+    monkeypatch.setattr(device, "_read", {"/proc/cpuinfo": text}.get)
+    monkeypatch.setattr(device, "_output", lambda *_: None)
+    assert device.cpu_model() == name
+    assert device.this_machine().name.endswith(re.sub(r"[^a-z0-9]+", "-", name.lower()))
+    assert device.cpu_features() == "asimd fp"
+
+
+def test_an_arm_part_that_is_not_in_the_table_is_asked_of_lscpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_read", {"/proc/cpuinfo": CPUINFO.format(n=0, implementer="0x41", part="0xfff")}.get)
+    monkeypatch.setattr(device, "_output", lambda *_: "Vendor ID: ARM\nModel name:          Neoverse-X9\n")
+    assert device.cpu_model() == "Neoverse-X9"
+
+
 def test_container_limit_bounds_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {
         "/sys/fs/cgroup/memory.max": f"{3 << 20}\n",
