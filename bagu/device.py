@@ -28,7 +28,6 @@ __all__ = [
     "Machine",
     "available_memory",
     "c_compiler",
-    "compute_dtype",
     "cpu_features",
     "cpu_model",
     "cuda_build",
@@ -116,17 +115,6 @@ def named_dtype(name: str) -> torch.dtype:
     if name not in dtypes:
         raise UnknownName.among("dtype", name, dtypes)
     return dtypes[name]
-
-
-def compute_dtype(device: torch.device) -> torch.dtype:
-    """What a model computes in here: bf16 where the hardware multiplies it, else fp32.
-
-    A CPU without AVX512-BF16 or AMX takes bf16 apart in software, which is several times slower than fp32.
-    """
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float32
-    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if fast else torch.float32
 
 
 @functools.cache

@@ -60,7 +60,7 @@ def test_machine_is_known_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(r"[a-z0-9-]+", machine.name)
 
 
-CPUINFO = "processor\t: {n}\nFeatures\t: fp asimd\nCPU implementer\t: {implementer}\nCPU architecture: 8\nCPU part\t: {part}\n\n"
+CPUINFO = "processor: {n}\nFeatures: fp asimd\nCPU implementer\t: {implementer}\nCPU variant: 0x3\nCPU part\t: {part}\n\n"
 
 
 @pytest.mark.parametrize(

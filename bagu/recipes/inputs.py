@@ -18,8 +18,9 @@ from bagu.cache import cache_folder
 from bagu.data.chat_template import DEFAULT_TEMPLATE
 from bagu.data.masked import Masking
 from bagu.data.tokenizer import SPECIAL_TOKENS, BpeTokenizer
-from bagu.device import compute_dtype, named_device, named_dtype
+from bagu.device import named_device, named_dtype
 from bagu.errors import BaguError
+from bagu.fast_dtype import compute_dtype
 from bagu.nn.config import ModelConfig
 from bagu.recipes.corpus import Corpus, Tokens, tokens_of, train_tokenizer
 from bagu.recipes.models import find_model, model_config, tokenizer_folder

@@ -29,12 +29,11 @@ class Loader:
         from bagu.data.chat import ChatEncoder
         from bagu.data.tokenizer import BpeTokenizer
         from bagu.device import named_device, named_dtype
+        from bagu.fast_dtype import compute_dtype
         from bagu.recipes.models import find_model, load_model, tokenizer_folder
 
         device = named_device(self.device)
-        # On a CPU decoding is bound by overhead and memory, and fp32 is no slower than bf16 at small batches
-        auto = "bf16" if device.type == "cuda" else "fp32"
-        dtype = named_dtype(auto if self.dtype == "auto" else self.dtype)
+        dtype = compute_dtype(device) if self.dtype == "auto" else named_dtype(self.dtype)
         found = find_model(self.model)
         model = load_model(found, dtype=dtype, device=device)
         place = Path(self.tokenizer) if self.tokenizer else tokenizer_folder(found)

@@ -13,6 +13,8 @@ from bagu.config import write_whole
 from bagu.data.loader import evaluation_batches
 from bagu.data.masked import mask_batch
 from bagu.data.tokenizer import BpeTokenizer
+from bagu.device import named_device
+from bagu.fast_dtype import compute_dtype_name
 from bagu.nn import count
 from bagu.nn.families import family_for
 from bagu.nn.hub import WeightsError
@@ -81,6 +83,7 @@ def train(
     folder.check_free(resume=resume)
     if run.wandb is not None:
         WeightsAndBiases.check()
+    run = _resolved(run, named_device(run.device))
     inputs = read_inputs(run, out, accept_data_change=accept_data_change, tokenizer=tokenizer, corpora=corpora)
     model = _model(run, inputs)
     peak = matmul_rate(inputs.device, inputs.dtype)
@@ -128,6 +131,14 @@ def _record(run: Run, inputs: Inputs, folder: RunFolder, progress: Observer | No
     write_whole(folder.path / DATA, json.dumps(facts_of(run, inputs), indent=2) + "\n")
     shown = progress or TrainProgress(run.train.steps, name=run.stage)
     return RunRecorder(folder, progress=shown, trackers=trackers)
+
+
+def _resolved(run: Run, device: torch.device) -> Run:
+    """The run with its dtypes written down: what is fast on one machine must not change a run that another resumes."""
+    optimizer = run.train.optimizer.resolved(device)
+    return replace(
+        run, dtype=run.dtype or compute_dtype_name(device), train=replace(run.train, optimizer=optimizer)
+    )  # fmt: skip
 
 
 def _model(run: Run, inputs: Inputs) -> Transformer:

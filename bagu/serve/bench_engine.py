@@ -13,6 +13,7 @@ import torch
 
 from bagu.device import named_device, named_dtype
 from bagu.errors import ArgumentError, UnknownName
+from bagu.fast_dtype import compute_dtype
 from bagu.nn.config import ModelConfig, NormConfig, Rope
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
@@ -110,7 +111,7 @@ def main(
         shared_prefix=shared_prefix, streams=tuple(streams), prompt=prompt, new=new, repeats=repeats, seed=seed,
     )  # fmt: skip
     _check(case, peers)
-    as_dtype = named_dtype(dtype or ("bf16" if gpu else "fp32"))
+    as_dtype = named_dtype(dtype) if dtype else compute_dtype(where)
     make, name = _maker(shape or ("qwen3_0_6b" if gpu else "cpu_8m"), load, name, where, as_dtype)
     config = EngineConfig(
         max_num_seqs=batch, prefix_cache=prefix_cache, quantization=quantization, invariant=invariant,  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ import torch
 
 from bagu.device import named_device, named_dtype
 from bagu.errors import ArgumentError, BaguError, UnknownName
+from bagu.fast_dtype import compute_dtype_name
 from bagu.nn import count
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
@@ -169,12 +170,15 @@ def main(
     compiled: Sequence[bool] = (False,),
     recompute: str = "none",
     rounds: int = 1,
-    dtype: str = "bf16",
+    dtype: str | None = None,
     device: str | None = None,
     out: Path | None = None,
     as_json: bool = False,
 ) -> int:
-    """Time bagu and the peers, `rounds` times in turn, print a table and append the rows to `out`."""
+    """Time bagu and the peers, `rounds` times in turn, print a table and append the rows to `out`.
+
+    Without `dtype` they compute in the one that is fast here.
+    """
     for name, value in [("steps", steps), ("rounds", rounds), *(("micro_batches", m) for m in micro_batches)]:
         if value < 1:
             raise ArgumentError(f"{name} is {value}", hint="at least 1")
@@ -185,6 +189,7 @@ def main(
     unknown = [p for p in peers if p not in PEERS and not Path(p).is_file()]
     if unknown:
         raise UnknownName.among("peer", unknown[0], [*PEERS, "PATH.py"])
+    dtype = dtype or compute_dtype_name(where)
     chosen, as_dtype = SHAPES[shape], named_dtype(dtype)
     record = record_file(out or RESULTS)
     rows: list[dict[str, Any]] = []

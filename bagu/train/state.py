@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
@@ -78,10 +78,11 @@ class TrainState:
     """
 
     def __init__(self, model: Transformer, config: TrainConfig, objective: Objective | None = None) -> None:
-        self.model, self.config = model, config
+        self.model = model
         self.objective = objective if objective is not None else LanguageModelling(z_loss=config.z_loss)
         self.flat = FlatParameters(model)
         self.optimizer = Optimizer(config.optimizer, self.flat)
+        self.config = replace(config, optimizer=self.optimizer.config)  # a checkpoint records what was chosen here
         self.guard = Guard(config.stability)
         self.step = 0
         self.data_step = 0

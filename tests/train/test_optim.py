@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bagu.errors import ArgumentError, UnknownName
+from bagu.fast_dtype import compute_dtype_name
 from bagu.nn.linear import Linear
 from bagu.nn.model import Embedding
 from bagu.train.flat import ALIGN, FlatParameters, Role
@@ -106,7 +107,7 @@ def test_lion_equals_its_formula_in_fp64() -> None:
 
 
 def test_muon_equals_torchs_on_matrices_and_adamw_on_the_rest() -> None:
-    got = ours(OptimizerConfig(kind="muon", lr=0.05, weight_decay=0.1))
+    got = ours(OptimizerConfig(kind="muon", lr=0.05, weight_decay=0.1, newton_schulz_dtype="bf16"))
     rest = theirs(lambda p: O.AdamW(p, lr=0.05, betas=(0.9, 0.95)), 0.1)
     model = Small()
     matrices = {n: p for n, p in model.named_parameters() if p.ndim == 2 and not n.startswith("embed")}
@@ -122,14 +123,28 @@ def test_muon_equals_torchs_on_matrices_and_adamw_on_the_rest() -> None:
     assert_close({n: got[n] for n in matrices}, {n: p.detach() for n, p in matrices.items()}, rtol=2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(4, 32, 48), (2, 48, 32), (1, 16, 16)])
-def test_newton_schulz_gives_singular_values_near_one(shape: tuple[int, ...]) -> None:
+def test_newton_schulz_gives_singular_values_near_one(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    values = torch.linalg.svdvals(orthogonalise(x, 5).float())
+    found = orthogonalise(x, 5, dtype)
+    assert found.dtype == dtype
+    values = torch.linalg.svdvals(found.float())
     assert values.min() > 0.3 and values.max() < 1.4  # the quintic does not settle at 1, by design
     u, _, v = torch.linalg.svd(x, full_matrices=False)
-    agree = (orthogonalise(x, 5).float() * (u @ v)).sum() / (u @ v).square().sum()
+    agree = (found.float() * (u @ v)).sum() / (u @ v).square().sum()
     assert 0.7 < agree < 1.2
+
+
+def test_muon_multiplies_in_the_dtype_that_is_fast_here_and_says_which() -> None:
+    """On a CPU without bf16 instructions the first step of a 5.9M model took 126 s in bf16."""
+    flat = FlatParameters(Small())
+    optimizer = Optimizer(OptimizerConfig(kind="muon"), flat)
+    assert optimizer.config.newton_schulz_dtype == compute_dtype_name(flat.device)
+    for dtype in ("bf16", "fp32"):  # what was chosen stays chosen
+        asked = OptimizerConfig(kind="muon", newton_schulz_dtype=dtype)
+        assert Optimizer(asked, flat).config == asked == asked.resolved(flat.device)
+    assert OptimizerConfig(kind="adamw").resolved(flat.device).newton_schulz_dtype is None
 
 
 def test_flat_parameters_keep_values_and_move_with_the_master() -> None:

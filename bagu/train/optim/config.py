@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+import torch
+
 from bagu.errors import ArgumentError, UnknownName
+from bagu.fast_dtype import compute_dtype_name
 
 __all__ = ["DEFAULTS", "OptimizerConfig"]
 
@@ -26,8 +29,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "adam": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
     "adamw": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
     "lion": {"betas": (0.9, 0.99), "weight_decay": 0.1},
-    "muon": {"momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "newton_schulz_steps": 5},
-}
+    "muon": {
+        "momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "newton_schulz_steps": 5,
+        "newton_schulz_dtype": None,
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +42,8 @@ class OptimizerConfig:
 
     `rho` is how much of the running average of squared gradients stays each step (Adadelta, RMSprop). Muon updates
     the matrices, and AdamW with `betas` and `eps` the embeddings and vectors, at the same learning rate.
+    `newton_schulz_dtype` None is the dtype that matrix products are fast in here; `resolved` writes it down, because a
+    run that goes on elsewhere must compute in what it began with.
     """
 
     kind: Kind = "adamw"
@@ -46,6 +54,7 @@ class OptimizerConfig:
     eps: float | None = None
     rho: float | None = None
     newton_schulz_steps: int | None = None
+    newton_schulz_dtype: Literal["bf16", "fp32"] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in DEFAULTS:
@@ -71,6 +80,12 @@ class OptimizerConfig:
     def options(self) -> dict[str, Any]:
         """Every option of this kind with its value."""
         return {**DEFAULTS[self.kind], **self._given()}
+
+    def resolved(self, device: torch.device) -> OptimizerConfig:
+        """The same with nothing left to the machine."""
+        if self.kind != "muon" or self.newton_schulz_dtype is not None:
+            return self
+        return replace(self, newton_schulz_dtype=compute_dtype_name(device))
 
     def _given(self) -> dict[str, Any]:
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("kind", "lr")}

@@ -3,8 +3,9 @@
     m ← μm + (1-μ)g        O = UVᵀ of (1-μ)g + μm = UΣVᵀ        θ ← (1 - ηλ) θ - η · 0.2 √max(R, C) · O
 
 The factor gives an update the root mean square of an AdamW one (about 0.2), so one learning rate serves the matrices
-here and the embeddings and vectors that AdamW updates. UVᵀ is found by five steps of a quintic Newton-Schulz iteration
-in bf16, which needs matrix products only; its singular values end between about 0.7 and 1.2, and that is near enough.
+here and the embeddings and vectors that AdamW updates. UVᵀ is found by five steps of a quintic Newton-Schulz iteration,
+which needs matrix products only; its singular values end between about 0.7 and 1.2, and that is near enough. bf16 is
+precise enough for it, so the iteration runs in whichever of bf16 and fp32 this machine multiplies faster.
 
 https://kellerjordan.github.io/posts/muon, https://arxiv.org/abs/2502.16982 (the factor)
 """
@@ -26,7 +27,7 @@ QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at zero, so that small singular 
 
 def muon(
     segment: Segment, p: torch.Tensor, g: torch.Tensor, velocity: torch.Tensor, now: Now, *, momentum: float,
-    weight_decay: float, newton_schulz_steps: int,
+    weight_decay: float, newton_schulz_steps: int, newton_schulz_dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Update a segment of matrices (a stack of experts is many). Those of one shape go through at once."""
     velocity.lerp_(g, 1 - momentum)
@@ -40,17 +41,17 @@ def muon(
         by_shape[shape[-2:]].append(pair)
     for (rows, columns), pairs in by_shape.items():
         stacked = torch.cat([grads for _, grads in pairs])
-        update = orthogonalise(stacked, newton_schulz_steps)
+        update = orthogonalise(stacked, newton_schulz_steps, newton_schulz_dtype)
         rate = now.lr * 0.2 * math.sqrt(max(rows, columns))
         for (matrices, _), part in zip(pairs, update.split([len(m) for m, _ in pairs]), strict=True):
             matrices.add_(part, alpha=-rate)
 
 
-def orthogonalise(stack: torch.Tensor, steps: int) -> torch.Tensor:
-    """About UVᵀ of each matrix UΣVᵀ in `stack` [n, R, C], in bf16."""
+def orthogonalise(stack: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:
+    """About UVᵀ of each matrix UΣVᵀ in `stack` [n, R, C], computed and returned in `dtype`."""
     a, b, c = QUINTIC
     tall = stack.shape[1] > stack.shape[2]
-    x = (stack.mT if tall else stack).bfloat16()  # the Gram matrix of the short side is the small one
+    x = (stack.mT if tall else stack).to(dtype)  # the Gram matrix of the short side is the small one
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # all singular values at most 1
     for _ in range(steps):
         gram = x @ x.mT

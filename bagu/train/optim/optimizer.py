@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bagu.device import named_dtype
 from bagu.train.flat import FlatParameters, Role, Segment
 from bagu.train.optim import rules
 from bagu.train.optim.config import OptimizerConfig
@@ -49,7 +50,7 @@ class Optimizer:
     """Updates the masters of `flat` from its gradients. `fused=False` takes the readable rule for all kinds."""
 
     def __init__(self, config: OptimizerConfig, flat: FlatParameters, *, fused: bool = True) -> None:
-        self.config, self.flat = config, flat
+        self.config, self.flat = config.resolved(flat.device), flat
         self.parts = tuple(self._part(segment) for segment in flat.segments)
         self._fused = fused and flat.device.type in ("cpu", "cuda") and all(hasattr(torch, f) for f in FUSED.values())
         self._step = torch.zeros((), dtype=torch.float32, device=flat.device)  # the fused kernel reads it there
@@ -59,10 +60,12 @@ class Optimizer:
         if kind == "muon" and segment.role is not Role.MATRIX:
             kind = "adamw"
         options = self.config.options()
+        if kind == "muon":
+            options["newton_schulz_dtype"] = named_dtype(options["newton_schulz_dtype"])
         if segment.role is Role.VECTOR:
             options["weight_decay"] = 0.0  # pulling a norm's weight or a bias towards zero regularises nothing
         wanted = {
-            "muon": ("momentum", "weight_decay", "newton_schulz_steps"),
+            "muon": ("momentum", "weight_decay", "newton_schulz_steps", "newton_schulz_dtype"),
             "adamw": ("betas", "eps", "weight_decay"),
         }.get(kind, tuple(options))
         size = segment.stop - segment.start
