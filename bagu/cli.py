@@ -71,12 +71,15 @@ def demo(
         Path | None, typer.Option(help="A new or empty folder; by default runs/demo, or runs/demo-2 and so on.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Every stage in small, under a minute.")] = False,
+    minutes: Annotated[
+        float | None, typer.Option(help="Choose size and steps to fill so many; by default 5 at most.")
+    ] = None,
     serve: Annotated[bool, typer.Option(help="Serve the model at the end and ask it a question.")] = True,
 ) -> None:
     """Train a tokenizer and a language model on this Python's own library, fine-tune it, write a report, serve it."""
     from bagu.recipes.demo import demo as part
 
-    part(out, quick=quick, serve=serve)
+    part(out, quick=quick, minutes=minutes, serve=serve)
 
 
 @app.command()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.cells import cell_len
@@ -31,7 +31,7 @@ class TrainProgress(Observer):
     """The progress line of a training run of `steps` steps, of which `start` are done already.
 
     Metrics that come only now and then (validation) stay on the line until the next. `live=False` leaves the drawing to
-    whoever renders this object.
+    whoever renders this object. Events of the kinds in `quiet` get no line.
     """
 
     def __init__(
@@ -42,11 +42,13 @@ class TrainProgress(Observer):
         name: str = "train",
         console: Console | None = None,
         live: bool = True,
+        quiet: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.steps, self.done, self.name = steps, start, name
         self.console = console or Console(stderr=True)
         self.metrics: dict[str, float | int] = {}
+        self._quiet = QUIET_EVENTS.union(quiet)
         self._clock = clock
         self._began = clock()
         self._recent: deque[tuple[float, int]] = deque([(self._began, start)], maxlen=50)  # what the rate is taken from
@@ -65,7 +67,7 @@ class TrainProgress(Observer):
             self.console.print(self.sentence(), soft_wrap=True, highlight=False, markup=False)
 
     def on_event(self, kind: str, step: int, **facts: Any) -> None:
-        if kind not in QUIET_EVENTS:
+        if kind not in self._quiet:
             said = ", ".join(f"{name} {_short(value)}" for name, value in facts.items())
             text = f"{self.name} step {step}: {kind.replace('_', ' ')}" + (f" ({said})" if said else "")
             self.console.print(Text(text, style="yellow"), soft_wrap=True)  # style= would colour the live line as well
@@ -170,9 +172,11 @@ class Stage:
         self.began = time.monotonic()
         self._spinner: Spinner | None = None
 
-    def training(self, steps: int, *, start: int = 0, name: str = "train") -> TrainProgress:
+    def training(
+        self, steps: int, *, start: int = 0, name: str = "train", quiet: Collection[str] = ()
+    ) -> TrainProgress:
         """An observer whose line is drawn under the stage's."""
-        self.progress = TrainProgress(steps, start=start, name=name, console=self.console, live=False)
+        self.progress = TrainProgress(steps, start=start, name=name, console=self.console, live=False, quiet=quiet)
         return self.progress
 
     def summary(self, done: bool, *, ascii_only: bool = False) -> Text:

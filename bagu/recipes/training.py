@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from bagu import config as configs
 from bagu.config import write_whole
 from bagu.data.loader import evaluation_batches
@@ -68,6 +70,7 @@ def train(
     *,
     resume: bool = False,
     accept_data_change: bool = False,
+    pause_after: int | None = None,
     progress: Observer | None = None,
     announce: Callable[[Summary], None] | None = None,
     prompts: Sequence[str] = (),
@@ -76,8 +79,9 @@ def train(
 ) -> Trained:
     """Carry a run out in folder `out`. `prompts` are continued whenever `train.sample_every` says so.
 
-    `announce` is told what the run will do, before the first step. A tokenizer and corpora that are at hand save
-    reading them again. Nothing in the folder changes until everything is checked, the checkpoint of a resume included.
+    `announce` is called with what the run will do, before the first step. A tokenizer and corpora that are at hand save
+    reading them again. `pause_after` stops after so many steps; a call with `resume` goes on. Nothing in the folder
+    changes until everything is checked, the checkpoint of a resume included.
     """
     folder = RunFolder(out)
     folder.check_free(resume=resume)
@@ -105,7 +109,8 @@ def train(
 
         result = fit(
             run.train if sample else replace(run.train, sample_every=None), model, tokens.loader,
-            folder=folder.checkpoints, resume=resume, begin=begin, evaluate=evaluate, sample=sample,
+            folder=folder.checkpoints, resume=resume, pause_after=pause_after, begin=begin,
+            evaluate=evaluate, sample=sample,
             identity={"tokenizer": inputs.tokenizer.fingerprint, "model": configs.fingerprint(model.config)},
             flops_per_token=flops, peak_flops=peak,
         )  # fmt: skip

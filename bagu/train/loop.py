@@ -61,6 +61,7 @@ def fit(
     *,
     folder: Path | None = None,
     resume: bool = False,
+    pause_after: int | None = None,
     observers: Sequence[Observer] = (),
     evaluate: Evaluate | None = None,
     sample: Sample | None = None,
@@ -75,7 +76,8 @@ def fit(
     Checkpoints go to `folder`; with `resume` the run goes on from the last good one there, if there is one. `identity`
     names what must not change in between (fingerprints of the tokenizer, of the model): a resume where one differs is
     refused. `begin` is called once, when everything has been checked and restored and nothing has been written: a
-    caller that records the run starts to do so there. Observers are the caller's to close.
+    caller that records the run starts to do so there. `pause_after` stops the run after so many
+    updates, saved and ready to be resumed. Observers are the caller's to close.
     """
     _refuse_idle_options(config, folder, evaluate, sample)
     state = TrainState(model, config, objective)
@@ -84,7 +86,8 @@ def fit(
     row: dict[str, float | int | None] = {}
     with run, prepared(model, config, state.device), Interrupt() as interrupt:
         run.begin(resume=resume, called=begin)
-        while state.step < config.steps and not interrupt.asked:
+        stop = config.steps if pause_after is None else min(pause_after, config.steps)
+        while state.step < stop and not interrupt.asked:
             meters.start()
             batches = run.next_batches()
             meters.data_arrived()
@@ -106,6 +109,8 @@ def fit(
                 run.save(row)
         if interrupt.asked:
             run.interrupted(row)
+        elif state.step < config.steps:
+            run.save_rest(row)
     return FitResult(step=state.step, interrupted=interrupt.asked, metrics=row, checkpoint=run.checkpoint)
 
 
@@ -206,6 +211,10 @@ class _Run:
     def interrupted(self, row: Mapping[str, float | int | None]) -> None:
         """Ctrl-C came, at whatever point of the last step: what is not saved yet is saved now."""
         self.tell("on_event", "interrupt", self.state.step, data_step=self.state.data_step)
+        self.save_rest(row)
+
+    def save_rest(self, row: Mapping[str, float | int | None]) -> None:
+        """Save the run as it is now, unless the last save has it all."""
         if self.saver is not None and self.saved_at != self.state.data_step:
             self.save(row)
 

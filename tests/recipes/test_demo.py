@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bagu.recipes.demo import FULL, QUICK
+from bagu.recipes.demo_sizes import CPU_SIZES, QUICK
 from bagu.recipes.models import load_model
 from bagu.run import RunFolder
 
@@ -71,10 +71,11 @@ def test_transformers_reads_the_result(finished: tuple[Path, str]) -> None:
     assert model(**ids).logits.shape[-1] == QUICK.vocab_size
 
 
-def test_the_full_demo_is_a_few_million_parameters() -> None:
+def test_the_sizes_are_a_few_million_parameters_at_most_and_descend() -> None:
     from bagu.nn import count
 
-    assert 3e6 < count.parameters(FULL.model()).total < 10e6
+    sizes = [count.parameters(size.model()).total for size in CPU_SIZES]
+    assert 3e6 < sizes[0] < 10e6 and sizes == sorted(sizes, reverse=True) and sizes[-1] > 0.5e6
 
 
 def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from tiny_run import Notes, loader, model, train
 
 from bagu.run import RunFolder
 from bagu.train import TrainConfig, checkpoint, fit
+from bagu.train.optim import OptimizerConfig
+from bagu.train.schedule import ScheduleConfig
 
 STEPS = 60
 OPTIONS = {"steps": STEPS, "save_every": 7, "keep_last": 2, "optimizer": {"lr": 0.01}}
@@ -137,3 +140,19 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     again = model()
     result = fit(config, again, loader(), folder=tmp_path, resume=True)
     assert result.step == 4 and result.checkpoint == done.checkpoint and result.metrics == {}
+
+
+def test_a_run_paused_before_its_cooldown_and_given_another_length_is_a_run_of_that_length(tmp_path: Path) -> None:
+    """What `bagu demo` does when its first steps show how many fit into its time."""
+    schedule = ScheduleConfig(kind="wsd", warmup_steps=2, decay_share=0.5)
+    planned = TrainConfig(steps=40, schedule=schedule, optimizer=OptimizerConfig(kind="muon", lr=0.01))
+    for steps in (10, 24):
+        changed = replace(planned, steps=steps)
+        whole, paused, resumed, folder = model(), model(), model(), tmp_path / str(steps)
+        fit(changed, whole, loader())
+        first = fit(planned, paused, loader(), folder=folder, pause_after=5)
+        assert first.step == 5 and not first.interrupted and first.checkpoint is not None
+        last = fit(changed, resumed, loader(), folder=folder, resume=True)
+        assert last.step == steps
+        for (name, want), got in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+            assert torch.equal(want, got), name

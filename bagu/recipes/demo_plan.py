@@ -1,0 +1,159 @@
+"""How a demo spends its minutes: measure a few training steps, choose a size, and say how many steps fit.
+
+    1. `measured`    seconds of a step of each size, the largest first, until one can see enough tokens in the time
+    2. `Plan.of`     size and steps by these rates; both are in the run's config before its first step
+    3. `revised`     after the first eighth of pretraining, the steps that the real pace leaves time for
+
+The learning rate warms up for a number of steps that is fixed in 2 and stays at its peak for the first half of a run,
+so a run whose steps are changed after an eighth has made the same updates as one that had the new number from the
+start: the config that the run ends with gives the same model when it is run again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from bagu.fast_dtype import compute_dtype
+from bagu.nn.init import init_weights
+from bagu.nn.model import Transformer
+from bagu.recipes.demo_sizes import COOLDOWN, Demo
+from bagu.train.bench import Shape, random_batches
+from bagu.train.prepare import prepared
+from bagu.train.state import TrainState
+from bagu.train.step import step
+
+__all__ = ["Pace", "Plan", "Rate", "measured", "revised", "sft_steps", "with_steps"]
+
+# Seconds on two Neoverse-N1 cores, the slowest machine tried. A machine's own pace at the first corrects the second.
+PREPARE_S = 22.0  # read and deduplicate the library, train the tokenizer, tokenise
+AFTER_S = 45.0  # answers before and after, compressors, report, a server that starts and compiles its C++
+HELD_OUT_TOKENS = 170_000  # of Debian's Python 3.11; known exactly once the text is read
+FORWARD_SHARE = 1 / 3  # of a training step: the time of a forward alone
+SFT_SHARE = 0.2  # of pretraining's time
+OVERHEAD = 1.08  # validation, samples and checkpoints, beside the steps
+FEWEST_STEPS = 40  # fewer are no training; the demo then takes longer than asked
+PROBE_ROWS = 4  # of a CPU's probe: a second of the largest model on a slow machine
+TOLERANCE = 0.1  # a plan this near to the real pace is kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """What a size trains at here."""
+
+    size: Demo
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What was chosen and why. `seconds` is the whole demo's estimate."""
+
+    size: Demo  # with the chosen numbers of steps
+    rate: Rate
+    budget_s: float
+    seconds: float
+    reason: str
+
+    @classmethod
+    def of(cls, rates: Sequence[Rate], budget_s: float, fill: bool) -> Plan:
+        """The first of `rates` whose size sees enough tokens in the time, else the last. With `fill` its steps fill
+        the budget; without, they are at most the size's own."""
+        chosen = next((r for r in rates if _fitting(r, budget_s) >= r.size.enough_tokens), rates[-1])
+        size = chosen.size
+        fits = max(FEWEST_STEPS, int(_fitting(chosen, budget_s) / size.tokens_per_step))
+        steps = fits if fill else min(fits, size.pretrain_steps)
+        tokens = steps * size.tokens_per_step
+        spent = (1 + SFT_SHARE) * OVERHEAD * tokens / chosen.tokens_per_s + _held_out_s(chosen.tokens_per_s)
+        return cls(
+            size=with_steps(size, steps), rate=chosen, budget_s=budget_s, seconds=PREPARE_S + AFTER_S + spent,
+            reason="; ".join(_tried(r, budget_s) for r in rates),
+        )  # fmt: skip
+
+
+def with_steps(size: Demo, steps: int) -> Demo:
+    """The size with so many steps of pretraining, and fine-tuning in proportion."""
+    return replace(size, pretrain_steps=steps, sft_steps=max(1, round(steps * size.sft_steps / size.pretrain_steps)))
+
+
+def _fitting(rate: Rate, budget_s: float) -> float:
+    """The pretraining tokens that fit into a demo of `budget_s` seconds."""
+    left = max(0.0, budget_s - PREPARE_S - AFTER_S - _held_out_s(rate.tokens_per_s))
+    return left / ((1 + SFT_SHARE) * OVERHEAD) * rate.tokens_per_s
+
+
+def _held_out_s(tokens_per_s: float, tokens: int = HELD_OUT_TOKENS) -> float:
+    """The time to score all held-out text, of a model that trains at `tokens_per_s`."""
+    return FORWARD_SHARE * tokens / tokens_per_s
+
+
+def _tried(rate: Rate, budget_s: float) -> str:
+    """What became of one size."""
+    seen, needs = _fitting(rate, budget_s), rate.size.enough_tokens
+    words = f"{rate.size.name} trains at {rate.tokens_per_s:,.0f} tokens/s and sees {seen / 1e6:.2f} M in the time"
+    return f"{words}, too few of {needs / 1e6:.2f} M" if seen < needs else words
+
+
+def measured(sizes: Sequence[Demo], budget_s: float, device: torch.device) -> list[Rate]:
+    """The rates of `sizes` (the largest first) up to the first that sees enough tokens in the time."""
+    rates: list[Rate] = []
+    for size in sizes:
+        rates.append(Rate(size=size, tokens_per_s=_tokens_per_s(size, device)))
+        if _fitting(rates[-1], budget_s) >= size.enough_tokens:
+            break
+    return rates
+
+
+def _tokens_per_s(size: Demo, device: torch.device) -> float:
+    """The best of two steps after one that warms up, on random tokens."""
+    config = size.pretrain().train
+    rows = size.rows if device.type == "cuda" else min(size.rows, PROBE_ROWS)
+    model = init_weights(Transformer(size.model(), device=device, dtype=compute_dtype(device)), config.seed)
+    state = TrainState(model, config)
+    shape = Shape(why="a demo's probe", model=size.model(), sequences=rows, length=size.context)
+    batches, seconds = random_batches(shape, 1, device), []
+    with prepared(model, config, device):
+        for _ in range(3):
+            began = time.perf_counter()
+            step(state, batches)  # waits for the device: the loss is read
+            seconds.append(time.perf_counter() - began)
+    state.close()
+    return shape.tokens / min(seconds[1:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How a demo really goes: its training rate, the seconds left, how long preparing took, the held-out tokens."""
+
+    tokens_per_s: float
+    left_s: float
+    prepared_s: float
+    held_out_tokens: int
+
+    def after_s(self) -> float:
+        """What comes after training takes as much longer than AFTER_S as preparing took longer than PREPARE_S."""
+        return AFTER_S * min(4.0, max(0.5, self.prepared_s / PREPARE_S))
+
+
+def revised(plan: Plan, done: int, pace: Pace, *, fill: bool) -> Demo:
+    """The size with the steps that a run which made `done` of them has time for.
+
+    `done` stays before the cooldown, so that the first steps are those of a run of the new length.
+    """
+    size, own = plan.size, plan.rate.size.pretrain_steps
+    seconds = (pace.left_s - pace.after_s() - _held_out_s(pace.tokens_per_s, pace.held_out_tokens)) / OVERHEAD
+    left = seconds * pace.tokens_per_s / size.tokens_per_step  # steps of both kinds
+    fits = done + int((left - SFT_SHARE * done) / (1 + SFT_SHARE))
+    steps = max(FEWEST_STEPS, math.ceil(done / (1 - COOLDOWN)), fits if fill else min(fits, own))
+    near = abs(steps - size.pretrain_steps) < TOLERANCE * size.pretrain_steps
+    return size if near else with_steps(size, steps)
+
+
+def sft_steps(size: Demo, pace: Pace) -> int:
+    """The fine-tuning steps that the time leaves, at most the size's."""
+    fits = int((pace.left_s - pace.after_s()) / OVERHEAD * pace.tokens_per_s / size.tokens_per_step)
+    return max(8, min(size.sft_steps, fits))

@@ -1,0 +1,163 @@
+"""The page and the last lines of a demo."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from bagu.data.source import Conversation
+from bagu.nn import count
+from bagu.progress import duration
+from bagu.recipes.demo_plan import Plan
+from bagu.recipes.demo_sizes import Demo
+from bagu.recipes.run import STDLIB
+from bagu.recipes.training import Trained
+from bagu.recipes.yardsticks import CodeSamples, Compressors, judge_code
+from bagu.train.report import Card, Comparison, ReportData, Table, read_run, write_report
+
+__all__ = ["Finished", "against_gzip", "farewell", "report"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """What a demo found."""
+
+    size: Demo
+    plan: Plan | None  # None of a demo whose size was given
+    base: Trained
+    tuned: Trained
+    bits: float  # bits per byte of all held-out text
+    rivals: Compressors
+    asked: Sequence[Conversation]
+    before: Sequence[str]
+    after: Sequence[str]
+
+
+def against_gzip(bits: float, gzip: float) -> str:
+    """Which side of gzip the model is on, and how far."""
+    share = 100 * (bits / gzip - 1)
+    return f"{abs(share):.0f} % {'below' if share < 0 else 'above'} gzip -9, which needs {gzip:.3f}"
+
+
+def report(out: Path, done: Finished, seconds: float) -> Path:
+    """Write `out`/report.html."""
+    base, tuned, rivals = done.base, done.tuned, done.rivals
+    facts, judged = base.tokens.facts[STDLIB], (judge_code(done.before), judge_code(done.after))
+    cards = (
+        Card(name="Held-out text", value=f"{done.bits:.3f} bits/byte",
+             note=against_gzip(done.bits, rivals.gzip_bits_per_byte)),
+        Card(name="Model", value=f"{count.parameters(base.model.config).total / 1e6:.2f} M parameters"),
+        Card(name="Answers that parse", value=f"{judged[1].parse_percent:.0f} %",
+             note=f"{judged[0].parse_percent:.0f} % before fine-tuning"),
+        Card(name="Time", value=duration(seconds), note="all stages"),
+    )  # fmt: skip
+    questions = [c.messages[0]["content"] for c in done.asked]
+    tables = (
+        _sizes(done.bits, rivals, done.size.context), _samples(judged), *_chosen(done), _data(facts, base),
+        _data_sft(tuned),
+    )  # fmt: skip
+    data = ReportData(
+        title="bagu demo", subtitle="A language model of the Python standard library, trained on this machine.",
+        runs=(read_run(base.folder, "pretraining"), read_run(tuned.folder, "fine-tuning")), cards=cards,
+        references={
+            "gzip -9": rivals.gzip_bits_per_byte, "xz -6": rivals.xz_bits_per_byte,
+            "xz -6 primed with the training text": rivals.primed_xz_bits_per_byte,
+        },
+        comparisons=tuple(
+            Comparison(prompt=q, before=b, after=a)
+            for q, b, a in zip(questions[:8], done.before, done.after, strict=False)
+        ),
+        compared=("before fine-tuning", "after fine-tuning"), tables=tables,
+    )  # fmt: skip
+    return write_report(data, out / "report.html")
+
+
+def _chosen(done: Finished) -> tuple[Table, ...]:
+    """What the demo chose for its time, and why; nothing where it had no choice."""
+    size, plan = done.size, done.plan
+    if plan is None:
+        return ()
+    rows = [
+        ("size", f"{size.name}: {size.num_layers} layers of {size.hidden_size}, a vocabulary of {size.vocab_size:,}"),
+        ("computes in", done.base.folder.config()["dtype"]),
+        ("time to be kept", duration(plan.budget_s)),
+        ("pretraining", f"{size.pretrain_steps:,} steps of {size.tokens_per_step:,} tokens"),
+        ("fine-tuning", f"{done.tuned.fit.step:,} steps"),
+        ("because", plan.reason),
+    ]  # fmt: skip
+    note = (
+        "Rates are of two steps before anything else; the steps were fitted to the real pace after an eighth of them."
+    )
+    return (Table(title="What was chosen for this machine", columns=("what", "value"), rows=rows, note=note),)
+
+
+def _sizes(bits: float, rivals: Compressors, context: int) -> Table:
+    rows = [
+        ("gzip -9", f"{rivals.gzip_bits_per_byte:.3f}"), ("xz -6", f"{rivals.xz_bits_per_byte:.3f}"),
+        ("xz -6, primed with the training text", f"{rivals.primed_xz_bits_per_byte:.3f}"),
+        ("this model", f"{bits:.3f}"),
+    ]  # fmt: skip
+    note = (
+        f"{rivals.held_out_bytes / 1e6:.2f} MB of files the model never saw, laid end to end for the compressors; the "
+        f"model sees at most {context} tokens of the same file. Priming: {rivals.priming_bytes / 1e6:.1f} MB."
+    )
+    return Table(title="Held-out text, bits per byte", columns=("what", "bits per byte"), rows=rows, note=note)
+
+
+def _samples(judged: Sequence[CodeSamples]) -> Table:
+    names = ("before fine-tuning", "after fine-tuning")
+    rows = [
+        (n, f"{j.parse_percent:.0f} %", f"{j.define_percent:.0f} %", f"{j.mean_characters:.0f}",
+         f"{j.distinct_4gram_percent:.0f} %")
+        for n, j in zip(names, judged, strict=True)
+    ]  # fmt: skip
+    note = f"{judged[0].count} held-out questions (docstring → function), temperature 0.6, the same for both."
+    columns = ("model", "parse", "define a function", "mean length, characters", "distinct 4-grams")
+    return Table(title="Answers as Python", columns=columns, rows=rows, note=note)
+
+
+def _data(facts: Mapping[str, object], base: Trained) -> Table:
+    shown = ("name", "python", "files", "bytes", "sha256", "train_documents", "train_tokens", "validation_documents")
+    rows: list[tuple[str, object]] = [(key.replace("_", " "), facts[key]) for key in shown if key in facts]
+    dedup = base.corpora[STDLIB].dedup
+    if dedup is not None:
+        rows.append(("near-duplicates removed", len(dedup.removed)))
+    report = base.tokens.loader.report(base.fit.step)
+    rows.append(("epochs seen", f"{report['sources'][STDLIB]['epochs']:.2f}"))
+    rows.append(("padding", f"{report['padding_percent']:.1f} %"))
+    return Table(title="Pretraining data", columns=("what", "value"), rows=rows)
+
+
+def _data_sft(tuned: Trained) -> Table:
+    report = tuned.tokens.loader.report(tuned.fit.step)
+    store = tuned.tokens.loader.stores[STDLIB]
+    rows = [
+        ("pairs", f"{store.num_documents:,}"), ("tokens", f"{store.num_tokens:,}"),
+        ("tokens that count", f"{100 * float(store.loss_mask.mean()) if store.loss_mask is not None else 100:.0f} %"),
+        ("epochs seen", f"{report['sources'][STDLIB]['epochs']:.2f}"),
+        ("padding", f"{report['padding_percent']:.1f} %"),
+    ]  # fmt: skip
+    return Table(title="Fine-tuning data", columns=("what", "value"), rows=rows)
+
+
+def farewell(console: Console, page: Path, out: Path, done: Finished, seconds: float) -> None:
+    """The result in one line, and what to do next."""
+    bits, rivals = done.bits, done.rivals
+    verdict = "beats" if bits < rivals.gzip_bits_per_byte else "does not beat"
+    console.print(
+        f"\nThe model {verdict} gzip on held-out files: {bits:.3f} against {rivals.gzip_bits_per_byte:.3f} bits/byte "
+        f"(xz {rivals.xz_bits_per_byte:.3f}, primed {rivals.primed_xz_bits_per_byte:.3f}). {duration(seconds)} in all.",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    console.print(f"Report: {page}", highlight=False, soft_wrap=True)
+    console.print(
+        "Go on:\n"
+        f"  bagu train --from {out / 'pretrain'} --set train.steps=2000 --out runs/longer\n"
+        f"  bagu serve {out / 'sft'}        # an OpenAI-compatible API, and a page to talk to it\n"
+        "  bagu train my_text.txt --out runs/mine     # any file or folder of text, JSON lines, Parquet\n"
+        "  bagu lab list                              # textbook claims, measured",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip

@@ -1,0 +1,100 @@
+"""The sizes a demo comes in, and the runs each of them describes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bagu.data.loader import DataConfig
+from bagu.nn.config import ModelConfig
+from bagu.recipes.run import STDLIB, Run, SourceConfig, TokenizerConfig
+from bagu.train.optim import OptimizerConfig
+from bagu.train.schedule import ScheduleConfig
+from bagu.train.state import TrainConfig
+
+__all__ = ["CPU_SIZES", "GPU", "QUICK", "Demo"]
+
+COOLDOWN = 0.5  # the last half of pretraining
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """One size. `enough_tokens` is what pretraining must see for this size to end lower than the next smaller one.
+
+    `priming_bytes` bounds the text that xz is primed with: its time is xz's, not ours.
+    """
+
+    name: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    context: int
+    rows: int
+    lr: float
+    pretrain_steps: int
+    sft_steps: int
+    questions: int
+    new_tokens: int
+    tokenizer_mb: float
+    validation_batches: int
+    priming_bytes: int | None
+    enough_tokens: int = 0
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.rows * self.context
+
+    def model(self) -> ModelConfig:
+        heads = self.hidden_size // 64
+        return ModelConfig(
+            vocab_size=self.vocab_size, hidden_size=self.hidden_size, num_layers=self.num_layers, num_heads=heads,
+            num_kv_heads=heads, head_dim=64, intermediate_size=self.hidden_size * 11 // 4, max_len=self.context,
+            tie_embeddings=True,
+        )  # fmt: skip
+
+    def pretrain(self) -> Run:
+        n = self.pretrain_steps
+        return Run(
+            stage="pretrain", model=self.model(), tokenizer=TokenizerConfig(vocab_size=self.vocab_size),
+            data=DataConfig(context=self.context, rows=self.rows), eval_batches=self.validation_batches,
+            train=TrainConfig(
+                steps=n, eval_every=max(n // 4, 1), sample_every=max(n // 3, 1), save_every=max(n // 3, 1),
+                optimizer=OptimizerConfig(kind="muon", lr=self.lr),
+                schedule=ScheduleConfig(kind="wsd", warmup_steps=max(n // 20, 1), decay_share=COOLDOWN),
+            ),
+        )  # fmt: skip
+
+    def sft(self, base: Path) -> Run:
+        n = self.sft_steps
+        return Run(
+            stage="sft", init_from=str(base), sources={STDLIB: SourceConfig(max_bytes=2 * self.context)},
+            data=DataConfig(context=self.context, rows=self.rows, packing="whole"),
+            eval_batches=self.validation_batches,
+            train=TrainConfig(
+                steps=n, eval_every=max(n // 3, 1), save_every=n,
+                optimizer=OptimizerConfig(kind="muon", lr=0.003),
+                schedule=ScheduleConfig(kind="linear", warmup_steps=max(n // 20, 1)),
+            ),
+        )  # fmt: skip
+
+
+LARGE = Demo(
+    name="large", hidden_size=256, num_layers=6, vocab_size=4096, context=256, rows=16, lr=0.007, pretrain_steps=300,
+    sft_steps=64, questions=32, new_tokens=120, tokenizer_mb=16, validation_batches=12, priming_bytes=None,
+    enough_tokens=700_000,
+)  # fmt: skip
+MEDIUM = replace(
+    LARGE, name="medium", hidden_size=192, num_layers=4, rows=8, lr=0.01, pretrain_steps=600, sft_steps=128,
+    tokenizer_mb=8, priming_bytes=4_000_000, enough_tokens=600_000,
+)  # fmt: skip
+SMALL = replace(
+    MEDIUM, name="small", hidden_size=128, num_layers=3, vocab_size=2048, rows=4, pretrain_steps=1200, sft_steps=256,
+    tokenizer_mb=4, enough_tokens=0,
+)  # fmt: skip
+CPU_SIZES = (LARGE, MEDIUM, SMALL)  # the largest first
+# A step of 4096 tokens or of 16384 takes a GPU the same 40 ms, which are the host's: fewer and larger ones.
+GPU = replace(LARGE, rows=64, pretrain_steps=160, sft_steps=48)
+QUICK = Demo(
+    name="quick", hidden_size=64, num_layers=2, vocab_size=512, context=128, rows=8, lr=0.007, pretrain_steps=12,
+    sft_steps=6, questions=4, new_tokens=24, tokenizer_mb=1, validation_batches=4, priming_bytes=1_000_000,
+)  # fmt: skip

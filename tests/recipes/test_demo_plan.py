@@ -1,0 +1,112 @@
+"""A demo keeps its time on slow and fast machines, and what it chooses by the clock can be run again to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bagu.errors import ArgumentError
+from bagu.recipes.demo import _clock
+from bagu.recipes.demo_plan import Pace, Plan, Rate, measured, revised, sft_steps
+from bagu.recipes.demo_report import against_gzip
+from bagu.recipes.demo_sizes import CPU_SIZES, GPU, QUICK, Demo
+from bagu.train.schedule import factor
+
+LARGE, MEDIUM, SMALL = CPU_SIZES
+ARM = {"large": 1_250.0, "medium": 2_800.0, "small": 6_500.0}  # tokens/s, two Neoverse-N1 cores
+XEON = {"large": 8_400.0, "medium": 18_000.0, "small": 34_000.0}
+
+
+def rates(by_name: dict[str, float]) -> list[Rate]:
+    return [Rate(size=size, tokens_per_s=by_name[size.name]) for size in CPU_SIZES]
+
+
+@pytest.mark.parametrize(
+    ("machine", "chosen"), [(ARM, "small"), ({n: 3.2 * r for n, r in ARM.items()}, "medium"), (XEON, "large")]
+)
+def test_a_slower_machine_gets_a_smaller_model_and_the_time_is_kept(machine: dict[str, float], chosen: str) -> None:
+    plan = Plan.of(rates(machine), 300.0, fill=False)
+    assert plan.size.name == chosen and plan.seconds <= 300.0
+    assert plan.size.pretrain_steps <= plan.rate.size.pretrain_steps
+    assert f"{chosen} trains at {machine[chosen]:,.0f} tokens/s" in plan.reason
+
+
+def test_more_minutes_are_used_and_fewer_are_kept() -> None:
+    by_default, asked, short = (Plan.of(rates(XEON), s, fill=f) for s, f in ((300, False), (1200, True), (150, True)))
+    assert by_default.size.pretrain_steps == LARGE.pretrain_steps and by_default.seconds < 300
+    assert asked.size.pretrain_steps > 3 * LARGE.pretrain_steps and asked.seconds == pytest.approx(1200, rel=0.01)
+    assert short.seconds <= 150
+    assert asked.size.sft_steps > 3 * by_default.size.sft_steps and short.size.name == "medium"
+
+
+def test_only_as_many_sizes_are_measured_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bagu.recipes import demo_plan
+
+    monkeypatch.setattr(demo_plan, "_tokens_per_s", lambda size, device: XEON[size.name])
+    assert [r.size.name for r in measured(CPU_SIZES, 300.0, torch.device("cpu"))] == ["large"]
+    monkeypatch.setattr(demo_plan, "_tokens_per_s", lambda size, device: ARM[size.name])
+    assert [r.size.name for r in measured(CPU_SIZES, 300.0, torch.device("cpu"))] == ["large", "medium", "small"]
+    assert [r.size.name for r in measured((GPU,), 300.0, torch.device("cpu"))] == ["large"]
+
+
+def pace(tokens_per_s: float, left_s: float, prepared_s: float = 22.0) -> Pace:
+    return Pace(tokens_per_s=tokens_per_s, left_s=left_s, prepared_s=prepared_s, held_out_tokens=170_000)
+
+
+def finish(size: Demo, done: int, at: Pace) -> float:
+    """Seconds until the end of a demo at this pace, as it is accounted."""
+    tokens = (size.pretrain_steps - done + size.sft_steps) * size.tokens_per_step
+    return 1.08 * tokens / at.tokens_per_s + at.after_s() + at.held_out_tokens / 3 / at.tokens_per_s
+
+
+@pytest.mark.parametrize("speed", [0.5, 0.7, 0.97, 1.3])
+def test_the_steps_follow_the_real_pace(speed: float) -> None:
+    plan = Plan.of(rates(ARM), 300.0, fill=False)
+    done = plan.size.pretrain_steps // 8
+    at = pace(speed * ARM["small"], 300.0 - 22 - done * plan.size.tokens_per_step / (speed * ARM["small"]))
+    size = revised(plan, done, at, fill=False)
+    assert finish(size, done, at) <= 1.1 * at.left_s  # a plan within a tenth is kept
+    assert size.pretrain_steps <= SMALL.pretrain_steps
+    assert (size == plan.size) == (speed in (0.97, 1.3))  # a faster one has its own steps nearly in the plan
+
+
+def test_a_machine_that_stands_still_ends_the_run_early_but_whole() -> None:
+    plan = Plan.of(rates(ARM), 300.0, fill=False)
+    done = plan.size.pretrain_steps // 8
+    size = revised(plan, done, pace(100.0, -60.0), fill=False)
+    assert size.pretrain_steps == 2 * done  # not fewer: the cooldown must not have begun
+    assert sft_steps(size, pace(100.0, -60.0)) == 8
+
+
+@pytest.mark.parametrize("size", [LARGE, MEDIUM, SMALL, GPU])
+@pytest.mark.parametrize("grows", [0.25, 0.4, 0.9, 1.7])
+def test_the_first_steps_are_those_of_a_run_of_the_new_length(size: Demo, grows: float) -> None:
+    """So that config.json, which holds the new length, describes the whole run."""
+    config = size.pretrain().train
+    done = config.steps // 8
+    new = max(2 * done, round(grows * config.steps))
+    for step in range(done):
+        assert factor(config.schedule, step, config.steps) == factor(config.schedule, step, new)
+
+
+def test_the_tile_says_which_side_of_gzip_the_model_is_on() -> None:
+    assert against_gzip(1.5, 2.0) == "25 % below gzip -9, which needs 2.000"
+    assert against_gzip(3.5, 2.0) == "75 % above gzip -9, which needs 2.000"
+
+
+def test_minutes_that_make_no_sense_are_refused() -> None:
+    for minutes in (0.0, -1.0, 1.9, float("nan"), float("inf")):
+        with pytest.raises(ArgumentError, match="--minutes is"):
+            _clock(False, minutes)
+    with pytest.raises(ArgumentError, match="--quick is given with --minutes"):
+        _clock(True, 5.0)
+    assert _clock(False, None).budget_s == 300 and not _clock(False, None).fill
+    assert _clock(False, 3.0).budget_s == 180 and _clock(False, 3.0).fill
+
+
+def test_a_machine_is_measured_by_real_steps() -> None:
+    tiny = replace(QUICK, name="tiny", enough_tokens=10**12)
+    (rate,) = measured([tiny], 300.0, torch.device("cpu"))
+    assert rate.tokens_per_s > 10
