@@ -6,10 +6,12 @@ test on the device that runs them, or on "meta", where they have a shape, cost n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.core import Case, OpSpec, Streams
@@ -54,9 +56,32 @@ class BenchStreams(Streams):
 
 def bench_inputs(spec: OpSpec, case: Case, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
     """The arguments of a call at this case."""
-    drawn = spec.inputs(case, BenchStreams(spec.name, case.name, dtype=dtype, device=device))
+    streams = BenchStreams(spec.name, case.name, dtype=dtype, device=device)
+    with _ShapesAlone() if streams.meta else nullcontext():
+        drawn = spec.inputs(case, streams)
     args = spec.cast(case, drawn, dtype)
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+
+
+class _ShapesAlone(TorchFunctionMode):
+    """The shape of a meta tensor that is scaled or shifted by a number, or of several that are concatenated.
+
+    torch finds these by Python decompositions, whose first call imports its whole compiler: 2 s of CPU.
+    """
+
+    ELEMENTWISE = (torch.Tensor.mul, torch.Tensor.add, torch.Tensor.sub, torch.Tensor.div, torch.Tensor.add_)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first, second = (*args, 0, 0)[:2]
+        if func in self.ELEMENTWISE and isinstance(second, int | float) and first.is_meta and first.is_floating_point():
+            return first
+        if func is torch.cat and not kwargs and first[0].is_meta:
+            shape = list(first[0].shape)
+            shape[second] = sum(x.shape[second] for x in first)
+            return first[0].new_empty(shape)
+        return func(*args, **(kwargs or {}))
 
 
 def first_tensor(spec: OpSpec, args: dict[str, Any]) -> torch.Tensor:
