@@ -435,7 +435,7 @@ def lab_list() -> None:
     """Every lab with its claim."""
     from rich.console import Console
 
-    from bagu.lab import list_labs
+    from bagu.lab.listing import list_labs
 
     list_labs(Console())
 
@@ -447,7 +447,7 @@ def lab_run(
     quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes, a few seconds a lab.")] = False,
 ) -> None:
     """Measure a claim, draw it, and say whether it held."""
-    from bagu.lab import run_labs
+    from bagu.lab.run import run_labs
 
     raise typer.Exit(run_labs(names or (), out=out, quick=quick))
 
@@ -455,7 +455,7 @@ def lab_run(
 @lab.command("report")
 def lab_report(out: LabOut = Path("labs")) -> None:
     """One HTML page with all results of this machine."""
-    from bagu.lab import write_report
+    from bagu.lab.report import write_report
 
     typer.echo(write_report(out))
 

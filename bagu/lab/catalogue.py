@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
+from pathlib import Path
+from typing import Any
 
 from bagu.errors import BaguError, UnknownName
 from bagu.lab import labs
@@ -26,3 +29,17 @@ def load(name: str) -> Lab:
     if lab.name != name:
         raise BaguError(f"{module.__name__} calls its lab {lab.name!r}", hint="the lab's name is its file's name")
     return lab
+
+
+def words(name: str) -> dict[str, Any]:
+    """What `LAB = Lab(...)` of a lab says in literals: its name, titles, claims, whether it needs a GPU.
+
+    Read from the source: a list of labs does not need to import what they measure, which takes seconds.
+    """
+    folder = Path(labs.__path__[0])
+    file = folder / name / "__init__.py" if (folder / name).is_dir() else folder / f"{name}.py"
+    for statement in ast.parse(file.read_text(encoding="utf-8")).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id="LAB")], value=ast.Call(keywords=keywords)):
+                return {k.arg: k.value.value for k in keywords if k.arg and isinstance(k.value, ast.Constant)}
+    raise BaguError(f"{file} has no LAB", hint="a lab module exposes LAB = Lab(...)")

@@ -1,6 +1,5 @@
 """Running labs: measure, decide, write `<out>/<machine>/<lab>/result.json` and the plots, tell the reader.
 
-list_labs(console)                     the catalogue
 run_labs(names, out=..., quick=...)    run some or all; returns the exit status
 """
 
@@ -13,7 +12,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from bagu.device import default_device, this_machine
 from bagu.lab import catalogue, plot
@@ -22,20 +20,6 @@ from bagu.record import environment, made_folder
 
 COLOUR = {"held": "green", "did not hold": "red", "holds only where": "yellow"}
 SECONDS_BETWEEN_LINES = 5.0
-
-
-def list_labs(console: Console) -> None:
-    """Print every lab with its claim."""
-    table = Table(box=None, padding=(0, 2, 1, 0), show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for name in catalogue.names():
-        lab = catalogue.load(name)
-        need = "\n[yellow]needs a GPU[/]" if lab.needs_gpu else ""
-        claim = f"“{escape(lab.claim_en)}”\n“{escape(lab.claim_zh)}”"
-        table.add_row(f"[bold]{name}[/]", f"{escape(lab.title_en)} · {escape(lab.title_zh)}\n[dim]{claim}[/]{need}")
-    console.print(table)
-    console.print("bagu lab run NAME… measures them, bagu lab report writes one page with all results.")
 
 
 def run_labs(names: Sequence[str], *, out: Path, quick: bool, console: Console | None = None) -> int:

@@ -1,0 +1,82 @@
+"""What a user asks before any work is answered at once: help and lists do not import torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bagu.lab import catalogue
+
+HELP = """
+import contextlib, io, sys
+import typer
+from bagu.cli import app, main
+
+def commands(group, path=()):
+    yield path
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, (*path, name))
+
+for path in commands(typer.main.get_command(app)):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        main([*path, "--help"])
+    assert "Usage: bagu " + " ".join(path) in said.getvalue(), path
+    slow = {"torch", "numpy", "transformers", "matplotlib"} & sys.modules.keys()
+    assert not slow, f"bagu {' '.join(path)} --help imports {slow}"
+    print(" ".join(path))
+"""
+
+
+def test_help_of_every_verb_imports_nothing_heavy() -> None:
+    run = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=False, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert {"", "demo", "serve", "lab list", "bench engine", "tokenizer train"} <= set(run.stdout.splitlines())
+
+
+LIST = """
+import sys
+from bagu.cli import main
+try:
+    main({argv!r})
+except SystemExit as end:
+    assert not end.code
+print("torch" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "torch", "cpu_s"),
+    [(["--help"], False, 1.0), (["lab", "list"], False, 1.0), (["lab", "run", "--help"], False, 1.0),
+     (["ops", "list"], True, 3.0)],
+)  # fmt: skip
+def test_a_list_takes_little_cpu(argv: list[str], torch: bool, cpu_s: float) -> None:
+    """CPU time, which a busy machine inflates by its caches and not by its queue: three times the bound is allowed."""
+    if not hasattr(os, "wait4"):
+        pytest.skip("the system does not tell a child's CPU time")
+    process = subprocess.Popen(
+        [sys.executable, "-c", LIST.format(argv=argv)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    said = process.stderr.read()
+    _, status, used = os.wait4(process.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, said
+    assert said.strip().splitlines()[-1] == str(torch)
+    assert used.ru_utime + used.ru_stime < 3 * cpu_s
+
+
+def test_ops_list_does_not_import_the_compiler() -> None:
+    """torch._dynamo is 2 s of CPU; the shapes of inputs do not need it."""
+    code = LIST.format(argv=["ops", "list"]).replace('"torch" in', '"torch._dynamo" in')
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert run.returncode == 0 and run.stderr.strip().splitlines()[-1] == "False", run.stderr
+
+
+@pytest.mark.parametrize("name", catalogue.names())
+def test_the_words_of_a_lab_are_those_of_its_record(name: str) -> None:
+    lab, words = catalogue.load(name), catalogue.words(name)
+    for field in ("name", "title_en", "title_zh", "claim_en", "claim_zh", "needs_gpu"):
+        assert words[field] == getattr(lab, field), field
