@@ -32,7 +32,7 @@ import torch  # noqa: F401  its OpenMP must be loaded before a library that call
 from bagu.cache import cache_folder
 from bagu.device import cxx_compiler
 
-__all__ = ["library"]
+__all__ = ["library", "status"]
 
 PACKAGE = Path(__file__).parent
 COMPILE = ("-std=gnu++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", f"-I{PACKAGE}")
@@ -124,3 +124,13 @@ def _cpu() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     told = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
     return "\n".join([platform.machine(), platform.processor(), *sorted(told)])
+
+
+def status(source: str) -> str:
+    """What became of a C++ file on this machine, in words: loaded, off, or why PyTorch does its work."""
+    if not wanted():
+        return "off: BAGU_NATIVE=0"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", RuntimeWarning)
+        loaded = library(source) is not None
+    return "built and loaded" if loaded else "; ".join(str(w.message) for w in said) or f"{source} cannot be loaded"

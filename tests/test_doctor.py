@@ -8,6 +8,7 @@ import io
 import json
 import shutil
 import subprocess
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bagu import doctor
-from bagu.device import Gpu, Machine
+from bagu import doctor, native
+from bagu.device import Gpu, Machine, default_device
 from bagu.doctor import nccl
 from bagu.doctor.diagnose import Finding, diagnose
 from bagu.doctor.gpus import GpuState, NvLink, NvmlState, topology
@@ -25,6 +26,7 @@ from bagu.doctor.nccl import Nccl, NcclLibrary
 from bagu.doctor.nvml import Nvml
 from bagu.doctor.render import render, to_json
 from bagu.doctor.report import Disk, Report
+from bagu.fast_dtype import compute_dtype_name
 from bagu.timing import Ceilings
 
 GIB = 1 << 30
@@ -120,6 +122,8 @@ def node(**changes: Any) -> Report:
         c_compiler="/usr/bin/gcc",
         cxx_compiler="/usr/bin/g++",
         triton_interprets=False,
+        fast_dtype="bf16, by the GPU's compute capability",
+        native="built and loaded",
         ceilings=ceilings,
         measure_problem=None,
     )
@@ -456,8 +460,25 @@ def test_doctor_on_this_machine(as_json: bool, capsys: pytest.CaptureFixture[str
         value = json.loads(out)
         assert status == any(finding["level"] == "fault" for finding in value["findings"])
         assert value["report"]["ceilings"] == []
+        assert value["report"]["machine"]["cpu"] not in ("aarch64", "x86_64", "arm64", "unknown CPU")
+        assert value["report"]["fast_dtype"].startswith(compute_dtype_name(default_device()))
+        assert value["report"]["native"]
     else:
-        assert "Findings" in out
+        assert "Findings" in out and "fast dtype" in out and "C++ decode" in out
+
+
+def test_the_state_of_the_cpp_build_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGU_NATIVE", "0")
+    assert native.status("serve/step.cpp") == "off: BAGU_NATIVE=0"
+    monkeypatch.setenv("BAGU_NATIVE", "1")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    native.library.cache_clear()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert "no-such-compiler" in native.status("serve/step.cpp")
+    finally:
+        native.library.cache_clear()
 
 
 def test_status_is_one_for_a_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

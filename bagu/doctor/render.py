@@ -61,6 +61,7 @@ def _machine(r: Report) -> Iterable[tuple[str, str]]:
         yield "disk", f"{_gib(disk.free_bytes)} free of {_gib(disk.total_bytes)} ({disk.use})"
     if not r.gpu_present:
         yield "GPU", "none"
+    yield "fast dtype", r.fast_dtype
 
 
 def _software(r: Report) -> Iterable[tuple[str, str]]:
@@ -72,6 +73,7 @@ def _software(r: Report) -> Iterable[tuple[str, str]]:
     yield "driver", f"{e['driver']}, speaks CUDA {r.driver_cuda or ABSENT}" if e["driver"] else "none"
     yield "Triton", f"{e['triton'] or 'not installed'}, {_triton_use(r)}"
     yield "compilers", f"C {r.c_compiler or 'none'}, C++ {r.cxx_compiler or 'none'}"
+    yield "C++ decode", r.native
     versions = {"numpy": e["numpy"]} | r.packages
     yield "with", ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     yield "not installed", ", ".join(name for name, version in versions.items() if not version) or "nothing"

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from bagu import device
+from bagu import device, native
 from bagu.device import Machine
 from bagu.doctor.gpus import NvmlState
 from bagu.doctor.nccl import Nccl, find_nccl
 from bagu.doctor.nvml import Nvml
+from bagu.fast_dtype import compute_dtype_name, matmul_rates
 from bagu.record import environment, package_version
 from bagu.timing import Ceilings, measure_ceilings
 
@@ -45,7 +46,8 @@ class Disk:
 class Report:
     """`environment` is `record.environment()`: the versions of torch, Triton, NumPy, CUDA, the driver; `packages` are
     those bagu can use besides. `gpu_present` is the hardware, `machine.gpus` what torch can use. `nvml` is None when
-    NVML could not be asked, and `nvml_problem` says why. `ceilings` has one entry per GPU, or one for the CPU; it is
+    NVML could not be asked, and `nvml_problem` says why. `fast_dtype` is what models compute in here by default, and
+    `native` the state of the C++ that decodes on a CPU. `ceilings` has one entry per GPU, or one for the CPU; it is
     empty when measuring was not asked for or failed, and `measure_problem` then says how."""
 
     environment: dict[str, Any]
@@ -61,6 +63,8 @@ class Report:
     c_compiler: str | None
     cxx_compiler: str | None
     triton_interprets: bool
+    fast_dtype: str
+    native: str
     ceilings: tuple[Ceilings, ...]
     measure_problem: str | None
 
@@ -85,9 +89,22 @@ def collect(*, measure: bool = True) -> Report:
         c_compiler=device.c_compiler(),
         cxx_compiler=device.cxx_compiler(),
         triton_interprets=device.triton_interprets(),
+        fast_dtype=_fast_dtype(),
+        native=native.status("serve/step.cpp"),
         ceilings=ceilings,
         measure_problem=measure_problem,
     )
+
+
+def _fast_dtype() -> str:
+    """The dtype of `auto`, and why."""
+    where = device.default_device()
+    name = compute_dtype_name(where)
+    if where.type == "cuda":
+        return f"{name}, by the GPU's compute capability"
+    rates = matmul_rates()
+    other, ratio = ("fp32", rates.bf16 / rates.fp32) if name == "bf16" else ("bf16", rates.fp32 / rates.bf16)
+    return f"{name}, measured: {ratio:.3g} × as many FLOP/s as {other}"
 
 
 def _measured(machine: Machine) -> tuple[tuple[Ceilings, ...], str | None]:
