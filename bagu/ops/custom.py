@@ -114,12 +114,18 @@ def _returned(results: Sequence[torch.Tensor]) -> Any:
     return None if not results else results[0] if len(results) == 1 else tuple(results)
 
 
+def _resolved(values: Sequence[Any]) -> list[Any]:
+    """The values with pending negations and conjugations carried out: a kernel reads memory and would not see them."""
+    lazy = [isinstance(v, torch.Tensor) and (v.is_neg() or v.is_conj()) for v in values]
+    return [v.resolve_neg().resolve_conj() if late else v for v, late in zip(values, lazy, strict=True)]
+
+
 def _run_forward(spec: OpSpec, forward: Forward) -> Run:
     names, first = [a.name for a in spec.sig.inputs], spec.sig.inputs.index(spec.sig.tensors[0])
 
     def run(*values: Any) -> Any:
         with _on(values[first]):
-            return _returned(forward(**dict(zip(names, values, strict=True))))
+            return _returned(forward(**dict(zip(names, _resolved(values), strict=True))))
 
     return run
 
@@ -161,7 +167,7 @@ def _run_backward(spec: OpSpec, backward: Backward) -> Run:
     def run(needs: list[bool], *values: Any) -> Any:
         more = {"needs": dict(zip(spec.made, needs, strict=True))} if selective else {}
         with _on(values[0]):
-            grads = backward(**dict(zip(names, values, strict=True)), **more)
+            grads = backward(**dict(zip(names, _resolved(values), strict=True)), **more)
         return _returned([values[0].new_empty(0) if g is None else g for g in grads])  # an op returns tensors
 
     return run

@@ -1,4 +1,4 @@
-"""What conformance cannot say of swiglu, geglu, rope and the int8 pair: views are not copied, ties, tables, errors."""
+"""What conformance cannot say of swiglu, geglu, rope, transpose and the int8 pair: views, ties, tables, errors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from bagu.ops.geglu import geglu
 from bagu.ops.quantize_int8 import quantize_int8
 from bagu.ops.rope import rope, rope_tables
 from bagu.ops.swiglu import swiglu
+from bagu.ops.transpose import transpose
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ("torch", "triton")
@@ -124,3 +125,13 @@ def test_nothing_to_quantize(backend: str) -> None:
     for granularity, shape in (("tensor", (1,)), ("row", (0,)), ("channel", (6,))):
         q, scale = quantize_int8(torch.ones(0, 6, device=DEVICE), granularity, backend=backend)
         assert q.shape == (0, 6) and scale.shape == shape and not scale.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_transpose_carries_out_a_conjugation(backend: str, dtype: torch.dtype) -> None:
+    """`x.conj()` only sets a bit, which a kernel that reads memory does not see."""
+    x = torch.complex(randn(3, 5), randn(5, 3).T).to(dtype)
+    assert x.conj().is_conj()
+    want = torch.complex(x.real, -x.imag).T
+    assert torch.equal(torch.view_as_real(transpose(x.conj(), 0, 1, backend=backend)), torch.view_as_real(want))

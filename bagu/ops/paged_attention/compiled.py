@@ -28,14 +28,14 @@ class _Call(ctypes.Structure):
 def fits(q: torch.Tensor, pages: Pages) -> bool:
     """Whether the kernel has this dtype and these strides, and can be compiled here."""
     pools = (pages.k, pages.v)
-    dense = all(p.stride(3) == 1 and p.stride(0) == p.shape[1] * p.stride(1) for p in pools)
+    dense = all(p.stride(3) == 1 and p.stride(0) == p.shape[1] * p.stride(1) and not p.is_neg() for p in pools)
     return q.dtype in NAMES and dense and native.library(SOURCE) is not None
 
 
 def decode(window: int | None, scale: float, q: torch.Tensor, pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
     """out[S, H, E] and lse[S, H] of the last token of each sequence, q[S, H, D]."""
     (S, H, D), (_, B, G, E) = q.shape, pages.v.shape
-    q, tables, lengths = q.contiguous(), pages.tables.contiguous(), pages.lengths.contiguous()
+    q, tables, lengths = q.resolve_neg().contiguous(), pages.tables.contiguous(), pages.lengths.contiguous()
     out, lse = q.new_empty(S, H, E), q.new_empty(S, H, dtype=torch.float32)
     strides = (*pages.k.stride()[1:3], *pages.v.stride()[1:3])
     call = _Call(

@@ -108,7 +108,7 @@ def forward(
     x: torch.Tensor, dim0: int, dim1: int,
     *, rows: int | None = None, columns: int | None = None, num_warps: int | None = None,
 ) -> tuple[torch.Tensor]:  # fmt: skip
-    view = x.resolve_conj().resolve_neg().transpose(dim0, dim1)
+    view = x.transpose(dim0, dim1)
     y = torch.empty_like(view, memory_format=torch.contiguous_format)
     if not x.numel():
         return (y,)
