@@ -12,13 +12,15 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from bagu.errors import ConformanceError, UnknownName
+from bagu.ops.launch import interpreted_sms
+from bagu.ops.layouts import lay_out, raw_bytes
 from bagu.ops.signature import Dims, Signature, accumulator
 
 __all__ = ["Case", "Cost", "OpSpec", "Streams", "check"]
@@ -41,12 +43,18 @@ class Cost(NamedTuple):
 class Case:
     """One named input. `why` is the sentence printed when this case fails; `bench` marks a size worth timing.
 
-    `mixed` names `float` arguments that stay fp32 whatever the dtype under test. The other keywords are the case's
-    own parameters, read by the spec's `inputs` as `case["N"]`.
+    `mixed` names `float` arguments that stay fp32 whatever the dtype under test. `sms` is how many multiprocessors
+    Triton's interpreter claims to have, where a launcher needs many to take the branch this case is for. `frozen` names
+    inputs whose gradient nobody asks for. The other keywords are the case's own parameters, read by the spec's `inputs`
+    as `case["N"]`.
     """
 
-    def __init__(self, name: str, why: str, *, bench: bool = False, mixed: Sequence[str] = (), **params: Any) -> None:
-        self.name, self.why, self.bench, self.mixed, self.params = name, why, bench, tuple(mixed), params
+    def __init__(
+        self, name: str, why: str, *, bench: bool = False, mixed: Sequence[str] = (), frozen: Sequence[str] = (),
+        sms: int | None = None, **params: Any,
+    ) -> None:  # fmt: skip
+        self.name, self.why, self.bench, self.params = name, why, bench, params
+        self.mixed, self.frozen, self.sms = tuple(mixed), tuple(frozen), sms
 
     def __getitem__(self, key: str) -> Any:
         return self.params[key]
@@ -55,7 +63,8 @@ class Case:
         return self.params.get(key, default)
 
     def replace(self, **params: Any) -> Case:
-        return Case(self.name, self.why, bench=self.bench, mixed=self.mixed, **self.params | params)
+        kept: dict[str, Any] = {"bench": self.bench, "mixed": self.mixed, "frozen": self.frozen, "sms": self.sms}
+        return Case(self.name, self.why, **kept, **self.params | params)
 
     def __repr__(self) -> str:
         return self.name
@@ -80,6 +89,10 @@ class Streams:
     def integers(self, name: str, low: int, high: int, *shape: int) -> torch.Tensor:
         """int64 in [low, high)."""
         return torch.randint(low, high, shape, generator=self.generator(name), device=self.device)
+
+    def choice(self, name: str, usual: Any, *others: Any) -> Any:
+        """A scalar argument. `usual` is what callers pass and what is timed; a check draws any of the values."""
+        return (usual, *others)[zlib.crc32(repr((*self.key, name)).encode()) % (1 + len(others))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +210,13 @@ def nan_filled_memory() -> Iterator[None]:
 
 
 def check(
-    spec: OpSpec, case: Case, dtype: torch.dtype, fn: Callable[..., Outputs], *, device: torch.device | str = "cpu"
+    spec: OpSpec,
+    case: Case,
+    dtype: torch.dtype,
+    fn: Callable[..., Outputs],
+    *,
+    device: torch.device | str = "cpu",
+    layout: str = "packed",
 ) -> dict[str, float]:
     """Worst error, in ulps, of each output and gradient of `fn(**inputs)`; raises where one is too large.
 
@@ -206,26 +225,39 @@ def check(
     fp32, on these inputs and incoming gradients, and seven times on ones that are off by half an fp32 rounding (one
     run can be lucky). An integer result is judged against the reference's unrounded value: it may be half a step away.
     Inputs must come back unchanged, but for those that `spec.mutates` names: these are compared as results are.
+    `layout` is how `fn` finds its inputs and incoming gradients in memory, each with strides of its own (layouts.py).
     """
     streams = Streams(spec.name, case.name)
     rounded = spec.cast(case, spec.inputs(case, streams), dtype)
     spec.bind(rounded)
-    want = _run(spec, spec.reference, rounded, torch.float64, streams)
-    cost = [_run(spec, spec.reference, rounded, torch.float32, streams)]
-    cost += [_run(spec, spec.reference, rounded, torch.float32, streams, perturbation=i) for i in range(7)]
-    given = {k: v.to(device, copy=True) if isinstance(v, torch.Tensor) else v for k, v in rounded.items()}
-    with nan_filled_memory():
-        got = _run(spec, fn, given, None, streams)
-    for name, value in given.items():
-        if isinstance(value, torch.Tensor) and not torch.equal(
-            value.cpu().view(-1).view(torch.uint8), rounded[name].contiguous().view(-1).view(torch.uint8)
-        ):
+    reference = partial(_run, spec, case, spec.reference, streams=streams, layout=layout)
+    want = reference(rounded, torch.float64)
+    cost = [reference(rounded, torch.float32)]
+    cost += [reference(rounded, torch.float32, perturbation=i) for i in range(7)]
+    place = lambda v, i: lay_out(v.to(device), layout, i)  # noqa: E731
+    given = _placed(rounded, place)
+    with nan_filled_memory(), interpreted_sms(case.sms):
+        got = _run(spec, case, fn, given, None, streams=streams, layout=layout, place=place)
+    for name, fresh in _placed(rounded, place).items():
+        if isinstance(fresh, torch.Tensor) and not torch.equal(raw_bytes(given[name]), raw_bytes(fresh)):
             raise ConformanceError(f"{spec.name}[{case.name}]: the call changed its input {name}")
-    where = f"{spec.name}[{case.name} {case.params} {str(dtype)[6:]}]"
+    where = f"{spec.name}[{case.name} {case.params} {str(dtype)[6:]} {layout}]"
     return {
         name: _ulps(where, case, name, got[name], w, [c[name][0] for c in cost], spec.ulps_of.get(name, spec.ulps))
         for name, w in want.items()
     }
+
+
+Place = Callable[[torch.Tensor, int], torch.Tensor]  # a tensor and its position in the call -> the same in memory
+
+
+def _as_it_is(x: torch.Tensor, position: int) -> torch.Tensor:
+    return x
+
+
+def _placed(args: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """The arguments of a call, each tensor by itself in memory."""
+    return {k: place(v, i) if isinstance(v, torch.Tensor) else v for i, (k, v) in enumerate(args.items())}
 
 
 def _perturbed(value: torch.Tensor, streams: Streams, name: str, perturbation: int) -> torch.Tensor:
@@ -236,16 +268,20 @@ def _perturbed(value: torch.Tensor, streams: Streams, name: str, perturbation: i
 
 def _run(
     spec: OpSpec,
+    case: Case,
     fn: Callable[..., Outputs],
     args: Mapping[str, Any],
     dtype: torch.dtype | None,
-    streams: Streams,
     *,
+    streams: Streams,
+    layout: str,
+    place: Place = _as_it_is,
     perturbation: int | None = None,
 ) -> dict[str, tuple[torch.Tensor, torch.dtype]]:
     """Every output and gradient of one call, each with the dtype the signature gives it; floats cast to `dtype`.
 
-    With a `perturbation`, a number that seeds it, inputs and incoming gradients are `_perturbed` first.
+    `place` puts what is made here, mutated inputs and incoming gradients, where the call finds it. With
+    a `perturbation`, a number that seeds it, inputs and incoming gradients are `_perturbed` first.
     """
 
     def cast(name: str, v: torch.Tensor) -> torch.Tensor:
@@ -256,27 +292,37 @@ def _run(
 
     first = args[spec.sig.tensors[0].name]
     called = {
-        k: cast(k, v).detach().requires_grad_(k in spec.grads and v.is_floating_point())
+        k: cast(k, v).detach().requires_grad_(k in spec.grads and k not in case.frozen and v.is_floating_point())
         if isinstance(v, torch.Tensor)
         else v
         for k, v in args.items()
     }
-    called |= {k: called[k].clone() for k in spec.mutates}
+    called |= {k: place(called[k].clone(), list(args).index(k)) for k in spec.mutates}
     out = fn(**called)
     outputs = dict(zip((o.name for o in spec.sig.outputs), out if isinstance(out, tuple) else (out,), strict=True))
     given = args.get("dtype")
     results = {o.name: (outputs[o.name].detach(), o.result_dtype(first.dtype, given)) for o in spec.sig.outputs}
-    results |= {f"{k} afterwards": (called[k], args[k].dtype) for k in spec.mutates}
+    for k in spec.mutates:
+        if not torch.equal(raw_bytes(called[k]), raw_bytes(place(called[k].contiguous(), list(args).index(k)))):
+            raise ConformanceError(f"{spec.name}: the call wrote between the elements of {k}")
+        results[f"{k} afterwards"] = called[k], args[k].dtype
     leaves = [g for g in spec.grads if called[g] is not None and called[g].requires_grad]
     if leaves:
         flows = [outputs[name] for name in spec.differentiable]
         douts = [
-            cast(f"d{n}", streams.normal(f"d{n}", *y.shape).to(results[n][1])).to(y)
-            for n, y in zip(spec.differentiable, flows, strict=True)
+            place(cast(f"d{n}", _gradient(streams, n, y, results[n][1], layout)).to(y), len(args) + i)
+            for i, (n, y) in enumerate(zip(spec.differentiable, flows, strict=True))
         ]
         grads = torch.autograd.grad(flows, [called[g] for g in leaves], douts)
         results |= {f"d{g}": (v, args[g].dtype) for g, v in zip(leaves, grads, strict=True)}
     return results
+
+
+def _gradient(streams: Streams, name: str, y: torch.Tensor, dtype: torch.dtype, layout: str) -> torch.Tensor:
+    """The gradient that comes in for the output y, rounded to `dtype`."""
+    repeated = layout == "repeated" and y.ndim > 0
+    shape = (1, *y.shape[1:]) if repeated else y.shape
+    return streams.normal(f"d{name}", *shape).to(dtype).to(y).expand(y.shape)
 
 
 def _ulps(

@@ -81,6 +81,9 @@ class MetaStreams(Streams):
     def integers(self, name: str, low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int64, device="meta")
 
+    def choice(self, name: str, usual: Any, *others: Any) -> Any:
+        return usual
+
 
 def kernels(spec: OpSpec, dtype: torch.dtype = torch.bfloat16, backend: str = "triton") -> list[Kernel]:
     """Compile everything `spec` launches at its bench cases; the same launch is compiled once."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 
 __all__ = [
-    "alike", "as_rows", "blocks", "fp32_pair", "next_power_of_2", "num_sms", "splits", "triton_acc", "vector", "walk",
+    "alike", "as_rows", "blocks", "fp32_pair", "interpreted_sms", "next_power_of_2", "num_sms", "splits", "triton_acc",
+    "vector", "walk",
 ]  # fmt: skip
 
 H200_SMS = 132  # assumed where there is no device to ask: the interpreter, meta tensors, the compile gate
@@ -79,8 +82,23 @@ def splits(M: int, N: int, vec: int, sms: int) -> tuple[tuple[int, int], int]:
 def num_sms(device: torch.device) -> int:
     """How many programs run at once, at one per multiprocessor."""
     if device.type != "cuda":
-        return H200_SMS if device.type == "meta" else 2  # in the interpreter, few programs with many rows each
+        return H200_SMS if device.type == "meta" else _interpreted_sms
     return _sms(device.index if device.index is not None else torch.cuda.current_device())
+
+
+_interpreted_sms = 2  # few programs with many rows each: every loop over rows runs, at little cost
+
+
+@contextmanager
+def interpreted_sms(count: int | None) -> Iterator[None]:
+    """Inside, Triton's interpreter claims this many multiprocessors; None leaves the number as it is."""
+    global _interpreted_sms
+    before = _interpreted_sms
+    _interpreted_sms = before if count is None else count
+    try:
+        yield
+    finally:
+        _interpreted_sms = before
 
 
 @cache

@@ -53,6 +53,9 @@ class BenchStreams(Streams):
             return torch.empty(shape, dtype=torch.int64, device="meta")
         return super().integers(name, low, high, *shape)
 
+    def choice(self, name: str, usual: Any, *others: Any) -> Any:
+        return usual
+
 
 def bench_inputs(spec: OpSpec, case: Case, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
     """The arguments of a call at this case."""

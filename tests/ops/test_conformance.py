@@ -6,39 +6,20 @@ fp16; on a GPU they are compiled and run in every dtype.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 
 from bagu.ops.catalogue import SPECS
-from bagu.ops.core import Case, OpSpec, Streams, check
+from bagu.ops.core import OpSpec, Streams, check
 from bagu.ops.custom import paired
 from bagu.ops.dispatch import call, load_op
-
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-ALL = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def dtypes(backend: str) -> tuple[torch.dtype, ...]:
-    return ALL if GPU or backend == "torch" else ALL[:2]
-
-
-def small(spec: OpSpec) -> list[Case]:
-    return [c for c in spec.cases if not c.bench]
-
-
-def tunings(spec: OpSpec, backend: str) -> list[tuple[str, dict[str, Any]]]:
-    """Each point of each function's TUNABLE space."""
-    space = getattr(spec.module(backend), "TUNABLE", {})
-    return [(f, dict(zip(s, p, strict=True))) for f, s in space.items() for p in itertools.product(*s.values())]
-
+from tests.ops.points import DEVICE, Point, looked_through, other_points, points, tunings
 
 POINTS = [
-    pytest.param(s, b, c, d, id=f"{s.name}-{b}-{c}-{str(d)[6:]}")
-    for s in SPECS.values() for b in s.backends for c in small(s) for d in dtypes(b)
+    pytest.param(s, b, p, id=f"{s.name}-{b}-{p}")
+    for s in SPECS.values() for b in s.backends for p in points(s, b)
 ]  # fmt: skip
 TUNINGS = [
     pytest.param(s, b, f, t, id=f"{s.name}-{b}-{f}-{'-'.join(map(str, t.values()))}")
@@ -51,9 +32,13 @@ PAIRS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("spec, backend, case, dtype", POINTS)
-def test_conformance(spec: OpSpec, backend: str, case: Case, dtype: torch.dtype) -> None:
-    check(spec, case, dtype, lambda **args: call(spec, backend, **args), device=DEVICE)
+@pytest.mark.parametrize("spec, backend, point", POINTS)
+def test_conformance(spec: OpSpec, backend: str, point: Point) -> None:
+    if (backend, point.dtype) == ("torch", torch.float16):
+        run = looked_through(spec, spec.torch_backend)
+    else:
+        run = lambda **args: call(spec, backend, **args)  # noqa: E731
+    check(spec, point.case, point.dtype, run, device=DEVICE, layout=point.layout)
 
 
 @pytest.mark.parametrize("spec, backend, function, tuning", TUNINGS)
@@ -126,17 +111,7 @@ def test_opcheck(spec: OpSpec, backend: str) -> None:
 
 
 @pytest.mark.parametrize("spec, backend", BACKENDS)
-def test_any_stride_gives_the_same_bits(spec: OpSpec, backend: str) -> None:
-    """Each tensor as every second element of a wider one, transposed in memory, and with a gap after each row."""
-    args = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in arguments(spec, torch.float32).items()}
-    want = tensors(call(spec, backend, **args))
-    layouts = (
-        lambda v: v.repeat_interleave(2, -1)[..., ::2],
-        lambda v: v.mT.contiguous().mT if v.ndim > 1 else v,
-        lambda v: torch.cat([v, v], -1)[..., : v.shape[-1]],
-        lambda v: torch.stack([v, v], 1)[:, 0] if v.ndim > 1 else v,
-    )
-    for lay in layouts:
-        laid = {k: lay(v) if isinstance(v, torch.Tensor) and v.ndim else v for k, v in args.items()}
-        for y, z in zip(want, tensors(call(spec, backend, **laid)), strict=True):
-            torch.testing.assert_close(z, y, rtol=0 if backend != "torch" else 1e-5, atol=1e-6, equal_nan=True)
+def test_inputs_and_gradients_may_have_any_layout(spec: OpSpec, backend: str) -> None:
+    """Layouts without unit stride, with heads before tokens, with a negation pending, with a gradient of stride 0."""
+    for case, dtype, layout in other_points(spec):
+        check(spec, case, dtype, lambda **args: call(spec, backend, **args), device=DEVICE, layout=layout)

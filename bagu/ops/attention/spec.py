@@ -74,7 +74,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         "max_len": case.get("max_len", max(lengths)),
         "causal": case.get("causal", True),
         "window": case.get("window", None),
-        "scale": case.get("scale", None),
+        "scale": case.get("scale", streams.choice("scale", None, 0.2)),
     }
 
 

@@ -35,7 +35,9 @@ def reference(x: torch.Tensor, up: torch.Tensor | None, approximate: str) -> tor
 
 
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
-    return gated.inputs(case, streams) | {"approximate": case.get("approximate", "tanh")}
+    return gated.inputs(case, streams) | {
+        "approximate": case.get("approximate", streams.choice("approximate", "tanh", "none"))
+    }
 
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:

@@ -30,7 +30,8 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     if "plant" in case.params:
         x[0, N // 2] = case["plant"]
     b = 0.5 * streams.normal("b", N) if case.get("bias", True) else None
-    return {"x": x, "w": 1 + 0.1 * streams.normal("w", N), "b": b, "eps": 1e-5}
+    eps = case.get("eps", streams.choice("eps", 1e-5, 0.02, 0.7))
+    return {"x": x, "w": 1 + 0.1 * streams.normal("w", N), "b": b, "eps": eps}
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
@@ -64,10 +65,14 @@ SPEC = OpSpec(
         Case("no_bias", "the bias is absent, and so is its gradient", M=5, N=100, bias=False),
         Case("batched", "the leading dims are several, and are folded into rows", lead=(2, 3), N=40),
         Case("single", "there is no leading dim at all: one row", lead=(), N=24),
+        Case("empty", "there is no row", M=0, N=24),
+        Case("empty_no_bias", "there is no row and no bias", M=0, N=24, bias=False),
+        Case("alone", "a row fills a program by itself", M=3, N=5000),
+        Case("crowd", "more programs share the weight's gradient than one block adds up", M=300, N=600, sms=80),
         Case("narrow", "rows are short and many, so one program owns several of them", M=67, N=3),
         Case("point", "N = 1 has no spread: y is the bias and dx is zero", M=64, N=1),
         Case("offset", "E[x^2] - E[x]^2 loses the spread of 1 beside a mean of 1,000", M=6, N=200, offset=1e3),
-        Case("faint", "the variance is near eps, so a kernel that drops eps shows it", M=4, N=48, scale=1e-3),
+        Case("faint", "the variance is near eps, so a kernel that drops eps shows it", M=4, N=48, scale=1e-3, eps=1e-5),
         Case("loud", "x^2 is past fp16's largest value, so squaring must happen in fp32", M=4, N=48, scale=1e3),
         Case("flat", "the row is constant and only eps keeps it finite", M=3, N=16, offset=3.0, scale=0.0),
         Case("mixed", "weight and bias stay fp32 beside 16-bit activations", M=6, N=72, mixed=["w", "b"]),
@@ -83,8 +88,9 @@ SPEC = OpSpec(
             M=6,
             N=16496,
             offset=1e3,
+            eps=0.3,
         ),
-        Case("wide_crooked", "walked rows start anywhere: a body is walked, its ends are apart", M=3, N=16503),
+        Case("wide_no_bias", "walked rows start anywhere, and there is no bias", M=3, N=16503, eps=0.3, bias=False),
         Case("gpt3_6_7b", "the hidden size of GPT-3 6.7B at 16k tokens", bench=True, M=16384, N=4096),
         Case("opt_66b", "twice the width: a row takes half a multiprocessor's registers", bench=True, M=16384, N=8192),
         Case("opt_13b", "a 5120-wide row is no power of two", bench=True, M=16384, N=5120),

@@ -23,6 +23,9 @@ from bagu.ops.cross_entropy.torch_backend import target_logits
 from bagu.ops.linear_cross_entropy import torch_backend
 from bagu.ops.signature import Dims
 
+IGNORED = -100  # as a target of a case: the index that the case ignores, whichever it is
+ALL, NAN = ..., float("nan")
+
 
 def reference(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
@@ -37,15 +40,16 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     lead, D, V = case.get("lead", (case.get("M", 1),)), case["D"], case["V"]
     hidden = case.get("scale", 1.0) * streams.normal("hidden", *lead, D)
     targets = streams.integers("targets", 0, V, *lead)
+    ignore_index = case.get("ignore_index", streams.choice("ignore_index", IGNORED, -7))
     for row, word in case.get("targets", {}).items():
-        targets[row] = word
+        targets[row] = ignore_index if word == IGNORED else word
     for row, feature, value in case.get("plant", ()):
         hidden[row, feature] = value
     return {
         "hidden": hidden,
         "weight": D**-0.5 * streams.normal("weight", V, D),
         "targets": targets.to(case.get("index", torch.int64)),
-        "ignore_index": case.get("ignore_index", -100),
+        "ignore_index": ignore_index,
         "memory": case.get("memory", None),
     }
 
@@ -71,11 +75,10 @@ def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
     return Cost(flops=6 * M * D * V, bytes=2 * (M * D + V * D) * itemsize + 20 * M)
 
 
-ALL, NAN = ..., float("nan")
 CASES = [
-    Case("even", "two chunks of tokens, and one target is ignored", M=4, D=8, V=32, memory=256, targets={2: -100}),
+    Case("even", "two chunks of tokens, and one target is ignored", M=4, D=8, V=32, memory=256, targets={2: IGNORED}),
     Case("ragged", "three chunks, the last shorter, rows that fill no block", M=7, D=13, V=123, memory=1500,
-         targets={1: -100}),
+         targets={1: IGNORED}),
     Case("whole", "the budget holds all logits, so there is one chunk", M=6, D=24, V=80),
     Case("batched", "the leading dims are several, and a chunk may end inside one", lead=(2, 3), D=8, V=40, memory=700),
     Case("single", "there is no leading dim at all: one token", lead=(), D=12, V=24),
@@ -84,15 +87,20 @@ CASES = [
     Case("point", "a vocabulary of one word: the logsumexp is the logit", M=5, D=9, V=1),
     Case("loud", "exp of these logits overflows unless the maximum is taken off", M=6, D=16, V=77, scale=300.0),
     Case("ignored", "every target is ignored: results and gradients are 0", M=4, D=8, V=33, memory=300,
-         targets={ALL: -100}),
+         targets={ALL: IGNORED}),
     Case("padding", "the ignored word is one of the vocabulary", M=6, D=8, V=20, ignore_index=3,
          targets={0: 3, 1: 0, 4: 3}),
     Case("outside", "a target outside the vocabulary reads no memory and gives a NaN logit", M=5, D=8, V=20,
          targets={0: 20, 1: -1, 2: 2**40, 3: 19}),
     Case("int32", "targets may be int32, the ignored one among them", M=4, D=8, V=50, index=torch.int32,
-         targets={3: -100}),
+         targets={3: IGNORED}),
     Case("nan", "a NaN spoils its own token and, through the sum over tokens, the weight's gradient", M=4, D=8, V=33,
          plant=[(1, 3, NAN)]),
+    Case("frozen_head", "no gradient of the weight is asked for: one product less", M=6, D=8, V=40, memory=700,
+         frozen=["weight"]),
+    Case("frozen_body", "no gradient of the hidden states is asked for", M=6, D=8, V=40, frozen=["hidden"]),
+    Case("frozen", "no gradient is asked for at all", M=6, D=8, V=40, frozen=["hidden", "weight"]),
+    Case("empty", "there is no token: the weight's gradient is 0", M=0, D=8, V=24),
     Case("wide", "a row is several blocks, written over itself in 16 bits", M=3, D=4, V=9001),
     Case("split", "few long rows, so a row is read by several programs", M=2, D=2, V=40003, targets={0: 40002}),
 ]  # fmt: skip

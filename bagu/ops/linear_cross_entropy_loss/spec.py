@@ -43,9 +43,9 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     spread = 0.0 if case.bench else 0.5  # other libraries weigh all tokens alike
     return args | {
         "token_weights": (1 + spread * streams.normal("token_weights", *args["targets"].shape)) / M,
-        "z_loss": case.get("z_loss", 0.0),
-        "grad_hidden": True,
-        "grad_weight": True,
+        "z_loss": case.get("z_loss", streams.choice("z_loss", 0.0, 0.05)),
+        "grad_hidden": "hidden" not in case.frozen,
+        "grad_weight": "weight" not in case.frozen,
     }
 
 
@@ -89,7 +89,7 @@ SPEC = OpSpec(
     peers=True,
     cases=[
         *(c.replace(z_loss=0.01) if c.name == "even" else c for c in head.CASES),
-        Case("z", "the z-loss pulls every logsumexp to 0", M=6, D=8, V=40, z_loss=0.1, targets={2: -100}),
+        Case("z", "the z-loss pulls every logsumexp to 0", M=6, D=8, V=40, z_loss=0.1, targets={2: head.IGNORED}),
         Case("mixed", "token weights stay fp32 beside 16-bit activations", M=6, D=8, V=40, mixed=["token_weights"]),
         *head.BENCH,
     ],

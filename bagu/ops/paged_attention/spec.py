@@ -102,7 +102,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         "max_len": max(new for _, new in plan) + case.get("slack", 0),
         "max_context": max(contexts) + case.get("slack", 0),
         "window": case.get("window", None),
-        "scale": case.get("scale", None),
+        "scale": case.get("scale", streams.choice("scale", None, 0.2)),
     }
 
 

@@ -54,7 +54,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         "cos": 2 * streams.uniform("cos", P, R) - 1,
         "sin": 2 * streams.uniform("sin", P, R) - 1,
         "positions": streams.integers("positions", 0, P, *lead) if case.get("positions", False) else None,
-        "layout": case.get("layout", "half"),
+        "layout": case.get("layout", streams.choice("layout", "half", "interleaved")),
     }
 
 
@@ -101,7 +101,8 @@ SPEC = OpSpec(
     peers=True,
     cases=[
         Case("even", "powers of two need no masks, so a failure here is the math", T=4, H=2, D=16, R=8),
-        Case("ragged", "no side is a multiple of a block", T=5, H=3, D=23, R=9, P=40, positions=True),
+        Case("ragged", "no side is a multiple of a block, and a head is more than a small block", T=5, H=3, D=143,
+             R=70, P=40, positions=True),
         Case("batched", "positions start again in each batch", lead=(2, 5), P=9, **HEAD),
         Case("positions", "each token has a position of its own", lead=(2, 5), P=300, positions=True, **HEAD),
         Case("deep", "three token dims are folded into two", lead=(2, 3, 4), H=1, D=8, R=4, positions=True, P=11),
@@ -113,6 +114,7 @@ SPEC = OpSpec(
         Case("partial", "only the first quarter of a head is turned", T=3, H=4, D=64, R=8, positions=True, P=50),
         Case("one_head", "a head is less than a program's share, so it owns several tokens", T=67, H=1, D=8, R=4),
         Case("many_heads", "the heads of one token are several programs", T=2, H=130, D=66, R=33),
+        Case("empty", "there is no token", T=0, H=2, D=16, R=8, P=3),
         Case("pair", "the smallest head: one pair", T=9, H=5, D=2, R=1, layout="interleaved"),
         Case("mixed", "the tables stay fp32 beside 16-bit activations", T=8, H=4, D=32, R=16, mixed=["cos", "sin"]),
         Case("loud", "a sum past fp16's largest value is an infinity, one below is not", T=4, scale=2e4, **HEAD),

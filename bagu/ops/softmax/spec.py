@@ -53,7 +53,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         lengths = streams.integers("lengths", 1, N + 1, *lead)
         if case.get("blind", False):
             lengths[-1], lengths[-2] = N + 5, 0  # a last row that is lost shows
-    return {"x": x, "scale": case.get("scale", 1.0), "mask": mask, "lengths": lengths}
+    return {"x": x, "scale": case.get("scale", streams.choice("scale", 1.0, 0.4)), "mask": mask, "lengths": lengths}
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
@@ -92,7 +92,12 @@ SPEC = OpSpec(
         Case("odd", "the tail of an odd row must not enter the maximum or the sum", M=5, N=77, scale=0.5),
         Case("padded", "lengths alone: none, some, all and more than all columns", M=6, N=50, lengths=True, blind=True),
         Case("batched", "the leading dims are several, and are folded into rows", lead=(2, 3), N=40, mask=True),
+        Case("shared", "one mask serves several batches, with stride 0", lead=(2, 1, 3), N=40, mask=True,
+             mask_lead=(3,)),
+        Case("many_dims", "more leading dims with gaps than a kernel walks", lead=(2, 2, 2, 3), N=20, mask=True),
         Case("single", "there is no leading dim at all: one row", lead=(), N=24),
+        Case("empty", "there is no row", M=0, N=24),
+        Case("alone", "a row fills a program by itself", M=3, N=5000),
         Case("narrow", "rows are short and many, so one program owns several of them", M=67, N=2),
         Case("point", "N = 1 makes y one and dx zero", M=64, N=1),
         Case("flipped", "a negative scale must not let hidden columns win", M=5, N=33, mask=True, scale=-2.0),

@@ -1,0 +1,35 @@
+"""What the cases of a spec must exercise together."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import pytest
+
+from bagu.ops.catalogue import SPECS
+from bagu.ops.core import OpSpec, Streams
+from tests.ops.points import small
+
+SCALARS = [pytest.param(s, a.name, id=f"{s.name}-{a.name}") for s in SPECS.values() for a in s.sig.scalars]
+
+
+def far(value: Any, usual: Any) -> bool:
+    """Whether a result would show it if `usual` stood in for `value`."""
+    if any(v is None or isinstance(v, bool | str) for v in (value, usual)):
+        return value != usual
+    return abs(value - usual) >= 0.3 * max(abs(value), abs(usual)) > 0
+
+
+@pytest.mark.parametrize("spec, scalar", SCALARS)
+def test_every_scalar_argument_takes_a_value_far_from_the_usual_one(spec: OpSpec, scalar: str) -> None:
+    """An op that ignores it would pass otherwise."""
+    values = [spec.inputs(case, Streams(spec.name, case.name))[scalar] for case in small(spec)]
+    usual = statistics.mode(values)
+    assert any(far(value, usual) for value in values), f"always about {usual}"
+
+
+@pytest.mark.parametrize("spec", [pytest.param(s, id=s.name) for s in SPECS.values()])
+def test_the_names_of_the_cases_of_an_op_differ(spec: OpSpec) -> None:
+    names = [case.name for case in spec.cases]
+    assert len(names) == len(set(names))
