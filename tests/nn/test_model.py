@@ -327,9 +327,12 @@ def test_a_model_made_on_meta_runs_once_its_weights_are_there() -> None:
 @pytest.mark.parametrize("positions", [Rope(), Alibi(), T5Relative(), Sinusoidal()], ids=lambda p: p.kind)
 def test_generation_under_inference_mode_leaves_the_model_trainable(positions: Any) -> None:
     model = make(small(positions=positions))
+    want = torch.autograd.grad(loss(model, packed([9])), list(model.parameters()))
+    fresh = make(small(positions=positions))
     with torch.inference_mode():
-        model(*packed([9]))
-    loss(model, packed([9])).backward()
+        fresh(*packed([9]))
+    got = torch.autograd.grad(loss(fresh, packed([9])), list(fresh.parameters()))
+    assert want and all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")

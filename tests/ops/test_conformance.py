@@ -69,12 +69,10 @@ def tensors(out: Any) -> tuple[torch.Tensor, ...]:
     return out if isinstance(out, tuple) else (out,)
 
 
-@pytest.mark.parametrize("spec, backend", BACKENDS)
+@pytest.mark.parametrize("spec, backend", [p for p in BACKENDS if p.values[0].grads])
 def test_gradcheck_in_fp64(spec: OpSpec, backend: str) -> None:
     args = arguments(spec, torch.float64)
     leaves = {k: v for k, v in args.items() if k in spec.grads and v is not None}
-    if not leaves:
-        return
     names = [o.name for o in spec.sig.outputs]
 
     def fn(*values: torch.Tensor) -> list[torch.Tensor]:

@@ -71,7 +71,7 @@ def test_a_compiler_and_a_subclass_are_told_apart_from_a_plain_tensor() -> None:
     assert not eager.plain(draw().as_subclass(Other)) and not eager.plain(torch.empty(1, device="meta"))
 
 
-def test_bf16_products_are_exact_and_the_setting_comes_back() -> None:
+def test_bf16_products_are_summed_in_fp32_and_the_setting_comes_back() -> None:
     """oneDNN multiplies bf16 values as they are and sums in fp32; an fp32 product afterwards is an fp32 product."""
     a, b = draw(torch.bfloat16), draw(torch.bfloat16).T
     before = torch.backends.mkldnn.matmul.fp32_precision, torch.get_float32_matmul_precision()
@@ -86,7 +86,7 @@ def test_bf16_products_are_exact_and_the_setting_comes_back() -> None:
 
 def test_a_failed_product_leaves_the_setting_as_it_was() -> None:
     before = torch.backends.mkldnn.matmul.fp32_precision
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         cpu_gemm.mm(draw(torch.bfloat16), draw(torch.bfloat16))
     assert torch.backends.mkldnn.matmul.fp32_precision == before
 

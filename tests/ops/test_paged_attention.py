@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bagu import native, ops
@@ -71,8 +71,7 @@ def test_the_dense_path_gives_what_the_cpu_path_gives(
     plan: list[tuple[int, int]], window: int | None, alibi: bool
 ) -> None:
     made = pools(plan, 4, 0)["call"]
-    if not len(made["q"]):
-        return
+    assume(len(made["q"]))
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if alibi else None
     pages = Pages(*(made[n] for n in ("k_cache", "v_cache", "block_tables", "context_lens", "max_context")))
     shape = Shape(causal=True, window=window, slopes=slopes)

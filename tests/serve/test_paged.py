@@ -52,7 +52,7 @@ def test_a_bidirectional_model_has_no_cache() -> None:
 
 def test_settings_that_cannot_be_are_refused() -> None:
     for wrong in ({"block_size": 0}, {"max_num_batched_tokens": 8}, {"gpu_memory_utilization": 1.5}):
-        with pytest.raises(ArgumentError):
+        with pytest.raises(ArgumentError, match=next(iter(wrong))):
             EngineConfig(**wrong)
     with pytest.raises(ArgumentError, match="invariant"):
         EngineConfig(quantization="int8", invariant=True)

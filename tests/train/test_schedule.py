@@ -58,5 +58,5 @@ def test_shapes() -> None:
 
 def test_options_without_effect_are_refused() -> None:
     for wrong in ({"kind": "cosine", "decay_share": 0.1}, {"kind": "constant", "final": 0.1}, {"warmup_steps": -1}):
-        with pytest.raises(ArgumentError):
+        with pytest.raises(ArgumentError, match=list(wrong)[-1]):
             ScheduleConfig(**wrong)
