@@ -1,12 +1,22 @@
-"""Planted bugs: a Triton backend's kernels, each with one thing made wrong.
+"""Planted bugs: the source of a backend with one thing made wrong. Conformance must notice each of them.
 
+In kernels:
     zero        a store writes zeros: a lost output, a zero gradient
     short       a bound `a < N` becomes `a < N - 1`: a lost last row or column
-    no eps      `… + eps` loses the eps
     max         a sum becomes a maximum
-    no select   `tl.where(c, a, b)` becomes a: a mask that masks nothing
+    one trip    a loop over rows, blocks or programs ends after its first trip
+    stride      the stride of another tensor is used
+In kernels and in the torch backends:
+    no eps      `… + eps` loses the eps
+    no select   `where(c, a, b)` becomes a: a mask that masks nothing
+In launchers and in the torch backends:
+    default     a scalar argument is ignored, and the usual value is used
+In launchers:
+    packed      the stride of a tensor becomes what it would be without gaps
+    swapped     the stride of a tensor becomes that of its neighbour
 
-Conformance must notice each of them. Mutants that mean the same as the original are named in EQUIVALENT, with why.
+A bug counts as caught if a comparison of `check` fails at some point of conformance, in any op that can reach the
+function. One that ends in another error or kills its process is not: see `Verdict`.
 """
 
 from __future__ import annotations
@@ -16,226 +26,273 @@ import copy
 import importlib
 import importlib.util
 import itertools
+import json
 import os
+import signal
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
-from bagu.ops.core import OpSpec, check
-from bagu.ops.custom import paired
+from bagu.errors import ConformanceError
+from bagu.ops import core
+from bagu.ops.catalogue import SPECS
+from bagu.ops.core import OpSpec, Streams, check
+from tests.ops import sources
+from tests.ops.points import Point, points, run_as
 
-UNUSED = "without label smoothing the plain sums are unused, and padded rows have no head"
-CPU_NAN = "a NaN becomes the integer 0 on a CPU, as it should; on a GPU it would not"
-SELECT = "no select: rsqrt: tl.where((x > 0.0) & (x < float('inf')), r + r * (0.5 - 0.5 * (x * r) * r), r)"
-NO_INF = "a variance is NaN before it is infinite, and eps keeps it from 0"
-FINITE = "dy is finite in every case; test_softmax plants NaN in it"
-AHEAD = "a program has one row unless it is tuned otherwise: test_every_tuning has odd rows too"
-EQUIVALENT = {  # (op, mutant) -> why no test can see it
-    **{
-        (op, "short: rsqrt: x < float('inf')"): "inf - 1 is inf"
-        for op in ("add_rms_norm", "group_norm", "layer_norm", "rms_norm")
-    },
-    **{
-        ("rms_norm", f"zero: {kernel}: tl.store(s_ptr + {store})"): "RMSNorm has no addend"
-        for kernel, store in (
-            ("_forward", "row + n, s, real"),
-            ("_forward", "m * N + at, ends, last"),
-            ("_forward_wide", "first + at, ends, end"),
-            ("_forward_wide", "row + i, x, real"),
-        )
-    },
-    **{
-        (op, "zero: _shift: tl.store(shifted_b_ptr + k * step + n, tl.load(b_ptr + (n + k) % N))"): "no bias"
-        for op in ("rms_norm", "add_rms_norm", "dequantize_int8")
-    },
-    **{(op, "short: _forward: ahead < M"): AHEAD for op in ("rms_norm", "add_rms_norm")},
-    ("softmax", "no select: _heard: tl.where(y != 0, dy, 0.0)"): FINITE,
-    ("softmax", "no select: _backward: tl.where(y != 0, dy, 0.0)"): FINITE,
-    ("softmax", "no select: _backward: tl.where(y_ends != 0, dy_ends, 0.0)"): FINITE,
-    (
-        "softmax",
-        "no select: _backward_wide: tl.where(y_ends != 0, tl.load(dy_ptr + first + at, end, 0.0).to(ACC), 0.0)",
-    ): FINITE,
-    ("softmax", "no select: _weigh: tl.where(y != 0, dy, 0.0)"): FINITE,
-    ("group_norm", SELECT): NO_INF,
-    ("layer_norm", SELECT): NO_INF,
-    **{
-        ("linear_cross_entropy", mutant): UNUSED
-        for mutant in (
-            "no select: _ends: tl.where(e >= G, last * G + e - G, e)",
-            "short: _ends: at < first * G",
-            "short: _ends: e < G",
-            "max: _forward: tl.sum(plain, axis=0)",
-            "max: _forward: tl.sum(tl.where(mine, ends, 0.0), axis=0)",
-            "max: _forward: tl.sum(tl.where(real, x, 0.0), axis=1)",
-            "zero: _forward: tl.store(part + 2, flat)",
-            "no select: _forward: tl.where(mine, ends, 0.0)",
-            "no select: _forward: tl.where(real, x, 0.0)",
-            "max: _combine: tl.sum(tl.load(part + 2, s < splits, 0.0), axis=0)",
-            "short: _combine: s < splits",
-        )
-    },
-    ("batch_norm", "short: _statistics: m2 < 0.0"): "a guard against rounding, not an index bound",
-    ("group_norm", "short: _statistics: m2 < 0.0"): "a guard against rounding, not an index bound",
-    ("quantize_int8", "short: apart: e < VEC"): "it reads a column of the body twice, which changes no maximum",
-    **{
-        (op, "short: apart: BLOCK_N + e < N"): "only of odd rows is anything apart"
-        for op in ("quantize_int8", "softmax")
-    },
-    ("quantize_int8", "no select: _inverse: tl.where(scale > 0.0, scale, float('inf'))"): CPU_NAN,
-    ("quantize_int8", "no select: _rounded: tl.where(inverse > 0.0, q, 0)"): CPU_NAN,
-}
+SECONDS = 300  # for all points of an op with one mutant; past this it counts as dead
 
 
 @dataclass(frozen=True)
 class Mutant:
+    backend: str
     kind: str
-    kernel: str
-    was: str  # the source that was changed
     module: str
+    function: str
+    was: str  # the source that was changed
     source: str  # the whole module, changed
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.kernel}: {self.was}"
+        return f"{self.module.removeprefix('bagu.ops.')}: {self.kind}: {self.function}: {self.was}"
 
 
-def mutants(spec: OpSpec) -> Iterator[Mutant]:
-    """Every mutant of every kernel of an op: those its imports lead to, then those in its Triton backend.
-
-    Kernels of another op are that op's business, unless this one has none of its own.
-    """
-    return _led_to(backend_module(spec), None)
-
-
-def _led_to(module: str, wanted: set[str] | None) -> Iterator[Mutant]:
-    own = list(_of_module(module, wanted))
-    for node in ast.walk(ast.parse(_source(module))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bagu.ops."):
-            names = {a.name for a in node.names}
-            if not str(node.module).endswith(".triton_backend"):
-                yield from _of_module(str(node.module), names)
-            elif not own:
-                yield from _led_to(str(node.module), names)
-    yield from own
-
-
-def backend_module(spec: OpSpec) -> str:
-    return f"bagu.ops.{spec.name}.triton_backend"
-
-
-def _of_module(module: str, wanted: set[str] | None) -> Iterator[Mutant]:
-    """The mutants of a module's @triton.jit functions; only of those that the `wanted` names lead to."""
-    tree = ast.parse(_source(module))
-    reached = _reached(tree, wanted) if wanted is not None else None
-    for at, node in enumerate(tree.body):
-        if not isinstance(node, ast.FunctionDef) or not any("jit" in ast.unparse(d) for d in node.decorator_list):
-            continue
-        if reached is not None and node.name not in reached:
+def mutants(backend: str, module: str) -> Iterator[Mutant]:
+    """Every mutant of the functions of a module that ops with this backend can reach."""
+    whole = sources.tree(module)
+    reached = {node.name for node in sources.functions(module, backend)}
+    for at, node in enumerate(whole.body):
+        if not isinstance(node, sources.Function) or node.name not in reached:
             continue
         for i, inner in enumerate(ast.walk(node)):
-            for kind in _kinds(inner):
-                changed = copy.deepcopy(tree)
+            for kind, replacement in _changes(inner, node, backend, module):
+                changed = copy.deepcopy(whole)
                 target = next(itertools.islice(ast.walk(changed.body[at]), i, None))
-                was = ast.unparse(target)
-                _apply(kind, target)
-                yield Mutant(kind, node.name, was, module, ast.unparse(ast.fix_missing_locations(changed)))
+                _become(target, replacement)
+                text = ast.unparse(ast.fix_missing_locations(changed))
+                yield Mutant(backend, kind, module, node.name, ast.unparse(inner), text)
 
 
-def _reached(tree: ast.Module, wanted: set[str]) -> set[str]:
-    """The top-level names of a module that these lead to, themselves included."""
-    uses = {
-        name: {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} for node in tree.body for name in _defines(node)
-    }
-    reached, new = set(), set(wanted)
-    while new:
-        reached |= new
-        new = {u for name in new for u in uses.get(name, ())} - reached
-    return reached
+def _become(node: ast.AST, other: ast.AST) -> None:
+    """Turn a node into another one, in place."""
+    node.__class__ = other.__class__  # type: ignore[assignment]
+    node.__dict__ = other.__dict__
 
 
-def _defines(node: ast.stmt) -> list[str]:
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.Assign):
-        return [t.id for t in node.targets if isinstance(t, ast.Name)]
-    return []
+def _expression(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
+
+
+def _changes(node: ast.AST, function: sources.Function, backend: str, module: str) -> Iterator[tuple[str, ast.expr]]:
+    """(kind, what the node becomes) of each bug that can be planted at this node."""
+    kernel = backend == "triton" and sources.is_kernel(function)
+    if kernel:
+        yield from _in_kernel(node, function)
+    if kernel or backend == "torch":
+        yield from _in_formula(node)
+    if not kernel:
+        yield from _in_host_code(node, function, backend, module)
+
+
+def _in_kernel(node: ast.AST, function: sources.Function) -> Iterator[tuple[str, ast.expr]]:
+    text = ast.unparse(node) if isinstance(node, ast.expr) else ""
+    if _calls(node, "tl.store"):
+        assert isinstance(node, ast.Call)
+        where, value, *rest = map(ast.unparse, node.args)
+        yield "zero", _expression(f"tl.store({', '.join([where, f'({value}) * 0', *rest])})")
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Lt):
+        yield "short", _expression(f"({ast.unparse(node.left)}) < ({ast.unparse(node.comparators[0])}) - 1")
+    if _calls(node, "tl.sum"):
+        yield "max", _expression(text.replace("tl.sum", "tl.max", 1))
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("range", "tl.range"):
+        parts = [ast.unparse(a) for a in node.args]
+        first, end, step = parts if len(parts) == 3 else [*parts, "1"] if len(parts) == 2 else ["0", *parts, "1"]
+        yield "one trip", _expression(f"range({first}, min({end}, {first} + {step}), {step})")
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id.endswith("stride"):
+        strides = [a.arg for a in getattr(function, "args", ast.arguments()).args if a.arg.endswith("stride")]
+        if node.id in strides and len(strides) > 1:
+            yield "stride", _expression(strides[strides.index(node.id) - 1])
+
+
+def _in_formula(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and ast.unparse(node.right) == "eps":
+        yield "no eps", _expression(f"({ast.unparse(node.left)}) + 0.0")
+    if (_calls(node, "tl.where") or _calls(node, "torch.where")) and isinstance(node, ast.Call):
+        called, (test, value, _) = ast.unparse(node.func), map(ast.unparse, node.args)
+        yield "no select", _expression(f"{called}({test}, {value}, {value})")
+
+
+def _in_host_code(
+    node: ast.AST, function: sources.Function, backend: str, module: str
+) -> Iterator[tuple[str, ast.expr]]:
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        scalars = {k: v for op in sources.users(module, function.name, backend) for k, v in usual(op).items()}
+        if node.id in scalars and node.id in _parameters(function):
+            yield "default", _expression(f"({scalars[node.id]!r})")
+    if backend == "triton" and isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".stride") and node.args:
+        assert isinstance(node.func, ast.Attribute)
+        tensor, dim = ast.unparse(node.func.value), ast.unparse(node.args[0])
+        yield "packed", _expression(f"{tensor}.contiguous().stride({dim})")
+        others = [t for t in _strided(function) if t != tensor]
+        if others:
+            yield "swapped", _expression(f"{others[0]}.stride({dim})")
 
 
 def _calls(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func) == name
 
 
-def _kinds(node: ast.AST) -> Iterator[str]:
-    if _calls(node, "tl.store"):
-        yield "zero"
-    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Lt):
-        yield "short"
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and ast.unparse(node.right) == "eps":
-        yield "no eps"
-    if _calls(node, "tl.sum"):
-        yield "max"
-    if _calls(node, "tl.where"):
-        yield "no select"
+def _parameters(function: sources.Function) -> set[str]:
+    """The scalar parameters of a function that it does not assign."""
+    if not isinstance(function, ast.FunctionDef):
+        return set()
+    args = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    scalars = {a.arg for a in args if a.annotation is not None and ast.unparse(a.annotation).split()[0] in SCALARS}
+    assigned = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return scalars - assigned
 
 
-def _apply(kind: str, node: ast.AST) -> None:
-    if isinstance(node, ast.Call):
-        if kind == "zero":
-            node.args[1] = ast.parse(f"({ast.unparse(node.args[1])}) * 0", mode="eval").body
-        elif kind == "max":
-            node.func = ast.parse("tl.max", mode="eval").body
-        elif kind == "no select":
-            node.args[2] = copy.deepcopy(node.args[1])
-    elif isinstance(node, ast.Compare):
-        node.comparators[0] = ast.parse(f"({ast.unparse(node.comparators[0])}) - 1", mode="eval").body
-    elif isinstance(node, ast.BinOp):
-        node.right = ast.Constant(0.0)
+SCALARS = ("float", "int", "bool", "str")
 
 
-def _source(module: str) -> str:
-    found = importlib.util.find_spec(module)
-    assert found is not None and found.origin is not None, module
-    return Path(found.origin).read_text()
+def _strided(function: sources.Function) -> list[str]:
+    """The tensors of which a function takes strides."""
+    calls = [n.func for n in ast.walk(function) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    return list(dict.fromkeys(ast.unparse(f.value) for f in calls if f.attr == "stride"))
 
 
-def load(spec: OpSpec, mutant: Mutant, folder: Path) -> ModuleType:
-    """The op's Triton backend with the mutant in place of its module.
+class _Usual(Streams):
+    def choice(self, name: str, usual: Any, *others: Any) -> Any:
+        return usual
 
-    The mutant gets a file of its own: Triton reads a kernel's source from where it was defined. For a process that ends
-    with the check: other modules of kernels are loaded anew.
+
+@cache
+def usual(op: str) -> dict[str, Any]:
+    """The value that each scalar argument of an op has most often."""
+    spec = SPECS[op]
+    drawn = [spec.inputs(case, _Usual(op, case.name)) for case in spec.cases if not case.bench]
+    return {s.name: statistics.mode([args[s.name] for args in drawn]) for s in spec.sig.scalars}
+
+
+class _Finder(MetaPathFinder):
+    """Imports changed modules from their own files: Triton reads a kernel's source from where it was defined."""
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        self.paths = paths
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname not in self.paths:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self.paths[fullname])
+
+
+def replace_modules(changed: Mapping[str, str], backend: str, folder: Path) -> None:
+    """Make these sources the ones of their modules, and forget every module that has imported the old ones.
+
+    For a process that ends with the check.
     """
-    path = folder / f"{mutant.module.rpartition('.')[2]}.py"
-    path.write_text(mutant.source)
-    found = importlib.util.spec_from_file_location(mutant.module, path)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules[mutant.module] = module
-    found.loader.exec_module(module)
-    for name in [n for n in sys.modules if n.startswith("bagu.ops.") and n.endswith((".triton_backend", "kernels"))]:
-        if name != mutant.module:  # whoever has the module's old functions must ask for them again
-            del sys.modules[name]
-    return importlib.import_module(backend_module(spec))
+    paths = {module: folder / f"{module}.py" for module in changed}
+    for module, path in paths.items():
+        path.write_text(changed[module])
+    sys.meta_path.insert(0, _Finder(paths))
+    stale = set(changed)
+    everything = sources.modules(backend)
+    while more := {m for m in everything if m not in stale and sources.imports(m) & stale}:
+        stale |= more
+    for module in stale:
+        sys.modules.pop(module, None)
+        parent, _, name = module.rpartition(".")
+        if isinstance(getattr(sys.modules.get(parent), name, None), ModuleType):
+            delattr(sys.modules[parent], name)
+    core.interpreted_sms = importlib.import_module("bagu.ops.launch").interpreted_sms
 
 
-def survives(spec: OpSpec, mutant: Mutant) -> bool:
-    """Whether every small case passes with the mutant in place. In a child process: a mutant may well crash."""
+class Verdict(NamedTuple):
+    """What became of a mutant. `outcome` is "caught" by a comparison, "survived" them all, or "died": another error."""
+
+    outcome: str
+    detail: str = ""
+
+
+def in_child(work: Any) -> Verdict:
+    """The verdict of a function, called in a child process: a mutant may well crash."""
+    read, write = os.pipe()
     child = os.fork()
     if child == 0:
         torch.set_num_threads(1)  # a parent's OpenMP threads are not in its child, which would wait for them for ever
-        code = 0
+        signal.alarm(SECONDS)
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                module = load(spec, mutant, Path(folder))
-                fn = paired(spec, module.forward, getattr(module, "backward", None))
-                for dtype, case in itertools.product((torch.float32, torch.float16), spec.cases):
-                    if not case.bench:
-                        check(spec, case, dtype, fn)
-        except BaseException:  # however it failed, the bug was noticed
-            code = 1
-        os._exit(code)
-    return os.waitpid(child, 0)[1] == 0
+            verdict = work()
+        except BaseException as error:
+            verdict = Verdict("died", f"{type(error).__name__}: {error}"[:300])
+        with os.fdopen(write, "w") as pipe:
+            json.dump(verdict, pipe)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    status = os.waitpid(child, 0)[1]
+    return Verdict(*json.loads(said)) if said else Verdict("died", f"signal {os.WTERMSIG(status)}")
+
+
+@cache
+def ordered(op: str, backend: str) -> list[Point]:
+    """The points of conformance, small inputs first."""
+    spec = SPECS[op]
+    size = {
+        p.case.name: sum(
+            v.numel() for v in spec.inputs(p.case, Streams(op, p.case.name)).values() if isinstance(v, torch.Tensor)
+        )
+        for p in points(spec, backend)
+    }
+    return sorted(points(spec, backend), key=lambda p: size[p.case.name])
+
+
+def _judge(spec: OpSpec, changed: Mapping[str, str], backend: str, at: Sequence[Point]) -> Verdict:
+    """The first comparison that fails, if one does; else the first error of another kind."""
+    died = None
+    with tempfile.TemporaryDirectory() as folder:
+        replace_modules(changed, backend, Path(folder))
+        module = importlib.import_module(sources.backend_module(spec, backend))
+        for i, point in enumerate(at):
+            try:
+                check(spec, point.case, point.dtype, run_as(spec, backend, point.dtype, module), layout=point.layout)
+            except ConformanceError:
+                return Verdict("caught", str(i))
+            except Exception as error:
+                died = died or Verdict("died", f"{point}: {type(error).__name__}: {error}"[:300])
+    return died or Verdict("survived")
+
+
+def verdict(mutant: Mutant) -> Verdict:
+    """Whether conformance catches a mutant, in one of the ops that can reach it.
+
+    A comparison that fails counts if it passes with the same module unchanged; else the points after it are tried.
+    """
+    worst = Verdict("survived")
+    for op in sources.users(mutant.module, mutant.function, mutant.backend):
+        found, at = Verdict("caught"), ordered(op, mutant.backend)
+        while found.outcome == "caught":
+            found = in_child(partial(_judge, SPECS[op], {mutant.module: mutant.source}, mutant.backend, at))
+            if found.outcome == "caught":
+                point, at = at[int(found.detail)], at[int(found.detail) + 1 :]
+                if control_at(op, mutant.backend, mutant.module, point).outcome == "survived":
+                    return Verdict("caught", f"{op} {point}")
+        worst = found if found.outcome == "died" else worst
+    return worst
+
+
+@cache
+def control_at(op: str, backend: str, module: str, point: Point) -> Verdict:
+    """The verdict on a module that was loaded as a mutant is, and is not changed."""
+    unchanged = {module: ast.unparse(sources.tree(module))}
+    return in_child(lambda: _judge(SPECS[op], unchanged, backend, [point]))
