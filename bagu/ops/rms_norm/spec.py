@@ -62,7 +62,7 @@ SPEC = OpSpec(
         Case("single", "there is no leading dim at all: one row", lead=(), N=24),
         Case("empty", "there is no row", M=0, N=24),
         Case("alone", "a row fills a program by itself", M=3, N=5000),
-        Case("crowd", "more programs share the weight's gradient than one block adds up", M=300, N=600, sms=80),
+        Case("crowd", "more programs share the weight's gradient than one block adds up", M=260, N=520, sms=80),
         Case("narrow", "rows are short and many, so one program owns several of them", M=67, N=2),
         Case("point", "N = 1 makes dx cancel almost to zero", M=64, N=1),
         Case("faint", "x^2 is near eps, so a kernel that drops eps shows it", M=4, N=48, scale=1e-3, eps=1e-6),

@@ -1,0 +1,101 @@
+"""Every branch of every launcher is taken by a case that conformance checks."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import tempfile
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+from bagu.ops import core
+from bagu.ops.core import OpSpec, Streams, _placed, _run
+from bagu.ops.custom import paired
+from bagu.ops.layouts import lay_out
+from tests.ops import branches, sources
+from tests.ops.mutants import replace_modules
+from tests.ops.points import Point, other_points, points, small, tunings
+
+# part of a branch's text -> why no case on a CPU takes it
+ELSEWHERE = {
+    "is_cuda": "CUDA",
+    "device.type": "CUDA and meta tensors",
+    "device.index": "CUDA",
+    "is_compiling": "under torch.compile: test_compiles_as_one_graph_with_the_same_result",
+    "bfloat16": "bf16 is garbage in the interpreter",
+    "hidden.dtype == acc": "a CPU widens fp16 before the product",
+    "self.total.dtype == dlogits.dtype": "bf16",
+    "x.element_size() == 16": "complex128, which has no fp64 reference: test_transpose_carries_out_a_conjugation",
+    "max(1024 // next_power_of_2(t.splits), 16) gives 16": "a channel shared by 64 programs: as below",
+    "gives SPLITS": "a channel shared by 256 programs has a million numbers: too slow to interpret",
+    "max(1, V * itemsize) gives 1": "a vocabulary of none",
+    "batch_norm.triton_backend.forward: not (C)": "no channel",
+    "not (math.isfinite(high))": "1 / tau past fp32's largest value",
+    # how rows are shared among programs and warps on a GPU, for speed alone
+    "kernels.shifted_copies: not (b is None)": "only a program that owns many odd rows",
+    "launch.blocks: max((N - 1) // vec, 1) gives 1": "rows so short are not odd rows",
+    "layer_norm.triton_backend._crooked": "registers",
+    "layer_norm.triton_backend.forward: block_n == 8192": "programs per multiprocessor",
+    "layer_norm.triton_backend.forward: even": "programs per multiprocessor",
+    "layer_norm.triton_backend.forward: min(2 if": "programs per multiprocessor",
+    "gumbel_softmax.triton_backend._past": "rows of a launch",
+    "softmax.odd_kernels.registers": "registers",
+    "softmax.wide_kernels._programs": "programs per multiprocessor",
+    "quantize_int8.triton_backend": "tunings and fp64 meet the first two cases alone, which are by row",
+}
+
+
+def launch(spec: OpSpec, point: Point, forward: object, backward: object) -> None:
+    """Run the host code of a call and of its backward."""
+    streams = Streams(spec.name, point.case.name)
+    place = lambda v, i: lay_out(v, point.layout, i)  # noqa: E731
+    args = _placed(spec.cast(point.case, spec.inputs(point.case, streams), point.dtype), place)
+    fn = paired(spec, forward, backward)
+    with core.interpreted_sms(point.case.sms):
+        _run(spec, point.case, fn, args, None, streams=streams, layout=point.layout, place=place)
+
+
+def untaken() -> list[str]:
+    """The arms that no case takes. For a process of its own: the backends are loaded anew, with recording launchers."""
+    with tempfile.TemporaryDirectory() as folder:
+        changed = {m: branches.instrumented(m) for m in sources.modules("triton")}
+        replace_modules(changed, "triton", Path(folder))
+        with branches.kernels_switched_off():
+            for spec in branches.triton_specs():
+                module = importlib.import_module(sources.backend_module(spec, "triton"))
+                backward = getattr(module, "backward", None)
+                double = Point(small(spec)[0], torch.float64, "packed")  # as gradcheck has it
+                for point in [*points(spec, "triton"), *other_points(spec), double]:
+                    launch(spec, point, module.forward, backward)
+                tuned = Point(small(spec)[1], torch.float16, "packed")
+                for function, tuning in tunings(spec, "triton"):
+                    with_tuning = lambda **args: getattr(module, function)(**args, **tuning)  # noqa: B023, E731
+                    forward = with_tuning if function == "forward" else module.forward
+                    launch(spec, tuned, forward, with_tuning if function == "backward" else backward)
+    return sorted({name for arm, name in branches.arms.items() if arm not in branches.taken})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="launchers run on a CPU, with kernels that do nothing")
+def test_a_case_takes_every_branch_of_every_launcher() -> None:
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        torch.set_num_threads(1)
+        try:
+            found = untaken()
+        except BaseException:
+            found = [traceback.format_exc()]
+        with os.fdopen(write, "w") as pipe:
+            json.dump(found, pipe)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        found = json.load(pipe)
+    os.waitpid(child, 0)
+    missing = [arm for arm in found if not any(part in arm for part in ELSEWHERE)]
+    stale = [part for part in ELSEWHERE if not any(part in arm for arm in found)]
+    assert not stale, f"cases take these branches now, take them off ELSEWHERE: {stale}"
+    assert not missing, "no case takes these branches:\n" + "\n".join(missing)
