@@ -154,7 +154,8 @@ def run_backward(
     dup = None if up is None else torch.empty_like(dx)
     if not dy.numel():
         return dx, dup
-    dys, g, u = _rows(dy, gate, u)
+    # packed, the gradients are halves of each row of dx, which is then no one long row
+    dys, g, u = _rows(dy, gate, u) if up is not None else [as_rows(t) for t in (dy, gate, u)]
     (M, N), crooked = g.shape, _crooked(g)
     block = block or (512 if crooked else 2048)
     dg, du = halves(dx.view(M, -1), None if dup is None else dup.view(M, -1))
