@@ -59,8 +59,19 @@ class Mutant:
     kind: str
     module: str
     function: str
-    was: str  # the source that was changed
-    source: str  # the whole module, changed
+    was: str  # the expression that is changed
+    becomes: str
+    at: tuple[int, int]  # where it is: which statement of the module, which node of that
+
+    @property
+    def source(self) -> str:
+        """The whole module, changed."""
+        changed = copy.deepcopy(sources.tree(self.module))
+        target = next(itertools.islice(ast.walk(changed.body[self.at[0]]), self.at[1], None))
+        other = _expression(self.becomes)
+        target.__class__ = other.__class__  # type: ignore[assignment]
+        target.__dict__ = other.__dict__
+        return ast.unparse(ast.fix_missing_locations(changed))
 
     def __str__(self) -> str:
         return f"{self.module.removeprefix('bagu.ops.')}: {self.kind}: {self.function}: {self.was}"
@@ -68,31 +79,20 @@ class Mutant:
 
 def mutants(backend: str, module: str) -> Iterator[Mutant]:
     """Every mutant of the functions of a module that ops with this backend can reach."""
-    whole = sources.tree(module)
     reached = {node.name for node in sources.functions(module, backend)}
-    for at, node in enumerate(whole.body):
+    for at, node in enumerate(sources.tree(module).body):
         if not isinstance(node, sources.Function) or node.name not in reached:
             continue
         for i, inner in enumerate(ast.walk(node)):
-            for kind, replacement in _changes(inner, node, backend, module):
-                changed = copy.deepcopy(whole)
-                target = next(itertools.islice(ast.walk(changed.body[at]), i, None))
-                _become(target, replacement)
-                text = ast.unparse(ast.fix_missing_locations(changed))
-                yield Mutant(backend, kind, module, node.name, ast.unparse(inner), text)
-
-
-def _become(node: ast.AST, other: ast.AST) -> None:
-    """Turn a node into another one, in place."""
-    node.__class__ = other.__class__  # type: ignore[assignment]
-    node.__dict__ = other.__dict__
+            for kind, becomes in _changes(inner, node, backend, module):
+                yield Mutant(backend, kind, module, node.name, ast.unparse(inner), becomes, (at, i))
 
 
 def _expression(text: str) -> ast.expr:
     return ast.parse(text, mode="eval").body
 
 
-def _changes(node: ast.AST, function: sources.Function, backend: str, module: str) -> Iterator[tuple[str, ast.expr]]:
+def _changes(node: ast.AST, function: sources.Function, backend: str, module: str) -> Iterator[tuple[str, str]]:
     """(kind, what the node becomes) of each bug that can be planted at this node."""
     kernel = backend == "triton" and sources.is_kernel(function)
     if kernel:
@@ -103,48 +103,46 @@ def _changes(node: ast.AST, function: sources.Function, backend: str, module: st
         yield from _in_host_code(node, function, backend, module)
 
 
-def _in_kernel(node: ast.AST, function: sources.Function) -> Iterator[tuple[str, ast.expr]]:
+def _in_kernel(node: ast.AST, function: sources.Function) -> Iterator[tuple[str, str]]:
     text = ast.unparse(node) if isinstance(node, ast.expr) else ""
     if _calls(node, "tl.store"):
         assert isinstance(node, ast.Call)
         where, value, *rest = map(ast.unparse, node.args)
-        yield "zero", _expression(f"tl.store({', '.join([where, f'({value}) * 0', *rest])})")
+        yield "zero", f"tl.store({', '.join([where, f'({value}) * 0', *rest])})"
     if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Lt):
-        yield "short", _expression(f"({ast.unparse(node.left)}) < ({ast.unparse(node.comparators[0])}) - 1")
+        yield "short", f"({ast.unparse(node.left)}) < ({ast.unparse(node.comparators[0])}) - 1"
     if _calls(node, "tl.sum"):
-        yield "max", _expression(text.replace("tl.sum", "tl.max", 1))
+        yield "max", text.replace("tl.sum", "tl.max", 1)
     if isinstance(node, ast.Call) and ast.unparse(node.func) in ("range", "tl.range"):
         parts = [ast.unparse(a) for a in node.args]
         first, end, step = parts if len(parts) == 3 else [*parts, "1"] if len(parts) == 2 else ["0", *parts, "1"]
-        yield "one trip", _expression(f"range({first}, min({end}, {first} + {step}), {step})")
+        yield "one trip", f"range({first}, min({end}, {first} + {step}), {step})"
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id.endswith("stride"):
         strides = [a.arg for a in getattr(function, "args", ast.arguments()).args if a.arg.endswith("stride")]
         if node.id in strides and len(strides) > 1:
-            yield "stride", _expression(strides[strides.index(node.id) - 1])
+            yield "stride", strides[strides.index(node.id) - 1]
 
 
-def _in_formula(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+def _in_formula(node: ast.AST) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and ast.unparse(node.right) == "eps":
-        yield "no eps", _expression(f"({ast.unparse(node.left)}) + 0.0")
+        yield "no eps", f"({ast.unparse(node.left)}) + 0.0"
     if (_calls(node, "tl.where") or _calls(node, "torch.where")) and isinstance(node, ast.Call):
         called, (test, value, _) = ast.unparse(node.func), map(ast.unparse, node.args)
-        yield "no select", _expression(f"{called}({test}, {value}, {value})")
+        yield "no select", f"{called}({test}, {value}, {value})"
 
 
-def _in_host_code(
-    node: ast.AST, function: sources.Function, backend: str, module: str
-) -> Iterator[tuple[str, ast.expr]]:
+def _in_host_code(node: ast.AST, function: sources.Function, backend: str, module: str) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         scalars = {k: v for op in sources.users(module, function.name, backend) for k, v in usual(op).items()}
         if node.id in scalars and node.id in _parameters(function):
-            yield "default", _expression(f"({scalars[node.id]!r})")
+            yield "default", f"({scalars[node.id]!r})"
     if backend == "triton" and isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".stride") and node.args:
         assert isinstance(node.func, ast.Attribute)
         tensor, dim = ast.unparse(node.func.value), ast.unparse(node.args[0])
-        yield "packed", _expression(f"{tensor}.contiguous().stride({dim})")
+        yield "packed", f"{tensor}.contiguous().stride({dim})"
         others = [t for t in _strided(function) if t != tensor]
         if others:
-            yield "swapped", _expression(f"{others[0]}.stride({dim})")
+            yield "swapped", f"{others[0]}.stride({dim})"
 
 
 def _calls(node: ast.AST, name: str) -> bool:

@@ -40,8 +40,6 @@ ELSEWHERE = {
     "launch.blocks: max((N - 1) // vec, 1) gives 1": "rows so short are not odd rows",
     "layer_norm.triton_backend._crooked": "registers",
     "layer_norm.triton_backend.forward: block_n == 8192": "programs per multiprocessor",
-    "layer_norm.triton_backend.forward: even": "programs per multiprocessor",
-    "layer_norm.triton_backend.forward: min(2 if": "programs per multiprocessor",
     "gumbel_softmax.triton_backend._past": "rows of a launch",
     "softmax.odd_kernels.registers": "registers",
     "softmax.wide_kernels._programs": "programs per multiprocessor",

@@ -68,6 +68,7 @@ SPEC = OpSpec(
         Case("empty", "there is no row", M=0, N=24),
         Case("empty_no_bias", "there is no row and no bias", M=0, N=24, bias=False),
         Case("alone", "a row fills a program by itself", M=3, N=5000),
+        Case("whole", "rows fill their block, and are enough for programs to own several", M=34, N=2048),
         Case("narrow", "rows are short and many, so one program owns several of them", M=67, N=3),
         Case("point", "N = 1 has no spread: y is the bias and dx is zero", M=64, N=1),
         Case("offset", "E[x^2] - E[x]^2 loses the spread of 1 beside a mean of 1,000", M=6, N=200, offset=1e3),

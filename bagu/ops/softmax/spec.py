@@ -128,8 +128,9 @@ SPEC = OpSpec(
         Case("crooked_void", "-inf in every column of body and ends", M=2, N=523, fill=-INF),
         Case("wide", "the row does not fit a program, so it is walked in blocks", M=2, N=70001),
         Case(
-            "wide_masked", "the walk meets a mask, lengths, whole blocks of nothing and rows that see nothing",
-            M=3, N=40000, mask=True, lengths=True, blind=True, scale=2.0,
+            "wide_masked",
+            "the walk meets a mask, lengths, blocks and rows of nothing, and more rows than programs",
+            M=3, N=40000, mask=True, lengths=True, blind=True, scale=2.0, sms=1,
         ),
         Case("wide_flipped", "a negative scale along the walk of a row that begins anywhere", M=3, N=16501, scale=-2.0),
         Case("wide_edges", "most of the weight is in the two ends of such a row", M=3, N=16501, edges=12.0),
