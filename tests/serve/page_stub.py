@@ -1,8 +1,8 @@
 """A server for tests of the chat page: the page's files, and the four routes it calls with answers that are known.
 
 What it answers depends on the last message: "count" is a stream that ends only when the client leaves, "refuse" an HTTP
-error, "break" an error inside the stream, anything else `ANSWER`. The stream is written a few bytes at a time, so that
-events and characters arrive in pieces.
+error, "break" an error inside the stream, anything else `Stub.answer`. The stream is written a few bytes at a time, so
+that events and characters arrive in pieces.
 """
 
 from __future__ import annotations
@@ -40,18 +40,25 @@ BLOCKS = "u" * 37 + "c" * 61 + "." * 158
 
 
 class Stub(ThreadingHTTPServer):
-    """`bodies` are the chat requests in order; `left` is set when a client leaves in the middle of an answer."""
+    """`bodies` are the chat requests in order; `left` is set when a client leaves in the middle of an answer. An answer
+    stops after the text `pause_after`, if that is set, until `go_on` is."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.assets = assets()
+        self.reset()
+
+    def reset(self) -> None:
+        """As it was made: one server serves all tests."""
         self.bodies: list[dict[str, Any]] = []
         self.left = threading.Event()
         self.engine_calls = 0
         self.key: str | None = None
-        self.delay_s = 0.0
+        self.answer = ANSWER
+        self.pause_after: str | None = None
+        self.go_on = threading.Event()
 
     @property
     def url(self) -> str:
@@ -165,7 +172,6 @@ class Handler(BaseHTTPRequestHandler):
                 )
                 for at in range(0, len(data), PIECE):
                     self.wfile.write(data[at : at + PIECE])
-                threading.Event().wait(self.server.delay_s)
         except (BrokenPipeError, ConnectionResetError):
             self.server.left.set()
 
@@ -186,18 +192,22 @@ class Handler(BaseHTTPRequestHandler):
             yield {"error": {"message": "the engine died: out of memory", "code": 503}}
             yield "[DONE]"
             return
-        held = b""
-        parts = tokens(ANSWER)
+        held, sent = b"", ""
+        parts = tokens(self.server.answer)
+        pause_after, go_on = self.server.pause_after, self.server.go_on
         for at, token in enumerate(parts):
             held += token
             try:
                 text, held = held.decode(), b""
             except UnicodeDecodeError:
                 text = ""
+            sent += text
             top = body.get("top_logprobs", 0)
             yield chunk(
                 {"content": text}, None, {"content": [logprob(token, at, top)]} if body.get("logprobs") else None
             )
+            if pause_after and sent.endswith(pause_after):
+                go_on.wait(60)
         yield chunk({}, "stop")
         usage = {"prompt_tokens": 9, "completion_tokens": len(parts), "total_tokens": 9 + len(parts)}
         yield {**chunk({}), "choices": [], "usage": usage}

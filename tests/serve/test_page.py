@@ -49,10 +49,17 @@ def browser() -> Iterator[Any]:
         found.close()
 
 
-@pytest.fixture
-def server() -> Iterator[Stub]:
+@pytest.fixture(scope="module")
+def one_server() -> Iterator[Stub]:
     with stub() as found:
         yield found
+
+
+@pytest.fixture
+def server(one_server: Stub) -> Iterator[Stub]:
+    one_server.reset()
+    yield one_server
+    one_server.go_on.set()  # an answer that a failed test left waiting
 
 
 @pytest.fixture
@@ -341,7 +348,7 @@ def test_markdown_case_by_case(page: Any) -> None:
     show = """async ([source, selector]) => {
         const { render } = await import('/markdown.js');
         const root = document.createElement('div');
-        document.body.replaceChildren(root);
+        document.body.append(root);
         for (let end = 1; end <= source.length; end += 1) render(root, source.slice(0, end));  // as it streams
         const streamed = root.cloneNode(true);
         const whole = document.createElement('div');
