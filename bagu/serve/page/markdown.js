@@ -5,6 +5,7 @@
 
 import { el } from "./dom.js";
 import { codeBlock } from "./code.js";
+import { displayEnd, formula, formulaAt } from "./math.js";
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
 const HEADING = /^(#{1,6})\s+(.*?)\s*#*$/;
@@ -44,6 +45,8 @@ export function split(source) {
 function blockEnd(lines, start) {
   const fence = FENCE.exec(lines[start]);
   if (fence) return fenceEnd(lines, start, fence[1]);
+  const display = displayEnd(lines, start);
+  if (display > 0) return display;
   if (HEADING.test(lines[start]) || RULE.test(lines[start])) return start + 1;
   if (ITEM.test(lines[start])) return listEnd(lines, start);
   const quote = lines[start].startsWith(">");
@@ -51,6 +54,7 @@ function blockEnd(lines, start) {
   while (end < lines.length && lines[end].trim()) {
     if (quote !== lines[end].startsWith(">")) break;
     if (FENCE.test(lines[end]) || HEADING.test(lines[end]) || RULE.test(lines[end]) || ITEM.test(lines[end])) break;
+    if (displayEnd(lines, end) > 0) break; // a line of it may begin with "+" or "-" and is no item
     end += 1;
   }
   return end;
@@ -119,7 +123,8 @@ function outdent(line, by) {
 }
 
 function listItem(lines) {
-  const end = lines.findIndex((line, at) => at > 0 && (!line.trim() || ITEM.test(line) || FENCE.test(line)));
+  const begins = (line, at) => !line.trim() || ITEM.test(line) || FENCE.test(line) || displayEnd(lines, at) > 0;
+  const end = lines.findIndex((line, at) => at > 0 && begins(line, at));
   const task = /^\[([ xX])\]\s+(.*)$/.exec(lines[0]);
   const text = [task ? task[2] : lines[0], ...lines.slice(1, end < 0 ? undefined : end)].map((line) => line.trim());
   const box = task && el("input", { type: "checkbox", disabled: true, checked: task[1] !== " " });
@@ -145,18 +150,19 @@ function table(lines) {
 // One alternative each; the run of backticks is taken whole, so a long one is not tried in all its lengths.
 const INLINE = new RegExp(
   [
-    /\\([\\`*_{}[\]()#+.!|~<>-])/, // an escaped sign
+    /\\([\\`*_{}\])#+.!|~<>$-])/, // an escaped sign
     /(?<!`)(`+)(?!`)([^]*?[^`])\2(?!`)/, // code
     /!?\[([^\]\n]*)\]\(\s*<?([^\s)>]*)>?(?:\s+"[^"\n]*")?\s*\)/, // a link or an image
     /(https?:\/\/[^\s<>"'）。，]*[^\s<>"'.,;:!?)\]）。，*_`])/, // an address
     /(\*\*|~~|\*|_)(?=\S)/, // the beginning of emphasis
+    /(\$\$?|\\[([])/, // the beginning of a formula, or "(" or "[" escaped
   ]
     .map(({ source }) => source)
     .join("|"),
   "g",
 );
 
-/** The nodes of a run of text: code, links, emphasis; a line break is one. Two underscores belong to a name like
+/** The nodes of a run of text: code, links, emphasis, formulas; a line break is one. Two underscores belong to a name like
  * __init__ and are not bold: models write ** for that. */
 export function inline(text) {
   const nodes = [];
@@ -166,11 +172,13 @@ export function inline(text) {
   };
   INLINE.lastIndex = 0;
   for (let found = INLINE.exec(text); found; found = INLINE.exec(text)) {
-    const [whole, escaped, , code, label, target, url, mark] = found;
-    const end = mark ? closing(text, found.index, mark) : found.index + whole.length;
+    const [whole, escaped, , code, label, target, url, mark, open] = found;
+    const math = open ? formulaAt(text, found.index, open) : null;
+    const end = math?.end ?? (mark ? closing(text, found.index, mark) : found.index + whole.length);
     if (end < 0) continue;
     plain(found.index);
     if (escaped) nodes.push(escaped);
+    else if (open) nodes.push(math ? formula(math, text.slice(found.index, end)) : open.replace("\\", ""));
     else if (code) nodes.push(el("code", {}, code.replace(/^ (.*) $/s, "$1")));
     else if (mark) nodes.push(emphasis(mark, inline(text.slice(found.index + mark.length, end - mark.length))));
     else nodes.push(link(url ?? target, url ? [url] : inline(label || target), whole));

@@ -1,0 +1,50 @@
+// Formulas in a text: where one begins and ends, and what is shown of it. `tex.js` makes the MathML.
+
+import { el } from "./dom.js";
+import { toMathML } from "./tex.js";
+
+const CLOSING = { $: "$", $$: "$$", "\\(": "\\)", "\\[": "\\]" };
+const LONGEST = 10000; // characters that are searched for the end
+const MOST_LINES = 100;
+const SENTENCE = /(?<![\\A-Za-z])[A-Za-z]{3,} +[A-Za-z]{2,}/; // two words: prose between two prices
+const NAMED = /\\(?:text\w*|mathrm|operatorname\*?|mbox|begin|end)\s*\{[^{}]*\}/g;
+
+/** The formula that `open` begins at `start`: its TeX, and where it ends; null if it is none. */
+export function formulaAt(text, start, open) {
+  const from = start + open.length;
+  const close = CLOSING[open];
+  const found = text.slice(from, from + LONGEST);
+  const length = open === "$" ? dollarEnd(text, start, found) : found.indexOf(close);
+  const tex = length > 0 ? found.slice(0, length) : "";
+  if (!tex.trim() || /\n\s*\n/.test(tex)) return null;
+  return { tex, display: open === "$$" || open === "\\[", end: from + length + close.length };
+}
+
+/** Where `$…$` ends, or -1 for a dollar sign that is a price or a variable of a shell: a formula touches both its signs,
+ * no letter or digit touches them from outside (but "$n$th" is fine), and it is no sentence. */
+function dollarEnd(text, start, found) {
+  const length = /^(?!\s)(?:\\[^\n]|[^$`\\\n])+?(?<!\s)(?=\$)/.exec(found)?.[0].length ?? -1;
+  const after = found.slice(length + 1);
+  if (length < 0 || /[\p{L}\p{N}$]$/u.test(text.slice(Math.max(0, start - 2), start))) return -1;
+  if (/^[\p{Script=Latin}\p{N}$]/u.test(after) && !/^(?:th|st|nd|rd|s)(?!\p{L})/u.test(after)) return -1;
+  return SENTENCE.test(found.slice(0, length).replace(NAMED, "")) ? -1 : length;
+}
+
+/** Where the lines end that are one displayed formula beginning at line `start`, or -1. */
+export function displayEnd(lines, start) {
+  const open = /^\s*(\$\$|\\\[)/.exec(lines[start])?.[1];
+  if (!open) return -1;
+  for (let end = start; end < start + MOST_LINES && lines[end]?.trim(); end += 1) {
+    const line = end === start ? lines[end].trim().slice(2) : lines[end].trim();
+    const at = line.indexOf(CLOSING[open]);
+    if (at >= 0) return at === line.length - 2 ? end + 1 : -1;
+  }
+  return -1;
+}
+
+/** MathML, or the source where it uses what the page does not know. */
+export function formula({ tex, display }, source) {
+  const math = toMathML(tex, display);
+  if (math === null) return el("code", { class: "tex" }, source);
+  return display ? el("span", { class: "display-math" }, math) : math;
+}
