@@ -292,6 +292,59 @@ def test_dark_chinese_and_a_phone(browser: Any, server: Stub) -> None:
     context.close()
 
 
+THOUGHT = "<think>\nTwo and two <b>is</b>\n\n- four\n</think>\n\nIt is **4**."
+
+
+def test_a_thought_is_folded_and_timed_while_it_streams_and_after(page: Any, server: Stub) -> None:
+    server.answer, server.pause_after = THOUGHT, "<b>is"
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    ask(page, "2 + 2")
+    thought = page.locator("details.thought")
+    page.wait_for_selector("details.thought:has-text('Two and two <b>is')", state="attached")
+    assert re.fullmatch(r"Thinking… \d+\.\d s", thought.locator("summary").inner_text())
+    assert not thought.locator(".markdown").is_visible()
+    shot(page, "thinking")
+    thought.locator("summary").focus()
+    page.keyboard.press("Enter")
+    assert thought.locator("p").inner_text() == "Two and two <b>is"
+    server.go_on.set()
+    answer = finished(page)
+    assert re.fullmatch(r"Thought for \d+\.\d s", thought.locator("summary").inner_text())
+    assert thought.locator("li").is_visible()  # still as the reader left it
+    assert thought.locator("b").count() == 0
+    assert answer.locator(".body > .markdown").inner_text() == "It is 4."
+    assert "think>" not in answer.inner_text()
+    answer.get_by_label("Copy").click()
+    assert page.evaluate("navigator.clipboard.readText()") == "It is **4**."
+    page.reload()
+    assert re.fullmatch(r"Thought for \d+\.\d s", thought.locator("summary").inner_text())
+    assert not thought.locator("li").is_visible()
+
+
+PARTS = {  # content: its thoughts and what is said
+    "<think>a</think>b": (["a"], ["b"]),
+    "<think>a": (["a"], []),
+    "a\n</think>\nb": (["a"], ["b"]),  # the template wrote <think>
+    "<think>\n\n</think>\n\nb": ([], ["b"]),
+    "x\n<think>a</think>\ny\n<think>b</think>\nz": (["a", "b"], ["x", "y", "z"]),
+    "the tag `<think>` and </think>": ([], ["the tag `<think>` and </think>"]),
+    "```\n<think>\n</think>\n```": ([], ["```\n<think>\n</think>\n```"]),
+    "```\n<think>\n```\n<think>a</think>b": (["a"], ["```\n<think>\n```", "b"]),
+    "1 < 2 <b> <": ([], ["1 < 2 <b> <"]),
+}
+
+
+def test_thoughts_are_found_in_every_place_models_put_them(page: Any) -> None:
+    split = """async ([content, streaming]) => (await import('/think.js')).parts(content, streaming)"""
+    for content, (thoughts, said) in PARTS.items():
+        parts = page.evaluate(split, [content, False])
+        assert [part["text"].strip() for part in parts if part["thought"] is not None] == thoughts, content
+        assert [part["text"].strip() for part in parts if part["thought"] is None] == said, content
+    for end in range(1, len(THOUGHT)):  # no part of a tag is shown while it comes
+        for part in page.evaluate(split, [THOUGHT[:end], True]):
+            assert not re.search(r"<(?!/?b)", part["text"]), THOUGHT[:end]
+
+
 def test_with_the_real_server(browser: Any, tmp_path: Path) -> None:
     with serving(tmp_path / "log") as running:
         context = browser.new_context(viewport={"width": 1360, "height": 860}, locale="en-US")

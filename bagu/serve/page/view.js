@@ -3,6 +3,7 @@
 
 import { copy, el, iconButton } from "./dom.js";
 import { render } from "./markdown.js";
+import { parts, spoken } from "./think.js";
 import { renderTokens } from "./tokens.js";
 import { t } from "./words.js";
 
@@ -84,7 +85,7 @@ function fill(article, chat, at, look, running, act) {
   }
   if (busy) foot.replaceChildren();
   else {
-    const copyIt = iconButton("copy", t("copy"), () => copy(message.content));
+    const copyIt = iconButton("copy", t("copy"), () => copy(spoken(message.content) || message.content));
     const retry = iconButton("retry", t("regenerate"), again);
     foot.replaceChildren(meta(message), showsTokens(message, look) ? scale() : "", copyIt, retry);
   }
@@ -94,16 +95,55 @@ function fill(article, chat, at, look, running, act) {
 const showsTokens = (message, look) => look.probabilities && message._tokens?.length > 0;
 
 function fillAnswer(body, message, look, busy) {
+  body.querySelector(":scope > .error")?.remove();
   const mode = showsTokens(message, look) ? "tokens" : message.content ? "markdown" : "empty";
   if (body._mode !== mode) {
     body._mode = mode;
     const wait = busy ? el("span", { class: "waiting", role: "status", "aria-label": t("thinking") }) : "";
-    body.replaceChildren(mode === "empty" ? wait : el("div", { class: mode }));
+    body.replaceChildren(...{ empty: [wait], tokens: [el("div", { class: "tokens" })], markdown: [] }[mode]);
   }
-  if (mode === "markdown") render(body.firstChild, message.content);
+  if (mode === "markdown") renderParts(body, message, busy);
   if (mode === "tokens") renderTokens(body.firstChild, message._tokens);
   if (mode === "empty" && !busy) body.replaceChildren();
-  body.querySelector(":scope > .error")?.remove();
+}
+
+/** What is said as Markdown, what is thought folded away; elements stay while their part grows. */
+function renderParts(body, message, busy) {
+  const found = parts(message.content, busy);
+  found.forEach((part, at) => {
+    const kind = part.thought === null ? "markdown" : "thought";
+    const made = () => (part.thought === null ? el("div", { class: kind }) : thoughtElement(message, part.thought));
+    if (!body.children[at]) body.append(made());
+    else if (!body.children[at].classList.contains(kind)) body.children[at].replaceWith(made());
+    const element = body.children[at];
+    if (part.thought !== null) nameThought(element, part, message.thoughts_ms?.[part.thought], busy);
+    render(part.thought === null ? element : element.lastChild, part.text);
+  });
+  while (body.children.length > found.length) body.lastChild.remove();
+}
+
+/** A thought stays as the reader left it, open or folded, when the messages are made anew. */
+function thoughtElement(message, thought) {
+  message._unfolded ??= new Set();
+  const details = el("details", { class: "thought", open: message._unfolded.has(thought) });
+  details.append(el("summary"), el("div", { class: "markdown" }));
+  details.addEventListener("toggle", () => message._unfolded[details.open ? "add" : "delete"](thought));
+  return details;
+}
+
+function nameThought(details, { open }, ms, busy) {
+  const time = ms === undefined || ms === null ? null : duration(ms / 1000);
+  const streaming = open && busy;
+  details.classList.toggle("streaming", streaming);
+  const past = time ? t("thought", { time }) : t("thought_untimed");
+  const name = streaming ? t("thought_open", { time: time ?? "" }) : past;
+  if (details.firstChild.textContent !== name) details.firstChild.textContent = name;
+}
+
+function duration(seconds) {
+  if (seconds < 10) return t("seconds", { n: seconds.toFixed(1) });
+  const whole = Math.round(seconds);
+  return whole < 60 ? t("seconds", { n: whole }) : t("minutes", { m: Math.floor(whole / 60), n: whole % 60 });
 }
 
 /** What an answer took, and why it ended unless it ended by itself. */
