@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -343,6 +344,29 @@ def test_thoughts_are_found_in_every_place_models_put_them(page: Any) -> None:
     for end in range(1, len(THOUGHT)):  # no part of a tag is shown while it comes
         for part in page.evaluate(split, [THOUGHT[:end], True]):
             assert not re.search(r"<(?!/?b)", part["text"]), THOUGHT[:end]
+
+
+def test_a_caret_follows_the_text_while_it_streams(page: Any, server: Stub) -> None:
+    last = "nodes => nodes.map(node => [node.parentElement.localName, node.parentElement.textContent])"
+    for after, parent in (("*block table", "li"), ("last block", "code"), ("0.8 %", "td"), ("逻辑块", "p")):
+        server.pause_after, server.go_on = after, threading.Event()
+        ask(page, "go")
+        page.wait_for_function("text => document.querySelector('#messages').textContent.includes(text)", arg=after)
+        page.wait_for_selector(".message:last-child .caret")
+        [(name, text)] = page.locator(".caret").evaluate_all(last)
+        assert (name, text.endswith(after)) == (parent, True), (name, text)
+        assert page.locator(".caret").evaluate("node => getComputedStyle(node).animationName") == "blink"
+        if parent == "code":
+            shot(page, "caret")
+        server.go_on.set()
+        finished(page)
+        assert page.locator(".caret").count() == 0
+    page.emulate_media(reduced_motion="reduce")
+    server.go_on = threading.Event()
+    ask(page, "go")
+    page.wait_for_selector(".message:last-child .caret")
+    assert page.locator(".caret").evaluate("node => getComputedStyle(node).animationName") == "none"
+    assert page.locator(".caret").is_visible()
 
 
 def test_with_the_real_server(browser: Any, tmp_path: Path) -> None:

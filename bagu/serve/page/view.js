@@ -109,6 +109,7 @@ function fillAnswer(body, message, look, busy) {
 
 /** What is said as Markdown, what is thought folded away; elements stay while their part grows. */
 function renderParts(body, message, busy) {
+  body.querySelector(".caret")?.remove();
   const found = parts(message.content, busy);
   found.forEach((part, at) => {
     const kind = part.thought === null ? "markdown" : "thought";
@@ -120,6 +121,7 @@ function renderParts(body, message, busy) {
     render(part.thought === null ? element : element.lastChild, part.text);
   });
   while (body.children.length > found.length) body.lastChild.remove();
+  if (busy && found.at(-1)?.thought === null) addCaret(body.lastChild);
 }
 
 /** A thought stays as the reader left it, open or folded, when the messages are made anew. */
@@ -144,6 +146,15 @@ function duration(seconds) {
   if (seconds < 10) return t("seconds", { n: seconds.toFixed(1) });
   const whole = Math.round(seconds);
   return whole < 60 ? t("seconds", { n: whole }) : t("minutes", { m: Math.floor(whole / 60), n: whole % 60 });
+}
+
+const BLOCKS = "p, ul, ol, li, blockquote, div, pre, pre > code, table, tbody, tr, td, th, h2, h3, h4, h5, h6";
+
+/** A caret behind the last letter of `root`: in its last block, wherever that is nested. */
+function addCaret(root) {
+  let block = root;
+  while (block.lastElementChild?.matches(BLOCKS)) block = block.lastElementChild;
+  block.append(el("span", { class: "caret", "aria-hidden": "true" }));
 }
 
 /** What an answer took, and why it ended unless it ended by itself. */
