@@ -369,6 +369,59 @@ def test_a_caret_follows_the_text_while_it_streams(page: Any, server: Stub) -> N
     assert page.locator(".caret").is_visible()
 
 
+def test_a_reload_returns_to_the_chat_and_its_place(page: Any, server: Stub) -> None:
+    top = "document.getElementById('scroll').scrollTop"
+    server.answer = THOUGHT + "\n\n" + ANSWER
+    for text in ("alpha", "again"):
+        ask(page, text)
+        finished(page)
+    page.keyboard.press("Control+k")
+    ask(page, "beta")
+    finished(page)
+    page.locator("#chats .open").nth(1).click()
+    assert page.evaluate(top) > 0
+    page.reload()
+    assert page.locator("#title").inner_text() == "alpha"
+    assert (
+        page.evaluate(
+            f"{top} + scroll.clientHeight - scroll.scrollHeight".replace(
+                "scroll.", "document.getElementById('scroll')."
+            )
+        )
+        >= -1
+    )
+    page.evaluate(f"{top} = 333")
+    page.reload()
+    assert page.locator(".message.user .body").all_inner_texts() == ["alpha", "again"]
+    assert abs(page.evaluate(top) - 333) <= 1
+    page.locator("details summary").first.click()  # a reload folds it again: the same message stays at the edge
+    page.evaluate("document.querySelectorAll('.message.user')[1].scrollIntoView()")
+    edge = "document.querySelectorAll('.message.user')[1].getBoundingClientRect().top"
+    before = page.evaluate(edge)
+    page.reload()
+    assert abs(page.evaluate(edge) - before) <= 1
+    page.go_back()
+    assert page.locator("#title").inner_text() == "beta"
+    page.locator("#chats li.current").hover()
+    page.locator("#chats li.current").get_by_label("Delete").click()
+    page.reload()
+    assert page.locator("#title").inner_text() == "alpha"
+    page.goto(f"{server.url}#chat=gone")
+    page.reload()
+    assert page.locator("#empty").is_visible()
+    assert page.url == server.url
+
+
+def test_a_reload_in_the_middle_of_an_answer_keeps_what_has_come(page: Any, server: Stub) -> None:
+    server.pause_after = "*block table"
+    ask(page, "go")
+    page.wait_for_selector("li:has-text('block table')")
+    page.reload()
+    answer = finished(page)
+    assert "A sequence has a *block table" in answer.inner_text()
+    assert "stopped" in answer.locator(".meta").inner_text()
+
+
 def test_with_the_real_server(browser: Any, tmp_path: Path) -> None:
     with serving(tmp_path / "log") as running:
         context = browser.new_context(viewport={"width": 1360, "height": 860}, locale="en-US")

@@ -5,6 +5,7 @@ import { newAnswer, receive } from "./answer.js";
 import * as client from "./client.js";
 import { download } from "./dom.js";
 import { EnginePanel } from "./panel.js";
+import { openId, restorePlace, savePlace, setOpen } from "./place.js";
 import { request, showControls } from "./settings.js";
 import { change, closeOverlay, look, narrow, openPanel, showSidebar, startShell } from "./shell.js";
 import * as store from "./store.js";
@@ -18,7 +19,7 @@ const MODELS_EVERY_MS = 2000; // until the server answers
 
 const settings = store.loadSettings();
 let chats = store.loadChats();
-let chat = store.newChat();
+let chat = chats.find(({ id }) => id === openId()) ?? store.newChat();
 let renaming = null;
 let model = null;
 const running = new Map(); // id of a conversation: the AbortController of its answer
@@ -68,6 +69,7 @@ function send(text) {
   if (!text || running.has(chat.id) || model === null) return;
   if (!chat.title) chat.title = titleOf(text);
   if (!chats.includes(chat)) chats.unshift(chat);
+  setOpen(chat.id, { replace: true });
   chat.messages.push({ role: "user", content: text });
   keep(chat);
   answer(chat);
@@ -88,11 +90,8 @@ function cut(message) {
 
 const act = {
   open(other) {
-    chat = other;
-    if (narrow()) showSidebar(false);
-    refresh();
-    bottom();
-    $("input").focus();
+    setOpen(other.id);
+    show(other);
   },
   rename(other) {
     renaming = other;
@@ -117,7 +116,10 @@ const act = {
     running.get(other.id)?.abort();
     chats = chats.filter((one) => one !== other);
     store.deleteChat(other);
-    if (chat === other) chat = chats[0] ?? store.newChat();
+    if (chat === other) {
+      chat = chats[0] ?? store.newChat();
+      setOpen(chats[0]?.id ?? null, { replace: true });
+    }
     refresh();
     const undo = () => {
       chats.unshift(other);
@@ -139,10 +141,25 @@ const act = {
 };
 
 function newChat() {
-  chat = store.newChat();
+  setOpen(null);
+  show(store.newChat());
+}
+
+function show(other) {
+  chat = other;
   if (narrow()) showSidebar(false);
   refresh();
+  bottom();
   $("input").focus();
+}
+
+/** The page goes, by a reload say: what has come of the answers is kept, and where the reader is. */
+function leave() {
+  savePlace(chat.id, scroll, $("messages"));
+  for (const one of chats.filter(({ id }) => running.has(id))) {
+    one.messages.at(-1).finish ??= "abort";
+    keep(one);
+  }
 }
 
 function keep(one) {
@@ -271,6 +288,8 @@ function listen() {
   $("model").addEventListener("change", () => (model = $("model").value));
   $("system").addEventListener("input", () => ((chat.system = $("system").value), keep(chat)));
   $("key").addEventListener("change", () => (store.saveKey($("key").value.trim()), findModels()));
+  window.addEventListener("popstate", () => show(chats.find(({ id }) => id === openId()) ?? store.newChat()));
+  window.addEventListener("pagehide", leave);
   window.addEventListener("storage", (event) => {
     if (!store.isChatKey(event.key) || running.size) return; // another tab wrote; not under an answer that streams
     chats = store.loadChats();
@@ -283,6 +302,8 @@ new TokenCard($("scroll"));
 listen();
 applyLook();
 startShell(showEngine);
+setOpen(chats.includes(chat) ? chat.id : null, { replace: true }); // the address may name one that was deleted
+restorePlace(chat.id, scroll, $("messages"));
 $("key").value = store.loadKey();
 $("input").focus();
 findModels();
