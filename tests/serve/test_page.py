@@ -422,6 +422,14 @@ def test_a_reload_in_the_middle_of_an_answer_keeps_what_has_come(page: Any, serv
     assert "stopped" in answer.locator(".meta").inner_text()
 
 
+def test_the_logo_and_the_english_page_need_no_chinese_font(page: Any) -> None:
+    for seal in page.locator("img.seal").all():
+        assert seal.evaluate("image => image.complete && image.naturalWidth > 0")
+        assert seal.is_visible()
+    assert b"<text" not in assets()["/favicon.svg"].body
+    assert not re.search(r"[\u2e80-\u9fff]", page.locator("body").inner_text())
+
+
 def test_with_the_real_server(browser: Any, tmp_path: Path) -> None:
     with serving(tmp_path / "log") as running:
         context = browser.new_context(viewport={"width": 1360, "height": 860}, locale="en-US")

@@ -12,7 +12,7 @@ const WORDS = {
   undo: ["Undo", "撤销"],
   sidebar: ["Show or hide conversations", "显示或隐藏对话"],
   theme: ["Light or dark", "浅色或深色"],
-  language: ["中文", "English"],
+  language: ["中文 (Chinese)", "English (英文)"],
   probabilities: ["Token probabilities", "词元概率"],
   settings: ["Settings", "设置"],
   engine: ["Engine", "引擎"],
