@@ -430,6 +430,75 @@ def test_the_logo_and_the_english_page_need_no_chinese_font(page: Any) -> None:
     assert not re.search(r"[\u2e80-\u9fff]", page.locator("body").inner_text())
 
 
+def test_without_a_connection_the_page_stays_readable_and_says_so(page: Any, server: Stub) -> None:
+    ask(page, "alpha")
+    finished(page)
+    page.context.set_offline(True)
+    ask(page, "beta")
+    answer = finished(page)
+    assert answer.locator(".error").inner_text().startswith("The server cannot be reached.")
+    page.keyboard.press("Control+k")
+    page.locator("#chats .open").click()
+    assert page.locator(".message.user .body").all_inner_texts() == ["alpha", "beta"]
+    page.context.set_offline(False)
+    finished(page).get_by_text("Try again").click()
+    assert finished(page).locator("strong").first.inner_text() == "KV cache"
+
+
+CONTRAST = """() => {
+    const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
+    const rgb = (colours) => {  // painted one over the other
+        colours.forEach((colour) => ((canvas.fillStyle = colour), canvas.fillRect(0, 0, 1, 1)));
+        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const light = (colours) => {
+        const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+        const [r, g, b] = rgb(colours).map((v) => linear(v / 255));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+    };
+    const poor = [];
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+        const element = node.parentElement;
+        const shown = element.checkVisibility({ visibilityProperty: true, opacityProperty: true });
+        if (!node.data.trim() || !shown) continue;
+        if (element.closest('[disabled], noscript')) continue;
+        const behind = [];
+        for (let at = element; at; at = at.parentElement) behind.unshift(getComputedStyle(at).backgroundColor);
+        const under = light(behind);
+        const text = light([...behind, getComputedStyle(element).color]);
+        const ratio = Math.max(text, under) / Math.min(text, under);
+        if (ratio < 4.5) poor.push([node.data.trim().slice(0, 30), ratio.toFixed(2)]);
+    }
+    return poor;
+}"""  # 4.5 is the AA level of WCAG 2.2, 1.4.3
+UNNAMED = """nodes => nodes
+    .filter((node) => node.checkVisibility() && !node.getAttribute('aria-label') && !node.textContent.trim())
+    .filter((node) => ![...(node.labels ?? [])].some((label) => label.textContent.trim()))
+    .map((node) => node.outerHTML)"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everything_has_a_name_and_enough_contrast(browser: Any, server: Stub, scheme: str) -> None:
+    server.answer = THOUGHT + "\n\n" + ANSWER + "\n\n$\\alpha$ $\\unknown$ > quoted\n\n> quoted\n\n[a](https://e.org)"
+    context = browser.new_context(viewport={"width": 1500, "height": 900}, locale="en-US", color_scheme=scheme)
+    page = opened(context, server.url)
+    assert page.evaluate(CONTRAST) == []
+    ask(page, "go")
+    finished(page).locator("summary").click()
+    for panel in ("settings", "engine"):
+        page.click(f"#open-{panel}")
+        unnamed = page.locator("button, input, select, textarea, summary, canvas").evaluate_all(UNNAMED)
+        assert unnamed == []
+        assert page.evaluate(CONTRAST) == []
+    ask(page, "refuse")
+    finished(page)
+    assert page.evaluate(CONTRAST) == []
+    page.click("#engine .close")
+    assert page.evaluate("document.activeElement.id") == "open-engine"  # not lost with the button that had it
+    context.close()
+
+
 def test_with_the_real_server(browser: Any, tmp_path: Path) -> None:
     with serving(tmp_path / "log") as running:
         context = browser.new_context(viewport={"width": 1360, "height": 860}, locale="en-US")

@@ -44,7 +44,7 @@ async function answer(here) {
     await receive(message, chunks, () => grown(here, message));
   } catch (error) {
     if (controller.signal.aborted) message.finish = "abort";
-    else message.error = error.message;
+    else message.error = error instanceof client.ApiError ? error.message : t("unreachable");
     if (error.status === 401) (openPanel("settings"), showEngine());
   } finally {
     running.delete(here.id);

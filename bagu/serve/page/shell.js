@@ -48,11 +48,12 @@ export function closeOverlay() {
 /** `panelChanged` is called when a panel opens or closes. */
 export function startShell(panelChanged) {
   const open = (name) => (openPanel(name), panelChanged());
+  const close = (name) => (open(null), $(`open-${name}`).focus()); // else the focus is lost with the button
   $("menu").addEventListener("click", () => showSidebar(!sidebarOpen()));
   $("shade").addEventListener("click", () => (closeOverlay(), panelChanged()));
   for (const one of PANELS) {
     $(`open-${one}`).addEventListener("click", () => open(look.panel === one ? null : one));
-    $(one).querySelector(".close").addEventListener("click", () => open(null));
+    $(one).querySelector(".close").addEventListener("click", () => close(one));
   }
   window.addEventListener("resize", shade);
   showSidebar(look.sidebar && !narrow());
