@@ -326,6 +326,7 @@ PARTS = {  # content: its thoughts and what is said
     "<think>a</think>b": (["a"], ["b"]),
     "<think>a": (["a"], []),
     "a\n</think>\nb": (["a"], ["b"]),  # the template wrote <think>
+    "a\n</think>b": (["a"], ["b"]),
     "<think>\n\n</think>\n\nb": ([], ["b"]),
     "x\n<think>a</think>\ny\n<think>b</think>\nz": (["a", "b"], ["x", "y", "z"]),
     "the tag `<think>` and </think>": ([], ["the tag `<think>` and </think>"]),

@@ -3,7 +3,7 @@
 const OPEN = "<think>";
 const CLOSE = "</think>";
 const BEGINS = /^[ \t]*<think>/gm;
-const ONLY_CLOSED = /^[ \t]*<\/think>[ \t]*$/m; // the chat template wrote <think>, the model the rest
+const ONLY_CLOSED = /^[ \t]*<\/think>/m; // the chat template wrote <think>, the model the rest
 const FENCE = /^ {0,3}(`{3,}|~{3,})/;
 
 /** The parts of an answer in order: `{thought, text, open}`. `thought` is the number of a thought, null for what is said;
