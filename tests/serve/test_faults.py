@@ -80,7 +80,7 @@ def test_an_engine_killed_mid_stream_is_reported_and_started_again(client: opena
 @pytest.fixture(scope="module")
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server to be ended."""
-    flags = ("--stall-timeout", "5", "--request-timeout", "2")
+    flags = ("--stall-timeout", "5", "--request-timeout", "2", "--shutdown-timeout", "60")
     with serving(tmp_path_factory.mktemp("mortal") / "stderr", *flags) as running:
         yield running
 
