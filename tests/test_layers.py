@@ -26,7 +26,7 @@ PARTS = {  # besides the root modules, which import no part and are open to all
 }
 OPTIONAL = [
     "triton", "pydantic", "fastapi", "ray", "optuna", "matplotlib", "pynvml", "liger_kernel", "pyarrow", "tensorboard",
-    "transformers", "huggingface_hub",
+    "transformers", "huggingface_hub", "wandb",
 ]  # fmt: skip
 
 
