@@ -26,7 +26,7 @@ from bagu.recipes.corpus import Corpus, Tokens, tokens_of, train_tokenizer
 from bagu.recipes.models import find_model, model_config, tokenizer_folder
 from bagu.recipes.run import Run
 
-__all__ = ["DATA", "TOKENIZER", "Inputs", "read_inputs"]
+__all__ = ["DATA", "TOKENIZER", "Inputs", "facts_of", "read_inputs"]
 
 DATA, TOKENIZER = "data.json", "tokenizer"  # in the folder of a run
 
