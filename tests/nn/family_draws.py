@@ -46,6 +46,10 @@ def _one_dense(hf: Hf, rng: random.Random) -> int:
     return 1 if int(hf["num_hidden_layers"]) > 1 else 0
 
 
+def _groups(hf: Hf, rng: random.Random) -> int:
+    return min(2, hf["n_group"]) if type(hf["n_group"]) is int else 1
+
+
 def _heads(hf: Hf, rng: random.Random) -> int:
     return int(hf["num_attention_heads"])
 
@@ -121,7 +125,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "qk_nope_head_dim": ([4, 8], [None]),
     "v_head_dim": ([6, 8], [None]),
     "n_group": ([1, 2, 4], [3, None]),
-    "topk_group": ([1, 2], [5, None]),
+    "topk_group": ([1, _groups], [5, None]),
     "first_k_dense_replace": ([0, _one_dense], [9, None]),
     "rope_interleave": ([True, False, None], ["true"]),
     "num_mtp_layers": ([0, 1, 2], []),
@@ -194,6 +198,7 @@ OWN: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "attention_bias": ([False], [True]),
         "head_dim": ([_rope_dim], [16]),
         "num_key_value_heads": ([_heads, None], [1]),
+        "num_experts_per_tok": ([1, 2], [3, None, 9]),  # one group of two experts may be all there is
     },
     "bert": {"hidden_act": (["gelu"], ["relu", "gelu_new"])},
 }
@@ -217,7 +222,7 @@ EXTRA: dict[str, tuple[str, ...]] = {
     "gpt2": ("is_causal", "n_ctx", "hidden_size", "num_attention_heads", "num_hidden_layers"),
     "bert": ("position_embedding_type", "is_causal"),
 }  # fmt: skip
-LATE = ("layer_types", "head_dim", "decoder_sparse_step")  # keys whose values here depend on others
+LATE = ("layer_types", "head_dim", "decoder_sparse_step", "topk_group")  # keys whose values here depend on others
 # odd where the class of the family does not have the key, whatever the value
 FOREIGN = {
     "llama": {"sliding_window", "layer_types"},
