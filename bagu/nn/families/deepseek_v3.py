@@ -50,7 +50,7 @@ KEYS: dict[str, Key] = {
     **dict.fromkeys(
         ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group"), SIZE
     ),
-    "n_shared_experts": Required(int, least=0),
+    "n_shared_experts": SIZE,  # with 0 transformers keeps tensors of no elements
     "first_k_dense_replace": Required(int, least=0),
     "norm_topk_prob": Required(bool),
     "routed_scaling_factor": Required(float),
