@@ -34,7 +34,6 @@ PREPARE_S = 22.0  # read and deduplicate the library, train the tokenizer, token
 AFTER_S = 45.0  # answers before and after, compressors, report, a server that starts and compiles its C++
 HELD_OUT_TOKENS = 170_000  # of Debian's Python 3.11; known exactly once the text is read
 FORWARD_SHARE = 1 / 3  # of a training step: the time of a forward alone
-SFT_SHARE = 0.2  # of pretraining's time
 OVERHEAD = 1.08  # validation, samples and checkpoints, beside the steps
 FEWEST_STEPS = 40  # fewer are no training; the demo then takes longer than asked
 PROBE_ROWS = 4  # of a CPU's probe: a second of the largest model on a slow machine
@@ -68,7 +67,7 @@ class Plan:
         fits = max(FEWEST_STEPS, int(_fitting(chosen, budget_s) / size.tokens_per_step))
         steps = fits if fill else min(fits, size.pretrain_steps)
         tokens = steps * size.tokens_per_step
-        spent = (1 + SFT_SHARE) * OVERHEAD * tokens / chosen.tokens_per_s + _held_out_s(chosen.tokens_per_s)
+        spent = (1 + size.sft_share) * OVERHEAD * tokens / chosen.tokens_per_s + _held_out_s(chosen.tokens_per_s)
         return cls(
             size=with_steps(size, steps), rate=chosen, budget_s=budget_s, seconds=PREPARE_S + AFTER_S + spent,
             reason="; ".join(_tried(r, budget_s) for r in rates),
@@ -77,13 +76,13 @@ class Plan:
 
 def with_steps(size: Demo, steps: int) -> Demo:
     """The size with so many steps of pretraining, and fine-tuning in proportion."""
-    return replace(size, pretrain_steps=steps, sft_steps=max(1, round(steps * size.sft_steps / size.pretrain_steps)))
+    return replace(size, pretrain_steps=steps, sft_steps=max(1, round(steps * size.sft_share)))
 
 
 def _fitting(rate: Rate, budget_s: float) -> float:
     """The pretraining tokens that fit into a demo of `budget_s` seconds."""
     left = max(0.0, budget_s - PREPARE_S - AFTER_S - _held_out_s(rate.tokens_per_s))
-    return left / ((1 + SFT_SHARE) * OVERHEAD) * rate.tokens_per_s
+    return left / ((1 + rate.size.sft_share) * OVERHEAD) * rate.tokens_per_s
 
 
 def _held_out_s(tokens_per_s: float, tokens: int = HELD_OUT_TOKENS) -> float:
@@ -147,7 +146,7 @@ def revised(plan: Plan, done: int, pace: Pace, *, fill: bool) -> Demo:
     size, own = plan.size, plan.rate.size.pretrain_steps
     seconds = (pace.left_s - pace.after_s() - _held_out_s(pace.tokens_per_s, pace.held_out_tokens)) / OVERHEAD
     left = seconds * pace.tokens_per_s / size.tokens_per_step  # steps of both kinds
-    fits = done + int((left - SFT_SHARE * done) / (1 + SFT_SHARE))
+    fits = done + int((left - size.sft_share * done) / (1 + size.sft_share))
     steps = max(FEWEST_STEPS, math.ceil(done / (1 - COOLDOWN)), fits if fill else min(fits, own))
     near = abs(steps - size.pretrain_steps) < TOLERANCE * size.pretrain_steps
     return size if near else with_steps(size, steps)
