@@ -64,7 +64,7 @@ def test_an_upward_import_is_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["bagu.recipes.demo", "bagu.recipes.command", "bagu.serve.engine", "bagu.lab", "bagu.cli"]
+    "module", ["bagu.recipes.demo", "bagu.recipes.command", "bagu.serve.engine", "bagu.lab.run", "bagu.cli"]
 )
 def test_the_core_imports_and_runs_without_anything_optional(module: str) -> None:
     """In a fresh process where importing any optional library fails."""
