@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -56,7 +57,7 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return matmul_rates().fastest
 
 
-def compute_dtype_name(device: torch.device) -> str:
+def compute_dtype_name(device: torch.device) -> Literal["bf16", "fp32"]:
     """`compute_dtype` as a config or a flag has it."""
     return "bf16" if compute_dtype(device) == torch.bfloat16 else "fp32"
 
