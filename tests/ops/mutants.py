@@ -48,7 +48,7 @@ from bagu.ops import core
 from bagu.ops.catalogue import SPECS
 from bagu.ops.core import OpSpec, Streams, check
 from tests.ops import sources
-from tests.ops.points import Point, points, run_as
+from tests.ops.points import Point, other_points, points, run_as
 
 SECONDS = 300  # for all points of an op with one mutant; past this it counts as dead
 
@@ -60,7 +60,7 @@ class Mutant:
     module: str
     function: str
     was: str  # the expression that is changed
-    becomes: str
+    becomes: str  # another expression, or the name of the scalar whose usual value it becomes
     at: tuple[int, int]  # where it is: which statement of the module, which node of that
 
     @property
@@ -68,10 +68,15 @@ class Mutant:
         """The whole module, changed."""
         changed = copy.deepcopy(sources.tree(self.module))
         target = next(itertools.islice(ast.walk(changed.body[self.at[0]]), self.at[1], None))
-        other = _expression(self.becomes)
-        target.__class__ = other.__class__  # type: ignore[assignment]
+        other = _expression(repr(self._usual()) if self.kind == "default" else self.becomes)
+        target.__class__ = other.__class__
         target.__dict__ = other.__dict__
         return ast.unparse(ast.fix_missing_locations(changed))
+
+    def _usual(self) -> Any:
+        """What a scalar that is ignored becomes."""
+        ops = sources.users(self.module, self.function, self.backend)
+        return next(usual(op)[self.becomes] for op in ops if self.becomes in usual(op))
 
     def __str__(self) -> str:
         return f"{self.module.removeprefix('bagu.ops.')}: {self.kind}: {self.function}: {self.was}"
@@ -118,7 +123,8 @@ def _in_kernel(node: ast.AST, function: sources.Function) -> Iterator[tuple[str,
         first, end, step = parts if len(parts) == 3 else [*parts, "1"] if len(parts) == 2 else ["0", *parts, "1"]
         yield "one trip", f"range({first}, min({end}, {first} + {step}), {step})"
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id.endswith("stride"):
-        strides = [a.arg for a in getattr(function, "args", ast.arguments()).args if a.arg.endswith("stride")]
+        assert isinstance(function, ast.FunctionDef)
+        strides = [a.arg for a in function.args.args if a.arg.endswith("stride")]
         if node.id in strides and len(strides) > 1:
             yield "stride", strides[strides.index(node.id) - 1]
 
@@ -133,9 +139,9 @@ def _in_formula(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 def _in_host_code(node: ast.AST, function: sources.Function, backend: str, module: str) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-        scalars = {k: v for op in sources.users(module, function.name, backend) for k, v in usual(op).items()}
-        if node.id in scalars and node.id in _parameters(function):
-            yield "default", f"({scalars[node.id]!r})"
+        known = {s.name for op in sources.users(module, function.name, backend) for s in SPECS[op].sig.scalars}
+        if node.id in known and node.id in _parameters(function):
+            yield "default", node.id
     if backend == "triton" and isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".stride") and node.args:
         assert isinstance(node.func, ast.Attribute)
         tensor, dim = ast.unparse(node.func.value), ast.unparse(node.args[0])
@@ -252,7 +258,7 @@ def ordered(op: str, backend: str) -> list[Point]:
         )
         for p in points(spec, backend)
     }
-    return sorted(points(spec, backend), key=lambda p: size[p.case.name])
+    return sorted([*points(spec, backend), *other_points(spec)], key=lambda p: size[p.case.name])
 
 
 def _judge(spec: OpSpec, changed: Mapping[str, str], backend: str, at: Sequence[Point]) -> Verdict:

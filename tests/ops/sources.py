@@ -102,7 +102,7 @@ def _uses(module: str, name: str) -> frozenset[tuple[str, str]]:
 
 @cache
 def _definitions(module: str) -> dict[str, list[ast.stmt]]:
-    found = defaultdict(list)
+    found: defaultdict[str, list[ast.stmt]] = defaultdict(list)
     for node in tree(module).body:
         if isinstance(node, Function):
             found[node.name].append(node)
