@@ -1,7 +1,7 @@
 """Gated units on Triton: each byte moves once, so memory is the limit, and 16 bytes a load keep it busy.
 
-A program owns a tile of rows and features. Two contiguous tensors are walked as one long row, which leaves no ragged
-row ends. Forward keeps nothing; backward computes s(g) again, which costs an exp and saves a tensor:
+A program owns a tile of rows and features. Two contiguous tensors are one long row, so that only its last tile is
+ragged. Forward keeps nothing; backward computes s(g) again, which costs an exp and saves a tensor:
 
     y = g * s * up        dup = dy * g * s        dgate = dy * up * (s + g * s')
 
@@ -15,12 +15,10 @@ import triton
 import triton.language as tl
 
 from bagu.ops.gated import halves
-from bagu.ops.kernels import int64
 from bagu.ops.launch import as_rows, next_power_of_2, triton_acc
 
 __all__ = ["TUNABLE", "run_backward", "run_forward"]
 
-RUN = 1024  # numbers of a program where packed rows begin anywhere
 TUNABLE = {  # tests run each point
     "forward": {"block": (128, 2048), "num_warps": (4, 8)},
     "backward": {"block": (128, 2048), "num_warps": (4, 8)},
@@ -60,28 +58,6 @@ def _tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
-def _forward_run(
-    g_ptr, u_ptr, y_ptr, M, N, stride, BLOCK: tl.constexpr, KIND: tl.constexpr, ACC: tl.constexpr
-):  # fmt: skip
-    """Rows with gaps that begin anywhere, as packed ones: gate and up move one by one, but y, walked as one row, not.
-
-    BLOCK neighbours of y are of two rows at most. (The backward, with two crooked results, is faster by tiles.)
-    """
-    first = int64(tl.program_id(0)) * BLOCK
-    row = first // N
-    column = (first - row * N).to(tl.int32)
-    i, rest = tl.arange(0, BLOCK), int64(M) * N - first
-    at = row * stride + column + tl.where(i < N - column, i, i + stride - N)
-    g = tl.load(g_ptr + at, i < rest, 0.0).to(ACC)
-    u = tl.load(u_ptr + at, i < rest, 0.0).to(ACC)
-    s, _ = _step(g, KIND)
-    if rest >= BLOCK:  # of a mask Triton must know that it is even before it moves 16 bytes
-        tl.store(y_ptr + first + i, g * s * u)
-    else:
-        tl.store(y_ptr + first + i, g * s * u, i < rest)
-
-
-@triton.jit(do_not_specialize=["M"])
 def _forward(
     g_ptr, u_ptr, y_ptr, M, N, g_stride, u_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, ACC: tl.constexpr,
@@ -113,10 +89,10 @@ def _rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [r.view(1, -1) for r in rows] if all(r.is_contiguous() for r in rows) else rows
 
 
-def _crooked(rows: torch.Tensor) -> bool:
-    """Whether rows begin anywhere, so that values move one at a time. Then a tile has four a thread: with more,
-    the registers of their addresses leave few threads (odd N on an H200, backward: 0.84 of copy bandwidth; or 0.62)."""
-    return rows.shape[1] % 8 != 0
+def _block(rows: torch.Tensor) -> int:
+    """Values of a tile. Rows that are not aligned move one value at a time, and with more than four a thread the
+    addresses leave registers for few threads (odd N on an H200, backward: 0.84 of copy bandwidth, or 0.62)."""
+    return 2048 if rows.shape[1] % 8 == 0 else 512
 
 
 def run_forward(
@@ -128,13 +104,8 @@ def run_forward(
     if not y.numel():
         return (y,)
     g, u = _rows(gate, up)
-    (M, N), crooked = g.shape, _crooked(g)
-    if crooked and block is None and M > 1 and RUN <= N < 2**31 and g.stride(0) == u.stride(0):
-        _forward_run[(triton.cdiv(M * N, RUN),)](
-            g, u, y, M, N, g.stride(0), BLOCK=RUN, KIND=kind, ACC=triton_acc(x.dtype), num_warps=num_warps or 4
-        )
-        return (y,)
-    block = block or (512 if crooked else 2048)
+    M, N = g.shape
+    block = block or _block(g)
     block_n = min(block, next_power_of_2(N))
     block_m = block // block_n
     _forward[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
@@ -156,14 +127,15 @@ def run_backward(
         return dx, dup
     # packed, the gradients are halves of each row of dx, which is then no one long row
     dys, g, u = _rows(dy, gate, u) if up is not None else [as_rows(t) for t in (dy, gate, u)]
-    (M, N), crooked = g.shape, _crooked(g)
-    block = block or (512 if crooked else 2048)
+    M, N = g.shape
+    warps = num_warps or (8 if _block(g) == 2048 else 4)
+    block = block or _block(g)
     dg, du = halves(dx.view(M, -1), None if dup is None else dup.view(M, -1))
     block_n = min(block, next_power_of_2(N))
     block_m = block // block_n
     _backward[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
         dys, g, u, dg, du, M, N, dys.stride(0), g.stride(0), u.stride(0), dg.stride(0),
         BLOCK_M=block_m, BLOCK_N=block_n, KIND=kind, ACC=triton_acc(x.dtype),
-        num_warps=num_warps or (4 if crooked else 8),
+        num_warps=warps,
     )  # fmt: skip
     return dx, dup

@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 
 from bagu.ops.batch_norm.tiling import Tiling, as_channels
-from bagu.ops.kernels import column_sum, int64
+from bagu.ops.kernels.column_sum import column_sum
+from bagu.ops.kernels.scalars import int64
 from bagu.ops.launch import next_power_of_2, triton_acc
 from bagu.ops.signature import accumulator
 

@@ -1,8 +1,8 @@
 """Numbers back from int8 on Triton: one product per number, so memory is the limit.
 
-Rows that lie together are walked as one long row (`_flat`): a program owns BLOCK numbers, all aligned whatever N is,
-which are of two rows at most, and takes the scale of the one or the other. Rows with gaps between them, or shorter than
-a program's share, are walked in tiles, and a scale is loaded once per program (tensor), row or column.
+Contiguous rows are taken as one long row (`_flat`): a program owns BLOCK numbers, aligned whatever N is, which lie in
+two rows at most, and takes the scale of the one or the other. Rows with gaps between them, or shorter than FLAT, are
+cut into tiles, and a scale is loaded once per program (tensor), row or column.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.kernels import int64, shifted_copies
+from bagu.ops.kernels.scalars import int64
 from bagu.ops.launch import as_rows, next_power_of_2
 
 FLAT = 512  # rows of fewer numbers are tiles
-MANY = 64  # rows: for fewer the copies of a row of scales cost more than they save
 TUNABLE = {"forward": {"block": (512, 4096), "num_warps": (4, 8)}}  # tests run each point
 
 
@@ -39,31 +38,25 @@ def _dequantize(
 
 
 @triton.jit
-def _flat(
-    q_ptr, scale_ptr, y_ptr, M, N, step,
-    BLOCK: tl.constexpr, BY: tl.constexpr, COPIES: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
+def _flat(q_ptr, scale_ptr, y_ptr, M, N, BLOCK: tl.constexpr, BY: tl.constexpr, ACC: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
-    rest = int64(M) * N - first
-    real = i < (tl.multiple_of(rest, 16) if EVEN else rest)
+    left = int64(M) * N - first
     row = first // N
-    column = (first - row * N).to(tl.int32)  # of the first number; N - column of them are of its row
+    column = (first - row * N).to(tl.int32)  # of the first number; N - column numbers are in its row
     if BY == "tensor":
         scale = tl.load(scale_ptr).to(ACC)
     elif BY == "row":
         here = tl.load(scale_ptr + row).to(ACC)
         following = tl.load(scale_ptr + row + 1, row + 1 < M, 0.0).to(ACC)
         scale = tl.where(i < N - column, here, following)
-    elif COPIES:
-        scale = tl.load(scale_ptr + int64(column % COPIES) * step + column // COPIES * COPIES + i).to(ACC)
     else:
         n = column + i
-        scale = tl.load(scale_ptr + tl.where(n < N, n, n - N), real, 0.0).to(ACC)
-    if not EVEN and rest >= BLOCK:  # Triton moves 16 bytes only under a mask that it knows to be one for all of them
+        scale = tl.load(scale_ptr + tl.where(n < N, n, n - N), i < left, 0.0).to(ACC)
+    if left >= BLOCK:  # without a mask: i < left would make Triton move one number at a time
         tl.store(y_ptr + first + i, tl.load(q_ptr + first + i).to(ACC) * scale)
     else:
-        tl.store(y_ptr + first + i, tl.load(q_ptr + first + i, real, 0).to(ACC) * scale, real)
+        tl.store(y_ptr + first + i, tl.load(q_ptr + first + i, i < left, 0).to(ACC) * scale, i < left)
 
 
 def forward(
@@ -73,25 +66,17 @@ def forward(
     y = torch.empty(q.shape, dtype=getattr(torch, dtype), device=q.device)
     if not q.numel():
         return (y,)
-    rows = as_rows(q)
+    rows, scale = as_rows(q), scale.contiguous()
     M, N = rows.shape
     block = block or (4096 if granularity != "channel" else 1024)
     acc, warps = tl.float64 if torch.float64 in (y.dtype, scale.dtype) else tl.float32, num_warps or 4
     if rows.is_contiguous() and FLAT <= N < 2**31:
         block = min(block, next_power_of_2(N + 1) // 2)  # at most N, so that a program has two rows at most
-        scale, step, copies = scale.contiguous(), 0, 16 // scale.element_size()
-        if granularity == "channel" and N % 16 and M >= MANY:
-            # whatever column a program begins with, one of the copies is aligned there
-            scale, _, step = shifted_copies(scale, None, copies, N + block)
-        _flat[(triton.cdiv(M * N, block),)](
-            rows, scale, y, M, N, step, BLOCK=block, BY=granularity, COPIES=copies if step else 0,
-            EVEN=M * N % 16 == 0, ACC=acc, num_warps=warps,
-        )  # fmt: skip
+        _flat[(triton.cdiv(M * N, block),)](rows, scale, y, M, N, BLOCK=block, BY=granularity, ACC=acc, num_warps=warps)
         return (y,)
     block_n = min(next_power_of_2(N), min(block, 512 if granularity == "channel" else 4096))
     block_m = block // block_n
     _dequantize[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
-        rows, scale.contiguous(), y, M, N, rows.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, BY=granularity,
-        ACC=acc, num_warps=warps,
-    )  # fmt: skip
+        rows, scale, y, M, N, rows.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, BY=granularity, ACC=acc, num_warps=warps
+    )
     return (y,)

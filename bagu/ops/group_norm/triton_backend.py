@@ -20,7 +20,8 @@ import triton.language as tl
 from bagu.ops.batch_norm.tiling import Tiling, as_channels
 from bagu.ops.batch_norm.triton_backend import channel_sums, normalize, pull, statistics
 from bagu.ops.group_norm.flat_kernels import run_backward, run_forward
-from bagu.ops.kernels import column_sum, int64, rsqrt
+from bagu.ops.kernels.column_sum import column_sum
+from bagu.ops.kernels.scalars import int64, rsqrt
 from bagu.ops.launch import next_power_of_2, num_sms, triton_acc
 from bagu.ops.signature import accumulator
 

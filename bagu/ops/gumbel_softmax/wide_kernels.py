@@ -1,5 +1,5 @@
-"""Gumbel-softmax of rows that no program holds: walked in tiles DEPTH lines deep, each lane with a running maximum, and
-walked again to write. And z, logits with their noise, as all kernels of the op make it."""
+"""Gumbel-softmax of rows that do not fit in registers: a pass in tiles DEPTH lines deep, each lane with a running
+maximum, and a second one to write. And z, logits with their noise, as all kernels of the op make it."""
 
 from __future__ import annotations
 

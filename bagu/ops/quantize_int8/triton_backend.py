@@ -1,7 +1,7 @@
 """Quantization to int8 on Triton: memory is the limit, at 3 bytes per bf16 number when a row is read once.
 
-By row: one program owns whole rows in registers, of an odd row the aligned body and its ends apart. A row of more than
-WHOLE numbers is walked twice, and the second walk finds it in the L2.
+By row: one program owns rows in registers. A row of more than MAX_COLUMNS numbers is read twice, the second time from
+the L2.
 By tensor: a first launch leaves the largest |x| of each of its few programs; each program of the second reduces those,
 then quantizes a tile. It starts with the end of x, which the first may have left in the L2.
 By channel: the largest |x| of pieces of columns, a small launch that makes the scales and their inverses, then tiles.
@@ -18,10 +18,11 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.kernels import apart, int64
-from bagu.ops.launch import as_rows, blocks, next_power_of_2, num_sms, triton_acc, vector
+from bagu.ops.kernels.rows import columns, load_row, masks, max_row, row_ids, store_row
+from bagu.ops.kernels.scalars import int64
+from bagu.ops.launch import aligned, as_rows, next_power_of_2, num_sms, split_row, triton_acc
 
-WHOLE = 32768  # the longest row kept in registers: 64 numbers a thread at 16 warps
+MAX_COLUMNS = 32768  # of a row kept in registers: 64 numbers a thread at 16 warps
 TUNABLE = {"forward": {"block": (None, 512, 8192), "num_warps": (4, 8)}}  # tests run each point
 
 
@@ -61,29 +62,17 @@ def _rounded(x, inverse, ACC: tl.constexpr):
 
 
 @triton.jit
-def _rows(x_ptr, q_ptr, scale_ptr, M, N, x_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr):
-    m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    n = tl.arange(0, BLOCK_N)
-    real = (m < M)[:, None] & (n < N)[None, :]
-    x = tl.load(x_ptr + m[:, None] * x_stride + n[None, :], real, 0.0)
-    scale = _scale(tl.max(_bits(x, ACC), axis=1), ACC)
-    tl.store(scale_ptr + m, scale, m < M)
-    tl.store(q_ptr + m[:, None] * N + n[None, :], _rounded(x, _inverse(scale)[:, None], ACC), real)
-
-
-@triton.jit
-def _rows_odd(x_ptr, q_ptr, scale_ptr, N, BLOCK_N: tl.constexpr, VEC: tl.constexpr, ACC: tl.constexpr):
-    """A contiguous row that begins anywhere: its aligned body, and its ends apart."""
-    row, n = int64(tl.program_id(0)), tl.arange(0, BLOCK_N)[None, :]
-    head, body, at, end = apart(row, N, BLOCK_N, 2 * VEC, VEC)
-    first, start = row * N, tl.multiple_of(row * N + head, VEC)
-    x = tl.load(x_ptr + start + n, n < body, 0.0)
-    ends = tl.load(x_ptr + first + at, end, 0.0)
-    scale = _scale(tl.maximum(tl.max(_bits(x, ACC)), tl.max(_bits(ends, ACC))), ACC)
-    tl.store(scale_ptr + row, scale)
+def _rows(
+    x_ptr, q_ptr, scale_ptr, M, N, x_stride,
+    FULL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    m, n = row_ids(int64(tl.program_id(0)), BLOCK_M), columns(BLOCK_N, TAIL)
+    mask = masks(m, n, M, N, FULL)
+    x = load_row(x_ptr, m, n, mask, x_stride)
+    scale = _scale(max_row([_bits(v, ACC) for v in x]), ACC)
+    tl.store(scale_ptr + m, tl.zeros([BLOCK_M, 1], ACC) + scale, m < M)
     inverse = _inverse(scale)
-    tl.store(q_ptr + start + n, _rounded(x, inverse, ACC), n < body)
-    tl.store(q_ptr + first + at, _rounded(ends, inverse, ACC), end)
+    store_row(q_ptr, m, n, mask, N, [_rounded(v, inverse, ACC) for v in x])
 
 
 @triton.jit
@@ -174,7 +163,7 @@ def _tiles(
 def forward(
     x: torch.Tensor, granularity: str, *, block: int | None = None, num_warps: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`block` is how many numbers a program holds at a time; a row of up to WHOLE is held whole."""
+    """`block` is how many numbers a program holds at a time; a row of up to MAX_COLUMNS is held entirely."""
     kept = torch.float64 if x.dtype == torch.float64 else torch.float32
     shape = {"tensor": (1,), "row": x.shape[:-1], "channel": x.shape[-1:]}[granularity]
     q = torch.empty_like(x, dtype=torch.int8, memory_format=torch.contiguous_format)
@@ -185,21 +174,17 @@ def forward(
     M, N = rows.shape
     if granularity != "row":
         _by_many_rows(rows, q, scale, granularity == "channel", block or 8192, num_warps or 8)
-    elif block is None and N >= 512 and (vec := vector(rows)) and (block_n := blocks(N, vec)[0]) <= WHOLE:
-        _rows_odd[(M,)](
-            rows, q, scale, N, BLOCK_N=block_n, VEC=vec, ACC=acc,
-            num_warps=num_warps or min(max(block_n // 1024, 1), 16),
-        )  # fmt: skip
-    elif N > WHOLE:
-        aligned = N % 16 == 0 and rows.stride(0) % 16 == 0  # if not, async copies go number by number, and spill
+    elif N > MAX_COLUMNS:
+        stages = 3 if aligned(rows) else 1  # asynchronous copies of single numbers spill
         _rows_wide[(min(M, num_sms(x.device)),)](
-            rows, q, scale, M, N, rows.stride(0), BLOCK_N=16384, ACC=acc, STAGES=3 if aligned else 1, num_warps=32
+            rows, q, scale, M, N, rows.stride(0), BLOCK_N=16384, ACC=acc, STAGES=stages, num_warps=32
         )
     else:
-        block_n = next_power_of_2(N)
-        block_m = max((block or 2048) // block_n, 1)
+        block_m = max((block or 2048) // next_power_of_2(N), 1)
+        block_n, tail = split_row(N) if block_m == 1 else (next_power_of_2(N), 0)
         _rows[(triton.cdiv(M, block_m),)](
-            rows, q, scale, M, N, rows.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, ACC=acc,
+            rows, q, scale, M, N, rows.stride(0),
+            FULL=block_n <= N, BLOCK_M=block_m, BLOCK_N=block_n, TAIL=tail, ACC=acc,
             num_warps=num_warps or min(max(block_m * block_n // 1024, 1), 16),
         )  # fmt: skip
     return q, scale

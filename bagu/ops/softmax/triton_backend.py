@@ -1,8 +1,7 @@
 """Softmax on Triton: one program owns whole rows, so x crosses memory once each way; memory is the limit.
 
-A row of at most WHOLE columns stays in registers, 16 or 32 values a thread (of y and of dy in the backward): few warps
-a row, so that many rows are in flight and one row's loads hide another's sums. odd_kernels has rows that begin
-anywhere, wide_kernels those that are too long.
+A row of at most MAX_COLUMNS columns stays in registers, 16 or 32 values a thread (of y and of dy in the backward): few
+warps a row, so that many rows are in flight and one row's loads hide another's sums. wide_kernels has longer rows.
 
 A mask is read through its own strides: [T, S] under [B, H, T, S] is never written out. Backward needs only y and dy.
 """
@@ -13,11 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.launch import as_rows, blocks, fp32_pair, triton_acc
-from bagu.ops.softmax.odd_kernels import odd_backward, odd_cut, odd_forward, registers
-from bagu.ops.softmax.wide_kernels import exist, scores, wide_backward, wide_forward
+from bagu.ops.kernels.rows import columns, load_row, masks, max_row, multiply, row_ids, select, store_row, sum_row
+from bagu.ops.kernels.scalars import int64
+from bagu.ops.launch import as_rows, fp32_pair, split_row, triton_acc
+from bagu.ops.softmax.wide_kernels import scores, wide_backward, wide_forward
 
-WHOLE = 16384  # the longest block kept in registers; in fp64 the backward keeps half
+MAX_COLUMNS = 16384  # of a row kept in registers; in fp64 the backward keeps half
 LOG2E = 1.4426950408889634  # exp(x) = exp2(x * LOG2E): exp2 is one instruction, and the factor joins the scale
 TUNABLE = {  # tests run each point
     "forward": {"block_m": (None, 1, 2, 4), "num_warps": (2, 4, 8)},
@@ -26,79 +26,54 @@ TUNABLE = {  # tests run each point
 
 
 @triton.jit
-def _exponentials(x, keep, peak, c, SIGN: tl.constexpr):
-    """exp(c * (x - peak)), and 0 where a scale of 0 meets a hidden -inf, whose product is NaN."""
-    e = tl.exp2((x - peak) * c)
-    if SIGN == 0:
-        e = tl.where(keep, e, 0.0)
-    return e
-
-
-@triton.jit
-def _shares(y_ptr, e, keep, r, m, n, M, N, SEES_ALL: tl.constexpr, EVEN: tl.constexpr):
-    y = e * r
-    if not SEES_ALL:
-        y = tl.where(keep, y, 0.0)
-    tl.store(y_ptr + m * N + n, y, (m < M) & exist(n, N, EVEN))
+def _score_row(x_ptr, mask_ptr, lengths_ptr, m, n, exists, M, N, x_stride, fold, SIGN: tl.constexpr, ACC: tl.constexpr):
+    """`scores` of a row: its x, and which of them it sees."""
+    x, keep = scores(x_ptr, mask_ptr, lengths_ptr, m, n[0], exists[0], M, N, x_stride, fold, SIGN, ACC)
+    if len(n) == 2:
+        tail, kept = scores(x_ptr, mask_ptr, lengths_ptr, m, n[1], exists[1], M, N, x_stride, fold, SIGN, ACC)
+        return (x, tail), (keep, kept)
+    else:
+        return (x,), (keep,)
 
 
 @triton.jit
 def _forward(
     x_ptr, y_ptr, mask_ptr, lengths_ptr, M, N, x_stride, c_high, c_low,
     middle, inner, outer_stride, middle_stride, inner_stride, step,
-    SIGN: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+    SIGN: tl.constexpr, FULL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
     fold = (middle, inner, outer_stride, middle_stride, inner_stride, step)
-    sees_all: tl.constexpr = mask_ptr is None and lengths_ptr is None
-    m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    n = tl.arange(0, BLOCK_N)[None, :]
-    x, keep = scores(x_ptr, mask_ptr, lengths_ptr, m, n, M, N, x_stride, fold, SIGN, EVEN, ACC)
+    m, n = row_ids(int64(tl.program_id(0)), BLOCK_M), columns(BLOCK_N, TAIL)
+    exists = masks(m, n, M, N, FULL)
+    x, keep = _score_row(x_ptr, mask_ptr, lengths_ptr, m, n, exists, M, N, x_stride, fold, SIGN, ACC)
     c = tl.zeros([], ACC) + c_high + c_low
-    peak = tl.max(x, axis=1)  # it drops a NaN, the sum does not
-    if TAIL:
-        n_tail = BLOCK_N + tl.arange(0, TAIL)[None, :]
-        tail, kept = scores(x_ptr, mask_ptr, lengths_ptr, m, n_tail, M, N, x_stride, fold, SIGN, False, ACC)
-        peak = tl.maximum(peak, tl.max(tail, axis=1))
-        tail = _exponentials(tail, kept, peak[:, None], c, SIGN)
-    e = _exponentials(x, keep, peak[:, None], c, SIGN)
-    total = tl.sum(e, axis=1)
-    if TAIL:
-        total += tl.sum(tail, axis=1)
-    r = (1.0 / total)[:, None]
-    _shares(y_ptr, e, keep, r, m, n, M, N, sees_all, EVEN)
-    if TAIL:
-        _shares(y_ptr, tail, kept, r, m, n_tail, M, N, sees_all, False)
-
-
-@triton.jit
-def _heard(dy_ptr, y_ptr, m, n, M, N, dy_stride, y_stride, ACC: tl.constexpr):
-    """y, and dy where y is not 0."""
-    real = (m < M) & (n < N)
-    y = tl.load(y_ptr + m * y_stride + n, real, 0.0, eviction_policy="evict_last").to(ACC)
-    dy = tl.load(dy_ptr + m * dy_stride + n, real, 0.0, eviction_policy="evict_last").to(ACC)
-    return y, tl.where(y != 0, dy, 0.0)
+    peak = max_row(x)  # it ignores NaN, the sum does not
+    e = [tl.exp2((v - peak) * c) for v in x]
+    if SIGN == 0:  # a scale of 0 times a hidden -inf is NaN
+        e = select(keep, e)
+    r = 1.0 / sum_row(e)
+    y = [v * r for v in e]
+    if mask_ptr is not None or lengths_ptr is not None:
+        y = select(keep, y)
+    store_row(y_ptr, m, n, exists, N, y)
 
 
 @triton.jit
 def _backward(
     dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, y_stride, scale, scale_low,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, ACC: tl.constexpr,
+    FULL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    n = tl.arange(0, BLOCK_N)[None, :]
-    y, dy = _heard(dy_ptr, y_ptr, m, n, M, N, dy_stride, y_stride, ACC)
-    along, mass = tl.sum(dy * y, axis=1), tl.sum(y, axis=1)
-    if TAIL:
-        n_tail = BLOCK_N + tl.arange(0, TAIL)[None, :]
-        y_tail, dy_tail = _heard(dy_ptr, y_ptr, m, n_tail, M, N, dy_stride, y_stride, ACC)
-        along, mass = along + tl.sum(dy_tail * y_tail, axis=1), mass + tl.sum(y_tail, axis=1)
-    mean = (along / mass)[:, None]  # over the sum of the rounded y: see torch_backend.py
+    m, n = row_ids(int64(tl.program_id(0)), BLOCK_M), columns(BLOCK_N, TAIL)
+    exists = masks(m, n, M, N, FULL)
+    y = [v.to(ACC) for v in load_row(y_ptr, m, n, exists, y_stride)]
+    dy = [v.to(ACC) for v in load_row(dy_ptr, m, n, exists, dy_stride)]
+    seen = [v != 0 for v in y]
+    dy = select(seen, dy)
+    mean = sum_row(multiply(dy, y)) / sum_row(y)  # over the sum of the rounded y: see torch_backend.py
     factor = tl.zeros([], ACC) + scale + scale_low
-    tl.store(dx_ptr + m * N + n, tl.where(y != 0, factor * y * (dy - mean), 0.0), (m < M) & (n < N))
-    if TAIL:
-        dx = tl.where(y_tail != 0, factor * y_tail * (dy_tail - mean), 0.0)
-        tl.store(dx_ptr + m * N + n_tail, dx, (m < M) & (n_tail < N))
+    dx = multiply([factor * v for v in y], [v - mean for v in dy])
+    store_row(dx_ptr, m, n, exists, N, select(seen, dx))
 
 
 def forward(
@@ -113,18 +88,14 @@ def forward(
     seen, fold = (None, (1, 1, 0, 0, 0, 1)) if mask is None else _fold(mask)
     limits = None if lengths is None else lengths.contiguous()  # one number a row: a copy costs nothing
     c, sign = fp32_pair(abs(scale) * LOG2E), (scale > 0) - (scale < 0)
-    plain = mask is None and lengths is None and block_m is None
-    if plain and (cut := odd_cut(rows, rows, WHOLE)):
-        odd_forward(rows, y, c, sign, cut, num_warps)
-        return (y,)
     args = (rows, y, seen, limits, M, N, rows.stride(0), *c, *fold)
-    if N > WHOLE:
+    if N > MAX_COLUMNS:
         wide_forward(args, rows, mask is not None or lengths is not None, sign, num_warps)
         return (y,)
-    block_n, tail = blocks(N, 0, 2)
+    block_n, tail = split_row(N, 2)
     block_m = block_m or max(1, 4096 // block_n)
     _forward[(triton.cdiv(M, block_m),)](
-        *args, SIGN=sign, EVEN=block_n <= N, BLOCK_M=block_m, BLOCK_N=block_n, TAIL=tail, ACC=triton_acc(x.dtype),
+        *args, SIGN=sign, FULL=block_n <= N, BLOCK_M=block_m, BLOCK_N=block_n, TAIL=tail, ACC=triton_acc(x.dtype),
         num_warps=num_warps or min(max(block_m * block_n // 1024, 1), 4 if 0 < 4 * tail <= block_n else 32),
     )  # fmt: skip
     return (y,)
@@ -139,28 +110,34 @@ def backward(
     dys, ys = as_rows(dy), as_rows(y)
     M, N = ys.shape
     heavy = max(y.itemsize // 4, 1)
-    if block_m is None and (cut := odd_cut(dys, ys, WHOLE // heavy)):
-        odd_backward(dys, ys, dx, fp32_pair(scale), cut, num_warps)
-        return (dx,)
     args = (dys, ys, dx, M, N, dys.stride(0), ys.stride(0), *fp32_pair(scale))
-    if N * heavy > WHOLE:
-        wide_backward(args, dys, ys, num_warps)
+    if N * heavy > MAX_COLUMNS:
+        wide_backward(args, ys, num_warps)
         return (dx,)
-    block_n, tail = blocks(N, 0, 2)
+    block_n, tail = split_row(N, 2)
     block_m = block_m or max(1, 2048 // block_n)
     each = 1024 if 0 < 4 * tail <= block_n else 512  # a short tail leaves most threads of many warps without work
     warps = num_warps or min(max(block_m * block_n // each, 1), 8 if tail else 16)
     _backward[(triton.cdiv(M, block_m),)](
-        *args, BLOCK_M=block_m, BLOCK_N=block_n, TAIL=tail, ACC=triton_acc(y.dtype), num_warps=warps,
-        maxnreg=registers(block_m * block_n * heavy, warps),
+        *args, FULL=block_n <= N, BLOCK_M=block_m, BLOCK_N=block_n, TAIL=tail, ACC=triton_acc(y.dtype),
+        num_warps=warps, maxnreg=_registers(block_m * block_n * heavy, warps),
     )  # fmt: skip
     return (dx,)
+
+
+def _registers(block: int, warps: int) -> int:
+    """A thread's registers in the backward: 64 for 16 values of y and of dy, so that two rows of 8,192 share a
+    multiprocessor. ptxas would take 77 and one would run: 0.73 of copy bandwidth instead of 0.94.
+
+    In proportion for more values, as far as there are registers.
+    """
+    return min(64 * max(block // (512 * warps), 1), 65536 // (32 * warps), 255)
 
 
 def _fold(mask: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """The mask as bytes, and how to find a row of it: the sizes of its two inner leading dims, three strides, a step.
 
-    Dims that one stride can walk are joined: [T, S] under [B, H, T, S] becomes (B * H: 0, T: S). A mask that needs
+    Dims that one stride covers are joined: [T, S] under [B, H, T, S] becomes (B * H: 0, T: S). A mask that needs
     more than three, or whose columns are neither adjacent nor one value, is copied.
     """
     dims: list[tuple[int, int]] = []

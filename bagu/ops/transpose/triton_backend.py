@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.kernels import int64
+from bagu.ops.kernels.scalars import int64
 from bagu.ops.launch import next_power_of_2
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
