@@ -1,7 +1,7 @@
 """What `swiglu` and `geglu` share: y = act(gate) * up, where act(g) = g * s(g) and the step s goes from 0 to 1.
 
 gate and up come packed as one tensor [*M, 2N] (gate first, as one matmul makes them), or as two tensors [*M, N].
-Dims: M = rows (tokens), N = features of one half, K = last dim of the first tensor: 2N packed, N apart.
+Dims: M = rows (tokens), N = features of one half, K = last dim of the first tensor: 2N packed, N separate.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         gate[row, N // 2] = value
     if case.get("plant_up", None) is not None:
         up[-1, N // 2] = case["plant_up"]
-    if case.get("apart", False):
+    if case.get("separate", False):
         return {"x": gate, "up": up}
     return {"x": torch.cat((gate, up), -1), "up": None}
 
@@ -72,24 +72,26 @@ INF, NAN = float("inf"), float("nan")
 CASES = [
     Case("even", "powers of two need no masks, so a failure here is the math", M=8, N=64),
     Case("ragged", "neither side is a multiple of a block, so every mask is used", M=5, N=123),
-    Case("apart", "gate and up are two tensors, walked as one long row", M=6, N=72, apart=True),
-    Case("apart_odd", "the long row ends inside a block", M=3, N=37, apart=True),
+    Case("separate", "gate and up are two tensors, each taken as one long row", M=6, N=72, separate=True),
+    Case("separate_odd", "the long row ends inside a block", M=3, N=37, separate=True),
     Case("batched", "the leading dims are several, and are folded into rows", lead=(2, 3), N=40),
     Case("single", "there is no leading dim at all: one row", lead=(), N=24),
     Case("narrow", "rows are short and many, so one program owns several of them", M=1500, N=2),
     Case("point", "N = 1: the halves are neighbours", M=64, N=1),
     Case("wide", "a row is several blocks long and the last one is not full", M=2, N=9001),
-    Case("runs", "odd packed rows: a program has the end of one and the start of the next", M=8, N=1031),
-    Case("runs_full", "and the last program has all its numbers", M=256, N=1028),
+    Case("unaligned", "odd packed rows move one value at a time, in smaller tiles", M=8, N=1031),
+    Case("unaligned_rows", "and many of them", M=256, N=1028),
     Case("blocks", "a row is two blocks to the last feature", M=2, N=4096),
     Case("empty", "there is no row", M=0, N=24),
     Case("faint", "a small gate stands where s is steepest, about 1/2", M=4, N=48, scale=1e-3),
     Case("loud", "exp(-gate) is past fp32's largest value, where the step is flat", M=4, N=48, scale=1e3),
     Case("nan", "a NaN in gate or up spoils its own place and no other", M=3, N=33, plant=[NAN], plant_up=NAN),
     Case("inf", "gate = inf passes; gate = -inf is -inf * 0 = NaN", M=3, N=33, plant=[INF, -INF]),
-    Case("inf_apart", "the same, where gradients of gate and up are two tensors", M=3, N=9, plant=[INF], apart=True),
+    Case(
+        "inf_separate", "the same, where gradients of gate and up are two tensors", M=3, N=9, plant=[INF], separate=True
+    ),
     Case("packed", "what a fused gate_up projection hands over at 16k tokens", bench=True, M=16384, N=8192),
-    Case("two", "gate and up from two projections", bench=True, M=16384, N=8192, apart=True),
+    Case("two", "gate and up from two projections", bench=True, M=16384, N=8192, separate=True),
     Case("llama_8b", "the feed-forward size of an 8B model, no power of two", bench=True, M=16384, N=14336),
     Case("odd", "an odd N leaves no row aligned", bench=True, M=16384, N=8191),
     Case("past", "one past a power of two", bench=True, M=16384, N=4097),

@@ -48,7 +48,7 @@ def test_the_triton_backend_reads_a_broadcast_mask_where_it_lies() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_mask_of_any_layout(backend: str) -> None:
-    """Five leading dims that no three strides walk, and columns that are not neighbours."""
+    """Five leading dims that no three strides cover, and columns that are not neighbours."""
     x, mask = draw(2, 2, 2, 2, 2, 3), draw(2, 2, 2, 2, 2, 3) > 0
     for laid in (mask.permute(4, 1, 2, 3, 0, 5), mask.permute(5, 0, 1, 2, 3, 4).contiguous().permute(1, 2, 3, 4, 5, 0)):
         y = softmax(x.to(DEVICE), mask=laid.to(DEVICE), backend=backend)
@@ -77,7 +77,9 @@ def test_fp64_is_fp64_all_through(backend: str) -> None:
         torch.testing.assert_close(*(torch.autograd.grad(out, x, dy)[0] for out in (y, want)), rtol=1e-10, atol=1e-17)
 
 
-@pytest.mark.parametrize("n", [6, 523, 640, 20000, 20001])  # a block, a body and its ends, two blocks, two walks
+@pytest.mark.parametrize(
+    "n", [6, 523, 640, 20000, 20001]
+)  # a block, a block and a tail, both not aligned and aligned, rows read twice
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_gradient_of_a_hidden_column_counts_for_nothing(backend: str, n: int) -> None:
     x = draw(2, n).float().to(DEVICE).requires_grad_()

@@ -88,10 +88,15 @@ SPEC = OpSpec(
         Case(
             "inf", "an infinite residual is NaN in its place of y, zeros beside", M=3, N=33, plant=INF, into="residual"
         ),
-        Case("crooked", "rows start at every alignment, and their ends are apart from their bodies", M=19, N=1031),
+        Case("unaligned", "rows start at every alignment, so no load is wider than a value", M=19, N=1031),
         Case("tail", "a row in two blocks, 1,024 features and 144", M=7, N=1168),
         Case(
-            "long", "the backward walks rows in blocks and splits them over programs", M=6, N=12000, grid=0.125, eps=0.3
+            "long",
+            "the backward reads rows twice, the second time split over programs",
+            M=6,
+            N=12000,
+            grid=0.125,
+            eps=0.3,
         ),
         Case(
             "wide",
@@ -103,7 +108,7 @@ SPEC = OpSpec(
         ),
         Case(
             "wide_faint",
-            "x^2 is near eps in a row that is walked",
+            "x^2 is near eps in a row that is read twice",
             M=1,
             N=33000,
             scale=1e-3,

@@ -2,8 +2,8 @@
 
 For x[B, C, *S] the tensor is [B, C, S]: a tile is long along the contiguous side, S or, where there is no S, C.
 Bandwidth is the limit. A channel's statistics must be known before its first output, so x is read twice; programs
-walk memory in step, forwards for the sums and backwards for the outputs, so the second walk starts with what the L2
-still holds (an H200's is 60 MB, a whole (32, 64, 112, 112) in bf16).
+go through memory in step, forwards for the sums and backwards for the outputs, so the second pass starts with what
+the L2 still holds (an H200's is 60 MB, a whole (32, 64, 112, 112) in bf16).
 
 Few channels are split over many programs. Each sums x - pivot and its square, pivot being the mean of its first
 tile: if that tile is a share f of the program's values, (mean - pivot)^2 <= var * (1 - f) / f, so the subtraction

@@ -117,7 +117,7 @@ CASES = [
          plant=[(0, 16, INF), (1, 32, INF)], targets={1: 32}),
     Case("inf_z", "with z-loss the gradient of such a row is NaN throughout", M=4, V=33, z_loss=0.1,
          plant=[(0, 16, INF)]),
-    Case("long", "a row is several blocks, walked by one program; the loudest word comes last", M=5, V=9001,
+    Case("long", "a row is several blocks, read by one program; the loudest word comes last", M=5, V=9001,
          label_smoothing=0.1, plant=[(ALL, 9000, 30.0)], targets={0: 9000, 1: 0, 3: IGNORED}),
     Case("wide", "few long rows are split over programs", M=2, V=40003, label_smoothing=0.1, z_loss=0.01,
          plant=[(0, 3, 25.0), (1, 40000, 25.0)], targets={0: 39999}),

@@ -1,6 +1,6 @@
 """Cross-entropy on Triton: the logits cross memory once forward and twice (in and out) backward, and that is the cost.
 
-Forward walks a row in blocks of R groups of G words, 16 bytes a group. Each lane keeps a running maximum and sum of
+Forward reads a row in blocks of R groups of G words, 16 bytes a group. Each lane keeps a running maximum and sum of
 its own and all lanes meet once, at the row's end; a group shares one maximum, so a word costs 1 1/G exps instead of 2
 (at 2 the exp units, 16 results a clock and multiprocessor, are slower than the memory). Few long rows are split over
 programs, and `_combine` joins the parts. Backward knows the row's lse, so any program can do any block:
@@ -8,7 +8,7 @@ programs, and `_combine` joins the parts. Backward knows the row's lse, so any p
     dx = dy * ((1 + 2 z lse) * exp(x - lse) - (1 - s) * [v = t] - s / V)
 
 Groups are counted from 16-byte boundaries and not from the row's start, so a row of odd length is loaded as widely as
-any other. What is left of the row before the first whole group and after the last, its ends, is loaded apart.
+any other. What is left of the row before the first whole group and after the last, its ends, is loaded by itself.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     approximate = "tanh":   gelu(g) = g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3)))
 
 x is gate and up packed along the last dim, gate first; or gate alone, up being the second tensor.
-Dims: M = rows (tokens), N = features, K = 2N packed, N apart.
+Dims: M = rows (tokens), N = features, K = 2N packed, N separate.
 Papers: https://arxiv.org/abs/2002.05202 (GeGLU), https://arxiv.org/abs/1606.08415 (GELU)
 """
 
@@ -48,7 +48,7 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
 
 EXACT = [
     Case("exact", "the exact gelu, packed", M=7, N=50, approximate="none"),
-    Case("exact_apart", "the exact gelu, gate and up apart", M=4, N=21, approximate="none", apart=True),
+    Case("exact_separate", "the exact gelu, gate and up separate", M=4, N=21, approximate="none", separate=True),
     Case("exact_loud", "erf is flat and exp(-gate^2 / 2) is zero", M=4, N=48, scale=1e3, approximate="none"),
     Case("exact_mid", "near |gate| = 2 exact and tanh differ most, by 5e-4", M=8, N=64, scale=2, approximate="none"),
     Case(

@@ -4,12 +4,12 @@ A plane of 27 x 27 values begins anywhere, so a tile [D, I] of them moves 16 bit
 bytes where C * I is a multiple of 8. In it, eights of values are cut without regard to groups and channels: an eight
 lies in one channel, or in two where a channel ends in it (I >= 8), so two values of w and two of b serve eight of x.
 Where D * I is no multiple of 8, a run shares its first and its last eight with its neighbours. Forward reads and writes
-those value by value, apart from the whole ones. Backward, which has no registers left for that, reads them whole and
-leaves the neighbours' values out.
+those value by value. Backward, which has no registers left for that, reads them whole and leaves the neighbours'
+values out.
 
-A program keeps its group and walks the batch, reading ahead into shared memory. Backward sums dy and dy * (x - mean)
-of each eight, what lies before a channel's end apart from what lies behind it, over the batch; at the end it gathers
-them by channel.
+A program keeps its group and goes through the batch, reading ahead into shared memory. Backward sums dy and
+dy * (x - mean) of each eight, separately before and behind a channel's end, over the batch; at the end it gathers them
+by channel.
 """
 
 from __future__ import annotations

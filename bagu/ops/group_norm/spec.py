@@ -98,7 +98,7 @@ SPEC = OpSpec(
         Case("point", "a group of one value: y is the bias and dx is zero", shape=(8, 6), groups=6),
         Case("bare", "no weight and no bias", shape=(4, 6, 9), groups=2, w=False, b=False),
         Case("scaled", "a weight without a bias", shape=(4, 6, 9), groups=2, b=False),
-        Case("shifted", "a bias without a weight", shape=(4, 6, 9), groups=2, w=False),
+        Case("bias_only", "a bias without a weight", shape=(4, 6, 9), groups=2, w=False),
         Case("far", "a mean 1,000 times the spread: E[x^2] - E[x]^2 loses every digit", shape=(3, 6, 25, 27), groups=2,
              shift=100.0, scale=0.1),
         Case("faint", "the variance is near eps, so a kernel that drops eps shows it", shape=(4, 6, 12), groups=2,

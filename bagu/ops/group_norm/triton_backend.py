@@ -1,7 +1,7 @@
 """GroupNorm on Triton: a group of one sample is a contiguous row of D channels of I values.
 
 Bandwidth is the limit. Rows that fit a program's registers, as [D, I] tiles, cross memory once each way. In backward
-a program keeps its groups and walks the batch, so dw and db are summed in registers:
+a program keeps its groups and goes through the batch, so dw and db are summed in registers:
 
     db = sum_i dy        dw = sum_i dy * xhat        (per channel; their sums with w give mean(g) and mean(g * xhat))
     dx = r * (g - mean(g) - xhat * mean(g * xhat))        g = dy * w
@@ -25,10 +25,10 @@ from bagu.ops.kernels.scalars import int64, rsqrt
 from bagu.ops.launch import next_power_of_2, num_sms, triton_acc
 from bagu.ops.signature import accumulator
 
-WHOLE = 16384  # the longest row, rounded up to a tile, kept in registers
+MAX_TILE = 16384  # values of a row, rounded up to a tile, kept in registers
 SHORT = 4096  # up to here a program is too short to be worth splitting
 FEW = 16  # channels, whose sums flat_kernels are quicker to gather than a tile of aligned planes has them
-FLAT = 256  # from here on a row is worth a program that walks the batch
+FLAT = 256  # from here on a row is worth a program that goes through the batch
 TUNABLE = {  # tests run each point
     "forward": {"block_m": (1, 4), "num_warps": (4, 8)},
     "backward": {"block_g": (1, 4), "num_warps": (4, 8)},
@@ -99,7 +99,7 @@ def _flat(groups: int, *tensors: torch.Tensor) -> bool:
     """Whether flat_kernels take these [B, C, I]: samples contiguous and aligned, rows that a program can own."""
     (B, C, I), narrow = tensors[0].shape, tensors[0].element_size() <= 2
     N = C // groups * I
-    most = WHOLE if narrow or len(tensors) == 1 else WHOLE // 2  # two of fp32 spill
+    most = MAX_TILE if narrow or len(tensors) == 1 else MAX_TILE // 2  # two of fp32 spill
     fills = N <= SHORT or B * groups >= num_sms(tensors[0].device)
     lie_well = all(t.stride(1) == I and t.stride(0) % 8 == 0 for t in tensors) and C * I % 8 == 0
     return I >= 8 and FLAT <= N and (N if N % 8 == 0 else N + 7) <= most and fills and lie_well
@@ -127,7 +127,7 @@ def forward(
         run_forward(flat, w, b, y, mean, r, groups, eps, num_warps)
         return y, mean, r
     D, I, M = C // groups, flat.shape[2], B * groups
-    if (tile := _fits(flat, groups, WHOLE)) is None:
+    if (tile := _fits(flat, groups, MAX_TILE)) is None:
         rows = flat.contiguous().view(1, M, D * I)
         statistics(rows, mean, r, eps, tiling=Tiling.of(rows, None, num_warps))
         flat = rows.view(B, C, I)
@@ -156,7 +156,7 @@ def backward(
     if (I % 8 or D <= FEW) and _flat(groups, flat, dys):
         part = run_backward(dys, flat, scale, mean, r, dx, groups, num_warps)
     # an odd I is read value by value, and their addresses take registers: ptxas spills at 16384
-    elif (tile := _fits(flat, groups, WHOLE if I % 8 == 0 else WHOLE // 2)) is None:
+    elif (tile := _fits(flat, groups, MAX_TILE if I % 8 == 0 else MAX_TILE // 2)) is None:
         flat, dys = flat.contiguous(), dys.contiguous()
         rows, drows = flat.view(1, B * C, I), dys.view(1, B * C, I)
         part = channel_sums(drows, rows, mean, r, tiling=Tiling.of(rows, None, num_warps), C=C, D=D)

@@ -33,7 +33,7 @@ def _slope(
     x_ptr, y_ptr, t_ptr, lse_ptr, dt_ptr, dlse_ptr, V, width, x_stride, y_stride, ignore_index,
     BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """y = dlse * exp(x - lse) + dt at the target, in the memory of x; one program owns a row and walks it upwards.
+    """y = dlse * exp(x - lse) + dt at the target, in the memory of x; one program owns a row and reads it upwards.
 
     No store lands on a logit that is still to be read. Let a block be B words of 4 bytes in x and 2 in y. Block b is
     read from bytes [4bB, 4(b+1)B) of the row and written to [2bB, 2(b+1)B). For b > 0 that ends at or before 4bB, so

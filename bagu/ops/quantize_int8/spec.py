@@ -92,10 +92,10 @@ SPEC = OpSpec(
         Case("point", "N = 1: every number is its group's largest", M=64, N=1),
         Case("empty", "there is no row", M=0, N=24),
         Case("alone", "a row fills a program by itself", M=3, N=5000),
-        Case("crooked", "rows start at every alignment, and their ends are apart from their bodies", M=19, N=1031),
-        Case("crooked_peak", "the largest number is the last of an end", M=2, N=523, peak=-50.0),
-        Case("crooked_nan", "a NaN spoils such a row and no other", M=3, N=523, plant=NAN),
-        Case("wide", "the row does not fit a program, so it is walked in blocks", M=3, N=33333, peak=-50.0),
+        Case("unaligned", "rows start at every alignment, so no load is wider than a value", M=19, N=1031),
+        Case("unaligned_peak", "the largest number is the last, in the tail", M=2, N=523, peak=-50.0),
+        Case("unaligned_nan", "a NaN spoils such a row and no other", M=3, N=523, plant=NAN),
+        Case("wide", "the row does not fit in registers, so it is read twice, in blocks", M=3, N=33333, peak=-50.0),
         Case(
             "wide_nan", "a NaN in the first block of a long row is still there after the last", M=2, N=33000, plant=NAN
         ),

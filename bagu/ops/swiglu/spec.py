@@ -3,7 +3,7 @@
     y[m, n] = silu(gate[m, n]) * up[m, n]        silu(g) = g * sigmoid(g)
 
 x is gate and up packed along the last dim, gate first; or gate alone, up being the second tensor.
-Dims: M = rows (tokens), N = features, K = 2N packed, N apart.   Paper: https://arxiv.org/abs/2002.05202
+Dims: M = rows (tokens), N = features, K = 2N packed, N separate.   Paper: https://arxiv.org/abs/2002.05202
 """
 
 from __future__ import annotations

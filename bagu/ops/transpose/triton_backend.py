@@ -7,7 +7,7 @@ in the order of y's, and turns the tile in shared memory where the two differ. N
 Bits are moved, not numbers: every dtype is taken as the integer of its size, so NaN payloads, bools and int64 arrive
 as they were, and four kernels serve all dtypes. Any two dims of any strided tensor come down to the same kernel:
 dims that lie together in both tensors are merged, one tile side is y's last dim, the other is the one with x's
-smallest stride, and what is left, at most three dims, is walked by programs.
+smallest stride, and what is left, at most three dims, is divided among programs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _move(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Walk:
+class Dims:
     """The dims of y, merged where they lie together in x too: (size, stride in x, stride in y)."""
 
     rows: tuple[int, int, int]
@@ -54,7 +54,7 @@ class Walk:
     others: tuple[tuple[int, int, int], ...]
 
     @classmethod
-    def of(cls, view: torch.Tensor) -> Walk:
+    def of(cls, view: torch.Tensor) -> Dims:
         """For y = view.contiguous()."""
         merged: list[list[int]] = []
         for size, stride in zip(view.shape, view.stride(), strict=True):
@@ -84,9 +84,9 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(INTEGERS[x.element_size()])
 
 
-def _tile(walk: Walk, itemsize: int, rows: int | None, columns: int | None) -> tuple[int, int]:
+def _tile(dims: Dims, itemsize: int, rows: int | None, columns: int | None) -> tuple[int, int]:
     """How many rows and columns a program moves: a square if it is turned, else long rows."""
-    (R, _, yr), (C, xc, _) = walk.rows, walk.columns
+    (R, _, yr), (C, xc, _) = dims.rows, dims.columns
     tall, long = _sides(xc * itemsize % 16 == 0, yr * itemsize % 16 == 0, itemsize) if xc != 1 else (16, 256)
     r, room = min(rows or tall, next_power_of_2(R)), min(tall * long, 4096)
     c = min(columns or max(long, room // r), next_power_of_2(C))
@@ -112,12 +112,12 @@ def forward(
     y = torch.empty_like(view, memory_format=torch.contiguous_format)
     if not x.numel():
         return (y,)
-    walk = Walk.of(_bits(view))
-    if len(walk.others) > 3:  # only a view of a view has so many dims that do not merge
+    dims = Dims.of(_bits(view))
+    if len(dims.others) > 3:  # only a view of a view has so many dims that do not merge
         return forward(x.contiguous(), dim0, dim1, rows=rows, columns=columns, num_warps=num_warps)
-    (R, xr, yr), (C, xc, _) = walk.rows, walk.columns
-    (n0, x0, y0), (n1, x1, y1), (n2, x2, y2) = ((1, 0, 0),) * (3 - len(walk.others)) + walk.others
-    br, bc = _tile(walk, y.element_size(), rows, columns)
+    (R, xr, yr), (C, xc, _) = dims.rows, dims.columns
+    (n0, x0, y0), (n1, x1, y1), (n2, x2, y2) = ((1, 0, 0),) * (3 - len(dims.others)) + dims.others
+    br, bc = _tile(dims, y.element_size(), rows, columns)
     r_tiles, c_tiles = triton.cdiv(R, br), triton.cdiv(C, bc)
     large = br * bc > 8192
     _move[(n0 * n1 * n2 * r_tiles * c_tiles,)](
