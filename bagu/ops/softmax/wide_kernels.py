@@ -81,7 +81,7 @@ def _forward_wide(
     fold = (middle, inner, outer_stride, middle_stride, inner_stride, step)
     line = tl.arange(0, LANES)[None, :]
     tile = tl.arange(0, DEPTH)[:, None] * LANES + line
-    every = tile >= 0  # the compiler folds it, and with it the masks of tiles
+    every = tile == tile  # the compiler folds it, and with it the masks of tiles
     tiled = N // (DEPTH * LANES) * (DEPTH * LANES)  # from here on the row goes line by line
     c = tl.zeros([], ACC) + c_high + c_low
     for i in range(tl.program_id(0), M, tl.num_programs(0)):
@@ -131,7 +131,7 @@ def _backward_wide(
 ):  # fmt: skip
     line = tl.arange(0, LANES)[None, :]
     tile = tl.arange(0, DEPTH)[:, None] * LANES + line
-    every = tile >= 0
+    every = tile == tile
     tiled = N // (DEPTH * LANES) * (DEPTH * LANES)
     factor = tl.zeros([], ACC) + scale + scale_low
     for i in range(tl.program_id(0), M, tl.num_programs(0)):
