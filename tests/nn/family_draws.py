@@ -222,7 +222,13 @@ EXTRA: dict[str, tuple[str, ...]] = {
     "gpt2": ("is_causal", "n_ctx", "hidden_size", "num_attention_heads", "num_hidden_layers"),
     "bert": ("position_embedding_type", "is_causal"),
 }  # fmt: skip
-LATE = ("layer_types", "head_dim", "decoder_sparse_step", "topk_group")  # keys whose values here depend on others
+LATE = (
+    "layer_types",
+    "head_dim",
+    "decoder_sparse_step",
+    "topk_group",
+    "first_k_dense_replace",
+)  # keys whose values here depend on others
 # odd where the class of the family does not have the key, whatever the value
 FOREIGN = {
     "llama": {"sliding_window", "layer_types"},
