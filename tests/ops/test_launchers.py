@@ -36,14 +36,14 @@ ELSEWHERE = {
     "batch_norm.triton_backend.forward: not (C)": "no channel",
     "not (math.isfinite(high))": "1 / tau past fp32's largest value",
     # how rows are shared among programs and warps on a GPU, for speed alone
-    "kernels.shifted_copies: not (b is None)": "only a program that owns many odd rows",
-    "launch.blocks: max((N - 1) // vec, 1) gives 1": "rows so short are not odd rows",
-    "layer_norm.triton_backend._crooked": "registers",
-    "layer_norm.triton_backend.forward: block_n == 8192": "programs per multiprocessor",
-    "gumbel_softmax.triton_backend._past": "rows of a launch",
-    "softmax.odd_kernels.registers": "registers",
-    "softmax.wide_kernels._programs": "programs per multiprocessor",
+    "kernels.norms.run_backward: not (tile.per_sm)": "programs per multiprocessor",
+    "layer_norm.triton_backend._long_rows": "programs and warps of rows past 8,192",
+    "layer_norm.triton_backend._tile: block_n == 8192": "programs per multiprocessor",
+    "layer_norm.triton_backend._tile: per_sm": "programs per multiprocessor",
     "quantize_int8.triton_backend": "tunings and fp64 meet the first two cases alone, which are by row",
+    "softmax.triton_backend._registers": "registers",
+    "softmax.wide_kernels._programs: num_warps": "tunings meet the second case alone, which is not wide",
+    "softmax.wide_kernels._programs: not (2 * sms * row_bytes <= L2_BYTES)": "rows larger than the L2",
 }
 
 
