@@ -139,8 +139,9 @@ def _in_formula(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 def _in_host_code(node: ast.AST, function: sources.Function, backend: str, module: str) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-        known = {s.name for op in sources.users(module, function.name, backend) for s in SPECS[op].sig.scalars}
-        if node.id in known and node.id in _parameters(function):
+        ops, kinds = sources.users(module, function.name, backend), _parameters(function)
+        known = {s.name: s.optional for op in ops for s in SPECS[op].sig.scalars}
+        if node.id in known and node.id in kinds and (not known[node.id] or "None" in kinds[node.id]):
             yield "default", node.id
     if backend == "triton" and isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".stride") and node.args:
         assert isinstance(node.func, ast.Attribute)
@@ -155,14 +156,14 @@ def _calls(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func) == name
 
 
-def _parameters(function: sources.Function) -> set[str]:
-    """The scalar parameters of a function that it does not assign."""
+def _parameters(function: sources.Function) -> dict[str, str]:
+    """The scalar parameters of a function that it does not assign, and what they are annotated with."""
     if not isinstance(function, ast.FunctionDef):
-        return set()
+        return {}
     args = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-    scalars = {a.arg for a in args if a.annotation is not None and ast.unparse(a.annotation).split()[0] in SCALARS}
+    kinds = {a.arg: ast.unparse(a.annotation) for a in args if a.annotation is not None}
     assigned = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return scalars - assigned
+    return {name: kind for name, kind in kinds.items() if kind.split()[0] in SCALARS and name not in assigned}
 
 
 SCALARS = ("float", "int", "bool", "str")
