@@ -82,7 +82,7 @@ CASES = [
     Case("unaligned", "odd packed rows move one value at a time, in smaller tiles", M=8, N=1031),
     Case("unaligned_rows", "the same, with rows for many programs", M=256, N=1028),
     Case("blocks", "a row is two blocks to the last feature", M=2, N=4096),
-    Case("empty", "there is no row", M=0, N=24),
+    Case("empty", "there is no row, and nothing is launched", M=0, N=24),
     Case("faint", "a small gate stands where s is steepest, about 1/2", M=4, N=48, scale=1e-3),
     Case("loud", "exp(-gate) is past fp32's largest value, where the step is flat", M=4, N=48, scale=1e3),
     Case("nan", "a NaN in gate or up spoils its own place and no other", M=3, N=33, plant=[NAN], plant_up=NAN),

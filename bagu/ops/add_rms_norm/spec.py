@@ -71,7 +71,7 @@ SPEC = OpSpec(
         Case("ragged", "neither side is a multiple of a block, so every mask is used", M=5, N=123),
         Case("batched", "the leading dims are several, and are folded into rows", lead=(2, 3), N=40),
         Case("single", "there is no leading dim at all: one row", lead=(), N=24),
-        Case("empty", "there is no row", M=0, N=24),
+        Case("empty", "there is no row, and nothing is launched", M=0, N=24),
         Case("narrow", "rows are short and many, so one program owns several of them", M=67, N=2),
         Case("point", "N = 1 makes the norm's part of dx cancel, and ds is left", M=64, N=1),
         Case(

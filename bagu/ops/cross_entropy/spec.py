@@ -89,7 +89,7 @@ CASES = [
     Case("batched", "the leading dims are several, and are folded into rows", lead=(2, 3), V=40),
     Case("single", "there is no leading dim at all: one token", lead=(), V=24),
     Case("binary", "a row is shorter than one 16-byte load", M=19, V=2, z_loss=0.1),
-    Case("empty", "there is no token", M=0, V=24),
+    Case("empty", "there is no token, and nothing is launched", M=0, V=24),
     Case("short", "a row lies inside one 16-byte load or crosses two", M=9, V=3, label_smoothing=0.2),
     Case("point", "a vocabulary of one word has a loss of exactly 0", M=6, V=1),
     Case("smooth", "the target's share is spread over a vocabulary that fills no block", M=5, V=99,

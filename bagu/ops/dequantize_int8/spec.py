@@ -80,7 +80,7 @@ SPEC = OpSpec(
         Case("single", "there is no leading dim at all: the scale is one number", lead=(), N=24),
         Case("narrow", "rows are short and many, so one program owns several of them", M=1500, N=2),
         Case("point", "N = 1: every number has its own scale", M=64, N=1),
-        Case("empty", "there is no row", M=0, N=24),
+        Case("empty", "there is no row, and nothing is launched", M=0, N=24),
         Case("long", "a row is several tiles", M=3, N=5001),
         Case("full", "the last program has all its numbers", M=4, N=640),
         Case("tiles", "a row is two tiles to the last number", M=1, N=8192),

@@ -94,7 +94,7 @@ SPEC = OpSpec(
         Case("hard", "the one-hot of the sample, with the gradient of the soft one", M=9, N=50, hard=True, seed=3),
         Case("batched", "the leading dims are several, and rows are counted across them", lead=(2, 3), N=40, seed=4),
         Case("single", "there is no leading dim at all: row 0", lead=(), N=24, seed=5),
-        Case("empty", "there is no row", M=0, N=24, seed=21),
+        Case("empty", "there is no row, and nothing is launched", M=0, N=24, seed=21),
         Case("alone", "a row fills a program by itself", M=3, N=5000, seed=21),
         Case("narrow", "rows are shorter than four words, and each starts a fresh four", M=67, N=3, seed=6),
         Case("point", "N = 1 makes y one and the gradient zero", M=64, N=1, seed=7),

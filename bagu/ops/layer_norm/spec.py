@@ -65,7 +65,7 @@ SPEC = OpSpec(
         Case("no_bias", "the bias is absent, and so is its gradient", M=5, N=100, bias=False),
         Case("batched", "the leading dims are several, and are folded into rows", lead=(2, 3), N=40),
         Case("single", "there is no leading dim at all: one row", lead=(), N=24),
-        Case("empty", "there is no row", M=0, N=24),
+        Case("empty", "there is no row, and nothing is launched", M=0, N=24),
         Case("empty_no_bias", "there is no row and no bias", M=0, N=24, bias=False),
         Case("alone", "a row fills a program by itself", M=3, N=5000),
         Case("whole", "rows fill their block, and are enough for programs to own several", M=34, N=2048),

@@ -90,7 +90,7 @@ SPEC = OpSpec(
         Case("single", "there is no leading dim at all: the scale is one number", lead=(), N=24),
         Case("narrow", "rows are short and many, so one program owns several of them", M=67, N=2),
         Case("point", "N = 1: every number is its group's largest", M=64, N=1),
-        Case("empty", "there is no row", M=0, N=24),
+        Case("empty", "there is no row, and nothing is launched", M=0, N=24),
         Case("alone", "a row fills a program by itself", M=3, N=5000),
         Case("unaligned", "rows start at every alignment, so no load is wider than a value", M=19, N=1031),
         Case("unaligned_peak", "the largest number is the last, in the tail", M=2, N=523, peak=-50.0),

@@ -55,7 +55,7 @@ SPEC = OpSpec(
         Case("even", "powers of two need no masks, so a failure here is the math", lead=(8, 64)),
         Case("ragged", "the end fills no block, so the mask is used", lead=(5, 123)),
         Case("single", "there is no dim at all: one number", lead=()),
-        Case("empty", "there is no number", M=0),
+        Case("empty", "there is no number, and nothing is launched", M=0),
         Case("faint", "squares fall below fp16's smallest normal value", M=200, scale=1e-3),
         Case("loud", "squares pass fp16's largest value, and its infinity is right", M=200, scale=300.0),
         Case("special", "zeros of both signs have no slope; NaN stays; inf^2 is inf, and -inf is 0", M=40,

@@ -114,7 +114,7 @@ SPEC = OpSpec(
         Case("partial", "only the first quarter of a head is turned", T=3, H=4, D=64, R=8, positions=True, P=50),
         Case("one_head", "a head is less than a program's share, so it owns several tokens", T=67, H=1, D=8, R=4),
         Case("many_heads", "the heads of one token are several programs", T=2, H=130, D=66, R=33),
-        Case("empty", "there is no token", T=0, H=2, D=16, R=8, P=3),
+        Case("empty", "there is no token, and nothing is launched", T=0, H=2, D=16, R=8, P=3),
         Case("pair", "the smallest head: one pair", T=9, H=5, D=2, R=1, layout="interleaved"),
         Case("mixed", "the tables stay fp32 beside 16-bit activations", T=8, H=4, D=32, R=16, mixed=["cos", "sin"]),
         Case("loud", "a sum past fp16's largest value is an infinity, one below is not", T=4, scale=2e4, **HEAD),

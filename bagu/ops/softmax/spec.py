@@ -96,7 +96,7 @@ SPEC = OpSpec(
              mask_lead=(3,)),
         Case("many_dims", "more leading dims with gaps than a kernel walks", lead=(2, 2, 2, 3), N=20, mask=True),
         Case("single", "there is no leading dim at all: one row", lead=(), N=24),
-        Case("empty", "there is no row", M=0, N=24),
+        Case("empty", "there is no row, and nothing is launched", M=0, N=24),
         Case("alone", "a row fills a program by itself", M=3, N=5000),
         Case("narrow", "rows are short and many, so one program owns several of them", M=67, N=2),
         Case("point", "N = 1 makes y one and dx zero", M=64, N=1),
