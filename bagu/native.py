@@ -56,15 +56,17 @@ def library(source: str) -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         lines = (getattr(error, "stderr", None) or "").strip().splitlines()
         why = next((line for line in lines if "error" in line), lines[0] if lines else str(error))
-        return _unavailable(source, "compiled", why)
+        _warn(source, "compiled", why)
+        return None
     try:
         _export_openmp()
         return ctypes.CDLL(str(built))
     except OSError as error:
-        return _unavailable(source, "loaded", str(error))
+        _warn(source, "loaded", str(error))
+        return None
 
 
-def _unavailable(source: str, step: str, why: str) -> None:
+def _warn(source: str, step: str, why: str) -> None:
     warnings.warn(f"{source} could not be {step} ({why}); using PyTorch instead", RuntimeWarning, stacklevel=3)
 
 
