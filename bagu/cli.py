@@ -402,7 +402,7 @@ def bench_ops(
 
 @ops.command("list")
 def ops_list() -> None:
-    """Every op: signature, backends, gradients, what bounds it."""
+    """Every op in one line: kernels, gradients, what bounds it."""
     from rich.console import Console
 
     from bagu.ops import show

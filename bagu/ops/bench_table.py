@@ -12,13 +12,14 @@ from rich.table import Table
 
 from bagu.ops.contenders import label
 from bagu.ops.roofline import FAULT, PASSES
+from bagu.ops.units import duration, si
 from bagu.timing import Ceilings
 
 __all__ = ["ceilings_line", "heading", "remarks", "row_label", "tables"]
 
 Row = Mapping[str, Any]
 
-COLUMNS = {"pass": 7, "by": 13, "median µs": 10, "spread": 6, "rate": 12, "of ceiling": 12, "vs best peer": 13}
+COLUMNS = {"pass": 7, "by": 13, "median": 10, "spread": 6, "rate": 12, "of ceiling": 12, "vs best peer": 13}
 
 
 def heading(env: Mapping[str, Any], device: torch.device, *, quick: bool) -> str:
@@ -30,9 +31,8 @@ def heading(env: Mapping[str, Any], device: torch.device, *, quick: bool) -> str
 
 
 def ceilings_line(c: Ceilings) -> str:
-    gb = {name: f"{getattr(c, name) / 1e9:,.1f} GB/s" for name in ("read", "write", "copy")}
-    words = "  ·  ".join(f"{name} {rate}" for name, rate in gb.items())
-    return f"measured ceilings: {words}  ·  matmul {c.matmul / 1e12:,.2f} TFLOP/s ({c.dtype})"
+    words = "  ·  ".join(f"{name} {si(getattr(c, name), 'B/s')}" for name in ("read", "write", "copy"))
+    return f"measured ceilings: {words}  ·  matmul {si(c.matmul, 'FLOP/s')} ({c.dtype})"
 
 
 def row_label(row: Row) -> str:
@@ -43,7 +43,8 @@ def row_label(row: Row) -> str:
 def tables(rows: Sequence[Row]) -> Iterator[Table]:
     """One op's rows, a table per case, contenders of one pass together.
 
-    The last column says how many times as fast as the best peer a backend of bagu is.
+    The last column says how many times as fast as the best peer a backend of bagu is; with ~ before it, the spread of
+    the two is larger than their difference. Below stand the ceilings that the shares are of.
     """
     for index, (_, group) in enumerate(groupby(rows, key=lambda r: r["case"])):
         mine = sorted(group, key=lambda r: PASSES.index(r["pass"]))
@@ -56,7 +57,23 @@ def tables(rows: Sequence[Row]) -> Iterator[Table]:
             step = row["pass"] if before is None or before["pass"] != row["pass"] else ""
             who = f"[bold]{row_label(row)}[/]" if row["backend"] else row_label(row)
             grid.add_row(step, who, *_numbers(row, rows))
+        grid.caption, grid.caption_justify = _divisors(mine), "left"
         yield grid
+
+
+def _divisors(rows: Sequence[Row]) -> str:
+    """The ceilings by which the shares of these rows were divided: they may be measured anew during a run."""
+    used = {
+        (row["ceiling"], row["ceilings"][row["ceiling"]], "FLOP/s" if row["ceiling"] == "matmul" else "B/s")
+        for row in rows
+        if row["share"] is not None
+    }
+    return "; ".join(f"{name} ceiling {si(value, unit)}" for name, value, unit in sorted(used))
+
+
+def meaningless(row: Row, other: Row) -> bool:
+    """Whether the spreads of two measurements overlap, so that their ratio says nothing."""
+    return bool(row["low_s"] <= other["high_s"] and other["low_s"] <= row["high_s"])
 
 
 def _numbers(row: Row, rows: Sequence[Row]) -> list[str]:
@@ -70,18 +87,15 @@ def _numbers(row: Row, rows: Sequence[Row]) -> list[str]:
         share = f"[red]{share}[/]" if row["fault"] else share
     best = best_peer(row, rows) if row["backend"] else None
     times = best["median_s"] / row["median_s"] if best else 0.0
-    against = f"{times:.{1 if times >= 10 else 2}f}× {best['peer']}" if best else ""
-    return [f"{1e6 * row['median_s']:,.1f}", spread, rate, share, against]
+    about = "~" if best and meaningless(row, best) else ""
+    against = f"{about}{times:.{1 if times >= 10 else 2}f}× {best['peer']}" if best else ""
+    return [duration(row["median_s"]), spread, rate, share, against]
 
 
 def _rate(row: Row) -> str:
     if row["bound"] == "memory":
-        value, unit = row["gb_per_s"], "GB/s"
-    else:
-        value, unit = (
-            (row["tflop_per_s"], "TFLOP/s") if row["tflop_per_s"] >= 1 else (1e3 * row["tflop_per_s"], "GFLOP/s")
-        )
-    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}" if value >= 1 else f"{value:.2f} {unit}"
+        return si(1e9 * row["gb_per_s"], "B/s")
+    return si(1e12 * row["tflop_per_s"], "FLOP/s")
 
 
 def best_peer(row: Row, rows: Sequence[Row]) -> Row | None:
@@ -95,12 +109,12 @@ def _same_work(row: Row, rows: Sequence[Row]) -> list[Row]:
 
 
 def remarks(rows: Sequence[Row]) -> Iterator[str]:
-    """Faults, failures, and each backend's time in units of the yardsticks."""
+    """Faults, failures, ratios that mean nothing, and each backend's time in units of the yardsticks."""
     for row in rows:
         where = escape(f"{row['op']}[{row['case']}] {row['pass']} by {row_label(row)}")
         if row["fault"]:
             yield (
-                f"[red]fault of the measurement[/]  {where} in {1e6 * row['median_s']:,.1f} µs is more than "
+                f"[red]fault of the measurement[/]  {where} in {duration(row['median_s'])} is more than "
                 f"{100 * FAULT - 100:.0f} % over what its reads and writes can take; do not use this number"
             )
         if row["error"]:
@@ -110,3 +124,5 @@ def remarks(rows: Sequence[Row]) -> Iterator[str]:
                 memory = f", {row['peak_bytes'] / 1e9:.2f} GB at its peak" if row["peak_bytes"] is not None else ""
                 times = row["median_s"] / stick["median_s"]
                 yield f"{where} takes {times:.3f}× the time of {escape(stick['peer'])}{memory}"
+    if any(row["backend"] and row["median_s"] and (p := best_peer(row, rows)) and meaningless(row, p) for row in rows):
+        yield "[dim]~: the two spreads overlap, and the ratio means nothing; measure again on a quiet machine[/]"

@@ -28,6 +28,7 @@ from bagu.ops.core import Case, OpSpec
 from bagu.ops.roofline import costs, floor
 from bagu.ops.signature import EXACT, KINDS, TensorArg
 from bagu.ops.sizing import bench_inputs, dtype_named, first_tensor, resize, shape_label
+from bagu.ops.units import duration, si
 from bagu.record import read_rows
 from bagu.timing import Ceilings, measure_ceilings
 
@@ -45,18 +46,18 @@ class Source:
 
 
 def list_ops(console: Console) -> None:
-    """Print every op in one table."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("op", "what it is, and its signature", "backends", "bound"):
-        table.add_column(name, no_wrap=name == "op")
+    """Print every op in one table, a line each."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
+    for name in ("op", "triton", "grads", "bound"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("what it is", no_wrap=True, overflow="ellipsis", ratio=1)
     for name, spec in catalogue.SPECS.items():
         what = (importlib.import_module(f"bagu.ops.{name}.spec").__doc__ or "").split("\n")[0]
-        grads = f"gradients of {', '.join(spec.grads)}" if spec.grads else "no gradients"
-        words = f"{escape(what)}\n[dim]{escape(spec.signature)}\n{grads}[/]\n"
-        table.add_row(f"[bold]{name}[/]", words, "\n".join(spec.backends), _bound(spec))
+        yes = ("yes" if there else "no" for there in ("triton" in spec.backends, bool(spec.grads)))
+        table.add_row(f"[bold]{name}[/]", *yes, _bound(spec), escape(what.partition(":")[0].rstrip(".")))
     console.print(table)
-    console.print(f"\nbound: by FLOPs a byte at the first bench case in bf16; an H200 turns at {H200_BALANCE:.0f}.")
-    console.print("bagu ops show NAME tells what one means, costs and should take here.")
+    console.print("[dim]All have a torch backend. bound: at the first bench case in bf16, on an H200.[/]")
+    console.print("[bold]bagu ops show NAME[/]: signature, meaning, cost, predicted time here.")
 
 
 def _bound(spec: OpSpec) -> str:
@@ -194,8 +195,8 @@ def _render(facts: Mapping[str, Any]) -> Group:
         cases.add_row(c["name"], escape(c["why"]), "yes" if c["bench"] else "")
     cost = _grid("pass", "work", "traffic", "FLOP/byte", "bound by", "predicted time")
     for step, p in facts["cost"].items():
-        work = (_si(p["flops"], "FLOP"), _si(p["bytes"], "B"), f"{p['flops_per_byte']:,.1f}")
-        cost.add_row(step, *work, p["bound"], f"≥ {_time(p['predicted_s'])}")
+        work = (si(p["flops"], "FLOP"), si(p["bytes"], "B"), f"{p['flops_per_byte']:,.1f}")
+        cost.add_row(step, *work, p["bound"], f"≥ {duration(p['predicted_s'])}")
     size, c = facts["size"], facts["ceilings"]
     results = ", ".join(facts["outputs"]) + (f"; kept: {', '.join(facts['residuals'])}" if facts["residuals"] else "")
     return Group(
@@ -209,7 +210,7 @@ def _render(facts: Mapping[str, Any]) -> Group:
         cases,
         f"\n[bold]cost at {size['shape']}[/] in {size['dtype']} (case {size['case']})",
         cost,
-        f"[dim]copy {c['copy'] / 1e9:,.1f} GB/s, matmul {c['matmul'] / 1e12:,.2f} TFLOP/s ({c['dtype']}) on "
+        f"[dim]copy {si(c['copy'], 'B/s')}, matmul {si(c['matmul'], 'FLOP/s')} ({c['dtype']}) on "
         f"{c['device']}; {escape(c['source'])}[/]",
     )
 
@@ -220,17 +221,3 @@ def _grid(*columns: str) -> Table:
         right = name in ("work", "traffic", "FLOP/byte", "predicted time")
         table.add_column(name, justify="right" if right else "left", overflow="fold")
     return table
-
-
-def _si(value: float, unit: str) -> str:
-    """Three digits and a prefix: 8008000, "B" -> "8.01 MB"."""
-    prefix = next(
-        ((scale, p) for scale, p in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= scale), (1, "")
-    )
-    return f"{value / prefix[0]:.3g} {prefix[1]}{unit}"
-
-
-def _time(seconds: float) -> str:
-    if seconds < 1e-2:
-        return f"{1e6 * seconds:,.1f} µs"
-    return f"{1e3 * seconds:,.1f} ms" if seconds < 10 else f"{seconds:,.0f} s"

@@ -14,7 +14,7 @@ from rich.console import Console
 from bagu import cli
 from bagu.device import default_device, this_machine
 from bagu.errors import ArgumentError, UnknownName
-from bagu.ops import show
+from bagu.ops import show, units
 from bagu.ops.catalogue import SPECS
 from bagu.record import append_rows
 from bagu.timing import Ceilings
@@ -91,17 +91,24 @@ def test_unknown_names_suggest_the_nearest(results: Path) -> None:
         shown("rms_norm", results, size="K=3")
 
 
-def test_list_names_every_op_and_what_bounds_it() -> None:
-    console = Console(width=140)
+def test_list_is_a_table_of_one_screen_at_80_columns() -> None:
+    console = Console(width=80)
     with console.capture() as captured:
         show.list_ops(console)
     lines = captured.get().splitlines()
-    for name in SPECS:
-        assert any(line.startswith(f"{name} ") for line in lines), name
-    at = next(i for i, line in enumerate(lines) if line.startswith("rms_norm "))
-    assert "memory" in lines[at] and "RMSNorm: " in lines[at]
-    block = "\n".join(lines[at : at + 5])
-    assert SPECS["rms_norm"].signature in block and "triton" in block and "gradients of x, w" in block
+    assert len(lines) <= len(SPECS) + 5 and all(len(line.rstrip()) <= 80 for line in lines)
+    found = {line.split()[0]: line.split()[1:4] for line in lines[1 : len(SPECS) + 1]}
+    assert found.keys() == SPECS.keys()
+    assert found["rms_norm"] == ["yes", "yes", "memory"] and found["matmul"] == ["no", "yes", "compute"]
+    assert found["kv_write"][:2] == ["no", "no"]
+    assert "RMSNorm" in next(line for line in lines if line.startswith("rms_norm "))
+
+
+def test_numbers_have_readable_units() -> None:
+    assert [units.si(v, "B/s") for v in (12.0, 999_900, 8_008_000, 4.28e12)] == [
+        "12 B/s", "1 MB/s", "8.01 MB/s", "4.28 TB/s",
+    ]  # fmt: skip
+    assert [units.duration(s) for s in (8e-4, 0.0123, 4.5, 75.0)] == ["800.0 µs", "12.3 ms", "4,500.0 ms", "75.0 s"]
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

@@ -1,0 +1,20 @@
+"""Numbers with a prefix that a person can read: 8.01 MB, 52.3 GFLOP/s, 800.8 µs."""
+
+from __future__ import annotations
+
+__all__ = ["duration", "si"]
+
+PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def si(value: float, unit: str) -> str:
+    """Three digits and a prefix: 8008000, "B" -> "8.01 MB"."""
+    scale, prefix = next(((s, p) for s, p in PREFIXES if value >= 0.9995 * s), (1.0, ""))  # 999,900 is 1 M, not 1e+03 k
+    return f"{value / scale:.3g} {prefix}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """Microseconds below 10 ms, milliseconds below 10 s, seconds from there on."""
+    if seconds < 1e-2:
+        return f"{1e6 * seconds:,.1f} µs"
+    return f"{1e3 * seconds:,.1f} ms" if seconds < 10 else f"{seconds:,.1f} s"
