@@ -20,10 +20,10 @@ class BaguError(Exception):
     """Base class. `hint` is the next thing to try; it prints on its own line under the message."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message)
+        self.args = (message,)  # what super().__init__ does, which torch.compile cannot trace
         self.hint = hint
         if hint:
-            self.add_note(f"  -> {hint}")
+            self.__notes__ = [f"  -> {hint}"]  # what add_note does; the same
 
 
 class ArgumentError(BaguError, ValueError):

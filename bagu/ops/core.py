@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bagu.errors import ConformanceError, UnknownName
+from bagu.errors import ArgumentError, ConformanceError, UnknownName
+from bagu.ops.eager import constant
 from bagu.ops.launch import interpreted_sms
 from bagu.ops.layouts import lay_out, raw_bytes
 from bagu.ops.signature import Dims, Signature, accumulator
@@ -123,6 +124,8 @@ class OpSpec:
     constant: Sequence[str] = ()  # outputs no gradient flows through
     derive: Callable[[Mapping[str, Any], Dims], Dims] | None = None  # dims no input has; raises where there are none
     refuse: Callable[[Mapping[str, Any], Dims], None] | None = None  # raises for what the signature cannot say
+    nonempty: Sequence[str] = ()  # dims that must be 1 or more: with none of them there is nothing to compute from
+    check_values: Callable[[Mapping[str, Any], Dims], None] | None = None  # raises for wrong values; in debug mode
     peers: bool = False  # the folder has peers.py: the same work by other libraries, for the benchmark
     wide_loads: bool = True  # the compile gate wants 128-bit loads in every kernel at the bench cases
 
@@ -152,6 +155,9 @@ class OpSpec:
     def bind(self, args: Mapping[str, Any]) -> Dims:
         """The dims of a call, every argument checked."""
         dims = self.sig.bind(self.name, args)
+        for name in self.nonempty:
+            if dims[name] == 0:
+                raise ArgumentError(f"{self.name}: {name} is 0, and 1 or more is wanted", hint=self.sig.hint)
         if self.refuse is not None:
             self.refuse(args, dims)
         return dims | self.derive(args, dims) if self.derive is not None else dims
@@ -162,16 +168,23 @@ class OpSpec:
         A check is 6 to 18 us, of which a decode of a small model on a CPU would have a hundred a token; this is 2 to 5.
         """
         if torch.compiler.is_compiling():
-            self.bind(args)
+            try:
+                self.bind(args)
+            except ArgumentError as error:
+                _refuse_while_compiling(error.args[0], error.hint)
             return
-        key = tuple(
-            [(v.shape, v.dtype, v.device) if isinstance(v, torch.Tensor) else (type(v), v) for v in args.values()]
-        )
         try:
+            key = tuple(
+                [
+                    (v.shape, v.dtype, v.device, v.layout) if isinstance(v, torch.Tensor) else (type(v), v)
+                    for v in args.values()
+                ]
+            )
             if key in self._admitted:
                 return
-        except TypeError:  # a scalar that is no scalar, such as a list: bind names it
+        except (TypeError, RuntimeError):  # symbolic sizes, a list where a scalar is wanted, a nested tensor's shape
             self.bind(args)
+            return
         self.bind(args)
         if len(self._admitted) >= ADMITTED:
             self._admitted.clear()
@@ -196,6 +209,11 @@ class OpSpec:
                 to = torch.float32 if arg.name in case.mixed else dtype
                 out[arg.name] = value.to(accumulator(dtype) if arg.dtype == "acc" else to)
         return out
+
+
+@constant  # runs, and so raises, while the compiler looks at the call: its own report would not have the sentence
+def _refuse_while_compiling(message: str, hint: str) -> None:
+    raise ArgumentError(message, hint=hint)
 
 
 @contextmanager

@@ -15,10 +15,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from bagu.ops.core import OpSpec
-from bagu.ops.eager import traced
+from bagu.ops.eager import once_differentiable, traced, without_autocast
 from bagu.ops.signature import ScalarArg, TensorArg
 
 __all__ = ["node", "paired", "register", "watched"]
@@ -70,7 +69,7 @@ def node(spec: OpSpec, backend: str, forward: Forward, backward: Backward | None
             ctx.kinds = {i: (results[i].shape, results[i].dtype, results[i].device) for i in flows}
         return results
 
-    @once_differentiable
+    @once_differentiable(spec.name)
     def backward_node(ctx: Any, *douts: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         given = list(douts)
         if all(given[i] is None for i in flows):
@@ -123,6 +122,7 @@ def _resolved(values: Sequence[Any]) -> list[Any]:
 def _run_forward(spec: OpSpec, forward: Forward) -> Run:
     names, first = [a.name for a in spec.sig.inputs], spec.sig.inputs.index(spec.sig.tensors[0])
 
+    @without_autocast
     def run(*values: Any) -> Any:
         with _on(values[first]):
             return _returned(forward(**dict(zip(names, _resolved(values), strict=True))))
@@ -164,6 +164,7 @@ def _selective(backward: Backward) -> bool:
 def _run_backward(spec: OpSpec, backward: Backward) -> Run:
     names, selective = [a.name for a in _received(spec)], _selective(backward)
 
+    @without_autocast
     def run(needs: list[bool], *values: Any) -> Any:
         more = {"needs": dict(zip(spec.made, needs, strict=True))} if selective else {}
         with _on(values[0]):

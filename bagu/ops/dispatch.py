@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -22,8 +23,9 @@ from bagu.errors import ArgumentError, BackendError, UnknownName
 from bagu.ops import scope
 from bagu.ops.core import OpSpec
 from bagu.ops.custom import Run, node, register, watched
-from bagu.ops.eager import constant
+from bagu.ops.eager import autocasting, constant, traced, transformed
 from bagu.ops.invariant import forward_of
+from bagu.ops.values import debugging
 
 __all__ = ["call", "use"]
 
@@ -58,35 +60,59 @@ def _check_name(backend: object) -> None:
 
 
 def call(spec: OpSpec, backend: str | None, /, **args: Any) -> Any:
-    """Run `spec` on these arguments; returns its outputs (one tensor, or a tuple of none or several)."""
+    """Run `spec` on these arguments; returns its outputs (one tensor, or a tuple of none or several).
+
+    An op's dtypes are those of its arguments, so torch.autocast is off inside it.
+    """
     if backend is not None:
         _check_name(backend)
     spec.admit(args)
     first = args[spec.sig.tensors[0].name]  # the first tensor is never optional
+    if spec.check_values is not None and not traced(first) and debugging() and first.device.type != "meta":
+        spec.check_values(args, spec.bind(args))
+    if autocasting(first):
+        with torch.autocast(first.device.type, enabled=False):
+            results = _run(spec, backend, first, args, explicit=True)
+    else:
+        results = _run(spec, backend, first, args)
+    outputs = tuple(results[: len(spec.sig.outputs)])
+    return outputs[0] if len(outputs) == 1 else outputs
+
+
+def _run(
+    spec: OpSpec, backend: str | None, first: torch.Tensor, args: Mapping[str, Any], *, explicit: bool = False
+) -> Sequence[torch.Tensor]:
+    """Outputs and residuals. `explicit`: with the explicit backward of the torch backend, where autograd's own would
+    have its products autocast."""
     choice = scope.current()
     if not torch.compiler.is_compiling():
         scope.keep_for_recompute()
     asked = backend if backend is not None else choice.backend
     if choice.invariant:
-        results = forward_of(spec, asked, first)(**args)
-    elif (name := _choose(spec, asked, first)) == "torch":
-        results = spec.torch_backend.forward(**args)
+        return forward_of(spec, asked, first)(**args)
+    name = _choose(spec, asked, first)
+    if name == "torch" and not (explicit and spec.grads and not traced(first)):
+        return spec.torch_backend.forward(**args)
+    values = [args[a.name] for a in spec.sig.inputs]
+    if name != "torch" and transformed():
+        raise BackendError(
+            f"{spec.name}: the {name} backend has no torch.func transforms (grad, vmap, jvp) and no forward-mode AD",
+            hint="ask for backend='torch' there",
+        )
+    if name != "torch" and (torch.compiler.is_compiling() or watched(values)):
+        load_op(spec.name, name)
+        results = getattr(torch.ops.bagu, f"{spec.name}_{name}")(*values)
     else:
-        values = [args[a.name] for a in spec.sig.inputs]
-        if torch.compiler.is_compiling() or watched(values):
-            load_op(spec.name, name)
-            results = getattr(torch.ops.bagu, f"{spec.name}_{name}")(*values)
-        else:
-            results = _nodes[spec.name, name](*values)
-        results = () if results is None else results if isinstance(results, (tuple, list)) else (results,)
-    outputs = tuple(results[: len(spec.sig.outputs)])
-    return outputs[0] if len(outputs) == 1 else outputs
+        load(spec.name, name)
+        results = _nodes[spec.name, name](*values)
+    return () if results is None else results if isinstance(results, (tuple, list)) else (results,)
 
 
 def _choose(spec: OpSpec, asked: str | None, first: torch.Tensor) -> str:
     on = first.device.type
     if asked is None:
-        automatic = on == "cuda" and type(first) in (torch.Tensor, torch.nn.Parameter) and "triton" in spec.backends
+        plain = type(first) in (torch.Tensor, torch.nn.Parameter) and not transformed()
+        automatic = on == "cuda" and plain and "triton" in spec.backends
         return "triton" if automatic and _available(spec.name) else "torch"
     if asked not in spec.backends:
         raise UnknownName.among(f"backend of {spec.name}", asked, spec.backends)

@@ -7,13 +7,25 @@ out, and `node` chooses at the call.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["constant", "node", "plain", "traced"]
+from bagu.errors import BackendError
+
+__all__ = [
+    "autocasting",
+    "constant",
+    "node",
+    "once_differentiable",
+    "plain",
+    "traced",
+    "transformed",
+    "without_autocast",
+]
 
 Results = tuple[torch.Tensor, ...]
 
@@ -25,12 +37,74 @@ def constant(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def traced(x: torch.Tensor) -> bool:
-    """Whether a compiler, torch.func or x itself (DTensor, a fake tensor) looks through a call on x."""
-    return (
-        torch.compiler.is_compiling()
-        or type(x) not in (torch.Tensor, torch.nn.Parameter)
-        or torch._C._are_functorch_transforms_active()
-    )
+    """Whether a compiler, torch.func, forward-mode AD or x itself (DTensor, a fake tensor) looks through a call."""
+    return torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter) or transformed()
+
+
+def transformed() -> bool:
+    """Whether torch.func or forward-mode AD is at work in eager code: it needs ordinary PyTorch, no node of ours."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def autocasting(x: torch.Tensor) -> bool:
+    """Whether torch.autocast would change the dtype of products on x's device."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def without_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` with torch.autocast off: a backward inside autocast makes the same gradients as one outside."""
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
+        if x is None or not autocasting(x):
+            return fn(*args, **kwargs)
+        with torch.autocast(x.device.type, enabled=False):
+            return fn(*args, **kwargs)
+
+    return run
+
+
+class _NoSecond(torch.autograd.Function):
+    """The first `count` tensors as they are; a derivative with respect to any of the others is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, count: int, *tensors: torch.Tensor) -> Results:
+        ctx.op = op
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        raise BackendError(
+            f"{ctx.op}: a second derivative was asked for, and this backend is once_differentiable",
+            hint="write the op out in PyTorch where you need derivatives of its gradients",
+        )
+
+
+def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For the backward of an autograd.Function that has no derivative of its own.
+
+    PyTorch's decorator of this name raises in `backward()` alone: `torch.autograd.grad` finds no way from the gradient
+    to the inputs and leaves the term out. Here the gradients stay connected to what the forward saved.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def run(ctx: Any, *douts: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # compiled code refuses by itself
+                return backward(ctx, *douts)
+            with torch.no_grad():
+                grads = backward(ctx, *douts)
+            made = [g for g in grads if g is not None]
+            sources = [t for t in (*ctx.saved_tensors, *douts) if t is not None and t.requires_grad]
+            refusing = iter(_NoSecond.apply(op, len(made), *made, *sources))
+            return tuple(None if g is None else next(refusing) for g in grads)
+
+        return run
+
+    return decorate
 
 
 def plain(x: torch.Tensor) -> bool:
@@ -69,6 +143,7 @@ def node(
             return results
 
         @staticmethod
+        @without_autocast
         def backward(ctx: Any, *douts: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
             if douts[0] is None:
                 return (None,) * len(names)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from string import ascii_lowercase
 from typing import Any
@@ -59,9 +59,17 @@ class TensorArg:
     dtype: str
     optional: bool
 
-    def __str__(self) -> str:
+    text: str = field(
+        init=False, compare=False
+    )  # as in a signature. Written once: torch.compile could not in a message
+
+    def __post_init__(self) -> None:
         shown = [("*" + n if f == 0 else n if f == 1 and n else f"{f}*{n}" if n else str(f)) for f, n in self.dims]
-        return f"{self.name}[{', '.join(shown)}]{'?' if self.optional else ''}" + (self.dtype and f": {self.dtype}")
+        text = f"{self.name}[{', '.join(shown)}]{'?' if self.optional else ''}" + (self.dtype and f": {self.dtype}")
+        object.__setattr__(self, "text", text)
+
+    def __str__(self) -> str:
+        return self.text
 
     def shape(self, dims: Dims) -> tuple[int, ...]:
         """The concrete shape, every dim being known."""
@@ -138,11 +146,11 @@ class Signature:
                 continue
             if not isinstance(value, torch.Tensor):
                 raise ArgumentError(
-                    f"{op}: {arg.name} is {type(value).__name__}, and a tensor {arg} is wanted", hint=self._hint
+                    f"{op}: {arg.name} is {type(value).__name__}, and a tensor {arg.text} is wanted", hint=self.hint
                 )
             if first is None:
                 first = value
-            _check_tensor(op, arg, value, first, dims, self._hint)
+            _check_tensor(op, arg, value, first, dims, self.hint)
         return dims
 
     def measure(self, tensors: Mapping[str, torch.Tensor | None], scalars: Mapping[str, Any]) -> Dims:
@@ -165,7 +173,7 @@ class Signature:
         return f"({', '.join(parts)}) -> {returns}"
 
     @property
-    def _hint(self) -> str:
+    def hint(self) -> str:
         return f"signature: {self.text}"
 
 
@@ -237,12 +245,25 @@ def _check_scalar(op: str, arg: ScalarArg, value: Any, text: str) -> None:
         )
 
 
+def _number(size: Any) -> Any:
+    """A size, or a group of them, without symbols, which torch.compile cannot write into a message."""
+    return tuple(len(range(n)) for n in size) if isinstance(size, tuple) else len(range(size))
+
+
 def _check_tensor(op: str, arg: TensorArg, value: torch.Tensor, first: torch.Tensor, dims: Dims, hint: str) -> None:
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else "sparse" if "sparse" in str(value.layout) else str(value.layout)[6:]
+        raise ArgumentError(
+            f"{op}: {arg.name} is a {kind} tensor, and a strided one is wanted",
+            hint="pass the values of a nested tensor packed, with cu_seqlens" if kind == "nested" else "x.to_dense()",
+        )
     known = dict(dims)
     if not _match(arg, tuple(value.shape), dims):
         where = {k: v for k, v in known.items() if any(k == name for _, name in arg.dims)}
         given = f" with {', '.join(f'{k} = {v}' for k, v in where.items())}" if where else ""
-        raise ArgumentError(f"{op}: {arg.name} has shape {list(value.shape)}, and {arg}{given} is wanted", hint=hint)
+        raise ArgumentError(
+            f"{op}: {arg.name} has shape {list(_number(value.shape))}, and {arg.text}{given} is wanted", hint=hint
+        )
     if value.device != first.device:
         raise ArgumentError(
             f"{op}: {arg.name} is on {value.device}, and the first tensor is on {first.device}",
@@ -263,7 +284,7 @@ def _check_tensor(op: str, arg: TensorArg, value: torch.Tensor, first: torch.Ten
         ok, want = dtype in (torch.int32, torch.int64), "int32 or int64"
     else:
         ok, want = True, "any dtype"
-    if ok and dtype.is_floating_point and dtype.itemsize == 1:
+    if ok and dtype.is_floating_point and dtype.itemsize == 1 and arg.dtype != "any":
         ok, want = False, "fp16, bf16, fp32 or fp64"
     if not ok:
         raise ArgumentError(f"{op}: {arg.name} has dtype {dtype}, and {want} is wanted", hint=hint)

@@ -86,7 +86,7 @@ class PagedKV:
         heads, key, value = _widths(config)
         layers = range(config.num_layers)
         shape = (num_blocks, block_size, heads)
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.keys = [torch.zeros(*shape, key, device=device, dtype=dtype) for _ in layers]
         self.values = [torch.zeros(*shape, value, device=device, dtype=dtype) for _ in layers] if value else None
         self.batch: Batch | None = None

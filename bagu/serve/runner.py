@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from bagu import ops
+from bagu.nn.kv import CacheError
 from bagu.nn.model import Transformer
 from bagu.serve.compiled import CompiledDecode, Decodes, PackedLinear, compiles
 from bagu.serve.config import EngineConfig
@@ -77,6 +78,8 @@ class Runner:
         if plan.copies:
             self.kv.copy(plan.copies)
         for seat, entry, block in plan.table_writes:
+            if not 0 <= block < self.kv.num_blocks:  # kernels read the pool by this table without a check
+                raise CacheError(f"a block table names block {block}, and the pool has 0 to {self.kv.num_blocks - 1}")
             self.tables[seat, entry] = block
         if self.compiled is not None and plan.max_len == 1:
             hidden = self.compiled(self.decodes(plan, late))

@@ -115,6 +115,68 @@ def test_empty_tensors_give_empty_results(spec: OpSpec, backend: str) -> None:
             assert not g.any()
 
 
+@pytest.mark.parametrize("spec, backend", BACKENDS)
+def test_any_empty_dim_gives_a_result_or_a_sentence(spec: OpSpec, backend: str) -> None:
+    """Each dim in turn is 0 in every tensor that has it."""
+    for dim in {name for arg in spec.sig.tensors for factor, name in arg.dims if factor and name}:
+        args = arguments(spec)
+        for arg in spec.sig.tensors:
+            if args[arg.name] is not None:
+                known = spec.sig.measure({arg.name: args[arg.name]}, args) | {dim: 0}
+                shape = arg.shape(known)
+                args[arg.name] = args[arg.name] if shape == args[arg.name].shape else args[arg.name].new_zeros(shape)
+        wanted = [args[g].requires_grad_() for g in spec.grads if args[g] is not None]
+        try:
+            out = call(spec, backend, **args)
+        except ArgumentError:
+            continue
+        flows = [
+            y for y, o in zip(pytree.tree_leaves(out), spec.sig.outputs, strict=True) if o.name in spec.differentiable
+        ]
+        if wanted:
+            total = sum((y.sum() for y in flows), torch.zeros((), device=DEVICE))
+            assert all(g is None or not g.isnan().any() for g in torch.autograd.grad(total, wanted, allow_unused=True))
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_sparse_and_nested_tensors_are_refused(spec: OpSpec) -> None:
+    args, name = arguments(spec), spec.sig.tensors[0].name
+    call(spec, "torch", **{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in args.items()})  # and cached
+    refuse(spec, args | {name: args[name].to_sparse()}, name, "is a sparse tensor")
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([args[name], args[name]], layout=layout)
+        refuse(spec, args | {name: nested}, name, "is a nested tensor")
+
+
+FIXED = [s for s in SPECS.values() if any(all(f for f, _ in a.dims) for a in s.sig.tensors)]
+
+
+@pytest.mark.parametrize("spec", [pytest.param(s, id=s.name) for s in FIXED])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_wrong_shape_under_compile_says_its_sentence(spec: OpSpec, dynamic: bool) -> None:
+    args = arguments(spec)
+    arg = next(a for a in reversed(spec.sig.tensors) if args[a.name] is not None and all(f for f, _ in a.dims))
+    torch._dynamo.reset()
+    fn = torch.compile(lambda a: call(spec, "torch", **a), fullgraph=True, backend="eager", dynamic=dynamic)
+    with pytest.raises(Exception, match=rf"{spec.name}: {arg.name} has shape \["):
+        fn(args | {arg.name: args[arg.name][None]})
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_transpose_moves_fp8(dtype: torch.dtype, backend: str) -> None:
+    x = torch.randn(5, 7, device=DEVICE).to(dtype)
+    y = bagu.ops.transpose(x, 0, 1, backend=backend)
+    assert y.dtype == dtype and torch.equal(y.view(torch.uint8), x.view(torch.uint8).T)
+
+
+def test_kv_write_does_not_make_its_cache_require_grad() -> None:
+    cache, x = torch.zeros(2, 4, 1, 3, device=DEVICE), torch.ones(2, 1, 3, device=DEVICE, requires_grad=True)
+    for pool in (cache, cache.transpose(1, 2).contiguous().transpose(1, 2)):
+        bagu.ops.kv_write(pool, x, torch.tensor([1, 6], device=DEVICE))
+        assert not pool.requires_grad and pool.sum() == 6
+
+
 def test_unknown_names_suggest_the_nearest() -> None:
     x, w = torch.ones(2, 4), torch.ones(4)
     with pytest.raises(UnknownName) as error:

@@ -13,7 +13,9 @@ from bagu.nn.kv import CacheError
 from bagu.serve.config import EngineConfig
 from bagu.serve.graphs import bucket, pad
 from bagu.serve.paged import Batch, PagedKV, block_bytes
+from bagu.serve.plan import Plan
 from bagu.serve.pool import size_pool
+from bagu.serve.runner import Runner
 
 
 @pytest.mark.parametrize(("kind", "floats"), [("gqa", 2 * 2 * 8), ("mla", 8 + 4)])
@@ -78,3 +80,17 @@ def test_rows_that_pad_a_graph_change_nothing() -> None:
             hidden.append(model(b.ids, b.positions, b.cu_seqlens, 1, kv).hidden[:3])
     torch.testing.assert_close(hidden[1], hidden[0])
     assert [bucket(n) for n in (1, 2, 3, 5, 32, 33, 65)] == [1, 2, 4, 8, 32, 64, 96]
+
+
+@pytest.mark.parametrize("block", [-1, 3])
+def test_a_block_outside_the_pool_never_gets_into_a_table(block: int) -> None:
+    """Kernels read the pool by the table without a check."""
+    model = small_model()
+    runner = Runner(model, PagedKV(model.config, 3, 4), EngineConfig(max_num_seqs=2), 8)
+    plan = Plan(
+        number=0, slices=[], copies=[], ids=[5], positions=[0], cu_seqlens=[0, 1], context_lens=[1], seats=[0],
+        table_writes=[(0, 0, block)], sampled=[], sample_rows=[0], late=[], num_decodes=1, max_len=1, max_context=1,
+    )  # fmt: skip
+    with pytest.raises(CacheError, match=rf"names block {block}, and the pool has 0 to 2"):
+        runner.run(plan)
+    assert runner.run(dataclasses.replace(plan, table_writes=[(0, 0, 2)])).logits.shape == (1, 97)

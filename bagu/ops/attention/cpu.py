@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from bagu.errors import ArgumentError
 from bagu.ops.attention import dense, flash, tiles
 from bagu.ops.attention.pieces import pieces
 from bagu.ops.attention.shape import Shape
+from bagu.ops.eager import once_differentiable, without_autocast
 from bagu.ops.signature import accumulator
+from bagu.ops.values import check_offsets
 
 __all__ = ["Tiled", "equal", "ragged"]
 
@@ -84,6 +85,7 @@ class _Equal(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable("attention")
     def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, slopes, out, lse = ctx.saved_tensors
         causal, window, scale = ctx.rest
@@ -104,13 +106,8 @@ def runs(cu_seqlens: torch.Tensor, T: int, max_len: int) -> list[tuple[int, int,
     The offsets are at hand here, so wrong ones are refused; other devices trust the host that built the batch.
     """
     offsets: list[int] = cu_seqlens.tolist()
+    check_offsets("attention", offsets, T, max_len)
     lengths = [b - a for a, b in pairwise(offsets)]
-    if offsets[0] != 0 or offsets[-1] != T or min(lengths, default=0) < 0 or max(lengths, default=0) > max_len:
-        raise ArgumentError(
-            f"attention: cu_seqlens is {offsets}, and offsets that rise from 0 to T = {T} by at most max_len ="
-            f" {max_len} are wanted",
-            hint="cu_seqlens holds where each segment begins, then T; segments past the last are empty (T again)",
-        )
     found: list[tuple[int, int, int]] = []
     for at, length in zip(offsets, lengths, strict=False):
         if found and length == found[-1][2]:
@@ -150,6 +147,7 @@ def _ragged_like(
 
 
 @torch.library.custom_op("bagu::attention_ragged_backward", mutates_args=())
+@without_autocast
 def _ragged_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
     slopes: torch.Tensor | None, bias: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, max_len: int,

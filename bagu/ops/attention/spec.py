@@ -26,6 +26,7 @@ from bagu.errors import ArgumentError
 from bagu.ops.attention import torch_backend
 from bagu.ops.core import Case, Cost, OpSpec, Streams
 from bagu.ops.signature import Dims
+from bagu.ops.values import check_offsets
 
 
 def reference(
@@ -101,6 +102,10 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
             f"attention: bias has {dims['P']} distances, and an odd number is wanted",
             hint="2R - 1 columns stand for the distances -(R - 1) … R - 1",
         )
+
+
+def check_values(args: Mapping[str, Any], dims: Dims) -> None:
+    check_offsets("attention", args["cu_seqlens"].tolist(), dims["T"], args["max_len"])
 
 
 def pairs(dims: Mapping[str, Any]) -> int:
@@ -189,6 +194,7 @@ SPEC = OpSpec(
     saves=("q", "k", "v", "cu_seqlens", "slopes", "bias", "out", "lse"),
     constant=("lse",),
     refuse=refuse,
+    check_values=check_values,
     # Fused kernels round the weights and dS to 16 bits before their products. Measured over the cases on a CPU: 2.7.
     ulps=4,
     ulps_of={
@@ -196,6 +202,7 @@ SPEC = OpSpec(
         "dq": 6,
         "lse": 128,  # with AVX-512 PyTorch's kernel has a quick exp for 16-bit inputs, good to 2^-17: 108 ulps of fp32
     },
+    nonempty=("D",),
     independent=("H", "G"),
     backends=("torch",),
     peers=True,

@@ -2,7 +2,7 @@
 
 CPU                               cpu.py: one call for segments of one length, else one for each run of lengths
 CUDA, 16 bits, no slopes, bias    cuda.py: cuDNN or FlashAttention-2
-all else (DTensor too)            dense.py, ordinary PyTorch; ragged segments cost H * T^2 numbers
+all else (DTensor, torch.func)    dense.py, ordinary PyTorch; ragged segments cost H * T^2 numbers
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from enum import Enum, auto
 
 import torch
 
+from bagu.ops import eager
 from bagu.ops.attention import cpu, cuda, dense
 from bagu.ops.attention.shape import Shape, segment_of
 from bagu.ops.signature import accumulator
+from bagu.ops.values import check_offsets
 
 __all__ = ["Path", "backward", "forward", "invariant_forward", "path"]
 
@@ -35,13 +37,25 @@ def uniform(T: int, cu_seqlens: torch.Tensor, max_len: int) -> bool:
 
 
 def path(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, shape: Shape) -> Path:
-    plain = type(q) in (torch.Tensor, torch.nn.Parameter)  # a DTensor sees only what is ordinary PyTorch
+    # a DTensor, torch.func and forward-mode AD see only what is ordinary PyTorch
+    plain = type(q) in (torch.Tensor, torch.nn.Parameter) and not eager.transformed()
     same = uniform(q.shape[0], cu_seqlens, max_len)
     if plain and q.device.type == "cpu":
         return Path.CPU_EQUAL if same else Path.CPU_RAGGED
     if plain and q.device.type == "cuda" and q.shape[0] > 0 and cuda.fits(q, v, shape):
         return Path.CUDA_EQUAL if same and cuda.prefers_equal(q, v, shape) else Path.CUDA_PACKED
     return Path.DENSE_EQUAL if same else Path.DENSE_RAGGED
+
+
+def _check_equal(cu_seqlens: torch.Tensor, max_len: int) -> None:
+    """S * max_len == T does not say that every segment is max_len long: one may be longer and another shorter. On a CPU
+    the offsets are at hand. A compiled graph asserts it."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(
+            (cu_seqlens.diff() == max_len).all(), "attention: cu_seqlens has a segment longer than max_len"
+        )
+    elif not eager.traced(cu_seqlens):
+        check_offsets("attention", cu_seqlens.tolist(), (cu_seqlens.shape[0] - 1) * max_len, max_len)
 
 
 def _split(x: torch.Tensor, length: int) -> torch.Tensor:
@@ -63,6 +77,7 @@ def forward(
     length = q.shape[0] if way is Path.DENSE_RAGGED else max_len
     parts = [_split(x, length) for x in (q, k, v)]
     if way is Path.CPU_EQUAL:
+        _check_equal(cu_seqlens, max_len)
         out, lse = cpu.equal(shape, scale, *parts)
     elif way is Path.CUDA_EQUAL:
         out, lse = cuda.equal(shape, scale, *parts)

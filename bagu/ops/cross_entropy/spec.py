@@ -142,6 +142,7 @@ SPEC = OpSpec(
     grads=("logits",),
     saves=("logits", "targets", "lse"),
     ulps=1,
+    nonempty=("V",),
     independent=("M",),
     peers=True,
     cases=CASES,

@@ -65,6 +65,7 @@ SPEC = OpSpec(
     grads=("x", "w"),
     saves=("x", "w", "offsets"),
     ulps=1,
+    nonempty=("E",),
     independent=("T", "N"),
     backends=("torch",),
     cases=[

@@ -2,7 +2,7 @@
 
 How many rows an expert has is data, and a loop over it has no single graph. So the two grouped products are custom
 ops, opaque to the compiler and counted by FLOP counters: rows (y, and dx with the weights the other way around) and
-weights (dw). Nothing of this is needed for a DTensor, which takes the loop as ordinary PyTorch.
+weights (dw). A DTensor, torch.func and forward-mode AD take the loop as ordinary PyTorch.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from bagu.ops import eager
 from bagu.ops.invariant import in_blocks
 
 
 def forward(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor]:
-    if type(x) in (torch.Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
+    spread = hasattr(offsets, "full_tensor")  # a DTensor
+    if not spread and not eager.transformed():
         return (multiply_rows(x, w, offsets),)
-    shares = list(_shares(offsets.full_tensor()))  # type: ignore[attr-defined]  # a DTensor
+    shares = list(_shares(offsets.full_tensor() if spread else offsets))  # type: ignore[attr-defined]
     parts = [x[a:b] @ w[e].mT for e, (a, b) in enumerate(shares)]
     return (torch.cat((*parts, x.new_zeros(x.shape[0] - shares[-1][1], w.shape[1]))),)
 
@@ -120,7 +122,15 @@ def _link(
     )
 
 
+def _weights_link(
+    ctx: torch.autograd.function.FunctionCtx, ddw: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, None]:
+    dy, x, offsets = ctx.saved_tensors  # type: ignore[attr-defined]
+    return multiply_rows(x, ddw, offsets), multiply_rows(dy, ddw.mT, offsets), None
+
+
 torch.library.register_autograd("bagu::grouped_rows", _link, setup_context=_keep)
+torch.library.register_autograd("bagu::grouped_weights", _weights_link, setup_context=_keep)
 
 
 @register_flop_formula(torch.ops.bagu.grouped_rows)

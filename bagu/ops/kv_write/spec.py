@@ -18,6 +18,8 @@ import torch
 
 from bagu.ops.core import Case, Cost, OpSpec, Streams
 from bagu.ops.kv_write import torch_backend
+from bagu.ops.signature import Dims
+from bagu.ops.values import check_range
 
 
 def reference(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> tuple[()]:
@@ -42,6 +44,10 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     }
 
 
+def check_values(args: Mapping[str, Any], dims: Dims) -> None:
+    check_range("kv_write", "slots", args["slots"], dims["N"] * dims["B"], "the cache")
+
+
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
     """No arithmetic. Every new row is read once and written once, and its slot is read."""
     T, G, D = dims["T"], dims["G"], dims["D"]
@@ -56,7 +62,9 @@ SPEC = OpSpec(
     torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
+    check_values=check_values,
     ulps=0,  # bits are moved, not computed
+    nonempty=("N", "B", "G", "D"),
     independent=("G", "D"),
     backends=("torch",),
     cases=[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 
+@torch.no_grad()  # there are no gradients, and the cache must not come to require one
 def forward(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> tuple[()]:
     B, G, D = cache.shape[1:]
     x, slots = x.reshape(-1, G, D), slots.reshape(-1)

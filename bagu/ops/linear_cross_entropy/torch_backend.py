@@ -14,7 +14,7 @@ from bagu.ops.linear_cross_entropy import chunked
 from bagu.ops.linear_cross_entropy.chunked import EVERY, Kernels, product
 from bagu.ops.signature import accumulator
 
-__all__ = ["INVARIANT", "KERNELS", "backward", "forward", "invariant_forward"]
+__all__ = ["INVARIANT", "KERNELS", "backward", "forward", "invariant_forward", "whole"]
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -103,6 +103,8 @@ class _Head(torch.autograd.Function):
         return target_logit, lse
 
     @staticmethod
+    @eager.once_differentiable("linear_cross_entropy")
+    @eager.without_autocast
     def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, lse = ctx.saved_tensors
         ignore_index, memory = ctx.rest
@@ -114,7 +116,17 @@ class _Head(torch.autograd.Function):
 def forward(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if eager.transformed():
+        return whole(hidden, weight, targets, ignore_index)
     return _Head.apply(hidden, weight, targets, ignore_index, memory, KERNELS)
+
+
+def whole(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The formula, with all logits in memory: for torch.func and forward-mode AD, which look through it."""
+    acc = accumulator(hidden.dtype)
+    return _score(hidden.to(acc) @ weight.to(acc).T, targets, ignore_index)
 
 
 def invariant_forward(

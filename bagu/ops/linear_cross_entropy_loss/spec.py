@@ -85,6 +85,7 @@ SPEC = OpSpec(
     constant=("target_logit", "lse"),
     derive=derive,
     ulps=2,  # as in linear_cross_entropy; the product by the incoming scalar is one rounding more, 0.8 in all measured
+    nonempty=("D", "V"),
     independent=(),
     peers=True,
     cases=[

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from bagu.ops import eager
 from bagu.ops.linear_cross_entropy.chunked import EVERY
-from bagu.ops.linear_cross_entropy.torch_backend import INVARIANT, KERNELS
+from bagu.ops.linear_cross_entropy.losses import token_losses
+from bagu.ops.linear_cross_entropy.torch_backend import INVARIANT, KERNELS, whole
 from bagu.ops.linear_cross_entropy_loss import one_pass
 
 __all__ = ["backward", "forward", "invariant_forward"]
@@ -20,7 +22,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Results:
         results = one_pass.forward(*args)
-        ctx.save_for_backward(*results[3:])
+        ctx.save_for_backward(*args[:2], *results[3:])
         ctx.mark_non_differentiable(*results[1:])
         if not torch.compiler.is_compiling():  # a compiler drops what nobody reads
             ctx.set_materialize_grads(False)  # or each backward fills as many zeros as the weight has
@@ -28,11 +30,12 @@ class _Loss(torch.autograd.Function):
         return results
 
     @staticmethod
+    @eager.once_differentiable("linear_cross_entropy_loss")  # the gradients that the forward made are constants here
     def backward(ctx: Any, *douts: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if douts[0] is None:
             return (None,) * len(ctx.needs_input_grad)
         needs = dict(zip(("hidden", "weight"), ctx.needs_input_grad[:2], strict=True))
-        (hidden_grad, weight_grad), (grad_hidden, grad_weight) = ctx.saved_tensors, ctx.made
+        (_, _, hidden_grad, weight_grad), (grad_hidden, grad_weight) = ctx.saved_tensors, ctx.made
         dhidden, dweight = _scaled(douts[0], hidden_grad, weight_grad, grad_hidden, grad_weight, needs)
         return dhidden, dweight, *(None,) * 8
 
@@ -41,6 +44,11 @@ def forward(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
     z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
 ) -> Results:  # fmt: skip
+    if eager.transformed():
+        target_logit, lse = whole(hidden, weight, targets, ignore_index)
+        losses = token_weights.to(lse.dtype).detach() * token_losses(target_logit, lse, z_loss).loss
+        loss = torch.where(targets != ignore_index, losses, 0.0).sum()
+        return loss, target_logit.detach(), lse.detach(), hidden.new_empty(0), hidden.new_empty(0)
     loss, *rest = _Loss.apply(
         hidden, weight, targets, token_weights, ignore_index, z_loss, memory, grad_hidden, grad_weight, KERNELS
     )

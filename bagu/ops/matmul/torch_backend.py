@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from bagu.device import onednn_has_bf16
-from bagu.ops.eager import constant
+from bagu.ops.eager import constant, without_autocast
 from bagu.ops.invariant import in_blocks
 
 cpu_has_bf16 = constant(onednn_has_bf16)
@@ -51,6 +51,7 @@ class _Blocks(torch.autograd.Function):
         return rows.view(*x.shape[:-1], w.shape[0])
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return backward(douts[0], *ctx.saved_tensors)
 

@@ -18,14 +18,16 @@ Paper: https://arxiv.org/abs/2309.06180 (PagedAttention)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from bagu.errors import ArgumentError
 from bagu.ops.core import Case, Cost, OpSpec, Streams
-from bagu.ops.paged_attention import torch_backend
+from bagu.ops.paged_attention import cpu, torch_backend
 from bagu.ops.signature import Dims
+from bagu.ops.values import check_range
 
 
 def reference(
@@ -138,6 +140,17 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
         )
 
 
+def check_values(args: Mapping[str, Any], dims: Dims) -> None:
+    """The offsets, and that the block table entries which queries see are blocks of the pool."""
+    N, B, window = dims["N"], dims["B"], args["window"]
+    offsets, contexts = args["cu_seqlens"].tolist(), args["context_lens"].tolist()
+    cpu.check(offsets, contexts, dims["T"], args["max_len"], args["max_context"])
+    for s, ((begin, end), context) in enumerate(zip(pairwise(offsets), contexts, strict=True)):
+        first = 0 if window is None else max(0, context - (end - begin) - window + 1)
+        seen = args["block_tables"][s, first // B : -(-context // B)] if end > begin else args["block_tables"][s, :0]
+        check_range("paged_attention", f"block_tables[{s}]", seen, N, "the pool")
+
+
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
     """Every sequence taken to be of max_context: two products a pair and head; its keys and values are read once."""
     T, H, G, D, E, S, C = (dims[n] for n in ("T", "H", "G", "D", "E", "S", "max_context"))
@@ -218,8 +231,10 @@ SPEC = OpSpec(
     inputs=inputs,
     cost=cost,
     refuse=refuse,
+    check_values=check_values,
     ulps=4,  # as for attention: fused kernels round the weights to 16 bits before their product with the values
     ulps_of={"lse": 512},  # PyTorch's CPU kernel has a quick exp for 16-bit inputs: that of 0 is 5.4e-5 off 1
+    nonempty=("N", "H", "D"),
     independent=("H", "G"),
     backends=("torch",),
     cases=[*CASES, *BENCH],

@@ -49,7 +49,7 @@ def backward(
     acc, N, rows = r.dtype, x.shape[-1], r.unsqueeze(-1)
     dyf, xf = dy.to(acc), x.to(acc)
     product = dyf * xf
-    dw = r.reshape(-1) @ product.reshape(-1, N)
+    dw = r.reshape(-1) @ product.reshape(r.numel(), N)
     g = dyf * w.to(acc)
     pull = torch.mul(g, xf, out=product).mean(-1, keepdim=True).mul_(rows.square())
     dx = g.addcmul_(xf, pull, value=-1).mul_(rows)

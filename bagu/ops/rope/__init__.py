@@ -23,7 +23,8 @@ def rope(
     """Turn the first 2R features of each head of x[*T, H, D] by the angle of its token's position; the rest stay.
 
     `cos` and `sin` are tables [P, R] (`rope_tables`). `positions` is the table row of each token, by default 0, 1, 2, …
-    along the last of the dims T; they are read on the device and not checked there, so they must lie in 0 … P-1.
+    along the last of the dims T. They must lie in 0 … P-1. Others are refused on a CPU; on a GPU only in debug mode
+    (BAGU_DEBUG=1), since to read them would stop the device.
     `layout` pairs feature r with r + R ("half": Llama, Qwen, GPT-NeoX) or 2r with 2r + 1 ("interleaved": GPT-J).
     """
     return call(SPEC, backend, x=x, cos=cos, sin=sin, positions=positions, layout=layout)

@@ -22,6 +22,7 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.core import Case, Cost, OpSpec, Streams
 from bagu.ops.rope import torch_backend
 from bagu.ops.signature import Dims
+from bagu.ops.values import check_range
 
 LAYOUTS = ("half", "interleaved")
 INF, NAN = float("inf"), float("nan")
@@ -40,6 +41,11 @@ def reference(
     y[..., a] = x[..., a] * c - x[..., b] * s
     y[..., b] = x[..., b] * c + x[..., a] * s
     return y
+
+
+def check_values(args: Mapping[str, Any], dims: Dims) -> None:
+    if args["positions"] is not None:
+        check_range("rope", "positions", args["positions"], dims["P"], "a table")
 
 
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
@@ -92,6 +98,7 @@ SPEC = OpSpec(
     torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
+    check_values=check_values,
     cost_backward=cost,
     grads=("x",),
     saves=("cos", "sin", "positions"),

@@ -8,6 +8,7 @@ import torch
 
 from bagu.ops import eager
 from bagu.ops.signature import accumulator
+from bagu.ops.values import check_range
 
 
 def formula(
@@ -15,6 +16,10 @@ def formula(
 ) -> tuple[torch.Tensor]:
     acc, R = accumulator(x.dtype), cos.shape[1]
     T = x.shape[-3] if positions is None else 0
+    if positions is not None and torch.compiler.is_compiling() and positions.device.type == "cpu":
+        # as index_select does below; compiled indexing would count a negative position from the end
+        inside = (positions >= 0) & (positions < cos.shape[0])
+        torch._assert_async(inside.all(), "rope: positions are not all in the tables")
     c, s = ((t[:T] if positions is None else t[positions]).to(acc).unsqueeze(-2) for t in (cos, sin))
     turned, rest = x[..., : 2 * R].to(acc), x[..., 2 * R :]
     if layout == "half":
@@ -35,7 +40,11 @@ def passes(
         c, s = (t[: x.shape[-3]].to(acc).unsqueeze(-2) for t in (cos, sin))
     else:
         rows, shape = positions.reshape(-1), (*positions.shape, 1, R)
-        c, s = (t.index_select(0, rows).to(acc).view(shape) for t in (cos, sin))
+        try:
+            c, s = (t.index_select(0, rows).to(acc).view(shape) for t in (cos, sin))
+        except IndexError:
+            check_range("rope", "positions", positions, cos.shape[0], "a table")
+            raise
     y = torch.empty(x.shape, dtype=x.dtype)
     first, second = (slice(0, R), slice(R, 2 * R)) if layout == "half" else (slice(0, 2 * R, 2), slice(1, 2 * R, 2))
     a, b = x[..., first].to(acc), x[..., second].to(acc)
