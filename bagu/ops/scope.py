@@ -107,7 +107,7 @@ def _block() -> Any:
     """The torch.utils.checkpoint block whose first forward is running, if any: what its innermost pack hook closes
     over. PyTorch has no public name for it; tests/ops/test_scope.py holds that this is it."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    pack = hooks[0] if hooks else None
+    pack: Any = hooks[0] if hooks else None
     if getattr(pack, "__qualname__", "") != "_checkpoint_hook.__init__.<locals>.pack_hook":
         return None
     return pack.__closure__[pack.__code__.co_freevars.index("frame")].cell_contents
