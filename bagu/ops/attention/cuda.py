@@ -62,6 +62,7 @@ def packed(
         torch.nn.functional.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else side_by_side(x)
         for x in (q, k, v)
     )
+    cu_seqlens = cu_seqlens.contiguous()  # the kernel raises for other strides
     side = -1 if shape.window is None else shape.window - 1  # the kernel counts keys beside the query's own
     out, lse = torch.ops.aten._flash_attention_forward(
         q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, shape.causal, False, scale=scale,

@@ -71,8 +71,8 @@ def _gathered(
     if max_len == 1 and q.shape[0] != S:
         max_len = 2  # for decodes it folds the heads of a group into rows, and takes it that every sequence has a token
     out, lse = torch.ops.aten._flash_attention_forward(
-        _fill(q, wide), k, v, cu_seqlens, begins, max_len, P * B, 0.0, True, False, scale=scale,
-        window_size_left=side, window_size_right=None if side is None else 0, seqused_k=pages.lengths,
+        _fill(q, wide), k, v, cu_seqlens.contiguous(), begins, max_len, P * B, 0.0, True, False, scale=scale,
+        window_size_left=side, window_size_right=None if side is None else 0, seqused_k=pages.lengths.contiguous(),
     )[:2]  # fmt: skip
     return out[..., :E], lse.T
 

@@ -75,4 +75,4 @@ def _rows(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     B = pool.shape[1]
     if not pool.is_contiguous():
         return pool[slots // B, slots % B]
-    return pool.view(-1, *pool.shape[2:]).index_select(0, slots.flatten()).view(*slots.shape, *pool.shape[2:])
+    return pool.flatten(0, 1).index_select(0, slots.flatten()).view(*slots.shape, *pool.shape[2:])
