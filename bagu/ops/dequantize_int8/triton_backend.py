@@ -38,10 +38,13 @@ def _dequantize(
 
 
 @triton.jit
-def _flat(q_ptr, scale_ptr, y_ptr, M, N, BLOCK: tl.constexpr, BY: tl.constexpr, ACC: tl.constexpr):
+def _flat(
+    q_ptr, scale_ptr, y_ptr, M, N, BLOCK: tl.constexpr, BY: tl.constexpr, ALIGNED: tl.constexpr, ACC: tl.constexpr
+):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     left = int64(M) * N - first
+    mask = i < (tl.multiple_of(left, 16) if ALIGNED else left)
     row = first // N
     column = (first - row * N).to(tl.int32)  # of the first number; N - column numbers are in its row
     if BY == "tensor":
@@ -52,11 +55,11 @@ def _flat(q_ptr, scale_ptr, y_ptr, M, N, BLOCK: tl.constexpr, BY: tl.constexpr, 
         scale = tl.where(i < N - column, here, following)
     else:
         n = column + i
-        scale = tl.load(scale_ptr + tl.where(n < N, n, n - N), i < left, 0.0).to(ACC)
-    if left >= BLOCK:  # without a mask: i < left would make Triton move one number at a time
+        scale = tl.load(scale_ptr + tl.where(n < N, n, n - N), mask, 0.0).to(ACC)
+    if not ALIGNED and left >= BLOCK:  # without a mask: one of unknown length makes Triton move a number at a time
         tl.store(y_ptr + first + i, tl.load(q_ptr + first + i).to(ACC) * scale)
     else:
-        tl.store(y_ptr + first + i, tl.load(q_ptr + first + i, i < left, 0).to(ACC) * scale, i < left)
+        tl.store(y_ptr + first + i, tl.load(q_ptr + first + i, mask, 0).to(ACC) * scale, mask)
 
 
 def forward(
@@ -72,7 +75,9 @@ def forward(
     acc, warps = tl.float64 if torch.float64 in (y.dtype, scale.dtype) else tl.float32, num_warps or 4
     if rows.is_contiguous() and FLAT <= N < 2**31:
         block = min(block, next_power_of_2(N + 1) // 2)  # at most N, so that a program has two rows at most
-        _flat[(triton.cdiv(M * N, block),)](rows, scale, y, M, N, BLOCK=block, BY=granularity, ACC=acc, num_warps=warps)
+        _flat[(triton.cdiv(M * N, block),)](
+            rows, scale, y, M, N, BLOCK=block, BY=granularity, ALIGNED=M * N % 16 == 0, ACC=acc, num_warps=warps
+        )
         return (y,)
     block_n = min(next_power_of_2(N), min(block, 512 if granularity == "channel" else 4096))
     block_m = block // block_n
