@@ -1,12 +1,13 @@
 """The compile gate: every kernel of every Triton backend, compiled for an H200 on a machine without one.
 
-`python -m bagu.ops.gate [OP …]` runs each backend's bench cases on meta tensors, records what it would launch, and
-compiles that for sm_90 with the ptxas that comes with Triton. A kernel fails if it spills registers, wants more
-shared memory than a block has, or reads a large aligned tensor without 128-bit loads. TRITON_INTERPRET must be off.
+`python -m bagu.ops.gate [--first N] [OP …]` runs each backend's bench cases on meta tensors, records what it would
+launch, and compiles that for sm_90 with the ptxas that comes with Triton. A kernel fails if it spills registers, wants
+more shared memory than a block has, or reads a large aligned tensor without 128-bit loads. TRITON_INTERPRET is off.
 """
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 import subprocess
@@ -85,10 +86,12 @@ class MetaStreams(Streams):
         return usual
 
 
-def kernels(spec: OpSpec, dtype: torch.dtype = torch.bfloat16, backend: str = "triton") -> list[Kernel]:
-    """Compile everything `spec` launches at its bench cases; the same launch is compiled once."""
+def kernels(
+    spec: OpSpec, dtype: torch.dtype = torch.bfloat16, backend: str = "triton", *, first: int | None = None
+) -> list[Kernel]:
+    """Compile everything `spec` launches at its bench cases, or at the `first` of them; a launch is compiled once."""
     seen, found = set(), []
-    for case in (c for c in spec.cases if c.bench):
+    for case in [c for c in spec.cases if c.bench][:first]:
         for launch in _launches(spec, case, dtype, backend):
             source, options, key = _source(launch)
             if key not in seen:
@@ -218,12 +221,15 @@ def _disassemble(cubin: bytes) -> str:
         )
 
 
-def main(names: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Print every kernel of these ops (all of them by default); 1 if one has a fault."""
-    found = []
-    for s in [spec(n) for n in names] or SPECS.values():
+    parser = argparse.ArgumentParser(prog="python -m bagu.ops.gate", description=main.__doc__)
+    parser.add_argument("ops", nargs="*", metavar="OP")
+    parser.add_argument("--first", type=int, metavar="N", help="compile for the first N bench cases of each op")
+    asked, found = parser.parse_args(argv), []
+    for s in [spec(n) for n in asked.ops] or SPECS.values():
         if "triton" in s.backends:
-            for kernel in kernels(s):
+            for kernel in kernels(s, first=asked.first):
                 print(kernel, flush=True)
                 found += faults(kernel)
     print("\n".join(found) if found else "no faults")

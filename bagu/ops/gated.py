@@ -80,7 +80,6 @@ CASES = [
     Case("point", "N = 1: the halves are neighbours", M=64, N=1),
     Case("wide", "a row is several blocks long and the last one is not full", M=2, N=9001),
     Case("unaligned", "odd packed rows move one value at a time, in smaller tiles", M=8, N=1031),
-    Case("unaligned_rows", "the same, with rows for many programs", M=256, N=1028),
     Case("blocks", "a row is two blocks to the last feature", M=2, N=4096),
     Case("empty", "there is no row, and nothing is launched", M=0, N=24),
     Case("faint", "a small gate stands where s is steepest, about 1/2", M=4, N=48, scale=1e-3),

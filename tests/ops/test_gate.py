@@ -12,15 +12,26 @@ import pytest
 from bagu.ops.catalogue import SPECS
 from bagu.ops.gate import Kernel, faults
 
+TRITON = [s.name for s in SPECS.values() if "triton" in s.backends]
 
-@pytest.mark.parametrize("op", [s.name for s in SPECS.values() if "triton" in s.backends])
-def test_kernels_compile_cleanly_for_sm_90(op: str) -> None:
+
+def compile_for_sm_90(*argv: str) -> None:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "bagu.ops.gate", op], env=env, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "bagu.ops.gate", *argv]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "128 bits wide" in run.stdout
+
+
+@pytest.mark.parametrize("op", TRITON)
+def test_kernels_of_the_first_bench_case_compile_cleanly_for_sm_90(op: str) -> None:
+    compile_for_sm_90("--first", "1", op)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", TRITON)
+def test_kernels_of_every_bench_case_compile_cleanly_for_sm_90(op: str) -> None:
+    compile_for_sm_90(op)
 
 
 def test_each_fault_is_named() -> None:
