@@ -57,7 +57,7 @@ def run(setting: Setting) -> list[Row]:
     model = init_weights(Transformer(MODEL, device=setting.device), 0).eval()
     rows: list[Row] = []
     for shared in setting.track(SHARED):
-        pairs = 8 if setting.quick else 30 if shared else 250  # to see a percent takes more than to see a half
+        pairs = 3 if setting.quick else 30 if shared else 250  # to see a percent takes more than to see a half
         rows += [
             {"shared_tokens": shared, **row} for row in measure(model, shared, pairs, 512 if setting.quick else BLOCKS)
         ]
