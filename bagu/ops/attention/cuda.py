@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from bagu.ops.attention.shape import Shape, side_by_side
+from bagu.ops.attention.shape import Shape
 from bagu.ops.eager import constant
 
-__all__ = ["equal", "fits", "packed", "prefers_equal"]
+__all__ = ["equal", "fits", "on_16_bytes", "packed", "prefers_equal"]
 
 WIDEST = 256  # features of a head that FlashAttention-2 takes
 CUDNN_WIDEST = 128  # and that cuDNN's backward takes on every release since Hopper
@@ -41,11 +41,21 @@ def _hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0) and torch.backends.cudnn.is_available()
 
 
+def on_16_bytes(x: torch.Tensor) -> torch.Tensor:
+    """x with unit stride along its features, and its first element and every row at a multiple of 16 bytes.
+
+    The fused kernels load 16 bytes at a time and do not check it: other strides are a misaligned address.
+    """
+    each = 16 // x.element_size()
+    fits = x.stride(-1) == 1 and x.storage_offset() % each == 0 and all(s % each == 0 for s in x.stride()[:-1])
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
 def equal(
     shape: Shape, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[B, L, H, E] and lse[B, L, H] of B segments of length L."""
-    q, k, v = (side_by_side(x).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (on_16_bytes(x).transpose(1, 2) for x in (q, k, v))
     out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, shape.causal, False, scale=scale
     )[:2]
@@ -59,8 +69,7 @@ def packed(
     """out[T, H, E] and lse[T, H]. The kernel wants q, k and v of one width, a multiple of 8: zeros fill it up."""
     E, wide = v.shape[-1], -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
     q, k, v = (
-        torch.nn.functional.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else side_by_side(x)
-        for x in (q, k, v)
+        torch.nn.functional.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else on_16_bytes(x) for x in (q, k, v)
     )
     cu_seqlens = cu_seqlens.contiguous()  # the kernel raises for other strides
     side = -1 if shape.window is None else shape.window - 1  # the kernel counts keys beside the query's own

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from bagu.ops.attention.cuda import on_16_bytes
 from bagu.ops.attention.shape import Shape
 from bagu.ops.paged_attention.pages import Pages
 
@@ -27,7 +28,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def forward(shape: Shape, scale: float, q: torch.Tensor, pages: Pages, cu_seqlens: torch.Tensor, max_len: int) -> Pair:
     """out[T, H, E] and lse[T, H]."""
     widths = {q.shape[-1], pages.k.shape[-1], pages.v.shape[-1]}
-    dense = pages.k.is_contiguous() and pages.v.is_contiguous()
+    dense = all(pool.is_contiguous() and pool.storage_offset() % 8 == 0 for pool in (pages.k, pages.v))
     decodes = max_len == 1 and q.shape[0] == pages.tables.shape[0]
     if decodes and dense and pages.k.shape[1] >= LARGE and len(widths) == 1 and q.shape[-1] % 8 == 0:
         return _in_place(shape, scale, q, pages)
@@ -80,4 +81,4 @@ def _gathered(
 def _fill(x: torch.Tensor, features: int) -> torch.Tensor:
     if x.shape[-1] < features:
         return torch.nn.functional.pad(x, (0, features - x.shape[-1]))
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return on_16_bytes(x)
