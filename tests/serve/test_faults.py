@@ -133,8 +133,10 @@ def test_half_sent_requests_are_given_up(mortal: Running, drip: bool) -> None:
             connection.close()
     assert time.monotonic() - began >= 1.5  # not cut at once
     for name, answer in answers.items():
-        if name.startswith("half"):
+        if name.startswith("half") and not drip:
             assert b" 408 " in answer.split(b"\r\n")[0] and b"was not complete after 2 s" in answer, name
+        elif name.startswith("half"):  # a byte sent to a closed connection resets it, and what was not read is lost
+            assert not answer or b" 408 " in answer.split(b"\r\n")[0], name
     assert mortal.get("/health")
 
 

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from bagu.ops import eager
 from bagu.ops.invariant import in_blocks
+from bagu.ops.matmul.torch_backend import linear, widens
 
 
 def forward(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor]:
@@ -39,7 +40,7 @@ class _Blocks(torch.autograd.Function):
         y = x.new_zeros(x.shape[0], w.shape[1])
         for (start, end), own in zip(_shares(offsets), w, strict=True):
             if end > start:
-                y[start:end] = in_blocks(lambda block, own=own: torch.mm(block, own.mT), x[start:end])  # type: ignore[misc]
+                y[start:end] = in_blocks(lambda block, own=own: linear(block, own, None), x[start:end])  # type: ignore[misc]
         return y
 
     @staticmethod
@@ -64,7 +65,7 @@ def multiply_rows(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> to
     end = 0
     for e, (start, end) in enumerate(_shares(offsets)):
         if end > start:
-            torch.mm(x[start:end], w[e].mT, out=y[start:end])
+            _multiply_into(y[start:end], x[start:end], w[e].mT)
     y[end:].zero_()
     return y
 
@@ -76,8 +77,15 @@ def multiply_weights(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -
         return torch._grouped_mm(dy.mT, x, offsets)
     dw = x.new_empty(offsets.shape[0], dy.shape[1], x.shape[1])
     for e, (start, end) in enumerate(_shares(offsets)):
-        torch.mm(dy[start:end].mT, x[start:end], out=dw[e])  # a sum over no rows is zero
+        _multiply_into(dw[e], dy[start:end].mT, x[start:end])  # a sum over no rows is zero
     return dw
+
+
+def _multiply_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    if widens(a):
+        out.copy_(torch.mm(a.float(), b.float()))
+    else:
+        torch.mm(a, b, out=out)
 
 
 def _shares(offsets: torch.Tensor) -> Iterator[tuple[int, int]]:
