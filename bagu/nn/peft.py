@@ -146,7 +146,7 @@ def _joined(
     for theirs, (part, stored_as_in_out) in places.items():
         names = [f"{PREFIX}{theirs}.lora_{x}.weight" for x in "AB"]
         if names[0] not in stored or names[1] not in stored:
-            continue  # a half that is alone stays in `stored`, and is told there
+            continue  # a half that is alone stays in `stored`, and is reported there
         a, b = (stored.pop(n) for n in names)
         out = part.shape[1] if stored_as_in_out else part.shape[0]
         if a.dim() != 2 or a.shape[1] != linear.in_features or tuple(b.shape) != (out, a.shape[0]):

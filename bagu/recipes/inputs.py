@@ -1,5 +1,5 @@
 """What a run needs before it has weights: device, tokenizer, the model's configuration, the tokens. All of it is
-checked here, and nothing is written to the run's folder: what is wrong with a run is told before the run begins.
+checked here, and nothing is written to the run's folder: what is wrong with a run is reported before it begins.
 """
 
 from __future__ import annotations

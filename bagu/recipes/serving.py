@@ -54,7 +54,7 @@ def serve_main(
     from bagu.serve.config import EngineConfig
     from bagu.serve.server import main
 
-    found = find_model(model)  # a wrong name is told here, before anything starts
+    found = find_model(model)  # a wrong name is reported here, before anything starts
     if generation_config != "none":
         folder = found if generation_config == "auto" else Path(generation_config)
         if generation_config != "auto" and not (folder / GENERATION_CONFIG).is_file():

@@ -3,7 +3,7 @@
 a request that never ends   its head is due `request_timeout` seconds after the connection or its first byte, and in
                             64 KiB; the body has the same time and a least rate (edge.read_body)
 a client of HTTP/1.0        knows no chunks: a stream ends with its connection
-the end of a shutdown       calls that still run are told (`on_deadline`) before uvicorn cancels their tasks
+the end of a shutdown       calls that still run are failed (`on_deadline`) before uvicorn cancels their tasks
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Connection(Base):
 
 def _end_by_close(cycle: Any) -> None:
     """Have uvicorn send no chunks to a client of HTTP/1.0 (h11 knows that itself). It wants to know a length instead:
-    each piece is told to be all that is left, and after the last the connection is closed."""
+    each piece is announced as all that is left, and after the last the connection is closed."""
     if cycle is None or cycle.scope["http_version"] != "1.0" or not hasattr(cycle, "chunked_encoding"):
         return
     send, cycle.chunked_encoding = cycle.send, False

@@ -32,7 +32,7 @@ def family_of(hf: Mapping[str, Any]) -> Family:
 
 
 def family_named(name: str) -> Family:
-    """The family of that model_type. The error lists the families and suggests none: a name that is spelled alike is
+    """The family of that model_type. The error lists the families and suggests none: a name with a similar spelling is
     another architecture (smollm3 is not llama)."""
     if name not in FAMILIES:
         raise UnknownName(f"there is no model family {name!r}", hint=f"known here: {', '.join(FAMILIES)}")

@@ -128,7 +128,7 @@ def decoder(
 
 
 def read_decoder(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ModelConfig that these families read alike, from the values of `DECODER`."""
+    """The fields of ModelConfig that these families read the same way, from the values of `DECODER`."""
     act, heads = hf["hidden_act"], hf["num_attention_heads"]
     if act not in GATES:
         refuse_value("config.json", "hidden_act", act, ", ".join(GATES))
