@@ -13,7 +13,7 @@ import typer
 
 from bagu import __version__
 from bagu.errors import BaguError
-from bagu.openmp import wait_briefly
+from bagu.machine.openmp import wait_briefly
 
 __all__ = ["main"]
 
@@ -60,7 +60,7 @@ def doctor(
     measure: Annotated[bool, typer.Option(help="Measure bandwidth and matmul rate, 2 s.")] = True,
 ) -> None:
     """What this machine is, and what is wrong with it."""
-    from bagu import doctor as part
+    from bagu.machine import doctor as part
 
     raise typer.Exit(part.main(as_json=as_json, measure=measure))
 

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from bagu import __version__, device
+from bagu import __version__
 from bagu.errors import BaguError
+from bagu.machine import device
 
 __all__ = ["append_rows", "environment", "made_folder", "package_version", "read_rows", "record_file", "triton_version"]
 

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bagu.device import default_device, this_machine
 from bagu.lab import catalogue, plot
 from bagu.lab.core import Lab, Result, Setting, T
+from bagu.machine.device import default_device, this_machine
 from bagu.record import environment, made_folder
 
 COLOUR = {"held": "green", "did not hold": "red", "holds only where": "yellow"}

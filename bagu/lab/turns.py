@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from math import inf
 
-from bagu.timing import measure
+from bagu.machine.timing import measure
 
 ROUNDS = 3
 

@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bagu.device import named_device
 from bagu.errors import UnknownName
+from bagu.machine.device import named_device
+from bagu.machine.timing import Ceilings, flush_buffer, measure_ceilings
 from bagu.ops import bench_table, catalogue, plot
 from bagu.ops.contenders import chosen_backends, contenders, label
 from bagu.ops.core import OpSpec
@@ -29,7 +30,6 @@ from bagu.ops.race import Job, Point, Setting, rows_of, time_job
 from bagu.ops.roofline import higher
 from bagu.ops.sizing import dtype_named, shrink
 from bagu.record import append_rows, environment, record_file
-from bagu.timing import Ceilings, flush_buffer, measure_ceilings
 
 __all__ = ["RESULTS", "main"]
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from bagu.device import cxx_compiler
 from bagu.errors import BackendError, UnknownName
+from bagu.machine.device import cxx_compiler
 from bagu.ops.core import OpSpec
 from bagu.ops.dispatch import call
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from bagu.device import triton_interprets
 from bagu.errors import ArgumentError, BackendError, UnknownName
+from bagu.machine.device import triton_interprets
 from bagu.ops import scope
 from bagu.ops.core import OpSpec
 from bagu.ops.custom import Run, node, register, watched

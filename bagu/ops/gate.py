@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from bagu.device import triton_interprets
 from bagu.errors import BackendError
+from bagu.machine.device import triton_interprets
 from bagu.ops.catalogue import SPECS, spec
 from bagu.ops.core import Case, OpSpec, Streams
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from bagu.machine.timing import Ceilings
 from bagu.ops.core import Cost, OpSpec
 from bagu.ops.signature import Dims, sizes
-from bagu.timing import Ceilings
 
 __all__ = ["FAULT", "PASSES", "Floor", "bandwidth", "costs", "floor", "higher", "is_fault"]
 

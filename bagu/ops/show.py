@@ -20,8 +20,9 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
-from bagu.device import default_device, this_machine, triton_interprets
 from bagu.errors import ArgumentError
+from bagu.machine.device import default_device, this_machine, triton_interprets
+from bagu.machine.timing import Ceilings, measure_ceilings
 from bagu.ops import catalogue
 from bagu.ops.bench import RESULTS
 from bagu.ops.core import Case, OpSpec
@@ -30,7 +31,6 @@ from bagu.ops.signature import EXACT, KINDS, TensorArg
 from bagu.ops.sizing import bench_inputs, dtype_named, first_tensor, resize, shape_label
 from bagu.ops.units import duration, si
 from bagu.record import read_rows
-from bagu.timing import Ceilings, measure_ceilings
 
 __all__ = ["describe", "list_ops", "parse_size", "show_op"]
 

@@ -12,8 +12,8 @@ from rich.text import Text
 from bagu import config as configs
 from bagu.data.masked import HIDDEN, RANDOM
 from bagu.data.tokenizer import BpeTokenizer
-from bagu.device import named_dtype
 from bagu.errors import BaguError
+from bagu.machine.device import named_dtype
 from bagu.recipes.catalogue import recipe as find_recipe
 from bagu.recipes.catalogue import with_data, with_start
 from bagu.recipes.models import find_model, load_model, save_model, tokenizer_folder

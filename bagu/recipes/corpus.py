@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bagu.cache import cache_folder
 from bagu.data import chat_template, store
 from bagu.data.chat import ChatEncoder
 from bagu.data.chat_source import ChatJsonlSource
@@ -30,6 +29,7 @@ from bagu.data.stdlib import StdlibSource, sft_pairs
 from bagu.data.store import TokenStore
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
+from bagu.machine.cache import cache_folder
 from bagu.recipes.run import STDLIB, Run, SourceConfig, TokenizerConfig
 
 __all__ = ["Corpus", "Tokens", "conversations", "texts", "tokens_of", "train_tokenizer"]

@@ -21,8 +21,8 @@ from bagu.data.chat import ChatEncoder
 from bagu.data.loader import evaluation_batches
 from bagu.data.source import Conversation
 from bagu.data.tokenizer import BpeTokenizer
-from bagu.device import default_device
 from bagu.errors import ArgumentError, BaguError
+from bagu.machine.device import default_device
 from bagu.nn import count
 from bagu.nn.model import Transformer
 from bagu.nn.sample import generate

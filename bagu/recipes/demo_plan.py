@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bagu.fast_dtype import compute_dtype
+from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.recipes.demo_sizes import COOLDOWN, Demo

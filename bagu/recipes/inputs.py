@@ -14,13 +14,13 @@ from typing import Any
 import tokenizers
 import torch
 
-from bagu.cache import cache_folder
 from bagu.data.chat_template import DEFAULT_TEMPLATE
 from bagu.data.masked import Masking
 from bagu.data.tokenizer import SPECIAL_TOKENS, BpeTokenizer
-from bagu.device import named_device, named_dtype
 from bagu.errors import BaguError
-from bagu.fast_dtype import compute_dtype
+from bagu.machine.cache import cache_folder
+from bagu.machine.device import named_device, named_dtype
+from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn.config import ModelConfig
 from bagu.recipes.corpus import Corpus, Tokens, tokens_of, train_tokenizer
 from bagu.recipes.models import find_model, model_config, tokenizer_folder

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bagu.errors import BaguError
-from bagu.openmp import wait_briefly
+from bagu.machine.openmp import wait_briefly
 
 __all__ = ["Loader", "chat_main", "serve_main"]
 
@@ -28,8 +28,8 @@ class Loader:
 
         from bagu.data.chat import ChatEncoder
         from bagu.data.tokenizer import BpeTokenizer
-        from bagu.device import named_device, named_dtype
-        from bagu.fast_dtype import compute_dtype
+        from bagu.machine.device import named_device, named_dtype
+        from bagu.machine.fast_dtype import compute_dtype
         from bagu.recipes.models import find_model, load_model, tokenizer_folder
 
         device = named_device(self.device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bagu.device import vendor_flops
+from bagu.machine.device import vendor_flops
 from bagu.nn import count
 from bagu.nn.lora import lora_parameters
 from bagu.progress import duration

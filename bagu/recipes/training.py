@@ -15,8 +15,8 @@ from bagu.config import write_whole
 from bagu.data.loader import evaluation_batches
 from bagu.data.masked import mask_batch
 from bagu.data.tokenizer import BpeTokenizer
-from bagu.device import named_device
-from bagu.fast_dtype import compute_dtype_name
+from bagu.machine.device import named_device
+from bagu.machine.fast_dtype import compute_dtype_name
 from bagu.nn import count
 from bagu.nn.families import family_for
 from bagu.nn.hub import WeightsError

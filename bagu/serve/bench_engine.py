@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
-from bagu.device import named_device, named_dtype
 from bagu.errors import ArgumentError, UnknownName
-from bagu.fast_dtype import compute_dtype
+from bagu.machine.device import named_device, named_dtype
+from bagu.machine.fast_dtype import compute_dtype
+from bagu.machine.openmp import settings
+from bagu.machine.timing import forget
 from bagu.nn.config import ModelConfig, NormConfig, Rope
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
-from bagu.openmp import settings
 from bagu.record import append_rows, environment, record_file
 from bagu.serve.bench_clock import Case, Measured, measure_streams, measure_throughput
 from bagu.serve.bench_peers import PEERS, scripted
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.workload import Lengths, Workload
-from bagu.timing import forget
 
 __all__ = ["SHAPES", "Shape", "main"]
 

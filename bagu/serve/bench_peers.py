@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from bagu.errors import BaguError
+from bagu.machine.openmp import settings
 from bagu.nn.config import ModelConfig
 from bagu.nn.families import family_for
-from bagu.openmp import settings
 from bagu.serve.bench_clock import Measured
 from bagu.serve.workload import TEMPERATURE, Workload
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from bagu import native
+from bagu.machine import native
 from bagu.nn.config import ModelConfig, Rope
 from bagu.nn.model import Transformer
 from bagu.serve.layers import supports, weights

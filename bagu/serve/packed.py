@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from bagu.device import onednn_has_bf16
+from bagu.machine.device import onednn_has_bf16
 from bagu.nn.linear import Linear
 
 __all__ = ["Pack", "Packed", "Plain", "merged", "pack", "product"]

@@ -13,7 +13,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "simd.h"
+#include "machine/simd.h"
 
 namespace bagu {
 

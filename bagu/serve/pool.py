@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from bagu.device import available_memory
 from bagu.errors import ArgumentError
+from bagu.machine.device import available_memory
 from bagu.nn.model import Transformer
 from bagu.serve.config import EngineConfig
 from bagu.serve.paged import block_bytes

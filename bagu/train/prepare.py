@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from bagu import device as machine
 from bagu.errors import BackendError, BaguError
+from bagu.machine import device as machine
 from bagu.train.state import TrainConfig
 
 __all__ = ["Interrupt", "deterministic", "prepared"]

@@ -14,13 +14,13 @@ from typing import get_args
 import pytest
 from rich.console import Console
 
-from bagu.device import this_machine
 from bagu.errors import BaguError, UnknownName
 from bagu.lab import catalogue, run
 from bagu.lab.core import SCHEMA, Kind, Lab, Result, Setting
 from bagu.lab.listing import list_labs
 from bagu.lab.report import write_report
 from bagu.lab.run import run_labs
+from bagu.machine.device import this_machine
 
 # What the numbers must say on any machine. A lab that is not here may come out either way: `fusion` is about speed.
 EXPECTED: dict[str, set[str]] = {

@@ -11,8 +11,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bagu import native, ops
+from bagu import ops
 from bagu.errors import ArgumentError, ConformanceError
+from bagu.machine import native
 from bagu.ops.attention.shape import Shape
 from bagu.ops.catalogue import SPECS
 from bagu.ops.core import Case, check

@@ -11,7 +11,7 @@ import pytest
 import torch
 from small_engine import small_engine, small_model
 
-from bagu import native
+from bagu.machine import native
 from bagu.nn.config import ModelConfig, NoPositions
 from bagu.nn.init import init_weights
 from bagu.nn.linear import Linear

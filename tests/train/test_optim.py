@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bagu.errors import ArgumentError, UnknownName
-from bagu.fast_dtype import compute_dtype_name
+from bagu.machine.fast_dtype import compute_dtype_name
 from bagu.nn.linear import Linear
 from bagu.nn.model import Embedding
 from bagu.train.flat import ALIGN, FlatParameters, Role

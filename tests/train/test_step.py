@@ -197,7 +197,7 @@ def test_a_model_is_as_before_after_a_run() -> None:
 
 
 def test_compile_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bagu.device.cxx_compiler", lambda: None)
+    monkeypatch.setattr("bagu.machine.device.cxx_compiler", lambda: None)
     asked = dataclasses.replace(CONFIG, steps=1, compile=True)
     with pytest.raises(BackendError, match=r"C\+\+ compiler"):
         fit(asked, model(), loader())

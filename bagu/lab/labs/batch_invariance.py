@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from bagu.fast_dtype import compute_dtype
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.plot import INK
+from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine

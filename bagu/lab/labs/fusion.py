@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from bagu import ops
-from bagu.device import available_memory, cxx_compiler, this_machine
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.plot import INK, log_ticks
 from bagu.lab.turns import best_times
+from bagu.machine.device import available_memory, cxx_compiler, this_machine
 from bagu.ops.catalogue import spec
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bagu.device import onednn_has_bf16
+from bagu.machine.device import onednn_has_bf16
 from bagu.ops.eager import constant, without_autocast
 from bagu.ops.invariant import in_blocks
 

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from bagu import native
+from bagu.machine import native
 from bagu.ops.paged_attention.pages import Pages
 
 __all__ = ["decode", "fits"]

@@ -10,7 +10,7 @@
 
 #include <vector>
 
-#include "simd.h"
+#include "machine/simd.h"
 
 namespace bagu {
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from bagu.errors import ArgumentError, UnknownName
-from bagu.fast_dtype import compute_dtype_name
+from bagu.machine.fast_dtype import compute_dtype_name
 
 __all__ = ["DEFAULTS", "OptimizerConfig"]
 

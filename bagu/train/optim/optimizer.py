@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bagu.device import named_dtype
+from bagu.machine.device import named_dtype
 from bagu.train.flat import FlatParameters, Role, Segment
 from bagu.train.optim import rules
 from bagu.train.optim.config import OptimizerConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bagu import native
+from bagu.machine import native
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler here")

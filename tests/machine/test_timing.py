@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-from bagu.device import default_device, this_machine
 from bagu.errors import BaguError
-from bagu.timing import Timing, flush_buffer, measure, measure_ceilings
+from bagu.machine.device import default_device, this_machine
+from bagu.machine.timing import Timing, flush_buffer, measure, measure_ceilings
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -99,7 +99,7 @@ def test_cpu_ceilings() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_ceiling_kernels_move_every_element() -> None:
-    from bagu import ceiling_kernels as kernels
+    from bagu.machine import ceiling_kernels as kernels
 
     src = torch.randn(2 * kernels.BLOCK, device=default_device())
     dst, out = torch.full_like(src, float("nan")), torch.full((2,), float("nan"), device=src.device)

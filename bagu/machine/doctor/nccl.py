@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bagu.device import torch_nccl
+from bagu.machine.device import torch_nccl
 
 __all__ = ["Nccl", "NcclLibrary", "find_nccl", "library_version", "version_text"]
 

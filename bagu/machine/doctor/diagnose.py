@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bagu.doctor.gpus import GpuState
-from bagu.doctor.report import Report
+from bagu.machine.doctor.gpus import GpuState
+from bagu.machine.doctor.report import Report
 
 __all__ = ["Finding", "diagnose"]
 

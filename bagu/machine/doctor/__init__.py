@@ -5,9 +5,9 @@ Three stages: `collect` looks (and measures), `diagnose` judges, `render` shows.
 
 from __future__ import annotations
 
-from bagu.doctor.diagnose import Finding, diagnose
-from bagu.doctor.render import render, to_json
-from bagu.doctor.report import Report, collect
+from bagu.machine.doctor.diagnose import Finding, diagnose
+from bagu.machine.doctor.render import render, to_json
+from bagu.machine.doctor.report import Report, collect
 
 __all__ = ["Finding", "Report", "collect", "diagnose", "main", "render", "to_json"]
 

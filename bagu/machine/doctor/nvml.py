@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bagu.doctor.gpus import GpuState, NvLink, NvmlState, topology
+from bagu.machine.doctor.gpus import GpuState, NvLink, NvmlState, topology
 
 __all__ = ["Nvml"]
 

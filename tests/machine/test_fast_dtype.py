@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bagu import fast_dtype
-from bagu.fast_dtype import MatmulRates, compute_dtype, compute_dtype_name, matmul_rates
+from bagu.machine import fast_dtype
+from bagu.machine.fast_dtype import MatmulRates, compute_dtype, compute_dtype_name, matmul_rates
 
 CPU = torch.device("cpu")
 

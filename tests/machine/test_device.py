@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bagu import __version__, device, record
-from bagu.device import Gpu, default_device, named_device
+from bagu import __version__, record
 from bagu.errors import ArgumentError, BaguError
+from bagu.machine import device
+from bagu.machine.device import Gpu, default_device, named_device
 
 
 def gpu(index: int, name: str = "NVIDIA H200") -> Gpu:

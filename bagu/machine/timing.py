@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bagu.device import c_compiler, default_device, gpu, this_machine, triton_interprets
 from bagu.errors import BaguError
+from bagu.machine.device import c_compiler, default_device, gpu, this_machine, triton_interprets
 
 __all__ = ["Ceilings", "Timing", "flush_buffer", "forget", "measure", "measure_ceilings"]
 
@@ -237,7 +237,7 @@ def _reads(src: torch.Tensor, kernels: bool) -> Candidates:
     if src.is_cuda:
         yield src.nbytes, lambda: torch.amax(rows, 1)
     if kernels:
-        from bagu import ceiling_kernels
+        from bagu.machine import ceiling_kernels
 
         out = torch.empty(src.numel() // ceiling_kernels.BLOCK, device=src.device)
         yield src.nbytes, lambda: ceiling_kernels.read(out, src)
@@ -247,7 +247,7 @@ def _writes(dst: torch.Tensor, kernels: bool) -> Candidates:
     yield dst.nbytes, dst.zero_
     yield dst.nbytes, lambda: dst.fill_(1.0)
     if kernels:
-        from bagu import ceiling_kernels
+        from bagu.machine import ceiling_kernels
 
         yield dst.nbytes, lambda: ceiling_kernels.write(dst, 1.0)
 
@@ -256,7 +256,7 @@ def _copies(dst: torch.Tensor, src: torch.Tensor, kernels: bool) -> Candidates:
     yield 2 * src.nbytes, lambda: dst.copy_(src)
     yield 2 * src.nbytes, lambda: torch.neg(src, out=dst)  # a vectorised loop: on some machines faster than memcpy
     if kernels:
-        from bagu import ceiling_kernels
+        from bagu.machine import ceiling_kernels
 
         yield 2 * src.nbytes, lambda: ceiling_kernels.copy(dst, src)
 

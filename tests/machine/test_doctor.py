@@ -17,17 +17,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bagu import doctor, native
-from bagu.device import Gpu, Machine, default_device
-from bagu.doctor import nccl
-from bagu.doctor.diagnose import Finding, diagnose
-from bagu.doctor.gpus import GpuState, NvLink, NvmlState, topology
-from bagu.doctor.nccl import Nccl, NcclLibrary
-from bagu.doctor.nvml import Nvml
-from bagu.doctor.render import render, to_json
-from bagu.doctor.report import Disk, Report
-from bagu.fast_dtype import compute_dtype_name
-from bagu.timing import Ceilings
+from bagu.machine import doctor, native
+from bagu.machine.device import Gpu, Machine, default_device
+from bagu.machine.doctor import nccl
+from bagu.machine.doctor.diagnose import Finding, diagnose
+from bagu.machine.doctor.gpus import GpuState, NvLink, NvmlState, topology
+from bagu.machine.doctor.nccl import Nccl, NcclLibrary
+from bagu.machine.doctor.nvml import Nvml
+from bagu.machine.doctor.render import render, to_json
+from bagu.machine.doctor.report import Disk, Report
+from bagu.machine.fast_dtype import compute_dtype_name
+from bagu.machine.timing import Ceilings
 
 GIB = 1 << 30
 AFFINITY = "0-47,96-143"

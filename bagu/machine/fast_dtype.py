@@ -24,9 +24,9 @@ from typing import Literal
 
 import torch
 
-from bagu import device as machine
-from bagu.cache import cache_folder
 from bagu.config import write_whole
+from bagu.machine import device as machine
+from bagu.machine.cache import cache_folder
 
 __all__ = ["MatmulRates", "compute_dtype", "compute_dtype_name", "matmul_rates"]
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bagu.doctor.diagnose import Finding
-from bagu.doctor.gpus import GpuState, NvmlState
-from bagu.doctor.report import Report
+from bagu.machine.doctor.diagnose import Finding
+from bagu.machine.doctor.gpus import GpuState, NvmlState
+from bagu.machine.doctor.report import Report
 
 __all__ = ["render", "to_json"]
 

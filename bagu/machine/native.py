@@ -1,6 +1,6 @@
 """C++ files of the package as shared libraries, compiled on the machine that runs them at their first use.
 
-    bagu.native.library("serve/step.cpp")   ->   a ctypes library, or None
+    bagu.machine.native.library("serve/step.cpp")   ->   a ctypes library, or None
 
 There is no build step and no binary in the package: the compiler of the machine ($CXX, c++, g++ or clang++) generates
 code for its own CPU in a few seconds, and the result is cached under a hash of the source, the headers it includes, the
@@ -29,12 +29,12 @@ from pathlib import Path
 
 import torch  # noqa: F401  its OpenMP must be loaded before a library that calls it
 
-from bagu.cache import cache_folder
-from bagu.device import cxx_compiler
+from bagu.machine.cache import cache_folder
+from bagu.machine.device import cxx_compiler
 
 __all__ = ["library", "status"]
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parent.parent
 COMPILE = ("-std=gnu++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", f"-I{PACKAGE}")
 LINK = ("-shared", *(("-undefined", "dynamic_lookup") if platform.system() == "Darwin" else ()))
 TIMEOUT_S = 300
