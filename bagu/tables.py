@@ -17,7 +17,7 @@ from typing import Any
 
 from bagu import serve_table, train_table
 from bagu.errors import BaguError
-from bagu.record import read_rows
+from bagu.runs.record import read_rows
 
 __all__ = ["main", "render", "updated"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bagu.cli import main
-from bagu.record import record_file
+from bagu.runs.record import record_file
 from bagu.serve.config import parse_bytes
 
 

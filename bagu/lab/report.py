@@ -13,10 +13,10 @@ from importlib.resources import files
 from pathlib import Path
 
 from bagu.errors import BaguError
-from bagu.html import facts, grid
 from bagu.lab.core import Result, Row
 from bagu.lab.plot import FAINT, FILES, INK
 from bagu.machine.device import this_machine
+from bagu.runs.html import facts, grid
 
 CLASS = {"held": "held", "did not hold": "not", "holds only where": "only"}
 WORD_ZH = {"held": "成立", "did not hold": "不成立", "holds only where": "只在某些条件下成立"}

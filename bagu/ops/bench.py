@@ -29,7 +29,7 @@ from bagu.ops.core import OpSpec
 from bagu.ops.race import Job, Point, Setting, rows_of, time_job
 from bagu.ops.roofline import higher
 from bagu.ops.sizing import dtype_named, shrink
-from bagu.record import append_rows, environment, record_file
+from bagu.runs.record import append_rows, environment, record_file
 
 __all__ = ["RESULTS", "main"]
 

@@ -30,7 +30,7 @@ from bagu.ops.roofline import costs, floor
 from bagu.ops.signature import EXACT, KINDS, TensorArg
 from bagu.ops.sizing import bench_inputs, dtype_named, first_tensor, resize, shape_label
 from bagu.ops.units import duration, si
-from bagu.record import read_rows
+from bagu.runs.record import read_rows
 
 __all__ = ["describe", "list_ops", "parse_size", "show_op"]
 

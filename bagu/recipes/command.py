@@ -20,7 +20,7 @@ from bagu.recipes.models import find_model, load_model, save_model, tokenizer_fo
 from bagu.recipes.run import Run
 from bagu.recipes.summary import Summary
 from bagu.recipes.training import Trained, check, held_out, train
-from bagu.run import RunFolder
+from bagu.runs.folder import RunFolder
 from bagu.train.report import ReportData, Table, read_run, write_report
 
 __all__ = ["export_main", "train_main"]

@@ -26,7 +26,6 @@ from bagu.machine.device import default_device
 from bagu.nn import count
 from bagu.nn.model import Transformer
 from bagu.nn.sample import generate
-from bagu.progress import Stage, Stages, duration
 from bagu.recipes.corpus import Corpus, conversations, train_tokenizer
 from bagu.recipes.demo_plan import Pace, Plan, measured, revised, sft_steps
 from bagu.recipes.demo_report import Finished, farewell, report
@@ -35,6 +34,7 @@ from bagu.recipes.run import STDLIB, Run
 from bagu.recipes.served import ask, can_serve, served, stay
 from bagu.recipes.training import Trained, train
 from bagu.recipes.yardsticks import Compressors, compressors, judge_code
+from bagu.runs.progress import Stage, Stages, duration
 from bagu.train.evaluate import held_out_loss
 
 __all__ = ["demo"]

@@ -10,12 +10,12 @@ from rich.console import Console
 
 from bagu.data.source import Conversation
 from bagu.nn import count
-from bagu.progress import duration
 from bagu.recipes.demo_plan import Plan
 from bagu.recipes.demo_sizes import Demo
 from bagu.recipes.run import STDLIB
 from bagu.recipes.training import Trained
 from bagu.recipes.yardsticks import CodeSamples, Compressors, judge_code
+from bagu.runs.progress import duration
 from bagu.train.report import Card, Comparison, ReportData, Table, read_run, write_report
 
 __all__ = ["Finished", "against_gzip", "farewell", "report"]

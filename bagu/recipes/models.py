@@ -21,7 +21,7 @@ from bagu.nn.families import family_for, family_of
 from bagu.nn.hub import WeightsError
 from bagu.nn.lora import merge
 from bagu.nn.model import Transformer
-from bagu.run import RunFolder
+from bagu.runs.folder import RunFolder
 from bagu.train import checkpoint
 
 __all__ = [

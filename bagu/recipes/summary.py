@@ -10,9 +10,9 @@ import torch
 from bagu.machine.device import vendor_flops
 from bagu.nn import count
 from bagu.nn.lora import lora_parameters
-from bagu.progress import duration
 from bagu.recipes.inputs import Inputs
 from bagu.recipes.run import Run
+from bagu.runs.progress import duration
 
 __all__ = ["Summary", "matmul_rate", "summarise"]
 

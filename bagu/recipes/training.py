@@ -25,14 +25,14 @@ from bagu.nn.lora import add_lora, merge
 from bagu.nn.model import Transformer
 from bagu.nn.peft import save_adapter
 from bagu.nn.sample import generate
-from bagu.observer import Observer, WeightsAndBiases
-from bagu.progress import TrainProgress
 from bagu.recipes.corpus import Corpus, Tokens
 from bagu.recipes.inputs import DATA, TOKENIZER, Inputs, facts_of, read_inputs
 from bagu.recipes.models import ADAPTER, MODEL, NATIVE, load_model, save_model
 from bagu.recipes.run import Run
 from bagu.recipes.summary import Summary, matmul_rate, summarise
-from bagu.run import RunFolder, RunRecorder
+from bagu.runs.folder import RunFolder, RunRecorder
+from bagu.runs.observer import Observer, WeightsAndBiases
+from bagu.runs.progress import TrainProgress
 from bagu.train import checkpoint
 from bagu.train.evaluate import held_out_loss
 from bagu.train.loop import FitResult, fit

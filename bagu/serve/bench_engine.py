@@ -19,7 +19,7 @@ from bagu.machine.timing import forget
 from bagu.nn.config import ModelConfig, NormConfig, Rope
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
-from bagu.record import append_rows, environment, record_file
+from bagu.runs.record import append_rows, environment, record_file
 from bagu.serve.bench_clock import Case, Measured, measure_streams, measure_throughput
 from bagu.serve.bench_peers import PEERS, scripted
 from bagu.serve.config import EngineConfig

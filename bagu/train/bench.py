@@ -27,7 +27,7 @@ from bagu.nn import count
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
-from bagu.record import append_rows, environment, record_file
+from bagu.runs.record import append_rows, environment, record_file
 from bagu.train.optim import OptimizerConfig
 from bagu.train.peers import PEERS
 from bagu.train.prepare import prepared

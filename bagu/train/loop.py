@@ -18,7 +18,7 @@ import torch
 from bagu.config import diff, to_dict
 from bagu.errors import ArgumentError
 from bagu.nn.model import Transformer
-from bagu.observer import Observer
+from bagu.runs.observer import Observer
 from bagu.train import checkpoint
 from bagu.train.meters import Meters
 from bagu.train.objective import Objective

@@ -21,9 +21,9 @@ from typing import Any
 from bagu import __version__
 from bagu.config import write_whole
 from bagu.errors import BaguError
-from bagu.html import facts, grid, text, text_of
-from bagu.run import RunFolder
-from bagu.train.charts import Chart, Line, Mark, Reference
+from bagu.runs.charts import Chart, Line, Mark, Reference
+from bagu.runs.folder import RunFolder
+from bagu.runs.html import facts, grid, text, text_of
 
 __all__ = ["Card", "Comparison", "ReportData", "Run", "Table", "read_run", "render", "write_report"]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from bagu.errors import BaguError
-from bagu.html import text_of
 from bagu.lab import report
 from bagu.lab.core import Record, Result, Verdict
 from bagu.lab.plot import FAINT, INK
 from bagu.lab.report import write_report
+from bagu.runs.html import text_of
 
 EVIL = """<script>alert("x")</script> & 'y'"""
 VOID = {"meta", "br", "path", "use", "rect"}

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bagu import __version__, record
+from bagu import __version__
 from bagu.errors import ArgumentError, BaguError
 from bagu.machine import device
 from bagu.machine.device import Gpu, default_device, named_device
+from bagu.runs import record
 
 
 def gpu(index: int, name: str = "NVIDIA H200") -> Gpu:

@@ -17,7 +17,7 @@ from bagu.ops import bench, bench_table, plot, race, roofline, sizing
 from bagu.ops.catalogue import SPECS, spec
 from bagu.ops.contenders import Contender, NotOffered, chosen_backends, contenders, is_absent
 from bagu.ops.core import Case, Cost
-from bagu.record import read_rows
+from bagu.runs.record import read_rows
 
 CEILINGS = Ceilings(read=100e9, write=80e9, copy=50e9, matmul=1e12, dtype="float32", device="cpu")
 CPU = race.Setting(device=torch.device("cpu"), dtype=torch.float32, quick=True, compiled=False)

@@ -17,7 +17,7 @@ from bagu.machine.device import default_device, this_machine
 from bagu.machine.timing import Ceilings
 from bagu.ops import show, units
 from bagu.ops.catalogue import SPECS
-from bagu.record import append_rows
+from bagu.runs.record import append_rows
 
 CEILINGS = Ceilings(read=20e9, write=20e9, copy=10e9, matmul=1e12, dtype="float32", device=str(default_device()))
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 wandb = pytest.importorskip("wandb")
-from bagu.observer import WeightsAndBiases  # noqa: E402
+from bagu.runs.observer import WeightsAndBiases  # noqa: E402
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -55,7 +55,7 @@ def test_metrics_events_and_samples_are_recorded(tmp_path: Path, monkeypatch: py
 def test_without_a_login_it_says_what_to_do(tmp_path: Path) -> None:
     """In a process of its own: wandb reads its settings once."""
     code = (
-        "import pathlib; from bagu.observer import WeightsAndBiases; "
+        "import pathlib; from bagu.runs.observer import WeightsAndBiases; "
         f"WeightsAndBiases(pathlib.Path({str(tmp_path)!r}), project='bagu', config={{}})"
     )
     environ = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}

@@ -17,7 +17,7 @@ from bagu.config import from_dict, to_dict
 from bagu.errors import BaguError
 from bagu.recipes.catalogue import recipe
 from bagu.recipes.run import Run
-from bagu.run import RunFolder
+from bagu.runs.folder import RunFolder
 
 TINY = [
     "model.vocab_size=400", "tokenizer.vocab_size=400", "model.hidden_size=32", "model.num_layers=1",

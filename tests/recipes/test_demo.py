@@ -12,7 +12,7 @@ import pytest
 
 from bagu.recipes.demo_sizes import CPU_SIZES, QUICK
 from bagu.recipes.models import load_model
-from bagu.run import RunFolder
+from bagu.runs.folder import RunFolder
 
 NO_NETWORK = """
 import socket

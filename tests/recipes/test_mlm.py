@@ -21,7 +21,7 @@ from bagu.recipes.models import load_model
 from bagu.recipes.run import Run
 from bagu.recipes.serving import Loader
 from bagu.recipes.training import train
-from bagu.run import Observer, RunFolder
+from bagu.runs.folder import Observer, RunFolder
 from bagu.serve.worker import embed
 
 pytestmark = pytest.mark.usefixtures("own_cache")

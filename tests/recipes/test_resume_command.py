@@ -11,7 +11,7 @@ import pytest
 
 from bagu.cli import main
 from bagu.recipes.models import load_model
-from bagu.run import RunFolder
+from bagu.runs.folder import RunFolder
 from bagu.train import checkpoint
 
 TINY = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bagu.cli import main
-from bagu.run import RunFolder
+from bagu.runs.folder import RunFolder
 from bagu.train.checkpoint import checkpoints, state_of
 
 pytestmark = pytest.mark.usefixtures("own_cache")

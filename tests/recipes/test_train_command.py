@@ -16,7 +16,7 @@ from bagu.recipes.catalogue import RECIPES, recipe
 from bagu.recipes.corpus import Corpus, conversations
 from bagu.recipes.models import NATIVE, load_model
 from bagu.recipes.run import SourceConfig
-from bagu.run import RunFolder
+from bagu.runs.folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -18,7 +18,7 @@ from small_engine import small_engine, small_model
 from tiny_server import Running, serving
 
 from bagu.errors import ArgumentError, BaguError, UnknownName
-from bagu.record import read_rows
+from bagu.runs.record import read_rows
 from bagu.serve import bench_engine, bench_serve
 from bagu.serve.bench_client import Answer, Server, answered, drive
 from bagu.serve.bench_clock import Case, measure_streams, measure_throughput

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bagu.errors import BaguError
-from bagu.run import RunFolder, RunRecorder
-from bagu.train.charts import HEIGHT, WIDTH, Chart, Line, Mark, Reference, downsample, human, ticks
+from bagu.runs.charts import HEIGHT, WIDTH, Chart, Line, Mark, Reference, downsample, human, ticks
+from bagu.runs.folder import RunFolder, RunRecorder
 from bagu.train.report import Card, Comparison, ReportData, Run, Table, read_run, render, summary, write_report
 
 NASTY = '</script><script>alert(1)</script><b onclick="x">bold</b> & \x00\x1b[31m \ud800 "中文"\n\tindented  twice'

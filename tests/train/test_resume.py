@@ -17,7 +17,7 @@ import pytest
 import torch
 from tiny_run import Notes, loader, model, train
 
-from bagu.run import RunFolder
+from bagu.runs.folder import RunFolder
 from bagu.train import TrainConfig, checkpoint, fit
 from bagu.train.optim import OptimizerConfig
 from bagu.train.schedule import ScheduleConfig

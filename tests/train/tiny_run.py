@@ -16,7 +16,7 @@ from bagu.data.store import TokenDocument, in_memory
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
-from bagu.run import RunFolder, RunRecorder
+from bagu.runs.folder import RunFolder, RunRecorder
 from bagu.train import TrainConfig, checkpoint, fit
 from bagu.types import Batch
 

@@ -17,7 +17,7 @@ from bagu.machine.doctor.nccl import Nccl, find_nccl
 from bagu.machine.doctor.nvml import Nvml
 from bagu.machine.fast_dtype import compute_dtype_name, matmul_rates
 from bagu.machine.timing import Ceilings, measure_ceilings
-from bagu.record import environment, package_version
+from bagu.runs.record import environment, package_version
 
 __all__ = ["Disk", "Report", "collect"]
 

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from bagu import config as configs
-from bagu import record
 from bagu.errors import BaguError
-from bagu.lock import Lock
-from bagu.observer import Metrics, Observer, TensorBoard
+from bagu.runs import record
+from bagu.runs.lock import Lock
+from bagu.runs.observer import Metrics, Observer, TensorBoard
 
 __all__ = ["RunFolder", "RunRecorder"]
 

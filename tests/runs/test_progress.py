@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from bagu.progress import Stages, TrainProgress, duration
+from bagu.runs.progress import Stages, TrainProgress, duration
 
 METRICS = {
     "loss_nats": 2.3456,

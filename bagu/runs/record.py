@@ -29,7 +29,7 @@ def environment() -> dict[str, Any]:
     """JSON-safe facts about the software and the machine; a fact that does not apply is None."""
     return {
         "bagu": __version__,
-        "commit": _commit(Path(__file__).resolve().parent),
+        "commit": _commit(Path(__file__).resolve().parent.parent),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton_version(),

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from bagu.config import load
 from bagu.errors import BackendError, BaguError
-from bagu.observer import Metrics, Observer
-from bagu.run import RunFolder, RunRecorder, _truncate
+from bagu.runs.folder import RunFolder, RunRecorder, _truncate
+from bagu.runs.observer import Metrics, Observer
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def test_a_full_disk_loses_no_row(tmp_path: Path) -> None:
     script = f"""
 import resource, signal
 from bagu.errors import BaguError
-from bagu.run import RunFolder, RunRecorder
+from bagu.runs.folder import RunFolder, RunRecorder
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 run = RunRecorder(RunFolder.create({str(tmp_path / "run")!r}, {{}}), tensorboard=False)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
@@ -274,7 +274,7 @@ def test_tensorboard_shows_no_step_twice(tmp_path: Path) -> None:
 def test_without_tensorboard_it_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("bagu.run.record.package_version", lambda name: None)
+    monkeypatch.setattr("bagu.runs.folder.record.package_version", lambda name: None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with recorder(tmp_path, tensorboard=None) as run:
         run.on_step(0, {"loss_nats": 1.0})

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bagu.html import text
+from bagu.runs.html import text
 
 __all__ = ["Chart", "Line", "Mark", "Reference", "downsample", "human", "ticks"]
 

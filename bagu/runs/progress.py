@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from bagu.observer import Metrics, Observer
+from bagu.runs.observer import Metrics, Observer
 
 __all__ = ["Stage", "Stages", "TrainProgress", "duration", "training_words"]
 

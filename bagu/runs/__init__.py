@@ -1,0 +1,1 @@
+"""What a run leaves behind: record, folder, lock, observers, progress lines, HTML, charts."""
