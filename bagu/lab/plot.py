@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bagu.lab.core import Lab, Row
-from bagu.ops.plot import FAINT, INK, STYLE
+from bagu.runs.plot_style import FAINT, INK, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis

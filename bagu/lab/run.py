@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bagu.lab import catalogue, plot
 from bagu.lab.core import Lab, Result, Setting, T
 from bagu.machine.device import default_device, this_machine
-from bagu.runs.record import environment, made_folder
+from bagu.machine.environment import environment
+from bagu.runs.record import made_folder
 
 COLOUR = {"held": "green", "did not hold": "red", "holds only where": "yellow"}
 SECONDS_BETWEEN_LINES = 5.0

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bagu.errors import UnknownName
 from bagu.machine.device import named_device
+from bagu.machine.environment import environment
 from bagu.machine.timing import Ceilings, flush_buffer, measure_ceilings
 from bagu.ops import bench_table, catalogue, plot
 from bagu.ops.contenders import chosen_backends, contenders, label
@@ -29,7 +30,7 @@ from bagu.ops.core import OpSpec
 from bagu.ops.race import Job, Point, Setting, rows_of, time_job
 from bagu.ops.roofline import higher
 from bagu.ops.sizing import dtype_named, shrink
-from bagu.runs.record import append_rows, environment, record_file
+from bagu.runs.record import append_rows, record_file
 
 __all__ = ["RESULTS", "main"]
 

@@ -7,32 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from bagu.ops.bench_table import row_label
+from bagu.runs.plot_style import INK, STYLE
 
-__all__ = ["FAINT", "INK", "STYLE", "draw"]
+__all__ = ["draw"]
 
-INK, FAINT = "#2b2f36", "#d4d7dd"
 OURS = (
     "#0072b2",
     "#56b4e9",
 )  # blues; the peers take the other hues of Okabe and Ito's palette, which all eyes tell apart
 PEERS = ("#e69f00", "#d55e00", "#009e73", "#cc79a7")
-STYLE = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 10,
-    "font.size": 9,
-    "grid.color": FAINT,
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-}
 UNITS = {"memory": ("GB/s", "bytes", 1e9, "copy"), "compute": ("TFLOP/s", "flops", 1e12, "matmul")}
 
 Row = Mapping[str, Any]

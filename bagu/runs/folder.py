@@ -26,6 +26,7 @@ from typing import Any, Self
 
 from bagu import config as configs
 from bagu.errors import BaguError
+from bagu.machine import environment
 from bagu.runs import record
 from bagu.runs.lock import Lock
 from bagu.runs.observer import Metrics, Observer, TensorBoard
@@ -81,7 +82,7 @@ class RunFolder:
         _drop_torn_row(self.metrics_path)
         _drop_torn_row(self.events_path)
         before = {"config": self.config(), "environment": self.environment()} if self.is_run() else None
-        now = {"config": configs.to_dict(config), "environment": record.environment()}
+        now = {"config": configs.to_dict(config), "environment": environment.environment()}
         with _writing(self.path):
             configs.write_whole(self.environment_path, json.dumps(now["environment"], indent=2) + "\n")
             configs.save(config, self.config_path)  # last: with it the folder is a run
@@ -152,7 +153,7 @@ class RunRecorder(Observer):
             raise BaguError(f"{folder.path} is open for reading only", hint="open it with RunFolder.create")
         self.folder = folder
         self.others = [*([progress] if progress else []), *trackers]
-        if tensorboard is None and record.package_version("tensorboard") is None:
+        if tensorboard is None and environment.package_version("tensorboard") is None:
             print("bagu: no TensorBoard files, it is not installed (pip install 'bagu[tensorboard]')", file=sys.stderr)
         elif tensorboard is not False:
             self.others.append(TensorBoard(folder.tensorboard))

@@ -1,60 +1,20 @@
-"""Records: what was running when a number was made, and JSON-lines files of such numbers.
+"""Records: JSON-lines files of measured numbers, one file per machine.
 
-A row that is appended stays; several processes may append to one file. `environment()` goes into every record.
+Rows are only appended, and several processes may append to one file.
 """
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
 import os
-import platform
-import shutil
-import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bagu import __version__
 from bagu.errors import BaguError
 from bagu.machine import device
 
-__all__ = ["append_rows", "environment", "made_folder", "package_version", "read_rows", "record_file", "triton_version"]
-
-
-def environment() -> dict[str, Any]:
-    """JSON-safe facts about the software and the machine; a fact that does not apply is None."""
-    return {
-        "bagu": __version__,
-        "commit": _commit(Path(__file__).resolve().parent.parent),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton_version(),
-        "numpy": package_version("numpy"),
-        "cuda": device.cuda_build(),
-        "driver": device.driver_version(),
-        "os": platform.platform(),
-        "machine": device.this_machine().name,
-        "threads": torch.get_num_threads(),
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
-def package_version(name: str) -> str | None:
-    """The version of an installed distribution, None when it is not installed. Imports nothing."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def triton_version() -> str | None:
-    """Triton's version under any of the names it is published as."""
-    names = ("triton", "pytorch-triton", "triton-windows")
-    return next((version for name in names if (version := package_version(name))), None)
+__all__ = ["append_rows", "made_folder", "read_rows", "record_file"]
 
 
 def record_file(folder: Path) -> Path:
@@ -121,23 +81,3 @@ def _line(path: Path, number: int, row: Mapping[str, Any]) -> str:
     except (TypeError, ValueError) as error:
         hint = "rows hold JSON values; write None for a number that is not finite"
         raise BaguError(f"row {number} for {path} is not JSON: {error}", hint=hint) from error
-
-
-def _commit(package: Path) -> str | None:
-    """The commit the package's files are at, "-dirty" when they differ from it; None outside a checkout.
-
-    Only the package's own files count: a record file that a run appends to must not make the next run dirty. That
-    `__init__.py` is tracked tells a checkout from an installed package whose environment lies inside another one.
-    """
-    git = shutil.which("git")
-    if git is None:
-        return None
-
-    def ask(*args: str) -> str | None:
-        done = subprocess.run([git, "-C", str(package), *args], capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    head = ask("rev-parse", "--verify", "HEAD")
-    if head is None or ask("ls-files", "--error-unmatch", "__init__.py") is None:
-        return None
-    return f"{head}-dirty" if ask("status", "--porcelain", "--", ".") else head

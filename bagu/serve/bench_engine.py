@@ -13,13 +13,14 @@ import torch
 
 from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.device import named_device, named_dtype
+from bagu.machine.environment import environment
 from bagu.machine.fast_dtype import compute_dtype
 from bagu.machine.openmp import settings
 from bagu.machine.timing import forget
 from bagu.nn.config import ModelConfig, NormConfig, Rope
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
-from bagu.runs.record import append_rows, environment, record_file
+from bagu.runs.record import append_rows, record_file
 from bagu.serve.bench_clock import Case, Measured, measure_streams, measure_throughput
 from bagu.serve.bench_peers import PEERS, scripted
 from bagu.serve.config import EngineConfig

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bagu.ops.plot import FAINT, STYLE
+from bagu.runs.plot_style import FAINT, STYLE
 from bagu.serve.bench_client import Answer
 from bagu.serve.bench_latency import samples
 

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from bagu.errors import ArgumentError, BaguError, UnknownName
-from bagu.runs.record import append_rows, environment, made_folder, record_file
+from bagu.machine.environment import environment
+from bagu.runs.record import append_rows, made_folder, record_file
 from bagu.serve.bench_client import Answer, Server, answered, drive
 from bagu.serve.bench_latency import METRICS, summary
 from bagu.serve.bench_plot import draw

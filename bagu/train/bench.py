@@ -21,13 +21,14 @@ import torch
 
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.machine.device import named_device, named_dtype
+from bagu.machine.environment import environment
 from bagu.machine.fast_dtype import compute_dtype_name
 from bagu.machine.timing import forget
 from bagu.nn import count
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
-from bagu.runs.record import append_rows, environment, record_file
+from bagu.runs.record import append_rows, record_file
 from bagu.train.optim import OptimizerConfig
 from bagu.train.peers import PEERS
 from bagu.train.prepare import prepared

@@ -14,7 +14,7 @@ import torch
 
 from bagu import __version__
 from bagu.errors import ArgumentError, BaguError
-from bagu.machine import device
+from bagu.machine import device, environment
 from bagu.machine.device import Gpu, default_device, named_device
 from bagu.runs import record
 
@@ -123,7 +123,7 @@ def test_compiler_follows_cc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def test_environment_is_json_and_complete() -> None:
-    facts = json.loads(json.dumps(record.environment()))
+    facts = json.loads(json.dumps(environment.environment()))
     assert facts["bagu"] == __version__
     assert facts["torch"] == torch.__version__
     assert facts["machine"] == device.this_machine().name
@@ -189,18 +189,18 @@ def test_commit_follows_the_packages_files(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "__init__.py").write_text("")
     (tmp_path / ".gitignore").write_text("env/\n")
-    assert record._commit(package) is None
+    assert environment._commit(package) is None
     git("init", "-q")
-    assert record._commit(package) is None  # no commit yet
+    assert environment._commit(package) is None  # no commit yet
     git("add", ".")
     git("commit", "-qm", "one")
     head = git("rev-parse", "HEAD")
-    assert record._commit(package) == head
+    assert environment._commit(package) == head
     (tmp_path / "results.jsonl").write_text("{}")
-    assert record._commit(package) == head
+    assert environment._commit(package) == head
     (package / "new.py").write_text("")
-    assert record._commit(package) == f"{head}-dirty"
-    assert record._commit(installed) is None  # an environment inside somebody's checkout
+    assert environment._commit(package) == f"{head}-dirty"
+    assert environment._commit(installed) is None  # an environment inside somebody's checkout
 
 
 def test_a_device_that_is_not_there_is_named() -> None:

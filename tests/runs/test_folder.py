@@ -274,7 +274,7 @@ def test_tensorboard_shows_no_step_twice(tmp_path: Path) -> None:
 def test_without_tensorboard_it_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("bagu.runs.folder.record.package_version", lambda name: None)
+    monkeypatch.setattr("bagu.runs.folder.environment.package_version", lambda name: None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with recorder(tmp_path, tensorboard=None) as run:
         run.on_step(0, {"loss_nats": 1.0})

@@ -15,9 +15,9 @@ from bagu.machine.device import Machine
 from bagu.machine.doctor.gpus import NvmlState
 from bagu.machine.doctor.nccl import Nccl, find_nccl
 from bagu.machine.doctor.nvml import Nvml
+from bagu.machine.environment import environment, package_version
 from bagu.machine.fast_dtype import compute_dtype_name, matmul_rates
 from bagu.machine.timing import Ceilings, measure_ceilings
-from bagu.runs.record import environment, package_version
 
 __all__ = ["Disk", "Report", "collect"]
 
@@ -44,7 +44,7 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """`environment` is `record.environment()`: the versions of torch, Triton, NumPy, CUDA, the driver; `packages` are
+    """`environment` is `machine.environment`: the versions of torch, Triton, NumPy, CUDA, the driver; `packages` are
     those bagu can use besides. `gpu_present` is the hardware, `machine.gpus` what torch can use. `nvml` is None when
     NVML could not be asked, and `nvml_problem` says why. `fast_dtype` is what models compute in here by default, and
     `native` the state of the C++ that decodes on a CPU. `ceilings` has one entry per GPU, or one for the CPU; it is
