@@ -283,7 +283,7 @@ def bench_train(
     as_json: AsJson = False,
 ) -> None:
     """Tokens per second of a whole optimizer step, beside peers in the same run."""
-    from bagu.train import bench as part
+    from bagu.bench import train as part
 
     raise typer.Exit(
         part.main(
@@ -318,8 +318,8 @@ def bench_engine(
 ) -> None:
     """Offline throughput of the engine; nano-vllm's workload by default on a GPU."""
     users = wait_briefly()  # before torch is imported
+    from bagu.bench import engine as part
     from bagu.recipes.serving import Loader
-    from bagu.serve import bench_engine as part
 
     load = None if model is None else Loader(model=model, dtype=dtype or "auto", device=device)
     raise typer.Exit(
@@ -350,8 +350,8 @@ def bench_serve(
     as_json: AsJson = False,
 ) -> None:
     """Latency under load: TTFT, TPOT, ITL and end to end, p50, p90 and p99, by vLLM's names."""
+    from bagu.bench import serve as part
     from bagu.recipes.served import served
-    from bagu.serve import bench_serve as part
 
     is_url = target.startswith(("http://", "https://"))
     raise typer.Exit(
@@ -382,7 +382,7 @@ def bench_ops(
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; by default the first GPU.")] = None,
 ) -> None:
     """Every op and backend against torch eager, torch.compile and Liger, as a share of the measured ceiling."""
-    from bagu.ops import bench as part
+    from bagu.bench import ops as part
 
     raise typer.Exit(
         part.main(
@@ -405,7 +405,7 @@ def ops_list() -> None:
     """Every op in one line: kernels, gradients, what bounds it."""
     from rich.console import Console
 
-    from bagu.ops import show
+    from bagu.bench import show
 
     show.list_ops(Console())
 
@@ -425,7 +425,7 @@ def ops_show(
     """One op: formula, arguments, backends, cases, cost, predicted time on this machine."""
     from rich.console import Console
 
-    from bagu.ops import show
+    from bagu.bench import show
 
     show.show_op(name, Console(), size=size, dtype=dtype, as_json=as_json, measure=measure)
 

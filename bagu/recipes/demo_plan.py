@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from bagu.bench.train import Shape, random_batches
 from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.recipes.demo_sizes import COOLDOWN, Demo
-from bagu.train.bench import Shape, random_batches
 from bagu.train.prepare import prepared
 from bagu.train.state import TrainState
 from bagu.train.step import step

@@ -49,7 +49,7 @@ def test_a_second_process_finds_what_the_first_has_compiled(tmp_path: Path, monk
     compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo "$@" >> {log}\nexec {COMPILER} "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    script = f"from bagu import native; assert native.library({str(source)!r}).answer() == 7"
+    script = f"from bagu.machine import native; assert native.library({str(source)!r}).answer() == 7"
     for _ in range(2):
         subprocess.run([sys.executable, "-c", script], check=True)
     assert len(log.read_text().splitlines()) == 2, "one call that compiles and one that links"
@@ -98,7 +98,7 @@ def test_there_is_one_openmp(tmp_path: Path) -> None:
         "    return n;\n}\n"
     )
     script = (
-        "import torch\nfrom bagu import native\n"
+        "import torch\nfrom bagu.machine import native\n"
         f"assert native.library({str(source)!r}).answer() == 2\n"
         "torch.ones(1 << 20).exp().sum()\n"
         "files = {line.split()[-1] for line in open('/proc/self/maps') if '/' in line}\n"

@@ -17,16 +17,17 @@ from hypothesis import strategies as st
 from small_engine import small_engine, small_model
 from tiny_server import Running, serving
 
+from bagu.bench import engine as bench_engine
+from bagu.bench import serve as bench_serve
+from bagu.bench.engine_peers import scripted
+from bagu.bench.engine_timing import Case, measure_streams, measure_throughput
+from bagu.bench.serve import fitting
+from bagu.bench.serve_client import Answer, Server, answered, drive
+from bagu.bench.serve_latency import samples, summary
+from bagu.bench.serve_plot import draw
+from bagu.bench.workload import Lengths, arrivals, random_workload
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.runs.record import read_rows
-from bagu.serve import bench_engine, bench_serve
-from bagu.serve.bench_client import Answer, Server, answered, drive
-from bagu.serve.bench_clock import Case, measure_streams, measure_throughput
-from bagu.serve.bench_latency import samples, summary
-from bagu.serve.bench_peers import scripted
-from bagu.serve.bench_plot import draw
-from bagu.serve.bench_serve import fitting
-from bagu.serve.workload import Lengths, arrivals, random_workload
 
 
 def rows_of(folder: Path) -> list[dict]:

@@ -12,10 +12,11 @@ import torch
 from tiny_run import VOCAB, Notes, batches, loader, model
 
 from bagu import ops
+from bagu.bench import train as bench
 from bagu.errors import ArgumentError, BackendError, BaguError, UnknownName
 from bagu.nn.config import MoEConfig
 from bagu.nn.model import Transformer
-from bagu.train import OptimizerConfig, StabilityConfig, TrainConfig, TrainState, bench, fit, prepare, step
+from bagu.train import OptimizerConfig, StabilityConfig, TrainConfig, TrainState, fit, prepare, step
 from bagu.train.objective import LanguageModelling, Share, Totals
 from bagu.types import IGNORE, Batch
 

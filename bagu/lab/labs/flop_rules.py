@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from bagu.bench.train import SHAPES
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.plot import COLOURS, INK, log_ticks
 from bagu.nn import count
 from bagu.nn.config import MLAConfig, ModelConfig, MoEConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
-from bagu.train.bench import SHAPES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bagu.bench.engine import SHAPES
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.plot import INK, log_ticks
 from bagu.nn import Transformer, init_weights
-from bagu.serve.bench_engine import SHAPES
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Request, Sampling

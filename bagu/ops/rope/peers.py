@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bagu.ops.contenders import NotOffered
+from bagu.bench.implementations import NotOffered
 
 
 def eager(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, cast, get_args
 
+from bagu.bench.train import SHAPES
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.labs.optimizers.descent import Descent, best_lr, first_order, newton, one_thread
 from bagu.lab.labs.optimizers.problems import WINDOWS, NextLetter, Problem, Quadratic, Rosenbrock, corpus_letters
@@ -21,7 +22,6 @@ from bagu.lab.plot import COLOURS, INK
 from bagu.machine.device import available_memory
 from bagu.nn import count
 from bagu.nn.model import Transformer
-from bagu.train.bench import SHAPES
 from bagu.train.flat import FlatParameters, Role, roles
 from bagu.train.optim import Optimizer, OptimizerConfig
 from bagu.train.optim.config import Kind as Rule

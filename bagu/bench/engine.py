@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from bagu.bench.engine_peers import PEERS, scripted
+from bagu.bench.engine_timing import Case, Measured, measure_streams, measure_throughput
+from bagu.bench.workload import Lengths, Workload
 from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.device import named_device, named_dtype
 from bagu.machine.environment import environment
@@ -21,11 +24,8 @@ from bagu.nn.config import ModelConfig, NormConfig, Rope
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.runs.record import append_rows, record_file
-from bagu.serve.bench_clock import Case, Measured, measure_streams, measure_throughput
-from bagu.serve.bench_peers import PEERS, scripted
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
-from bagu.serve.workload import Lengths, Workload
 
 __all__ = ["SHAPES", "Shape", "main"]
 

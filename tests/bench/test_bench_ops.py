@@ -11,11 +11,13 @@ import torch
 from rich.console import Console
 
 from bagu import cli
+from bagu.bench import ops as bench
+from bagu.bench import ops_plot, ops_table, roofline, sizing
+from bagu.bench import ops_timing as race
+from bagu.bench.implementations import Contender, NotOffered, chosen_backends, contenders, is_absent
 from bagu.errors import ArgumentError, BackendError, UnknownName
 from bagu.machine.timing import Ceilings, Timing
-from bagu.ops import bench, bench_table, plot, race, roofline, sizing
 from bagu.ops.catalogue import SPECS, spec
-from bagu.ops.contenders import Contender, NotOffered, chosen_backends, contenders, is_absent
 from bagu.ops.core import Case, Cost
 from bagu.runs.record import read_rows
 
@@ -190,9 +192,9 @@ def test_more_than_3_percent_over_the_ceiling_is_a_fault(
 
 def test_a_fault_is_flagged_in_its_row_and_told() -> None:
     slow, fast = _row(seconds=1.0), _row(seconds=1e-6)
-    assert not slow["fault"] and list(bench_table.remarks([slow])) == []
+    assert not slow["fault"] and list(ops_table.remarks([slow])) == []
     assert fast["fault"]
-    assert "fault of the measurement" in next(bench_table.remarks([fast]))
+    assert "fault of the measurement" in next(ops_table.remarks([fast]))
 
 
 def test_flops_convict_only_ours_and_rate_a_peer_over_both_passes() -> None:
@@ -202,7 +204,7 @@ def test_flops_convict_only_ours_and_rate_a_peer_over_both_passes() -> None:
     assert (ours["fault"], ours["tflop_per_s"], ours["share"]) == (True, 2.0, 2.0)
     assert (peer["fault"], peer["tflop_per_s"], peer["share"]) == (False, None, None)
     assert (whole["fault"], whole["tflop_per_s"]) == (False, 2.0)
-    assert list(bench_table.tables([ours, peer, whole]))
+    assert list(ops_table.tables([ours, peer, whole]))
 
 
 def test_of_two_measurements_the_higher_ceiling_counts() -> None:
@@ -233,8 +235,8 @@ def test_one_that_fails_becomes_a_row_with_the_reason() -> None:
 
     (row,) = _timed(broken)
     assert (row["median_s"], row["error"]) == (None, "RuntimeError: no such kernel")
-    assert "no such kernel" in next(bench_table.remarks([row]))
-    assert list(bench_table.tables([row]))
+    assert "no such kernel" in next(ops_table.remarks([row]))
+    assert list(ops_table.tables([row]))
 
 
 def test_a_peer_that_is_not_installed_is_left_out_and_a_broken_one_is_not() -> None:
@@ -256,22 +258,22 @@ def test_a_yardstick_is_timed_whole_and_is_no_peer() -> None:
     rows = _timed(lambda **args: None)
     assert [(r["pass"], r["yardstick"], r["share"], r["fault"]) for r in rows] == [("fwd+bwd", True, None, False)]
     ours = _row(seconds=2 * rows[0]["median_s"]) | {"pass": "fwd+bwd", "fault": False}
-    assert bench_table.best_peer(ours, [ours, *rows]) is None
-    assert "takes 2.000× the time of other" in next(bench_table.remarks([ours, *rows]))
+    assert ops_table.best_peer(ours, [ours, *rows]) is None
+    assert "takes 2.000× the time of other" in next(ops_table.remarks([ours, *rows]))
 
 
 def test_the_best_peer_is_the_fastest_at_the_same_work() -> None:
     ours = _row(seconds=1.0)
     peers = [ours | {"backend": None, "peer": p, "median_s": t} for p, t in (("eager", 3.0), ("liger", 2.0))]
     other = ours | {"backend": None, "peer": "compile", "median_s": 0.1, "pass": "bwd"}
-    best = bench_table.best_peer(ours, [ours, *peers, other])
+    best = ops_table.best_peer(ours, [ours, *peers, other])
     assert best is not None and best["peer"] == "liger"
 
 
 def _shown(*rows: dict[str, Any]) -> str:
     console = Console(width=80)
     with console.capture() as captured:
-        for part in (*bench_table.tables(rows), *bench_table.remarks(rows)):
+        for part in (*ops_table.tables(rows), *ops_table.remarks(rows)):
             console.print(part)
     return captured.get()
 
@@ -305,7 +307,7 @@ def test_peers_are_the_public_functions_of_the_folder(name: str) -> None:
 
 def test_compile_is_left_out_with_a_note_where_no_compiler_is(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr("bagu.ops.contenders.cxx_compiler", lambda: None)
+    monkeypatch.setattr("bagu.bench.implementations.cxx_compiler", lambda: None)
     found, notes = contenders(RMS, ("torch",), cpu, compiled=True)
     assert "compile" not in [c.name for c in found] and "C++ compiler" in notes[0]
 
@@ -320,5 +322,5 @@ def test_compile_is_timed_where_a_compiler_is() -> None:
 
 
 def test_without_a_rate_nothing_is_drawn(tmp_path: Path) -> None:
-    assert plot.draw(_timed(lambda **args: None), tmp_path) == "no row has a rate"
+    assert ops_plot.draw(_timed(lambda **args: None), tmp_path) == "no row has a rate"
     assert list(tmp_path.iterdir()) == []

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from bagu.bench.train_peers import PEERS
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.machine.device import named_device, named_dtype
 from bagu.machine.environment import environment
@@ -30,7 +31,6 @@ from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.runs.record import append_rows, record_file
 from bagu.train.optim import OptimizerConfig
-from bagu.train.peers import PEERS
 from bagu.train.prepare import prepared
 from bagu.train.state import TrainConfig, TrainState
 from bagu.train.step import step

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bagu.ops.bench_table import row_label
+from bagu.bench.ops_table import row_label
 from bagu.runs.plot_style import INK, STYLE
 
 __all__ = ["draw"]

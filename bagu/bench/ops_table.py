@@ -10,10 +10,10 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
+from bagu.bench.implementations import label
+from bagu.bench.roofline import FAULT, PASSES
+from bagu.bench.units import duration, si
 from bagu.machine.timing import Ceilings
-from bagu.ops.contenders import label
-from bagu.ops.roofline import FAULT, PASSES
-from bagu.ops.units import duration, si
 
 __all__ = ["ceilings_line", "heading", "remarks", "row_label", "tables"]
 

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from bagu import cli
+from bagu.bench import show, units
 from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.device import default_device, this_machine
 from bagu.machine.timing import Ceilings
-from bagu.ops import show, units
 from bagu.ops.catalogue import SPECS
 from bagu.runs.record import append_rows
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from bagu.bench.implementations import Contender, is_absent
+from bagu.bench.roofline import costs, floor, is_fault
+from bagu.bench.sizing import DTYPES, BenchStreams, bench_inputs, first_tensor, shape_label
 from bagu.machine.device import gpu, this_machine
 from bagu.machine.timing import Ceilings, Timing, measure
-from bagu.ops.contenders import Contender, is_absent
 from bagu.ops.core import Case, Cost, OpSpec
-from bagu.ops.roofline import costs, floor, is_fault
-from bagu.ops.sizing import DTYPES, BenchStreams, bench_inputs, first_tensor, shape_label
 
 __all__ = ["Job", "Point", "Setting", "rows_of", "time_job"]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bagu.bench.serve_client import Answer
+from bagu.bench.serve_latency import samples
 from bagu.runs.plot_style import FAINT, STYLE
-from bagu.serve.bench_client import Answer
-from bagu.serve.bench_latency import samples
 
 __all__ = ["draw"]
 

@@ -1,4 +1,4 @@
-"""`python -m bagu.tables [--check]`: the tables of measured numbers in the documents, made from benchmarks/results.
+"""`python -m bagu.bench.tables [--check]`: the tables of measured numbers in the documents, from benchmarks/results.
 
 The text between the two marks of a document belongs to this module. It shows the GPU machines' rows: in a README each
 op at its first bench case, in docs/benchmarks.md every case. Numbers of one line come from one run, the latest that
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bagu import serve_table, train_table
+from bagu.bench import serve_table, train_table
 from bagu.errors import BaguError
 from bagu.runs.record import read_rows
 
@@ -172,7 +172,7 @@ def updated(text: str, inside: str, name: str, marks: tuple[str, str] = (BEGIN, 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite the documents, or with --check only compare. Exit status: 1 if one is stale, 2 if one cannot be read."""
     parser = argparse.ArgumentParser(
-        prog="python -m bagu.tables", description="tables of numbers from benchmarks/results"
+        prog="python -m bagu.bench.tables", description="tables of numbers from benchmarks/results"
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a document is stale")
     parser.add_argument("--root", type=Path, default=Path(), help="the checkout (default: the current folder)")
@@ -203,7 +203,9 @@ def _update(root: Path, *, check: bool) -> int:
             if not check:
                 path.write_text(new, encoding="utf-8")
     if check and stale:
-        print(f"{' and '.join(stale)}: not what benchmarks/results says; run python -m bagu.tables", file=sys.stderr)
+        print(
+            f"{' and '.join(stale)}: not what benchmarks/results says; run python -m bagu.bench.tables", file=sys.stderr
+        )
         return 1
     if not check:
         print(f"rewrote {' and '.join(stale)}" if stale else "nothing to rewrite")

@@ -12,7 +12,7 @@ from bagu.errors import BaguError
 from bagu.nn.config import ModelConfig, Rope
 
 if TYPE_CHECKING:
-    from bagu.train.bench import Shape
+    from bagu.bench.train import Shape
 
 __all__ = ["PEERS"]
 

@@ -20,16 +20,16 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
+from bagu.bench.ops import RESULTS
+from bagu.bench.roofline import costs, floor
+from bagu.bench.sizing import bench_inputs, dtype_named, first_tensor, resize, shape_label
+from bagu.bench.units import duration, si
 from bagu.errors import ArgumentError
 from bagu.machine.device import default_device, this_machine, triton_interprets
 from bagu.machine.timing import Ceilings, measure_ceilings
 from bagu.ops import catalogue
-from bagu.ops.bench import RESULTS
 from bagu.ops.core import Case, OpSpec
-from bagu.ops.roofline import costs, floor
 from bagu.ops.signature import EXACT, KINDS, TensorArg
-from bagu.ops.sizing import bench_inputs, dtype_named, first_tensor, resize, shape_label
-from bagu.ops.units import duration, si
 from bagu.runs.record import read_rows
 
 __all__ = ["describe", "list_ops", "parse_size", "show_op"]

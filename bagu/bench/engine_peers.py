@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from bagu.bench.engine_timing import Measured
+from bagu.bench.workload import TEMPERATURE, Workload
 from bagu.errors import BaguError
 from bagu.machine.openmp import settings
 from bagu.nn.config import ModelConfig
 from bagu.nn.families import family_for
-from bagu.serve.bench_clock import Measured
-from bagu.serve.workload import TEMPERATURE, Workload
 
 __all__ = ["PEERS", "scripted"]
 

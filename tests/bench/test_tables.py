@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bagu import serve_table, tables, train_table
+from bagu.bench import serve_table, tables, train_table
 from bagu.errors import BaguError
 
 TRAIN = f"{tables.TRAIN_BEGIN}\nold\n{tables.TRAIN_END}\n{tables.SERVE_BEGIN}\nold\n{tables.SERVE_END}"

@@ -25,13 +25,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from bagu.bench.serve_client import Answer, Server, answered, drive
+from bagu.bench.serve_latency import METRICS, summary
+from bagu.bench.serve_plot import draw
+from bagu.bench.workload import Lengths, Workload, arrivals, random_workload
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.machine.environment import environment
 from bagu.runs.record import append_rows, made_folder, record_file
-from bagu.serve.bench_client import Answer, Server, answered, drive
-from bagu.serve.bench_latency import METRICS, summary
-from bagu.serve.bench_plot import draw
-from bagu.serve.workload import Lengths, Workload, arrivals, random_workload
 
 __all__ = ["fitting", "main", "measure"]
 

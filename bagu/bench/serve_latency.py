@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from bagu.serve.bench_client import Answer
+from bagu.bench.serve_client import Answer
 
 __all__ = ["METRICS", "samples", "summary"]
 

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from bagu.bench.workload import TEMPERATURE, Lengths, Workload, random_workload, streams_workload
 from bagu.errors import BaguError
 from bagu.serve.engine import Engine
 from bagu.serve.request import Request, Sampling, TokenEvent
-from bagu.serve.workload import TEMPERATURE, Lengths, Workload, random_workload, streams_workload
 
 __all__ = ["Case", "Measured", "measure_streams", "measure_throughput"]
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from bagu.bench.roofline import costs
 from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.core import Case, OpSpec, Streams
-from bagu.ops.roofline import costs
 from bagu.ops.signature import TensorArg
 
 __all__ = ["DTYPES", "bench_inputs", "dtype_named", "first_tensor", "forward_bytes", "resize", "shape_label", "shrink"]

@@ -20,16 +20,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from bagu.bench import ops_plot, ops_table
+from bagu.bench.implementations import chosen_backends, contenders, label
+from bagu.bench.ops_timing import Job, Point, Setting, rows_of, time_job
+from bagu.bench.roofline import higher
+from bagu.bench.sizing import dtype_named, shrink
 from bagu.errors import UnknownName
 from bagu.machine.device import named_device
 from bagu.machine.environment import environment
 from bagu.machine.timing import Ceilings, flush_buffer, measure_ceilings
-from bagu.ops import bench_table, catalogue, plot
-from bagu.ops.contenders import chosen_backends, contenders, label
+from bagu.ops import catalogue
 from bagu.ops.core import OpSpec
-from bagu.ops.race import Job, Point, Setting, rows_of, time_job
-from bagu.ops.roofline import higher
-from bagu.ops.sizing import dtype_named, shrink
 from bagu.runs.record import append_rows, record_file
 
 __all__ = ["RESULTS", "main"]
@@ -82,7 +83,7 @@ def _rows(
 ) -> Iterator[list[dict[str, Any]]]:
     """Measure the ceilings, then each op; shows an op's rows and hands them on as soon as it is done."""
     env = environment()
-    console.print(bench_table.heading(env, setting.device, quick=setting.quick))
+    console.print(ops_table.heading(env, setting.device, quick=setting.quick))
 
     def measured() -> Ceilings:
         return measure_ceilings(setting.device, dtype=setting.dtype, quick=setting.quick)
@@ -91,7 +92,7 @@ def _rows(
         return rows_of(points, ceilings, setting, env)
 
     ceilings = measured()
-    console.print(bench_table.ceilings_line(ceilings))
+    console.print(ops_table.ceilings_line(ceilings))
     for note in notes:
         console.print(f"[yellow]note[/]  {escape(note)}")
     scrub = flush_buffer(setting.device)
@@ -105,7 +106,7 @@ def _rows(
             for i in doubted:
                 timed[i] = (timed[i][0], list(time_job(timed[i][0], setting, scrub)))
         found = judged([point for _, points in timed for point in points])
-        for part in ("", *bench_table.tables(found), *bench_table.remarks(found)):
+        for part in ("", *ops_table.tables(found), *ops_table.remarks(found)):
             console.print(part)
         yield found
 
@@ -115,7 +116,7 @@ def _keep(rows: Sequence[Mapping[str, Any]], record: Path, console: Console, *, 
     if not rows:
         return
     append_rows(record, rows)
-    reason = plot.draw(rows, record.parent / "plots" / record.stem) if draw else None
+    reason = ops_plot.draw(rows, record.parent / "plots" / record.stem) if draw else None
     drawn = f"; no plot: {reason}" if reason else f"; plots/{record.stem}/{rows[0]['op']}.svg and .png" if draw else ""
     console.print(f"[dim]{len(rows)} rows → {escape(f'{record}{drawn}')}[/]")
 
