@@ -1,6 +1,6 @@
 """C++ files of the package as shared libraries, compiled on the machine that runs them at their first use.
 
-    bagu.machine.native.library("serve/step.cpp")   ->   a ctypes library, or None
+    bagu.machine.native.library("serve/cpu/step.cpp")   ->   a ctypes library, or None
 
 There is no build step and no binary in the package: the compiler of the machine ($CXX, c++, g++ or clang++) generates
 code for its own CPU in a few seconds, and the result is cached under a hash of the source, the headers it includes, the

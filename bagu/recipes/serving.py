@@ -52,7 +52,7 @@ def serve_main(
     from bagu.recipes.generation import GENERATION_CONFIG, read_generation
     from bagu.recipes.models import find_model
     from bagu.serve.config import EngineConfig
-    from bagu.serve.server import main
+    from bagu.serve.http.server import main
 
     found = find_model(model)  # a wrong name is reported here, before anything starts
     if generation_config != "none":
@@ -78,8 +78,7 @@ def chat_main(
     wait_briefly()
     from bagu.recipes.generation import read_generation
     from bagu.recipes.models import find_model
-    from bagu.serve import terminal
-    from bagu.serve.chat import EngineChat, HttpChat
+    from bagu.serve.chat.clients import EngineChat, HttpChat, terminal
 
     if model.startswith(("http://", "https://")):
         given = [f"--{k}" for k in ("tokenizer", "device", "dtype") if getattr(loader, k) not in (None, "auto")]
@@ -89,7 +88,7 @@ def chat_main(
         return terminal.main(HttpChat(model, api_key=api_key), system=system, settings=settings, prompt=prompt)
     from bagu.serve.config import EngineConfig
     from bagu.serve.engine import Engine
-    from bagu.serve.worker import Ready
+    from bagu.serve.http.worker import Ready
 
     loaded, tokenizer, encoder = loader()
     if encoder is None:

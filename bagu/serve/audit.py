@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Seq
 
-from bagu.serve.blocks import Blocks, IntegrityError
+from bagu.serve.kv.blocks import Blocks, IntegrityError
 from bagu.serve.limits import SchedulerConfig
 from bagu.serve.plan import Sequence
 

@@ -25,12 +25,12 @@ import torch
 from bagu import ops
 from bagu.errors import ArgumentError
 from bagu.nn.model import Transformer
-from bagu.serve.blocks import Blocks, IntegrityError
 from bagu.serve.completion import choices
 from bagu.serve.config import EngineConfig
-from bagu.serve.paged import PagedKV
+from bagu.serve.kv.blocks import Blocks, IntegrityError
+from bagu.serve.kv.paged import PagedKV
+from bagu.serve.kv.pool import size_pool
 from bagu.serve.plan import Plan
-from bagu.serve.pool import size_pool
 from bagu.serve.request import Event, PromptLogprobs, Request, Sampling, TokenEvent
 from bagu.serve.runner import Runner
 from bagu.serve.sampler import Drawn, Sampler

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from bagu.serve.paged import Batch, PagedKV
+from bagu.serve.kv.paged import Batch, PagedKV
 
 __all__ = ["GraphDecode", "bucket", "pad"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from bagu.serve.blocks import Table
+from bagu.serve.kv.blocks import Table
 from bagu.serve.request import Request
 
 __all__ = ["LATE", "Draft", "Plan", "Sequence", "Slice"]

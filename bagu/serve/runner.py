@@ -18,15 +18,15 @@ import torch
 from bagu import ops
 from bagu.nn.kv import CacheError
 from bagu.nn.model import Transformer
-from bagu.serve.compiled import CompiledDecode, Decodes, PackedLinear, compiles
 from bagu.serve.config import EngineConfig
-from bagu.serve.decode import CpuDecode
+from bagu.serve.cpu.compiled import CompiledDecode, Decodes, PackedLinear, compiles
+from bagu.serve.cpu.decode import CpuDecode
+from bagu.serve.cpu.layers import supports
+from bagu.serve.cpu.packed import pack
+from bagu.serve.cpu.quantize import int8, quantized
 from bagu.serve.graphs import GraphDecode
-from bagu.serve.layers import supports
-from bagu.serve.packed import pack
-from bagu.serve.paged import Batch, PagedKV
+from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
-from bagu.serve.quantize import int8, quantized
 
 __all__ = ["Forward", "Runner", "Step"]
 

@@ -32,7 +32,7 @@ from operator import attrgetter
 
 from bagu.errors import ArgumentError
 from bagu.serve.audit import audit
-from bagu.serve.blocks import Blocks, Table
+from bagu.serve.kv.blocks import Blocks, Table
 from bagu.serve.limits import SchedulerConfig, check_servable
 from bagu.serve.plan import Draft, Plan, Sequence, Slice
 from bagu.serve.request import Finish, Request, TokenEvent, TokenLogprob

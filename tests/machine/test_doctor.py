@@ -469,14 +469,14 @@ def test_doctor_on_this_machine(as_json: bool, capsys: pytest.CaptureFixture[str
 
 def test_the_state_of_the_cpp_build_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAGU_NATIVE", "0")
-    assert native.status("serve/step.cpp") == "off: BAGU_NATIVE=0"
+    assert native.status("serve/cpu/step.cpp") == "off: BAGU_NATIVE=0"
     monkeypatch.setenv("BAGU_NATIVE", "1")
     monkeypatch.setenv("CXX", "no-such-compiler")
     native.library.cache_clear()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert "no-such-compiler" in native.status("serve/step.cpp")
+            assert "no-such-compiler" in native.status("serve/cpu/step.cpp")
     finally:
         native.library.cache_clear()
 

@@ -69,7 +69,7 @@ def test_what_does_not_compile_is_said_and_done_without(tmp_path: Path) -> None:
 def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/no/such/compiler")
     with pytest.warns(RuntimeWarning, match="CXX is /no/such/compiler"):
-        assert native.library("serve/step.cpp") is None
+        assert native.library("serve/cpu/step.cpp") is None
 
 
 @needs_compiler
@@ -85,7 +85,7 @@ def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAGU_NATIVE", "0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert native.library("serve/step.cpp") is None
+        assert native.library("serve/cpu/step.cpp") is None
 
 
 @needs_compiler

@@ -22,7 +22,7 @@ from bagu.recipes.run import Run
 from bagu.recipes.serving import Loader
 from bagu.recipes.training import train
 from bagu.runs.folder import Observer, RunFolder
-from bagu.serve.worker import embed
+from bagu.serve.http.worker import embed
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

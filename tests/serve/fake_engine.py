@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bagu.serve.blocks import Blocks
+from bagu.serve.kv.blocks import Blocks
 from bagu.serve.limits import SchedulerConfig
 from bagu.serve.plan import LATE, Plan
 from bagu.serve.request import Request, Sampling

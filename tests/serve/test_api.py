@@ -15,9 +15,9 @@ from conftest import KEY, ORIGIN
 from tiny_server import MAX_LEN, MODEL, Running, eventually
 
 from bagu.errors import ArgumentError
-from bagu.serve import fields, server
-from bagu.serve.edge import ApiError
-from bagu.serve.openai import CompletionBody, parse
+from bagu.serve.http import fields, server
+from bagu.serve.http.calls import ApiError
+from bagu.serve.http.openai import CompletionBody, parse
 
 ASK = [{"role": "user", "content": "hello world, 你好"}]
 ALL: dict[str, Any] = {"extra_body": {"ignore_eos": True}}  # a random model may say the end at any time

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bagu.errors import ArgumentError
-from bagu.serve import blocks as module
-from bagu.serve.blocks import DEAD, Blocks, IntegrityError, Table
+from bagu.serve.kv import blocks as module
+from bagu.serve.kv.blocks import DEAD, Blocks, IntegrityError, Table
 
 
 class Writer:

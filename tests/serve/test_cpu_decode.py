@@ -16,9 +16,9 @@ from bagu.nn.config import ModelConfig, NoPositions
 from bagu.nn.init import init_weights
 from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
-from bagu.serve.compiled import SOURCE, CompiledDecode, Decodes, PackedLinear, has_int8_dot, rounded
-from bagu.serve.decode import CpuDecode
-from bagu.serve.paged import Batch, PagedKV
+from bagu.serve.cpu.compiled import SOURCE, CompiledDecode, Decodes, PackedLinear, has_int8_dot, rounded
+from bagu.serve.cpu.decode import CpuDecode
+from bagu.serve.kv.paged import Batch, PagedKV
 
 B = 4  # places of a block
 KINDS: dict[str, dict[str, Any]] = {

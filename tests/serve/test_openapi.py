@@ -9,7 +9,7 @@ import pytest
 from conftest import KEY
 from tiny_server import MAX_LEN, MODEL, Running
 
-from bagu.serve.openapi import OPERATIONS, describe
+from bagu.serve.http.openapi import OPERATIONS, describe
 
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 ASK = [{"role": "user", "content": "hello"}]

@@ -8,9 +8,9 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from bagu.serve import worker
+from bagu.serve.http import worker
+from bagu.serve.http.worker import STEP, Outbox
 from bagu.serve.request import PromptLogprobs, TokenEvent
-from bagu.serve.worker import STEP, Outbox
 
 
 def token(number: int, finish: str | None = None) -> TokenEvent:

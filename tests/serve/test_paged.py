@@ -12,9 +12,9 @@ from bagu.errors import ArgumentError
 from bagu.nn.kv import CacheError
 from bagu.serve.config import EngineConfig
 from bagu.serve.graphs import bucket, pad
-from bagu.serve.paged import Batch, PagedKV, block_bytes
+from bagu.serve.kv.paged import Batch, PagedKV, block_bytes
+from bagu.serve.kv.pool import size_pool
 from bagu.serve.plan import Plan
-from bagu.serve.pool import size_pool
 from bagu.serve.runner import Runner
 
 

@@ -7,9 +7,9 @@ import torch
 from small_engine import small_engine, small_model
 
 from bagu.errors import BackendError
-from bagu.serve.compiled import has_int8_dot
-from bagu.serve.packed import Packed
-from bagu.serve.quantize import DotInt8, Int8Linear, TorchInt8, int8, quantized
+from bagu.serve.cpu.compiled import has_int8_dot
+from bagu.serve.cpu.packed import Packed
+from bagu.serve.cpu.quantize import DotInt8, Int8Linear, TorchInt8, int8, quantized
 from bagu.serve.request import Sampling
 
 

@@ -12,9 +12,9 @@ import openai
 import pytest
 from tiny_server import MODEL, eventually, serving
 
-from bagu.serve.metrics import Histogram, Metrics
+from bagu.serve.http.metrics import Histogram, Metrics
+from bagu.serve.http.tickets import ApiError, Tickets
 from bagu.serve.request import Request, Sampling, TokenEvent
-from bagu.serve.tickets import ApiError, Tickets
 
 
 def request(id: str, n: int = 1) -> Request:

@@ -22,8 +22,8 @@ from typing import Any
 import httpx
 
 from bagu.errors import BaguError
-from bagu.serve import server
 from bagu.serve.config import EngineConfig
+from bagu.serve.http import server
 
 MODEL = "tiny"
 MAX_LEN = 4096  # long, so that a stream can be caught while it runs

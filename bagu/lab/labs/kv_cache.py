@@ -22,7 +22,7 @@ from bagu.lab.plot import log_ticks
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
-from bagu.serve.paged import block_bytes
+from bagu.serve.kv.paged import block_bytes
 from bagu.serve.request import Request, Sampling
 
 if TYPE_CHECKING:

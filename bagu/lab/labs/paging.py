@@ -21,7 +21,7 @@ from bagu import ops
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.plot import FAINT, INK
 from bagu.lab.turns import best_times
-from bagu.serve.blocks import Blocks
+from bagu.serve.kv.blocks import Blocks
 from bagu.serve.request import Request, Sampling
 from bagu.serve.scheduler import Scheduler, SchedulerConfig
 

@@ -90,7 +90,7 @@ def collect(*, measure: bool = True) -> Report:
         cxx_compiler=device.cxx_compiler(),
         triton_interprets=device.triton_interprets(),
         fast_dtype=_fast_dtype(),
-        native=native.status("serve/step.cpp"),
+        native=native.status("serve/cpu/step.cpp"),
         ceilings=ceilings,
         measure_problem=measure_problem,
     )

@@ -18,11 +18,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from bagu.serve.metrics import Metrics
-from bagu.serve.process import EngineProcess
-from bagu.serve.replies import Reply, error_event, to_json
+from bagu.serve.http.metrics import Metrics
+from bagu.serve.http.process import EngineProcess
+from bagu.serve.http.responses import Reply, error_event, to_json
+from bagu.serve.http.tickets import ApiError, Ticket
 from bagu.serve.request import Request as EngineRequest
-from bagu.serve.tickets import ApiError, Ticket
 
 __all__ = ["Call", "Edge", "EventStream", "read_json", "reply_error", "reply_json", "unless_gone"]
 

@@ -17,8 +17,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from bagu.serve.replies import to_json
-from bagu.serve.tickets import ApiError
+from bagu.serve.http.responses import to_json
+from bagu.serve.http.tickets import ApiError
 
 __all__ = ["HttpServer", "connection_class"]
 

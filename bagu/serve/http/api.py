@@ -20,16 +20,16 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 import bagu
-from bagu.serve import reference
-from bagu.serve.edge import Call, Edge, EventStream, read_json, reply_error, reply_json, unless_gone
-from bagu.serve.metrics import CONTENT_TYPE, KEPT, Metrics
-from bagu.serve.openai import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody, parse
-from bagu.serve.openapi import OPERATIONS, describe
+from bagu.serve.http import reference
+from bagu.serve.http.calls import Call, Edge, EventStream, read_json, reply_error, reply_json, unless_gone
+from bagu.serve.http.metrics import CONTENT_TYPE, KEPT, Metrics
+from bagu.serve.http.openai import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody, parse
+from bagu.serve.http.openapi import OPERATIONS, describe
+from bagu.serve.http.process import EngineProcess
+from bagu.serve.http.responses import ChatReply, CompletionReply, Reply
+from bagu.serve.http.tickets import ApiError
 from bagu.serve.page import HEADERS, Asset, assets
-from bagu.serve.process import EngineProcess
-from bagu.serve.replies import ChatReply, CompletionReply, Reply
 from bagu.serve.stats import EngineStats
-from bagu.serve.tickets import ApiError
 
 __all__ = ["Served", "make_app"]
 

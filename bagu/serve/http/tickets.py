@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bagu.errors import BaguError
-from bagu.serve.metrics import Metrics
+from bagu.serve.http.metrics import Metrics
 from bagu.serve.request import Event, Finish, Request, TokenEvent
 
 __all__ = ["ApiError", "Ticket", "Tickets"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bagu.serve.tickets import ApiError
+from bagu.serve.http.tickets import ApiError
 
 __all__ = ["CHAT", "COMPLETION", "DETOKENIZE", "EMBEDDING", "STREAM_OPTIONS", "TOKENIZE", "refuse_unsupported"]
 

@@ -21,10 +21,10 @@ from typing import Any
 
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.serve.config import EngineConfig
-from bagu.serve.metrics import Metrics
-from bagu.serve.process import EngineProcess
-from bagu.serve.tickets import Tickets
-from bagu.serve.worker import Load
+from bagu.serve.http.metrics import Metrics
+from bagu.serve.http.process import EngineProcess
+from bagu.serve.http.tickets import Tickets
+from bagu.serve.http.worker import Load
 
 __all__ = ["main"]
 
@@ -146,8 +146,8 @@ def _server_parts() -> Any:
     try:
         import uvicorn
 
-        from bagu.serve.api import Served, make_app
-        from bagu.serve.connection import HttpServer, connection_class
+        from bagu.serve.http.api import Served, make_app
+        from bagu.serve.http.connection import HttpServer, connection_class
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("bagu"):
             raise

@@ -10,7 +10,7 @@ from bagu.errors import ArgumentError
 from bagu.machine.device import available_memory
 from bagu.nn.model import Transformer
 from bagu.serve.config import EngineConfig
-from bagu.serve.paged import block_bytes
+from bagu.serve.kv.paged import block_bytes
 
 __all__ = ["Pool", "size_pool"]
 

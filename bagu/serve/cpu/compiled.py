@@ -28,12 +28,12 @@ import torch
 from bagu.machine import native
 from bagu.nn.config import ModelConfig, Rope
 from bagu.nn.model import Transformer
-from bagu.serve.layers import supports, weights
-from bagu.serve.paged import PagedKV
+from bagu.serve.cpu.layers import supports, weights
+from bagu.serve.kv.paged import PagedKV
 
 __all__ = ["CompiledDecode", "Decodes", "PackedLinear", "compiles", "has_int8_dot"]
 
-SOURCE = "serve/step.cpp"
+SOURCE = "serve/cpu/step.cpp"
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
 POINTER, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 

@@ -1,4 +1,4 @@
-"""The bodies of answers as models, for `/openapi.json`: replies.py and api.py write them without.
+"""The bodies of answers as models, for `/openapi.json`: responses.py and api.py write them without.
 
 A stream's events are chunks of the same names; they are described in words (openapi.py), since OpenAPI 3.1 has no word
 for a sequence of events.

@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bagu.errors import ArgumentError, BaguError, UnknownName
-from bagu.serve.chat import Chat, Message, Settings, sampling_of
+from bagu.serve.chat.clients import Chat, Message, Settings, sampling_of
 
 __all__ = ["Session", "main"]
 

@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from bagu.serve.openai import Job
+from bagu.serve.http.openai import Job
+from bagu.serve.http.tickets import ApiError
+from bagu.serve.http.worker import Ready
 from bagu.serve.request import Event, PromptLogprobs, Request, TokenEvent, TokenLogprob
 from bagu.serve.stream import TextStream
-from bagu.serve.tickets import ApiError
-from bagu.serve.worker import Ready
 
 __all__ = ["DONE", "ChatReply", "CompletionReply", "Reply", "error_event", "to_json"]
 

@@ -17,12 +17,12 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bagu.errors import ArgumentError
-from bagu.serve import fields
-from bagu.serve.fields import refuse_unsupported
+from bagu.serve.http import fields
+from bagu.serve.http.fields import refuse_unsupported
+from bagu.serve.http.texts import SHORT, check_tokens, each, encode, encode_each, render, room
+from bagu.serve.http.tickets import ApiError
+from bagu.serve.http.worker import Ready
 from bagu.serve.request import BIASES, PENALTIES, REPETITIONS, Request, Sampling
-from bagu.serve.texts import SHORT, check_tokens, each, encode, encode_each, render, room
-from bagu.serve.tickets import ApiError
-from bagu.serve.worker import Ready
 
 __all__ = ["ChatBody", "CompletionBody", "DetokenizeBody", "EmbeddingBody", "Job", "TokenizeBody", "parse"]
 

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import bagu
-from bagu.serve import answers
-from bagu.serve.openai import (
+from bagu.serve.http import answers
+from bagu.serve.http.openai import (
     MODEL_NAME,
     NUM_TOKENS,
     TOKEN_ID,
@@ -26,7 +26,7 @@ from bagu.serve.openai import (
     EmbeddingBody,
     TokenizeBody,
 )
-from bagu.serve.worker import Ready
+from bagu.serve.http.worker import Ready
 
 __all__ = ["OPERATIONS", "Operation", "describe"]
 

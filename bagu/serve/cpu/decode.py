@@ -28,9 +28,9 @@ from torch.nn.functional import silu
 from bagu.nn.config import ModelConfig, Rope
 from bagu.nn.ffn import activate
 from bagu.nn.model import Transformer
-from bagu.serve.layers import Layer, bits, lay_out
-from bagu.serve.packed import Pack, pack, product
-from bagu.serve.paged import Batch, PagedKV
+from bagu.serve.cpu.layers import Layer, bits, lay_out
+from bagu.serve.cpu.packed import Pack, pack, product
+from bagu.serve.kv.paged import Batch, PagedKV
 
 __all__ = ["CpuDecode"]
 

@@ -20,10 +20,8 @@ from functools import partial
 from typing import Any, Literal
 
 from bagu.serve.config import EngineConfig
-from bagu.serve.request import Event, Request, TokenEvent
-from bagu.serve.stats import EngineStats
-from bagu.serve.tickets import ApiError, Ticket, Tickets
-from bagu.serve.worker import (
+from bagu.serve.http.tickets import ApiError, Ticket, Tickets
+from bagu.serve.http.worker import (
     STEP,
     Abort,
     Accepted,
@@ -41,6 +39,8 @@ from bagu.serve.worker import (
     packed,
     run,
 )
+from bagu.serve.request import Event, Request, TokenEvent
+from bagu.serve.stats import EngineStats
 
 __all__ = ["EngineProcess"]
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from bagu.data.tokenizer import BpeTokenizer
-from bagu.serve.edge import SEND, EventStream
-from bagu.serve.metrics import Metrics
-from bagu.serve.openai import Job
-from bagu.serve.replies import CompletionReply
+from bagu.serve.http.calls import SEND, EventStream
+from bagu.serve.http.metrics import Metrics
+from bagu.serve.http.openai import Job
+from bagu.serve.http.responses import CompletionReply
+from bagu.serve.http.tickets import ApiError, Tickets
+from bagu.serve.http.worker import Ready
 from bagu.serve.request import Request, Sampling, TokenEvent
-from bagu.serve.tickets import ApiError, Tickets
-from bagu.serve.worker import Ready
 
 TOKENIZER = BpeTokenizer.train(["abc"], vocab_size=300)
 

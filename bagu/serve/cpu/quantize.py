@@ -28,8 +28,8 @@ from bagu.errors import BackendError
 from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
 from bagu.nn.moe import Router
-from bagu.serve.compiled import PackedLinear, has_int8_dot
-from bagu.serve.packed import Packed
+from bagu.serve.cpu.compiled import PackedLinear, has_int8_dot
+from bagu.serve.cpu.packed import Packed
 
 __all__ = ["DotInt8", "TorchInt8", "int8", "quantized"]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from bagu.errors import BaguError
-from bagu.serve.tickets import ApiError
-from bagu.serve.worker import Ready
+from bagu.serve.http.tickets import ApiError
+from bagu.serve.http.worker import Ready
 
 __all__ = ["SHORT", "check_length", "check_tokens", "each", "encode", "encode_each", "render", "room"]
 

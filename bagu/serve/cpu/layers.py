@@ -22,8 +22,8 @@ from bagu.nn.config import ModelConfig, NoPositions, Rope
 from bagu.nn.ffn import FFN
 from bagu.nn.model import Transformer
 from bagu.nn.norm import RMSNorm
-from bagu.serve.packed import Pack, Packed, merged
-from bagu.serve.paged import PagedKV
+from bagu.serve.cpu.packed import Pack, Packed, merged
+from bagu.serve.kv.paged import PagedKV
 
 __all__ = ["Layer", "Weights", "bits", "lay_out", "supports", "weights"]
 

@@ -1,6 +1,6 @@
 // A decode step of a whole model on a CPU: one new token for each of S sequences, in one parallel region.
 //
-// The model is the common kind (serve/layers.py : supports) with SwiGLU. Activations are fp32, the pool is fp32 or
+// The model is the common kind (serve/cpu/layers.py : supports) with SwiGLU. Activations are fp32, the pool is fp32 or
 // bf16, and weights are that or int8. Between two barriers every thread computes some tiles of a product, or the
 // attention of some sequences.
 //
@@ -14,7 +14,7 @@
 // Dims: S = sequences, H = heads, G = key heads, D = features of a head, B = places of a block.
 
 #include "ops/paged_attention/decode.h"
-#include "serve/packed_linear.h"
+#include "serve/cpu/packed_linear.h"
 
 namespace bagu {
 

@@ -1,0 +1,1 @@
+"""Chat in a terminal, with a server over HTTP or an engine in this process."""
