@@ -4,6 +4,7 @@
   - ArgumentError       an argument does not fit the op's signature
   - BackendError        a backend that was asked for cannot run here
   - ConformanceError    a backend disagrees with its spec
+  - NotOffered          a peer library does not have what a benchmark asks of it
   - UnknownName         a name is not in its table
 """
 
@@ -13,7 +14,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Self
 
-__all__ = ["ArgumentError", "BackendError", "BaguError", "ConformanceError", "UnknownName"]
+__all__ = ["ArgumentError", "BackendError", "BaguError", "ConformanceError", "NotOffered", "UnknownName"]
 
 
 class BaguError(Exception):
@@ -36,6 +37,10 @@ class BackendError(BaguError, RuntimeError):
 
 class ConformanceError(BaguError, AssertionError):
     """A backend disagrees with its spec."""
+
+
+class NotOffered(BaguError):
+    """Raised by a peer for a case that its library does not have: a benchmark leaves it out."""
 
 
 class UnknownName(BaguError, LookupError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,51 +20,20 @@ from bagu.machine.environment import environment
 from bagu.machine.fast_dtype import compute_dtype
 from bagu.machine.openmp import settings
 from bagu.machine.timing import forget
-from bagu.nn.config import ModelConfig, NormConfig, Rope
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
+from bagu.nn.presets import preset
 from bagu.runs.record import append_rows, record_file
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 
-__all__ = ["SHAPES", "Shape", "main"]
+__all__ = ["SHAPES", "main"]
 
 RESULTS = Path("benchmarks/results/serve")
 LEAST_LEN = 4096  # positions an engine is made for, as in nano-vllm's bench, where the workload needs no more
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """A model of random weights: speed does not depend on their values."""
-
-    why: str
-    model: ModelConfig
-
-
-SHAPES = {
-    "cpu_8m": Shape(
-        why="what a laptop serves: 8M parameters",
-        model=ModelConfig(
-            vocab_size=8192, hidden_size=256, num_layers=8, num_heads=4, num_kv_heads=4, head_dim=64,
-            intermediate_size=704, max_len=4096, tie_embeddings=True,
-        ),
-    ),
-    "smollm_135m": Shape(
-        why="SmolLM2-135M",
-        model=ModelConfig(
-            vocab_size=49152, hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
-            intermediate_size=1536, max_len=8192, tie_embeddings=True, positions=Rope(base=100_000.0),
-        ),
-    ),
-    "qwen3_0_6b": Shape(
-        why="Qwen3-0.6B",
-        model=ModelConfig(
-            vocab_size=151_936, hidden_size=1024, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128,
-            intermediate_size=3072, max_len=40_960, tie_embeddings=True, qk_norm=True, positions=Rope(base=1e6),
-            norm=NormConfig(eps=1e-6),
-        ),
-    ),
-}  # fmt: skip
+SHAPES = ("cpu_8m", "smollm_135m", "qwen3_0_6b")  # presets with random weights: speed does not depend on their values
 
 
 def main(
@@ -167,7 +136,7 @@ def _maker(
         return lambda: loaded, name or "loaded"
     if shape not in SHAPES:
         raise UnknownName.among("shape", shape, SHAPES)
-    return lambda: init_weights(Transformer(SHAPES[shape].model, device=device, dtype=dtype), 0), shape
+    return lambda: init_weights(Transformer(preset(shape), device=device, dtype=dtype), 0), shape
 
 
 def _bagu(

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from bagu.errors import BackendError, UnknownName
+from bagu.errors import BackendError, NotOffered, UnknownName
 from bagu.machine.device import cxx_compiler
 from bagu.ops.core import OpSpec
 from bagu.ops.dispatch import call
 
-__all__ = ["Contender", "NotOffered", "chosen_backends", "contenders", "is_absent", "label"]
+__all__ = ["Contender", "chosen_backends", "contenders", "is_absent", "label"]
 
 LABELS = {"eager": "torch eager", "compile": "torch.compile"}
 CUDA_ONLY = ("liger",)  # Triton kernels: on a CPU there is nothing to time
@@ -74,10 +74,6 @@ def contenders(
                 run = torch.compile(fn, dynamic=False)
                 found.append(Contender(name="compile", backend=False, run=run))
     return found, notes
-
-
-class NotOffered(Exception):
-    """Raised by a peer for a case that its library does not have: it is left out, as it has not failed."""
 
 
 def is_absent(error: BaseException) -> bool:

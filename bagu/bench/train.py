@@ -13,13 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bagu.bench.train_peers import PEERS
+from bagu.data.random_batches import random_batches
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.machine.device import named_device, named_dtype
 from bagu.machine.environment import environment
@@ -29,79 +30,53 @@ from bagu.nn import count
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
+from bagu.nn.presets import preset
 from bagu.runs.record import append_rows, record_file
 from bagu.train.optim import OptimizerConfig
 from bagu.train.prepare import prepared
 from bagu.train.state import TrainConfig, TrainState
 from bagu.train.step import step
-from bagu.types import Batch
 
-__all__ = ["SHAPES", "Shape", "main", "random_batches"]
+__all__ = ["SHAPES", "Shape", "main"]
 
 RESULTS = Path("benchmarks/results/train")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model and the tokens of one step."""
+    """A model and the documents of one step, by their lengths in tokens."""
 
     why: str
     model: ModelConfig
-    sequences: int
-    length: int
+    lengths: tuple[int, ...]
 
     @property
     def tokens(self) -> int:
-        return self.sequences * self.length
+        return sum(self.lengths)
+
+    def words(self) -> str:
+        """The documents of a step: "16 × 2048 tokens" where they are equal, else their number and range."""
+        low, high = min(self.lengths), max(self.lengths)
+        count = len(self.lengths)
+        return (
+            f"{count} × {low} tokens"
+            if low == high
+            else f"{self.tokens} tokens in {count} documents of {low} to {high}"
+        )
 
 
 SHAPES = {
     "cpu_6m": Shape(
-        why="what a laptop trains in minutes: 5.9M parameters",
-        model=ModelConfig(
-            vocab_size=4096, hidden_size=256, num_layers=6, num_heads=4, num_kv_heads=4, head_dim=64,
-            intermediate_size=704, max_len=256, tie_embeddings=True,
-        ),
-        sequences=16, length=256,
+        why="what a laptop trains in minutes: 5.9M parameters", model=preset("cpu_6m"), lengths=(256,) * 16
     ),
-    "llama_1b": Shape(
-        why="TinyLlama's shape: 1.1B parameters",
-        model=ModelConfig(
-            vocab_size=32000, hidden_size=2048, num_layers=22, num_heads=32, num_kv_heads=4, head_dim=64,
-            intermediate_size=5632, max_len=2048,
-        ),
-        sequences=16, length=2048,
+    "llama_1b": Shape(why="TinyLlama's shape: 1.1B parameters", model=preset("llama_1b"), lengths=(2048,) * 16),
+    "llama_1b_long": Shape(
+        why="TinyLlama's shape, long documents packed: attention counts",
+        model=replace(preset("llama_1b"), max_len=16_384),
+        lengths=(16_384, 4096, 5120, 7168),
     ),
-    "gpt_d20": Shape(
-        why="nanochat's depth 20: 480M parameters",
-        model=ModelConfig(
-            vocab_size=32768, hidden_size=1280, num_layers=20, num_heads=10, num_kv_heads=10, head_dim=128,
-            intermediate_size=5120, max_len=2048, ffn="relu2", qk_norm=True,
-        ),
-        sequences=32, length=2048,
-    ),
-}  # fmt: skip
-
-
-def random_batches(shape: Shape, micro_batches: int, device: torch.device, seed: int = 0) -> tuple[Batch, ...]:
-    """Documents of exactly `length` tokens, every token a target."""
-    if shape.sequences % micro_batches:
-        raise BaguError(
-            f"{shape.sequences} sequences do not split into {micro_batches} micro-batches", hint="choose a divisor"
-        )
-    rows, generator = shape.sequences // micro_batches, torch.Generator().manual_seed(seed)
-    T = rows * shape.length
-    made = []
-    for _ in range(micro_batches):
-        ids = torch.randint(shape.model.vocab_size, (T + 1,), generator=generator)
-        made.append(
-            Batch(
-                ids=ids[:-1], targets=ids[1:], positions=torch.arange(shape.length).repeat(rows),
-                cu_seqlens=torch.arange(rows + 1, dtype=torch.int32) * shape.length, max_len=shape.length,
-                num_targets=T, target_bytes=0,
-            ).to(device)
-        )  # fmt: skip
-    return tuple(made)
+    "gpt_d20": Shape(why="nanochat's depth 20: 480M parameters", model=preset("gpt_d20"), lengths=(2048,) * 32),
+}
 
 
 @contextmanager
@@ -115,7 +90,8 @@ def bagu_step(
     )  # fmt: skip
     model = Transformer(shape.model, device=device, dtype=dtype)
     init_weights(model, seed=0)
-    state, batches = TrainState(model, config), random_batches(shape, micro_batches, device)
+    state = TrainState(model, config)
+    batches = random_batches(shape.model.vocab_size, shape.lengths, micro_batches=micro_batches, device=device)
     with prepared(model, config, device):
         yield lambda: step(state, batches).loss
     state.close()
@@ -138,7 +114,7 @@ def timed(one_step: Callable[[], float], device: torch.device, *, steps: int, wa
 
 
 def _row(name: str, shape: Shape, samples: Sequence[float], device: torch.device, settings: dict[str, Any]) -> dict:
-    flops = count.flops(shape.model, shape.length).training * shape.tokens
+    flops = sum(count.flops(shape.model, n).training * n for n in shape.lengths)
     median = statistics.median(samples)
     return {
         "system": "train", "contender": name, "tokens": shape.tokens, "tokens_per_s": shape.tokens / median,
@@ -225,7 +201,7 @@ def _show(shape: Shape, rows: Sequence[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{shape.why}; {shape.sequences} × {shape.length} tokens a step", title_justify="left")
+    table = Table(title=f"{shape.why}; {shape.words()} a step", title_justify="left")
     for head in ("contender", "micro-batches", "tokens/s", "TFLOP/s", "peak memory", "against the fastest peer"):
         table.add_column(head, justify="left" if head == "contender" else "right")
     peers = [r["tokens_per_s"] for r in rows if not r["contender"].startswith("bagu")]

@@ -46,7 +46,10 @@ def _transformers(
         model: Any = LlamaForCausalLM(_llama(shape.model)).to(dtype)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    ids = torch.randint(shape.model.vocab_size, (shape.sequences, shape.length), device=device)
+    if len(set(shape.lengths)) > 1:
+        raise BaguError("the transformers peer takes documents of one length", hint="leave the peer out")
+    rows, length = len(shape.lengths), shape.lengths[0]
+    ids = torch.randint(shape.model.vocab_size, (rows, length), device=device)
     run = torch.compile(model) if compiled else model
 
     def one_step() -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bagu.data.loader import DataConfig
 from bagu.errors import BaguError, UnknownName
-from bagu.nn.config import Learned, ModelConfig, NormConfig
+from bagu.nn.presets import preset
 from bagu.recipes.run import STDLIB, LoraConfig, Run, SourceConfig, TokenizerConfig
 from bagu.train.optim import OptimizerConfig
 from bagu.train.schedule import ScheduleConfig
@@ -20,10 +20,7 @@ __all__ = ["RECIPES", "recipe", "with_data", "with_start"]
 def small() -> Run:
     """5.9M parameters: learns a few megabytes of text on two CPU cores in minutes."""
     return Run(
-        model=ModelConfig(
-            vocab_size=4096, hidden_size=256, num_layers=6, num_heads=4, num_kv_heads=4, head_dim=64,
-            intermediate_size=704, max_len=256, tie_embeddings=True,
-        ),
+        model=preset("cpu_6m"),
         tokenizer=TokenizerConfig(vocab_size=4096),
         data=DataConfig(context=256, rows=16),
         train=TrainConfig(
@@ -37,11 +34,7 @@ def small() -> Run:
 def gpt2_124m() -> Run:
     """GPT-2 small, for one GPU: 0.5M tokens a step."""
     return Run(
-        model=ModelConfig(
-            vocab_size=32768, hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=12, head_dim=64,
-            intermediate_size=3072, max_len=1024, ffn="gelu_tanh", positions=Learned(), tie_embeddings=True,
-            norm=NormConfig(kind="layer", eps=1e-5, bias=True), qkv_bias=True, out_bias=True, ffn_bias=True,
-        ),
+        model=preset("gpt2_124m"),
         tokenizer=TokenizerConfig(vocab_size=32768),
         data=DataConfig(context=1024, rows=32, micro_batches=16),
         train=TrainConfig(
@@ -55,10 +48,7 @@ def gpt2_124m() -> Run:
 def llama_1b() -> Run:
     """TinyLlama's 1.1B, for one GPU of 80 GB or more: 0.5M tokens a step."""
     return Run(
-        model=ModelConfig(
-            vocab_size=32000, hidden_size=2048, num_layers=22, num_heads=32, num_kv_heads=4, head_dim=64,
-            intermediate_size=5632, max_len=2048,
-        ),
+        model=preset("llama_1b"),
         tokenizer=TokenizerConfig(vocab_size=32000),
         data=DataConfig(context=2048, rows=8, micro_batches=32),
         train=TrainConfig(
@@ -77,12 +67,7 @@ def mlm() -> Run:
     """
     return Run(
         mask_rate=0.15,
-        model=ModelConfig(
-            vocab_size=4096, hidden_size=256, num_layers=6, num_heads=4, num_kv_heads=4, head_dim=64,
-            intermediate_size=1024, max_len=256, causal=False, positions=Learned(), ffn="gelu", tie_embeddings=True,
-            norm=NormConfig(kind="layer", placement="post", eps=1e-12, bias=True), qkv_bias=True, out_bias=True,
-            ffn_bias=True, embedding_norm=True, num_token_types=2, mlm_head=True,
-        ),
+        model=preset("bert_6m"),
         tokenizer=TokenizerConfig(vocab_size=4096),
         data=DataConfig(context=256, rows=16),
         train=TrainConfig(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bagu.bench.train import Shape, random_batches
+from bagu.data.random_batches import random_batches
 from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
@@ -113,15 +113,14 @@ def _tokens_per_s(size: Demo, device: torch.device) -> float:
     rows = size.rows if device.type == "cuda" else min(size.rows, PROBE_ROWS)
     model = init_weights(Transformer(size.model(), device=device, dtype=compute_dtype(device)), config.seed)
     state = TrainState(model, config)
-    shape = Shape(why="a demo's probe", model=size.model(), sequences=rows, length=size.context)
-    batches, seconds = random_batches(shape, 1, device), []
+    batches, seconds = random_batches(size.vocab_size, (size.context,) * rows, device=device), []
     with prepared(model, config, device):
         for _ in range(3):
             began = time.perf_counter()
             step(state, batches)  # waits for the device: the loss is read
             seconds.append(time.perf_counter() - began)
     state.close()
-    return shape.tokens / min(seconds[1:])
+    return rows * size.context / min(seconds[1:])
 
 
 @dataclass(frozen=True, kw_only=True)

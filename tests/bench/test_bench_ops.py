@@ -14,8 +14,8 @@ from bagu import cli
 from bagu.bench import ops as bench
 from bagu.bench import ops_plot, ops_table, roofline, sizing
 from bagu.bench import ops_timing as race
-from bagu.bench.implementations import Contender, NotOffered, chosen_backends, contenders, is_absent
-from bagu.errors import ArgumentError, BackendError, UnknownName
+from bagu.bench.implementations import Contender, chosen_backends, contenders, is_absent
+from bagu.errors import ArgumentError, BackendError, NotOffered, UnknownName
 from bagu.machine.timing import Ceilings, Timing
 from bagu.ops.catalogue import SPECS, spec
 from bagu.ops.core import Case, Cost

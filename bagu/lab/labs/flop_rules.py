@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from bagu.bench.train import SHAPES
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.plot import COLOURS, INK, log_ticks
 from bagu.nn import count
 from bagu.nn.config import MLAConfig, ModelConfig, MoEConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
+from bagu.nn.presets import preset
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,11 +64,11 @@ def models() -> dict[str, ModelConfig]:
         moe=MoEConfig(num_experts=256, top_k=8, expert_size=2048, num_shared=1, dense_layers=(0, 1, 2)),
     )  # fmt: skip
     return {
-        "bagu small 6M": SHAPES["cpu_6m"].model,
+        "bagu small 6M": preset("cpu_6m"),
         "GPT-2 124M": gpt(768, 12),
         "GPT-2 1.5B": gpt(1600, 48),
         "GPT-3 175B": gpt(12288, 96),
-        "TinyLlama 1.1B": SHAPES["llama_1b"].model,
+        "TinyLlama 1.1B": preset("llama_1b"),
         "Llama-3 8B": llama3(4096, 32, 32, 14336),
         "Llama-3 70B": llama3(8192, 80, 64, 28672),
         "DeepSeek-V3 671B": deepseek,
@@ -82,7 +82,7 @@ def run(setting: Setting) -> list[Row]:
     contexts = (128, 2048, 32768) if setting.quick else CONTEXTS
     small = {
         "GPT of d64 L2": gpt(64, 2, vocab_size=512),
-        "Llama of d128 L3": replace(SHAPES["cpu_6m"].model, hidden_size=128, num_layers=3),
+        "Llama of d128 L3": replace(preset("cpu_6m"), hidden_size=128, num_layers=3),
     }
     points = [partial(counted, *model, T) for model, T in product(large.items(), contexts)]
     points += [

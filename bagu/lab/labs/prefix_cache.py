@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bagu.bench.engine import SHAPES
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.plot import INK, log_ticks
 from bagu.nn import Transformer, init_weights
+from bagu.nn.presets import preset
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Request, Sampling
@@ -29,7 +29,7 @@ from bagu.serve.request import Request, Sampling
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MODEL = SHAPES["cpu_8m"].model
+MODEL = preset("cpu_8m")
 PROMPT, REQUESTS = 512, 2  # tokens of a prompt, and prompts of a pair
 BLOCK, BLOCKS = 16, 4096  # tokens of a block, and blocks: 1 GiB, which no processor's caches hold
 SHARED = (0, 128, 256, 384, 496)  # tokens of a prompt that all have in common; never all of it: one must be computed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from bagu.bench.implementations import NotOffered
+from bagu.errors import NotOffered
 from bagu.ops.gated import halves
 
 

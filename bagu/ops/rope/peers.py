@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bagu.bench.implementations import NotOffered
+from bagu.errors import NotOffered
 
 
 def eager(

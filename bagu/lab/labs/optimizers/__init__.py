@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, cast, get_args
 
-from bagu.bench.train import SHAPES
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.labs.optimizers.descent import Descent, best_lr, first_order, newton, one_thread
 from bagu.lab.labs.optimizers.problems import WINDOWS, NextLetter, Problem, Quadratic, Rosenbrock, corpus_letters
@@ -22,6 +21,7 @@ from bagu.lab.plot import COLOURS, INK
 from bagu.machine.device import available_memory
 from bagu.nn import count
 from bagu.nn.model import Transformer
+from bagu.nn.presets import preset
 from bagu.train.flat import FlatParameters, Role, roles
 from bagu.train.optim import Optimizer, OptimizerConfig
 from bagu.train.optim.config import Kind as Rule
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 NEWTON = ("newton", "damped newton")
 NEWTON_BUDGET = 60
 SEARCH_SEED, SEEDS = 0, (1, 2, 3)
-LARGE = SHAPES["cpu_6m"].model  # what a laptop trains in minutes
+LARGE = preset("cpu_6m")  # what a laptop trains in minutes
 UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "B": 1.0}
 
 
