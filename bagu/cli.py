@@ -272,7 +272,7 @@ def bench_train(
         list[str] | None,
         typer.Option(help="transformers, transformers-compile, or a script that prints JSON with tokens_per_s."),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Timed steps of each contender.")] = 20,
+    steps: Annotated[int, typer.Option(help="Timed steps of each implementation.")] = 20,
     micro_batches: Annotated[list[int] | None, typer.Option(help="How many a step is made of; repeatable.")] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Time bagu under torch.compile too.")] = False,
     recompute: Annotated[str, typer.Option(help="none, selective or block.")] = "none",

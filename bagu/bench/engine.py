@@ -168,10 +168,10 @@ def _works(case: Case, vocab_size: int, turn: int, *, whole: bool) -> tuple[Work
     return case.workload(vocab_size, turn), warmup if whole else warmup.head(4)
 
 
-def _row(contender: str, measured: Measured, device: torch.device, streams: int | None) -> dict[str, Any]:
+def _row(implementation: str, measured: Measured, device: torch.device, streams: int | None) -> dict[str, Any]:
     seconds, made = measured.seconds, measured.output_tokens
     return {
-        "contender": contender, "streams": streams, "seconds": seconds, "output_tokens": made,
+        "implementation": implementation, "streams": streams, "seconds": seconds, "output_tokens": made,
         "input_tokens": measured.input_tokens, "tokens_per_s": made / seconds,
         "total_tokens_per_s": (made + measured.input_tokens) / seconds,
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None, **measured.facts,
@@ -184,17 +184,17 @@ def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
 
     table = Table(title=title, title_justify="left")
     heads = (
-        "contender", "streams", "output tokens/s", "all tokens/s", "steps", "step ms", "overhead ms", "prefix hits",
-        "against best peer",
+        "implementation", "streams", "output tokens/s", "all tokens/s", "steps", "step ms", "overhead ms",
+        "prefix hits", "against best peer",
     )  # fmt: skip
     for head in heads:
-        table.add_column(head, justify="left" if head == "contender" else "right", min_width=min(len(head), 9))
+        table.add_column(head, justify="left" if head == "implementation" else "right", min_width=min(len(head), 9))
     for row in rows:
-        rivals = [r["tokens_per_s"] for r in rows if r["contender"] != "bagu" and r["streams"] == row["streams"]]
+        rivals = [r["tokens_per_s"] for r in rows if r["implementation"] != "bagu" and r["streams"] == row["streams"]]
         hits, asked = row.get("prefix_hits"), row.get("prefix_queries")
         total = None if row["streams"] else row.get("total_tokens_per_s")
         table.add_row(
-            row["contender"], _cell(row["streams"], "{}"), f"{row['tokens_per_s']:,.0f}", _cell(total, "{:,.0f}"),
+            row["implementation"], _cell(row["streams"], "{}"), f"{row['tokens_per_s']:,.0f}", _cell(total, "{:,.0f}"),
             _cell(row.get("steps"), "{:,}"), _ms(row.get("step_s")), _ms(row.get("overhead_s")),
             f"{100 * hits / asked:.0f} %" if hits is not None and asked else "–",
             f"{row['tokens_per_s'] / max(rivals):.2f}×" if rivals else "–",

@@ -25,7 +25,7 @@ from bagu.nn.families import family_for
 __all__ = ["PEERS", "scripted"]
 
 Run = Callable[[Workload], Measured]
-Contender = Callable[[ModelConfig, torch.device, torch.dtype, int], AbstractContextManager[Run]]
+Implementation = Callable[[ModelConfig, torch.device, torch.dtype, int], AbstractContextManager[Run]]
 
 
 def _model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Any:
@@ -106,7 +106,7 @@ def _answer(manager: Any) -> int:
             return len(result.generated_tokens)
 
 
-PEERS: dict[str, Contender] = {"generate": _generate, "generate_batch": _generate_batch}
+PEERS: dict[str, Implementation] = {"generate": _generate, "generate_batch": _generate_batch}
 
 
 def scripted(path: Path, environ: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
@@ -121,7 +121,7 @@ def scripted(path: Path, environ: Mapping[str, str] | None = None) -> list[dict[
             rate = float(found["tokens_per_s"])
         except (ValueError, KeyError, TypeError):
             continue
-        row = {"contender": path.name, "streams": _streams(found), "tokens_per_s": rate, "reported": found}
+        row = {"implementation": path.name, "streams": _streams(found), "tokens_per_s": rate, "reported": found}
         rows.append(row | {"openmp": settings(environ)})
     if run.returncode or not rows:
         last = (run.stderr.strip().splitlines() or ["nothing on stderr"])[-1]

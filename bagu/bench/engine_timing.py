@@ -27,7 +27,7 @@ __all__ = ["Case", "Measured", "measure_streams", "measure_throughput"]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a contender took; `facts` go into its row as they are."""
+    """What a implementation took; `facts` go into its row as they are."""
 
     seconds: float
     output_tokens: int

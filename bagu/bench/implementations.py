@@ -22,14 +22,14 @@ from bagu.machine.device import cxx_compiler
 from bagu.ops.core import OpSpec
 from bagu.ops.dispatch import call
 
-__all__ = ["Contender", "chosen_backends", "contenders", "is_absent", "label"]
+__all__ = ["Implementation", "chosen_backends", "implementations", "is_absent", "label"]
 
 LABELS = {"eager": "torch eager", "compile": "torch.compile"}
 CUDA_ONLY = ("liger",)  # Triton kernels: on a CPU there is nothing to time
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contender:
+class Implementation:
     """One way to do an op's work. `backend` says whether it is ours; `run` takes the op's arguments."""
 
     name: str
@@ -56,23 +56,23 @@ def chosen_backends(specs: Sequence[OpSpec], asked: Sequence[str], device: torch
     return tuple(asked) or tuple(b for b in known if b == "torch" or device.type == "cuda")
 
 
-def contenders(
+def implementations(
     spec: OpSpec, backends: Sequence[str], device: torch.device, *, compiled: bool
-) -> tuple[list[Contender], list[str]]:
+) -> tuple[list[Implementation], list[str]]:
     """All that can be timed on `device`, bagu's backends first, and a note for each that is left out."""
     ours = sorted((b for b in spec.backends if b in backends), key=lambda b: b == "torch")  # kernels first
-    found = [Contender(name=b, backend=True, run=partial(call, spec, b)) for b in ours]
+    found = [Implementation(name=b, backend=True, run=partial(call, spec, b)) for b in ours]
     notes: list[str] = []
     for name, fn in _peers(spec).items():
         if name in CUDA_ONLY and device.type != "cuda":
             continue
-        found.append(Contender(name=name, backend=False, run=fn))
+        found.append(Implementation(name=name, backend=False, run=fn))
         if name == "eager" and compiled:
             if device.type == "cpu" and cxx_compiler() is None:
                 notes.append("torch.compile is left out: it needs a C++ compiler on a CPU (g++ or clang++)")
             else:
                 run = torch.compile(fn, dynamic=False)
-                found.append(Contender(name="compile", backend=False, run=run))
+                found.append(Implementation(name="compile", backend=False, run=run))
     return found, notes
 
 

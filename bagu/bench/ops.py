@@ -1,8 +1,8 @@
 """`bagu bench ops`: every op on every backend against its peers, each as a share of a ceiling measured in the same run.
 
-The ceilings are measured first; then each contender runs at each bench case (`race`), the rows are judged against the
-ceilings (`roofline`), shown, and appended to the record as soon as an op is done. On a CPU and with --quick the sizes
-shrink to a budget (`sizing.shrink`), and a row says which size really ran.
+The ceilings are measured first; then each implementation runs at each bench case (`ops_timing`), the rows are compared
+with the ceilings (`roofline`), shown, and appended to the record as soon as an op is done. On a CPU and with --quick
+the sizes shrink to a budget (`sizing.shrink`), and a row holds the size that ran.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bagu.bench import ops_plot, ops_table
-from bagu.bench.implementations import chosen_backends, contenders, label
+from bagu.bench.implementations import chosen_backends, implementations, label
 from bagu.bench.ops_timing import Job, Point, Setting, rows_of, time_job
 from bagu.bench.roofline import higher
 from bagu.bench.sizing import dtype_named, shrink
@@ -131,11 +131,11 @@ def _jobs(
         if name not in known:
             raise UnknownName.among("bench case", name, known)
     for spec in specs:
-        runners, left_out = contenders(spec, backends, setting.device, compiled=setting.compiled)
+        runners, left_out = implementations(spec, backends, setting.device, compiled=setting.compiled)
         notes += left_out
         cases = [c for c in spec.cases if c.bench and (not named or c.name in named)][: 1 if setting.quick else None]
         jobs += [
-            Job(spec=spec, case=shrink(spec, c, setting.dtype, setting.budget), contender=r)
+            Job(spec=spec, case=shrink(spec, c, setting.dtype, setting.budget), implementation=r)
             for c in cases
             for r in runners
         ]
@@ -154,7 +154,7 @@ def _track(jobs: Sequence[Job], console: Console) -> Iterator[Job]:
         with Progress(*columns, *times, console=console, transient=True, auto_refresh=False) as progress:
             task = progress.add_task("", total=len(jobs))
             for job in jobs:
-                who = label(job.contender.name, backend=job.contender.backend)
+                who = label(job.implementation.name, backend=job.implementation.backend)
                 progress.update(task, description=f"{job.spec.name} {job.case.name} {who}", refresh=True)
                 yield job
                 progress.advance(task)

@@ -75,7 +75,7 @@ def _panel(axes: Any, rows: Sequence[Row], cases: Sequence[str], colours: Mappin
 
 
 def _colours(rows: Sequence[Row]) -> dict[str, str]:
-    """A colour per contender, in the order they ran: bagu's backends first."""
+    """A colour per implementation, in the order they ran: bagu's backends first."""
     ours = _distinct([{"who": row_label(r)} for r in rows if r["backend"]], "who")
     peers = _distinct([{"who": row_label(r)} for r in rows if r["peer"]], "who")
     return dict(zip(ours, OURS, strict=False)) | {p: PEERS[i % len(PEERS)] for i, p in enumerate(peers)}

@@ -41,7 +41,7 @@ def row_label(row: Row) -> str:
 
 
 def tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """One op's rows, a table per case, contenders of one pass together.
+    """One op's rows, a table per case, implementations of one pass together.
 
     The last column says how many times as fast as the best peer a backend of bagu is; with ~ before it, the spread of
     the two is larger than their difference. Below stand the ceilings that the shares are of.

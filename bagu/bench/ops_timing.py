@@ -1,8 +1,8 @@
-"""Timing one contender at one case: its passes, and the rows that a record keeps of them.
+"""Timing one implementation at one case: its passes, and the rows that a record keeps of them.
 
-Each contender runs on inputs of its own in three passes: `fwd` as in training (the graph is kept, so one that saves
-more pays for it), `bwd` alone, and `fwd+bwd`; an op without gradients has only the first. Caches are flushed before
-every sample (`timing.measure`).
+Each implementation runs on inputs of its own in three passes: `fwd` as in training (the graph is kept, so one that
+saves more pays for it), `bwd` alone, and `fwd+bwd`; an op without gradients has only the first. Caches are flushed
+before every sample (`timing.measure`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bagu.bench.implementations import Contender, is_absent
+from bagu.bench.implementations import Implementation, is_absent
 from bagu.bench.roofline import costs, floor, is_fault
 from bagu.bench.sizing import DTYPES, BenchStreams, bench_inputs, first_tensor, shape_label
 from bagu.machine.device import gpu, this_machine
@@ -54,11 +54,11 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One contender at one case."""
+    """One implementation at one case."""
 
     spec: OpSpec
     case: Case
-    contender: Contender
+    implementation: Implementation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Point:
 
 
 def time_job(job: Job, setting: Setting, scrub: torch.Tensor) -> Iterator[Point]:
-    """Every pass of a job. What raises becomes a point with an error: one contender must not end the others' run."""
+    """Every pass of a job. An exception becomes a point with an error, and the other implementations still run."""
     spec, device = job.spec, setting.device
     args = bench_inputs(spec, job.case, setting.dtype, device)
     dims, first = spec.bind(args), first_tensor(spec, args).dtype
@@ -93,14 +93,14 @@ def time_job(job: Job, setting: Setting, scrub: torch.Tensor) -> Iterator[Point]
 
     step = "fwd"
     try:
-        with _fresh_compiler() if job.contender.name == "compile" else nullcontext():
+        with _fresh_compiler() if job.implementation.name == "compile" else nullcontext():
             for step, fn, written in _passes(job, args, setting):
                 least = 3 if setting.quick else 5
                 timing = measure(fn, device, seconds=setting.seconds, min_samples=least, buffer=scrub)
                 known = None if written is None else cost[step]
                 yield point(step, known, written=written or 0, timing=timing, peak_bytes=_peak(fn, device))
     except Exception as error:
-        if job.contender.backend or not is_absent(error):
+        if job.implementation.backend or not is_absent(error):
             words = str(error).strip().splitlines() or [""]
             yield point(step, cost[step], error=f"{type(error).__name__}: {words[0]}"[:300])
 
@@ -134,7 +134,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 def _passes(job: Job, args: dict[str, Any], setting: Setting) -> Iterator[tuple[str, Callable[[], object], int | None]]:
     """(pass, call, bytes it writes) for each pass; the bytes are None for a yardstick."""
-    spec, run = job.spec, job.contender.run
+    spec, run = job.spec, job.implementation.run
     leaves = [args[g].requires_grad_() for g in spec.grads if args[g] is not None]
     out = run(**args)
     if out is None:
@@ -177,7 +177,7 @@ def rows_of(
 
 
 def _row(p: Point, ceilings: Ceilings, setting: Setting, env: Mapping[str, Any]) -> dict[str, Any]:
-    spec, case, who, t = p.job.spec, p.job.case, p.job.contender, p.timing
+    spec, case, who, t = p.job.spec, p.job.case, p.job.implementation, p.timing
     original = next(c for c in spec.cases if c.name == case.name)
     row: dict[str, Any] = {
         "op": spec.name,
@@ -212,7 +212,11 @@ def _judge(p: Point, ceilings: Ceilings, setting: Setting) -> dict[str, Any]:
     judged: dict[str, Any] = dict.fromkeys(("bound", "gb_per_s", "tflop_per_s", "ceiling", "share")) | {"fault": False}
     if p.cost is None:
         return judged
-    least, ours, whole = floor(p.cost, ceilings), p.job.contender.backend, p.step == "fwd+bwd" or not p.job.spec.grads
+    least, ours, whole = (
+        floor(p.cost, ceilings),
+        p.job.implementation.backend,
+        p.step == "fwd+bwd" or not p.job.spec.grads,
+    )
     judged |= {"bound": least.bound, "ceiling": least.ceiling}
     if p.timing is None:
         return judged

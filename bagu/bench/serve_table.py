@@ -11,7 +11,7 @@ __all__ = ["WORDS", "render"]
 Row = Mapping[str, Any]
 WORDS = {
     "en": {
-        "engine": ("machine", "model and load", "contender", "output tokens/s", "step", "against the peer"),
+        "engine": ("machine", "model and load", "implementation", "output tokens/s", "step", "against the peer"),
         "server": ("machine", "model and load", "output tokens/s", "TTFT p50 / p99", "TPOT p50 / p99",
                    "server CPU a token"),
         "caption": "The engine alone, then behind HTTP; medians of the rounds of a run, commit {commit}. "
@@ -33,7 +33,7 @@ WORDS = {
 
 
 def render(rows: Sequence[Row], language: str) -> str:
-    """A block of lines per machine, model and load, each contender from its latest run."""
+    """A block of lines per machine, model and load, each implementation from its latest run."""
     words: dict[str, Any] = WORDS[language]
     engine, server = ([r for r in rows if r["system"] == system] for system in ("engine", "serve"))
     if not engine:
@@ -60,17 +60,17 @@ def _blocks(rows: Sequence[Row], words: Mapping[str, Any]) -> list[list[list[str
 def _block(key: tuple[str, str, str], rows: Sequence[Row]) -> list[list[str]]:
     """Bagu's ways of serving, and the peers beside which they ran. A ratio is to the fastest peer of the same run."""
     machine, model, load = key
-    contenders: dict[str, list[Row]] = {}
+    implementations: dict[str, list[Row]] = {}
     for row in rows:
-        contenders.setdefault(_name(row), []).append(row)
+        implementations.setdefault(_name(row), []).append(row)
     lines: list[list[str]] = []
-    for name, all_of in contenders.items():
+    for name, all_of in implementations.items():
         run = [r for r in all_of if r["env"]["time"] == max(r["env"]["time"] for r in all_of)]
-        ours, rate = run[0]["contender"] == "bagu", statistics.median(r["tokens_per_s"] for r in run)
-        beside = [r for r in rows if r["env"]["time"] == run[0]["env"]["time"] and r["contender"] != "bagu"]
+        ours, rate = run[0]["implementation"] == "bagu", statistics.median(r["tokens_per_s"] for r in run)
+        beside = [r for r in rows if r["env"]["time"] == run[0]["env"]["time"] and r["implementation"] != "bagu"]
         rivals: dict[str, list[float]] = {}
         for r in beside:
-            rivals.setdefault(r["contender"], []).append(r["tokens_per_s"])
+            rivals.setdefault(r["implementation"], []).append(r["tokens_per_s"])
         best = max(map(statistics.median, rivals.values()), default=None)
         step = [r["step_s"] for r in run if r.get("step_s")]
         lines.append([
@@ -82,9 +82,9 @@ def _block(key: tuple[str, str, str], rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _name(row: Row) -> str:
-    """The contender, and how bagu was set."""
-    if row["contender"] != "bagu":
-        return str(row["contender"])
+    """The implementation, and how bagu was set."""
+    if row["implementation"] != "bagu":
+        return str(row["implementation"])
     engine = row["engine"]
     kind = engine["quantization"] or {"bfloat16": "bf16", "float32": "fp32"}[row["dtype"]]
     extras = [kind, *(["invariant"] if engine["invariant"] else []), *([] if engine["prefix_cache"] else ["no cache"])]

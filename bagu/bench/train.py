@@ -1,7 +1,7 @@
 """`bagu bench train`: how fast a whole optimizer step runs, beside peers in the same run.
 
-A contender is a function that makes one step on random tokens and returns when its loss is on the host. Every contender
-gets the same tokens a step, a warm-up, and the same clock: a sample is one step, the device idle at both ends.
+An implementation is a function that makes one step on random tokens and returns when its loss is on the host. Each gets
+the same tokens a step, a warm-up, and the same clock: a sample is one step, the device idle at both ends.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _row(name: str, shape: Shape, samples: Sequence[float], device: torch.device
     flops = sum(count.flops(shape.model, n).training * n for n in shape.lengths)
     median = statistics.median(samples)
     return {
-        "system": "train", "contender": name, "tokens": shape.tokens, "tokens_per_s": shape.tokens / median,
+        "system": "train", "implementation": name, "tokens": shape.tokens, "tokens_per_s": shape.tokens / median,
         "step_s": median, "low_s": min(samples), "high_s": max(samples), "samples": len(samples),
         "tflop_per_s": flops / median / 1e12,
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None, **settings,
@@ -135,7 +135,7 @@ def _script(path: Path) -> dict[str, Any]:
         raise BaguError(
             f"{path} (exit status {run.returncode}) did not end in a line of JSON with tokens_per_s: {last}"
         ) from error
-    return {"system": "train", "contender": path.name, "tokens_per_s": rate, "reported": found}
+    return {"system": "train", "implementation": path.name, "tokens_per_s": rate, "reported": found}
 
 
 def main(
@@ -202,13 +202,13 @@ def _show(shape: Shape, rows: Sequence[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(title=f"{shape.why}; {shape.words()} a step", title_justify="left")
-    for head in ("contender", "micro-batches", "tokens/s", "TFLOP/s", "peak memory", "against the fastest peer"):
-        table.add_column(head, justify="left" if head == "contender" else "right")
-    peers = [r["tokens_per_s"] for r in rows if not r["contender"].startswith("bagu")]
+    for head in ("implementation", "micro-batches", "tokens/s", "TFLOP/s", "peak memory", "against the fastest peer"):
+        table.add_column(head, justify="left" if head == "implementation" else "right")
+    peers = [r["tokens_per_s"] for r in rows if not r["implementation"].startswith("bagu")]
     for row in rows:
         tflops, peak = row.get("tflop_per_s"), row.get("peak_bytes")
         table.add_row(
-            row["contender"], str(row.get("micro_batches", "–")), f"{row['tokens_per_s']:,.0f}",
+            row["implementation"], str(row.get("micro_batches", "–")), f"{row['tokens_per_s']:,.0f}",
             f"{tflops:,.1f}" if tflops else "–", f"{peak / 2**30:.1f} GiB" if peak else "–",
             f"{row['tokens_per_s'] / max(peers):.2f}×" if peers else "–",
         )  # fmt: skip

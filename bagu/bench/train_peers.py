@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PEERS"]
 
-Contender = Callable[["Shape", torch.device, torch.dtype], AbstractContextManager[Callable[[], float]]]
+Implementation = Callable[["Shape", torch.device, torch.dtype], AbstractContextManager[Callable[[], float]]]
 
 
 def _llama(config: ModelConfig) -> Any:
@@ -71,4 +71,4 @@ def _compiled(shape: Shape, device: torch.device, dtype: torch.dtype) -> Abstrac
     return _transformers(shape, device, dtype, compiled=True)
 
 
-PEERS: dict[str, Contender] = {"transformers": _eager, "transformers-compile": _compiled}
+PEERS: dict[str, Implementation] = {"transformers": _eager, "transformers-compile": _compiled}

@@ -10,7 +10,15 @@ __all__ = ["WORDS", "render"]
 Row = Mapping[str, Any]
 WORDS = {
     "en": {
-        "head": ("machine", "model and step", "contender", "tokens/s", "TFLOP/s", "peak memory", "against the peer"),
+        "head": (
+            "machine",
+            "model and step",
+            "implementation",
+            "tokens/s",
+            "TFLOP/s",
+            "peak memory",
+            "against the peer",
+        ),
         "caption": "A whole optimizer step on random tokens, medians, commit {commit}. `bagu bench train` repeats it.",
         "nothing": "No training speed is recorded yet: `bagu bench train` writes it to `benchmarks/results/train`.",
         "micro": "{n} micro-batches",
@@ -46,15 +54,15 @@ def _block(machine: str, run: Sequence[Row], words: Mapping[str, Any]) -> list[s
     """Bagu's best and its leanest run, and each peer at its best."""
     best: dict[tuple[str, Any], Row] = {}
     for row in run:  # several rounds: the fastest of each
-        key = (row["contender"], row.get("micro_batches"))
+        key = (row["implementation"], row.get("micro_batches"))
         if key not in best or row["tokens_per_s"] > best[key]["tokens_per_s"]:
             best[key] = row
-    peers = [r["tokens_per_s"] for r in best.values() if not r["contender"].startswith("bagu")]
+    peers = [r["tokens_per_s"] for r in best.values() if not r["implementation"].startswith("bagu")]
     lines, named = [], False
     for row in best.values():
-        ours = row["contender"].startswith("bagu")
+        ours = row["implementation"].startswith("bagu")
         micro = row.get("micro_batches") or 1
-        name = row["contender"] + (f", {words['micro'].format(n=micro)}" if micro > 1 else "")
+        name = row["implementation"] + (f", {words['micro'].format(n=micro)}" if micro > 1 else "")
         rate = f"{row['tokens_per_s']:,.0f}"
         ratio = f"{row['tokens_per_s'] / max(peers):.2f}×" if peers and ours else "–"
         peak, tflops = row.get("peak_bytes"), row.get("tflop_per_s")

@@ -13,8 +13,8 @@ from rich.console import Console
 from bagu import cli
 from bagu.bench import ops as bench
 from bagu.bench import ops_plot, ops_table, roofline, sizing
-from bagu.bench import ops_timing as race
-from bagu.bench.implementations import Contender, chosen_backends, contenders, is_absent
+from bagu.bench import ops_timing
+from bagu.bench.implementations import Implementation, chosen_backends, implementations, is_absent
 from bagu.errors import ArgumentError, BackendError, NotOffered, UnknownName
 from bagu.machine.timing import Ceilings, Timing
 from bagu.ops.catalogue import SPECS, spec
@@ -22,7 +22,7 @@ from bagu.ops.core import Case, Cost
 from bagu.runs.record import read_rows
 
 CEILINGS = Ceilings(read=100e9, write=80e9, copy=50e9, matmul=1e12, dtype="float32", device="cpu")
-CPU = race.Setting(device=torch.device("cpu"), dtype=torch.float32, quick=True, compiled=False)
+CPU = ops_timing.Setting(device=torch.device("cpu"), dtype=torch.float32, quick=True, compiled=False)
 RMS = spec("rms_norm")
 TINY = Case("llama_8b", RMS.cases[-1].why, bench=True, M=8, N=64)
 BUFFER = torch.zeros(1024)
@@ -214,19 +214,21 @@ def test_of_two_measurements_the_higher_ceiling_counts() -> None:
 
 
 def _row(*, seconds: float, cost: Cost = SMALL, backend: bool = True, step: str = "fwd") -> dict[str, Any]:
-    job = race.Job(spec=RMS, case=TINY, contender=Contender(name="torch", backend=backend, run=lambda: None))
+    job = ops_timing.Job(
+        spec=RMS, case=TINY, implementation=Implementation(name="torch", backend=backend, run=lambda: None)
+    )
     timing = Timing(median_s=seconds, low_s=seconds, high_s=seconds, samples=3)
-    point = race.Point(job=job, shape="8×64", dims={}, step=step, cost=cost, written=0, timing=timing, peak_bytes=None,
+    point = ops_timing.Point(job=job, shape="8×64", dims={}, step=step, cost=cost, written=0, timing=timing, peak_bytes=None,
                        error=None)  # fmt: skip
-    return race.rows_of([point], CEILINGS, CPU, {})[0]
+    return ops_timing.rows_of([point], CEILINGS, CPU, {})[0]
 
 
-# --- contenders -------------------------------------------------------------------------------------------------------
+# --- implementations --------------------------------------------------------------------------------------------------
 
 
 def _timed(run: Any, *, backend: bool = False) -> list[dict[str, Any]]:
-    job = race.Job(spec=RMS, case=TINY, contender=Contender(name="other", backend=backend, run=run))
-    return race.rows_of(list(race.time_job(job, CPU, BUFFER)), CEILINGS, CPU, {})
+    job = ops_timing.Job(spec=RMS, case=TINY, implementation=Implementation(name="other", backend=backend, run=run))
+    return ops_timing.rows_of(list(ops_timing.time_job(job, CPU, BUFFER)), CEILINGS, CPU, {})
 
 
 def test_one_that_fails_becomes_a_row_with_the_reason() -> None:
@@ -300,7 +302,7 @@ def test_times_are_in_units_that_fit() -> None:
 
 @pytest.mark.parametrize("name", sorted(n for n in SPECS if SPECS[n].peers))
 def test_peers_are_the_public_functions_of_the_folder(name: str) -> None:
-    found, _ = contenders(spec(name), ("torch",), torch.device("cpu"), compiled=False)
+    found, _ = implementations(spec(name), ("torch",), torch.device("cpu"), compiled=False)
     assert [c.name for c in found if c.backend] == ["torch"]
     assert "eager" in [c.name for c in found] and "liger" not in [c.name for c in found]
 
@@ -308,16 +310,16 @@ def test_peers_are_the_public_functions_of_the_folder(name: str) -> None:
 def test_compile_is_left_out_with_a_note_where_no_compiler_is(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr("bagu.bench.implementations.cxx_compiler", lambda: None)
-    found, notes = contenders(RMS, ("torch",), cpu, compiled=True)
+    found, notes = implementations(RMS, ("torch",), cpu, compiled=True)
     assert "compile" not in [c.name for c in found] and "C++ compiler" in notes[0]
 
 
 @pytest.mark.slow  # 15 s of torch.compile
 def test_compile_is_timed_where_a_compiler_is() -> None:
-    found, notes = contenders(RMS, ("torch",), torch.device("cpu"), compiled=True)
+    found, notes = implementations(RMS, ("torch",), torch.device("cpu"), compiled=True)
     compiled = next(c for c in found if c.name == "compile")
-    job = race.Job(spec=RMS, case=TINY, contender=compiled)
-    rows = race.rows_of(list(race.time_job(job, CPU, BUFFER)), CEILINGS, CPU, {})
+    job = ops_timing.Job(spec=RMS, case=TINY, implementation=compiled)
+    rows = ops_timing.rows_of(list(ops_timing.time_job(job, CPU, BUFFER)), CEILINGS, CPU, {})
     assert notes == [] and [(r["pass"], r["error"]) for r in rows] == [(step, None) for step in roofline.PASSES]
 
 

@@ -115,11 +115,11 @@ def test_a_page_without_marks_is_an_error_that_names_it(tmp_path: Path, capsys: 
         tables.updated(tables.END + tables.BEGIN, "", "README.md")
 
 
-def trained(contender: str, rate: float, **changes: Any) -> dict[str, Any]:
+def trained(implementation: str, rate: float, **changes: Any) -> dict[str, Any]:
     """One row as `bagu bench train` records it."""
     env = {"machine": "nvidia-h200", "commit": "0123456789abcdef", "time": changes.pop("time", "2026-08-01T10:00:00")}
     made = {
-        "system": "train", "contender": contender, "shape": "llama_1b", "tokens": 32768, "tokens_per_s": rate,
+        "system": "train", "implementation": implementation, "shape": "llama_1b", "tokens": 32768, "tokens_per_s": rate,
         "tflop_per_s": 500.0, "peak_bytes": 2**35, "model": {"num_layers": 22, "hidden_size": 2048}, "env": env,
     }  # fmt: skip
     return made | changes
@@ -139,14 +139,14 @@ def test_training_speed_is_set_against_the_fastest_peer_of_the_latest_run() -> N
     assert "bagu bench train" in train_table.render([], "en")
 
 
-def generated(contender: str, rate: float, streams: int | None = 32, **changes: Any) -> dict[str, Any]:
+def generated(implementation: str, rate: float, streams: int | None = 32, **changes: Any) -> dict[str, Any]:
     """One row as `bagu bench engine` records it."""
     env = {"commit": "a" * 40, "machine": "h200", "time": changes.pop("time", "2026-08-01T10:00:00")}
     span = {"low": 100, "high": 1024}
     engine = {"quantization": None, "invariant": False, "prefix_cache": True} | changes.pop("engine", {})
     return {
-        "system": "engine", "contender": contender, "model": "cpu_8m", "streams": streams, "tokens_per_s": rate,
-        "dtype": "float32", "engine": engine, "step_s": 0.01, "env": env,
+        "system": "engine", "implementation": implementation, "model": "cpu_8m", "streams": streams,
+        "tokens_per_s": rate, "dtype": "float32", "engine": engine, "step_s": 0.01, "env": env,
         "case": {"requests": 256, "inputs": span, "outputs": span, "shared_prefix": 0},
     } | changes  # fmt: skip
 

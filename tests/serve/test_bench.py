@@ -114,7 +114,7 @@ def test_bench_engine_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[
         peers=[str(peer)], rounds=2, out=tmp_path / "out", device="cpu",
     )  # fmt: skip
     rows = rows_of(tmp_path / "out")
-    assert code == 0 and [r["contender"] for r in rows] == ["bagu", "peer.py"] * 2
+    assert code == 0 and [r["implementation"] for r in rows] == ["bagu", "peer.py"] * 2
     assert all(r["system"] == "engine" and r["model"] == "small" and r["streams"] == 2 and r["env"] for r in rows)
     assert rows[0]["output_tokens"] == 8 and rows[0]["steps"] == 4
     assert "small" in capsys.readouterr().out
@@ -128,7 +128,7 @@ def test_bench_engine_runs_a_workload_beside_transformers(tmp_path: Path, capsys
         out=tmp_path, device="cpu", as_json=True,
     )  # fmt: skip
     bagu, peer = json.loads(capsys.readouterr().out)
-    assert (bagu["contender"], peer["contender"]) == ("bagu", "generate")
+    assert (bagu["implementation"], peer["implementation"]) == ("bagu", "generate")
     assert bagu["output_tokens"] == peer["output_tokens"] and bagu["input_tokens"] == peer["input_tokens"]
 
 
