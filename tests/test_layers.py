@@ -12,17 +12,23 @@ import pytest
 import bagu
 
 ROOT = Path(bagu.__file__).parent
-PARTS = {  # besides the root modules, which import no part and are open to all
-    "ops": set(),
-    "data": set(),
-    "nn": {"ops"},
-    "parallel": {"ops", "nn"},
-    "train": {"ops", "nn", "data", "parallel"},
-    "eval": {"ops", "nn", "data"},
-    "serve": {"ops", "nn", "parallel"},
-    "lab": {"ops", "nn", "data", "parallel", "train", "eval", "serve"},
-    "recipes": {"ops", "nn", "data", "parallel", "train", "eval", "serve"},
-    "cli.py": {"ops", "nn", "data", "parallel", "train", "eval", "serve", "lab", "recipes"},
+ROOTS = {"errors", "types", "config", "cli"}  # besides these the package has parts alone
+BELOW_CLI = ["machine", "runs", "ops", "data", "nn", "parallel", "train", "eval", "serve", "recipes", "bench", "lab"]
+PARTS = {  # besides errors, types and config, which import no part and are open to all
+    "machine": set(),
+    "runs": {"machine"},
+    "ops": {"machine"},
+    "data": {"machine"},
+    "nn": {"machine", "ops"},
+    "parallel": {"machine", "runs", "ops", "nn"},
+    "train": {"machine", "runs", "ops", "nn", "data", "parallel"},
+    "eval": {"machine", "runs", "ops", "nn", "data"},
+    "serve": {"machine", "runs", "ops", "nn", "parallel"},
+    "recipes": set(BELOW_CLI[:9]),
+    "bench": set(BELOW_CLI[:10]),
+    "lab": set(BELOW_CLI[:11]),
+    "cli": set(BELOW_CLI),
+    "__main__": {"cli"},
 }
 OPTIONAL = [
     "triton", "pydantic", "fastapi", "ray", "optuna", "matplotlib", "pynvml", "liger_kernel", "pyarrow", "tensorboard",
@@ -30,25 +36,42 @@ OPTIONAL = [
 ]  # fmt: skip
 
 
-def imported_parts(source: str) -> set[str]:
-    """The parts a source file imports, at the top or inside a function."""
+def imports(source: str) -> set[str]:
+    """The dotted names of bagu that a source file imports, at the top or inside a function."""
     nodes = list(ast.walk(ast.parse(source)))
     names = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
     for n in nodes:
         if isinstance(n, ast.ImportFrom):
             assert n.level == 0, "imports are absolute here"
             names += [f"{n.module}.{a.name}" for a in n.names]
-    return {parts[1] for name in names if (parts := name.split("."))[0] == "bagu" and len(parts) > 1} & PARTS.keys()
+    return {name for name in names if name.split(".")[0] == "bagu"}
 
 
 def wrong_imports(path: Path, source: str) -> list[str]:
-    part = path.parts[0]
+    part = path.parts[0].removesuffix(".py")
     allowed = PARTS.get(part, set()) | {part}
-    return [
-        f"{path} imports bagu.{name}; {part} may import {sorted(allowed)}"
-        for name in imported_parts(source)
-        if name not in allowed
-    ]
+    found = {name.split(".")[1] for name in imports(source) if "." in name} & PARTS.keys()
+    return [f"{path} imports bagu.{name}; {part} may import {sorted(allowed)}" for name in found - allowed]
+
+
+def modules() -> dict[str, Path]:
+    files = sorted(ROOT.rglob("*.py"))
+    names = [".".join(("bagu", *f.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__") for f in files]
+    return dict(zip(names, files, strict=True))
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of modules that import each other, directly or through others."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        seen, todo = set(), [start]
+        while todo:
+            new = graph[todo.pop()] - seen
+            seen |= new
+            todo += new
+        reached[start] = seen
+    groups = {frozenset(m for m in reached[n] if n in reached[m]) for n in graph if n in reached[n]}
+    return sorted(sorted(g) for g in groups)
 
 
 def test_every_import_points_down() -> None:
@@ -57,9 +80,29 @@ def test_every_import_points_down() -> None:
     assert [w for f in files for w in wrong_imports(f.relative_to(ROOT), f.read_text())] == []
 
 
+def test_the_root_has_four_modules_and_the_parts() -> None:
+    assert {f.stem for f in ROOT.glob("*.py")} == ROOTS | {"__init__", "__main__"}
+    assert {f.parent.name for f in ROOT.glob("*/*.py")} <= PARTS.keys()
+
+
+def test_no_two_files_import_each_other() -> None:
+    """A package's __init__ that gathers names does not count: importing a file of it is not importing the others."""
+    files = modules()
+    graph = {
+        name: {n if n in files else n.rpartition(".")[0] for n in imports(path.read_text())} & files.keys()
+        for name, path in files.items()
+        if path.name != "__init__.py"
+    }
+    assert cycles({name: needs & graph.keys() for name, needs in graph.items()}) == []
+
+
+def test_a_cycle_is_seen() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
 def test_an_upward_import_is_seen() -> None:
     assert wrong_imports(Path("bench/ops.py"), "def f():\n    from bagu import lab")
-    assert wrong_imports(Path("device.py"), "import bagu.ops.core")
+    assert wrong_imports(Path("config.py"), "import bagu.ops.core")
     assert not wrong_imports(Path("nn/norm.py"), "from bagu.ops import rms_norm")
 
 

@@ -13,13 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bagu.bench.train_peers import PEERS
+from bagu.bench.train_shapes import SHAPES, Shape
 from bagu.data.random_batches import random_batches
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.machine.device import named_device, named_dtype
@@ -27,56 +28,17 @@ from bagu.machine.environment import environment
 from bagu.machine.fast_dtype import compute_dtype_name
 from bagu.machine.timing import forget
 from bagu.nn import count
-from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
-from bagu.nn.presets import preset
 from bagu.runs.record import append_rows, record_file
 from bagu.train.optim import OptimizerConfig
 from bagu.train.prepare import prepared
 from bagu.train.state import TrainConfig, TrainState
 from bagu.train.step import step
 
-__all__ = ["SHAPES", "Shape", "main"]
+__all__ = ["main"]
 
 RESULTS = Path("benchmarks/results/train")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """A model and the documents of one step, by their lengths in tokens."""
-
-    why: str
-    model: ModelConfig
-    lengths: tuple[int, ...]
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-    def words(self) -> str:
-        """The documents of a step: "16 × 2048 tokens" where they are equal, else their number and range."""
-        low, high = min(self.lengths), max(self.lengths)
-        count = len(self.lengths)
-        return (
-            f"{count} × {low} tokens"
-            if low == high
-            else f"{self.tokens} tokens in {count} documents of {low} to {high}"
-        )
-
-
-SHAPES = {
-    "cpu_6m": Shape(
-        why="what a laptop trains in minutes: 5.9M parameters", model=preset("cpu_6m"), lengths=(256,) * 16
-    ),
-    "llama_1b": Shape(why="TinyLlama's shape: 1.1B parameters", model=preset("llama_1b"), lengths=(2048,) * 16),
-    "llama_1b_long": Shape(
-        why="TinyLlama's shape, long documents packed: attention counts",
-        model=replace(preset("llama_1b"), max_len=16_384),
-        lengths=(16_384, 4096, 5120, 7168),
-    ),
-    "gpt_d20": Shape(why="nanochat's depth 20: 480M parameters", model=preset("gpt_d20"), lengths=(2048,) * 32),
-}
 
 
 @contextmanager

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from bagu.bench.train_shapes import Shape
 from bagu.errors import BaguError
 from bagu.nn.config import ModelConfig, Rope
 
-if TYPE_CHECKING:
-    from bagu.bench.train import Shape
-
 __all__ = ["PEERS"]
 
-Implementation = Callable[["Shape", torch.device, torch.dtype], AbstractContextManager[Callable[[], float]]]
+Implementation = Callable[[Shape, torch.device, torch.dtype], AbstractContextManager[Callable[[], float]]]
 
 
 def _llama(config: ModelConfig) -> Any:

@@ -78,7 +78,8 @@ def chat_main(
     wait_briefly()
     from bagu.recipes.generation import read_generation
     from bagu.recipes.models import find_model
-    from bagu.serve.chat.clients import EngineChat, HttpChat, terminal
+    from bagu.serve.chat import terminal
+    from bagu.serve.chat.clients import EngineChat, HttpChat
 
     if model.startswith(("http://", "https://")):
         given = [f"--{k}" for k in ("tokenizer", "device", "dtype") if getattr(loader, k) not in (None, "auto")]

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from bagu import cli
 from bagu.bench import ops as bench
-from bagu.bench import ops_plot, ops_table, roofline, sizing
-from bagu.bench import ops_timing
+from bagu.bench import ops_plot, ops_table, ops_timing, roofline, sizing
 from bagu.bench.implementations import Implementation, chosen_backends, implementations, is_absent
 from bagu.errors import ArgumentError, BackendError, NotOffered, UnknownName
 from bagu.machine.timing import Ceilings, Timing
@@ -218,8 +217,9 @@ def _row(*, seconds: float, cost: Cost = SMALL, backend: bool = True, step: str 
         spec=RMS, case=TINY, implementation=Implementation(name="torch", backend=backend, run=lambda: None)
     )
     timing = Timing(median_s=seconds, low_s=seconds, high_s=seconds, samples=3)
-    point = ops_timing.Point(job=job, shape="8×64", dims={}, step=step, cost=cost, written=0, timing=timing, peak_bytes=None,
-                       error=None)  # fmt: skip
+    point = ops_timing.Point(
+        job=job, shape="8×64", dims={}, step=step, cost=cost, written=0, timing=timing, peak_bytes=None, error=None
+    )
     return ops_timing.rows_of([point], CEILINGS, CPU, {})[0]
 
 

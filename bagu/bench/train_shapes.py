@@ -1,0 +1,47 @@
+"""What `bagu bench train` trains: a model, and the documents of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from bagu.nn.config import ModelConfig
+from bagu.nn.presets import preset
+
+__all__ = ["SHAPES", "Shape"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model and the documents of one step, by their lengths in tokens."""
+
+    why: str
+    model: ModelConfig
+    lengths: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    def words(self) -> str:
+        """The documents of a step: "16 × 2048 tokens" where they are equal, else their number and range."""
+        low, high = min(self.lengths), max(self.lengths)
+        count = len(self.lengths)
+        return (
+            f"{count} × {low} tokens"
+            if low == high
+            else f"{self.tokens} tokens in {count} documents of {low} to {high}"
+        )
+
+
+SHAPES = {
+    "cpu_6m": Shape(
+        why="what a laptop trains in minutes: 5.9M parameters", model=preset("cpu_6m"), lengths=(256,) * 16
+    ),
+    "llama_1b": Shape(why="TinyLlama's shape: 1.1B parameters", model=preset("llama_1b"), lengths=(2048,) * 16),
+    "llama_1b_long": Shape(
+        why="TinyLlama's shape, long documents packed: attention counts",
+        model=replace(preset("llama_1b"), max_len=16_384),
+        lengths=(16_384, 4096, 5120, 7168),
+    ),
+    "gpt_d20": Shape(why="nanochat's depth 20: 480M parameters", model=preset("gpt_d20"), lengths=(2048,) * 32),
+}
