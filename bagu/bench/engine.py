@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -10,26 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 
 from bagu.bench.engine_peers import PEERS, scripted
 from bagu.bench.engine_timing import Case, Measured, measure_streams, measure_throughput
+from bagu.bench.harness import RESULTS, Rows, check_peers, table
 from bagu.bench.workload import Lengths, Workload
 from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.device import named_device, named_dtype
-from bagu.machine.environment import environment
 from bagu.machine.fast_dtype import compute_dtype
 from bagu.machine.openmp import settings
 from bagu.machine.timing import forget
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.nn.presets import preset
-from bagu.runs.record import append_rows, record_file
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 
 __all__ = ["SHAPES", "main"]
 
-RESULTS = Path("benchmarks/results/serve")
 LEAST_LEN = 4096  # positions an engine is made for, as in nano-vllm's bench, where the workload needs no more
 
 
@@ -87,29 +85,25 @@ def main(
         max_num_seqs=batch, prefix_cache=prefix_cache, quantization=quantization, invariant=invariant,  # type: ignore[arg-type]
         max_num_batched_tokens=max_num_batched_tokens, seed=seed,
     )  # fmt: skip
-    record = record_file(out or RESULTS)
-    rows: list[dict[str, Any]] = []
+    rows = Rows(out, default=RESULTS / "serve", as_json=as_json)
+    common = {
+        "system": "engine", "model": name, "device": str(where), "dtype": str(as_dtype).removeprefix("torch."),
+        "case": asdict(case), "engine": asdict(config), "openmp": settings(os.environ),
+    }  # fmt: skip
     for turn in range(rounds):
         forget(where)
         model = make()
-        rows += [_row("bagu", m, where, s) for s, m in _bagu(model, config, case, turn)]
+        common["config"] = asdict(model.config)
+        rows.add(common | _row("bagu", m, where, s) for s, m in _bagu(model, config, case, turn))
         for peer in peers:
             if peer not in PEERS:
-                rows += scripted(Path(peer), peer_environ)
+                rows.add(common | row for row in scripted(Path(peer), peer_environ))
                 continue
             forget(where)
-            rows += [_row(peer, m, where, s) for s, m in _peer(peer, model, case, turn, batch, where, as_dtype)]
-    common = {
-        "system": "engine", "model": name, "config": asdict(model.config), "device": str(where),
-        "dtype": str(as_dtype).removeprefix("torch."), "case": asdict(case), "engine": asdict(config),
-        "openmp": settings(os.environ), "env": environment(),
-    }  # fmt: skip
-    rows = [common | row for row in rows]
-    append_rows(record, rows)
-    if as_json:
-        print(json.dumps(rows))
-    else:
-        _show(f"{name}, {dtype or common['dtype']}, {where}: {case.words()}", rows)
+            rows.add(
+                common | _row(peer, m, where, s) for s, m in _peer(peer, model, case, turn, batch, where, as_dtype)
+            )
+    rows.finish(_table(f"{name}, {dtype or common['dtype']}, {where}: {case.words()}", rows.all))
     return 0
 
 
@@ -119,9 +113,7 @@ def _check(case: Case, peers: Sequence[str]) -> None:
             f"streams {list(case.streams)}, prompt {case.prompt}, new {case.new}, repeats {case.repeats}",
             hint="each is 1 or more",
         )
-    unknown = [p for p in peers if p not in PEERS and not Path(p).is_file()]
-    if unknown:
-        raise UnknownName.among("peer", unknown[0], [*PEERS, "PATH.py"])
+    check_peers(peers, PEERS)
     if case.streams and any(p in PEERS for p in peers):
         raise ArgumentError("a transformers peer with streams", hint="it has no decode rate alone: leave one out")
 
@@ -178,28 +170,23 @@ def _row(implementation: str, measured: Measured, device: torch.device, streams:
     }  # fmt: skip
 
 
-def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
+def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     heads = (
         "implementation", "streams", "output tokens/s", "all tokens/s", "steps", "step ms", "overhead ms",
         "prefix hits", "against best peer",
     )  # fmt: skip
-    for head in heads:
-        table.add_column(head, justify="left" if head == "implementation" else "right", min_width=min(len(head), 9))
+    lines = []
     for row in rows:
-        rivals = [r["tokens_per_s"] for r in rows if r["implementation"] != "bagu" and r["streams"] == row["streams"]]
+        peers = [r["tokens_per_s"] for r in rows if r["implementation"] != "bagu" and r["streams"] == row["streams"]]
         hits, asked = row.get("prefix_hits"), row.get("prefix_queries")
         total = None if row["streams"] else row.get("total_tokens_per_s")
-        table.add_row(
-            row["implementation"], _cell(row["streams"], "{}"), f"{row['tokens_per_s']:,.0f}", _cell(total, "{:,.0f}"),
-            _cell(row.get("steps"), "{:,}"), _ms(row.get("step_s")), _ms(row.get("overhead_s")),
-            f"{100 * hits / asked:.0f} %" if hits is not None and asked else "–",
-            f"{row['tokens_per_s'] / max(rivals):.2f}×" if rivals else "–",
-        )  # fmt: skip
-    Console().print(table)
+        lines.append((
+            row["implementation"], _cell(row["streams"], "{}"), f"{row['tokens_per_s']:,.0f}",
+            _cell(total, "{:,.0f}"), _cell(row.get("steps"), "{:,}"), _ms(row.get("step_s")),
+            _ms(row.get("overhead_s")), f"{100 * hits / asked:.0f} %" if hits is not None and asked else "–",
+            f"{row['tokens_per_s'] / max(peers):.2f}×" if peers else "–",
+        ))  # fmt: skip
+    return table(title, heads, lines)
 
 
 def _cell(value: float | None, form: str) -> str:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +13,7 @@ from typing import Any
 import torch
 
 from bagu.bench.engine_timing import Measured
+from bagu.bench.harness import script_rates
 from bagu.bench.workload import TEMPERATURE, Workload
 from bagu.errors import BaguError
 from bagu.machine.openmp import settings
@@ -110,23 +108,13 @@ PEERS: dict[str, Implementation] = {"generate": _generate, "generate_batch": _ge
 
 
 def scripted(path: Path, environ: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """Run a peer's own script, unmodified, in `environ` or in this process's environment: a row for every line of JSON
-    with `tokens_per_s` that it prints. A line is of so many streams where it has `streams`, or says so in `what`."""
-    environ = os.environ if environ is None else environ
-    run = subprocess.run([sys.executable, str(path)], env=environ, capture_output=True, text=True, check=False)
-    rows = []
-    for line in run.stdout.splitlines():
-        try:
-            found = json.loads(line)
-            rate = float(found["tokens_per_s"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        row = {"implementation": path.name, "streams": _streams(found), "tokens_per_s": rate, "reported": found}
-        rows.append(row | {"openmp": settings(environ)})
-    if run.returncode or not rows:
-        last = (run.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
-        raise BaguError(f"{path} (exit status {run.returncode}) printed {len(rows)} lines of JSON rates: {last}")
-    return rows
+    """The rates that a peer's own script prints. A line is of so many streams where it has `streams`, or says so in
+    `what`."""
+    common = {"implementation": path.name, "openmp": settings(os.environ if environ is None else environ)}
+    return [
+        common | {"streams": _streams(found), "tokens_per_s": float(found["tokens_per_s"]), "reported": found}
+        for found in script_rates(path, environ)
+    ]
 
 
 def _streams(found: dict[str, Any]) -> int | None:

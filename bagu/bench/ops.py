@@ -7,7 +7,6 @@ the sizes shrink to a budget (`sizing.shrink`), and a row holds the size that ra
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -21,21 +20,19 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bagu.bench import ops_plot, ops_table
+from bagu.bench.harness import RESULTS, Rows
 from bagu.bench.implementations import chosen_backends, implementations, label
 from bagu.bench.ops_timing import Job, Point, Setting, rows_of, time_job
 from bagu.bench.roofline import higher
 from bagu.bench.sizing import dtype_named, shrink
 from bagu.errors import UnknownName
 from bagu.machine.device import named_device
-from bagu.machine.environment import environment
 from bagu.machine.timing import Ceilings, flush_buffer, measure_ceilings
 from bagu.ops import catalogue
 from bagu.ops.core import OpSpec
-from bagu.runs.record import append_rows, record_file
 
-__all__ = ["RESULTS", "main"]
+__all__ = ["main"]
 
-RESULTS = Path("benchmarks/results")
 SECOND_LOOKS = 2  # a result over its ceiling is measured again, with the ceiling: most often the machine was disturbed
 SECONDS_BETWEEN_LINES = 5.0  # of progress, where there is no terminal
 
@@ -63,33 +60,30 @@ def main(
     kind = dtype_named(dtype) if dtype is not None else torch.bfloat16 if on.type == "cuda" else torch.float32
     setting = Setting(device=on, dtype=kind, quick=quick, compiled=not quick if compiled is None else compiled)
     jobs, notes = _jobs(specs, cases, chosen_backends(specs, backends, on), setting)
-    record = None if out is None and quick else record_file(out or RESULTS)
-    console = Console(stderr=as_json)
-    rows: list[dict[str, Any]] = []
+    rows = Rows(out, default=None if quick else RESULTS, as_json=as_json)
     # A Triton kernel runs on the current device, wherever its tensors are.
     with torch.cuda.device(on) if on.type == "cuda" else nullcontext():
-        for found in _rows(jobs, notes, setting, console):
-            rows += found
-            if record is not None:
-                _keep(found, record, console, draw=draw)
-    if as_json:
-        print(json.dumps(rows, indent=1, ensure_ascii=False, allow_nan=False))
-    failed = any(row["error"] and row["backend"] for row in rows)
-    return int(failed or (record is not None and any(row["fault"] for row in rows)))
+        for found in _measured(jobs, notes, setting, rows):
+            kept = rows.add(found)
+            if rows.record is not None and kept:
+                rows.console.print(_kept(kept, rows.record, draw=draw))
+    rows.finish()
+    failed = any(row["error"] and row["backend"] for row in rows.all)
+    return int(failed or (rows.record is not None and any(row["fault"] for row in rows.all)))
 
 
-def _rows(
-    jobs: Sequence[Job], notes: Sequence[str], setting: Setting, console: Console
+def _measured(
+    jobs: Sequence[Job], notes: Sequence[str], setting: Setting, rows: Rows
 ) -> Iterator[list[dict[str, Any]]]:
     """Measure the ceilings, then each op; shows an op's rows and hands them on as soon as it is done."""
-    env = environment()
-    console.print(ops_table.heading(env, setting.device, quick=setting.quick))
+    console = rows.console
+    console.print(ops_table.heading(rows.env, setting.device, quick=setting.quick))
 
     def measured() -> Ceilings:
         return measure_ceilings(setting.device, dtype=setting.dtype, quick=setting.quick)
 
     def judged(points: Sequence[Point]) -> list[dict[str, Any]]:
-        return rows_of(points, ceilings, setting, env)
+        return rows_of(points, ceilings, setting)
 
     ceilings = measured()
     console.print(ops_table.ceilings_line(ceilings))
@@ -111,14 +105,11 @@ def _rows(
         yield found
 
 
-def _keep(rows: Sequence[Mapping[str, Any]], record: Path, console: Console, *, draw: bool) -> None:
-    """Append one op's rows to the machine's record, and draw them beside it."""
-    if not rows:
-        return
-    append_rows(record, rows)
+def _kept(rows: Sequence[Mapping[str, Any]], record: Path, *, draw: bool) -> str:
+    """Draw one op's recorded rows beside the record, and say where both are."""
     reason = ops_plot.draw(rows, record.parent / "plots" / record.stem) if draw else None
     drawn = f"; no plot: {reason}" if reason else f"; plots/{record.stem}/{rows[0]['op']}.svg and .png" if draw else ""
-    console.print(f"[dim]{len(rows)} rows → {escape(f'{record}{drawn}')}[/]")
+    return f"[dim]{len(rows)} rows → {escape(f'{record}{drawn}')}[/]"
 
 
 def _jobs(

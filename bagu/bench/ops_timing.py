@@ -169,14 +169,12 @@ def _passes(job: Job, args: dict[str, Any], setting: Setting) -> Iterator[tuple[
     yield "fwd+bwd", both, written + gradients
 
 
-def rows_of(
-    points: Sequence[Point], ceilings: Ceilings, setting: Setting, env: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+def rows_of(points: Sequence[Point], ceilings: Ceilings, setting: Setting) -> list[dict[str, Any]]:
     """The points as rows of the record, judged against the ceilings. JSON values throughout; names carry units."""
-    return [_row(p, ceilings, setting, env) for p in points]
+    return [_row(p, ceilings, setting) for p in points]
 
 
-def _row(p: Point, ceilings: Ceilings, setting: Setting, env: Mapping[str, Any]) -> dict[str, Any]:
+def _row(p: Point, ceilings: Ceilings, setting: Setting) -> dict[str, Any]:
     spec, case, who, t = p.job.spec, p.job.case, p.job.implementation, p.timing
     original = next(c for c in spec.cases if c.name == case.name)
     row: dict[str, Any] = {
@@ -200,7 +198,7 @@ def _row(p: Point, ceilings: Ceilings, setting: Setting, env: Mapping[str, Any])
         "bytes": p.cost.bytes if p.cost else None,
         "flops": p.cost.flops if p.cost else None,
     }
-    return row | _judge(p, ceilings, setting) | {"quick": setting.quick, "ceilings": asdict(ceilings), "env": dict(env)}
+    return row | _judge(p, ceilings, setting) | {"quick": setting.quick, "ceilings": asdict(ceilings)}
 
 
 def _judge(p: Point, ceilings: Ceilings, setting: Setting) -> dict[str, Any]:

@@ -15,27 +15,28 @@ numbers more say what HTTP costs, where the server tells them:
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import random
 import string
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
+from rich.text import Text
+
+from bagu.bench.harness import RESULTS, Rows, table
 from bagu.bench.serve_client import Answer, Server, answered, drive
 from bagu.bench.serve_latency import METRICS, summary
 from bagu.bench.serve_plot import draw
 from bagu.bench.workload import Lengths, Workload, arrivals, random_workload
 from bagu.errors import ArgumentError, BaguError, UnknownName
-from bagu.machine.environment import environment
-from bagu.runs.record import append_rows, made_folder, record_file
+from bagu.runs.record import made_folder
 
 __all__ = ["fitting", "main", "measure"]
 
-RESULTS = Path("benchmarks/results/serve")
 DEFAULT = Lengths(32, 128)  # tokens of a prompt, and of an answer
 
 
@@ -87,7 +88,7 @@ def main(
         "shared_prefix": shared_prefix, "request_rate": request_rate if math.isfinite(request_rate) else "inf",
         "max_concurrency": max_concurrency, "temperature": temperature, "seed": seed,
     }  # fmt: skip
-    record = record_file(out or RESULTS)
+    rows = Rows(out, default=RESULTS / "serve", as_json=as_json)
     if plot is not None:
         made_folder(plot)
     when = arrivals(requests, request_rate, seed)
@@ -111,13 +112,10 @@ def main(
     used = None if before is None or after is None else after - before
     made = result["total_output_tokens"]
     result["server_cpu_us_per_token"] = 1e6 * used / made if used is not None and made else None
-    row = {"system": "serve", "model_id": name, **asked, **result, "where": at.where, "env": environment()}
-    append_rows(record, [row])
+    row = {"system": "serve", "model_id": name, **asked, **result, "where": at.where}
+    rows.add([row])
     why = None if plot is None else draw(answers, plot, f"{name}, {_load(row)}")
-    if as_json:
-        print(json.dumps(row))
-    else:
-        _show(row, answers, why)
+    rows.finish(*_shown(row, answers, why), single=True)
     return int(result["failed"] > 0)
 
 
@@ -190,34 +188,30 @@ def _load(row: Mapping[str, Any]) -> str:
     return f"Poisson, {row['request_rate']:g} requests/s{most}"
 
 
-def _show(row: Mapping[str, Any], answers: Sequence[Answer], no_plot: str | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    console.print(
+def _shown(row: Mapping[str, Any], answers: Sequence[Answer], no_plot: str | None) -> Iterator[RenderableType]:
+    yield Text(
         f"{row['model_id']}, {_load(row)}: {row['completed']} of {row['num_prompts']} requests in "
-        f"{row['duration']:.2f} s; {row['inputs']} tokens in, {row['outputs']} out", markup=False,
-    )  # fmt: skip
-    console.print(
+        f"{row['duration']:.2f} s; {row['inputs']} tokens in, {row['outputs']} out"
+    )
+    yield (
         f"{row['request_throughput']:.2f} requests/s, {row['output_throughput']:,.0f} output tokens/s, "
         f"{row['total_token_throughput']:,.0f} tokens/s in and out"
     )
     if row["request_goodput"] is not None:
-        console.print(f"goodput {row['request_goodput']:.2f} requests/s")
+        yield f"goodput {row['request_goodput']:.2f} requests/s"
     if row["server_cpu_us_per_token"] is not None:
-        console.print(f"server CPU {row['server_cpu_us_per_token']:.0f} µs a token; {row['where']}")
+        yield f"server CPU {row['server_cpu_us_per_token']:.0f} µs a token; {row['where']}"
     if row["p50_engine_ttft_ms"] is not None and row["p50_ttft_ms"] is not None:
         over = row["p50_ttft_ms"] - row["p50_engine_ttft_ms"]
-        console.print(
-            f"TTFT p50 {row['p50_ttft_ms']:.2f} ms = engine {row['p50_engine_ttft_ms']:.2f} + HTTP {over:.2f}"
-        )
-    table = Table("ms", *("mean", "p50", "p90", "p99"))
-    for name, words in METRICS.items():
-        values = (row[f"{kind}_{name}_ms"] for kind in ("mean", "p50", "p90", "p99"))
-        table.add_row(f"{name.upper()} {words}", *("–" if v is None else f"{v:,.2f}" for v in values))
-    console.print(table)
+        yield f"TTFT p50 {row['p50_ttft_ms']:.2f} ms = engine {row['p50_engine_ttft_ms']:.2f} + HTTP {over:.2f}"
+    kinds = ("mean", "p50", "p90", "p99")
+    values = {name: [row[f"{kind}_{name}_ms"] for kind in kinds] for name in METRICS}
+    yield table(
+        "", ("ms", *kinds),
+        [(f"{name.upper()} {words}", *("–" if v is None else f"{v:,.2f}" for v in values[name]))
+         for name, words in METRICS.items()],
+    )  # fmt: skip
     for error in row["errors"]:
-        console.print(f"failed: {sum(a.error == error for a in answers)} × {error}", style="red", markup=False)
+        yield Text(f"failed: {sum(a.error == error for a in answers)} × {error}", style="red")
     if no_plot is not None:
-        console.print(f"no plot: {no_plot}", style="dim", markup=False)
+        yield Text(f"no plot: {no_plot}", style="dim")

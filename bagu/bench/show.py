@@ -20,7 +20,7 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
-from bagu.bench.ops import RESULTS
+from bagu.bench.harness import RESULTS
 from bagu.bench.roofline import costs, floor
 from bagu.bench.sizing import bench_inputs, dtype_named, first_tensor, resize, shape_label
 from bagu.bench.units import duration, si

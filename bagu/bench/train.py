@@ -6,11 +6,7 @@ the same tokens a step, a warm-up, and the same clock: a sample is one step, the
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,27 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 
+from bagu.bench.harness import RESULTS, Rows, check_peers, script_rates, step_seconds, table
 from bagu.bench.train_peers import PEERS
 from bagu.bench.train_shapes import SHAPES, Shape
 from bagu.data.random_batches import random_batches
-from bagu.errors import ArgumentError, BaguError, UnknownName
+from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.device import named_device, named_dtype
-from bagu.machine.environment import environment
 from bagu.machine.fast_dtype import compute_dtype_name
 from bagu.machine.timing import forget
 from bagu.nn import count
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
-from bagu.runs.record import append_rows, record_file
 from bagu.train.optim import OptimizerConfig
 from bagu.train.prepare import prepared
 from bagu.train.state import TrainConfig, TrainState
 from bagu.train.step import step
 
 __all__ = ["main"]
-
-RESULTS = Path("benchmarks/results/train")
 
 
 @contextmanager
@@ -59,45 +53,15 @@ def bagu_step(
     state.close()
 
 
-def timed(one_step: Callable[[], float], device: torch.device, *, steps: int, warmup: int = 3) -> list[float]:
-    """Seconds of each of `steps` steps after the warm-up; a loss that is not finite is an error, not a time."""
-    samples = []
-    for i in range(warmup + steps):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        loss = one_step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        samples.append(time.perf_counter() - start)
-        if not loss < float("inf"):
-            raise BaguError(f"the loss of step {i} is {loss}", hint="a benchmark of a broken run means nothing")
-    return samples[warmup:]
-
-
-def _row(name: str, shape: Shape, samples: Sequence[float], device: torch.device, settings: dict[str, Any]) -> dict:
+def _row(name: str, shape: Shape, samples: Sequence[float], device: torch.device) -> dict[str, Any]:
     flops = sum(count.flops(shape.model, n).training * n for n in shape.lengths)
     median = statistics.median(samples)
     return {
-        "system": "train", "implementation": name, "tokens": shape.tokens, "tokens_per_s": shape.tokens / median,
+        "implementation": name, "tokens": shape.tokens, "tokens_per_s": shape.tokens / median,
         "step_s": median, "low_s": min(samples), "high_s": max(samples), "samples": len(samples),
         "tflop_per_s": flops / median / 1e12,
-        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None, **settings,
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
     }  # fmt: skip
-
-
-def _script(path: Path) -> dict[str, Any]:
-    """Run a peer's own script, unmodified; the last line of its output is JSON with `tokens_per_s`."""
-    run = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False)
-    try:
-        found = json.loads(run.stdout.strip().splitlines()[-1])
-        rate = float(found["tokens_per_s"])
-    except (IndexError, ValueError, KeyError, TypeError) as error:
-        last = (run.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
-        raise BaguError(
-            f"{path} (exit status {run.returncode}) did not end in a line of JSON with tokens_per_s: {last}"
-        ) from error
-    return {"system": "train", "implementation": path.name, "tokens_per_s": rate, "reported": found}
 
 
 def main(
@@ -125,53 +89,42 @@ def main(
     shape = shape or ("llama_1b" if where.type == "cuda" else "cpu_6m")
     if shape not in SHAPES:
         raise UnknownName.among("shape", shape, SHAPES)
-    unknown = [p for p in peers if p not in PEERS and not Path(p).is_file()]
-    if unknown:
-        raise UnknownName.among("peer", unknown[0], [*PEERS, "PATH.py"])
+    check_peers(peers, PEERS)
     dtype = dtype or compute_dtype_name(where)
     chosen, as_dtype = SHAPES[shape], named_dtype(dtype)
-    record = record_file(out or RESULTS)
-    rows: list[dict[str, Any]] = []
+    rows = Rows(out, default=RESULTS / "train", as_json=as_json)
+    common = {"system": "train", "shape": shape, "model": asdict(chosen.model), "device": str(where)}
     for _ in range(rounds):
         for c in compiled:
             for m in micro_batches:
-                name = "bagu compiled" if c else "bagu"
                 settings = {"dtype": dtype, "micro_batches": m, "recompute": recompute}
                 forget(where)
-                with bagu_step(
-                    chosen, where, as_dtype, micro_batches=m, compiled=c, recompute=recompute
-                ) as one_step:  # fmt: skip
-                    rows.append(_row(name, chosen, timed(one_step, where, steps=steps), where, settings))
+                with bagu_step(chosen, where, as_dtype, micro_batches=m, compiled=c, recompute=recompute) as one_step:
+                    samples = step_seconds(one_step, where, steps=steps)
+                rows.add([common | _row("bagu compiled" if c else "bagu", chosen, samples, where) | settings])
         for peer in peers:
-            if peer in PEERS:
-                forget(where)
-                with PEERS[peer](chosen, where, as_dtype) as one_step:
-                    rows.append(_row(peer, chosen, timed(one_step, where, steps=steps), where, {"dtype": dtype}))
-            else:
-                rows.append(_script(Path(peer)))
-    env, common = environment(), {"shape": shape, "model": asdict(chosen.model), "device": str(where)}
-    rows = [row | common | {"env": env} for row in rows]
-    append_rows(record, rows)
-    if as_json:
-        print(json.dumps(rows))
-    else:
-        _show(chosen, rows)
+            if peer not in PEERS:
+                found = script_rates(Path(peer))[-1]
+                said = {"tokens_per_s": float(found["tokens_per_s"]), "reported": found}
+                rows.add([common | {"implementation": Path(peer).name} | said])
+                continue
+            forget(where)
+            with PEERS[peer](chosen, where, as_dtype) as one_step:
+                samples = step_seconds(one_step, where, steps=steps)
+            rows.add([common | _row(peer, chosen, samples, where) | {"dtype": dtype}])
+    rows.finish(_table(chosen, rows.all))
     return 0
 
 
-def _show(shape: Shape, rows: Sequence[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{shape.why}; {shape.words()} a step", title_justify="left")
-    for head in ("implementation", "micro-batches", "tokens/s", "TFLOP/s", "peak memory", "against the fastest peer"):
-        table.add_column(head, justify="left" if head == "implementation" else "right")
+def _table(shape: Shape, rows: Sequence[dict[str, Any]]) -> Table:
     peers = [r["tokens_per_s"] for r in rows if not r["implementation"].startswith("bagu")]
+    heads = ("implementation", "micro-batches", "tokens/s", "TFLOP/s", "peak memory", "against the fastest peer")
+    lines = []
     for row in rows:
         tflops, peak = row.get("tflop_per_s"), row.get("peak_bytes")
-        table.add_row(
+        lines.append((
             row["implementation"], str(row.get("micro_batches", "–")), f"{row['tokens_per_s']:,.0f}",
             f"{tflops:,.1f}" if tflops else "–", f"{peak / 2**30:.1f} GiB" if peak else "–",
             f"{row['tokens_per_s'] / max(peers):.2f}×" if peers else "–",
-        )  # fmt: skip
-    Console().print(table)
+        ))  # fmt: skip
+    return table(f"{shape.why}; {shape.words()} a step", heads, lines)

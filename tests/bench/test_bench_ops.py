@@ -220,7 +220,7 @@ def _row(*, seconds: float, cost: Cost = SMALL, backend: bool = True, step: str 
     point = ops_timing.Point(
         job=job, shape="8×64", dims={}, step=step, cost=cost, written=0, timing=timing, peak_bytes=None, error=None
     )
-    return ops_timing.rows_of([point], CEILINGS, CPU, {})[0]
+    return ops_timing.rows_of([point], CEILINGS, CPU)[0]
 
 
 # --- implementations --------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def _row(*, seconds: float, cost: Cost = SMALL, backend: bool = True, step: str 
 
 def _timed(run: Any, *, backend: bool = False) -> list[dict[str, Any]]:
     job = ops_timing.Job(spec=RMS, case=TINY, implementation=Implementation(name="other", backend=backend, run=run))
-    return ops_timing.rows_of(list(ops_timing.time_job(job, CPU, BUFFER)), CEILINGS, CPU, {})
+    return ops_timing.rows_of(list(ops_timing.time_job(job, CPU, BUFFER)), CEILINGS, CPU)
 
 
 def test_one_that_fails_becomes_a_row_with_the_reason() -> None:
@@ -319,7 +319,7 @@ def test_compile_is_timed_where_a_compiler_is() -> None:
     found, notes = implementations(RMS, ("torch",), torch.device("cpu"), compiled=True)
     compiled = next(c for c in found if c.name == "compile")
     job = ops_timing.Job(spec=RMS, case=TINY, implementation=compiled)
-    rows = ops_timing.rows_of(list(ops_timing.time_job(job, CPU, BUFFER)), CEILINGS, CPU, {})
+    rows = ops_timing.rows_of(list(ops_timing.time_job(job, CPU, BUFFER)), CEILINGS, CPU)
     assert notes == [] and [(r["pass"], r["error"]) for r in rows] == [(step, None) for step in roofline.PASSES]
 
 
