@@ -46,7 +46,7 @@ class Case:
 
     `mixed` names `float` arguments that stay fp32 whatever the dtype under test. `sms` is how many multiprocessors
     Triton's interpreter claims to have, where a launcher needs many to take the branch this case is for. `frozen` names
-    inputs whose gradient nobody asks for. The other keywords are the case's own parameters, read by the spec's `inputs`
+    inputs that do not require a gradient. The other keywords are the case's own parameters, read by the spec's `inputs`
     as `case["N"]`.
     """
 
@@ -157,7 +157,7 @@ class OpSpec:
         dims = self.sig.bind(self.name, args)
         for name in self.nonempty:
             if dims[name] == 0:
-                raise ArgumentError(f"{self.name}: {name} is 0, and 1 or more is wanted", hint=self.sig.hint)
+                raise ArgumentError(f"{self.name}: {name} is 0, expected 1 or more", hint=self.sig.hint)
         if self.refuse is not None:
             self.refuse(args, dims)
         return dims | self.derive(args, dims) if self.derive is not None else dims
@@ -356,7 +356,7 @@ def _ulps(
     (got, _), (want, dtype) = got_as, want_as
     if got.shape != want.shape or got.dtype != dtype:
         raise ConformanceError(
-            f"{where}: {name} came back as {got.dtype} {list(got.shape)}, and {dtype} {list(want.shape)} is wanted"
+            f"{where}: {name} came back as {got.dtype} {list(got.shape)}, expected {dtype} {list(want.shape)}"
         )
     if not want.numel():
         return 0.0

@@ -1,6 +1,6 @@
 """Invariant arithmetic: the result of a row has the same bits whatever else is in the batch.
 
->>> with bagu.ops.invariant():  # a logprob in training, prefill, chunk and decode alike
+>>> with bagu.ops.invariant():  # the same logprobs in training, prefill, chunked prefill and decode
 ...     hidden = model(ids, positions, cu_seqlens, max_len).hidden
 
 Fast kernels choose how to sum by the number of rows: a GEMM of 3 rows sums in another order than one of 300, a decode
@@ -100,7 +100,7 @@ def in_blocks(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) 
 def times_sigmoid(g: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """g * sigmoid(z), with no graph.
 
-    PyTorch walks the elements of a tensor in spans, one a thread, and computes the last up to 31 of a span, or all of a
+    PyTorch divides the elements of a tensor into spans, one per thread, and computes the last up to 31 of a span, or all of a
     strided one, by a scalar formula. In silu, sigmoid and gelu it rounds otherwise than the vectors before it (4 % of
     fp32 values differ), so that a row's bits depend on where it lies and on how many threads there are. exp, erf and
     tanh have one formula; sums, products and quotients are correctly rounded by any.

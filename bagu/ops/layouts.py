@@ -76,4 +76,4 @@ def _strides(shape: Sequence[int], layout: str, position: int) -> tuple[list[int
             return _strides(shape, "sliced", position)
         strides, offset = _strides([*shape[:-3], shape[-2], shape[-3], shape[-1]], "odd_gaps", position)
         return [*strides[:-3], strides[-2], strides[-3], strides[-1]], offset
-    raise AssertionError(f"layout is {layout!r}, and one of {LAYOUTS} is wanted")
+    raise AssertionError(f"layout is {layout!r}, expected one of {LAYOUTS}")

@@ -146,7 +146,7 @@ class Signature:
                 continue
             if not isinstance(value, torch.Tensor):
                 raise ArgumentError(
-                    f"{op}: {arg.name} is {type(value).__name__}, and a tensor {arg.text} is wanted", hint=self.hint
+                    f"{op}: {arg.name} is {type(value).__name__}, expected a tensor {arg.text}", hint=self.hint
                 )
             if first is None:
                 first = value
@@ -240,7 +240,7 @@ def _check_scalar(op: str, arg: ScalarArg, value: Any, text: str) -> None:
     wrong = not isinstance(value, SCALARS[arg.kind]) or (isinstance(value, bool) and arg.kind != "bool")
     if wrong and not (arg.kind == "float" and isinstance(value, torch.SymFloat)):
         raise ArgumentError(
-            f"{op}: {arg.name} is {value!r} ({type(value).__name__}), and {arg.kind} is wanted",
+            f"{op}: {arg.name} is {value!r} ({type(value).__name__}), expected {arg.kind}",
             hint=f"signature: {text}",
         )
 
@@ -254,7 +254,7 @@ def _check_tensor(op: str, arg: TensorArg, value: torch.Tensor, first: torch.Ten
     if value.layout is not torch.strided or value.is_nested:
         kind = "nested" if value.is_nested else "sparse" if "sparse" in str(value.layout) else str(value.layout)[6:]
         raise ArgumentError(
-            f"{op}: {arg.name} is a {kind} tensor, and a strided one is wanted",
+            f"{op}: {arg.name} is a {kind} tensor, expected a strided one",
             hint="pass the values of a nested tensor packed, with cu_seqlens" if kind == "nested" else "x.to_dense()",
         )
     known = dict(dims)
@@ -262,7 +262,7 @@ def _check_tensor(op: str, arg: TensorArg, value: torch.Tensor, first: torch.Ten
         where = {k: v for k, v in known.items() if any(k == name for _, name in arg.dims)}
         given = f" with {', '.join(f'{k} = {v}' for k, v in where.items())}" if where else ""
         raise ArgumentError(
-            f"{op}: {arg.name} has shape {list(_number(value.shape))}, and {arg.text}{given} is wanted", hint=hint
+            f"{op}: {arg.name} has shape {list(_number(value.shape))}, expected {arg.text}{given}", hint=hint
         )
     if value.device != first.device:
         raise ArgumentError(
@@ -287,4 +287,4 @@ def _check_tensor(op: str, arg: TensorArg, value: torch.Tensor, first: torch.Ten
     if ok and dtype.is_floating_point and dtype.itemsize == 1 and arg.dtype != "any":
         ok, want = False, "fp16, bf16, fp32 or fp64"
     if not ok:
-        raise ArgumentError(f"{op}: {arg.name} has dtype {dtype}, and {want} is wanted", hint=hint)
+        raise ArgumentError(f"{op}: {arg.name} has dtype {dtype}, expected {want}", hint=hint)

@@ -38,7 +38,7 @@ def check_offsets(op: str, offsets: Sequence[int], T: int, max_len: int) -> None
     lengths = [b - a for a, b in pairwise(offsets)]
     if offsets[0] != 0 or offsets[-1] != T or min(lengths, default=0) < 0 or max(lengths, default=0) > max_len:
         raise ArgumentError(
-            f"{op}: cu_seqlens is {offsets}, and offsets that rise from 0 to T = {T} by at most max_len ="
-            f" {max_len} are wanted",
+            f"{op}: cu_seqlens is {offsets}, expected offsets that rise from 0 to T = {T} by at most max_len ="
+            f" {max_len}",
             hint="cu_seqlens holds where each segment begins, then T; segments past the last are empty (T again)",
         )

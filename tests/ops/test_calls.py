@@ -50,7 +50,7 @@ def test_a_wrong_rank_shape_dtype_or_kind_is_named(spec: OpSpec) -> None:
         if arg.dtype != "any":
             wrong = torch.complex64 if arg.dtype in ("", "float") else torch.float64
             if value.dtype != wrong:
-                refuse(spec, args | {arg.name: value.to(wrong)}, arg.name, str(wrong), "wanted")
+                refuse(spec, args | {arg.name: value.to(wrong)}, arg.name, str(wrong), "expected")
     for scalar in spec.sig.scalars:
         refuse(spec, args | {scalar.name: [1, 2]}, scalar.name, "[1, 2]", scalar.kind)
 
@@ -80,9 +80,9 @@ def test_tensors_on_two_devices_are_refused(spec: OpSpec) -> None:
 
 
 def test_a_shape_error_says_what_was_bound() -> None:
-    with pytest.raises(ArgumentError, match=r"w has shape \[9\], and w\[N\]: float with N = 8 is wanted"):
+    with pytest.raises(ArgumentError, match=r"w has shape \[9\], expected w\[N\]: float with N = 8"):
         bagu.ops.rms_norm(torch.ones(4, 8), torch.ones(9))
-    with pytest.raises(ArgumentError, match=r"g has shape \[2\], and g\[1\]: float is wanted"):
+    with pytest.raises(ArgumentError, match=r"g has shape \[2\], expected g\[1\]: float"):
         bagu.ops.scale_norm(torch.zeros(2, 3), torch.zeros(2))
 
 

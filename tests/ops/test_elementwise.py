@@ -111,7 +111,7 @@ def test_ties_go_to_even_and_the_round_trip_is_half_a_step(backend: str, granula
 
 def test_dequantize_refuses_a_scale_of_another_granularity() -> None:
     q, scale = quantize_int8(torch.ones(4, 6), "row")
-    with pytest.raises(ArgumentError, match=r"scale has shape \[4\], and \[6\] is wanted for q of shape \[4, 6\]"):
+    with pytest.raises(ArgumentError, match=r"scale has shape \[4\], expected \[6\] for q of shape \[4, 6\]"):
         dequantize_int8(q, scale, "channel")
     with pytest.raises(UnknownName):
         dequantize_int8(q, scale, "row", torch.int32)

@@ -131,7 +131,7 @@ def test_plans_that_do_not_fit_are_refused() -> None:
     refuse("heads", q=made["q"][:, :3])
     refuse("context_lens", context_lens=torch.tensor([4, 4], dtype=torch.int32))
     refuse("cu_seqlens is", cu_seqlens=torch.tensor([0, 2, 5], dtype=torch.int32))
-    refuse("an odd number is wanted", bias=torch.zeros(4, 4))
+    refuse("expected an odd number", bias=torch.zeros(4, 4))
 
 
 @pytest.mark.parametrize("plan", ([(9, 1)] * 5, [(9, 1), (3, 6), (0, 7)], [(30, 1)]), ids=("decode", "mixed", "one"))

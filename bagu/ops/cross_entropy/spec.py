@@ -47,7 +47,7 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
     """What the signature cannot say: raises for a call that has no meaning."""
     if not 0.0 <= args["label_smoothing"] <= 1.0:
         raise ArgumentError(
-            f"cross_entropy: label_smoothing is {args['label_smoothing']}, and a share between 0 and 1 is wanted",
+            f"cross_entropy: label_smoothing is {args['label_smoothing']}, expected a share between 0 and 1",
             hint="0.1 gives a tenth of the probability to the whole vocabulary",
         )
 

@@ -32,7 +32,7 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
     want = scale_shape(args["granularity"], dims)
     if tuple(dims["S"]) != tuple(want):
         raise ArgumentError(
-            f"dequantize_int8: scale has shape {list(dims['S'])}, and {list(want)} is wanted for q of shape "
+            f"dequantize_int8: scale has shape {list(dims['S'])}, expected {list(want)} for q of shape "
             f"{[*dims['M'], dims['N']]} by {args['granularity']}",
             hint="pass the granularity that q was quantized with",
         )

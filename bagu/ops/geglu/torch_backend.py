@@ -91,5 +91,5 @@ def forward(x: torch.Tensor, up: torch.Tensor | None, approximate: str) -> tuple
 
 
 def invariant_forward(x: torch.Tensor, up: torch.Tensor | None, approximate: str) -> tuple[torch.Tensor]:
-    # The exact one is a formula that rounds alike everywhere, with a gradient that infinities do not spoil.
+    # The exact one is a formula that rounds the same everywhere, with a gradient that infinities do not spoil.
     return formula(x, up, approximate) if approximate == "none" else _invariant_node(x, up, approximate)[:1]

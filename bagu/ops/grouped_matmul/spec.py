@@ -76,7 +76,7 @@ SPEC = OpSpec(
         Case("all_to_one", "every row went to one expert: routing has collapsed", E=4, N=8, K=16, rows=(0, 0, 9, 0)),
         Case("spare", "rows past the last end are zeros, whatever they hold", E=2, N=16, K=8, rows=(3, 4), T=11,
              plant=9),
-        Case("nobody", "no row was sent to any expert", E=2, N=8, K=8, rows=(0, 0), T=3),
+        Case("no_rows", "no row was sent to any expert", E=2, N=8, K=8, rows=(0, 0), T=3),
         Case("one", "a single expert is a plain matmul", E=1, N=24, K=40, rows=(6,)),
         Case("many", "more experts than rows", E=64, N=8, K=8, rows=(1, 0, 0, 2) * 16),
         Case("thin", "one feature in and one out", E=2, N=1, K=1, rows=(4, 2)),

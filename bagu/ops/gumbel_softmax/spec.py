@@ -39,9 +39,9 @@ def reference(logits: torch.Tensor, tau: float, hard: bool, seed: int) -> torch.
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
     """What the signature cannot say: raises for a call that has no meaning."""
     if not 0 < args["tau"] < 1e38:  # beyond fp32 1 / tau is 0, and 0 times the -inf of a masked place is no number
-        raise ArgumentError(f"gumbel_softmax: tau is {args['tau']}, and a temperature above 0 and below 1e38 is wanted")
+        raise ArgumentError(f"gumbel_softmax: tau is {args['tau']}, expected a temperature above 0 and below 1e38")
     if not 0 <= args["seed"] < 2**63:
-        raise ArgumentError(f"gumbel_softmax: seed is {args['seed']}, and 0 to 2^63 - 1 is wanted", hint="seed % 2**63")
+        raise ArgumentError(f"gumbel_softmax: seed is {args['seed']}, expected 0 to 2^63 - 1", hint="seed % 2**63")
 
 
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:

@@ -12,6 +12,6 @@ def kv_write(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, *, backe
     """Write row t of x[*T, G, D] to place `slots[t]` of cache[N, B, G, D], in place: block slots // B, row slots % B.
 
     Slots lie in [0, N * B). Two rows with one slot leave either of them there, so rows that pad a batch get a slot of
-    a block that nobody reads.
+    a block that is never read.
     """
     call(SPEC, backend, cache=cache, x=x, slots=slots)

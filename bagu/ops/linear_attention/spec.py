@@ -72,7 +72,7 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
     T, H, G, S = dims["T"], dims["H"], dims["G"], dims["S1"] - 1
     if G == 0 or H % G:
         raise ArgumentError(
-            f"linear_attention: q has {H} heads and k has {G}, and a multiple is wanted",
+            f"linear_attention: q has {H} heads and k has {G}, expected a multiple",
             hint="each key head serves H / G query heads",
         )
     if S < 0 or S * args["max_len"] < T:

@@ -1,4 +1,4 @@
-"""A head's logits a few tokens at a time: the walk that both backends and both ops share.
+"""A head's logits in chunks of tokens: the loop that both backends and both ops share.
 
     forward, per chunk     logits = hidden @ weight.T      score: target's logit and logsumexp of each row
     backward, per chunk    logits again                    slope: the gradient of each logit, over the logits' memory
@@ -21,8 +21,17 @@ from bagu.ops.linear_cross_entropy import cpu_gemm
 from bagu.ops.signature import accumulator
 
 __all__ = [
-    "EVERY", "Gradients", "Kernels", "backward", "chunks", "forward", "joined", "operand", "part",
-    "product", "walk",
+    "EVERY",
+    "Gradients",
+    "Kernels",
+    "backward",
+    "chunks",
+    "forward",
+    "joined",
+    "operand",
+    "operands",
+    "part",
+    "product",
 ]  # fmt: skip
 
 EVERY: Mapping[str, bool] = MappingProxyType({"hidden": True, "weight": True})  # which gradients are needed
@@ -126,7 +135,7 @@ class Gradients:
         return (torch.zeros_like(self.weight) if self.total is None else self.total).to(self.dtype)
 
 
-def walk(
+def operands(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, memory: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[tuple[int, int]]]:
     """The operands [M, D] and [V, D], the targets [M], and the chunks of M."""
@@ -154,7 +163,7 @@ def forward(
     kernels: Kernels,
 ) -> Scores:  # fmt: skip
     """target_logit and lse of every token."""
-    h, w, t, spans = walk(hidden, weight, targets, memory)
+    h, w, t, spans = operands(hidden, weight, targets, memory)
     scores = [kernels.score(kernels.logits(part(h, s), w), part(t, s), ignore_index) for s in spans]
     join = lambda parts: joined(parts, targets.shape, hidden, accumulator(hidden.dtype))  # noqa: E731
     return join([target_logit for target_logit, _ in scores]), join([lse for _, lse in scores])
@@ -165,7 +174,7 @@ def backward(
     lse: torch.Tensor, ignore_index: int, memory: int | None, needs: Mapping[str, bool], kernels: Kernels,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """dhidden and dweight, each None where it is not needed; without dweight one of the three products falls away."""
-    h, w, t, spans = walk(hidden, weight, targets, memory)
+    h, w, t, spans = operands(hidden, weight, targets, memory)
     rows = [x.reshape(-1) for x in (lse, dtarget_logit, dlse)]
     grads = Gradients(w, hidden.dtype, len(spans), of_hidden=needs["hidden"], of_weight=needs["weight"])
     for s in spans:

@@ -1,4 +1,4 @@
-"""Loss and gradients of a head in one walk over the tokens: what both backends share.
+"""Loss and gradients of a head in one pass over the tokens, shared by both backends.
 
 A chunk's logits are made once, read (`score`) and turned into their gradient (`slope`), which the token weights make
 known already in the forward. The backward is left with a product by the incoming scalar.
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from bagu.errors import ArgumentError
-from bagu.ops.linear_cross_entropy.chunked import Gradients, Kernels, joined, operand, part, walk
+from bagu.ops.linear_cross_entropy.chunked import Gradients, Kernels, joined, operand, operands, part
 from bagu.ops.linear_cross_entropy.losses import token_losses
 from bagu.ops.signature import accumulator
 
@@ -23,7 +23,7 @@ def forward(
     z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool, kernels: Kernels,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """loss, target_logit, lse, d loss / d hidden, d loss / d weight; a gradient that is not asked for is empty."""
-    h, w, t, spans = walk(hidden, weight, targets, memory)
+    h, w, t, spans = operands(hidden, weight, targets, memory)
     acc = accumulator(hidden.dtype)
     weights = token_weights.reshape(-1).to(acc)
     grads = Gradients(w, hidden.dtype, len(spans), of_hidden=grad_hidden, of_weight=grad_weight)

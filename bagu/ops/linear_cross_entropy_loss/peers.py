@@ -24,7 +24,7 @@ def liger(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
     z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
 ) -> Results:  # fmt: skip
-    """Liger's fused head. It has no token weights: all count alike, as they do in the bench cases."""
+    """Liger's fused head. It has no token weights: all tokens count equally, as in the bench cases."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     loss = liger_fused_linear_cross_entropy(

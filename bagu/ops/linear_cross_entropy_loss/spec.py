@@ -40,7 +40,7 @@ def reference(
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     args = head.inputs(case, streams)
     M = max(1, args["targets"].numel())
-    spread = 0.0 if case.bench else 0.5  # other libraries weigh all tokens alike
+    spread = 0.0 if case.bench else 0.5  # other libraries give all tokens equal weight
     return args | {
         "token_weights": (1 + spread * streams.normal("token_weights", *args["targets"].shape)) / M,
         "z_loss": case.get("z_loss", streams.choice("z_loss", 0.0, 0.05)),

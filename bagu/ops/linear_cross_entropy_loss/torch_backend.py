@@ -24,7 +24,7 @@ class _Loss(torch.autograd.Function):
         results = one_pass.forward(*args)
         ctx.save_for_backward(*args[:2], *results[3:])
         ctx.mark_non_differentiable(*results[1:])
-        if not torch.compiler.is_compiling():  # a compiler drops what nobody reads
+        if not torch.compiler.is_compiling():  # a compiler drops what is not read
             ctx.set_materialize_grads(False)  # or each backward fills as many zeros as the weight has
         ctx.made = args[-3:-1]
         return results

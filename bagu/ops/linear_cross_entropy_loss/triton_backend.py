@@ -1,4 +1,4 @@
-"""The one-pass loss on Triton: the head's kernels in a walk of three GEMMs, and a kernel that scales a gradient.
+"""The one-pass loss on Triton: the head's kernels between three GEMMs, and a kernel that scales a gradient.
 
 At 4096 x 4096 x 128,256 in bf16 dweight is 1.05 GB, so scaling it into a new tensor moves 2.1 GB: 0.5 ms beside
 17 ms of GEMMs. It could be scaled where it is, but a custom op may neither change nor return its inputs, and a second

@@ -64,7 +64,7 @@ SPEC = OpSpec(
         Case("even", "powers of two need no masks, so a failure here is the math", M=8, N=16, K=32),
         Case("ragged", "no side is a multiple of a block, so every mask is used", M=5, N=23, K=37),
         Case("bias", "the bias joins the sum before it is rounded", M=7, N=24, K=40, bias=True),
-        Case("shifted", "the bias is 100 times the sum, which survives in what is left", M=6, N=20, K=24, bias=True,
+        Case("large_bias", "the bias is 100 times the sum, which survives in what is left", M=6, N=20, K=24, bias=True,
              shift=100.0),
         Case("batched", "the leading dims are several, and are folded into rows", lead=(2, 3), N=12, K=40, bias=True),
         Case("single", "there is no leading dim at all: one row, a matrix times a vector", lead=(), N=17, K=24),

@@ -85,11 +85,11 @@ def _decode(shape: Shape, scale: float, q: torch.Tensor, pages: Pages) -> Pair:
     """out[S, H, E] and lse[S, H] of the last token of each sequence."""
     if _compiled(shape, q, pages):
         return compiled.decode(shape.window, scale, q, pages)
-    slots, apart = pages.last(shape.window)
+    slots, distance = pages.last(shape.window)
     like = q.new_empty(0, dtype=accumulator(q.dtype))
-    terms = shape.terms(apart, like)
-    added = like.new_zeros(apart.shape).unsqueeze(1) if terms is None else terms.transpose(0, 1)  # [S, 1 or H, C]
-    added = added.masked_fill(apart.unsqueeze(1) > 0, -torch.inf)
+    terms = shape.terms(distance, like)
+    added = like.new_zeros(distance.shape).unsqueeze(1) if terms is None else terms.transpose(0, 1)  # [S, 1 or H, C]
+    added = added.masked_fill(distance.unsqueeze(1) > 0, -torch.inf)
     few = q.shape[1] <= IN_PLACE * pages.k.shape[2]
     if few and q.dtype in (torch.float32, torch.float64) and pages.k.is_contiguous() and pages.v.is_contiguous():
         return _in_place(scale, q, pages, slots, added)
@@ -102,7 +102,7 @@ def _decode(shape: Shape, scale: float, q: torch.Tensor, pages: Pages) -> Pair:
 def _in_place(scale: float, q: torch.Tensor, pages: Pages, slots: torch.Tensor, added: torch.Tensor) -> Pair:
     """The scores are a sparse matrix: a row for each sequence and head, a column for each row of the pool."""
     (S, H, D), G, C = q.shape, pages.k.shape[2], slots.shape[1]
-    _say_once()
+    _suppress_beta_warning()
     rows = pages.k.numel() // D
     head = torch.arange(H) // (H // G)
     at = (slots.unsqueeze(1) * G + head.unsqueeze(1)).flatten()  # [S * H * C]
@@ -118,8 +118,8 @@ def _in_place(scale: float, q: torch.Tensor, pages: Pages, slots: torch.Tensor, 
 
 
 @cache
-def _say_once() -> None:
-    """PyTorch says once in a process that CSR tensors are in beta: now, with nobody listening."""
+def _suppress_beta_warning() -> None:
+    """Trigger and suppress the warning that CSR tensors are in beta, which PyTorch gives once per process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_csr_tensor([0, 0], [], [], (1, 1))

@@ -42,11 +42,11 @@ def forward(
     )  # [S, H, C, D] and [S, H, C, E]
 
     at = lengths.unsqueeze(1) - cu_seqlens.diff().long().unsqueeze(1) + torch.arange(max_len, device=device)  # [S, L]
-    apart = place - at.unsqueeze(-1)  # [S, L, C]
+    distance = place - at.unsqueeze(-1)  # [S, L, C]
     scores = (queries * scale) @ k.mT
-    terms = shape.terms(apart, scores)
+    terms = shape.terms(distance, scores)
     scores = scores if terms is None else scores + terms.transpose(0, 1)
-    hidden = shape.hidden(apart)
+    hidden = shape.hidden(distance)
     assert hidden is not None, "causal hides what is ahead"
     scores = scores.masked_fill(hidden.unsqueeze(1), -torch.inf)
     out, lse = scores.softmax(-1) @ v, scores.logsumexp(-1)

@@ -41,8 +41,8 @@ class Pages:
             return self.tables.gather(1, inside // B).long() * B + inside % B, place - (lengths - 1)
         blocks = -(-self.longest // B)
         slots = (self.tables[:, :blocks].long().unsqueeze(2) * B + torch.arange(B, device=device)).flatten(1)
-        apart = torch.arange(self.longest, device=device) - (lengths - 1)
-        return torch.where(apart <= 0, slots[:, : self.longest], slots[:, :1]), apart
+        distance = torch.arange(self.longest, device=device) - (lengths - 1)
+        return torch.where(distance <= 0, slots[:, : self.longest], slots[:, :1]), distance
 
     def of(self, s: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """k[C, G, D] and v[C, G, E] of places begin … end of sequence s on a CPU; views where blocks are in a row.

@@ -1,6 +1,6 @@
 """Attention over a paged cache: each new token's mix of the values of its sequence, which lie in blocks anywhere.
 
-    place j of sequence s    k = k_cache[block_tables[s, j // B], j % B], and v alike
+    place j of sequence s    k = k_cache[block_tables[s, j // B], j % B], v likewise
     s[i, j] = scale * q[i] . k[j] - slope * (i - j) + bias[R - 1 + clamp(j - i, ±(R - 1))]
     lse[i]  = log(sum_j exp(s[i, j]))        out[i] = sum_j exp(s[i, j] - lse[i]) * v[j]
 
@@ -74,14 +74,14 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(1)).to(torch.int32)
     if case.get("row", False):
         shuffled = torch.arange(count, dtype=torch.int32)
-    tables = torch.full((len(plan), max(1, *widths)), -1, dtype=torch.int32)  # -1: an entry nobody may read
+    tables = torch.full((len(plan), max(1, *widths)), -1, dtype=torch.int32)  # -1: an entry that must not be read
     at = 0
     for s, n in enumerate(widths):
         tables[s, :n] = shuffled[at : at + n]
         at += n
     q = streams.normal("q", sum(new for _, new in plan), H, D)
     k, v = streams.normal("k", count, B, G, D), streams.normal("v", count, B, G, E)
-    if "loud" in case.params:  # all scores are raised alike, so the weights stay as they were
+    if "loud" in case.params:  # one constant is added to all scores, which leaves the weights unchanged
         q[..., 0], k[..., 0] = case["loud"], 2.0
     if case.get("dirty", False):
         used = torch.zeros(count, B, dtype=torch.bool)
@@ -113,7 +113,7 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
     T, H, G, S, longest = dims["T"], dims["H"], dims["G"], dims["S"], args["max_context"]
     if G == 0 or H % G:
         raise ArgumentError(
-            f"paged_attention: q has {H} heads and k_cache has {G}, and a multiple is wanted",
+            f"paged_attention: q has {H} heads and k_cache has {G}, expected a multiple",
             hint="each key head serves H / G query heads",
         )
     if dims["S1"] != S + 1 or S * args["max_len"] < T:
@@ -135,7 +135,7 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
         )
     if args["bias"] is not None and dims["P"] % 2 == 0:
         raise ArgumentError(
-            f"paged_attention: bias has {dims['P']} distances, and an odd number is wanted",
+            f"paged_attention: bias has {dims['P']} distances, expected an odd number",
             hint="2R - 1 columns stand for the distances -(R - 1) … R - 1",
         )
 

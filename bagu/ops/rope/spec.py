@@ -49,7 +49,7 @@ def check_values(args: Mapping[str, Any], dims: Dims) -> None:
 
 
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
-    """cos and sin are drawn apart: a kernel that mixes them up has no identity to hide behind."""
+    """cos and sin are drawn independently, so that a kernel that confuses them fails."""
     lead, H, D, R = case.get("lead", (case.get("T", 1),)), case["H"], case["D"], case["R"]
     P = case.get("P", lead[-1])
     x = streams.normal("x", *lead, H, D) * case.get("scale", 1.0)
@@ -70,7 +70,7 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
         raise UnknownName.among("layout of rope", args["layout"], LAYOUTS)
     if 2 * dims["R"] > dims["D"]:
         raise ArgumentError(
-            f"rope: cos has R = {dims['R']} pairs, and x has D = {dims['D']} features: 2R <= D is wanted",
+            f"rope: cos has R = {dims['R']} pairs, expected x has D = {dims['D']} features: 2R <= D",
             hint="a table has one column per pair, half as many as the features it turns",
         )
     if args["positions"] is None and not dims["T"]:

@@ -94,7 +94,7 @@ SPEC = OpSpec(
         Case("batched", "the leading dims are several, and are folded into rows", lead=(2, 3), N=40, mask=True),
         Case("shared", "one mask serves several batches, with stride 0", lead=(2, 1, 3), N=40, mask=True,
              mask_lead=(3,)),
-        Case("many_dims", "more leading dims with gaps than a kernel walks", lead=(2, 2, 2, 3), N=20, mask=True),
+        Case("many_dims", "more non-contiguous leading dims than a kernel indexes", lead=(2, 2, 2, 3), N=20, mask=True),
         Case("single", "there is no leading dim at all: one row", lead=(), N=24),
         Case("empty", "there is no row, and nothing is launched", M=0, N=24),
         Case("alone", "a row fills a program by itself", M=3, N=5000),
