@@ -100,10 +100,10 @@ def in_blocks(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) 
 def times_sigmoid(g: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """g * sigmoid(z), with no graph.
 
-    PyTorch divides the elements of a tensor into spans, one per thread, and computes the last up to 31 of a span, or all of a
-    strided one, by a scalar formula. In silu, sigmoid and gelu it rounds otherwise than the vectors before it (4 % of
-    fp32 values differ), so that a row's bits depend on where it lies and on how many threads there are. exp, erf and
-    tanh have one formula; sums, products and quotients are correctly rounded by any.
+    PyTorch divides the elements of a tensor into spans, one per thread, and computes up to 31 elements at the end of a
+    span, or all of a strided one, by a scalar formula. In silu, sigmoid and gelu that formula rounds differently from
+    the vector code (4 % of fp32 values differ), so a row's bits depend on its position and on the number of threads.
+    exp, erf and tanh have one formula; sums, products and quotients are correctly rounded in both.
     """
     below = z.neg().exp_().add_(1)
     return torch.div(g, below, out=below)
