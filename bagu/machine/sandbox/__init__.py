@@ -1,0 +1,20 @@
+"""Running code that a model wrote: no network, no files of the user, bounded time, memory, processes and output.
+
+>>> with Sandbox() as sandbox:
+...     sandbox.run("print(1 + 1)")
+Result(status='ok', exit_code=0, stdout='2\\n', stderr='', seconds=0.004)
+
+    client.py       the caller's side: starts helper processes, hands them code, returns results
+    zygote.py       a helper process: forks a child per piece of code, supervises it, kills it after its time
+    namespaces.py   isolation by Linux namespaces: own processes, mounts and network, another user id
+    landlock.py     isolation where namespaces are not permitted (many containers): Landlock and seccomp
+    syscalls.py     the system calls that Python has no function for
+
+Only Linux has these. Elsewhere, and where the kernel permits neither, `Sandbox()` raises `SandboxUnavailable`: code is
+never run unprotected.
+"""
+
+from bagu.machine.sandbox.client import Sandbox, SandboxUnavailable
+from bagu.machine.sandbox.protocol import Limits, Result
+
+__all__ = ["Limits", "Result", "Sandbox", "SandboxUnavailable"]

@@ -1,0 +1,116 @@
+"""The caller's side of the sandbox."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal, Self
+
+from bagu.errors import BackendError
+from bagu.machine.sandbox.protocol import Limits, Result, read_frame, write_frame
+
+__all__ = ["Isolation", "Sandbox", "SandboxUnavailable"]
+
+Isolation = Literal["namespaces", "landlock"]
+PACKAGE = Path(__file__).parents[3]
+START = (
+    "import sys; sys.path.append(sys.argv[1]); from bagu.machine.sandbox.zygote import main; "
+    "main(int(sys.argv[2]), sys.argv[3:])"
+)
+_numbers = itertools.count()
+
+
+class SandboxUnavailable(BackendError):
+    """This system has no means to run untrusted code safely."""
+
+
+class Sandbox:
+    """Runs Python code in isolated processes, `workers` at a time. Close it, or use it in a `with`.
+
+    `isolation` are the kinds to try in order. A worker whose process has died is started again for the next code.
+    """
+
+    def __init__(
+        self,
+        *,
+        workers: int | None = None,
+        limits: Limits | None = None,
+        isolation: Sequence[Isolation] = ("namespaces", "landlock"),
+    ) -> None:
+        self.limits = limits or Limits()
+        self.workers = workers or os.cpu_count() or 1
+        self._kinds = tuple(isolation)
+        if sys.platform != "linux":
+            raise SandboxUnavailable(
+                f"code that a model wrote is run on Linux alone, and this is {sys.platform}",
+                hint="scores that only parse the code need no sandbox",
+            )
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        first = _Worker(self._kinds)
+        self.isolation: Isolation = first.isolation
+        self._all = [first, *(_Worker(self._kinds) for _ in range(self.workers - 1))]
+        for worker in self._all:
+            self._idle.put(worker)
+
+    def run(self, code: str, limits: Limits | None = None) -> Result:
+        """Execute `code` as a program and wait for its end. Threads may call this at once."""
+        worker = self._idle.get()
+        try:
+            return worker.run(code, limits or self.limits)
+        finally:
+            self._idle.put(worker)
+
+    def run_all(self, codes: Iterable[str]) -> list[Result]:
+        """Each of the programs, in their order, as many at once as there are workers."""
+        with ThreadPoolExecutor(self.workers) as pool:
+            return list(pool.map(self.run, codes))
+
+    def close(self) -> None:
+        for worker in self._all:
+            worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Worker:
+    def __init__(self, kinds: Sequence[Isolation]) -> None:
+        self._kinds, self._number = kinds, next(_numbers) + 64 * (os.getpid() % 4096)
+        self._start()
+
+    def _start(self) -> None:
+        command = [sys.executable, "-I", "-S", "-c", START, str(PACKAGE), str(self._number), *self._kinds]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={}, cwd="/", close_fds=True
+        )
+        said = read_frame(self._process.stdout)  # type: ignore[arg-type]
+        if said["isolation"] is None:
+            self.close()
+            raise SandboxUnavailable(
+                f"this system permits no isolation of code that a model wrote ({'; '.join(said['problems'])})",
+                hint="allow user namespaces, or use a kernel with Landlock; scores that only parse need no sandbox",
+            )
+        self.isolation: Isolation = said["isolation"]
+
+    def run(self, code: str, limits: Limits) -> Result:
+        if self._process.poll() is not None:
+            self._start()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        write_frame(self._process.stdin, {"code": code, "limits": asdict(limits)})  # type: ignore[arg-type]
+        return Result(**read_frame(self._process.stdout))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._process.wait()

@@ -1,0 +1,121 @@
+"""Isolation by Linux namespaces.
+
+Once, for the helper process (`enter_root`): its own network (none), IPC and mounts; the root folder becomes a memory
+file system that holds, read-only, the interpreter and the system's libraries, and nothing of the user's.
+
+For each piece of code (`enter_job`): its own process numbers, so that no other process can be named or signalled and
+all of its processes end with the first; its own /tmp of bounded size and its own /proc; a user id that owns nothing; no
+capabilities.
+
+Root makes namespaces directly. Another user makes a user namespace first, in which it may do the same.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from bagu.machine.sandbox import syscalls
+from bagu.machine.sandbox.protocol import Limits
+
+__all__ = ["DEVICES", "USER", "become_user", "enter_job", "enter_job_processes", "enter_root", "readable_folders"]
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
+    1,
+    2,
+    4,
+    8,
+    32,
+    4096,
+    16384,
+    1 << 18,
+)
+MNT_DETACH = 2
+USER = 1_900_000_000  # the first of the ids that code runs as when root starts it: no system gives these to anybody
+LIBRARIES = ("/usr", "/lib", "/lib64", "/bin")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+
+
+def enter_root() -> None:
+    """Leave the user's files, network and IPC behind. Raises OSError where the system does not permit it."""
+    new_user = os.geteuid() != 0
+    uid, gid = os.geteuid(), os.getegid()
+    others = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWNET | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS
+    if new_user:
+        syscalls.unshare(syscalls.CLONE_NEWUSER | others)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+    else:
+        syscalls.unshare(others)
+    syscalls.mount("none", "/", None, MS_REC | MS_PRIVATE)  # nothing mounted from here on is seen outside
+    _build_root(Path(tempfile.gettempdir()))
+
+
+def _build_root(root: Path) -> None:
+    """Make `root` a small file system with the interpreter, the libraries and a few devices, and pivot into it."""
+    paths = {path: root / path.relative_to("/") for path in (*readable_folders(), *map(Path, DEVICES))}
+    syscalls.mount("tmpfs", str(root), "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for path, target in paths.items():
+        if path.is_symlink():  # /lib -> usr/lib
+            target.symlink_to(path.readlink())
+        elif path.is_dir():
+            target.mkdir(parents=True, exist_ok=True)
+            syscalls.mount(str(path), str(target), None, MS_BIND | MS_REC)
+            syscalls.mount("none", str(target), None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID)
+        else:
+            target.parent.mkdir(exist_ok=True)
+            target.touch()
+            syscalls.mount(str(path), str(target), None, MS_BIND)
+    for name in ("proc", "tmp", "old"):
+        (root / name).mkdir(exist_ok=True)
+    syscalls.mount("/proc", str(root / "proc"), None, MS_BIND | MS_REC)  # a job mounts its own over it
+    syscalls.pivot_root(str(root), str(root / "old"))
+    os.chdir("/")
+    syscalls.unmount("/old", MNT_DETACH)
+    Path("/old").rmdir()
+    syscalls.mount("none", "/", None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def readable_folders() -> list[Path]:
+    """What code may read: the system's libraries, and the standard library where it lies outside of them."""
+    found = [Path(p) for p in LIBRARIES if Path(p).exists()]
+    for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), sys.base_prefix):
+        if not any(Path(path).is_relative_to(f) for f in found):
+            found.append(Path(path))
+    return found
+
+
+def enter_job_processes() -> None:
+    """The next child is the first process of its own process namespace."""
+    syscalls.unshare(syscalls.CLONE_NEWPID | syscalls.CLONE_NEWNS)
+
+
+def enter_job(limits: Limits, number: int) -> None:
+    """In that child: its own /tmp and /proc, and no rights. `number` is of no other job that runs now."""
+    size = f"size={limits.disk_bytes},mode=1777,nr_inodes=1024"
+    syscalls.mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, size)
+    syscalls.mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY)
+    os.chdir("/tmp")
+    syscalls.no_new_privileges()
+    syscalls.drop_capability_bound()
+    if _is_root_outside():
+        become_user(number)
+    syscalls.drop_capabilities()
+    syscalls.set_limits(limits)
+
+
+def become_user(number: int) -> None:
+    """A user id of its own for each job: the kernel counts processes by user, and does not limit root."""
+    user = USER + number
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
+def _is_root_outside() -> bool:
+    """Whether user 0 here is user 0 of the system, and so not held by limits."""
+    return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]

@@ -1,0 +1,204 @@
+"""A helper process that runs code: it forks a child for each piece, so that none pays for an interpreter's start.
+
+A piece of code has two processes: a supervisor, which waits, keeps the time and collects the output, and the first
+process of the code, which gives up its rights and then executes it. The helper is single-threaded.
+
+`main` reads jobs from stdin and writes results to stdout (protocol.py). The first frame that it writes says how code is
+isolated, or why it cannot be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from typing import Any
+
+from bagu.machine.sandbox import landlock, namespaces
+from bagu.machine.sandbox.protocol import Limits, read_frame, write_frame
+
+__all__ = ["main"]
+
+CHUNK = 1 << 16
+
+
+def main(number: int, allowed: list[str]) -> None:
+    """`number` is of no other helper of this caller; `allowed` are the kinds of isolation to try, in order."""
+    jobs, results = io.BufferedReader(io.FileIO(0)), io.BufferedWriter(io.FileIO(1, "wb", closefd=False))
+    kind, problems = _isolated(allowed)
+    write_frame(results, {"isolation": kind, "problems": problems})
+    if kind is None:
+        return
+    gc.freeze()  # a child copies no page because of the collector
+    while True:
+        try:
+            job = read_frame(jobs)
+        except EOFError:
+            return
+        write_frame(results, _run(job["code"], Limits(**job["limits"]), kind, number))
+
+
+def _isolated(allowed: list[str]) -> tuple[str | None, list[str]]:
+    """The first kind of isolation that this system permits, and why those before it are not."""
+    problems: list[str] = []
+    for kind in allowed:
+        try:
+            if kind == "namespaces":
+                _probe_namespaces()
+                namespaces.enter_root()
+            else:
+                landlock.check()
+            return kind, problems
+        except OSError as error:
+            problems.append(f"{kind}: {error}")
+    return None, problems
+
+
+def _probe_namespaces() -> None:
+    """Raise where a child of this process cannot enter namespaces: half of it done here could not be undone."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            namespaces.enter_root()
+            namespaces.enter_job_processes()
+        except BaseException as error:
+            os.write(writing, str(error).encode())
+        os._exit(0)
+    os.close(writing)
+    said = os.read(reading, CHUNK).decode()
+    os.close(reading)
+    os.waitpid(child, 0)
+    if said:
+        raise OSError(said)
+
+
+def _run(code: str, limits: Limits, kind: str, number: int) -> dict[str, Any]:
+    began = time.monotonic()
+    folder = tempfile.mkdtemp(prefix="bagu-sandbox-") if kind == "landlock" else ""
+    out, err, status = (os.pipe() for _ in range(3))
+    supervisor = os.fork()
+    if supervisor == 0:
+        _supervise(code, limits, kind, folder, number, out[1], err[1], status[1])
+    for _, writing in (out, err, status):
+        os.close(writing)
+    stdout, stderr, said = _collect([out[0], err[0], status[0]], limits)
+    os.waitpid(supervisor, 0)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+    state, exit_code = _judge(said)
+    seconds = time.monotonic() - began
+    texts = {"stdout": stdout.decode(errors="replace"), "stderr": stderr.decode(errors="replace")}
+    return {"status": state, "exit_code": exit_code, "seconds": seconds, **texts}
+
+
+def _judge(said: bytes) -> tuple[str, int | None]:
+    """From the supervisor's last word: how the code ended."""
+    if said == b"timeout":
+        return "timeout", None
+    code = int(said or b"-9")
+    if code < 0:
+        return "killed", None
+    return ("ok" if code == 0 else "error"), code
+
+
+def _collect(pipes: list[int], limits: Limits) -> list[bytes]:
+    """Everything that comes through the pipes until all are closed, each cut to its limit."""
+    kept = dict.fromkeys(pipes, b"")
+    open_pipes = set(pipes)
+    while open_pipes:
+        ready, _, _ = select.select(list(open_pipes), [], [])
+        for fd in ready:
+            data = os.read(fd, CHUNK)
+            if data:
+                kept[fd] += data[: max(0, limits.output_bytes - len(kept[fd]))]
+            else:
+                open_pipes.discard(fd)
+                os.close(fd)
+    return [kept[fd] for fd in pipes]
+
+
+def _supervise(
+    code: str, limits: Limits, kind: str, folder: str, number: int, out: int, err: int, status: int
+) -> None:  # fmt: skip
+    """In the supervisor: start the code, wait for it or for the end of its time, and report. Does not return."""
+    said = b"-9"
+    try:
+        os.setsid()
+        if kind == "namespaces":
+            namespaces.enter_job_processes()
+        child = os.fork()
+        if child == 0:
+            os.close(status)
+            _execute(code, limits, kind, folder, number, out, err)
+        os.close(out)
+        os.close(err)
+        said = _wait(child, limits.seconds)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            os.write(status, said)
+        os._exit(0)
+
+
+def _wait(child: int, seconds: float) -> bytes:
+    """The exit code of the child, negative for a signal, or "timeout", after which it and its children are dead."""
+    handle = os.pidfd_open(child)
+    ready, _, _ = select.select([handle], [], [], seconds)
+    if not ready:
+        os.kill(child, signal.SIGKILL)  # in a process namespace all others end with the first
+    _, state = os.waitpid(child, 0)
+    return str(os.waitstatus_to_exitcode(state)).encode() if ready else b"timeout"
+
+
+def _execute(code: str, limits: Limits, kind: str, folder: str, number: int, out: int, err: int) -> None:
+    """In the code's own process: give up all rights, then execute the code. Does not return."""
+    exit_code = 1
+    try:
+        null = os.open("/dev/null", os.O_RDONLY)
+        for fd, place in ((null, 0), (out, 1), (err, 2)):
+            os.dup2(fd, place)
+        os.closerange(3, 256)
+        os.environ.clear()
+        if kind == "namespaces":
+            namespaces.enter_job(limits, number)
+        else:
+            landlock.enter_job(folder, limits)
+        exit_code = _call(code)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(exit_code)
+
+
+def _call(code: str) -> int:
+    """Execute `code` as a program of its own; its exit code."""
+    sys.stdin = os.fdopen(0, encoding="utf-8")
+    sys.stdout, sys.stderr = (os.fdopen(fd, "w", encoding="utf-8", errors="replace") for fd in (1, 2))
+    sys.argv = ["program"]
+    sys.path[:] = [p for p in sys.path if p.startswith(sys.base_prefix)]  # the standard library, and not bagu
+    for name in [n for n in sys.modules if n.partition(".")[0] == "bagu"]:
+        del sys.modules[name]
+    module = type(sys)("__main__")
+    sys.modules["__main__"] = module
+    try:
+        exec(compile(code, "<code>", "exec"), module.__dict__)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException as error:
+        here = error.__traceback__  # the frame of this function, which the code's author need not see
+        traceback.print_exception(type(error), error, here.tb_next if here else None)
+        return 1
+    return 0
