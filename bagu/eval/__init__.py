@@ -1,0 +1,1 @@
+"""Evaluation: tasks, scores with intervals, paired comparisons. `score.evaluate` is the architecture."""

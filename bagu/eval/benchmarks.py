@@ -1,0 +1,148 @@
+"""Public benchmarks from files that the user has: `bagu eval MODEL mmlu=path/to/files`.
+
+Each reader takes the usual JSON lines or Parquet form of its data set, as it is on the Hugging Face hub, and asks in the
+way the field does: MMLU and C-Eval by letter, ARC and HellaSwag by the text of the choice, GSM8K and HumanEval by a
+written answer. The data are not part of bagu.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bagu.errors import UnknownName
+from bagu.eval.files import read_rows_of
+from bagu.eval.grades import exact_match, first_code, program_grade
+from bagu.eval.model import Decoding
+from bagu.eval.task import Item, Task, TaskError
+
+__all__ = ["BENCHMARKS", "benchmark"]
+
+Fields = Mapping[str, Any]
+LETTERS = "ABCDEFGHIJ"
+SEEN = "A public set: a model may have seen it."
+
+
+def benchmark(name: str, path: Path) -> Task:
+    if name not in BENCHMARKS:
+        raise UnknownName.among("benchmark", name, BENCHMARKS)
+    return BENCHMARKS[name](path)
+
+
+def _items(path: Path, make: Callable[[Fields], dict[str, Any]]) -> Iterator[Item]:
+    for id, place, fields in read_rows_of(path):
+        try:
+            made = make(fields)
+        except KeyError as error:
+            raise TaskError(f"{place}: there is no field {error}", hint=f"found {', '.join(fields)}") from error
+        except (TypeError, ValueError, IndexError) as error:
+            raise TaskError(f"{place}: {error}") from error
+        yield Item(**({"id": id} | made), place=place)
+
+
+def _lettered(question: str, choices: list[str]) -> str:
+    lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False)]
+    return "\n".join([question.strip(), *lines, "Answer:"])
+
+
+def _letter_task(name: str, path: Path, make: Callable[[Fields], dict[str, Any]]) -> Task:
+    return Task(
+        name=name, kind="choice", items=lambda: _items(path, make), limits=f"Chance is 25 %. {SEEN}",
+        example=lambda item: f"{item.prompt} {item.choices[int(item.answer or 0)]}",
+    )  # fmt: skip
+
+
+def _text_task(name: str, path: Path, make: Callable[[Fields], dict[str, Any]]) -> Task:
+    return Task(
+        name=name, kind="choice", items=lambda: _items(path, make), limits=f"Chance is 25 %. {SEEN}",
+        normalization="characters", example=lambda item: f"{item.prompt} {item.choices[int(item.answer or 0)]}",
+    )  # fmt: skip
+
+
+def mmlu(path: Path) -> Task:
+    """question, choices[4], answer (0 to 3 or A to D), subject."""
+
+    def make(row: Fields) -> dict[str, Any]:
+        choices, answer = list(row["choices"]), row["answer"]
+        number = LETTERS.index(answer) if isinstance(answer, str) and answer in LETTERS else int(answer)
+        letters = tuple(LETTERS[: len(choices)])
+        return {"prompt": _lettered(row["question"], choices), "choices": letters, "answer": number,
+                "cluster": row.get("subject")}  # fmt: skip
+
+    return _letter_task("mmlu", path, make)
+
+
+def ceval(path: Path) -> Task:
+    """question, A, B, C, D, answer (a letter)."""
+
+    def make(row: Fields) -> dict[str, Any]:
+        prompt = _lettered(row["question"], [row[c] for c in "ABCD"]).removesuffix("Answer:") + "答案："
+        return {"prompt": prompt, "choices": tuple("ABCD"), "answer": "ABCD".index(row["answer"])}
+
+    return _letter_task("ceval", path, make)
+
+
+def arc(path: Path) -> Task:
+    """question, choices {text, label}, answerKey."""
+
+    def make(row: Fields) -> dict[str, Any]:
+        texts, labels = list(row["choices"]["text"]), list(row["choices"]["label"])
+        return {"prompt": f"Question: {row['question']}\nAnswer:", "choices": tuple(texts),
+                "answer": labels.index(row["answerKey"])}  # fmt: skip
+
+    return _text_task("arc", path, make)
+
+
+def hellaswag(path: Path) -> Task:
+    """ctx, endings[4], label, activity_label, source_id."""
+
+    def clean(text: str) -> str:
+        return re.sub(r"\s+", " ", re.sub(r"\[.*?\]", "", text)).strip()
+
+    def make(row: Fields) -> dict[str, Any]:
+        return {"prompt": clean(f"{row['activity_label']}: {row['ctx']}"), "answer": int(row["label"]),
+                "choices": tuple(clean(e) for e in row["endings"]), "cluster": row.get("source_id")}  # fmt: skip
+
+    return _text_task("hellaswag", path, make)
+
+
+def gsm8k(path: Path) -> Task:
+    """question, answer that ends in "#### 42"."""
+
+    def make(row: Fields) -> dict[str, Any]:
+        return {"prompt": f"Question: {row['question']}\nAnswer:", "answer": row["answer"]}
+
+    return Task(
+        name="gsm8k", kind="generation", items=lambda: _items(path, make), limits=f"The last number counts. {SEEN}",
+        example=lambda item: f"{item.prompt} {item.answer}", grade=exact_match(pattern=r"-?\d[\d,]*(?:\.\d+)?"),
+        decoding=Decoding(max_tokens=256, stop=("\nQuestion:",)),
+    )  # fmt: skip
+
+
+def humaneval(path: Path) -> Task:
+    """task_id, prompt, test, entry_point."""
+
+    def make(row: Fields) -> dict[str, Any]:
+        return {
+            "id": row["task_id"],
+            "prompt": row["prompt"],
+            "facts": {"test": row["test"], "name": row["entry_point"]},
+        }
+
+    def program(item: Item, text: str) -> str:
+        code = first_code(text)
+        whole = code if f"def {item.facts['name']}" in code else item.prompt + code
+        return f"{whole}\n{item.facts['test']}\ncheck({item.facts['name']})\n"
+
+    return Task(
+        name="humaneval", kind="generation", items=lambda: _items(path, make), grade=program_grade(program),
+        metric="pass", limits=f"Runs the data set's own tests in the sandbox. {SEEN}",
+        decoding=Decoding(max_tokens=384, stop=("\nclass ", "\ndef ", "\n#", "\nif __name__", "\nprint(")),
+    )  # fmt: skip
+
+
+BENCHMARKS: dict[str, Callable[[Path], Task]] = {
+    "mmlu": mmlu, "ceval": ceval, "arc": arc, "hellaswag": hellaswag, "gsm8k": gsm8k, "humaneval": humaneval,
+}  # fmt: skip

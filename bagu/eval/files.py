@@ -1,0 +1,185 @@
+"""A task from a file: TOML that says where the data is and how an item is asked.
+
+    name = "capitals"
+    kind = "choice"                          # choice, generation or loss
+    data = "capitals.jsonl"                  # JSON lines, .json or Parquet, beside this file
+    prompt = "The capital of {{ country }} is"
+    choices = "{{ cities }}"                 # the field of a list; or a list of templates
+    answer = "{{ label }}"                   # a number, a letter, or the text of the choice
+
+Templates are Jinja, over the fields of a row; a field that is missing is an error with file and line. Optional keys:
+`limits`, `metric`, `cluster`, `id`, `few_shot`, `delimiter`, `normalization`, `example`, `chat`; of a generation task
+`max_tokens`, `temperature`, `samples`, `stop`, `k`, `extract` (a regular expression applied to both answers).
+"""
+
+from __future__ import annotations
+
+import string
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.nativetypes
+import jinja2.sandbox
+
+from bagu.data.json_rows import json_rows
+from bagu.errors import UnknownName
+from bagu.eval.grades import exact_match
+from bagu.eval.model import Decoding
+from bagu.eval.task import NORMALIZATIONS, Grade, Item, Task, TaskError
+
+__all__ = ["Row", "read_rows_of", "read_task"]
+
+KINDS = ("choice", "generation", "loss")
+KEYS = {
+    "name", "kind", "data", "prompt", "choices", "answer", "limits", "metric", "cluster", "id", "few_shot", "delimiter",
+    "normalization", "example", "chat", "max_tokens", "temperature", "samples", "stop", "k", "extract",
+}  # fmt: skip
+
+Row = tuple[str, str, Mapping[str, Any]]  # id, place for errors, fields
+
+
+class _Native(jinja2.sandbox.SandboxedEnvironment, jinja2.nativetypes.NativeEnvironment):
+    """Templates that may give a list or a number."""
+
+
+_TEXT = jinja2.sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+_VALUE = _Native(undefined=jinja2.StrictUndefined)
+
+
+def read_task(path: Path, grade: Grade | None = None) -> Task:
+    """The task that a file describes; `grade` replaces exact match."""
+    table = _table(path)
+    kind = table["kind"]
+    fields: dict[str, Any] = {
+        key: table[key] for key in ("metric", "few_shot", "delimiter", "normalization", "chat") if key in table
+    }
+    if kind == "generation":
+        fields["decoding"] = Decoding(
+            max_tokens=table.get("max_tokens", 256), temperature=table.get("temperature", 0.0),
+            samples=table.get("samples", 1), stop=tuple(table.get("stop", ())),
+        )  # fmt: skip
+        fields["grade"] = grade or exact_match(pattern=table.get("extract"))
+        fields["k"] = tuple(table.get("k", (1,)))
+    if "example" in table or kind != "loss":
+        fields["example"] = _example(table)
+    return Task(
+        name=table["name"], kind=kind, limits=table.get("limits", "The task's author states none."),
+        items=lambda: _items(path, table), **fields,
+    )  # fmt: skip
+
+
+def read_rows_of(path: Path) -> Iterator[Row]:
+    """The rows of a data file (JSON lines, .json, Parquet) or of all such files of a folder."""
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    if not files or not path.exists():
+        raise TaskError(f"there is no data at {path}", hint="name a file or a folder of JSON lines or Parquet")
+    for file in files:
+        if file.suffix == ".parquet":
+            yield from _parquet(file)
+        elif file.name.removesuffix(".gz").endswith((".jsonl", ".json", ".ndjson")):
+            yield from ((row.id, row.place, row.fields) for row in json_rows([(file.name, file)]))
+        elif file == path:
+            raise TaskError(f"{path} is neither JSON lines, .json nor Parquet")
+
+
+def _parquet(file: Path) -> Iterator[Row]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise TaskError(f"{file} is Parquet, and pyarrow is missing", hint="pip install 'bagu[parquet]'") from error
+    for number, row in enumerate(pyarrow.parquet.read_table(file).to_pylist()):
+        yield f"{file.name}:{number}", f"{file}, row {number}", row
+
+
+def _table(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"the task file {path} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise TaskError(f"{path}: not TOML: {error}") from error
+    for key in table:
+        if key not in KEYS:
+            raise UnknownName.among("task key", key, KEYS, within=f"{path}: ")
+    needed = ["name", "kind", "data", "prompt", *(["choices", "answer"] if table.get("kind") == "choice" else [])]
+    needed += ["answer"] if table.get("kind") == "generation" else []
+    for key in needed:
+        if key not in table:
+            raise TaskError(f"{path}: the key {key!r} is missing", hint=f"a task has {', '.join(needed)}")
+    if table["kind"] not in KINDS:
+        raise UnknownName.among("kind of task", table["kind"], KINDS)
+    if table.get("normalization", "raw") not in NORMALIZATIONS:
+        raise UnknownName.among("normalization", table["normalization"], NORMALIZATIONS)
+    return table
+
+
+def _items(path: Path, table: Mapping[str, Any]) -> Iterator[Item]:
+    for id, place, fields in read_rows_of(path.parent / table["data"]):
+        render = _renderer(place, fields)
+        choices: tuple[str, ...] = ()
+        answer: int | str | None = None
+        if table["kind"] == "choice":
+            choices = _choices(table["choices"], render, place)
+            answer = _number(render(table["answer"], native=True), choices)
+        elif table["kind"] == "generation":
+            answer = str(render(table["answer"]))
+        prompt = render(table["prompt"])
+        yield Item(
+            id=str(render(table["id"])) if "id" in table else id,
+            prompt="" if table.get("chat") else prompt,
+            messages=({"role": "user", "content": prompt},) if table.get("chat") else (),
+            choices=choices, answer=answer, place=place,
+            cluster=str(render(table["cluster"])) if "cluster" in table else None,
+        )  # fmt: skip
+
+
+def _renderer(place: str, fields: Mapping[str, Any]) -> Callable[..., Any]:
+    def render(template: str, *, native: bool = False) -> Any:
+        try:
+            return (_VALUE if native else _TEXT).from_string(template).render(**fields)
+        except jinja2.UndefinedError as error:
+            raise TaskError(f"{place}: {error.message}", hint=f"found {', '.join(fields)}") from error
+        except jinja2.TemplateError as error:
+            raise TaskError(f"{place}: the template {template!r} fails: {error}") from error
+
+    return render
+
+
+def _choices(wanted: str | list[str], render: Callable[..., Any], place: str) -> tuple[str, ...]:
+    if isinstance(wanted, list):
+        return tuple(render(template) for template in wanted)
+    found = render(wanted, native=True)
+    if not isinstance(found, list | tuple):
+        raise TaskError(f"{place}: the choices are a {type(found).__name__}, expected a list")
+    return tuple(str(choice) for choice in found)
+
+
+def _number(answer: Any, choices: tuple[str, ...]) -> int | str | None:
+    """Which choice an answer means: its number from 0, its letter, or its text. Else the answer, which is refused."""
+    if isinstance(answer, bool) or answer is None:
+        return str(answer)
+    if isinstance(answer, int):
+        return answer
+    text = str(answer).strip()
+    if text in choices:
+        return choices.index(text)
+    if text.isdigit():
+        return int(text)
+    return (
+        string.ascii_uppercase.index(text.upper())
+        if len(text) == 1 and text.upper().isascii() and text.isalpha()
+        else text
+    )
+
+
+def _example(table: Mapping[str, Any]) -> Callable[[Item], str]:
+    delimiter = table.get("delimiter", " ")
+
+    def example(item: Item) -> str:
+        answer = item.choices[item.answer] if isinstance(item.answer, int) and item.choices else str(item.answer)
+        return item.prompt + delimiter + answer
+
+    return example

@@ -1,0 +1,30 @@
+"""Tasks whose answers are written: prompts to texts, texts to grades, grades to pass@k."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bagu.eval.model import Model
+from bagu.eval.task import Item, Task, TaskError
+
+__all__ = ["generate_answers"]
+
+
+def generate_answers(model: Model, task: Task, items: Sequence[Item], prefix: str) -> list[dict[str, Any]]:
+    """For each item the answers and their grades, 0 to 1."""
+    assert task.grade is not None, "Task refuses a generation task without one"
+    prompts = []
+    for item in items:
+        ids = model.encode_chat(item.messages) if task.chat else model.encode(prefix + item.prompt)
+        if len(ids) + task.decoding.max_tokens > model.max_len:
+            where = item.place or f"task {task.name}, item {item.id}"
+            raise TaskError(
+                f"{where}: the prompt has {len(ids)} tokens and the answer up to {task.decoding.max_tokens}, and the "
+                f"model takes {model.max_len}",
+                hint="use fewer examples (--few-shot), or a model with a longer context",
+            )
+        prompts.append(ids)
+    texts = model.generate(prompts, task.decoding)
+    grades = task.grade(items, texts)
+    return [{"answers": list(t), "grades": g} for t, g in zip(texts, grades, strict=True)]

@@ -1,0 +1,111 @@
+"""Ways to grade a written answer: equal text, text found by a pattern, code that runs, another model's judgement."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Callable, Sequence
+
+from bagu.errors import BaguError
+from bagu.eval.task import Grade, Item, TaskError
+from bagu.machine.sandbox import Sandbox, SandboxUnavailable
+
+__all__ = ["Judge", "code_grade", "each", "exact_match", "first_code", "judged", "parses", "program_grade"]
+
+Judge = Callable[[str], str]  # a question for another model, and what it answers
+
+
+def each(grade: Callable[[Item, str], float]) -> Grade:
+    """A grade of all answers from a grade of one."""
+    return lambda items, texts: [[grade(item, t) for t in answers] for item, answers in zip(items, texts, strict=True)]
+
+
+def exact_match(*, pattern: str | None = None, ignore_case: bool = False) -> Grade:
+    """1 where the answer equals the item's, after `pattern` has taken its last match from both (its first group, where
+    it has one). White space at the ends, and commas inside numbers, do not count."""
+    expression = None if pattern is None else re.compile(pattern)
+
+    def found(text: str) -> str | None:
+        if expression is not None:
+            matches = list(expression.finditer(text))
+            if not matches:
+                return None
+            text = matches[-1][1] if expression.groups else matches[-1][0]
+        text = re.sub(r"(?<=\d),(?=\d{3})", "", text.strip())
+        return text.casefold() if ignore_case else text
+
+    def grade(item: Item, text: str) -> float:
+        wanted = found(str(item.answer))
+        return float(wanted is not None and found(text) == wanted)
+
+    return each(grade)
+
+
+def first_code(text: str) -> str:
+    """The code of an answer: the first fenced block where there is one, else all of it."""
+    block = re.search(r"```(?:python|py)?\n(.*?)(?:```|\Z)", text, re.DOTALL)
+    return block[1] if block else text
+
+
+def parses(text: str) -> bool:
+    """Whether a text is Python that says something."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            return bool(ast.parse(text).body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+
+
+def program_grade(program: Callable[[Item, str], str]) -> Grade:
+    """1 where `program(item, answer)` runs to its end without an error in the sandbox. Raises SandboxUnavailable where
+    there is none."""
+
+    def grade(items: Sequence[Item], texts: Sequence[Sequence[str]]) -> list[list[float]]:
+        programs = [program(item, text) for item, answers in zip(items, texts, strict=True) for text in answers]
+        runs = [code for code in programs if parses(code)]  # what does not parse needs no process
+        with Sandbox() as sandbox:
+            ended = iter([float(r.status == "ok") for r in sandbox.run_all(runs)])
+        grades = iter([next(ended) if parses(code) else 0.0 for code in programs])
+        return [[next(grades) for _ in answers] for answers in texts]
+
+    return grade
+
+
+def code_grade(program: Callable[[Item, str], str], *, only_parse: Callable[[], None]) -> Grade:
+    """`program_grade`; where nothing isolates code, whether the program parses, after `only_parse` was called."""
+    run = program_grade(program)
+
+    def grade(items: Sequence[Item], texts: Sequence[Sequence[str]]) -> list[list[float]]:
+        try:
+            return run(items, texts)
+        except SandboxUnavailable:
+            only_parse()
+            return each(lambda item, text: float(parses(program(item, text))))(items, texts)
+
+    return grade
+
+
+def judged(judge: Judge, question: Callable[[Item, str], str], *, best: float = 10.0) -> Grade:
+    """Another model's judgement: the last number in its answer, as a share of `best`.
+
+    A judge that cannot be asked or gives no number ends the evaluation: a score made of its silence would be wrong.
+    """
+
+    def grade(item: Item, text: str) -> float:
+        try:
+            said = judge(question(item, text))
+        except (OSError, BaguError) as error:
+            raise TaskError(
+                f"item {item.id}: the judge did not answer: {error}", hint="start it, and run again"
+            ) from error
+        numbers = re.findall(r"-?\d+(?:\.\d+)?", said)
+        if not numbers or not 0 <= float(numbers[-1]) <= best:
+            raise TaskError(
+                f"item {item.id}: the judge gave no number from 0 to {best:g}: {said.strip()[:80]!r}",
+                hint="ask it to end with the number alone",
+            )
+        return float(numbers[-1]) / best
+
+    return each(grade)

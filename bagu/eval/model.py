@@ -1,0 +1,51 @@
+"""What an evaluation asks of a model, wherever it runs: an engine in this process or a server over HTTP.
+
+recipes/evaluate.py has both; a test may have its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["Decoding", "Message", "Model"]
+
+Message = Mapping[str, str]  # role and content
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How answers are generated. Temperature 0 is greedy, and then one sample an item is all there is."""
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    samples: int = 1
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+
+class Model(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest sequence, prompt and answer together."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, with the control tokens that the model expects at its beginning."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt for the assistant's next turn. Raises where the model has no chat template."""
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[float]]:
+        """For each sequence the log-probabilities of ids[start:], in nats; start is 1 or more."""
+        ...
+
+    def generate(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[list[str]]:
+        """For each prompt `decoding.samples` answers."""
+        ...

@@ -1,0 +1,201 @@
+"""`evaluate`: a model and a task to a result, its items kept as JSON lines.
+
+Items are scored in batches, and each batch's rows are in `items.jsonl` before the next one starts: an evaluation that
+was killed goes on where it was. Results of another model, of another version of the task or of other settings are never
+mixed in: the header, the first line of the file, names them all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bagu.config import write_whole
+from bagu.eval.choice import answers, score_choices
+from bagu.eval.generation import generate_answers
+from bagu.eval.intervals import Estimate, estimate, estimate_ratio, pass_at_k
+from bagu.eval.loss import score_documents
+from bagu.eval.model import Model
+from bagu.eval.task import Item, Task, TaskError, checked_items
+from bagu.machine.environment import environment
+from bagu.runs.record import append_rows, read_rows
+
+__all__ = ["Result", "evaluate", "item_scores", "metrics_of"]
+
+BATCH = 256  # items: enough to fill an engine's steps, few enough to lose little to a kill
+
+Row = dict[str, Any]
+Progress = Callable[[int, int], None]  # items done, items in all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """`metrics` are the task's own first, then others that the same scores give."""
+
+    task: str
+    model: str
+    metrics: Mapping[str, Estimate]
+    seconds: float
+    limits: str
+    folder: Path | None
+
+
+def evaluate(
+    model: Model,
+    task: Task,
+    *,
+    out: Path | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    identity: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Result:
+    """Score the task's items, the first `limit` of them. `identity` is what else decides the numbers: the weights'
+    fingerprint, the dtype. Without `out` nothing is kept."""
+    items = checked_items(task, limit)
+    prefix, items = few_shot(task, items, seed)
+    header = {"header": _header(model, task, items, prefix, seed, identity or {})}
+    file = None if out is None else out / task.name / "items.jsonl"
+    done = {} if file is None else _resumed(file, header)
+    began, rows = time.perf_counter(), dict(done)
+    todo = [item for item in items if item.id not in done]
+    for at in range(0, len(todo), BATCH):
+        if progress is not None:
+            progress(len(rows), len(items))
+        batch = todo[at : at + BATCH]
+        found = [
+            {"id": item.id, "cluster": item.cluster, **_shown(item), **row}
+            for item, row in zip(batch, _score(model, task, batch, prefix), strict=True)
+        ]
+        if file is not None:
+            append_rows(file, found)
+        rows |= {row["id"]: row for row in found}
+    if progress is not None:
+        progress(len(items), len(items))
+    ordered = [rows[item.id] for item in items]
+    result = Result(
+        task=task.name, model=model.name, metrics=metrics_of(task, ordered), seconds=time.perf_counter() - began,
+        limits=task.limits, folder=None if out is None else out / task.name,
+    )  # fmt: skip
+    if result.folder is not None:
+        _write(result, task, header)
+    return result
+
+
+def _score(model: Model, task: Task, items: Sequence[Item], prefix: str) -> list[Row]:
+    if task.kind == "choice":
+        return score_choices(model, task, items, prefix)
+    if task.kind == "generation":
+        return generate_answers(model, task, items, prefix)
+    return score_documents(model, task, items)
+
+
+def few_shot(task: Task, items: Sequence[Item], seed: int) -> tuple[str, list[Item]]:
+    """The examples that stand before every question, and the items that are left to ask.
+
+    All questions have the same examples, drawn by the seed: a prompt's first part is then computed once.
+    """
+    if not task.few_shot:
+        return "", list(items)
+    if task.example is None:
+        raise TaskError(f"task {task.name} has no form for few-shot examples", hint="leave out --few-shot")
+    if len(items) <= task.few_shot:
+        raise TaskError(f"task {task.name}: {task.few_shot} examples of {len(items)} items leave none to ask")
+    chosen = set(random.Random(seed).sample(range(len(items)), task.few_shot))
+    examples = [task.example(items[i]) for i in sorted(chosen, key=lambda i: random.Random(f"{seed}:{i}").random())]
+    return "\n\n".join([*examples, ""]), [item for i, item in enumerate(items) if i not in chosen]
+
+
+def metrics_of(task: Task, rows: Sequence[Row]) -> dict[str, Estimate]:
+    """The task's metric first."""
+    clusters = [row["cluster"] or row["id"] for row in rows]
+    if task.kind == "loss":
+        bits, sizes = [row["nats"] / math.log(2) for row in rows], [row["bytes"] for row in rows]
+        return {"bits_per_byte": estimate_ratio(bits, sizes, clusters)}
+    scores = item_scores(task.kind, rows, task.k)
+    first = task.normalization if task.kind == "choice" else f"pass@{task.k[0]}"
+    names = [first, *(n for n in scores if n != first)]
+    named = {name: task.metric if name in ("raw", "pass@1") else f"{task.metric}_{name}" for name in names}
+    return {named[name]: estimate(scores[name], clusters) for name in names}
+
+
+def item_scores(kind: str, rows: Sequence[Row], k: Sequence[int] = (1,)) -> dict[str, list[float]]:
+    """The score of each item, 0 to 1, by normalisation or by k."""
+    if kind == "choice":
+        chosen = [answers(row) for row in rows]
+        return {name: [float(c[name] == r["answer"]) for c, r in zip(chosen, rows, strict=True)] for name in chosen[0]}
+    return {
+        f"pass@{n}": [
+            pass_at_k(len(row["grades"]), sum(g == 1.0 for g in row["grades"]), n)
+            if n > 1 else sum(row["grades"]) / len(row["grades"])
+            for row in rows
+        ]
+        for n in k
+    }  # fmt: skip
+
+
+def _shown(item: Item) -> Row:
+    """What a reader of the items sees of the question."""
+    shown: Row = {"prompt": item.prompt} if item.prompt else {"messages": [dict(m) for m in item.messages]}
+    return shown | ({"choices": list(item.choices)} if item.choices else {})
+
+
+def _header(
+    model: Model, task: Task, items: Sequence[Item], prefix: str, seed: int, identity: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What decides the numbers. `identity` comes from the caller: the weights, the dtype, the kind of arithmetic."""
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(json.dumps([item.id, item.prompt, [dict(m) for m in item.messages], item.choices]).encode())
+    settings = {
+        "kind": task.kind, "few_shot": task.few_shot, "delimiter": task.delimiter, "stride": task.stride,
+        "normalization": task.normalization, "decoding": asdict(task.decoding), "seed": seed,
+    }  # fmt: skip
+    prefix_digest = hashlib.sha256(prefix.encode()).hexdigest()
+    return {
+        "task": task.name, "items": digest.hexdigest(), "examples": prefix_digest, "settings": settings,
+        "model": model.name, "identity": dict(identity),
+    }  # fmt: skip
+
+
+def _resumed(file: Path, header: Row) -> dict[str, Row]:
+    """The rows that a run with this header has left; another header is refused."""
+    if not file.exists():
+        append_rows(file, [header])
+        return {}
+    first, *rows = _whole_rows(file)
+    theirs = first.get("header")
+    if theirs != json.loads(json.dumps(header["header"])):
+        changed = [
+            k for k, v in header["header"].items() if theirs is None or theirs.get(k) != json.loads(json.dumps(v))
+        ]
+        raise TaskError(
+            f"{file} holds results of another evaluation ({', '.join(changed)} differ)",
+            hint="give another folder with --out, or delete that one",
+        )
+    return {row["id"]: row for row in rows}
+
+
+def _whole_rows(file: Path) -> list[Row]:
+    """The rows of the file; a last line that a kill has cut is removed first."""
+    data = file.read_bytes()
+    if not data.endswith(b"\n"):
+        file.write_bytes(data[: data.rfind(b"\n") + 1])
+    rows = read_rows(file)
+    return rows or [{}]
+
+
+def _write(result: Result, task: Task, header: Row) -> None:
+    assert result.folder is not None
+    facts = {
+        **header["header"], "limits": result.limits, "seconds": result.seconds, "environment": environment(),
+        "metrics": {name: asdict(value) for name, value in result.metrics.items()}, "k": list(task.k),
+    }  # fmt: skip
+    write_whole(result.folder / "result.json", json.dumps(facts, indent=2, ensure_ascii=False) + "\n")

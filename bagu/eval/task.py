@@ -1,0 +1,104 @@
+"""What a task is: items, how a prompt is made of one, and what counts as right.
+
+    choice       the model's answer is the choice that it gives the highest (normalised) log-likelihood
+    generation   the model writes an answer, and `grade` gives it 0 to 1
+    loss         documents; the score is bits per byte
+
+A task is a value; `files.py` reads one from a file, `tasks/` has those that are built in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from bagu.errors import BaguError
+from bagu.eval.model import Decoding, Message
+
+__all__ = ["NORMALIZATIONS", "Grade", "Item", "Kind", "Normalization", "Task", "TaskError", "checked_items"]
+
+Kind = Literal["choice", "generation", "loss"]
+Normalization = Literal["raw", "characters", "tokens", "pmi"]
+NORMALIZATIONS: tuple[Normalization, ...] = ("raw", "characters", "tokens", "pmi")
+
+
+class TaskError(BaguError):
+    """A task that cannot be evaluated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One question or document. `cluster` names what it shares with other items (a file, a passage), by default
+    nothing; `facts` are for `grade` and for readers of the results."""
+
+    id: str
+    prompt: str = ""
+    messages: tuple[Message, ...] = ()  # of a chat task, in place of a prompt
+    choices: tuple[str, ...] = ()
+    answer: int | str | None = None  # of a choice task the number of the right choice
+    cluster: str | None = None
+    place: str = ""  # file and line, for errors
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+Grade = Callable[[Sequence[Item], Sequence[Sequence[str]]], list[list[float]]]  # items, their answers -> a grade each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """`limits` says what a score does not show. `fingerprint` changes with the items and with how they are asked."""
+
+    name: str
+    kind: Kind
+    items: Callable[[], Iterable[Item]]
+    limits: str
+    metric: str = "accuracy"
+    chat: bool = False
+    few_shot: int = 0
+    example: Callable[[Item], str] | None = None  # an item with its answer, as it stands in a few-shot prompt
+    normalization: Normalization = "raw"
+    delimiter: str = " "  # between prompt and choice
+    unconditional: str = "Answer:"  # what stands in the prompt's place for PMI
+    decoding: Decoding = field(default_factory=Decoding)
+    grade: Grade | None = None
+    k: tuple[int, ...] = (1,)  # of pass@k
+    stride: float = 0.5  # of a loss task: how far windows move, as a share of the longest sequence
+
+    def __post_init__(self) -> None:
+        if self.kind == "generation" and self.grade is None:
+            raise TaskError(f"task {self.name}: a generation task needs a way to grade answers")
+        if any(not 1 <= k <= self.decoding.samples for k in self.k) and self.kind == "generation":
+            raise TaskError(
+                f"task {self.name}: pass@{max(self.k)} of {self.decoding.samples} samples",
+                hint="draw at least as many samples as the largest k",
+            )
+
+
+def checked_items(task: Task, limit: int | None = None) -> list[Item]:
+    """The items of a task; raises a TaskError with file and line for one that cannot be right."""
+    items: list[Item] = []
+    seen: set[str] = set()
+    for item in task.items():
+        if limit is not None and len(items) == limit:
+            break
+        where = item.place or f"task {task.name}, item {item.id}"
+        if item.id in seen:
+            raise TaskError(f"{where}: a second item has the id {item.id!r}")
+        seen.add(item.id)
+        if task.kind == "choice":
+            _check_choices(item, where)
+        items.append(item)
+    if not items:
+        raise TaskError(f"task {task.name} has no items", hint="check the data that it reads")
+    return items
+
+
+def _check_choices(item: Item, where: str) -> None:
+    if len(item.choices) < 2:
+        raise TaskError(f"{where}: {len(item.choices)} choices", hint="a choice task has two or more for each item")
+    if len(set(item.choices)) < len(item.choices):
+        equal = next(c for c in item.choices if item.choices.count(c) > 1)
+        raise TaskError(f"{where}: two choices are equal: {equal!r}", hint="their likelihoods are, too; remove one")
+    if not isinstance(item.answer, int) or not 0 <= item.answer < len(item.choices):
+        raise TaskError(f"{where}: the answer {item.answer!r} is none of the {len(item.choices)} choices")

@@ -1,0 +1,31 @@
+"""The built-in tasks, by name. All are made from the running Python's own library, or from nothing but this package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bagu.errors import UnknownName
+from bagu.eval.task import Task
+from bagu.eval.tasks.complete import complete
+from bagu.eval.tasks.continue4 import continue4
+from bagu.eval.tasks.library import library_loss
+from bagu.eval.tasks.recall import recall
+from bagu.eval.tasks.safety import safety
+from bagu.eval.tasks.signature import signature
+
+__all__ = ["TASKS", "built_in"]
+
+TASKS: dict[str, Callable[[int], Task]] = {  # of the longest sequence that a model takes, in tokens
+    "library": lambda max_len: library_loss(),
+    "continue4": lambda max_len: continue4(),
+    "signature": lambda max_len: signature(),
+    "complete": lambda max_len: complete(),
+    "recall": recall,
+    "safety": lambda max_len: safety(),
+}
+
+
+def built_in(name: str, max_len: int) -> Task:
+    if name not in TASKS:
+        raise UnknownName.among("task", name, TASKS)
+    return TASKS[name](max_len)

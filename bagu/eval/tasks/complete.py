@@ -1,0 +1,81 @@
+"""`complete`: write the body of a held-out function from its signature and docstring.
+
+A completion counts if it parses and defines the function, and, where the docstring has doctests that the real function
+passes by itself, if it passes them too. Code runs in the sandbox; where there is none, only parsing counts, and a
+warning says so.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Iterator
+
+from bagu.eval.grades import code_grade, parses
+from bagu.eval.model import Decoding
+from bagu.eval.task import Item, Task
+from bagu.eval.tasks.library import PUBLIC, held_out_functions
+from bagu.eval.tasks.signature import head_and_body
+
+__all__ = ["complete", "cut_to_function"]
+
+HEAD, ITEMS = 400, 64
+CHECK = """
+import doctest as _doctest
+_found = _doctest.DocTestFinder().find({name}, {name!r}, globs=dict(globals()))
+_runner = _doctest.DocTestRunner(verbose=False)
+for _test in _found:
+    _runner.run(_test)
+raise SystemExit(_runner.failures > 0)
+"""
+
+
+def complete() -> Task:
+    return Task(
+        name="complete", kind="generation", items=_items, grade=code_grade(_program, only_parse=_warn),
+        decoding=Decoding(max_tokens=96, stop=("\ndef ", "\nclass ", "\n@", "\nif __name__")), metric="pass",
+        limits=f"Without doctests a body that parses counts, whatever it does. {PUBLIC}",
+    )  # fmt: skip
+
+
+def _items() -> Iterator[Item]:
+    count = 0
+    for document, function, lines in held_out_functions():
+        head, body = head_and_body(function, lines)
+        if len(head) > HEAD or not parses(f"{head}\n{body}") or [a.arg for a in function.args.args[:1]] == ["self"]:
+            continue
+        count += 1
+        if count > ITEMS:
+            return
+        tested = ">>>" in (ast.get_docstring(function) or "")
+        yield Item(
+            id=f"{document.id}:{function.lineno}:{function.name}", prompt=head + "\n", answer=body, cluster=document.id,
+            facts={"name": function.name, "doctest": tested},
+        )  # fmt: skip
+
+
+def cut_to_function(head: str, completion: str) -> str:
+    """Head and completion up to the last line that still parses: a model may go on after the function's end."""
+    lines = completion.split("\n")
+    while lines and not parses(f"{head}\n" + "\n".join(lines)):
+        lines.pop()
+    return f"{head}\n" + "\n".join(lines)
+
+
+def _program(item: Item, text: str) -> str:
+    """What must run without an error. A body that does not parse is a program that does not."""
+    indented = any(line.strip() for line in text.split("\n"))
+    if not indented:
+        return "raise SystemExit('there is no body')"
+    code = cut_to_function(item.prompt.rstrip("\n"), text)
+    if code.rstrip("\n") == item.prompt.rstrip("\n"):  # nothing of the completion parses
+        return "raise SystemExit('the completion does not parse')"
+    return code + (CHECK.format(name=item.facts["name"]) if item.facts["doctest"] else "")
+
+
+def _warn() -> None:
+    warnings.warn(
+        "this system permits no isolation of model-written code: `complete` scores parsing alone",
+        RuntimeWarning,
+        stacklevel=2,
+    )

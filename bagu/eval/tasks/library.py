@@ -1,0 +1,47 @@
+"""Held-out modules of the running Python's library: what the built-in tasks are made of.
+
+They are the files that every run on the library holds out by its default settings (recipes/run.py: 5 % by a hash of the
+path, seed 0), so no model trained by `bagu demo` or `bagu train` has seen them. A model trained by others may have: the
+library is public. `bagu eval --training RUN` checks it for a run of one's own.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+
+from bagu.data.source import Document
+from bagu.data.split import held_ids
+from bagu.data.stdlib import StdlibSource, functions, parsed
+from bagu.eval.task import Item, Task
+
+__all__ = ["HELD_SHARE", "PUBLIC", "SEED", "held_out_functions", "held_out_modules", "library_loss"]
+
+HELD_SHARE, SEED = 0.05, 0
+PUBLIC = "The library is public: models trained on code of the web have seen these files."
+
+
+@cache
+def held_out_modules() -> tuple[Document, ...]:
+    """Sorted by path, as the library is."""
+    documents = list(StdlibSource().documents())
+    held = held_ids([d.id for d in documents], fraction=HELD_SHARE, seed=SEED)
+    return tuple(d for d in documents if d.id in held)
+
+
+def held_out_functions() -> Iterator[tuple[Document, ast.FunctionDef, list[str]]]:
+    """(module, function, the module's lines) of every function that has a docstring and something after it."""
+    for document in held_out_modules():
+        lines = document.text.split("\n")
+        for function in functions(parsed(document.text)):
+            if ast.get_docstring(function) and len(function.body) > 1:
+                yield document, function, lines
+
+
+def library_loss() -> Task:
+    def items() -> Iterator[Item]:
+        for document in held_out_modules():
+            yield Item(id=document.id, prompt=document.text)
+
+    return Task(name="library", kind="loss", items=items, limits=f"Bits per byte of Python source alone. {PUBLIC}")

@@ -1,0 +1,66 @@
+"""`signature`: which of four bodies belongs to a function's signature and docstring. All are from held-out modules, the
+wrong ones from the same file where it has enough."""
+
+from __future__ import annotations
+
+import ast
+import random
+import textwrap
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from bagu.eval.task import Item, Task
+from bagu.eval.tasks.library import PUBLIC, SEED, held_out_functions
+
+__all__ = ["head_and_body", "signature"]
+
+HEAD, BODY = 300, 240  # characters at most
+
+
+class Function(NamedTuple):
+    file: str
+    name: str
+    line: int
+    head: str  # def and docstring
+    body: str
+
+
+def signature() -> Task:
+    return Task(
+        name="signature", kind="choice", items=_items, delimiter="\n", normalization="characters",
+        limits=f"Whether names and a docstring raise the likelihood of their own code. Chance is 25 %. {PUBLIC}",
+    )  # fmt: skip
+
+
+def head_and_body(function: ast.FunctionDef, lines: list[str]) -> tuple[str, str]:
+    """The source of a function up to the end of its docstring, and what follows; dedented."""
+    docstring = function.body[0]
+    whole = textwrap.dedent("\n".join(lines[function.lineno - 1 : function.end_lineno])).split("\n")
+    cut = (docstring.end_lineno or 0) - function.lineno + 1
+    return "\n".join(whole[:cut]), "\n".join(whole[cut:]).rstrip()
+
+
+def _functions() -> Iterator[Function]:
+    seen = set()
+    for document, function, lines in held_out_functions():
+        head, body = head_and_body(function, lines)
+        if len(head) <= HEAD and 20 <= len(body) <= BODY and body not in seen:
+            seen.add(body)
+            yield Function(document.id, function.name, function.lineno, head, body)
+
+
+def _items() -> Iterator[Item]:
+    every = list(_functions())
+    for function in every:
+        rng = random.Random(f"{SEED}:{function.file}:{function.line}")
+        near = [f for f in every if f.file == function.file and f is not function]
+        far = [f for f in every if f.file != function.file]
+        if len(near) + len(far) < 3:
+            continue
+        wrong = rng.sample(near, 3) if len(near) >= 3 else [*near, *rng.sample(far, 3 - len(near))]
+        choices = [function.body, *(f.body for f in wrong)]
+        rng.shuffle(choices)
+        yield Item(
+            id=f"{function.file}:{function.line}:{function.name}", prompt=function.head, choices=tuple(choices),
+            answer=choices.index(function.body), cluster=function.file,
+        )  # fmt: skip
