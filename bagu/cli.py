@@ -240,6 +240,50 @@ def chat(
     )  # fmt: skip
 
 
+@app.command("eval")
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A run folder, a Hugging Face folder, or a server's URL.")
+    ],
+    tasks: Annotated[
+        list[str], typer.Argument(metavar="TASK", help="Built-in names, task files (.toml), or BENCHMARK=PATH.")
+    ],
+    compare: Annotated[
+        bool, typer.Option("--compare", help="MODEL and TASK are two folders of results to compare instead.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; by default evals/NAME.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Evaluate only the first so many items of each task.")] = None,
+    few_shot: Annotated[int | None, typer.Option(help="Examples before each question.")] = None,
+    normalization: Annotated[
+        str | None, typer.Option(help="Of log-likelihoods: raw, characters, tokens or pmi.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the choice of examples.")] = 0,
+    training: Annotated[
+        Path | None, typer.Option(help="A run folder or text: report items that are in its training text.")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="A folder with tokenizer.json.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bf16 or fp32.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the first GPU.")] = None,
+    invariant: Annotated[bool, typer.Option("--invariant", help="The same numbers at any batch size (CPU).")] = False,
+    api_key: Annotated[str | None, typer.Option(envvar="BAGU_API_KEY", help="Of the server.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score a model on tasks, with 95 % intervals; every item is kept."""
+    from bagu.recipes import evaluate as part
+
+    if compare:
+        if len(tasks) != 1:
+            raise typer.BadParameter("--compare takes two folders of results")
+        raise typer.Exit(part.compare_main(Path(model), Path(tasks[0]), out=out, as_json=as_json))
+    raise typer.Exit(
+        part.eval_main(
+            model, tasks, out=out, limit=limit, few_shot=few_shot, normalization=normalization, seed=seed,
+            training=training, tokenizer=tokenizer, dtype=dtype, device=device, invariant=invariant, api_key=api_key,
+            as_json=as_json,
+        )
+    )  # fmt: skip
+
+
 @tokenizers.command("train")
 def tokenizer_train(
     out: Annotated[Path, typer.Argument(help="The folder to write.")],

@@ -1,7 +1,7 @@
 """Public benchmarks from files that the user has: `bagu eval MODEL mmlu=path/to/files`.
 
-Each reader takes the usual JSON lines or Parquet form of its data set, as it is on the Hugging Face hub, and asks in the
-way the field does: MMLU and C-Eval by letter, ARC and HellaSwag by the text of the choice, GSM8K and HumanEval by a
+Each reader takes the usual JSON lines or Parquet form of its data set, as it is on the Hugging Face hub, and asks in
+the way the field does: MMLU and C-Eval by letter, ARC and HellaSwag by the text of the choice, GSM8K and HumanEval by a
 written answer. The data are not part of bagu.
 """
 

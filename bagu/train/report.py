@@ -155,7 +155,7 @@ def render(data: ReportData) -> str:
     """The page."""
     if not data.runs:
         raise ValueError("a report needs a run")
-    css = (files("bagu.train") / "report.css").read_text(encoding="utf-8")
+    css = (files("bagu.runs") / "report.css").read_text(encoding="utf-8")
     last = data.runs[-1]
     where = f"{last.environment['machine']} · {_date(last.environment['time'])}"
     sections = [

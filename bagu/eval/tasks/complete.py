@@ -19,7 +19,7 @@ from bagu.eval.tasks.signature import head_and_body
 
 __all__ = ["complete", "cut_to_function"]
 
-HEAD, ITEMS = 400, 64
+HEAD, ITEMS = 240, 64
 CHECK = """
 import doctest as _doctest
 _found = _doctest.DocTestFinder().find({name}, {name!r}, globs=dict(globals()))

@@ -14,7 +14,7 @@ from bagu.eval.tasks.library import PUBLIC, SEED, held_out_modules
 
 __all__ = ["continue4"]
 
-PROMPT, LINES, PER_FILE = 400, 3, 12  # characters before, lines to continue with, items of a file at most
+PROMPT, LINES, PER_FILE = 240, 3, 12  # characters before, lines to continue with, items of a file at most
 
 
 def continue4() -> Task:
@@ -49,7 +49,7 @@ def _items() -> Iterator[Item]:
 
 def _usable(lines: list[str]) -> bool:
     """Not blank at its start, and not a single symbol."""
-    return bool(lines[0].strip()) and 40 <= len("\n".join(lines)) <= 200
+    return bool(lines[0].strip()) and 40 <= len("\n".join(lines)) <= 160
 
 
 def _indent(line: str) -> int:

@@ -1,0 +1,90 @@
+"""Two evaluations side by side: the same items, paired, with a p-value for each metric."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bagu.eval.intervals import Comparison, Estimate, compare, estimate, estimate_ratio
+from bagu.eval.score import item_scores
+from bagu.eval.task import TaskError
+from bagu.runs.record import read_rows
+
+__all__ = ["Compared", "Side", "compare_folders", "read_side"]
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One model's results on one task."""
+
+    task: str
+    model: str
+    result: Row
+    rows: dict[str, Row]  # by item
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    task: str
+    metric: str
+    higher_is_better: bool
+    a: Estimate
+    b: Estimate
+    difference: Comparison
+    differing: tuple[tuple[Row, Row], ...]  # the items on which one is right and the other is not
+
+
+def read_side(folder: Path) -> dict[str, Side]:
+    """The results in a folder, by task."""
+    found = {}
+    for file in sorted(folder.glob("*/result.json")):
+        result = json.loads(file.read_text(encoding="utf-8"))
+        rows = {row["id"]: row for row in read_rows(file.parent / "items.jsonl") if "header" not in row}
+        found[result["task"]] = Side(task=result["task"], model=result["model"], result=result, rows=rows)
+    if not found:
+        raise TaskError(f"there are no results in {folder}", hint="`bagu eval MODEL TASK --out FOLDER` writes them")
+    return found
+
+
+def compare_folders(a: Path, b: Path) -> list[Compared]:
+    """Every task that both folders have, on the items that both have."""
+    left, right = read_side(a), read_side(b)
+    shared = [task for task in left if task in right]
+    if not shared:
+        raise TaskError(f"{a} and {b} have no task in common", hint=f"{', '.join(left)}; {', '.join(right)}")
+    return [_compared(left[task], right[task]) for task in shared]
+
+
+def _compared(a: Side, b: Side) -> Compared:
+    ids = [id for id in a.rows if id in b.rows]
+    if not ids:
+        raise TaskError(f"the two results of {a.task} have no item in common", hint="evaluate both on the same data")
+    rows = [a.rows[i] for i in ids], [b.rows[i] for i in ids]
+    clusters = [row["cluster"] or row["id"] for row in rows[0]]
+    kind, metric = a.result["settings"]["kind"], next(iter(a.result["metrics"]))
+    if kind == "loss":
+        return _losses(a.task, metric, rows, clusters)
+    key = a.result["settings"]["normalization"] if kind == "choice" else f"pass@{a.result['k'][0]}"
+    scores = [item_scores(kind, side, a.result["k"])[key] for side in rows]
+    differing = [(x, y) for x, y, p, q in zip(*rows, *scores, strict=True) if p != q]
+    return Compared(
+        task=a.task, metric=metric, higher_is_better=True, a=estimate(scores[0], clusters),
+        b=estimate(scores[1], clusters), difference=compare(scores[0], scores[1], clusters), differing=tuple(differing),
+    )  # fmt: skip
+
+
+def _losses(task: str, metric: str, rows: tuple[list[Row], list[Row]], clusters: Sequence[str]) -> Compared:
+    """Bits per byte of each document, whatever its length, are paired; the totals are weighted by length."""
+    sizes = [row["bytes"] for row in rows[0]]
+    bits = [[row["nats"] / math.log(2) for row in side] for side in rows]
+    each = [[b / n for b, n in zip(side, sizes, strict=True)] for side in bits]
+    return Compared(
+        task=task, metric=metric, higher_is_better=False, a=estimate_ratio(bits[0], sizes, clusters),
+        b=estimate_ratio(bits[1], sizes, clusters), difference=compare(each[0], each[1], clusters), differing=(),
+    )  # fmt: skip

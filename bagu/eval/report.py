@@ -1,0 +1,139 @@
+"""The page of a comparison: a table, a plot of both models with their intervals, and the items where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from bagu import __version__
+from bagu.config import write_whole
+from bagu.eval.choice import answers
+from bagu.eval.compare import Compared
+from bagu.eval.intervals import Estimate
+from bagu.runs.html import grid, text
+
+__all__ = ["interval_plot", "write_comparison"]
+
+ITEMS = 40  # of each task at most
+WIDTH, ROW, LEFT, RIGHT = 760, 54, 190, 24
+
+
+def write_comparison(found: Sequence[Compared], names: tuple[str, str], path: Path) -> Path:
+    """Write the page of models `names` to `path`."""
+    css = (files("bagu.runs") / "report.css").read_text(encoding="utf-8")
+    a, b = (text(name) for name in names)
+    page = f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{b} against {a}</title>
+<style>
+{css}</style>
+</head>
+<body>
+<header>
+<h1>{b} against {a}</h1>
+<p class="soft">Scores with 95 % intervals (bootstrap over clusters); differences are paired, item by item.</p>
+</header>
+<main>
+<section class="card">{_table(found, names)}</section>
+{"".join(_plot(c, names) for c in found)}
+{"".join(_items(c, names) for c in found if c.differing)}
+</main>
+<footer>bagu {__version__}</footer>
+</body>
+</html>
+"""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, page)
+    return path
+
+
+def _table(found: Sequence[Compared], names: tuple[str, str]) -> str:
+    rows = [
+        (c.task, c.metric, _number(c, c.a), _number(c, c.b), _signed(c), f"{c.difference.p_value:.3g}", c.a.items)
+        for c in found
+    ]
+    return grid(("task", "metric", *names, "difference", "p", "items"), rows)
+
+
+def _number(c: Compared, e: Estimate) -> str:
+    scale, digits = (100, 1) if c.higher_is_better else (1, 3)
+    return f"{e.mean * scale:.{digits}f} ({e.low * scale:.{digits}f} to {e.high * scale:.{digits}f})"
+
+
+def _signed(c: Compared) -> str:
+    d, (scale, digits) = c.difference, (100, 1) if c.higher_is_better else (1, 3)
+    return f"{d.difference * scale:+.{digits}f} ({d.low * scale:+.{digits}f} to {d.high * scale:+.{digits}f})"
+
+
+def _plot(c: Compared, names: tuple[str, str]) -> str:
+    unit = "%" if c.higher_is_better else c.metric.replace("_", " ")
+    scale = 100.0 if c.higher_is_better else 1.0
+    title = f"{c.task}: {c.metric.replace('_', ' ')}"
+    svg = interval_plot([(names[0], c.a), (names[1], c.b)], scale=scale, unit=unit)
+    return f'<section class="card"><h3>{text(title)}</h3>{svg}</section>'
+
+
+def interval_plot(rows: Sequence[tuple[str, Estimate]], *, scale: float = 1.0, unit: str = "") -> str:
+    """A dot and a line from low to high for each row, on one axis, as SVG."""
+    low, high = min(e.low for _, e in rows) * scale, max(e.high for _, e in rows) * scale
+    room = max((high - low) * 0.15, 1e-3 * max(abs(high), 1e-9))
+    low, high = low - room, high + room
+    height = ROW * len(rows) + 40
+
+    def x(value: float) -> float:
+        return LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT)
+
+    parts = []
+    for i, (name, e) in enumerate(rows):
+        y, colour = ROW * i + ROW / 2, f"var(--c{i % 6})"
+        parts.append(
+            f'<text x="0" y="{y + 5:.0f}" fill="currentColor">{text(name[:24])}</text>'
+            f'<line x1="{x(e.low * scale):.1f}" x2="{x(e.high * scale):.1f}" y1="{y}" y2="{y}" stroke="{colour}" '
+            f'stroke-width="3"/><circle cx="{x(e.mean * scale):.1f}" cy="{y}" r="6" fill="{colour}"/>'
+            f'<text x="{x(e.mean * scale):.1f}" y="{y - 12:.0f}" text-anchor="middle" fill="currentColor">'
+            f"{e.mean * scale:.4g}</text>"
+        )
+    base = ROW * len(rows) + 8
+    ticks = [low + (high - low) * share for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    axis = "".join(
+        f'<text x="{x(t):.1f}" y="{base + 18}" text-anchor="middle" fill="var(--soft)">{t:.4g}</text>' for t in ticks
+    )
+    line = f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}" stroke="var(--line)"/>'
+    label = f'<text x="0" y="{base + 18}" fill="var(--soft)">{text(unit)}</text>'
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" font-size="14" style="width:100%;height:auto">'
+        f"{line}{axis}{label}{''.join(parts)}</svg>"
+    )
+
+
+def _items(c: Compared, names: tuple[str, str]) -> str:
+    shown = "".join(_item(a, b, names) for a, b in c.differing[:ITEMS])
+    more = len(c.differing) - ITEMS
+    note = f'<p class="note">{more} more are in items.jsonl.</p>' if more > 0 else ""
+    return f"<h2>{text(c.task)}: {len(c.differing)} items on which they differ</h2>{shown}{note}"
+
+
+def _item(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> str:
+    asked = a.get("prompt") or "\n".join(f"{m['role']}: {m['content']}" for m in a.get("messages", ()))
+    sides = "".join(
+        f'<div><p class="label">{text(name)}</p><pre>{text(_answer(row))}</pre></div>'
+        for name, row in zip(names, (a, b), strict=True)
+    )
+    right = f'<p class="label">right</p><pre>{text(a["choices"][a["answer"]])}</pre>' if "choices" in a else ""
+    return (
+        f'<details><summary>{text(str(a["id"]))}</summary><pre class="prompt">{text(asked)}</pre>{right}'
+        f'<div class="pair">{sides}</div></details>'
+    )
+
+
+def _answer(row: dict[str, Any]) -> str:
+    if "choices" in row:
+        chosen = answers(row)
+        return str(row["choices"][chosen.get("characters", chosen["raw"])])
+    return "\n---\n".join(f"{g:g}: {t}" for g, t in zip(row["grades"], row["answers"], strict=True))

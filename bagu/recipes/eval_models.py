@@ -1,0 +1,119 @@
+"""The two kinds of model that an evaluation can ask: an engine in this process, and a server over HTTP."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+from bagu.data.chat import ChatEncoder
+from bagu.errors import BaguError
+from bagu.eval.model import Decoding, Message
+from bagu.serve.engine import Engine
+from bagu.serve.request import Sampling
+from bagu.types import Tokenizer
+
+__all__ = ["EngineModel", "ServerModel"]
+
+TIMEOUT_S = 3600.0
+SEQUENCES_A_CALL = 64  # of a server: few enough that one call's answer is some megabytes
+
+
+class EngineModel:
+    """Batched on the engine: sequences that begin with the same tokens are computed once up to where they differ."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, chat: ChatEncoder | None, name: str) -> None:
+        self.engine, self.tokenizer, self.chat, self.name = engine, tokenizer, chat, name
+
+    @property
+    def max_len(self) -> int:
+        return self.engine.max_model_len
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode_prompt(text)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        if self.chat is None:
+            raise BaguError(
+                f"{self.name} has no chat template, and this task asks in chats", hint="fine-tune it on chats first"
+            )
+        return self.chat.prompt([dict(m) for m in messages])
+
+    def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[float]]:
+        return self.engine.score(sequences, starts)
+
+    def generate(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[list[str]]:
+        sampling = Sampling(
+            max_tokens=decoding.max_tokens, temperature=decoding.temperature, n=decoding.samples, stop=decoding.stop,
+            seed=decoding.seed,
+        )  # fmt: skip
+        found: list[list[str]] = [[] for _ in prompts]
+        for completion in self.engine.generate(prompts, sampling):
+            found[completion.prompt].append(completion.text or "")
+        return found
+
+
+class ServerModel:
+    """A server with OpenAI's API and vLLM's `/tokenize` and `prompt_logprobs`: bagu's, or vLLM itself."""
+
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        first = self._call("/v1/models")["data"][0]
+        self.name = str(first["id"])
+        self.max_len = int(first.get("max_model_len") or 2048)
+        self._tokens: dict[str, list[int]] = {}  # of texts that were asked for: contexts repeat
+
+    def encode(self, text: str) -> list[int]:
+        if text not in self._tokens:
+            if len(self._tokens) > 4096:
+                self._tokens.clear()
+            self._tokens[text] = self._call("/tokenize", {"model": self.name, "prompt": text})["tokens"]
+        return list(self._tokens[text])
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        body = {"model": self.name, "messages": [dict(m) for m in messages]}
+        return list(self._call("/tokenize", body)["tokens"])
+
+    def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[float]]:
+        found: list[list[float]] = []
+        for at in range(0, len(sequences), SEQUENCES_A_CALL):
+            prompts = [list(ids) for ids in sequences[at : at + SEQUENCES_A_CALL]]
+            body = {"model": self.name, "prompt": prompts, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+            choices = sorted(self._call("/v1/completions", body)["choices"], key=lambda c: c["index"])
+            for ids, choice in zip(prompts, choices, strict=True):
+                rows = choice["prompt_logprobs"]
+                found.append([float(row[str(i)]["logprob"]) for i, row in zip(ids[1:], rows[1:], strict=True)])
+        return [values[start - 1 :] for values, start in zip(found, starts, strict=True)]
+
+    def generate(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[list[str]]:
+        found: list[list[str]] = []
+        for at in range(0, len(prompts), SEQUENCES_A_CALL):
+            asked = [list(ids) for ids in prompts[at : at + SEQUENCES_A_CALL]]
+            body = {
+                "model": self.name, "prompt": asked, "max_tokens": decoding.max_tokens, "n": decoding.samples,
+                "temperature": decoding.temperature, "seed": decoding.seed, "stop": list(decoding.stop) or None,
+            }  # fmt: skip
+            choices = sorted(self._call("/v1/completions", body)["choices"], key=lambda c: c["index"])
+            texts = [choice["text"] for choice in choices]
+            found += [texts[i : i + decoding.samples] for i in range(0, len(texts), decoding.samples)]
+        return found
+
+    def _call(self, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps({k: v for k, v in body.items() if v is not None}).encode()
+        request = urllib.request.Request(self.url + path, data, self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            raise BaguError(
+                f"{self.url}{path} answered {error.code}: {error.read().decode(errors='replace')[:200]}"
+            ) from error
+        except OSError as error:
+            raise BaguError(
+                f"{self.url} cannot be reached: {error}", hint="is it running? `bagu serve MODEL`"
+            ) from error

@@ -1,0 +1,218 @@
+"""What `bagu eval` does with its arguments: find the model and the tasks, evaluate, show a table, keep the items."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from bagu.errors import ArgumentError, BaguError, UnknownName
+from bagu.eval.benchmarks import BENCHMARKS, benchmark
+from bagu.eval.compare import Compared, compare_folders
+from bagu.eval.contamination import check_contamination
+from bagu.eval.files import read_task
+from bagu.eval.model import Model
+from bagu.eval.report import write_comparison
+from bagu.eval.score import Result, evaluate
+from bagu.eval.task import NORMALIZATIONS, Task, checked_items
+from bagu.eval.tasks import TASKS, built_in
+
+__all__ = ["compare_main", "eval_main", "find_task", "model_of"]
+
+
+def model_of(
+    model: str, *, tokenizer: str | None, dtype: str, device: str | None, invariant: bool, api_key: str | None
+) -> tuple[Model, dict[str, Any]]:
+    """What answers for MODEL, and what decides its numbers."""
+    from bagu.recipes.eval_models import EngineModel, ServerModel
+
+    if model.startswith(("http://", "https://")):
+        if tokenizer or device or dtype != "auto" or invariant:
+            raise ArgumentError("--tokenizer, --device, --dtype and --invariant are the server's to choose")
+        return ServerModel(model, api_key=api_key), {"url": model}
+    from bagu.recipes.serving import Loader
+    from bagu.serve.config import EngineConfig
+    from bagu.serve.engine import Engine
+
+    loaded, words, chat = Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device)()
+    if not loaded.config.causal:
+        raise BaguError(f"{model} is an encoder: it gives no probability of the next token", hint="name a causal model")
+    engine = Engine(loaded, words, EngineConfig(invariant=invariant))
+    weight = loaded.embedding.weight
+    identity = {
+        "parameters": sum(p.numel() for p in loaded.parameters()), "checksum": _checksum(loaded),
+        "dtype": str(weight.dtype).removeprefix("torch."), "tokenizer": words.fingerprint, "invariant": invariant,
+    }  # fmt: skip
+    return EngineModel(engine, words, chat, Path(model).resolve().name), identity
+
+
+def _checksum(model: Any) -> str:
+    """A number that another set of weights would not have: sums of all parameters, in fp64."""
+    weights = [p.detach().double() for p in model.parameters()]
+    return f"{sum(float(w.sum() + w.abs().sum()) for w in weights):.17g}"
+
+
+def find_task(name: str, max_len: int) -> Task:
+    """A built-in task by name, a public benchmark as NAME=PATH, or a task file."""
+    kind, equals, path = name.partition("=")
+    if equals and kind in BENCHMARKS:
+        return benchmark(kind, Path(path))
+    if name.endswith(".toml") or Path(name).is_file():
+        return read_task(Path(name))
+    if name in BENCHMARKS:
+        raise ArgumentError(f"the data of {name} are not part of bagu", hint=f"name your files: {name}=PATH")
+    if name not in TASKS:
+        raise UnknownName.among("task", name, [*TASKS, *(f"{b}=PATH" for b in BENCHMARKS), "TASK.toml"])
+    return built_in(name, max_len)
+
+
+def eval_main(
+    model: str,
+    tasks: Sequence[str],
+    *,
+    out: Path | None,
+    limit: int | None,
+    few_shot: int | None,
+    normalization: str | None,
+    seed: int,
+    training: Path | None,
+    tokenizer: str | None,
+    dtype: str,
+    device: str | None,
+    invariant: bool,
+    api_key: str | None,
+    as_json: bool,
+) -> int:
+    if normalization is not None and normalization not in NORMALIZATIONS:
+        raise UnknownName.among("normalization", normalization, NORMALIZATIONS)
+    if limit is not None and limit < 1:
+        raise ArgumentError(f"--limit {limit}", hint="1 or more")
+    console = Console(stderr=as_json, highlight=False)
+    asked, identity = model_of(
+        model, tokenizer=tokenizer, dtype=dtype, device=device, invariant=invariant, api_key=api_key
+    )  # fmt: skip
+    folder = out or Path("evals") / asked.name
+    found = [find_task(name, asked.max_len) for name in tasks]
+    changes: dict[str, Any] = {
+        k: v for k, v in (("few_shot", few_shot), ("normalization", normalization)) if v is not None
+    }
+    results = []
+    for task in found:
+        task = replace(task, **changes)
+        with _shown(task.name, console) as progress:
+            results.append(
+                evaluate(asked, task, out=folder, limit=limit, seed=seed, identity=identity, progress=progress)
+            )
+        if training is not None:
+            _report_contamination(task, limit, training, console)
+    if as_json:
+        print(json.dumps([_plain(result) for result in results], indent=1, ensure_ascii=False))
+    else:
+        console.print(table(results))
+        console.print(f"[dim]every item: {folder}/TASK/items.jsonl[/]")
+    return 0
+
+
+class _shown:
+    """A progress line on a terminal; silence elsewhere, since a table follows."""
+
+    def __init__(self, name: str, console: Console) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._name = name
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        self._progress.start()
+        bar = self._progress.add_task(self._name, total=None)
+        return lambda done, total: self._progress.update(bar, completed=done, total=total)
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+def table(results: Sequence[Result]) -> Table:
+    made = Table(title=f"{results[0].model}", title_justify="left")
+    for i, head in enumerate(("task", "metric", "score", "95 % interval", "items", "clusters")):
+        made.add_column(head, justify="left" if i < 2 else "right")
+    for result in results:
+        for number, (name, value) in enumerate(result.metrics.items()):
+            digits = 3 if name == "bits_per_byte" else 1
+            scale = 1 if name == "bits_per_byte" else 100
+            unit = "" if name == "bits_per_byte" else " %"
+            made.add_row(
+                result.task if number == 0 else "", name, f"{value.mean * scale:.{digits}f}{unit}",
+                f"{value.low * scale:.{digits}f} to {value.high * scale:.{digits}f}", f"{value.items:,}",
+                f"{value.clusters:,}",
+            )  # fmt: skip
+    return made
+
+
+def _plain(result: Result) -> dict[str, Any]:
+    return {
+        "task": result.task, "model": result.model, "seconds": result.seconds, "limits": result.limits,
+        "metrics": {name: asdict(value) for name, value in result.metrics.items()},
+    }  # fmt: skip
+
+
+def _report_contamination(task: Task, limit: int | None, training: Path, console: Console) -> None:
+    found = check_contamination(checked_items(task, limit), training_texts(training))
+    if found.found:
+        console.print(
+            f"[yellow]{task.name}: {len(found.found)} of {found.items} items are in the training text of {training}[/]"
+            f" (the first: {found.found[0]})"
+        )
+    else:
+        console.print(f"[dim]{task.name}: none of {found.items} items stands in the training text of {training}[/]")
+
+
+def training_texts(path: Path) -> Iterator[str]:
+    """The training text of a run folder, or any text, JSON lines or Parquet."""
+    from bagu import config as configs
+    from bagu.data.source import open_source
+    from bagu.recipes.corpus import Corpus
+    from bagu.recipes.run import Run
+    from bagu.runs.folder import RunFolder
+
+    folder = RunFolder(path)
+    if path.is_dir() and folder.is_run():
+        run = configs.from_dict(Run, folder.config())
+        for name, source in run.sources.items():
+            yield from (document.text for document in Corpus(name, source, run).split.train)
+        return
+    yield from (document.text for document in open_source(path).documents())
+
+
+def compare_main(a: Path, b: Path, *, out: Path | None, as_json: bool) -> int:
+    """`bagu eval --compare A B`: two folders of results."""
+    found = compare_folders(a, b)
+    page = write_comparison(found, (a.name, b.name), out or b / f"against-{a.name}.html")
+    if as_json:
+        print(json.dumps([asdict(replace(c, differing=())) for c in found], indent=1))
+        return 0
+    console = Console(highlight=False)
+    made = Table(title=f"{b.name} against {a.name}", title_justify="left")
+    for i, head in enumerate(("task", "metric", a.name, b.name, "difference, 95 %", "p")):
+        made.add_column(head, justify="left" if i < 2 else "right")
+    for c in found:
+        made.add_row(
+            c.task, c.metric, *(_score(c, e.mean) for e in (c.a, c.b)), _difference(c), f"{c.difference.p_value:.3g}"
+        )
+    console.print(made)
+    console.print(f"[dim]page: {page}[/]")
+    return 0
+
+
+def _score(c: Compared, value: float) -> str:
+    return f"{100 * value:.1f} %" if c.higher_is_better else f"{value:.3f}"
+
+
+def _difference(c: Compared) -> str:
+    d, scale = c.difference, 100 if c.higher_is_better else 1
+    digits = 1 if c.higher_is_better else 3
+    return f"{d.difference * scale:+.{digits}f} ({d.low * scale:+.{digits}f} to {d.high * scale:+.{digits}f})"
