@@ -1,0 +1,199 @@
+"""Task files, public benchmarks from files, built-in tasks, grades, contamination."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from bagu.errors import BaguError, UnknownName
+from bagu.eval.benchmarks import benchmark
+from bagu.eval.contamination import check_contamination
+from bagu.eval.files import read_task
+from bagu.eval.grades import exact_match, first_code, judged, program_grade
+from bagu.eval.task import Item, Task, TaskError, checked_items
+from bagu.eval.tasks import TASKS, built_in
+from bagu.eval.tasks.complete import cut_to_function
+from bagu.eval.tasks.library import HELD_SHARE, SEED, held_out_modules
+from bagu.recipes.catalogue import recipe
+
+CHOICE = """
+name = "capitals"
+kind = "choice"
+data = "capitals.jsonl"
+prompt = "The capital of {{ country }} is"
+choices = "{{ cities }}"
+answer = "{{ label }}"
+cluster = "{{ continent }}"
+"""
+ROWS = [
+    {"country": "France", "cities": ["Paris", "Rome"], "label": 0, "continent": "Europe"},
+    {"country": "Italy", "cities": ["Paris", "Rome"], "label": "B", "continent": "Europe"},
+    {"country": "Japan", "cities": ["Lima", "Tokyo", "Oslo"], "label": "Tokyo", "continent": "Asia"},
+]
+
+
+def task_file(folder: Path, text: str = CHOICE, rows: list[dict] | None = None) -> Path:
+    (folder / "capitals.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (ROWS if rows is None else rows)))
+    (folder / "task.toml").write_text(text)
+    return folder / "task.toml"
+
+
+def test_a_task_file_describes_its_items(tmp_path: Path) -> None:
+    items = checked_items(read_task(task_file(tmp_path)))
+    assert [(i.prompt, i.choices[i.answer], i.cluster) for i in items] == [  # type: ignore[index]
+        ("The capital of France is", "Paris", "Europe"),
+        ("The capital of Italy is", "Rome", "Europe"),
+        ("The capital of Japan is", "Tokyo", "Asia"),
+    ]
+    example = read_task(tmp_path / "task.toml").example
+    assert example is not None and example(items[2]) == "The capital of Japan is Tokyo"
+
+
+@pytest.mark.parametrize(
+    "text, rows, message",
+    [
+        (CHOICE.replace('prompt = "The capital of {{ country }} is"', ""), None, "the key 'prompt' is missing"),
+        (CHOICE + "colour = 1\n", None, "there is no task key"),
+        (CHOICE, [{"cities": ["a", "b"], "label": 0, "continent": ""}], r"capitals.jsonl:1: 'country' is undefined"),
+        (CHOICE, [ROWS[0] | {"cities": "Paris"}], "capitals.jsonl:1: the choices are a str"),
+        (CHOICE, [ROWS[0] | {"label": "Lyon"}], "capitals.jsonl:1: the answer 'Lyon' is none of the 2 choices"),
+        (CHOICE, [], "has no items"),
+        (CHOICE.replace("capitals.jsonl", "none.jsonl"), None, "there is no data at"),
+        ("name = [", None, "task.toml: not TOML"),
+        (CHOICE.replace('"choice"', '"chioce"'), None, "there is no kind of task 'chioce'"),
+    ],
+)
+def test_a_wrong_task_file_is_refused(text: str, rows: list[dict] | None, message: str, tmp_path: Path) -> None:
+    with pytest.raises(BaguError, match=message):
+        checked_items(read_task(task_file(tmp_path, text, rows)))
+
+
+BENCHMARK_ROWS = {
+    "mmlu": {"question": "2 + 2?", "choices": ["3", "4", "5", "6"], "answer": 1, "subject": "math"},
+    "ceval": {"question": "二加二？", "A": "3", "B": "4", "C": "5", "D": "6", "answer": "B"},
+    "arc": {"question": "2 + 2?", "choices": {"text": ["3", "4"], "label": ["A", "B"]}, "answerKey": "B"},
+    "hellaswag": {"activity_label": "Sum", "ctx": "two [step] plus", "endings": ["a", "b", "c", "d"], "label": "1"},
+    "gsm8k": {"question": "1,000 + 2?", "answer": "It is 1,000 + 2 = 1,002.\n#### 1,002"},
+    "humaneval": {
+        "task_id": "H/0", "prompt": "def add(a, b):\n", "entry_point": "add",
+        "test": "def check(f):\n    assert f(2, 2) == 4\n",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BENCHMARK_ROWS)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_public_benchmark_is_read_from_its_usual_files(name: str, kind: str, tmp_path: Path) -> None:
+    row = BENCHMARK_ROWS[name]
+    file = tmp_path / f"data.{kind}"
+    if kind == "jsonl":
+        file.write_text(json.dumps(row) + "\n")
+    else:
+        table = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(table.Table.from_pylist([row]), file)
+    task = benchmark(name, tmp_path)
+    (item,) = checked_items(task)
+    if task.kind == "choice":
+        assert item.answer == 1
+    elif name == "gsm8k":
+        assert task.grade is not None and task.grade([item], [["so 1002", "so 1,003"]]) == [[1.0, 0.0]]
+    missing = dict(row)
+    missing.pop("question" if "question" in row else "test" if "test" in row else "ctx")
+    (tmp_path / "data.jsonl").write_text(json.dumps(missing) + "\n")
+    (tmp_path / "data.parquet").unlink(missing_ok=True)
+    with pytest.raises(TaskError, match=r"data.jsonl:1: there is no field"):
+        checked_items(benchmark(name, tmp_path))
+
+
+def test_humaneval_runs_the_tests_of_the_data_set(tmp_path: Path) -> None:
+    (tmp_path / "h.jsonl").write_text(json.dumps(BENCHMARK_ROWS["humaneval"]) + "\n")
+    task = benchmark("humaneval", tmp_path)
+    (item,) = checked_items(task)
+    assert task.grade is not None
+    good, wrong, fenced = "    return a + b\n", "    return a - b\n", "```python\ndef add(a, b):\n    return b + a\n```"
+    assert task.grade([item], [[good, wrong, fenced, "    return ("]]) == [[1.0, 0.0, 1.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_built_in_tasks_have_items_with_one_right_answer(name: str) -> None:
+    task = built_in(name, 256)
+    items = checked_items(task)
+    assert len(items) >= 30 and task.limits
+    assert items == checked_items(task)  # the same each time
+    if task.kind == "choice":
+        places = [item.answer for item in items]
+        assert all(places.count(i) > len(items) / 10 for i in range(4))  # no place is right more often
+
+
+def test_built_in_tasks_are_made_of_files_that_runs_hold_out() -> None:
+    run = recipe("small")
+    assert (run.validation, run.data.seed) == (HELD_SHARE, SEED)
+    held = {d.id for d in held_out_modules()}
+    clusters = {
+        i.cluster for name in ("continue4", "signature", "complete") for i in checked_items(built_in(name, 256))
+    }
+    assert clusters <= held
+
+
+def test_an_unknown_task_is_named() -> None:
+    with pytest.raises(UnknownName, match="there is no task 'continu4'"):
+        built_in("continu4", 256)
+
+
+def test_a_completion_is_cut_where_the_function_ends() -> None:
+    head = "def f(x):\n    '''Double.'''"
+    code = cut_to_function(head, "    return 2 * x\nthis is no Python at all")
+    assert ast.parse(code) and code.endswith("return 2 * x")
+
+
+def test_the_real_bodies_pass_the_completion_task() -> None:
+    task = built_in("complete", 256)
+    items = checked_items(task, 24)
+    assert task.grade is not None
+    assert [g for (g,) in task.grade(items, [[str(item.answer)] for item in items])] == [1.0] * 24
+    assert [g for (g,) in task.grade(items[:3], [[""], ["    return ("], ["):"]])] == [0.0] * 3
+
+
+def test_exact_match_takes_the_last_match() -> None:
+    grade = exact_match(pattern=r"\d+")
+    assert grade([Item(id="a", answer="42")], [["first 7, then 42", "42, then 7", "none"]]) == [[1.0, 0.0, 0.0]]
+
+
+def test_code_is_taken_from_a_fence() -> None:
+    assert first_code("Here:\n```python\nx = 1\n```\nDone") == "x = 1\n"
+    assert first_code("x = 1") == "x = 1"
+
+
+def test_programs_are_graded_in_the_sandbox() -> None:
+    grade = program_grade(lambda item, text: text)
+    assert grade([Item(id="a")], [["assert 1", "assert 0", "while", "import os; os.fork()"]])[0][:3] == [1.0, 0.0, 0.0]
+
+
+def test_a_judge_gives_a_number_or_ends_the_evaluation() -> None:
+    item = Item(id="a", prompt="q")
+    grade = judged(lambda question: f"{question}: I give it 7.5", lambda item, text: text)
+    assert grade([item], [["fine"]]) == [[0.75]]
+    with pytest.raises(TaskError, match="the judge gave no number from 0 to 10: 'well'"):
+        judged(lambda question: "well", lambda item, text: text)([item], [["fine"]])
+
+    def down(question: str) -> str:
+        raise ConnectionRefusedError("refused")
+
+    with pytest.raises(TaskError, match="item a: the judge did not answer: refused"):
+        judged(down, lambda item, text: text)([item], [["fine"]])
+
+
+def test_contamination_finds_copies_and_no_others() -> None:
+    words = [f"word{i}" for i in range(200)]
+    items = [Item(id=str(i), prompt=" ".join(words[20 * i : 20 * i + 20])) for i in range(10)]
+    training = ["# Word40,  word41\n" + ", ".join(words[42:60]), " ".join(words[100:108])]
+    found = check_contamination(items, training)
+    assert found.found == ("2",) and found.share == 0.1
+
+
+def test_a_generation_task_needs_a_grade() -> None:
+    with pytest.raises(TaskError, match="needs a way to grade"):
+        Task(name="t", kind="generation", items=list, limits="")
