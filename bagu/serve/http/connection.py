@@ -1,7 +1,9 @@
-"""uvicorn's server and its connections, with three things that it leaves open.
+"""uvicorn's server and its connections, with four things that it leaves open.
 
 a request that never ends   its head is due `request_timeout` seconds after the connection or its first byte, and in
                             64 KiB; the body has the same time and a least rate (edge.read_body)
+an answer before the end    of a request is not lost: the connection is closed after the client could read it
+                            (`LingeringTransport`)
 a client of HTTP/1.0        knows no chunks: a stream ends with its connection
 the end of a shutdown       calls that still run are failed (`on_deadline`) before uvicorn cancels their tasks
 """
@@ -23,6 +25,8 @@ from bagu.serve.http.tickets import ApiError
 __all__ = ["HttpServer", "connection_class"]
 
 MAX_HEAD = 64 * 2**10  # bytes of a request line and headers
+LINGER_S = 2.0  # how long a client may go on sending after the answer to a request that it has not finished
+LINGER_BYTES = 2**20  # and how much
 Base: type[Any] = AutoHTTPProtocol  # httptools' or h11's: both have `cycle`, `transport` and `loop`
 
 
@@ -46,6 +50,43 @@ def connection_class(request_timeout: float) -> type[Any]:
     return type("TimedConnection", (Connection,), {"request_timeout": request_timeout})
 
 
+class LingeringTransport:
+    """A transport whose `close` lets a client that still sends read the last answer.
+
+    A socket that is closed with unread data, or that gets data after it was closed, sends a reset, and a reset makes
+    the client's kernel drop the answer if the client has not read it yet. So while a request is incomplete, `close`
+    shuts down the writing side only. What still comes is dropped until the client closes, for at most LINGER_S and
+    LINGER_BYTES.
+    """
+
+    def __init__(
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, is_request_incomplete: Callable[[], bool]
+    ) -> None:
+        self._transport, self._loop, self._is_request_incomplete = transport, loop, is_request_incomplete
+        self._dropped = 0
+        self.lingering = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self.lingering or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self.is_closing() or not (self._is_request_incomplete() and self._transport.can_write_eof()):
+            self._transport.close()
+            return
+        self.lingering = True
+        self._transport.write_eof()
+        self._transport.resume_reading()  # uvicorn pauses it at 64 KiB of a body that nobody has taken
+        self._loop.call_later(LINGER_S, self._transport.close)
+
+    def drop(self, data: bytes) -> None:
+        self._dropped += len(data)
+        if self._dropped > LINGER_BYTES:
+            self._transport.close()
+
+
 class Connection(Base):
     """One connection. Its timer runs while the head of a request is due, and other data does not set it back."""
 
@@ -54,18 +95,21 @@ class Connection(Base):
     _received = 0  # bytes of the head that is due
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
+        super().connection_made(LingeringTransport(transport, self.loop, self._is_request_incomplete))
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
+        if self.transport.lingering:
+            self.transport.drop(data)
+            return
         before = self.cycle
+        self._received += len(data)
         super().data_received(data)
         if self.cycle is not before:
             _end_by_close(self.cycle)
         if self.cycle is not None and not self.cycle.response_complete:
             self._forget_head()
             return
-        self._received += len(data)
         self._expect_head()
         if self._received > MAX_HEAD and not self._answered_early:
             self._refuse(ApiError(431, f"the head of the request has more than {MAX_HEAD} bytes"))
@@ -78,6 +122,9 @@ class Connection(Base):
     def _answered_early(self) -> bool:
         """What comes is the rest of a body whose request has its answer: no other answer fits."""
         return self.cycle is not None and self.cycle.more_body
+
+    def _is_request_incomplete(self) -> bool:
+        return self._received > 0 or (self.cycle is not None and self.cycle.more_body)
 
     def _expect_head(self) -> None:
         if self._timer is None:
