@@ -185,7 +185,9 @@ def serve(
     generation_config: Annotated[
         str, typer.Option(help="auto: default sampling and ends as the model's folder has them; none; or a folder.")
     ] = "auto",
-    max_num_queued_reqs: Annotated[int, typer.Option(help="Choices that may wait; further calls get 429.")] = 256,
+    max_num_queued_reqs: Annotated[
+        int, typer.Option(help="Choices (of an encoder: calls) that may wait; further calls get 429.")
+    ] = 256,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds that running requests get at the end.")] = 30.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the first GPU.")] = None,

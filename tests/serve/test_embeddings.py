@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,6 +27,13 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 def embed(encoder: Running, input: Any, **fields: Any) -> httpx.Response:
     return encoder.http.post("/v1/embeddings", content=json.dumps({"input": input, **fields}), headers=JSON)
+
+
+def large_call() -> bytes:
+    """A call of 2,000 batches."""
+    body = json.dumps({"input": [[7] * BUDGET] * 2000}).encode()
+    head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    return head.encode() + b"\r\n\r\n" + body
 
 
 def test_texts_are_cut_into_batches_under_the_token_budget(encoder: Running) -> None:
@@ -55,15 +64,31 @@ def test_a_field_that_would_be_ignored_is_refused(encoder: Running, name: str) -
 
 def test_a_client_that_hangs_up_ends_its_call(encoder: Running) -> None:
     """2,000 batches are cut short, and while they run a call of one text takes its turn between them."""
-    body = json.dumps({"input": [[7] * BUDGET] * 2000}).encode()
-    head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     before = encoder.get("/engine")["steps"]
-    with encoder.raw(head.encode() + b"\r\n\r\n" + body):
+    with encoder.raw(large_call()):
         eventually(lambda: encoder.get("/engine")["waiting"], "the batches wait")
         assert embed(encoder, "hello").status_code == 200
         assert encoder.get("/engine")["waiting"] > 0
     eventually(lambda: not encoder.get("/engine")["waiting"], "the texts of a client that is gone are forgotten")
     assert encoder.get("/engine")["steps"] - before < 2000
+
+
+def test_a_full_queue_says_429_and_when_to_come_back(tmp_path: Path) -> None:
+    """As for completions: `max_num_seqs` calls and `max_queue` more."""
+    flags = ("--encoder", "--max-num-seqs", "2", "--max-queue", "1")
+    with serving(tmp_path / "stderr", *flags) as small, ExitStack() as stack:
+        calls = [stack.enter_context(small.raw(large_call())) for _ in range(3)]
+        eventually(lambda: embed(small, "hello").status_code == 429, "three calls wait")
+        full = embed(small, "hello")
+        assert int(full.headers["retry-after"]) >= 1
+        assert full.json()["error"] == {
+            "message": "the queue is full: 3 of 3 calls are running or waiting",
+            "type": "rate_limit_error",
+            "param": None,
+            "code": "queue_full",
+        }
+        calls[0].close()
+        eventually(lambda: embed(small, "hello").status_code == 200, "a call that is gone leaves its place")
 
 
 def test_the_description_is_of_an_encoder(encoder: Running) -> None:

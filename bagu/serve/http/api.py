@@ -98,8 +98,9 @@ class Api:
         raw = await self.read(request)
         body = parse(EmbeddingBody, raw)
         self.check_model(body.model)
-        texts = await asyncio.to_thread(body.texts, ready) if len(raw) > LARGE_BODY else body.texts(ready)
-        vectors = await unless_gone(self.engine.embed(texts), request.receive)
+        with self.engine.tickets.embedding_call():
+            texts = await asyncio.to_thread(body.texts, ready) if len(raw) > LARGE_BODY else body.texts(ready)
+            vectors = await unless_gone(self.engine.embed(texts), request.receive)
         encode = _base64 if body.encoding_format == "base64" else list
         data = [{"object": "embedding", "index": i, "embedding": encode(v)} for i, v in enumerate(vectors)]
         count = sum(map(len, texts))

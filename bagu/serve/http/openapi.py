@@ -42,6 +42,7 @@ READING = {
 }
 NO_MODEL = {404: "There is no model of this name."}
 NOT_READY = {503: "The model is loading, the engine is restarting, or the server is shutting down."}
+QUEUE_FULL = {429: "The queue is full; Retry-After says when to come back."}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +82,9 @@ def _generates(
     path: str, name: str, summary: str, body: type[Body], answer: type[BaseModel], piece: str,
     needs: Literal["chat", "generation"],
 ) -> Operation:  # fmt: skip
-    failures = {**READING, **NO_MODEL, **NOT_READY, 429: "The queue is full; Retry-After says when to come back."}
     return Operation(
         path=path, name=name, summary=summary, body=body, answer=answer, description=STREAM.replace("{piece}", piece),
-        failures=failures, guarded=True, needs=needs,
+        failures={**READING, **NO_MODEL, **NOT_READY, **QUEUE_FULL}, guarded=True, needs=needs,
     )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def _reads(
 ) -> Operation:  # fmt: skip
     return Operation(
         path=path, name=name, summary=summary, body=body, answer=answer,
-        failures={**READING, **NO_MODEL, **NOT_READY}, guarded=True, needs=needs,
+        failures={**READING, **NO_MODEL, **NOT_READY, **(QUEUE_FULL if needs else {})}, guarded=True, needs=needs,
     )  # fmt: skip
 
 

@@ -52,7 +52,8 @@ def main(
     """Serve until a signal says stop.
 
     `load` makes (model, tokenizer, chat encoder or None); it is pickled, and called in the engine's process.
-    `max_queue` is how many choices may wait beside the `config.max_num_seqs` that run; further calls get 429.
+    `max_queue` is how many choices (of an encoder: calls) may wait beside the `config.max_num_seqs` that run; further
+    calls get 429.
     `allowed_origins` are those of pages elsewhere that may read answers (CORS): `https://name[:port]`, "*" for all, or
     JSON lists of them. `stall_timeout` is the age in seconds of the engine's last step from which `/health` says 503:
     more than the longest step takes. `request_timeout` is the seconds that a client has for the head of a request, and

@@ -11,7 +11,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,12 +120,12 @@ class Ticket:
 
 
 class Tickets:
-    """The calls in the engine, at most `capacity` choices at a time."""
+    """The calls in the engine, at most `capacity` choices at a time. An embedding call counts as one choice."""
 
     def __init__(self, capacity: int, metrics: Metrics) -> None:
         self.capacity = capacity
         self.metrics = metrics
-        self.choices = 0  # in open tickets
+        self.choices = 0  # in open tickets, and one for each embedding call
         self.heard = time.perf_counter()  # when the engine last said how far it is
         self._by_request: dict[str, Ticket] = {}
         self._ends: deque[float] = deque(maxlen=64)  # when the last choices ended: how fast the queue moves
@@ -141,8 +142,20 @@ class Tickets:
             )
             raise ApiError(400, f"the request asks for {wanted} choices", param="n", hint=hint)
         if self.choices + wanted > self.capacity:
-            found = f"the queue is full: {self.choices} of {self.capacity} choices are running or waiting"
-            raise ApiError(429, found, code="queue_full", headers={"Retry-After": str(self._retry_after())})
+            raise self._full("choices")
+
+    @contextmanager
+    def embedding_call(self) -> Iterator[None]:
+        """Count an embedding call, however many texts it has: calls take turns text by text. Raises 429 where
+        `capacity` calls are open."""
+        if self.choices >= self.capacity:
+            raise self._full("calls")
+        self.choices += 1
+        try:
+            yield
+        finally:
+            self.choices -= 1
+            self._ends.append(time.perf_counter())
 
     def open(self, requests: Sequence[Request]) -> Ticket:
         """A ticket for `requests`; raises as `check_room` does."""
@@ -230,6 +243,10 @@ class Tickets:
             metrics.decode_time.observe(clock.last - clock.first)
             if clock.tokens > 1:
                 metrics.per_output_token.observe((clock.last - clock.first) / (clock.tokens - 1))
+
+    def _full(self, unit: str) -> ApiError:
+        found = f"the queue is full: {self.choices} of {self.capacity} {unit} are running or waiting"
+        return ApiError(429, found, code="queue_full", headers={"Retry-After": str(self._retry_after())})
 
     def _retry_after(self) -> int:
         """Seconds until about half of the queue has moved on, at the rate of the last 64 ends; 1 to 60."""
