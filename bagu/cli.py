@@ -220,7 +220,7 @@ def chat(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model, or the address of a server.")],
     system: Annotated[str, typer.Option(help="How the assistant should behave.")] = "",
     temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy; by default what generation_config.json says, or 0.7.")
+        float | None, typer.Option(help="0 is greedy; by default the server's, generation_config.json's, or 0.7.")
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Of an answer; by default what fits.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Answer this and end.")] = None,

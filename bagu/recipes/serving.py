@@ -12,7 +12,7 @@ from bagu.machine.openmp import wait_briefly
 
 __all__ = ["Loader", "chat_main", "serve_main"]
 
-TEMPERATURE = 0.7  # of `bagu chat`, where neither the user nor the model says another
+TEMPERATURE = 0.7  # of `bagu chat` with a model here, where neither the user nor the model says another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,8 @@ def chat_main(
     prompt: str | None,
     api_key: str | None,
 ) -> int:
-    """`bagu chat`: MODEL, or the address of a server, in the terminal. What `settings` leave out is the model's own
-    default, as its generation_config.json has it."""
+    """`bagu chat`: MODEL, or the address of a server, in the terminal. What `settings` leave out is the server's
+    default, or the model's own, as its generation_config.json has it."""
     wait_briefly()
     from bagu.recipes.generation import read_generation
     from bagu.recipes.models import find_model
@@ -85,7 +85,6 @@ def chat_main(
         given = [f"--{k}" for k in ("tokenizer", "device", "dtype") if getattr(loader, k) not in (None, "auto")]
         if given:
             raise BaguError(f"{', '.join(given)}: given with the address of a server", hint="the server has chosen it")
-        settings = {"temperature": TEMPERATURE, **settings}
         return terminal.main(HttpChat(model, api_key=api_key), system=system, settings=settings, prompt=prompt)
     from bagu.serve.config import EngineConfig
     from bagu.serve.engine import Engine

@@ -44,6 +44,21 @@ class GenerationDefaults:
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "eos_ids"}
         return {name: value for name, value in given.items() if value is not None}
 
+    @property
+    def effective(self) -> dict[str, Any]:
+        """What a chat that says nothing is sampled with. `max_tokens` is None where that is what fits."""
+        sampling = Sampling(**self.sampling)
+        names = (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+        return {**{name: getattr(sampling, name) for name in names}, "max_tokens": self.max_tokens}
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from bagu.serve.config import GenerationDefaults
 from bagu.serve.page import HEADERS, assets
 
 ANSWER = """PagedAttention keeps the **KV cache** in blocks, as an operating system keeps memory in pages.
@@ -36,6 +37,7 @@ def blocks_needed(tokens: int, block_size: int = 16) -> int:
 
 块表把逻辑块映射到物理块 👍 <img src=x onerror=alert(1)>"""
 PIECE = 11  # bytes of a write
+DEFAULT_SAMPLING = GenerationDefaults(temperature=0.6, top_k=20).effective
 BLOCKS = "u" * 37 + "c" * 61 + "." * 158
 
 
@@ -149,7 +151,8 @@ class Handler(BaseHTTPRequestHandler):
             )
         elif self.path == "/v1/models":
             if self.allowed():
-                self.reply_json({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+                model = {"id": "tiny", "object": "model", "default_sampling": DEFAULT_SAMPLING}
+                self.reply_json({"object": "list", "data": [model]})
         else:
             self.refuse(404, f"there is nothing at {self.path}")
 

@@ -48,7 +48,9 @@ def idle(tiny: Running) -> bool:
 
 def test_models(client: openai.OpenAI) -> None:
     assert [m.id for m in client.models.list()] == [MODEL]
-    assert client.models.retrieve(MODEL).model_dump()["max_model_len"] == MAX_LEN
+    found = client.models.retrieve(MODEL).model_dump()
+    assert found["max_model_len"] == MAX_LEN
+    assert (found["default_sampling"]["temperature"], found["default_sampling"]["max_tokens"]) == (1.0, None)
 
 
 def test_a_chat_streamed_and_whole_say_the_same(client: openai.OpenAI) -> None:

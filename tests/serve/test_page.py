@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_stub import ANSWER, BLOCKS, Stub, stub, tokens
+from page_stub import ANSWER, BLOCKS, DEFAULT_SAMPLING, Stub, stub, tokens
 from tiny_server import serving
 
 from bagu.serve.page import HEADERS, assets
@@ -166,7 +166,26 @@ def test_settings_and_the_system_prompt_reach_the_request(page: Any, server: Stu
     page.reload()
     assert page.input_value("#seed") == "7"
     page.click("#reset")
-    assert (page.input_value("#seed"), page.input_value("#temperature")) == ("", "0.8")
+    assert (page.input_value("#seed"), page.input_value("#temperature")) == ("", "")
+
+
+def test_sampling_is_the_servers_until_the_user_sets_it(page: Any, server: Stub) -> None:
+    page.click("#open-settings")
+    slider = page.locator("#temperature + input")
+    assert page.locator("#temperature").get_attribute("placeholder") == "0.6" == slider.input_value()
+    assert page.locator("#top_k").get_attribute("placeholder") == "20"
+    assert page.locator("#seed").get_attribute("placeholder") == "random"
+    ask(page, "one")
+    finished(page)
+    slider.fill("1.2")
+    ask(page, "two")
+    finished(page)
+    page.fill("#temperature", "")
+    assert slider.input_value() == "0.6"
+    ask(page, "three")
+    finished(page)
+    given = [{name: body[name] for name in body if name in DEFAULT_SAMPLING} for body in server.bodies]
+    assert given == [{}, {"temperature": 1.2}, {}]
 
 
 def test_conversations_are_kept_renamed_exported_and_deleted(page: Any, server: Stub, tmp_path: Path) -> None:

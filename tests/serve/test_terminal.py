@@ -19,6 +19,7 @@ from tiny_server import MODEL, Running
 
 from bagu.errors import ArgumentError, BaguError
 from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.recipes.serving import Loader, chat_main
 from bagu.serve.chat import terminal
 from bagu.serve.chat.clients import EngineChat, HttpChat, Piece
 from bagu.serve.config import EngineConfig
@@ -72,6 +73,14 @@ def test_a_conversation_over_http(server: Stub, tmp_path: Path) -> None:
     assert contents == [first, [*first, ANSWER, "again"], [*first, ANSWER, "again"], ["Be brief.", "last"]]
     assert {(b["temperature"], b["top_k"], b["model"]) for b in server.bodies} == {(0.0, 5, "tiny")}
     assert [m["role"] for m in json.loads(path.read_text())["messages"]] == ["system", *["user", "assistant"] * 2]
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.2}])
+def test_bagu_chat_sends_a_server_only_the_sampling_that_was_given(server: Stub, settings: dict[str, float]) -> None:
+    chat_main(
+        server.url, loader=Loader(model=server.url), system="", settings=settings, prompt="hello", api_key=None
+    )  # fmt: skip
+    assert {k: v for k, v in server.bodies[0].items() if k in terminal.SETTINGS} == settings
 
 
 def test_tokens_over_http_are_those_the_server_counts(server: Stub) -> None:

@@ -126,12 +126,26 @@ class EmbeddingList(Answer):
     usage: EmbeddingUsage
 
 
+class DefaultSampling(Answer):
+    """What holds where a chat does not set a field."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    max_tokens: int | None  # None: what fits
+
+
 class Model(Answer):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int = 0  # once the model is loaded
+    default_sampling: DefaultSampling | None = None  # not of an encoder
 
 
 class ModelList(Answer):

@@ -10,7 +10,7 @@ import base64
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -20,6 +20,7 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 import bagu
+from bagu.serve.config import GenerationDefaults
 from bagu.serve.http import reference
 from bagu.serve.http.calls import Call, Edge, EventStream, read_json, reply_error, reply_json, unless_gone
 from bagu.serve.http.metrics import CONTENT_TYPE, KEPT, Metrics
@@ -44,6 +45,7 @@ class Served:
     api_key: str | None = None
     allowed_origins: tuple[str, ...] = ()  # of pages elsewhere that may read answers; "*" is every page
     created: int = 0  # seconds since 1970
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     request_timeout: float = 20.0  # seconds that a client has for the body of a request, beside those for its size
 
 
@@ -173,8 +175,10 @@ class Api:
 
     def _model(self, name: str) -> dict[str, Any]:
         ready = self.engine.ready
-        size = {} if ready is None else {"max_model_len": ready.max_model_len}
-        return {"id": name, "object": "model", "created": self.served.created, "owned_by": "bagu", **size}
+        known: dict[str, Any] = {} if ready is None else {"max_model_len": ready.max_model_len}
+        if ready is None or ready.generates:
+            known["default_sampling"] = self.served.generation.effective
+        return {"id": name, "object": "model", "created": self.served.created, "owned_by": "bagu", **known}
 
 
 def make_app(engine: EngineProcess, metrics: Metrics, served: Served) -> Edge:

@@ -83,7 +83,7 @@ def main(
     engine = EngineProcess(load, config, tickets, stall_s=stall_timeout, on_failure=give_up)
     served = parts.Served(
         names=names, api_key=api_key, allowed_origins=_origins(allowed_origins), created=int(time.time()),
-        request_timeout=request_timeout,
+        request_timeout=request_timeout, generation=config.generation,
     )  # fmt: skip
     settings = parts.uvicorn.Config(
         parts.make_app(engine, metrics, served), http=parts.connection_class(request_timeout), log_level=log_level,

@@ -6,7 +6,7 @@ import * as client from "./client.js";
 import { download } from "./dom.js";
 import { EnginePanel } from "./panel.js";
 import { openId, restorePlace, savePlace, setOpen } from "./place.js";
-import { request, showControls } from "./settings.js";
+import { request, showControls, UNSET } from "./settings.js";
 import { change, closeOverlay, look, narrow, openPanel, showSidebar, startShell } from "./shell.js";
 import * as store from "./store.js";
 import { TokenCard } from "./tokens.js";
@@ -22,6 +22,7 @@ let chats = store.loadChats();
 let chat = chats.find(({ id }) => id === openId()) ?? store.newChat();
 let renaming = null;
 let model = null;
+let defaults = {}; // the server's default of each sampling field
 const running = new Map(); // id of a conversation: the AbortController of its answer
 const panel = new EnginePanel($("engine"), store.loadKey);
 
@@ -198,10 +199,12 @@ function applyLook() {
   translate();
   if (look.theme) document.documentElement.dataset.theme = look.theme;
   $("probabilities").setAttribute("aria-pressed", look.probabilities);
-  showControls($("sampling"), settings, setSettings);
+  showSampling();
   panel.draw();
   refresh();
 }
+
+const showSampling = () => showControls($("sampling"), settings, defaults, setSettings);
 
 function setSettings(next) {
   Object.assign(settings, next);
@@ -213,7 +216,10 @@ const showEngine = () => panel.show(look.panel === "engine");
 async function findModels() {
   const banner = $("banner");
   try {
-    const ids = (await client.models(store.loadKey())).map(({ id }) => id);
+    const found = await client.models(store.loadKey());
+    const ids = found.map(({ id }) => id);
+    defaults = found[0].default_sampling ?? {}; // the names are those of one model
+    showSampling();
     model = ids.includes(model) ? model : ids[0];
     $("model").replaceChildren(...ids.map((id) => new Option(id, id)));
     $("model").hidden = ids.length < 2;
@@ -284,7 +290,7 @@ function listen() {
     change({ theme: (look.theme ?? (dark ? "dark" : "light")) === "dark" ? "light" : "dark" });
     applyLook();
   });
-  click("reset", () => (setSettings(store.DEFAULTS), applyLook()));
+  click("reset", () => (setSettings(UNSET), showSampling()));
   $("model").addEventListener("change", () => (model = $("model").value));
   $("system").addEventListener("input", () => ((chat.system = $("system").value), keep(chat)));
   $("key").addEventListener("change", () => (store.saveKey($("key").value.trim()), findModels()));

@@ -1,10 +1,9 @@
 // The sampling controls, made from one table; `request` turns them into fields of the API.
 
 import { el } from "./dom.js";
-import { DEFAULTS } from "./store.js";
 import { t } from "./words.js";
 
-// Field of the API, its range, and what an empty field means; those without one have a slider.
+// Field of the API, its range, and what an empty field means where the server has no default; the others have a slider.
 const CONTROLS = [
   { name: "temperature", min: 0, max: 2, step: 0.05, hint: "temperature_hint" },
   { name: "top_p", min: 0.01, max: 1, step: 0.01 },
@@ -17,28 +16,37 @@ const CONTROLS = [
   { name: "frequency_penalty", min: -2, max: 2, step: 0.1 },
 ];
 
-/** Fills `root` with the controls; `changed(settings)` is called with every valid change. */
-export function showControls(root, settings, changed) {
+export const UNSET = Object.fromEntries(CONTROLS.map(({ name }) => [name, null]));
+
+/** Fills `root` with the controls; `changed(settings)` is called with every valid change. A field that is not set is
+ * empty and shows the server's default as its placeholder; its slider stands there too. */
+export function showControls(root, settings, defaults, changed) {
   root.replaceChildren(
     ...CONTROLS.map(({ name, min, max, step, empty, hint }) => {
-      const range = { min: String(min), max: String(max), step: String(step), value: String(settings[name] ?? "") };
-      const label = { "aria-label": t(name) };
-      const own = { placeholder: empty && t(empty), step: empty ? "1" : "any", required: !empty };
+      const range = { min: String(min), max: String(max), step: String(step) };
+      const usual = String(defaults[name] ?? "");
+      const value = String(settings[name] ?? "");
+      const own = { placeholder: usual || (empty ? t(empty) : ""), step: empty ? "1" : "any", value };
       const field = el("input", { type: "number", id: name, ...range, ...own });
-      const slider = empty ? null : el("input", { type: "range", tabindex: "-1", ...label, ...range });
-      const take = (from, to) => {
-        if (to) to.value = from.value;
-        if (field.checkValidity()) changed({ ...settings, [name]: field.value === "" ? null : Number(field.value) });
+      const sliding = { type: "range", tabindex: "-1", "aria-label": t(name), ...range, value: value || usual };
+      const slider = empty ? null : el("input", sliding);
+      const take = () => {
+        if (field.checkValidity()) changed({ [name]: field.value === "" ? null : Number(field.value) });
       };
-      field.addEventListener("input", () => take(field, slider));
-      slider?.addEventListener("input", () => take(slider, field));
+      field.addEventListener("input", () => {
+        if (slider) slider.value = field.value || usual;
+        take();
+      });
+      slider?.addEventListener("input", () => {
+        field.value = slider.value;
+        take();
+      });
       return el("label", { class: "field" }, el("span", {}, t(name)), field, slider, hint && el("small", {}, t(hint)));
     }),
   );
 }
 
-/** What differs from doing nothing; temperature always, since servers disagree about its default. */
+/** The fields that the user has set: what is left out is the server's default. */
 export function request(settings) {
-  const set = ([name, value]) => value !== null && (name === "temperature" || value !== DEFAULTS[name]);
-  return Object.fromEntries(Object.entries(settings).filter(([name]) => name in DEFAULTS).filter(set));
+  return Object.fromEntries(Object.entries(settings).filter(([name, value]) => name in UNSET && value !== null));
 }

@@ -4,20 +4,8 @@
 // shows of tokens (probabilities) is large and stays in memory: names that begin with "_" are not written.
 
 const CHAT = "bagu.chat.";
-const SETTINGS = "bagu.settings";
+const SETTINGS = "bagu.sampling";
 const LOOK = "bagu.look";
-
-export const DEFAULTS = {
-  temperature: 0.8,
-  top_p: 1,
-  top_k: null,
-  min_p: 0,
-  max_tokens: null,
-  seed: null,
-  repetition_penalty: 1,
-  presence_penalty: 0,
-  frequency_penalty: 0,
-};
 
 function read(key, fallback) {
   try {
@@ -55,7 +43,8 @@ export function deleteChat(chat) {
 
 export const isChatKey = (key) => key === null || key.startsWith(CHAT);
 
-export const loadSettings = () => read(SETTINGS, DEFAULTS);
+// Only what the user has set, by the name of the API's field; null is a field that was cleared.
+export const loadSettings = () => read(SETTINGS, {});
 export const saveSettings = (settings) => write(SETTINGS, settings);
 
 export const loadLook = () =>
