@@ -368,11 +368,12 @@ def test_thoughts_are_found_in_every_place_models_put_them(page: Any) -> None:
 
 def test_a_caret_follows_the_text_while_it_streams(page: Any, server: Stub) -> None:
     last = "nodes => nodes.map(node => [node.parentElement.localName, node.parentElement.textContent])"
+    # In this answer (those before it have the text too), and before the pause is over: each text makes a new caret.
+    here = "text => document.querySelector('.message:last-child:has(.caret)')?.textContent.includes(text)"
     for after, parent in (("*block table", "li"), ("last block", "code"), ("0.8 %", "td"), ("逻辑块", "p")):
         server.pause_after, server.go_on = after, threading.Event()
         ask(page, "go")
-        page.wait_for_function("text => document.querySelector('#messages').textContent.includes(text)", arg=after)
-        page.wait_for_selector(".message:last-child .caret")
+        page.wait_for_function(here, arg=after)
         [(name, text)] = page.locator(".caret").evaluate_all(last)
         assert (name, text.endswith(after)) == (parent, True), (name, text)
         assert page.locator(".caret").evaluate("node => getComputedStyle(node).animationName") == "blink"
@@ -384,7 +385,7 @@ def test_a_caret_follows_the_text_while_it_streams(page: Any, server: Stub) -> N
     page.emulate_media(reduced_motion="reduce")
     server.go_on = threading.Event()
     ask(page, "go")
-    page.wait_for_selector(".message:last-child .caret")
+    page.wait_for_function(here, arg=after)
     assert page.locator(".caret").evaluate("node => getComputedStyle(node).animationName") == "none"
     assert page.locator(".caret").is_visible()
 
