@@ -22,6 +22,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL = [pytest.param(s, id=s.name) for s in SPECS.values()]
 GRADS = [pytest.param(s, id=s.name) for s in SPECS.values() if s.grads]
 ONCE = {"attention", "linear_cross_entropy", "linear_cross_entropy_loss"}  # have no second derivative
+# Graphs of PyTorch's own nodes: a backward that alone is inside autocast has PyTorch's autocast products.
+PLAIN_PRODUCTS = {"linear_attention", "matmul"}
 
 
 def arguments(spec: OpSpec, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
@@ -86,6 +88,8 @@ def autocast(on: bool) -> Iterator[None]:
 @pytest.mark.parametrize("spec", GRADS)
 @pytest.mark.parametrize("inside", [(False, True), (True, False), (True, True)], ids=["backward", "forward", "both"])
 def test_autocast_changes_neither_results_nor_gradients(spec: OpSpec, inside: tuple[bool, bool]) -> None:
+    if spec.name in PLAIN_PRODUCTS and inside == (False, True):
+        pytest.skip("a graph of PyTorch's own nodes, whose products are PyTorch's to autocast")
     args = arguments(spec, torch.float32)
     names = leaves(spec, args)
 

@@ -15,12 +15,9 @@ With g = dout / den the gradients are mixes too:
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from bagu.ops.attention.shape import segment_of
-from bagu.ops.eager import traced, without_autocast
 from bagu.ops.signature import accumulator
 
 __all__ = ["backward", "forward"]
@@ -89,7 +86,7 @@ def _segments(cu_seqlens: torch.Tensor, T: int) -> tuple[torch.Tensor, int]:
     return segment_of(cu_seqlens, T + rows), rows
 
 
-def _unrounded(
+def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, norm_q: torch.Tensor | None,
     norm_k: torch.Tensor | None, max_len: int, causal: bool, eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -105,48 +102,7 @@ def _unrounded(
         mixed = mix(qf, kf, vf, segment, **sides)
         weight = mix(nq, nk, one, segment, **sides).squeeze(-1)
     den = weight[:T] + eps
-    return mixed[:T] / den.unsqueeze(-1), den
-
-
-def formula(q: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    out, den = _unrounded(q, *others)
-    return out.to(q.dtype), den
-
-
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, norm_q: torch.Tensor | None,
-    norm_k: torch.Tensor | None, max_len: int, causal: bool, eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`formula`, as one node where nothing looks through it: its products would be autocast in a backward that is
-    inside torch.autocast, also where the forward was outside."""
-    run = formula if traced(q) or not torch.is_grad_enabled() else _Node.apply
-    out, den = run(q, k, v, cu_seqlens, norm_q, norm_k, max_len, causal, eps)
-    return out, den
-
-
-class _Node(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, den = _unrounded(*args)  # not rounded, for the backward too: dq and dk are small differences
-        ctx.save_for_backward(*args[:6], out, den)
-        ctx.scalars = args[6:]
-        ctx.mark_non_differentiable(den)
-        ctx.set_materialize_grads(False)
-        return out.to(args[0].dtype), den
-
-    @staticmethod
-    @without_autocast
-    def backward(ctx: Any, *douts: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        dout, _ = douts
-        if dout is None:
-            return (None,) * 9
-        if not torch.is_grad_enabled():
-            dq, dk, dv, dnorm_q, dnorm_k = backward(dout, *ctx.saved_tensors, *ctx.scalars)
-            return dq, dk, dv, None, dnorm_q, dnorm_k, None, None, None
-        args = ctx.saved_tensors[:6]  # with a graph of their own, for a second derivative
-        needed = [x for x, needs in zip(args, ctx.needs_input_grad, strict=False) if needs]
-        made = iter(torch.autograd.grad(formula(*args, *ctx.scalars)[0], needed, dout, create_graph=True))
-        return tuple(next(made) if needs else None for needs in ctx.needs_input_grad)
+    return (mixed[:T] / den.unsqueeze(-1)).to(q.dtype), den
 
 
 def backward(
