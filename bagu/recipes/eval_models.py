@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bagu.data.chat import ChatEncoder
@@ -18,7 +19,8 @@ from bagu.types import Tokenizer
 __all__ = ["EngineModel", "ServerModel"]
 
 TIMEOUT_S = 3600.0
-SEQUENCES_A_CALL = 64  # of a server: few enough that one call's answer is some megabytes
+PROMPTS_A_CALL = 64  # of a server: few enough that one call's answer is some megabytes
+MAX_WAITS = 120  # seconds for a place in a full queue
 
 
 class EngineModel:
@@ -55,6 +57,12 @@ class EngineModel:
         return found
 
 
+class _Refused(BaguError):
+    def __init__(self, url: str, status: int, body: str) -> None:
+        super().__init__(f"{url} answered {status}: {body[:200]}")
+        self.status = status
+
+
 class ServerModel:
     """A server with OpenAI's API and vLLM's `/tokenize` and `prompt_logprobs`: bagu's, or vLLM itself."""
 
@@ -80,27 +88,39 @@ class ServerModel:
         return list(self._call("/tokenize", body)["tokens"])
 
     def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[float]]:
-        found: list[list[float]] = []
-        for at in range(0, len(sequences), SEQUENCES_A_CALL):
-            prompts = [list(ids) for ids in sequences[at : at + SEQUENCES_A_CALL]]
-            body = {"model": self.name, "prompt": prompts, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-            choices = sorted(self._call("/v1/completions", body)["choices"], key=lambda c: c["index"])
-            for ids, choice in zip(prompts, choices, strict=True):
-                rows = choice["prompt_logprobs"]
-                found.append([float(row[str(i)]["logprob"]) for i, row in zip(ids[1:], rows[1:], strict=True)])
-        return [values[start - 1 :] for values, start in zip(found, starts, strict=True)]
+        choices = self._complete(sequences, {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0})
+        found = []
+        for ids, start, choice in zip(sequences, starts, choices, strict=True):
+            rows = choice["prompt_logprobs"]
+            found.append([float(rows[t][str(ids[t])]["logprob"]) for t in range(start, len(ids))])
+        return found
 
     def generate(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[list[str]]:
-        found: list[list[str]] = []
-        for at in range(0, len(prompts), SEQUENCES_A_CALL):
-            asked = [list(ids) for ids in prompts[at : at + SEQUENCES_A_CALL]]
-            body = {
-                "model": self.name, "prompt": asked, "max_tokens": decoding.max_tokens, "n": decoding.samples,
-                "temperature": decoding.temperature, "seed": decoding.seed, "stop": list(decoding.stop) or None,
-            }  # fmt: skip
-            choices = sorted(self._call("/v1/completions", body)["choices"], key=lambda c: c["index"])
-            texts = [choice["text"] for choice in choices]
-            found += [texts[i : i + decoding.samples] for i in range(0, len(texts), decoding.samples)]
+        settings = {
+            "max_tokens": decoding.max_tokens, "n": decoding.samples, "temperature": decoding.temperature,
+            "seed": decoding.seed, "stop": list(decoding.stop) or None,
+        }  # fmt: skip
+        texts = [choice["text"] for choice in self._complete(prompts, settings)]
+        return [texts[i : i + decoding.samples] for i in range(0, len(texts), decoding.samples)]
+
+    def _complete(self, prompts: Sequence[Sequence[int]], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The choices of all prompts in order. A call that is too large for the server or its queue is halved."""
+        found: list[dict[str, Any]] = []
+        size, at, waits = PROMPTS_A_CALL, 0, 0
+        while at < len(prompts):
+            asked = [list(ids) for ids in prompts[at : at + size]]
+            try:
+                answer = self._call("/v1/completions", {"model": self.name, "prompt": asked, **settings})
+            except _Refused as error:
+                if size == 1 and (error.status != 429 or waits == MAX_WAITS):
+                    raise
+                if size == 1:
+                    waits += 1
+                    time.sleep(1.0)
+                size = max(1, size // 2)
+                continue
+            found += sorted(answer["choices"], key=lambda choice: choice["index"])
+            at, waits = at + len(asked), 0
         return found
 
     def _call(self, path: str, body: Any = None) -> Any:
@@ -110,9 +130,7 @@ class ServerModel:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
-            raise BaguError(
-                f"{self.url}{path} answered {error.code}: {error.read().decode(errors='replace')[:200]}"
-            ) from error
+            raise _Refused(f"{self.url}{path}", error.code, error.read().decode(errors="replace")) from error
         except OSError as error:
             raise BaguError(
                 f"{self.url} cannot be reached: {error}", hint="is it running? `bagu serve MODEL`"
