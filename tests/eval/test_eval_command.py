@@ -34,7 +34,7 @@ def run(*args: object) -> str:
 
 def test_evaluate_twice_and_compare(models: tuple[Path, Path], tmp_path: Path) -> None:
     rows = [
-        ROWS[0] | {"country": f"land {i}", "cities": [f"a{i}", f"{i * 7}b", "Rome"], "label": i % 3} for i in range(30)
+        ROWS[0] | {"country": f"land {i}", "cities": [f"q{i}", f"z{i}", f"k{i}"], "label": i % 3} for i in range(30)
     ]
     task = task_file(tmp_path, CHOICE, rows)
     shown = run(models[0], task, "--out", tmp_path / "a")
