@@ -2,7 +2,8 @@
 
 The dataclasses stand beside their owners; this file knows only their fields' types. `from_dict(C, to_dict(c)) == c`
 for every tree made of: dataclasses, `tuple`, `list`, `dict[str, X]`, `X | None`, `Literal`, `bool`, `int`, `float`,
-`str` and `Path`. A union of dataclasses is told apart by their field `kind: Literal["…"]`.
+`str` and `Path`. A union of dataclasses is told apart by their field `kind: Literal["…"]`; an abstract dataclass stands
+for the union of its subclasses, so that a new subclass is known without being listed anywhere.
 
 Types are strict: an int is a float where a float is asked for, and nothing else is anything else. A number that is not
 finite is refused, since JSON has no word for it.
@@ -13,12 +14,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import inspect
 import json
 import math
 import os
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
@@ -130,17 +132,18 @@ def save(config: Any, path: str | os.PathLike[str]) -> None:
     write_whole(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 
-def load(cls: type[C], path: str | os.PathLike[str]) -> C:
-    """The tree that `save` wrote, or that a person did."""
+def load(cls: type[C], path: str | os.PathLike[str], *, upgrade: Callable[[Any], Any] | None = None) -> C:
+    """The tree that `save` wrote, or that a person did. `upgrade` turns JSON of an older layout into the present."""
     path = Path(path)
     try:
-        return from_dict(cls, json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object))
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
+        return from_dict(cls, data if upgrade is None else upgrade(data))
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {path}", hint="check the path") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", hint="a configuration is a UTF-8 JSON file") from error
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}: not JSON: {error.msg}", hint="mend that line") from error
+        raise ConfigError(f"{path}:{error.lineno}: not JSON: {error.msg}", hint="correct that line") from error
     except RecursionError as error:
         raise ConfigError(f"{path}: the JSON is nested too deeply", hint="a configuration has a few levels") from error
     except BaguError as error:
@@ -176,10 +179,10 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
+    if origin in (Union, types.UnionType) or _is_abstract(hint):
+        return _of_union(_members(hint), value, where)
     if dataclasses.is_dataclass(hint):
         return from_dict(typing.cast(type, hint), value, where)
-    if origin in (Union, types.UnionType):
-        return _of_union(args, value, where)
     if origin is Literal:
         # `in` alone would take 1 for True and 1.0 for 1
         found = next((a for a in args if a == value and type(a) is type(value)), MISSING)
@@ -238,19 +241,23 @@ def _of_union(members: Sequence[Any], value: Any, where: str) -> Any:
     for member in sorted(members, key=lambda m: m is not type(value)):
         with contextlib.suppress(ConfigError, UnknownName):
             return _value(member, value, where)
-    raise _wrong(where, " or ".join(map(_words, members)), value)
+    raise _wrong(where, " or ".join(dict.fromkeys(map(_words, members))), value, hint=_kind_hint(members, where))
 
 
 def _by_kind(classes: Sequence[Any], data: Mapping[str, Any], where: str) -> Any:
     """The class whose `kind` is the data's; a union of one class needs none."""
     if len(classes) == 1:
         return classes[0]
-    kinds = {kind: cls for cls in classes for kind in typing.get_args(typing.get_type_hints(cls)["kind"])}
+    kinds = _kinds(classes)
     if "kind" not in data:
         raise ConfigError(f"{where}: does not say its kind", hint=f"give kind: {', '.join(kinds)}")
     if not isinstance(data["kind"], str) or data["kind"] not in kinds:
         raise _not_among(_join(where, "kind"), data["kind"], list(kinds))
     return kinds[data["kind"]]
+
+
+def _kinds(classes: Iterable[Any]) -> dict[str, Any]:
+    return {kind: cls for cls in classes for kind in typing.get_args(typing.get_type_hints(cls)["kind"])}
 
 
 # Settings
@@ -270,7 +277,8 @@ def _assigned(hint: Any, data: Any, keys: Sequence[str], text: str, where: str =
         cls = _by_kind(classes, data, where)
         fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
         if key not in fields:
-            raise _unknown(where, key, fields)
+            others = {k: c for k, c in (_kinds(classes) if len(classes) > 1 else {}).items() if c is not cls}
+            raise _of_other_kind(where, key, data, others) or _unknown(where, key, fields)
         old = data[key] if key in data else to_dict(_default(fields[key]))
         return data | {key: _assigned(typing.get_type_hints(cls)[key], old, keys[1:], text, below)}
     for member in members:
@@ -297,7 +305,7 @@ def _read(hint: Any, text: str, where: str) -> Any:
     for member in sorted(members, key=lambda m: (m is str, m is float)):  # 3 is an int before a float, and a str last
         with contextlib.suppress(ConfigError, UnknownName):
             return to_dict(_value(member, _plain(member, text), where))
-    raise _wrong(where, _words(hint), text)
+    raise _wrong(where, _words(hint), text, hint=_kind_hint(members, where))
 
 
 def _plain(member: Any, text: str) -> Any:
@@ -325,7 +333,22 @@ def _item(hint: Any, at: int) -> Any:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
+    """The types that a field of type `hint` may have: those of a union, or the subclasses of an abstract dataclass."""
+    if _is_abstract(hint):
+        return tuple(_concrete(hint))
     return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _concrete(cls: type) -> Iterator[type]:
+    subclasses: list[type] = cls.__subclasses__()
+    for sub in subclasses:
+        if not inspect.isabstract(sub):
+            yield sub
+        yield from _concrete(sub)
+
+
+def _is_abstract(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint) and inspect.isabstract(hint)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -401,10 +424,25 @@ def _words(hint: Any) -> str:
     return plain.get(hint, "null" if hint is type(None) else str(hint))
 
 
-def _wrong(where: str, wants: str, value: Any) -> ConfigError:
+def _wrong(where: str, wants: str, value: Any, *, hint: str = "") -> ConfigError:
     shown = json.dumps(value, ensure_ascii=False, default=repr)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return ConfigError(f"{where or 'the configuration'}: wants {wants} and got {shown}", hint=f"give {wants}")
+    return ConfigError(f"{where or 'the configuration'}: wants {wants} and got {shown}", hint=hint or f"give {wants}")
+
+
+def _kind_hint(members: Iterable[Any], where: str) -> str:
+    """How to choose among the classes of a union; empty where there is no choice."""
+    classes = [m for m in members if dataclasses.is_dataclass(m)]
+    return f"set {where}.kind to one of {', '.join(sorted(_kinds(classes)))}" if len(classes) > 1 else ""
+
+
+def _of_other_kind(where: str, key: str, data: Mapping[str, Any], others: Mapping[str, Any]) -> UnknownSetting | None:
+    """The error for a key that another kind of the union has."""
+    owners = [kind for kind, cls in others.items() if key in {f.name for f in dataclasses.fields(cls) if f.init}]
+    if not owners:
+        return None
+    what = f"there is no setting {_join(where, key)!r} where {where}.kind is {data['kind']}"
+    return UnknownSetting(what, hint=f"it belongs to kind {' and '.join(sorted(owners))}: set {where}.kind too")
 
 
 def _not_among(where: str, value: Any, options: Sequence[Any]) -> UnknownName:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -264,3 +265,80 @@ def test_a_number_json_cannot_hold_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.lr: inf is not finite"):
         save(Tree(optimizer=Sgd(lr=float("inf"))), tmp_path / "config.json")
     assert list(tmp_path.iterdir()) == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape(ABC):
+    kind: str
+
+    @abstractmethod
+    def area(self) -> float: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Square(Shape):
+    kind: Literal["square"] = "square"
+    side: float = 1.0
+
+    def area(self) -> float:
+        return self.side**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rectangle(Square):
+    """A subclass of a subclass, with a kind of its own."""
+
+    kind: Literal["rectangle"] = "rectangle"  # type: ignore[assignment]
+    height: float = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    shape: Shape = field(default_factory=Square)
+
+
+def test_an_abstract_dataclass_is_the_union_of_its_subclasses() -> None:
+    drawing = Drawing(shape=Rectangle(side=3.0))
+    assert from_dict(Drawing, json.loads(json.dumps(to_dict(drawing)))) == drawing
+    assert override(Drawing(shape=Square(side=3.0)), ["shape.height=5", "shape.kind=rectangle"]) == Drawing(
+        shape=Rectangle(side=3.0, height=5.0)
+    )
+
+    @dataclass(frozen=True, kw_only=True)
+    class Circle(Shape):
+        kind: Literal["circle"] = "circle"
+        radius: float = 1.0
+
+        def area(self) -> float:
+            return 3.14 * self.radius**2
+
+    assert override(drawing, ["shape.kind=circle"]).shape == Circle()  # known as soon as it is defined
+    refusals = [
+        ({"shape": {"side": 1.0}}, "shape: does not say its kind"),
+        ({"shape": {"kind": "squar"}}, "shape.kind: there is no 'squar'"),
+        ({"shape": {"kind": "square", "height": 1.0}}, "'shape.height'"),
+        ({"shape": 3}, "shape: wants an object and got 3"),
+    ]
+    for data, said in refusals:
+        with pytest.raises(BaguError, match=said):
+            from_dict(Drawing, data)
+
+
+@pytest.mark.parametrize(
+    ("setting", "hint"),
+    [
+        ("optimizer.momentum=0.9", "it belongs to kind sgd: set optimizer.kind too"),
+        ("optimizer=sgd", "set optimizer.kind to one of adam, sgd"),
+    ],
+)
+def test_a_setting_of_another_kind_says_which(setting: str, hint: str) -> None:
+    with pytest.raises(BaguError) as caught:
+        override(Tree(), [setting])
+    assert caught.value.hint == hint
+
+
+def test_an_older_layout_is_upgraded_when_it_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text('{"step_count": 7}')
+    assert load(Tree, tmp_path / "old.json", upgrade=lambda data: {"steps": data["step_count"]}).steps == 7
+    with pytest.raises(BaguError, match=r"old\.json: .*step_count"):
+        load(Tree, tmp_path / "old.json")
