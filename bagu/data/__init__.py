@@ -1,7 +1,9 @@
 """Text to token batches: sources, tokenizer, chat templates, packing, mixing, cursor."""
 
 from bagu.data.chat import DEFAULT_TEMPLATE, ChatEncoder, ChatTemplate, EncodedChat
+from bagu.data.chat_corpus import ChatCorpus
 from bagu.data.chat_source import ChatJsonlSource
+from bagu.data.corpus import Corpus, Selection, SourceConfig, TextCorpus
 from bagu.data.dedup import DedupReport, deduplicate
 from bagu.data.loader import DataConfig, Loader, check_vocab, evaluation_batches
 from bagu.data.masked import mask_batch
@@ -25,10 +27,12 @@ __all__ = [
     "DEFAULT_TEMPLATE",
     "SPECIAL_TOKENS",
     "BpeTokenizer",
+    "ChatCorpus",
     "ChatEncoder",
     "ChatJsonlSource",
     "ChatTemplate",
     "Conversation",
+    "Corpus",
     "DataConfig",
     "DedupReport",
     "Document",
@@ -41,8 +45,11 @@ __all__ = [
     "Packing",
     "ParquetSource",
     "Prefetch",
+    "Selection",
+    "SourceConfig",
     "Split",
     "StdlibSource",
+    "TextCorpus",
     "TextSource",
     "TokenDocument",
     "TokenStore",

@@ -7,7 +7,7 @@ step begins, not a state.
     mixture   row j of step s  ->  source, and its n-th row      (mix.py)
     layout    n-th row         ->  pieces of documents           (pack.py)
     store     pieces           ->  tokens, targets, segments     (batch.py)
-    masking   tokens           ->  some hidden, and asked for    (masked.py), where the loader is `masked`
+    mapped    batch            ->  what an objective makes of it, such as one with hidden tokens (masked.py)
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import numpy as np
 
 from bagu.data.batch import assemble
-from bagu.data.masked import Masking, mask_batch
 from bagu.data.mix import MixConfig, Mixture
 from bagu.data.pack import Bins, Layout, Order, Packing, Tape, in_order, shuffled
 from bagu.data.prefetch import Prefetch
@@ -28,7 +27,13 @@ from bagu.data.store import TokenStore
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.types import Batch
 
-__all__ = ["DataConfig", "Loader", "check_vocab", "evaluation_batches"]
+__all__ = ["DataConfig", "Loader", "Transform", "check_vocab", "evaluation_batches"]
+
+
+class Transform(Protocol):
+    """Makes another batch of one. `place` names the batch (step and micro-batch): the same place, the same result."""
+
+    def __call__(self, batch: Batch, *place: str | int) -> Batch: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +104,12 @@ class Loader:
         }
         tokens = {name: store.num_tokens for name, store in stores.items()}
         self.mixture = Mixture(config.mix, tokens, rows_per_step=config.rows_per_step)
-        self.masking: Masking | None = None
+        self.transform: Transform | None = None
 
-    def masked(self, masking: Masking) -> Loader:
-        """The same loader, for masked language modelling: a step hides the same tokens each time it is made."""
+    def mapped(self, transform: Transform) -> Loader:
+        """The same loader whose batches are `transform(batch, step, number of the micro-batch)`."""
         other = copy.copy(self)
-        other.masking = masking
+        other.transform = transform
         return other
 
     def batch(self, step: int) -> tuple[Batch, ...]:
@@ -126,9 +131,9 @@ class Loader:
             raise BaguError(
                 f"step {step} has no target to learn from: the loss mask is 0 in all of its rows", hint=hint
             )
-        if self.masking is None:
+        if self.transform is None:
             return batches
-        return tuple(mask_batch(b, self.masking, step, number) for number, b in enumerate(batches))
+        return tuple(self.transform(b, step, number) for number, b in enumerate(batches))
 
     def cursor(self, step: int) -> dict[str, Any]:
         """Where `step` begins in every source, as JSON: the next token each will give."""

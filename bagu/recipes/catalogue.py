@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from bagu.data.corpus import STDLIB, SourceConfig
 from bagu.data.loader import DataConfig
 from bagu.errors import BaguError, UnknownName
 from bagu.nn.presets import preset
-from bagu.recipes.run import STDLIB, LoraConfig, Run, SourceConfig, TokenizerConfig
+from bagu.recipes.run import LoraConfig, Run, TokenizerConfig
+from bagu.train.objectives.masked import MaskedLanguageModelling
+from bagu.train.objectives.sft import SupervisedFineTuning
 from bagu.train.optim import OptimizerConfig
 from bagu.train.schedule import ScheduleConfig
 from bagu.train.state import TrainConfig
@@ -66,7 +69,7 @@ def mlm() -> Run:
     word frequencies alone give 6.91. A step asks for 614 tokens of 4096, so good fills need more steps.
     """
     return Run(
-        mask_rate=0.15,
+        objective=MaskedLanguageModelling(mask_rate=0.15),
         model=preset("bert_6m"),
         tokenizer=TokenizerConfig(vocab_size=4096),
         data=DataConfig(context=256, rows=16),
@@ -82,7 +85,7 @@ def mlm() -> Run:
 def sft() -> Run:
     """Fine-tuning of a model that `--from` names, on chats: only the assistant's tokens count."""
     return Run(
-        stage="sft", init_from="", sources={"chats": SourceConfig()},
+        objective=SupervisedFineTuning(), init_from="", sources={"chats": SourceConfig()},
         data=DataConfig(context=256, rows=16, packing="whole"),
         train=TrainConfig(
             steps=200, eval_every=50, save_every=100, optimizer=OptimizerConfig(kind="adamw", lr=1e-4),
@@ -108,7 +111,7 @@ def recipe(name: str) -> Run:
 
 
 def with_data(run: Run, paths: list[str]) -> Run:
-    """The run on these files or folders instead of its own, each a source named after it."""
+    """The run on these files or folders instead of its own sources, each a source named after its file."""
     if not paths:
         return run
     names = [STDLIB if p == STDLIB else Path(p).stem for p in paths]
@@ -118,9 +121,9 @@ def with_data(run: Run, paths: list[str]) -> Run:
 
 
 def with_start(run: Run, start: str | None) -> Run:
-    """The run from a model that is there, if one is given; one that needs it says so."""
+    """The run starting from the model `start`, if one is given; a recipe that needs one and gets none is refused."""
     if start is not None:
         return replace(run, init_from=start, model=None, tokenizer=TokenizerConfig())
     if run.init_from == "":
-        raise BaguError(f"a run of stage {run.stage!r} needs a model to start from", hint="give one with --from")
+        raise BaguError(f"objective {run.objective.kind!r} needs a model to start from", hint="give one with --from")
     return run

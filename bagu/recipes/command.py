@@ -10,18 +10,17 @@ from rich.console import Console
 from rich.text import Text
 
 from bagu import config as configs
-from bagu.data.masked import HIDDEN, RANDOM
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 from bagu.machine.device import named_dtype
 from bagu.recipes.catalogue import recipe as find_recipe
 from bagu.recipes.catalogue import with_data, with_start
 from bagu.recipes.models import find_model, load_model, save_model, tokenizer_folder
-from bagu.recipes.run import Run
+from bagu.recipes.run import Run, load_run, with_settings
 from bagu.recipes.summary import Summary
-from bagu.recipes.training import Trained, check, held_out, train
+from bagu.recipes.training import Trained, check, train
 from bagu.runs.folder import RunFolder
-from bagu.train.report import ReportData, Table, read_run, write_report
+from bagu.train.report import ReportData, read_run, write_report
 
 __all__ = ["export_main", "train_main"]
 
@@ -35,8 +34,8 @@ def train_main(
 ) -> int:  # fmt: skip
     """Put a run together, carry it out, write its report. With `dry_run`, check its data and print what it would do.
 
-    With `resume` the folder's own config is where it starts; where there is none, the run that data, config or start
-    describe begins.
+    With `resume` the run is the one that the folder's config.json describes; where there is none, a new run starts from
+    data, config or start.
     """
     console = Console(stderr=True)
     if recipe is not None and (config is not None or (resume and RunFolder(out).is_run())):
@@ -46,15 +45,18 @@ def train_main(
         )
     if resume and RunFolder(out).is_run():
         if data or config is not None or start is not None:
-            raise BaguError("a run that goes on keeps its data and start", hint="change the rest with --set")
-        run = configs.load(Run, RunFolder(out).config_path)
-    elif resume and not data and config is None and start is None:  # a mistyped --out, not a run yet to begin
+            raise BaguError(
+                "--resume is given with data, --config or --from, and a resumed run keeps its own",
+                hint="leave them out; other settings can be changed with --set",
+            )
+        run = load_run(RunFolder(out).config_path)
+    elif resume and not data and config is None and start is None:  # a mistyped --out, not a new run
         raise BaguError(f"{out} holds no run to resume", hint="check --out, or leave --resume out")
     elif config is not None:
-        run = with_start(with_data(configs.load(Run, config), data), start)
+        run = with_start(with_data(load_run(config), data), start)
     else:
         run = with_start(with_data(find_recipe(recipe or DEFAULT), data), start)
-    run = configs.override(run, settings)
+    run = with_settings(run, settings)
     if wandb is not None:
         run = replace(run, wandb=wandb)
     resumed = resume and RunFolder(out).is_run()
@@ -62,8 +64,8 @@ def train_main(
         raise BaguError("--accept-data-change is given, and no run is resumed", hint="leave it out")
     if prompts and run.train.sample_every is None:
         raise BaguError(
-            "--prompt is given, and this run continues none: train.sample_every is null",
-            hint="leave it out" if run.mask_rate is not None else "leave it out, or set train.sample_every",
+            "--prompt is given, and this run continues no prompts: train.sample_every is null",
+            hint="leave --prompt out, or set train.sample_every",
         )
 
     def announce(summary: Summary) -> None:
@@ -88,26 +90,10 @@ def train_main(
 
 
 def _report(run: Run, done: Trained) -> Path:
-    """The page of a run; that of a masked language model says what its losses are of."""
-    masking = done.tokens.loader.masking
-    if masking is None:
-        return write_report(done.folder)
-    first = done.tokens.loader.batch(0)
-    asked, tokens = sum(b.num_targets for b in first), sum(b.num_tokens for b in first)
-    rows = [
-        ("hidden, of the tokens that are not special", f"{100 * masking.rate:g} %"),
-        ("shown as the mask token, as a random one, as they are",
-         f"{100 * HIDDEN:.0f} %, {100 * RANDOM:.0f} %, {100 * (1 - HIDDEN - RANDOM):.0f} %"),
-        ("masked positions of the first step", f"{asked:,} of {tokens:,} tokens"),
-        ("masked positions of the validation", f"{sum(b.num_targets for b in held_out(run, done.tokens)):,}"),
-    ]  # fmt: skip
-    note = (
-        "Losses are means over masked positions, in nats. They are no code length of the text, so there are no bits "
-        "per byte. Every step hides other positions, the validation the same ones each time."
-    )
-    table = Table(title="Masked positions", columns=("what", "value"), rows=rows, note=note)
+    """The page of a run, with the tables of its objective."""
     shown = read_run(done.folder)
-    return write_report(ReportData(title=shown.name, runs=[shown], tables=[table]), done.folder.report)
+    tables = run.objective.tables(done.data, run.eval_batches)
+    return write_report(ReportData(title=shown.name, runs=[shown], tables=tables), done.folder.report)
 
 
 def export_main(model: str, out: Path, *, dtype: str | None) -> None:

@@ -18,7 +18,8 @@ from pathlib import Path
 from rich.console import Console
 
 from bagu.data.chat import ChatEncoder
-from bagu.data.loader import evaluation_batches
+from bagu.data.chat_corpus import ChatCorpus
+from bagu.data.corpus import STDLIB, TextCorpus
 from bagu.data.source import Conversation
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import ArgumentError, BaguError
@@ -26,16 +27,16 @@ from bagu.machine.device import default_device
 from bagu.nn import count
 from bagu.nn.model import Transformer
 from bagu.nn.sample import generate
-from bagu.recipes.corpus import Corpus, conversations, train_tokenizer
 from bagu.recipes.demo_plan import Pace, Plan, measured, revised, sft_steps
 from bagu.recipes.demo_report import Finished, farewell, report
 from bagu.recipes.demo_sizes import CPU_SIZES, GPU, QUICK, Demo
-from bagu.recipes.run import STDLIB, Run
+from bagu.recipes.run import Run
 from bagu.recipes.served import ask, can_serve, served, stay
+from bagu.recipes.tokenizer import train_tokenizer
 from bagu.recipes.training import Trained, train
 from bagu.recipes.yardsticks import Compressors, compressors, judge_code
-from bagu.runs.progress import Stage, Stages, duration
-from bagu.train.evaluate import held_out_loss
+from bagu.runs.progress import Stage, Stages, TrainProgress, duration
+from bagu.train.cross_entropy import CrossEntropy
 
 __all__ = ["demo"]
 
@@ -92,7 +93,8 @@ def demo(
         bits = _held_out_bits(base, size)
         parameters = count.parameters(base.model.config).total
         stage.result = f"{parameters / 1e6:.1f} M parameters, {size.pretrain_steps:,} steps, {bits:.3f} bits/byte"
-    pairs = corpus.for_run(size.sft(out / "pretrain"))
+    tuning = size.sft(out / "pretrain")
+    pairs = ChatCorpus.of(STDLIB, tuning.sources[STDLIB], tuning.selection).sharing(corpus)
     with stages.stage("Answer held-out questions, before fine-tuning") as stage:
         asked = _questions(pairs, size.questions)
         before = answers(base.model, tokenizer, asked, size.new_tokens)
@@ -101,7 +103,7 @@ def demo(
         if pace is not None:
             size = replace(size, sft_steps=sft_steps(size, replace(pace, left_s=clock.left())))
         run = size.sft(out / "pretrain")
-        tuned = train(run, out / "sft", progress=stage.training(run.train.steps), corpora={STDLIB: pairs})
+        tuned = train(run, out / "sft", progress=_progress(stage, run), corpora={STDLIB: pairs})
         _go_on(tuned)
         after = answers(tuned.model, tokenizer, asked, size.new_tokens)
         stage.result = f"{judge_code(after).parse_percent:.0f} % of {len(asked)} answers parse"
@@ -157,10 +159,10 @@ def _plan(stages: Stages, clock: Clock, budget_s: float) -> Plan:
     return plan
 
 
-def _read(stages: Stages, size: Demo) -> tuple[Corpus, Future[Compressors] | None]:
+def _read(stages: Stages, size: Demo) -> tuple[TextCorpus, Future[Compressors] | None]:
     """The text; on a GPU the compressors begin with it."""
     run = size.pretrain()
-    corpus = Corpus(STDLIB, run.sources[STDLIB], run)
+    corpus = TextCorpus(STDLIB, run.sources[STDLIB], run.selection)
     with stages.stage("Read the standard library") as stage:
         text = sum(len(d.text.encode()) for d in corpus.split.train)
         held = sum(len(d.text.encode()) for d in corpus.split.validation)
@@ -172,12 +174,12 @@ def _read(stages: Stages, size: Demo) -> tuple[Corpus, Future[Compressors] | Non
 
 
 def _pretrain(
-    stage: Stage, out: Path, size: Demo, plan: Plan | None, clock: Clock, corpus: Corpus, tokenizer: BpeTokenizer
+    stage: Stage, out: Path, size: Demo, plan: Plan | None, clock: Clock, corpus: TextCorpus, tokenizer: BpeTokenizer
 ) -> tuple[Demo, Trained, Pace | None]:
     """Pretrain; with a plan, fit the number of steps to the pace of the first ones."""
 
     def go(run: Run, *, resume: bool = False, pause_after: int | None = None) -> Trained:
-        shown = stage.training(run.train.steps, quiet=("resume",))
+        shown = _progress(stage, run, quiet=("resume",))
         done = train(
             run, out, resume=resume, pause_after=pause_after, progress=shown, prompts=PROMPTS, tokenizer=tokenizer,
             corpora={STDLIB: corpus},
@@ -194,14 +196,17 @@ def _pretrain(
     return size, go(replace(run, train=replace(run.train, steps=size.pretrain_steps)), resume=True), pace
 
 
+def _progress(stage: Stage, run: Run, *, quiet: Sequence[str] = ()) -> TrainProgress:
+    return stage.training(run.train.steps, formats=run.objective.display().progress, quiet=quiet)
+
+
 def _pace(begun: Trained, clock: Clock) -> Pace:
     """How it goes, by the first steps of a run. The very first ones warm up, so the median."""
-    rows, tokens = begun.folder.metrics(), begun.tokens.loader.config.tokens_per_step
-    rates = [row["tokens_per_s"] for row in rows]
+    rows = begun.folder.metrics()
     return Pace(
-        tokens_per_s=statistics.median(rates), left_s=clock.left(),
-        prepared_s=clock.spent() - sum(tokens / rate for rate in rates),
-        held_out_tokens=begun.tokens.validation[STDLIB].num_tokens,
+        tokens_per_s=statistics.median(row["tokens_per_s"] for row in rows), left_s=clock.left(),
+        prepared_s=clock.spent() - sum(row["tokens"] / row["tokens_per_s"] for row in rows),
+        held_out_tokens=begun.data.sources[STDLIB].validation_tokens,
     )  # fmt: skip
 
 
@@ -212,9 +217,9 @@ def _go_on(run: Trained) -> None:
         raise BaguError(f"the demo was stopped at step {run.fit.step}", hint=f"bagu train --resume --out {folder}")
 
 
-def _questions(pairs: Corpus, number: int) -> list[Conversation]:
+def _questions(pairs: ChatCorpus, number: int) -> list[Conversation]:
     """Questions from all over the held-out files, not from the first one alone."""
-    held_out = list(conversations(pairs, "validation"))
+    held_out = list(pairs.conversations("validation"))
     return held_out[:: max(1, len(held_out) // number)][:number]
 
 
@@ -229,14 +234,13 @@ def answers(model: Transformer, tokenizer: BpeTokenizer, asked: Sequence[Convers
 
 def _held_out_bits(base: Trained, size: Demo) -> float:
     """Bits per byte over all held-out files."""
-    store = base.tokens.validation[STDLIB]
-    data = base.tokens.loader.config
     limit = size.validation_batches if size is QUICK else None
-    evaluate = held_out_loss(lambda: evaluation_batches(store, data, limit=limit))
-    return evaluate(base.model)["val_bits_per_byte"]
+    bits = CrossEntropy().evaluate(base.model, base.data.held_out(limit))["val_bits_per_byte"]
+    assert bits is not None, "the bytes of text are known"
+    return bits
 
 
-def _rivals(corpus: Corpus, size: Demo) -> Compressors:
+def _rivals(corpus: TextCorpus, size: Demo) -> Compressors:
     training, left = [], size.priming_bytes
     for document in corpus.split.train:
         if left is not None and left <= 0:
@@ -246,7 +250,7 @@ def _rivals(corpus: Corpus, size: Demo) -> Compressors:
     return compressors(training, (d.text for d in corpus.split.validation))
 
 
-def _compress_beside(corpus: Corpus, size: Demo) -> Future[Compressors]:
+def _compress_beside(corpus: TextCorpus, size: Demo) -> Future[Compressors]:
     """In a thread of its own: they take 11 s of one core, and while a GPU trains there are cores to spare."""
     thread = ThreadPoolExecutor(1)
     compressing = thread.submit(_rivals, corpus, size)

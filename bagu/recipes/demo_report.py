@@ -8,15 +8,16 @@ from pathlib import Path
 
 from rich.console import Console
 
+from bagu.data.corpus import STDLIB, TextCorpus
 from bagu.data.source import Conversation
 from bagu.nn import count
 from bagu.recipes.demo_plan import Plan
 from bagu.recipes.demo_sizes import Demo
-from bagu.recipes.run import STDLIB
 from bagu.recipes.training import Trained
 from bagu.recipes.yardsticks import CodeSamples, Compressors, judge_code
+from bagu.runs.display import Table
 from bagu.runs.progress import duration
-from bagu.train.report import Card, Comparison, ReportData, Table, read_run, write_report
+from bagu.train.report import Card, Comparison, ReportData, read_run, write_report
 
 __all__ = ["Finished", "against_gzip", "farewell", "report"]
 
@@ -45,7 +46,7 @@ def against_gzip(bits: float, gzip: float) -> str:
 def report(out: Path, done: Finished, seconds: float) -> Path:
     """Write `out`/report.html."""
     base, tuned, rivals = done.base, done.tuned, done.rivals
-    facts, judged = base.tokens.facts[STDLIB], (judge_code(done.before), judge_code(done.after))
+    facts, judged = base.data.facts[STDLIB], (judge_code(done.before), judge_code(done.after))
     cards = (
         Card(name="Held-out text", value=f"{done.bits:.3f} bits/byte",
              note=against_gzip(done.bits, rivals.gzip_bits_per_byte)),
@@ -122,21 +123,21 @@ def _samples(judged: Sequence[CodeSamples]) -> Table:
 def _data(facts: Mapping[str, object], base: Trained) -> Table:
     shown = ("name", "python", "files", "bytes", "sha256", "train_documents", "train_tokens", "validation_documents")
     rows: list[tuple[str, object]] = [(key.replace("_", " "), facts[key]) for key in shown if key in facts]
-    dedup = base.corpora[STDLIB].dedup
-    if dedup is not None:
-        rows.append(("near-duplicates removed", len(dedup.removed)))
-    report = base.tokens.loader.report(base.fit.step)
+    corpus = base.corpora[STDLIB]
+    if isinstance(corpus, TextCorpus) and corpus.dedup is not None:
+        rows.append(("near-duplicates removed", len(corpus.dedup.removed)))
+    report = base.data.loader.report(base.fit.step)
     rows.append(("epochs seen", f"{report['sources'][STDLIB]['epochs']:.2f}"))
     rows.append(("padding", f"{report['padding_percent']:.1f} %"))
     return Table(title="Pretraining data", columns=("what", "value"), rows=rows)
 
 
 def _data_sft(tuned: Trained) -> Table:
-    report = tuned.tokens.loader.report(tuned.fit.step)
-    store = tuned.tokens.loader.stores[STDLIB]
+    report = tuned.data.loader.report(tuned.fit.step)
+    size = tuned.data.sources[STDLIB]
     rows = [
-        ("pairs", f"{store.num_documents:,}"), ("tokens", f"{store.num_tokens:,}"),
-        ("tokens that count", f"{100 * float(store.loss_mask.mean()) if store.loss_mask is not None else 100:.0f} %"),
+        ("pairs", f"{size.documents:,}"), ("tokens", f"{size.tokens:,}"),
+        ("tokens that count", f"{100 * size.targets / size.tokens:.0f} %"),
         ("epochs seen", f"{report['sources'][STDLIB]['epochs']:.2f}"),
         ("padding", f"{report['padding_percent']:.1f} %"),
     ]  # fmt: skip

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bagu.data.corpus import STDLIB, SourceConfig
 from bagu.data.loader import DataConfig
 from bagu.nn.config import ModelConfig
-from bagu.recipes.run import STDLIB, Run, SourceConfig, TokenizerConfig
+from bagu.recipes.run import Run, TokenizerConfig
+from bagu.train.objectives.sft import SupervisedFineTuning
 from bagu.train.optim import OptimizerConfig
 from bagu.train.schedule import ScheduleConfig
 from bagu.train.state import TrainConfig
@@ -60,7 +62,7 @@ class Demo:
     def pretrain(self) -> Run:
         n = self.pretrain_steps
         return Run(
-            stage="pretrain", model=self.model(), tokenizer=TokenizerConfig(vocab_size=self.vocab_size),
+            model=self.model(), tokenizer=TokenizerConfig(vocab_size=self.vocab_size),
             data=DataConfig(context=self.context, rows=self.rows), eval_batches=self.validation_batches,
             train=TrainConfig(
                 steps=n, eval_every=max(n // 4, 1), sample_every=max(n // 3, 1), save_every=max(n // 3, 1),
@@ -72,7 +74,8 @@ class Demo:
     def sft(self, base: Path) -> Run:
         n = self.sft_steps
         return Run(
-            stage="sft", init_from=str(base), sources={STDLIB: SourceConfig(max_bytes=2 * self.context)},
+            objective=SupervisedFineTuning(), init_from=str(base),
+            sources={STDLIB: SourceConfig(max_bytes=2 * self.context)},
             data=DataConfig(context=self.context, rows=self.rows, packing="whole"),
             eval_batches=self.validation_batches,
             train=TrainConfig(

@@ -173,17 +173,14 @@ def _report_contamination(task: Task, limit: int | None, training: Path, console
 
 def training_texts(path: Path) -> Iterator[str]:
     """The training text of a run folder, or any text, JSON lines or Parquet."""
-    from bagu import config as configs
     from bagu.data.source import open_source
-    from bagu.recipes.corpus import Corpus
-    from bagu.recipes.run import Run
+    from bagu.recipes.run import load_run
     from bagu.runs.folder import RunFolder
 
     folder = RunFolder(path)
     if path.is_dir() and folder.is_run():
-        run = configs.from_dict(Run, folder.config())
-        for name, source in run.sources.items():
-            yield from (document.text for document in Corpus(name, source, run).split.train)
+        for corpus in load_run(folder.config_path).corpora().values():
+            yield from corpus.training_texts()
         return
     yield from (document.text for document in open_source(path).documents())
 

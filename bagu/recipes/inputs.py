@@ -1,40 +1,37 @@
-"""What a run needs before it has weights: device, tokenizer, the model's configuration, the tokens. All of it is
-checked here, and nothing is written to the run's folder: what is wrong with a run is reported before it begins.
+"""What a run needs before it has weights: device, tokenizer, the model's configuration, the data. All of it is checked
+here, and nothing is written to the run's folder: what is wrong with a run is reported before it begins.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
 
-from bagu.data.chat_template import DEFAULT_TEMPLATE
-from bagu.data.masked import Masking
-from bagu.data.tokenizer import SPECIAL_TOKENS, BpeTokenizer
+from bagu.data.corpus import Corpus
+from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
-from bagu.machine.cache import cache_folder
 from bagu.machine.device import named_device, named_dtype
 from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn.config import ModelConfig
-from bagu.recipes.corpus import Corpus, Tokens, tokens_of, train_tokenizer
-from bagu.recipes.models import find_model, model_config, tokenizer_folder
+from bagu.recipes.models import find_model, model_config
 from bagu.recipes.run import Run
+from bagu.recipes.tokenizer import run_tokenizer
+from bagu.train.objective import TrainingData
 
-__all__ = ["DATA", "TOKENIZER", "Inputs", "facts_of", "read_inputs"]
+__all__ = ["DATA", "Inputs", "facts_of", "read_inputs"]
 
-DATA, TOKENIZER = "data.json", "tokenizer"  # in the folder of a run
+DATA = "data.json"  # in the folder of a run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """`start` is the folder of the model that the run begins with; `data_changes` a line for each source that is not
-    what it was when the run last started."""
+    """`start` is the folder of the model that the run starts from; `data_changes` has a line for each source that has
+    changed since the run last started."""
 
     device: torch.device
     dtype: torch.dtype
@@ -42,7 +39,7 @@ class Inputs:
     corpora: Mapping[str, Corpus]
     tokenizer: BpeTokenizer
     model: ModelConfig
-    tokens: Tokens
+    data: TrainingData[Any]
     data_changes: tuple[str, ...]
 
 
@@ -59,25 +56,23 @@ def read_inputs(
     start = find_model(run.init_from) if run.init_from else None
     model = run.model if start is None else model_config(start)
     assert model is not None, "Run refuses to have neither"
-    run.check_sight(model)
-    made = {n: Corpus(n, c, run) for n, c in run.sources.items()} if corpora is None else corpora
+    run.check_model(model)
+    made = run.corpora() if corpora is None else corpora
     changes = _data_changes(out / DATA, made)
     if changes and not accept_data_change:
         raise BaguError(
             f"the data of the run {out} has changed since it last started: {'; '.join(changes)}",
             hint="restore the data, begin a new run in another folder, or resume with --accept-data-change",
         )
-    tokenizer = tokenizer or _tokenizer(run, start, made, out)
-    masking = None if run.mask_rate is None else Masking.of(tokenizer, rate=run.mask_rate, seed=run.data.seed)
-    _check_fit(run, tokenizer, model)
-    tokens = tokens_of(run, made, tokenizer, model.vocab_size)
-    if masking is not None:
-        tokens = replace(tokens, loader=tokens.loader.masked(masking))
+    tokenizer = tokenizer or run_tokenizer(run, start, made, out)
+    run.objective.check_tokenizer(tokenizer)
+    _check_vocabulary(tokenizer, model)
+    data = run.objective.read(made, tokenizer, run.data, model)
     if corpora is None:
         made = {name: corpus.without_text() for name, corpus in made.items()}
     return Inputs(
         device=device, dtype=named_dtype(run.dtype) if run.dtype else compute_dtype(device), start=start,
-        corpora=made, tokenizer=tokenizer, model=model, tokens=tokens, data_changes=changes,
+        corpora=made, tokenizer=tokenizer, model=model, data=data, data_changes=changes,
     )  # fmt: skip
 
 
@@ -106,39 +101,14 @@ def _data_changes(path: Path, corpora: Mapping[str, Corpus]) -> tuple[str, ...]:
     return tuple(changes)
 
 
-def _tokenizer(run: Run, start: Path | None, corpora: Mapping[str, Corpus], out: Path) -> BpeTokenizer:
-    """The named one, the starting model's, the one this run trained before it was interrupted, or a new one."""
-    if run.tokenizer.path is not None:
-        return BpeTokenizer.load(run.tokenizer.path)
-    if start is not None:
-        return BpeTokenizer.load(tokenizer_folder(start) or start)  # the second says what is missing
-    if (out / TOKENIZER).is_dir():
-        return BpeTokenizer.load(out / TOKENIZER)
-    facts = {
-        "corpora": {name: dict(corpus.facts) for name, corpus in corpora.items()},
-        "vocab_size": run.tokenizer.vocab_size, "max_mb": run.tokenizer.max_mb, "special": SPECIAL_TOKENS,
-        "template": DEFAULT_TEMPLATE, "tokenizers": tokenizers.__version__,
-    }  # fmt: skip
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    cached = cache_folder() / "tokenizers" / key  # training is deterministic: the same facts give the same merges
-    if not (cached / "tokenizer.json").is_file():
-        train_tokenizer(corpora, run.tokenizer).save(cached)
-    return BpeTokenizer.load(cached)
-
-
-def _check_fit(run: Run, tokenizer: BpeTokenizer, model: ModelConfig) -> None:
+def _check_vocabulary(tokenizer: BpeTokenizer, model: ModelConfig) -> None:
     if tokenizer.vocab_size > model.vocab_size:
         raise BaguError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, and the model's vocabulary {model.vocab_size}",
             hint=f"set model.vocab_size={tokenizer.vocab_size}, or use the tokenizer the model was made with",
         )
-    if run.data.context > model.max_len:
-        raise BaguError(
-            f"data.context is {run.data.context}, and the model has positions for {model.max_len}",
-            hint=f"set data.context={model.max_len} or less",
-        )
 
 
 def facts_of(run: Run, inputs: Inputs) -> dict[str, Any]:
     """What data.json holds: by source its files, hash and tokens, and what the run takes from each."""
-    return {"sources": inputs.tokens.facts, "loader": inputs.tokens.loader.report(run.train.steps)}
+    return {"sources": inputs.data.facts, "loader": inputs.data.loader.report(run.train.steps)}

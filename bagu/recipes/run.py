@@ -1,46 +1,34 @@
-"""What a training run is: one frozen tree, from the files it reads to the steps it makes.
+"""The configuration of a training run: one frozen tree, from the files it reads to the steps it makes.
 
-Stages differ in data and start, not in kind. Pretraining begins with random weights; continued pretraining is the same
-with `init_from` and, to limit forgetting, a mixture that holds some of the old data; with `mask_rate` it is masked
-language modelling (BERT's), of a model that sees both sides. SFT reads chats and counts the assistant's tokens alone,
-and with `lora` trains adapters instead of the weights.
+Runs differ in objective, data and start. The objective (`bagu/train/objectives`) decides what the data is and what is
+minimised. Pretraining starts from random weights; continued pretraining is the same with `init_from` and, to limit
+forgetting, a mixture that holds some of the old data. With `lora`, adapters are trained instead of the weights.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from bagu import config as configs
 from bagu.config import ConfigError
+from bagu.data.corpus import STDLIB, Corpus, Selection, SourceConfig
 from bagu.data.loader import DataConfig
-from bagu.data.masked import check_rate
 from bagu.nn.config import ModelConfig
 from bagu.nn.lora import check_targets
+from bagu.train.objective import Objective, RunSettings
+from bagu.train.objectives.language_modelling import LanguageModelling
 from bagu.train.state import TrainConfig
+from bagu.train.upgrade import refuse_moved_settings, upgrade_run
 
-__all__ = ["STDLIB", "LoraConfig", "Run", "SourceConfig", "TokenizerConfig"]
-
-STDLIB = "stdlib"  # the corpus that is always there
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceConfig:
-    """Text (or, for SFT, chats): "stdlib", or a file or folder of text, JSON lines, .json lists or Parquet.
-
-    `field` is the key or column that holds the text, `glob` which files of a folder are meant. For SFT the standard
-    library gives docstring-to-function pairs of at most `max_bytes` an answer; any other source is JSON of chats, as
-    messages, ShareGPT or Alpaca have them.
-    """
-
-    path: str = STDLIB
-    field: str | None = None
-    glob: str | None = None
-    max_bytes: int | None = None
+__all__ = ["LoraConfig", "Run", "TokenizerConfig", "load_run", "with_settings"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """A tokenizer that is there (`path`), or one of `vocab_size` trained on at most `max_mb` of the training text."""
+    """An existing tokenizer (`path`), or a new one of `vocab_size` trained on at most `max_mb` of the training text."""
 
     path: str | None = None
     vocab_size: int | None = None
@@ -48,14 +36,16 @@ class TokenizerConfig:
 
     def __post_init__(self) -> None:
         if self.path is not None and self.vocab_size is not None:
-            raise ConfigError("vocab_size is set, and a tokenizer that is read has its own", hint="leave one out")
+            raise ConfigError(
+                "path and vocab_size are both set; a tokenizer at path has its own size", hint="leave one out"
+            )
         if not 0 < self.max_mb < float("inf"):
-            raise ConfigError(f"a tokenizer learns from max_mb={self.max_mb}", hint="more than 0; 64 is usual")
+            raise ConfigError(f"a tokenizer is trained on max_mb={self.max_mb}", hint="more than 0; 64 is usual")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters on the linears whose name matches the regular expression `targets`."""
+    """LoRA: low-rank adapters on the linear layers whose name matches the regular expression `targets`."""
 
     rank: int = 8
     alpha: float = 16.0
@@ -69,16 +59,16 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A stage of training. Without `init_from`, `model` says what is made; with it, the model is what is found there.
+    """One training run. `model` describes a new model; `init_from` names one that exists. A run has one of the two.
 
-    `init_from` is a run folder, a bagu checkpoint or a Hugging Face folder; its tokenizer is taken too unless one is
-    named. `validation` is the share of documents held out, `dedup` the similarity from which a document counts as a
-    copy of an earlier one (null: no look). `eval_batches` bounds an evaluation. `mask_rate` is the share of tokens that
-    are hidden and asked for (BERT's: 0.15); null predicts the next token instead. `wandb` is the project at Weights &
-    Biases that metrics are sent to; null sends nothing.
+    `objective` is what is trained for, by its `kind` (pretrain, sft, mlm), with its own settings. `init_from` is a run
+    folder, a bagu checkpoint or a Hugging Face folder; its tokenizer is used too unless one is named. `validation` is
+    the share of documents held out, `dedup` the similarity above which a document is removed as a copy of an earlier
+    one (null: none is). `eval_batches` bounds an evaluation. `wandb` is the project at Weights & Biases that metrics
+    are sent to; null sends nothing.
     """
 
-    stage: Literal["pretrain", "sft"] = "pretrain"
+    objective: Objective = field(default_factory=LanguageModelling)
     sources: dict[str, SourceConfig] = field(default_factory=lambda: {STDLIB: SourceConfig()})
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig
@@ -86,7 +76,6 @@ class Run:
     model: ModelConfig | None = None
     init_from: str | None = None
     lora: LoraConfig | None = None
-    mask_rate: float | None = None
     dtype: Literal["bf16", "fp32"] | None = None  # what the model computes in; null: by the hardware
     device: str | None = None
     validation: float = 0.05
@@ -98,55 +87,61 @@ class Run:
         if (self.model is None) == (self.init_from is None):
             which = "both" if self.model is not None else "neither"
             raise ConfigError(
-                f"a run has either model or init_from, and this has {which}",
-                hint="a model that is found is not described, one that is described is new",
+                f"a run needs either model or init_from, and this has {which}",
+                hint="set `model` or `init_from`, not both",
             )
         if self.wandb == "":
             raise ConfigError("wandb is an empty name", hint="name a project, or null for none")
         if self.eval_batches < 1:
             raise ConfigError(f"eval_batches is {self.eval_batches}", hint="at least 1")
         if not 0 < self.validation < 1:
-            raise ConfigError(f"validation is {self.validation}", hint="a share between 0 and 1, 0.05 say")
+            raise ConfigError(f"validation is {self.validation}", hint="a share between 0 and 1, such as 0.05")
         if self.dedup is not None and not 0 < self.dedup <= 1:
-            raise ConfigError(f"dedup is {self.dedup}", hint="a similarity up to 1, 0.8 say, or null for no look")
+            raise ConfigError(f"dedup is {self.dedup}", hint="a similarity up to 1, such as 0.8, or null to keep all")
         if not self.sources:
-            raise ConfigError("there is no source", hint=f"sources.text.path={STDLIB} is always there")
-        if self.stage == "sft" and self.init_from is None:
-            raise ConfigError("SFT of random weights", hint="set init_from to a pretrained model")
-        if self.lora is not None and self.init_from is None:
-            raise ConfigError("LoRA on random weights", hint="set init_from to a pretrained model")
-        if self.model is not None and self.data.context > self.model.max_len:
-            raise ConfigError(
-                f"data.context is {self.data.context}, and the model has positions for {self.model.max_len}",
-                hint="raise model.max_len or lower data.context",
-            )
-        if self.mask_rate is not None:
-            self._check_masked(self.mask_rate)
-        if self.model is not None:
-            self.check_sight(self.model)
+            raise ConfigError("sources is empty", hint=f"sources.text.path={STDLIB} is always there")
         unknown = self.data.mix.weights.keys() - self.sources.keys() if self.data.mix.weights else set()
         if unknown:
-            raise ConfigError(f"data.mix has a weight for {sorted(unknown)[0]!r}, and there is no such source")
+            raise ConfigError(
+                f"data.mix has a weight for {sorted(unknown)[0]!r}, which is not among the sources",
+                hint=f"sources: {', '.join(self.sources)}",
+            )
+        if self.lora is not None and self.init_from is None:
+            raise ConfigError(
+                "lora trains adapters of a pretrained model, and init_from is not set", hint="set init_from"
+            )
+        sample_every = self.train.sample_every
+        self.objective.check_run(
+            RunSettings(init_from=self.init_from, lora=self.lora is not None, sample_every=sample_every)
+        )
+        if self.model is not None:
+            self.check_model(self.model)
 
-    def _check_masked(self, rate: float) -> None:
-        check_rate(rate)
-        if self.stage == "sft":
-            raise ConfigError("mask_rate is set, and SFT predicts the next token", hint="leave one of the two out")
-        if self.train.sample_every is not None:
+    def check_model(self, model: ModelConfig) -> None:
+        """Refuse a model that the objective cannot train, or that is too short for the data."""
+        self.objective.check_model(model)
+        if self.data.context > model.max_len:
             raise ConfigError(
-                f"train.sample_every is {self.train.sample_every}, and a masked language model does not continue texts",
-                hint="set train.sample_every=null",
+                f"data.context is {self.data.context}, and the model has positions for {model.max_len}",
+                hint=f"set data.context={model.max_len} or less"
+                + ("" if self.model is None else ", or raise model.max_len"),
             )
 
-    def check_sight(self, model: ModelConfig) -> None:
-        """Refuse a model that sees the tokens this run asks it for, or only one side of them."""
-        if self.mask_rate is None and not model.causal:
-            raise ConfigError(
-                "the model sees both sides of a token, and would be asked for the next one, which it sees",
-                hint="--recipe mlm trains it (or mask_rate=0.15); SFT and text that goes on need a causal model",
-            )
-        if self.mask_rate is not None and model.causal:
-            raise ConfigError(
-                "mask_rate is set, and a causal model sees one side of a hidden token only",
-                hint="set model.causal=false, or leave mask_rate out",
-            )
+    @property
+    def selection(self) -> Selection:
+        return Selection(dedup=self.dedup, validation=self.validation, seed=self.data.seed)
+
+    def corpora(self) -> dict[str, Corpus]:
+        """The sources as the objective reads them. Nothing is read yet."""
+        return {name: self.objective.corpus(name, source, self.selection) for name, source in self.sources.items()}
+
+
+def load_run(path: str | os.PathLike[str]) -> Run:
+    """The run that a config.json describes, in the present layout or in the older one."""
+    return configs.load(Run, path, upgrade=upgrade_run)
+
+
+def with_settings(run: Run, settings: Sequence[str]) -> Run:
+    """`run` changed by settings like "train.optimizer.lr=3e-4"; a key that has moved is refused with its new name."""
+    refuse_moved_settings(settings)
+    return configs.override(run, settings)

@@ -1,4 +1,4 @@
-"""What a run will do, before its first step: sizes, tokens, passes over the data, where and in what dtype, how long."""
+"""What a run will do, printed before its first step: sizes, tokens, epochs, device, dtype, estimated time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MANY_EPOCHS = 50  # from here on a language model repeats its text: https://arxi
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSummary:
-    """`epochs` is how often the whole run, from step 0 on, passes over the source."""
+    """`epochs` counts the passes of the whole run, from step 0 on, over the source."""
 
     name: str
     documents: int
@@ -36,10 +36,10 @@ class SourceSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """`first_step` is where the run begins, not 0 where it is resumed. `seconds` is an estimate for the steps left,
+    """`first_step` is where the run starts: not 0 where it is resumed. `seconds` is an estimate of the remaining steps,
     without evaluation, sampling and saving."""
 
-    stage: str
+    objective: str
     parameters: int
     trained: int
     sources: tuple[SourceSummary, ...]
@@ -63,7 +63,7 @@ class Summary:
                 f"seen {s.epochs:.3g} times"
                 for s in self.sources
             ),
-            f"{self.stage:<10}{left:,} steps{begun} of {self.tokens_per_step:,} tokens, "
+            f"{self.objective:<9} {left:,} steps{begun} of {self.tokens_per_step:,} tokens, "
             f"{left * self.tokens_per_step:,} tokens in all",
             f"time      about {duration(self.seconds)}, at {100 * UTILISATION:.0f} % of the rate of a matmul here, "
             f"{_rate(self.peak_flops)}",
@@ -82,13 +82,13 @@ class Summary:
 def summarise(run: Run, inputs: Inputs, *, first_step: int = 0, peak_flops: float | None = None) -> Summary:
     """`peak_flops` is measured where it is not given."""
     peak = matmul_rate(inputs.device, inputs.dtype) if peak_flops is None else peak_flops
-    report = inputs.tokens.loader.report(run.train.steps)["sources"]
+    report = inputs.data.loader.report(run.train.steps)["sources"]
     sources = tuple(
         SourceSummary(
-            name=name, documents=store.num_documents, tokens=store.num_tokens,
-            held_out_tokens=inputs.tokens.validation[name].num_tokens, epochs=report[name]["epochs"],
+            name=name, documents=size.documents, tokens=size.tokens, held_out_tokens=size.validation_tokens,
+            epochs=report[name]["epochs"],
         )
-        for name, store in inputs.tokens.loader.stores.items()
+        for name, size in inputs.data.sources.items()
     )  # fmt: skip
     total = count.parameters(inputs.model).total
     flops = count.flops(inputs.model, run.data.context).training * run.data.tokens_per_step
@@ -96,7 +96,7 @@ def summarise(run: Run, inputs: Inputs, *, first_step: int = 0, peak_flops: floa
     step_s = max(flops / (peak * UTILISATION), least)
     trained = total if run.lora is None else lora_parameters(inputs.model, rank=run.lora.rank, targets=run.lora.targets)
     return Summary(
-        stage=run.stage, parameters=total, trained=trained, sources=sources, first_step=first_step,
+        objective=run.objective.kind, parameters=total, trained=trained, sources=sources, first_step=first_step,
         steps=run.train.steps, tokens_per_step=run.data.tokens_per_step, device=str(inputs.device),
         dtype=str(inputs.dtype).removeprefix("torch."), peak_flops=peak,
         seconds=(run.train.steps - first_step) * step_s,

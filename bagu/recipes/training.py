@@ -1,19 +1,20 @@
-"""From a `Run` to its folder: make or find the model, prepare the data, fit, leave the result where others find it."""
+"""Carry out a `Run`: make or load the model, prepare the data, fit, save the result in the run's folder."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bagu import config as configs
 from bagu.config import write_whole
-from bagu.data.loader import evaluation_batches
-from bagu.data.masked import mask_batch
+from bagu.data.corpus import Corpus
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.machine.device import named_device
 from bagu.machine.fast_dtype import compute_dtype_name
@@ -25,20 +26,20 @@ from bagu.nn.lora import add_lora, merge
 from bagu.nn.model import Transformer
 from bagu.nn.peft import save_adapter
 from bagu.nn.sample import generate
-from bagu.recipes.corpus import Corpus, Tokens
-from bagu.recipes.inputs import DATA, TOKENIZER, Inputs, facts_of, read_inputs
+from bagu.recipes.inputs import DATA, Inputs, facts_of, read_inputs
 from bagu.recipes.models import ADAPTER, MODEL, NATIVE, load_model, save_model
 from bagu.recipes.run import Run
 from bagu.recipes.summary import Summary, matmul_rate, summarise
+from bagu.recipes.tokenizer import TOKENIZER
 from bagu.runs.folder import RunFolder, RunRecorder
 from bagu.runs.observer import Observer, WeightsAndBiases
 from bagu.runs.progress import TrainProgress
 from bagu.train import checkpoint
-from bagu.train.evaluate import held_out_loss
 from bagu.train.loop import FitResult, fit
-from bagu.types import Batch
+from bagu.train.loss import Loss, Metrics
+from bagu.train.objective import TrainingData
 
-__all__ = ["Trained", "check", "held_out", "train"]
+__all__ = ["Trained", "check", "train"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Trained:
     folder: RunFolder
     model: Transformer
     tokenizer: BpeTokenizer
-    tokens: Tokens
+    data: TrainingData[Any]
     corpora: Mapping[str, Corpus]
     fit: FitResult
 
@@ -77,10 +78,10 @@ def train(
     tokenizer: BpeTokenizer | None = None,
     corpora: Mapping[str, Corpus] | None = None,
 ) -> Trained:
-    """Carry a run out in folder `out`. `prompts` are continued whenever `train.sample_every` says so.
+    """Carry out a run in folder `out`. `prompts` are continued every `train.sample_every` steps.
 
-    `announce` is called with what the run will do, before the first step. A tokenizer and corpora that are at hand save
-    reading them again. `pause_after` stops after so many steps; a call with `resume` goes on. Nothing in the folder
+    `announce` is called with what the run will do, before the first step. A tokenizer and corpora that are given are
+    not read again. `pause_after` stops after so many steps; a call with `resume` continues. Nothing in the folder
     changes until everything is checked, the checkpoint of a resume included.
     """
     folder = RunFolder(out)
@@ -91,8 +92,8 @@ def train(
     inputs = read_inputs(run, out, accept_data_change=accept_data_change, tokenizer=tokenizer, corpora=corpora)
     model = _model(run, inputs)
     peak = matmul_rate(inputs.device, inputs.dtype)
-    tokens, flops = inputs.tokens, count.flops(model.config, run.data.context).training
-    evaluate = held_out_loss(lambda: held_out(run, tokens)) if run.train.eval_every else None
+    data, loss = inputs.data, run.objective.loss(model)
+    evaluate = partial(_evaluate, loss, data, run.eval_batches) if run.train.eval_every else None
     sample = _sampler(inputs.tokenizer, prompts) if run.train.sample_every and prompts else None
     with contextlib.ExitStack() as stack:
         folder = RunFolder.claim(out, resume=resume)
@@ -108,18 +109,18 @@ def train(
             return [recorder]
 
         result = fit(
-            run.train if sample else replace(run.train, sample_every=None), model, tokens.loader,
+            run.train if sample else replace(run.train, sample_every=None), model, data.loader, loss=loss,
             folder=folder.checkpoints, resume=resume, pause_after=pause_after, begin=begin,
-            evaluate=evaluate, sample=sample,
+            evaluate=evaluate, sample=sample, settings={"objective": configs.to_dict(run.objective)},
             identity={"tokenizer": inputs.tokenizer.fingerprint, "model": configs.fingerprint(model.config)},
-            flops_per_token=flops, peak_flops=peak,
+            flops_per_token=count.flops(model.config, run.data.context).training, peak_flops=peak,
         )  # fmt: skip
         if run.lora is not None:
             _save_adapter(model, inputs, out / ADAPTER)
             merge(model)
         save_model(model, inputs.tokenizer, out / MODEL)
     return Trained(
-        folder=folder, model=model, tokenizer=inputs.tokenizer, tokens=tokens, corpora=inputs.corpora, fit=result
+        folder=folder, model=model, tokenizer=inputs.tokenizer, data=data, corpora=inputs.corpora, fit=result
     )
 
 
@@ -134,7 +135,8 @@ def _record(run: Run, inputs: Inputs, folder: RunFolder, progress: Observer | No
         inputs.tokenizer.save(kept)
     configs.save(inputs.model, folder.path / NATIVE)
     write_whole(folder.path / DATA, json.dumps(facts_of(run, inputs), indent=2) + "\n")
-    shown = progress or TrainProgress(run.train.steps, name=run.stage)
+    formats = run.objective.display().progress
+    shown = progress or TrainProgress(run.train.steps, name=run.objective.kind, formats=formats)
     return RunRecorder(folder, progress=shown, trackers=trackers)
 
 
@@ -158,7 +160,7 @@ def _model(run: Run, inputs: Inputs) -> Transformer:
 
 def _save_adapter(model: Transformer, inputs: Inputs, folder: Path) -> None:
     """The adapter by itself, as PEFT reads it, where the base has a form that PEFT knows."""
-    assert inputs.start is not None, "Run refuses LoRA on random weights"
+    assert inputs.start is not None, "Run refuses lora without init_from"
     try:
         family_for(model.config)
     except WeightsError:
@@ -166,12 +168,8 @@ def _save_adapter(model: Transformer, inputs: Inputs, folder: Path) -> None:
     save_adapter(model, folder, base=str(inputs.start.resolve()))
 
 
-def held_out(run: Run, tokens: Tokens) -> Iterator[Batch]:
-    """What a run is validated on: the same each time, and hidden at the same places where tokens are."""
-    masking = tokens.loader.masking
-    for name, store in tokens.validation.items():
-        for number, batch in enumerate(evaluation_batches(store, run.data, limit=run.eval_batches)):
-            yield batch if masking is None else mask_batch(batch, masking, "validation", name, number)
+def _evaluate(loss: Loss[Any, Any], data: TrainingData[Any], limit: int, model: Transformer) -> Metrics:
+    return loss.evaluate(model, data.held_out(limit))
 
 
 def _sampler(tokenizer: BpeTokenizer, prompts: Sequence[str]) -> Callable[[Transformer], list[str]]:

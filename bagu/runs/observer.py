@@ -19,10 +19,11 @@ Metrics = Mapping[str, float | int | None]
 
 
 class Observer(Protocol):
-    """What a training loop tells of itself. Names of metrics end in their unit: `loss_nats`, `tokens_per_s`.
+    """What a training loop reports. Names of metrics end in their unit: `loss_nats`, `tokens_per_s`.
 
-    The loop's names: loss_nats, bits_per_byte, lr, grad_norm, tokens_per_s, mfu_percent, memory_bytes, padding_percent,
-    data_wait_s, val_loss_nats, val_bits_per_byte. A metric that was not measured at a step is left out or None.
+    Every step has lr, grad_norm, tokens, tokens_per_s, mfu_percent, memory_bytes, padding_percent, data_wait_s, and
+    the metrics of its objective; held-out metrics begin with `val_`. What was not measured at a step is left out or
+    None.
     """
 
     def on_step(self, step: int, metrics: Metrics) -> None:

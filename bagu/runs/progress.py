@@ -20,18 +20,20 @@ from rich.text import Text
 
 from bagu.runs.observer import Metrics, Observer
 
-__all__ = ["Stage", "Stages", "TrainProgress", "duration", "training_words"]
+__all__ = ["Stage", "Stages", "TrainProgress", "duration"]
 
 REFRESH_PER_S = 8
 QUIET_EVENTS = {"start", "save", "evaluate", "sample"}  # in the record; as lines they would only be noise
+SPEED = {"tokens_per_s": "{:,.0f} tokens/s", "mfu_percent": "MFU {:.1f} %"}
 BARS = (32, 24, 16, 8)  # cells; few sizes, so that the bar does not breathe with the digits beside it
 
 
 class TrainProgress(Observer):
     """The progress line of a training run of `steps` steps, of which `start` are done already.
 
-    Metrics that come only now and then (validation) stay on the line until the next. `live=False` leaves the drawing to
-    whoever renders this object. Events of the kinds in `quiet` get no line.
+    `formats` gives the words of the metrics of its objective ({"loss_nats": "loss {:.3f} nats"}); speed and MFU follow
+    them. Metrics that come only now and then (validation) stay on the line until the next. `live=False` leaves the
+    drawing to whoever renders this object. Events of the kinds in `quiet` get no line.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class TrainProgress(Observer):
         *,
         start: int = 0,
         name: str = "train",
+        formats: Mapping[str, str] | None = None,
         console: Console | None = None,
         live: bool = True,
         quiet: Collection[str] = (),
@@ -48,6 +51,7 @@ class TrainProgress(Observer):
         self.steps, self.done, self.name = steps, start, name
         self.console = console or Console(stderr=True)
         self.metrics: dict[str, float | int] = {}
+        self._formats = {**(formats or {}), **SPEED}
         self._quiet = QUIET_EVENTS.union(quiet)
         self._clock = clock
         self._began = clock()
@@ -92,13 +96,11 @@ class TrainProgress(Observer):
 
     def sentence(self) -> str:
         """The line in plain words."""
-        return ", ".join(
-            [f"{self.name} {self.done:,}/{self.steps:,} steps", *training_words(self.metrics), self._time()]
-        )
+        return ", ".join([f"{self.name} {self.done:,}/{self.steps:,} steps", *self._words(), self._time()])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         separator, full, empty = (" | ", "#", "-") if options.ascii_only else (" · ", "━", "─")
-        words, ends = training_words(self.metrics), self._time()
+        words, ends = self._words(), self._time()
         shown = [f"{self.name} {self.done:,}/{self.steps:,} steps", *words[:1], ends, *words[1:]]
         width = options.max_width
         while len(shown) > 1 and cell_len(separator.join(shown)) > width:
@@ -115,6 +117,10 @@ class TrainProgress(Observer):
             line.append(separator if number else "", style="dim").append(part, style="" if number else "bold")
         line.truncate(width)
         yield line
+
+    def _words(self) -> list[str]:
+        """The metrics, the most important first, each with its unit."""
+        return [text.format(self.metrics[name]) for name, text in self._formats.items() if name in self.metrics]
 
     def _time(self) -> str:
         left = self.seconds_left()
@@ -173,10 +179,18 @@ class Stage:
         self._spinner: Spinner | None = None
 
     def training(
-        self, steps: int, *, start: int = 0, name: str = "train", quiet: Collection[str] = ()
+        self,
+        steps: int,
+        *,
+        start: int = 0,
+        name: str = "train",
+        formats: Mapping[str, str] | None = None,
+        quiet: Collection[str] = (),
     ) -> TrainProgress:
         """An observer whose line is drawn under the stage's."""
-        self.progress = TrainProgress(steps, start=start, name=name, console=self.console, live=False, quiet=quiet)
+        self.progress = TrainProgress(
+            steps, start=start, name=name, formats=formats, console=self.console, live=False, quiet=quiet
+        )
         return self.progress
 
     def summary(self, done: bool, *, ascii_only: bool = False) -> Text:
@@ -200,20 +214,6 @@ class Stage:
 def draws(console: Console) -> bool:
     """Whether a line can be redrawn in place."""
     return console.is_terminal and not console.is_dumb_terminal
-
-
-def training_words(metrics: Mapping[str, float | int | None]) -> list[str]:
-    """The metrics a person watches, the most important first, each with its unit."""
-    formats = {
-        "loss_nats": "loss {:.3f} nats",
-        "bits_per_byte": "{:.3f} bits/byte",
-        "val_bits_per_byte": "validation {:.3f} bits/byte",
-        "tokens_per_s": "{:,.0f} tokens/s",
-        "mfu_percent": "MFU {:.1f} %",
-    }
-    if metrics.get("val_bits_per_byte") is None:  # a masked language model has none
-        formats["val_loss_nats"] = "validation {:.3f} nats"
-    return [text.format(value) for name, text in formats.items() if (value := metrics.get(name)) is not None]
 
 
 def duration(seconds: float) -> str:

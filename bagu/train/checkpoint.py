@@ -2,7 +2,7 @@
 
     model.safetensors       fp32 masters by parameter name, and the model's buffers
     optimizer.safetensors   its state, named "exp_avg/<parameter>"
-    state.json              step, data_step, the loader's cursor, the guard's memory, what the run was
+    state.json              step, data_step, the loader's cursor, state of the guard and the loss, what the run was
     manifest.json           size and SHA-256 of the others; written last
 
 Everything is written and synced in a folder with another name, which is then renamed: a kill or a full disk leaves that
@@ -89,6 +89,7 @@ def snapshot(state: TrainState, facts: Mapping[str, Any]) -> Snapshot:
         "seed": state.config.seed,  # all randomness is a function of it and data_step
         "guard": state.guard.state(),
         "frozen": state.frozen_digest,
+        "loss": state.loss.state(),
     }
     return Snapshot(step=state.step, model=model, optimizer=optimizer, facts={**facts, **own}, ready=ready)
 
@@ -151,9 +152,10 @@ def unneeded(folder: Path, *, keep_last: int, keep_best: bool) -> list[Path]:
 def _score(path: Path) -> float | None:
     """The validation loss of a checkpoint; None where it has none, or its state.json is missing or unreadable."""
     try:
-        score = state_of(path).get("val_loss_nats")
+        facts = state_of(path)
     except (OSError, ValueError, TypeError):
         return None
+    score = facts.get("validation_loss", facts.get("val_loss_nats"))  # the second: as older checkpoints name it
     return score if isinstance(score, float | int) else None
 
 
@@ -235,6 +237,7 @@ def restore(path: Path, state: TrainState) -> dict[str, Any]:
     state.flat.publish()
     state.step, state.data_step = facts["step"], facts["data_step"]
     state.guard.load(facts["guard"])
+    state.loss.load_state(facts.get("loss", {}))  # absent before losses had state
     return facts
 
 

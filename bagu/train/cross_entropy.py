@@ -1,37 +1,38 @@
-"""What is minimised. The loss of an optimizer step is the sum over its target tokens, divided by their number over all
-micro-batches: a micro-batch with few targets weighs little, as it would if all were one batch.
+"""Cross-entropy of target tokens: the loss of pretraining, fine-tuning and masked language modelling.
 
-Pretraining, continued pretraining and SFT are the same objective; which tokens count is in the batch's targets.
+The loss of an optimizer step is the sum over its target tokens divided by their number over all micro-batches: a
+micro-batch with few targets weighs little, as it would if all were one batch. Which tokens are targets is decided by
+the data.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Self
 
 import torch
 
 from bagu import ops
-from bagu.errors import BaguError
+from bagu.errors import ArgumentError, BaguError
 from bagu.nn.model import Transformer
+from bagu.train.evaluate import held_out_loss
+from bagu.train.loss import Loss, Metrics, MicroBatchLoss, Totals
 from bagu.types import IGNORE, Batch
 
-__all__ = ["LanguageModelling", "Objective", "Share", "Totals"]
+__all__ = ["CrossEntropy", "TargetTotals", "check_z_loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Totals:
-    """Host counts over all micro-batches of a step; nothing is read from the device for them."""
+class TargetTotals(Totals):
+    """Also the targets of a step, and the bytes of text that they stand for (0 where that means nothing)."""
 
-    tokens: int
     targets: int
     target_bytes: int
-    padding: int
 
     @classmethod
-    def of(cls, batches: Iterable[Batch]) -> Totals:
+    def of(cls, batches: Iterable[Batch]) -> Self:
         batches = tuple(batches)
         totals = cls(
             tokens=sum(b.num_tokens for b in batches),
@@ -42,7 +43,7 @@ class Totals:
         if totals.targets == 0:  # 0 / 0: a mean over no token is NaN, and would be blamed on the model
             raise BaguError(
                 f"a step of {totals.tokens} tokens has no target that counts",
-                hint="look at the loss mask: are the assistant's turns marked, and are they inside the context?",
+                hint="check the loss mask: are the assistant's turns marked, and are they inside the context?",
             )
         return totals
 
@@ -51,34 +52,45 @@ class Totals:
         return nll * self.targets / math.log(2) / self.target_bytes if self.target_bytes else None
 
 
-class Share(NamedTuple):
-    """What one micro-batch adds to its step: shares sum to the step's values."""
+class CrossEntropy(Loss[Batch, TargetTotals]):
+    """Cross-entropy of the targets, plus a z-loss of weight `z_loss`, plus the model's MoE balance loss.
 
-    loss: torch.Tensor  # to call backward on
-    nll: torch.Tensor  # of the targets alone: no z-loss, no balance loss; no gradient
-    expert_load: tuple[torch.Tensor, ...] = ()  # tokens per expert, for each MoE layer
+    Metrics: `loss_nats` is the cross-entropy per target alone, `bits_per_byte` the same per byte of text, and
+    `objective_nats` the loss that is minimised, where it differs.
+    """
 
+    def __init__(self, *, z_loss: float = 0.0) -> None:
+        check_z_loss(z_loss)
+        self.z_loss = z_loss
 
-class Objective(Protocol):
-    """A loss. It sees one micro-batch and the totals of the whole step, by which it divides."""
+    def totals(self, batches: Sequence[Batch]) -> TargetTotals:
+        return TargetTotals.of(batches)
 
-    def __call__(self, model: Transformer, batch: Batch, totals: Totals) -> Share: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class LanguageModelling:
-    """Cross-entropy of the next (or masked) token, with a z-loss of this weight, plus the model's balance loss."""
-
-    z_loss: float = 0.0
-
-    def __call__(self, model: Transformer, batch: Batch, totals: Totals) -> Share:
+    def __call__(self, model: Transformer, batch: Batch, totals: TargetTotals) -> MicroBatchLoss:
         out = model(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len)
         weights = torch.full(batch.targets.shape, 1 / totals.targets, dtype=torch.float32, device=batch.targets.device)
         loss, target_logit, lse = ops.linear_cross_entropy_loss(
             out.hidden, model.head_weight, batch.targets, weights, ignore_index=IGNORE, z_loss=self.z_loss
         )
-        # an ignored token has 0 for both, see token_losses
-        nll = loss.detach() if self.z_loss == 0 else (lse - target_logit).sum() / totals.targets
+        # target_logit and lse are 0 for an ignored token, see token_losses
+        nll = loss.detach() if self.z_loss == 0 else (lse - target_logit).detach().sum() / totals.targets
         if out.aux_loss is not None:
             loss = loss + out.aux_loss * (batch.num_tokens / totals.tokens)
-        return Share(loss=loss, nll=nll, expert_load=out.expert_load)
+        return MicroBatchLoss(loss=loss, metrics={"nll": nll}, expert_load=out.expert_load)
+
+    def metrics(self, loss: float, sums: Mapping[str, float], totals: TargetTotals) -> Metrics:
+        nll = sums["nll"]
+        values: Metrics = {"loss_nats": nll, "bits_per_byte": totals.bits_per_byte(nll)}
+        if loss != nll:  # z-loss or a balance loss was added
+            values["objective_nats"] = loss
+        return values
+
+    def evaluate(self, model: Transformer, batches: Iterable[Batch]) -> Metrics:
+        """The cross-entropy alone, summed in fp64: `val_loss_nats`, and `val_bits_per_byte` where bytes are known."""
+        return dict(held_out_loss(lambda: batches)(model))
+
+
+def check_z_loss(weight: float) -> None:
+    """Refuse a negative weight of the z-loss."""
+    if weight < 0:
+        raise ArgumentError(f"z_loss is {weight}", hint="1e-4 is usual, 0 is none")

@@ -1,4 +1,4 @@
-"""What a step cost, next to what it achieved. Every name ends in its unit; what cannot be known here is None."""
+"""The row of metrics of a step: those of its loss, and what the step cost. Names end in their unit."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Meters", "peak_memory"]
 
 
 class Meters:
-    """Times steps and makes the row of metrics of each.
+    """Times steps and makes the row of metrics of each; a value that is not known is None.
 
     A step lasts from `start` (before its data is asked for) to `row` (when its loss is known on the host); evaluation,
-    sampling and saving happen outside. On a GPU the update itself then still runs, and is in the next step's time.
+    sampling and saving are not part of it. On a GPU the update still runs then, and counts towards the next step.
     """
 
     def __init__(
@@ -29,15 +29,14 @@ class Meters:
         self._start = time.perf_counter()
 
     def data_arrived(self) -> None:
-        """The micro-batches are here: what passed since `start` was waiting."""
+        """The micro-batches are here: the time since `start` was spent waiting for them."""
         self._data_wait = time.perf_counter() - self._start
 
     def row(self, result: StepResult) -> dict[str, float | int | None]:
         seconds = time.perf_counter() - self._start
         tokens = result.totals.tokens
         row: dict[str, float | int | None] = {
-            "loss_nats": result.nll,
-            "bits_per_byte": result.bits_per_byte,
+            **result.metrics,
             "lr": result.lr,
             "grad_norm": result.grad_norm,
             "tokens": tokens,
@@ -47,8 +46,6 @@ class Meters:
             "padding_percent": 100 * result.totals.padding / tokens,
             "data_wait_s": self._data_wait,
         }
-        if result.loss != result.nll:  # z-loss or a balance loss was added
-            row["objective_nats"] = result.loss
         if self.flops_per_token is not None and self.peak_flops is not None:
             row["mfu_percent"] = 100 * tokens / seconds * self.flops_per_token / self.peak_flops
         return row

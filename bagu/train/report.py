@@ -18,12 +18,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import bagu.train.objectives  # noqa: F401  (makes them known by their kind)
 from bagu import __version__
+from bagu import config as configs
 from bagu.config import write_whole
 from bagu.errors import BaguError
 from bagu.runs.charts import Chart, Line, Mark, Reference
+from bagu.runs.display import Curve, Display, Table
 from bagu.runs.folder import RunFolder
 from bagu.runs.html import facts, grid, text, text_of
+from bagu.train.objective import Objective
+from bagu.train.upgrade import upgrade_run
 
 __all__ = ["Card", "Comparison", "ReportData", "Run", "Table", "read_run", "render", "write_report"]
 
@@ -50,16 +55,6 @@ class Comparison:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
-    """Columns of numbers are set right. `note` says how they were made."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-    note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
     """What a run folder holds, read."""
 
@@ -79,34 +74,13 @@ class ReportData:
     runs: Sequence[Run]
     subtitle: str = ""
     cards: Sequence[Card] = ()
-    references: Mapping[str, float] = field(default_factory=dict)  # bits per byte of other compressors, by name
+    references: Mapping[str, float] = field(default_factory=dict)  # by name: lines on the charts marked for them
     comparisons: Sequence[Comparison] = ()
     compared: tuple[str, str] = ("before", "after")  # what the two sides of the comparisons are
     tables: Sequence[Table] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """A chart of the page: which metrics, and by what their values are multiplied to be in `unit`."""
-
-    title: str
-    unit: str
-    metrics: Mapping[str, str]  # key of the metric: name of the line
-    factor: float = 1.0
-    zero: bool = False
-    log: bool = False
-    references: bool = False
-
-
-MASKED = "nats per masked position"  # a loss of masked language modelling, which asks for these alone
-CURVES = (
-    Curve(title="Loss", unit="nats per token", metrics={"loss_nats": "training", "val_loss_nats": "validation"}),
-    Curve(
-        title="Bits per byte",
-        unit="bits per byte",
-        metrics={"bits_per_byte": "training", "val_bits_per_byte": "validation"},
-        references=True,
-    ),
+CURVES = (  # of every run; those of its objective come before them
     Curve(title="Learning rate", unit="", metrics={"lr": "learning rate"}),
     Curve(title="Gradient norm", unit="", metrics={"grad_norm": "gradient norm"}, log=True),
     Curve(title="Speed", unit="tokens/s", metrics={"tokens_per_s": "speed"}, zero=True),
@@ -199,13 +173,9 @@ def summary(run: Run) -> list[Card]:
     def last(key: str) -> float | None:
         return next((row[key] for row in reversed(run.metrics) if row.get(key) is not None), None)
 
-    for key, name, unit in (
-        ("val_bits_per_byte", "Validation", "bits/byte"),
-        ("val_loss_nats", "Validation loss", "nats"),
-        ("loss_nats", "Training loss", "nats"),
-    ):
-        if (value := last(key)) is not None:
-            cards.append(Card(name=name, value=f"{value:.3f} {unit}", note=_masked(run) if unit == "nats" else ""))
+    for line in display_of(run).headlines:
+        if (value := last(line.metric)) is not None:
+            cards.append(Card(name=line.name, value=f"{value:.3f} {line.unit}".strip(), note=line.note))
     if run.metrics:
         cards.append(Card(name="Steps", value=f"{run.metrics[-1]['step'] + 1:,} steps"))
     if speeds := [row["tokens_per_s"] for row in run.metrics if row.get("tokens_per_s") is not None]:
@@ -215,6 +185,22 @@ def summary(run: Run) -> list[Card]:
     if sizes := [row["memory_bytes"] for row in run.metrics if row.get("memory_bytes") is not None]:
         cards.append(Card(name="Memory", value=f"{max(sizes) / 2**30:.2f} GiB", note="the most at any step"))
     return cards
+
+
+def display_of(run: Run) -> Display:
+    """How the metrics of the run's objective are shown; one chart each where this bagu does not know the objective."""
+    try:
+        return configs.from_dict(Shown, {"objective": upgrade_run(run.config)["objective"]}).objective.display()
+    except BaguError:
+        common = {"step", "tokens", *(key for curve in CURVES for key in curve.metrics)}
+        return Display.of_names(sorted({key for row in run.metrics for key in row} - common))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The part of a run's configuration that says what its metrics are."""
+
+    objective: Objective
 
 
 # Sections
@@ -259,7 +245,7 @@ def _run(run: Run, references: Mapping[str, float], named: bool) -> str:
         if e["kind"] not in ROUTINE and e["step"] is not None
     ]
     figures, constants = [], []
-    for curve in CURVES:
+    for curve in (*display_of(run).curves, *CURVES):
         lines = [Line(name=name, points=_points(run.metrics, key, curve.factor)) for key, name in curve.metrics.items()]
         lines = [line for line in lines if line.points]
         values = {y for line in lines for _, y in line.points}
@@ -267,20 +253,13 @@ def _run(run: Run, references: Mapping[str, float], named: bool) -> str:
             constants.append((curve.title, f"{text_of(values.pop())} {curve.unit}, at every step".replace(" ,", ",")))
         elif values:
             beside = [Reference(name=n, y=y) for n, y in references.items()] if curve.references else []
-            unit = MASKED if _masked(run) and "loss_nats" in curve.metrics else curve.unit
-            chart = Chart(lines=lines, unit=unit, references=beside, marks=marks, zero=curve.zero, log=curve.log)
+            chart = Chart(lines=lines, unit=curve.unit, references=beside, marks=marks, zero=curve.zero, log=curve.log)
             figures.append(f'<div class="card"><h3>{text(curve.title)}</h3>{chart.svg()}</div>')
     if not figures:
         return ""
     title = f"Curves: {run.name}" if named else "Curves"
     constant = facts(constants) if constants else ""
     return f'<section><h2>{text(title)}</h2><div class="grid">{"".join(figures)}</div>{constant}</section>\n'
-
-
-def _masked(run: Run) -> str:
-    """What the losses of masked language modelling are of; empty for other runs."""
-    rate = run.config.get("mask_rate")
-    return "" if rate is None else f"of the {100 * rate:g} % of positions that are masked"
 
 
 def _points(metrics: Sequence[Mapping[str, Any]], key: str, factor: float) -> list[tuple[float, float]]:

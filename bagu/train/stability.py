@@ -103,7 +103,7 @@ class Guard:
             return None
         floor = LOSS_FLOOR * abs(statistics.median(self.losses)) or LOSS_FLOOR
         if (z := robust_z(loss, self.losses, floor)) > limit:
-            return f"the loss {loss:.4g} nats is {z:.1f} robust standard deviations above the recent ones"
+            return f"the loss {loss:.4g} is {z:.1f} robust standard deviations above the recent ones"
         if (z := robust_z(_log(grad_norm), self.log_norms, NORM_FLOOR)) > limit:
             return (
                 f"the gradient norm {grad_norm:.4g} is {z:.1f} robust standard deviations (of its log) above the rest"

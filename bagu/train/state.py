@@ -1,18 +1,19 @@
-"""A run's configuration, and what changes while it runs."""
+"""The configuration of training, and the state that changes while it runs."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from bagu.errors import ArgumentError, UnknownName
 from bagu.nn.model import Transformer
+from bagu.train.cross_entropy import CrossEntropy
 from bagu.train.flat import FlatParameters
-from bagu.train.objective import LanguageModelling, Objective
+from bagu.train.loss import Loss
 from bagu.train.optim import Optimizer, OptimizerConfig
 from bagu.train.schedule import ScheduleConfig, factor
 from bagu.train.stability import Guard, StabilityConfig
@@ -24,13 +25,13 @@ Recompute = Literal["none", "selective", "block"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How to train. Which tokens make a step (context, rows, micro-batches) is the loader's; the dtype is the model's.
+    """How to train. The loader decides which tokens make a step, the objective the loss, the model the dtype.
 
-    `clip` is the largest global gradient norm. `compile`: true compiles or raises, null compiles where that can be
-    done here and says so where not. `activation_checkpointing` keeps of each block its input ("block") or its matrix
-    products and attention ("selective"), and makes the rest again in the backward. `deterministic` makes a GPU run
-    the same to the bit each time, and slower. `…_every` counts steps; null is never, and a save also happens at the
-    end. `keep_best` keeps, besides the last `keep_last` checkpoints, the one with the lowest validation loss.
+    `clip` is the largest global gradient norm. `compile`: true compiles or raises; null compiles where it can, and
+    warns where it cannot. `activation_checkpointing` keeps the input of each block ("block"), or its matrix products
+    and attention ("selective"), and recomputes the rest in the backward. `deterministic` makes a GPU run the same to
+    the bit each time, and slower. `…_every` counts steps; null is never, and a save also happens at the end.
+    `keep_best` keeps, besides the last `keep_last` checkpoints, the one with the lowest validation loss.
     """
 
     steps: int = 1000
@@ -39,7 +40,6 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     stability: StabilityConfig = field(default_factory=StabilityConfig)
     clip: float | None = 1.0
-    z_loss: float = 0.0
     compile: bool | None = False
     activation_checkpointing: Recompute = "none"
     deterministic: bool = False
@@ -58,8 +58,6 @@ class TrainConfig:
             raise ArgumentError(f"seed is {self.seed}", hint="give a number from 0 to 2^63 - 1")
         if self.clip is not None and self.clip <= 0:
             raise ArgumentError(f"clip is {self.clip}", hint="use null for no clipping")
-        if self.z_loss < 0:
-            raise ArgumentError(f"z_loss is {self.z_loss}", hint="1e-4 is usual, 0 is none")
         if self.activation_checkpointing not in get_args(Recompute):
             raise UnknownName.among("activation_checkpointing", self.activation_checkpointing, get_args(Recompute))
         if self.keep_best and (
@@ -72,14 +70,14 @@ class TrainConfig:
 
 
 class TrainState:
-    """The model with its flat parameters, the optimizer, and where the run is.
+    """The model with its flat parameters, the loss (by default cross-entropy), the optimizer, and where the run is.
 
-    `step` counts updates made, `data_step` the loader's steps used up; a skipped batch moves the second alone.
+    `step` counts updates made, `data_step` the loader's steps used up; a skipped batch advances the second alone.
     """
 
-    def __init__(self, model: Transformer, config: TrainConfig, objective: Objective | None = None) -> None:
+    def __init__(self, model: Transformer, config: TrainConfig, loss: Loss[Any, Any] | None = None) -> None:
         self.model = model
-        self.objective = objective if objective is not None else LanguageModelling(z_loss=config.z_loss)
+        self.loss: Loss[Any, Any] = CrossEntropy() if loss is None else loss
         self.flat = FlatParameters(model)
         self.optimizer = Optimizer(config.optimizer, self.flat)
         self.config = replace(config, optimizer=self.optimizer.config)  # a checkpoint records what was chosen here
@@ -109,5 +107,5 @@ class TrainState:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Let the model go; it keeps its trained parameters."""
+        """Release the flat buffers; the model keeps its trained parameters."""
         self.flat.release()

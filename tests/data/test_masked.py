@@ -84,12 +84,16 @@ def loader() -> Loader:
     return Loader({"text": store}, DataConfig(context=32, rows=2, micro_batches=2))
 
 
+def hide(batch: Batch, *place: str | int) -> Batch:
+    return mask_batch(batch, masking(), *place)
+
+
 def test_a_masked_loader_gives_a_step_whatever_came_before_it() -> None:
-    plain, hiding = loader(), loader().masked(masking())
+    plain, hiding = loader(), loader().mapped(hide)
     with hiding.prefetch(3) as feed:
         ahead = [next(feed) for _ in range(3)]
     for step, made in enumerate(ahead, start=3):
-        again = loader().masked(masking()).batch(step)
+        again = loader().mapped(hide).batch(step)
         for one, other, text in zip(made, again, plain.batch(step), strict=True):
             assert torch.equal(one.ids, other.ids) and torch.equal(one.targets, other.targets)
             chosen = one.targets != IGNORE

@@ -11,11 +11,11 @@ import pytest
 from bagu.cli import main
 from bagu.config import override
 from bagu.data import BpeTokenizer
+from bagu.data.corpus import SourceConfig
 from bagu.nn import count
 from bagu.recipes.catalogue import recipe, with_data
-from bagu.recipes.corpus import Corpus
 from bagu.recipes.inputs import read_inputs
-from bagu.recipes.run import Run, SourceConfig
+from bagu.recipes.run import Run
 from bagu.recipes.summary import summarise
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -51,13 +51,13 @@ def tiny(texts: Path, *settings: str) -> Run:
 def test_a_corpus_whose_tokens_are_cached_is_not_read_again(texts: Path, tmp_path: Path) -> None:
     """Neither by a resume nor by another run: the files are hashed, not parsed and de-duplicated."""
     run = tiny(texts)
-    corpora = {"texts": Corpus("texts", run.sources["texts"], run)}
+    corpora = run.corpora()
     read_inputs(run, tmp_path / "run", corpora=corpora)
     assert {"_read", "split"} <= vars(corpora["texts"]).keys()  # read the first time
-    again = {"texts": Corpus("texts", run.sources["texts"], run)}
+    again = run.corpora()
     inputs = read_inputs(run, tmp_path / "other", corpora=again)
     assert {"_read", "split"}.isdisjoint(vars(again["texts"]))
-    assert inputs.tokens.loader.batch(0)[0].num_tokens == run.data.tokens_per_step
+    assert inputs.data.loader.batch(0)[0].num_tokens == run.data.tokens_per_step
 
 
 def test_a_run_does_not_keep_the_text_that_it_has_tokenised(texts: Path, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_another_field_of_the_same_file_is_another_corpus(texts: Path, tmp_path:
     other = dataclasses.replace(run, sources={"texts": SourceConfig(path=str(texts), field="body")})
     for each, word in ((run, "text"), (other, "body")):
         inputs = read_inputs(each, tmp_path / "run")
-        store = inputs.tokens.loader.stores["texts"]
+        store = inputs.data.loader.stores["texts"]
         assert word in inputs.tokenizer.decode(store.tokens(0).tolist())
 
 
@@ -87,7 +87,7 @@ def test_the_summary_counts_what_the_run_will_do(texts: Path, tmp_path: Path) ->
     run = tiny(texts, "train.steps=8", "data.micro_batches=2")
     inputs = read_inputs(run, tmp_path / "run")
     summary = summarise(run, inputs, first_step=2, peak_flops=1e9)
-    store = inputs.tokens.loader.stores["texts"]
+    store = inputs.data.loader.stores["texts"]
     assert summary.parameters == summary.trained == count.parameters(inputs.model).total
     assert summary.tokens_per_step == 2 * 4 * 32
     assert summary.sources[0].tokens == store.num_tokens
@@ -102,7 +102,7 @@ def test_the_summary_counts_what_the_run_will_do(texts: Path, tmp_path: Path) ->
 
 def test_a_small_corpus_seen_fifty_times_is_warned_of(texts: Path, tmp_path: Path) -> None:
     inputs = read_inputs(tiny(texts), tmp_path / "run")
-    per_epoch = inputs.tokens.loader.stores["texts"].num_tokens / inputs.tokens.loader.config.tokens_per_step
+    per_epoch = inputs.data.loader.stores["texts"].num_tokens / inputs.data.loader.config.tokens_per_step
     for epochs, warned in ((49, 0), (51, 1)):
         run = tiny(texts, f"train.steps={round(per_epoch * epochs)}")
         summary = summarise(run, inputs, peak_flops=1e9)

@@ -136,12 +136,20 @@ def test_what_it_leaves_goes_on_and_embeds(texts: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        (["--recipe", "small", "--set", "mask_rate=0.15", "--set", "train.sample_every=null"], "sees one side"),
+        (["--recipe", "small", "--set", "objective.kind=mlm", "--set", "train.sample_every=null"], "sees one side"),
+        (["--recipe", "small", "--set", "objective.mask_rate=0.15"], "it belongs to kind mlm: set objective.kind too"),
+        (["--recipe", "small", "--set", "objective.kind=mln"], "did you mean 'mlm'?"),
+        (["--recipe", "small", "--set", "objective=mlm"], "set objective.kind to one of"),
         (["--recipe", "small", "--set", "model.causal=false"], "--recipe mlm"),
-        (["--recipe", "mlm", "--set", "mask_rate=15"], "BERT's is 0.15"),
+        (["--recipe", "mlm", "--set", "objective.mask_rate=15"], "BERT's is 0.15"),
         (["--recipe", "mlm", "--set", "train.sample_every=5"], "train.sample_every=null"),
-        (["--recipe", "mlm", "--prompt", "def "], "continues none"),
-        (["--recipe", "sft", "--from", "x", "--set", "mask_rate=0.15"], "SFT predicts the next token"),
+        (["--recipe", "mlm", "--prompt", "def "], "continues no prompts"),
+        (["--recipe", "sft", "--from", "x", "--set", "objective.mask_rate=0.15"], "it belongs to kind mlm"),
+        (["--recipe", "small", "--set", "objective.kind=sft"], "init_from is not set"),
+        (["--recipe", "small", "--set", "objective.z_loss=-1"], "z_loss is -1"),
+        (["--recipe", "small", "--set", "stage=sft"], "stage is now objective.kind"),
+        (["--recipe", "mlm", "--set", "mask_rate=0.3"], "--set objective.mask_rate=0.3"),
+        (["--recipe", "small", "--set", "train.z_loss=1e-4"], "--set objective.z_loss=1e-4"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

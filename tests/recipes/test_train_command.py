@@ -12,10 +12,10 @@ import torch
 
 from bagu.cli import main
 from bagu.config import from_dict, to_dict
+from bagu.data.chat_corpus import ChatCorpus
+from bagu.data.corpus import PARTS, SourceConfig
 from bagu.recipes.catalogue import RECIPES, recipe
-from bagu.recipes.corpus import Corpus, conversations
 from bagu.recipes.models import NATIVE, load_model
-from bagu.recipes.run import SourceConfig
 from bagu.runs.folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -116,18 +116,20 @@ def chats_of(folder: Path, **files: int) -> dict[str, list[str]]:
     for name, count in files.items():
         (folder / f"{name}.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * count)
     corpus = sft_corpus(folder)
-    return {part: [chat.id for chat in conversations(corpus, part)] for part in ("train", "validation")}
+    return {part: [chat.id for chat in corpus.conversations(part)] for part in PARTS}
 
 
-def sft_corpus(folder: Path) -> Corpus:
-    run = dataclasses.replace(recipe("sft"), sources={"chats": SourceConfig(path=str(folder))})
-    return Corpus("chats", run.sources["chats"], run)
+def sft_corpus(folder: Path) -> ChatCorpus:
+    corpus = dataclasses.replace(recipe("sft"), sources={"chats": SourceConfig(path=str(folder))}).corpora()["chats"]
+    assert isinstance(corpus, ChatCorpus)
+    return corpus
 
 
 def test_few_chats_are_split_too(tmp_path: Path) -> None:
     for name in "abcdefgh":  # a share of 0.05 of ten is often none
         parts = chats_of(tmp_path / name, **{name: 10})
         assert parts["validation"] and len(parts["train"] + parts["validation"]) == 10
+        assert list(sft_corpus(tmp_path / name).training_texts()) == ["say it\nit"] * len(parts["train"])
 
 
 def test_tokens_of_chats_are_known_by_the_chats(tmp_path: Path) -> None:

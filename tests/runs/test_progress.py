@@ -12,6 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from bagu.runs.progress import Stages, TrainProgress, duration
+from bagu.train.objectives.language_modelling import LanguageModelling
 
 METRICS = {
     "loss_nats": 2.3456,
@@ -20,6 +21,7 @@ METRICS = {
     "tokens_per_s": 123456.7,
     "mfu_percent": 41.23,
 }
+FORMATS = LanguageModelling().display().progress
 
 
 def terminal(width: int, **options: object) -> Console:
@@ -52,7 +54,7 @@ class Clock:
 @given(st.integers(1, 200), st.integers(0, 400), st.sampled_from(["train", "预训练"]))
 def test_the_line_fits_any_width(width: int, step: int, name: str) -> None:
     console = terminal(width)
-    progress = TrainProgress(400, name=name, console=console, live=False)
+    progress = TrainProgress(400, formats=FORMATS, name=name, console=console, live=False)
     progress.on_step(step, METRICS)
     shown = line(progress, console)
     assert "\n" not in shown.rstrip("\n")
@@ -62,7 +64,7 @@ def test_the_line_fits_any_width(width: int, step: int, name: str) -> None:
 def test_a_wide_line_says_everything_with_its_unit() -> None:
     clock = Clock()
     console = terminal(200)
-    progress = TrainProgress(400, console=console, live=False, clock=clock)
+    progress = TrainProgress(400, formats=FORMATS, console=console, live=False, clock=clock)
     clock.now = 2.0
     progress.on_step(0, METRICS)
     shown = line(progress, console)
@@ -73,7 +75,7 @@ def test_a_wide_line_says_everything_with_its_unit() -> None:
 
 
 def test_the_least_important_goes_first() -> None:
-    progress = TrainProgress(400, console=terminal(52), live=False)
+    progress = TrainProgress(400, formats=FORMATS, console=terminal(52), live=False)
     progress.on_step(0, METRICS)
     shown = line(progress, terminal(52))
     assert "1/400 steps" in shown
@@ -96,7 +98,7 @@ def test_time_left_is_of_this_process_and_of_recent_steps() -> None:
 
 def test_plain_lines_are_few_and_the_last_step_is_among_them() -> None:
     clock, console = Clock(), plain()
-    progress = TrainProgress(1000, console=console, clock=clock)
+    progress = TrainProgress(1000, formats=FORMATS, console=console, clock=clock)
     for step in range(1000):
         clock.now += 0.001
         progress.on_step(step, METRICS)

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from bagu.errors import BaguError
 from bagu.runs.charts import HEIGHT, WIDTH, Chart, Line, Mark, Reference, downsample, human, ticks
+from bagu.runs.display import Table
 from bagu.runs.folder import RunFolder, RunRecorder
-from bagu.train.report import Card, Comparison, ReportData, Run, Table, read_run, render, summary, write_report
+from bagu.train.report import Card, Comparison, ReportData, Run, read_run, render, summary, write_report
 
 NASTY = '</script><script>alert(1)</script><b onclick="x">bold</b> & \x00\x1b[31m \ud800 "中文"\n\tindented  twice'
 SVG = "{http://www.w3.org/2000/svg}"
@@ -214,12 +215,20 @@ def test_the_summary_is_of_the_last_values_with_units() -> None:
 
 
 def test_losses_of_masked_language_modelling_are_said_to_be_of_masked_positions() -> None:
-    run = a_run(config={"mask_rate": 0.15})
+    run = a_run(config={"objective": {"kind": "mlm", "mask_rate": 0.15}})
     notes = {card.name: card.note for card in summary(run)}
     assert notes["Training loss"] == "of the 15 % of positions that are masked" and notes["Steps"] == ""
     assert "nats per masked position" in Page(render(ReportData(title="t", runs=[run]))).words
-    causal = Page(render(ReportData(title="t", runs=[a_run(config={"mask_rate": None})]))).words
-    assert "nats per token" in causal and "masked" not in causal.replace('"mask_rate"', "")
+    causal = Page(render(ReportData(title="t", runs=[a_run(config={"objective": {"kind": "pretrain"}})]))).words
+    assert "nats per token" in causal and "masked" not in causal
+
+
+def test_metrics_of_an_unknown_objective_have_a_chart_each() -> None:
+    rows = [{"step": s, "reward": 0.1 * s, "lr": 1e-3, "val_reward": None} for s in range(3)]
+    page = Page(
+        render(ReportData(title="t", runs=[a_run(config={"objective": {"kind": "later"}}, metrics=rows)]))
+    ).words
+    assert "reward" in page and "Learning rate" in page and "val_reward" not in page
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5000])

@@ -16,7 +16,8 @@ from bagu.data.loader import Loader
 from bagu.data.prefetch import Prefetch
 from bagu.nn.model import Transformer
 from bagu.train import OptimizerConfig, StabilityConfig, TrainConfig, TrainingDiverged, checkpoint, fit
-from bagu.train.objective import LanguageModelling, Share, Totals
+from bagu.train.cross_entropy import CrossEntropy, TargetTotals
+from bagu.train.loss import MicroBatchLoss
 from bagu.train.stability import Guard, robust_z
 from bagu.types import IGNORE, Batch
 
@@ -99,16 +100,17 @@ class Poison:
         return self.loader.cursor(step)
 
 
-class NaNAt:
-    """The language-modelling loss, NaN for the batches of some data steps."""
+class NaNAt(CrossEntropy):
+    """The cross-entropy, NaN for the batches of some data steps."""
 
     def __init__(self, data: Loader, steps: range) -> None:
+        super().__init__()
         self.bad = [data.batch(s)[0].ids for s in steps]
 
-    def __call__(self, m: Transformer, batch: Batch, totals: Totals) -> Share:
-        share = LanguageModelling()(m, batch, totals)
+    def __call__(self, m: Transformer, batch: Batch, totals: TargetTotals) -> MicroBatchLoss:
+        part = super().__call__(m, batch, totals)
         poisoned = any(torch.equal(batch.ids, ids) for ids in self.bad)
-        return share._replace(loss=share.loss * math.nan) if poisoned else share
+        return part._replace(loss=part.loss * math.nan) if poisoned else part
 
 
 CONFIG = TrainConfig(steps=40, optimizer=OptimizerConfig(lr=0.02), stability=STABILITY, save_every=10)
@@ -127,7 +129,7 @@ def test_a_poisoned_batch_is_skipped_and_the_run_recovers() -> None:
 
 def test_a_bad_stretch_is_left_behind_by_going_back(tmp_path: Path) -> None:
     data, notes = loader(), Notes()
-    result = fit(CONFIG, model(), data, folder=tmp_path, observers=[notes], objective=NaNAt(data, range(25, 31)))
+    result = fit(CONFIG, model(), data, folder=tmp_path, observers=[notes], loss=NaNAt(data, range(25, 31)))
     assert [(e["step"], e["data_step"]) for e in notes.of("skip")] == [
         (25, 25), (25, 26), (25, 27), (20, 28), (20, 29), (20, 30),
     ]  # fmt: skip
@@ -141,9 +143,9 @@ def test_a_bad_stretch_is_left_behind_by_going_back(tmp_path: Path) -> None:
 def test_a_run_that_cannot_be_helped_stops_with_a_sentence(tmp_path: Path) -> None:
     data = loader()
     with pytest.raises(TrainingDiverged, match=r"3 batches in a row were refused at step 5 .* no checkpoint"):
-        fit(CONFIG, model(), data, folder=tmp_path, objective=NaNAt(data, range(5, 60)))
+        fit(CONFIG, model(), data, folder=tmp_path, loss=NaNAt(data, range(5, 60)))
     with pytest.raises(TrainingDiverged, match="after 2 rollbacks"):
-        fit(CONFIG, model(), data, folder=tmp_path / "b", objective=NaNAt(data, range(15, 60)))
+        fit(CONFIG, model(), data, folder=tmp_path / "b", loss=NaNAt(data, range(15, 60)))
     assert checkpoint.checkpoints(tmp_path / "b")
 
 

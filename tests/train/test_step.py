@@ -17,7 +17,8 @@ from bagu.errors import ArgumentError, BackendError, BaguError, UnknownName
 from bagu.nn.config import MoEConfig
 from bagu.nn.model import Transformer
 from bagu.train import OptimizerConfig, StabilityConfig, TrainConfig, TrainState, fit, prepare, step
-from bagu.train.objective import LanguageModelling, Share, Totals
+from bagu.train.cross_entropy import CrossEntropy, TargetTotals
+from bagu.train.loss import MicroBatchLoss
 from bagu.types import IGNORE, Batch
 
 CONFIG = TrainConfig(steps=20, optimizer=OptimizerConfig(lr=0.02))
@@ -31,10 +32,12 @@ def gradients(micro: tuple[Batch, ...], dtype: torch.dtype = torch.float32, **op
     return {slot.name: slot.of(state.flat.grad).clone() for slot in state.flat.slots}
 
 
-def poisoned(m: Transformer, batch: Batch, totals: Totals) -> Share:
-    """The loss as it is, times NaN: so is every gradient."""
-    share = LanguageModelling()(m, batch, totals)
-    return share._replace(loss=share.loss * float("nan"))
+class Poisoned(CrossEntropy):
+    """The loss times NaN: so is every gradient."""
+
+    def __call__(self, m: Transformer, batch: Batch, totals: TargetTotals) -> MicroBatchLoss:
+        part = super().__call__(m, batch, totals)
+        return part._replace(loss=part.loss * float("nan"))
 
 
 def masked(batch: Batch, keep: int) -> Batch:
@@ -64,12 +67,13 @@ def test_loss_and_bits_per_byte_are_those_of_the_logits() -> None:
         logits = m.logits(m(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len).hidden)
     want = torch.nn.functional.cross_entropy(logits, batch.targets, ignore_index=IGNORE)
     result = step(TrainState(m, CONFIG), (batch,))
-    assert result.loss == result.nll == pytest.approx(float(want), rel=1e-5)
-    assert result.bits_per_byte == pytest.approx(float(want) / math.log(2) / 3)  # three bytes a token
-    z = step(TrainState(model(), dataclasses.replace(CONFIG, z_loss=0.1)), (batch,))
+    assert result.loss == result.metrics["loss_nats"] == pytest.approx(float(want), rel=1e-5)
+    assert result.metrics["bits_per_byte"] == pytest.approx(float(want) / math.log(2) / 3)  # three bytes a token
+    assert "objective_nats" not in result.metrics
+    z = step(TrainState(model(), CONFIG, CrossEntropy(z_loss=0.1)), (batch,))
     lse = logits.logsumexp(-1)[batch.targets != IGNORE]
-    assert z.nll == pytest.approx(float(want), rel=1e-5)
-    assert z.loss == pytest.approx(float(want + 0.1 * lse.square().mean()), rel=1e-5)
+    assert z.metrics["loss_nats"] == pytest.approx(float(want), rel=1e-5)
+    assert z.loss == z.metrics["objective_nats"] == pytest.approx(float(want + 0.1 * lse.square().mean()), rel=1e-5)
 
 
 def test_a_step_equals_plain_torch() -> None:
@@ -121,9 +125,9 @@ def test_a_refused_step_changes_the_data_position_alone() -> None:
     step(state, batches())
     tensors = {**state.flat.masters(), **state.optimizer.tensors()}
     before = {n: t.clone() for n, t in tensors.items()}
-    sound, state.objective = state.objective, poisoned
+    sound, state.loss = state.loss, Poisoned()
     result = step(state, batches(1))
-    state.objective = sound
+    state.loss = sound
     assert result.skipped == "the loss is nan"
     assert (state.step, state.data_step) == (1, 2)
     assert all(torch.equal(t, before[n]) for n, t in tensors.items())
@@ -149,7 +153,7 @@ def test_experts_are_balanced_once_per_step_by_the_load_of_all_micro_batches() -
     moe = MoEConfig(num_experts=4, top_k=2, expert_size=16, bias_rate=0.01, aux_weight=0.01)
     state = TrainState(model(moe=moe), CONFIG)
     result = step(state, batches(micro_batches=2))
-    assert result.loss > result.nll
+    assert result.loss == result.metrics["objective_nats"] > result.metrics["loss_nats"]
     biases = torch.stack([b for b in state.model.buffers() if b.shape == (4,)])  # of two layers
     assert biases.shape == (2, 4) and biases.any()
     steps = biases.abs()

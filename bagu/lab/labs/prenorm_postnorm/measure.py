@@ -22,7 +22,7 @@ from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.train import OptimizerConfig, ScheduleConfig, StabilityConfig, TrainConfig, TrainState, step
-from bagu.train.objective import LanguageModelling, Totals
+from bagu.train.cross_entropy import CrossEntropy, TargetTotals
 from bagu.types import Batch
 
 __all__ = ["CONTEXT", "LEARNED", "LOWEST", "VOCAB", "D", "Variant", "batches", "gradient_rows", "largest_stable"]
@@ -74,7 +74,7 @@ def gradient_rows(variant: Variant, depth: int, data: Mapping[int, tuple[Batch, 
     norms = []
     for seed, batch in data.items():
         model = build(variant, depth, seed)
-        LanguageModelling()(model, batch[0], Totals.of(batch)).loss.backward()
+        CrossEntropy()(model, batch[0], TargetTotals.of(batch)).loss.backward()
         norms.append(
             [
                 torch.nn.utils.get_total_norm([p.grad for p in b.parameters() if p.grad is not None]).item()

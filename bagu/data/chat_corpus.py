@@ -1,0 +1,88 @@
+"""One source of a run as chats: JSON chats, or pairs of docstring and function made from the standard library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from bagu.data.chat_source import ChatJsonlSource
+from bagu.data.corpus import STDLIB, Part, Selection, SourceConfig, TextCorpus, selection_facts
+from bagu.data.source import Conversation
+from bagu.data.split import held_ids
+from bagu.data.stdlib import sft_pairs
+from bagu.errors import BaguError
+
+__all__ = ["ChatCorpus", "chat_source"]
+
+
+@dataclass(frozen=True)
+class ChatCorpus:
+    """A source of chats. `text` is the standard library that its pairs are made from; None where chats are read."""
+
+    name: str
+    config: SourceConfig
+    selection: Selection
+    text: TextCorpus | None
+
+    @classmethod
+    def of(cls, name: str, config: SourceConfig, selection: Selection) -> ChatCorpus:
+        text = TextCorpus(name, config, selection) if config.path == STDLIB else None
+        return cls(name, config, selection, text)
+
+    @cached_property
+    def source(self) -> ChatJsonlSource:
+        return chat_source(self.config)
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        if self.text is not None:
+            return self.text.facts
+        return {**self.source.describe(), **selection_facts(self.selection)}
+
+    @cached_property
+    def held_out(self) -> frozenset[str]:
+        """The ids of the chats that are held out, by the rule that holds out documents."""
+        ids = [chat.id for chat in self.source.conversations()]
+        return held_ids(ids, fraction=self.selection.validation, seed=self.selection.seed)
+
+    def conversations(self, part: Part) -> Iterator[Conversation]:
+        """The chats of a part: pairs made from the modules of that part, or the chats of the files that are in it."""
+        if self.text is not None:
+            limit = {} if self.config.max_bytes is None else {"max_bytes": self.config.max_bytes}
+            yield from sft_pairs(self.text.documents(part), **limit)
+            return
+        for chat in self.source.conversations():
+            if (chat.id in self.held_out) == (part == "validation"):
+                yield chat
+
+    def training_texts(self) -> Iterator[str]:
+        """The messages of each chat, one after another."""
+        for chat in self.conversations("train"):
+            yield "\n".join(str(message["content"]) for message in chat.messages)
+
+    def sharing(self, text: TextCorpus) -> ChatCorpus:
+        """The same chats made from a corpus that is read already, if it selects the same documents."""
+        own = self.text
+        if own is None or (own.config.path, own.config.glob, own.selection) != (
+            text.config.path, text.config.glob, text.selection,
+        ):  # fmt: skip
+            return self
+        return ChatCorpus(self.name, self.config, self.selection, text)
+
+    def without_text(self) -> ChatCorpus:
+        return ChatCorpus.of(self.name, self.config, self.selection)
+
+
+def chat_source(config: SourceConfig) -> ChatJsonlSource:
+    """The chats that `config` names; an option that does not apply to them is refused."""
+    if config.field is not None:
+        raise BaguError("field is set, and chats have fields of their own", hint="leave it out")
+    if config.max_bytes is not None:
+        raise BaguError("max_bytes is set, and it bounds the pairs of the standard library", hint="leave it out")
+    path = Path(config.path)
+    if path.match("*.parquet"):
+        raise BaguError(f"chats are read from JSON, and {path} is Parquet", hint="write it as JSON lines")
+    return ChatJsonlSource(path) if config.glob is None else ChatJsonlSource(path, config.glob)

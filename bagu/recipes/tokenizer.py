@@ -1,0 +1,60 @@
+"""The tokenizer of a run: the one it names, that of the model it starts from, or one trained on its text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import tokenizers
+
+from bagu.data.chat_template import DEFAULT_TEMPLATE
+from bagu.data.corpus import Corpus, TextCorpus
+from bagu.data.source import Document
+from bagu.data.split import sample
+from bagu.data.tokenizer import SPECIAL_TOKENS, BpeTokenizer
+from bagu.errors import BaguError
+from bagu.machine.cache import cache_folder
+from bagu.recipes.models import tokenizer_folder
+from bagu.recipes.run import Run, TokenizerConfig
+
+__all__ = ["TOKENIZER", "run_tokenizer", "train_tokenizer"]
+
+TOKENIZER = "tokenizer"  # in the folder of a run
+MB = 1_000_000
+
+
+def run_tokenizer(run: Run, start: Path | None, corpora: Mapping[str, Corpus], out: Path) -> BpeTokenizer:
+    """The named one, the starting model's, the one this run trained before it was interrupted, or a new one."""
+    if run.tokenizer.path is not None:
+        return BpeTokenizer.load(run.tokenizer.path)
+    if start is not None:
+        return BpeTokenizer.load(tokenizer_folder(start) or start)  # the second says what is missing
+    if (out / TOKENIZER).is_dir():
+        return BpeTokenizer.load(out / TOKENIZER)
+    facts = {
+        "corpora": {name: dict(corpus.facts) for name, corpus in corpora.items()},
+        "vocab_size": run.tokenizer.vocab_size, "max_mb": run.tokenizer.max_mb, "special": SPECIAL_TOKENS,
+        "template": DEFAULT_TEMPLATE, "tokenizers": tokenizers.__version__,
+    }  # fmt: skip
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    cached = cache_folder() / "tokenizers" / key  # training is deterministic: the same facts give the same merges
+    if not (cached / "tokenizer.json").is_file():
+        train_tokenizer(corpora, run.tokenizer).save(cached)
+    return BpeTokenizer.load(cached)
+
+
+def train_tokenizer(corpora: Mapping[str, Corpus], config: TokenizerConfig) -> BpeTokenizer:
+    """A byte-level BPE with bagu's chat template, trained on the training text alone."""
+    documents: list[Document] = []
+    for name, corpus in corpora.items():
+        if not isinstance(corpus, TextCorpus):
+            raise BaguError(
+                f"a tokenizer is trained on text, and source {name!r} is not text",
+                hint="set tokenizer.path, or start from a model that has a tokenizer (init_from)",
+            )
+        documents += corpus.documents("train")
+    total = sum(len(d.text.encode()) for d in documents)
+    texts = sample(documents, max_bytes=round(config.max_mb * MB), total_bytes=total)
+    return BpeTokenizer.train(texts, vocab_size=config.vocab_size or 4096, chat_template=DEFAULT_TEMPLATE)

@@ -1,0 +1,109 @@
+"""What the training step asks of a loss, whatever it trains on: counts, a loss per micro-batch, metrics.
+
+    totals  = loss.totals(micro_batches)              host counts over the whole step
+    part    = loss(model, micro_batch, totals)        loss and metrics, divided by those counts: parts sum to the step's
+    metrics = loss.metrics(value, sums, totals)       what is logged, from the summed parts, on the host
+
+A step reads the sums of all micro-batches from the device once, together with the gradient norm.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+
+import torch
+
+from bagu.errors import BaguError
+from bagu.nn.model import Transformer
+
+__all__ = ["BatchT", "BatchT_co", "Loss", "Metrics", "MicroBatch", "MicroBatchLoss", "Totals", "TotalsT"]
+
+Metrics = dict[str, float | None]  # by name; None where a value cannot be known
+
+
+class MicroBatch(Protocol):
+    """What the step needs of a micro-batch. What else it holds is between an objective's data and its loss."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the model computes: tokens per second and MFU count these."""
+        ...
+
+    @property
+    def num_padding(self) -> int:
+        """How many of the tokens are padding."""
+        ...
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Self:
+        """The same micro-batch with its tensors on `device`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Host counts over all micro-batches of a step. A loss adds the counts that it divides by in a subclass."""
+
+    tokens: int
+    padding: int
+
+
+class MicroBatchLoss(NamedTuple):
+    """The part of one micro-batch in the loss and the metrics of its step: parts sum to the step's values."""
+
+    loss: torch.Tensor  # to call backward on
+    metrics: Mapping[str, torch.Tensor] = {}  # scalars without a gradient, the same names in every micro-batch
+    expert_load: tuple[torch.Tensor, ...] = ()  # tokens per expert, for each MoE layer
+
+
+BatchT = TypeVar("BatchT", bound=MicroBatch)
+BatchT_co = TypeVar("BatchT_co", bound=MicroBatch, covariant=True)
+TotalsT = TypeVar("TotalsT", bound=Totals)
+
+
+class Loss(ABC, Generic[BatchT, TotalsT]):
+    """A loss over micro-batches of one type. An instance belongs to one run and may keep state between its steps."""
+
+    validation_metric = "val_loss_nats"  # the lowest marks the best checkpoint (train.keep_best)
+
+    @abstractmethod
+    def totals(self, batches: Sequence[BatchT]) -> TotalsT:
+        """The counts of a step. Nothing is read from the device for them."""
+
+    @abstractmethod
+    def __call__(self, model: Transformer, batch: BatchT, totals: TotalsT) -> MicroBatchLoss:
+        """Forward one micro-batch, and divide by the totals of the whole step."""
+
+    @abstractmethod
+    def metrics(self, loss: float, sums: Mapping[str, float], totals: TotalsT) -> Metrics:
+        """What is logged of a step: from its loss and its metrics, summed over the micro-batches. Names end in units.
+
+        This is where values are derived that do not sum, such as a ratio of two sums.
+        """
+
+    def evaluate(self, model: Transformer, batches: Iterable[BatchT]) -> Metrics:
+        """The metrics of held-out batches as those of one step, under names that begin with `val_`."""
+        batches = list(batches)
+        if not batches:
+            raise BaguError("there is no held-out batch to evaluate on", hint="hold out more documents")
+        totals, device = self.totals(batches), next(model.parameters()).device
+        loss, sums = 0.0, dict[str, float]()
+        with torch.no_grad():
+            for batch in batches:
+                part = self(model, batch.to(device, non_blocking=True), totals)
+                loss += float(part.loss)
+                for name, value in part.metrics.items():
+                    sums[name] = sums.get(name, 0.0) + float(value)
+        return {f"val_{name}": value for name, value in self.metrics(loss, sums, totals).items()}
+
+    def updated(self, metrics: Mapping[str, float | None]) -> None:
+        """Called after each update of the weights with the step's metrics, for a loss that adapts to them."""
+
+    def state(self) -> dict[str, Any]:
+        """What this loss remembers between steps, as JSON. A checkpoint holds it."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""

@@ -1,0 +1,106 @@
+"""An objective: everything that differs between pretraining, fine-tuning, masked language modelling and others.
+
+One frozen dataclass holds its configuration (the `objective` of a run), told apart by `kind`. Its methods check the
+model and the run, read the data, make the loss, and say how its metrics are shown. The training loop knows none of
+them: it takes batches from a loader and gives them to a loss. `bagu/train/objectives` has one file per objective.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol
+
+from bagu.data.corpus import Corpus, Selection, SourceConfig
+from bagu.data.loader import DataConfig
+from bagu.data.tokenizer import BpeTokenizer
+from bagu.nn.config import ModelConfig
+from bagu.nn.model import Transformer
+from bagu.runs.display import Display, Table
+from bagu.train.loop import Batches
+from bagu.train.loss import BatchT, BatchT_co, Loss
+
+__all__ = ["Objective", "RunLoader", "RunSettings", "SourceSize", "TrainingData"]
+
+
+class RunLoader(Batches[BatchT_co], Protocol[BatchT_co]):
+    """The loader of a run: what `fit` needs, and what a run of so many steps takes from each source, as JSON.
+
+    Of the report `sources` is read: for each name at least `epochs`, the passes over that source.
+    """
+
+    def report(self, steps: int) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceSize:
+    """How much one source holds. `targets` are the tokens of the training part that count in the loss."""
+
+    documents: int
+    tokens: int
+    targets: int
+    validation_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData(Generic[BatchT]):
+    """What a run trains on and is evaluated on. `held_out(limit)` gives the same batches each time, at most `limit`
+    of each source (None: all)."""
+
+    loader: RunLoader[BatchT]
+    held_out: Callable[[int | None], Iterable[BatchT]]
+    sources: Mapping[str, SourceSize]
+    facts: Mapping[str, Mapping[str, Any]]  # by source, for data.json: hash, files, documents, tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What an objective may check of the run it is part of."""
+
+    init_from: str | None
+    lora: bool
+    sample_every: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective(ABC, Generic[BatchT]):
+    """The configuration of an objective, and what follows from it.
+
+    A subclass is a frozen dataclass with `kind: Literal["name"] = "name"`. Being imported is enough to be known:
+    `Run.objective` takes any of them, by `kind`.
+    """
+
+    kind: str
+
+    def check_run(self, run: RunSettings) -> None:
+        """Raise ConfigError for settings of a run that this objective cannot work with."""
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Raise ConfigError for a model that this objective cannot train."""
+
+    def check_tokenizer(self, tokenizer: BpeTokenizer) -> None:
+        """Raise BaguError for a tokenizer that lacks what this objective needs, such as a mask token."""
+
+    @abstractmethod
+    def corpus(self, name: str, config: SourceConfig, selection: Selection) -> Corpus:
+        """A source as this objective reads it: text, chats, pairs. Nothing is read yet."""
+
+    @abstractmethod
+    def read(
+        self, corpora: Mapping[str, Any], tokenizer: BpeTokenizer, data: DataConfig, model: ModelConfig
+    ) -> TrainingData[BatchT]:
+        """Tokenise the corpora (made by `corpus`), or find their tokens in the cache, and make the batches."""
+
+    @abstractmethod
+    def loss(self, model: Transformer) -> Loss[BatchT, Any]:
+        """The loss of one run. `model` has the weights that the run starts from, also when it is resumed: a loss that
+        compares with them takes its frozen copy here."""
+
+    @abstractmethod
+    def display(self) -> Display:
+        """How the metrics of this objective are shown."""
+
+    def tables(self, data: TrainingData[BatchT], eval_batches: int) -> Sequence[Table]:
+        """Further tables for the report of a run."""
+        return ()

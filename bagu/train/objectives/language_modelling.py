@@ -1,0 +1,85 @@
+"""Pretraining: predict each next token of a text. Continued pretraining is the same with `init_from`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from bagu.config import ConfigError
+from bagu.data import store
+from bagu.data.corpus import PARTS, Selection, SourceConfig, TextCorpus
+from bagu.data.loader import DataConfig
+from bagu.data.tokenizer import BpeTokenizer
+from bagu.machine.cache import cache_folder
+from bagu.nn.config import ModelConfig
+from bagu.runs.display import Curve, Display, Headline
+from bagu.train.objective import TrainingData
+from bagu.train.token_objective import TokenObjective, token_data
+from bagu.types import Batch
+
+__all__ = ["NEXT_TOKEN_DISPLAY", "LanguageModelling", "check_causal", "text_stores"]
+
+NEXT_TOKEN_DISPLAY = Display(
+    curves=(
+        Curve(title="Loss", unit="nats per token", metrics={"loss_nats": "training", "val_loss_nats": "validation"}),
+        Curve(
+            title="Bits per byte", unit="bits per byte", references=True,
+            metrics={"bits_per_byte": "training", "val_bits_per_byte": "validation"},
+        ),
+    ),
+    headlines=(
+        Headline(metric="val_bits_per_byte", name="Validation", unit="bits/byte"),
+        Headline(metric="val_loss_nats", name="Validation loss", unit="nats"),
+        Headline(metric="loss_nats", name="Training loss", unit="nats"),
+    ),
+    progress={
+        "loss_nats": "loss {:.3f} nats",
+        "bits_per_byte": "{:.3f} bits/byte",
+        "val_bits_per_byte": "validation {:.3f} bits/byte",
+    },
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelling(TokenObjective):
+    """Every token of a text is a target."""
+
+    kind: Literal["pretrain"] = "pretrain"
+
+    def check_model(self, model: ModelConfig) -> None:
+        check_causal(self.kind, model)
+
+    def corpus(self, name: str, config: SourceConfig, selection: Selection) -> TextCorpus:
+        return TextCorpus(name, config, selection)
+
+    def read(
+        self, corpora: Mapping[str, TextCorpus], tokenizer: BpeTokenizer, data: DataConfig, model: ModelConfig
+    ) -> TrainingData[Batch]:
+        return token_data(corpora, text_stores(corpora, tokenizer), data, model.vocab_size)
+
+    def display(self) -> Display:
+        return NEXT_TOKEN_DISPLAY
+
+
+def text_stores(
+    corpora: Mapping[str, TextCorpus], tokenizer: BpeTokenizer
+) -> dict[str, dict[Literal["train", "validation"], store.TokenStore]]:
+    """The tokens of each text, from the cache where they are there."""
+    cache = cache_folder() / "tokens"
+    return {
+        name: {
+            part: store.build(corpus.documents(part), tokenizer, cache, source={**corpus.facts, "part": part})
+            for part in PARTS
+        }
+        for name, corpus in corpora.items()
+    }
+
+
+def check_causal(kind: str, model: ModelConfig) -> None:
+    """Refuse a model that sees the tokens it is asked to predict."""
+    if not model.causal:
+        raise ConfigError(
+            f"objective {kind!r} predicts the next token, and a model with causal=false sees both sides of it",
+            hint="use a causal model, or train this one with --recipe mlm (objective.kind=mlm)",
+        )

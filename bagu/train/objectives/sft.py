@@ -1,0 +1,64 @@
+"""Supervised fine-tuning: predict the assistant's tokens of a chat, starting from a pretrained model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from bagu.config import ConfigError
+from bagu.data import store
+from bagu.data.chat import ChatEncoder
+from bagu.data.chat_corpus import ChatCorpus
+from bagu.data.corpus import PARTS, Part, Selection, SourceConfig
+from bagu.data.loader import DataConfig
+from bagu.data.tokenizer import BpeTokenizer
+from bagu.machine.cache import cache_folder
+from bagu.nn.config import ModelConfig
+from bagu.runs.display import Display
+from bagu.train.objective import RunSettings, TrainingData
+from bagu.train.objectives.language_modelling import NEXT_TOKEN_DISPLAY, check_causal
+from bagu.train.token_objective import TokenObjective, token_data
+from bagu.types import Batch
+
+__all__ = ["SupervisedFineTuning"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedFineTuning(TokenObjective):
+    """The assistant's tokens of a chat are the targets."""
+
+    kind: Literal["sft"] = "sft"
+
+    def check_run(self, run: RunSettings) -> None:
+        if run.init_from is None:
+            raise ConfigError(
+                f"objective {self.kind!r} fine-tunes a pretrained model, and init_from is not set",
+                hint="give a model with --from, or set init_from",
+            )
+
+    def check_model(self, model: ModelConfig) -> None:
+        check_causal(self.kind, model)
+
+    def corpus(self, name: str, config: SourceConfig, selection: Selection) -> ChatCorpus:
+        return ChatCorpus.of(name, config, selection)
+
+    def read(
+        self, corpora: Mapping[str, ChatCorpus], tokenizer: BpeTokenizer, data: DataConfig, model: ModelConfig
+    ) -> TrainingData[Batch]:
+        encoder = ChatEncoder(tokenizer)
+        stores = {name: {part: _store(corpus, part, encoder) for part in PARTS} for name, corpus in corpora.items()}
+        return token_data(corpora, stores, data, model.vocab_size)
+
+    def display(self) -> Display:
+        return NEXT_TOKEN_DISPLAY
+
+
+def _store(corpus: ChatCorpus, part: Part, encoder: ChatEncoder) -> store.TokenStore:
+    """The tokens of the chats of a part and which of them count, from the cache where they are there."""
+    template = {"chats": corpus.config.max_bytes, "template": encoder.template.source}
+    return store.on_disk(
+        encoder.documents(corpus.conversations(part)), cache_folder() / "tokens",
+        token_bytes=encoder.tokenizer.token_bytes,
+        facts={"source": {**corpus.facts, "part": part, **template}, "tokenizer": encoder.tokenizer.fingerprint},
+    )  # fmt: skip
