@@ -1,8 +1,9 @@
-"""Masked language modelling (BERT, Devlin et al. 2018): hide some tokens and predict them from both sides.
+"""Batches for masked language modelling (BERT, Devlin et al. 2018): some tokens are hidden, and are the targets.
 
-Of the tokens that are not special, `rate` are chosen. Of these 80 % become the mask token, 10 % a random token and 10 %
-stay as they are, so that the model cannot tell from its input where it will be asked. Targets are the original tokens
-there, `IGNORE` elsewhere. Every step hides others (RoBERTa's dynamic masking), and a step always the same ones.
+The share `rate` of the tokens that are not special is chosen. Of these 80 % become the mask token, 10 % a random token
+and 10 % stay as they are, so that the input does not show which positions are targets. Targets are the original tokens
+there, `IGNORE` elsewhere. Masking is dynamic (RoBERTa): each step hides other tokens, and the same ones each time it is
+made.
 """
 
 from __future__ import annotations
@@ -22,19 +23,18 @@ from bagu.types import IGNORE, Batch
 
 __all__ = ["HIDDEN", "RANDOM", "Masking", "check_rate", "mask_batch"]
 
-HIDDEN, RANDOM = 0.8, 0.1  # the rest keep their token
+HIDDEN, RANDOM = 0.8, 0.1  # shares of the chosen tokens; the rest stay as they are
 
 
 def check_rate(rate: float) -> None:
-    """Refuse a masking rate that is no share of the tokens."""
+    """Refuse a masking rate outside (0, 1]."""
     if not 0 < rate <= 1:
-        raise ArgumentError(f"a masking rate of {rate} is not a share of the tokens", hint="BERT's is 0.15")
+        raise ArgumentError(f"a masking rate of {rate} is not a share above 0 and at most 1", hint="BERT's is 0.15")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """What is hidden: `rate` of the tokens that are not special. `seed` draws which, and random tokens from the
-    `vocab_size`."""
+    """How tokens are hidden: `rate` of those that are not special, drawn by `seed`; random ones are of `vocab_size`."""
 
     seed: int
     rate: float
@@ -50,7 +50,7 @@ class Masking:
 
     @classmethod
     def of(cls, tokenizer: BpeTokenizer, *, rate: float, seed: int) -> Self:
-        """With the tokenizer's mask token, known by its name."""
+        """With the tokenizer's mask token, found by its name."""
         special = tokenizer.special_ids
         mask_id = next((special[token] for token in MASK_TOKENS if token in special), None)
         if mask_id is None:
@@ -64,7 +64,7 @@ class Masking:
 
     @cached_property
     def special(self) -> np.ndarray:
-        """[vocab_size] bool: what is neither hidden nor drawn in place of another, the mask token among it."""
+        """[vocab_size] bool: the tokens that are neither hidden nor drawn as random ones, the mask token included."""
         table = np.zeros(self.vocab_size, bool)
         table[[*self.special_ids, self.mask_id]] = True
         return table
@@ -73,14 +73,14 @@ class Masking:
 def mask_batch(batch: Batch, masking: Masking, *place: str | int) -> Batch:
     """`batch` with tokens hidden; the same seed and place (step, micro-batch) hide the same ones.
 
-    Exactly rate x candidates are chosen, and at least one. `target_bytes` is 0: what a hidden token costs when both
-    sides are known is no part of a code for the text, so there are no bits per byte.
+    Exactly rate x candidates are chosen, and at least one. `target_bytes` is 0: the loss of a token with both sides
+    given is not a code length of the text, so there are no bits per byte.
     """
     ids, special = batch.ids.numpy(), masking.special
     padding = (ids == PAD_ID) & (batch.targets.numpy() == IGNORE)
     candidates = np.flatnonzero(~special[ids] & ~padding)
     if not len(candidates):
-        raise BaguError(f"all {len(ids)} tokens of the batch are special: none can be hidden", hint="look at the data")
+        raise BaguError(f"all {len(ids)} tokens of the batch are special: none can be hidden", hint="check the data")
     draws = philox(masking.seed, "masked", *place)
     count = max(1, round(masking.rate * len(candidates)))
     chosen = np.sort(candidates[np.argsort(draws.random_raw(len(candidates)), kind="stable")[:count]])

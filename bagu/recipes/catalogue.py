@@ -1,4 +1,4 @@
-"""Recipes: functions that return a whole run. A variant is a few lines on top of another; `--set` changes the rest."""
+"""Recipes: functions that return the configuration of a whole run. `--set` changes single values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["RECIPES", "recipe", "with_data", "with_start"]
 
 
 def small() -> Run:
-    """5.9M parameters: learns a few megabytes of text on two CPU cores in minutes."""
+    """5.9M parameters, trained on a few megabytes of text in minutes on two CPU cores."""
     return Run(
         model=preset("cpu_6m"),
         tokenizer=TokenizerConfig(vocab_size=4096),
@@ -66,7 +66,7 @@ def mlm() -> Run:
     """BERT in small, 5.9M parameters, for masked language modelling.
 
     On the standard library, two CPU cores, about six minutes: 5.96 nats per masked position of held-out files, where
-    word frequencies alone give 6.91. A step asks for 614 tokens of 4096, so good fills need more steps.
+    token frequencies alone give 6.91. A step has 614 targets in 4096 tokens, so good fills need more steps.
     """
     return Run(
         objective=MaskedLanguageModelling(mask_rate=0.15),
@@ -95,7 +95,7 @@ def sft() -> Run:
 
 
 def lora() -> Run:
-    """The same with adapters of rank 8 instead of the weights: the optimizer's state all but vanishes."""
+    """`sft` with LoRA adapters of rank 8 instead of the weights, which makes the optimizer's state small."""
     run = sft()
     optimizer = OptimizerConfig(kind="adamw", lr=1e-3, weight_decay=0.0)
     return replace(run, lora=LoraConfig(), train=replace(run.train, optimizer=optimizer))

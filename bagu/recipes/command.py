@@ -41,7 +41,7 @@ def train_main(
     if recipe is not None and (config is not None or (resume and RunFolder(out).is_run())):
         what = "the config of " + str(out if config is None else config)
         raise BaguError(
-            f"--recipe {recipe} is given beside {what}", hint="leave it out, and change the rest with --set"
+            f"--recipe {recipe} is given beside {what}", hint="leave --recipe out, and change settings with --set"
         )
     if resume and RunFolder(out).is_run():
         if data or config is not None or start is not None:
@@ -61,7 +61,7 @@ def train_main(
         run = replace(run, wandb=wandb)
     resumed = resume and RunFolder(out).is_run()
     if accept_data_change and not resumed:
-        raise BaguError("--accept-data-change is given, and no run is resumed", hint="leave it out")
+        raise BaguError("--accept-data-change is given without a run to resume", hint="leave it out")
     if prompts and run.train.sample_every is None:
         raise BaguError(
             "--prompt is given, and this run continues no prompts: train.sample_every is null",
@@ -97,7 +97,7 @@ def _report(run: Run, done: Trained) -> Path:
 
 
 def export_main(model: str, out: Path, *, dtype: str | None) -> None:
-    """Read MODEL, write a folder that other programs read."""
+    """Write MODEL as a Hugging Face folder."""
     if RunFolder(out).environment_path.is_file():
         raise BaguError(f"{out} is a run, and an export would write over its config.json", hint="give another folder")
     as_dtype = None if dtype is None else named_dtype(dtype)

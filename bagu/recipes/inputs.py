@@ -51,11 +51,11 @@ def read_inputs(
     tokenizer: BpeTokenizer | None = None,
     corpora: Mapping[str, Corpus] | None = None,
 ) -> Inputs:
-    """Read and check what `run` in the folder `out` needs. A tokenizer and corpora at hand save reading them again."""
+    """Read and check what `run` in the folder `out` needs. A given tokenizer or corpus is not read again."""
     device = named_device(run.device)
     start = find_model(run.init_from) if run.init_from else None
     model = run.model if start is None else model_config(start)
-    assert model is not None, "Run refuses to have neither"
+    assert model is not None, "Run has model or init_from"
     run.check_model(model)
     made = run.corpora() if corpora is None else corpora
     changes = _data_changes(out / DATA, made)
@@ -77,7 +77,7 @@ def read_inputs(
 
 
 def _data_changes(path: Path, corpora: Mapping[str, Corpus]) -> tuple[str, ...]:
-    """How the sources differ from those that data.json names; () where there is no such file yet."""
+    """How the sources differ from those in data.json; () where there is no such file yet."""
     if not path.is_file():
         return ()
     try:
@@ -110,5 +110,5 @@ def _check_vocabulary(tokenizer: BpeTokenizer, model: ModelConfig) -> None:
 
 
 def facts_of(run: Run, inputs: Inputs) -> dict[str, Any]:
-    """What data.json holds: by source its files, hash and tokens, and what the run takes from each."""
+    """The content of data.json: files, hash and tokens of each source, and how much of it the run uses."""
     return {"sources": inputs.data.facts, "loader": inputs.data.loader.report(run.train.steps)}

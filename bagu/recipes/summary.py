@@ -52,7 +52,7 @@ class Summary:
     seconds: float
 
     def lines(self) -> list[str]:
-        """For people, one fact a line; warnings last."""
+        """The summary as text, one fact a line, warnings last."""
         trained = "" if self.trained == self.parameters else f", of which {self.trained:,} are trained (LoRA)"
         left = self.steps - self.first_step
         begun = f" from step {self.first_step:,} on" if self.first_step else ""
@@ -80,7 +80,7 @@ class Summary:
 
 
 def summarise(run: Run, inputs: Inputs, *, first_step: int = 0, peak_flops: float | None = None) -> Summary:
-    """`peak_flops` is measured where it is not given."""
+    """The summary of `run`. Without `peak_flops` the rate of a matmul is measured."""
     peak = matmul_rate(inputs.device, inputs.dtype) if peak_flops is None else peak_flops
     report = inputs.data.loader.report(run.train.steps)["sources"]
     sources = tuple(
@@ -104,7 +104,7 @@ def summarise(run: Run, inputs: Inputs, *, first_step: int = 0, peak_flops: floa
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """What MFU is a share of: the vendor's dense bf16 FLOP/s of a GPU that is known, else what a matmul gives here."""
+    """The FLOP/s that MFU refers to: the vendor's dense bf16 figure for a known GPU, else that of a matmul here."""
     stated = vendor_flops(device)
     if stated is not None:
         return stated

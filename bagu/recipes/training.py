@@ -55,7 +55,7 @@ class Trained:
 
 
 def check(run: Run, out: Path, *, resume: bool = False, accept_data_change: bool = False) -> Summary:
-    """All that `train` checks before it loads weights, and what it would do. The folder `out` is not touched."""
+    """Make all checks that `train` makes before it loads weights, and say what it would do. `out` is not changed."""
     folder = RunFolder(out)
     folder.check_free(resume=resume)
     if run.wandb is not None:
@@ -125,7 +125,7 @@ def train(
 
 
 def _record(run: Run, inputs: Inputs, folder: RunFolder, progress: Observer | None) -> RunRecorder:
-    """Write the run's own files, and open its record."""
+    """Write config, tokenizer and data facts to the folder, and open the recorder of its metrics."""
     trackers = []
     if run.wandb is not None:  # first: it may refuse, for want of a login say
         trackers.append(WeightsAndBiases(folder.path, project=run.wandb, config=configs.to_dict(run)))
@@ -141,7 +141,7 @@ def _record(run: Run, inputs: Inputs, folder: RunFolder, progress: Observer | No
 
 
 def _resolved(run: Run, device: torch.device) -> Run:
-    """The run with its dtypes written down: what is fast on one machine must not change a run that another resumes."""
+    """The run with explicit dtypes: resumed on another machine, it must not change to what is fast there."""
     optimizer = run.train.optimizer.resolved(device)
     return replace(
         run, dtype=run.dtype or compute_dtype_name(device), train=replace(run.train, optimizer=optimizer)
@@ -159,7 +159,7 @@ def _model(run: Run, inputs: Inputs) -> Transformer:
 
 
 def _save_adapter(model: Transformer, inputs: Inputs, folder: Path) -> None:
-    """The adapter by itself, as PEFT reads it, where the base has a form that PEFT knows."""
+    """Save the adapter alone in PEFT's format, where the base belongs to a Hugging Face family."""
     assert inputs.start is not None, "Run refuses lora without init_from"
     try:
         family_for(model.config)
@@ -173,7 +173,7 @@ def _evaluate(loss: Loss[Any, Any], data: TrainingData[Any], limit: int, model: 
 
 
 def _sampler(tokenizer: BpeTokenizer, prompts: Sequence[str]) -> Callable[[Transformer], list[str]]:
-    """Continuations of the prompts, each shown after its prompt."""
+    """A function that continues the prompts; each text begins with its prompt."""
     ids = [tokenizer.encode(p) or [tokenizer.eos_id] for p in prompts]
 
     def sample(model: Transformer) -> list[str]:

@@ -1,7 +1,7 @@
-"""What long work shows while it runs: one line for training, numbered stages for a demo.
+"""Progress of long work: one line for training, numbered stages for a demo.
 
-On a terminal the line is redrawn in place and always fits: what matters least is left out first. Anywhere else (a file,
-a pipe, CI) plain lines come, at every tenth of the work and now and then in between.
+On a terminal the line is redrawn in place and always fits: the least important parts are dropped first. Elsewhere (a
+file, a pipe, CI) plain lines are printed at every tenth of the work and every few seconds in between.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from bagu.runs.observer import Metrics, Observer
 __all__ = ["Stage", "Stages", "TrainProgress", "duration"]
 
 REFRESH_PER_S = 8
-QUIET_EVENTS = {"start", "save", "evaluate", "sample"}  # in the record; as lines they would only be noise
+QUIET_EVENTS = {"start", "save", "evaluate", "sample"}  # recorded, and not printed
 SPEED = {"tokens_per_s": "{:,.0f} tokens/s", "mfu_percent": "MFU {:.1f} %"}
-BARS = (32, 24, 16, 8)  # cells; few sizes, so that the bar does not breathe with the digits beside it
+BARS = (32, 24, 16, 8)  # cells; few sizes, so that the bar does not change with every digit beside it
 
 
 class TrainProgress(Observer):
@@ -77,7 +77,7 @@ class TrainProgress(Observer):
             self.console.print(Text(text, style="yellow"), soft_wrap=True)  # style= would colour the live line as well
 
     def on_sample(self, step: int, texts: Sequence[str]) -> None:
-        """Texts are for the folder; they would tear the line."""
+        """Samples are not printed; the run folder has them."""
 
     def rewind(self, step: int) -> None:
         self.done = step
@@ -95,7 +95,7 @@ class TrainProgress(Observer):
         return (t1 - t0) / (s1 - s0) * (self.steps - self.done) if s1 > s0 else None
 
     def sentence(self) -> str:
-        """The line in plain words."""
+        """The line as plain text."""
         return ", ".join([f"{self.name} {self.done:,}/{self.steps:,} steps", *self._words(), self._time()])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -131,7 +131,7 @@ class TrainProgress(Observer):
         return f"{duration(left)} left"
 
     def _due(self) -> bool:
-        """A tenth of the steps, or 5 s and later one part in 50 of the time: a run of an hour writes no book."""
+        """At every tenth of the steps, and after 5 s or 2 % of the time so far without a line, whichever is longer."""
         now, then = self._recent[-1], self._last
         quiet = max(5.0, (now[0] - self._began) / 50)
         tenth = max(self.steps // 10, 1)

@@ -1,13 +1,13 @@
-"""One checkpoint on disk: a folder that is whole or does not exist, with a checksum for each file and no pickle.
+"""One checkpoint on disk: a folder that is complete or absent, with a checksum for each file and no pickle.
 
     model.safetensors       fp32 masters by parameter name, and the model's buffers
     optimizer.safetensors   its state, named "exp_avg/<parameter>"
     state.json              step, data_step, the loader's cursor, state of the guard and the loss, what the run was
     manifest.json           size and SHA-256 of the others; written last
 
-Everything is written and synced in a folder with another name, which is then renamed: a kill or a full disk leaves that
-one behind and the checkpoints before it as they were. Tensors are stored by name and in fp32, so a checkpoint does not
-depend on the layout or the compute dtype of the run that wrote it.
+Everything is written and synced in a temporary folder, which is then renamed: a kill or a full disk leaves that folder
+behind and earlier checkpoints untouched. Tensors are stored by name and in fp32, so a checkpoint does not depend on the
+layout or the compute dtype of the run that wrote it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ __all__ = [
 
 FORMAT = 1
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
-PARTIAL = ".partial-"  # what a folder's name starts with until it is whole
-BAD = "bad-"  # what the name of a checkpoint that failed its check starts with
+PARTIAL = ".partial-"  # prefix of a folder's name until it is complete
+BAD = "bad-"  # prefix of a checkpoint that failed verification
 
 
 class CheckpointError(BaguError, RuntimeError):
-    """A checkpoint cannot be written, or what is there cannot be used."""
+    """A checkpoint cannot be written, or an existing one cannot be used."""
 
 
 class BadCheckpoint(CheckpointError):
@@ -65,7 +65,7 @@ class BadCheckpoint(CheckpointError):
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A run at one moment, in host memory of its own: training may go on while it is written."""
+    """The state of a run, copied to host memory: training continues while it is written."""
 
     step: int
     model: Mapping[str, torch.Tensor]
@@ -75,7 +75,7 @@ class Snapshot:
 
 
 def snapshot(state: TrainState, facts: Mapping[str, Any]) -> Snapshot:
-    """Copy what a resume needs. On a GPU the copies are queued, and nobody waits for them here."""
+    """Copy what a resume needs. On a GPU the copies are queued on the stream; this does not wait for them."""
     device = state.device
     model = state.flat.masters(_copy) | {name: _copy(value) for name, value in _buffers(state.model).items()}
     optimizer = state.optimizer.tensors(_copy)
@@ -95,7 +95,7 @@ def snapshot(state: TrainState, facts: Mapping[str, Any]) -> Snapshot:
 
 
 def write(folder: Path, snap: Snapshot) -> Path:
-    """Write `snap` as `folder`/step-…; replaces a checkpoint of the same step. What fails leaves no trace."""
+    """Write `snap` as `folder`/step-…; replaces a checkpoint of the same step. A failure leaves no files behind."""
     final = folder / f"step-{snap.step:09d}"
     partial = folder / f"{PARTIAL}{final.name}"
     try:
@@ -129,18 +129,18 @@ def write(folder: Path, snap: Snapshot) -> Path:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints in `folder`, by ascending step. Whole means renamed: see `verify` for their content."""
+    """The complete checkpoints in `folder`, by ascending step. Their content is not checked here: see `verify`."""
     return sorted(p for p in folder.glob("step-*") if p.is_dir())
 
 
 def clear_partial(folder: Path) -> None:
-    """Remove what a killed run was writing."""
+    """Remove the incomplete checkpoint of a killed run."""
     for path in folder.glob(f"{PARTIAL}*"):
         shutil.rmtree(path)
 
 
 def unneeded(folder: Path, *, keep_last: int, keep_best: bool) -> list[Path]:
-    """The checkpoints that neither the last `keep_last` nor the best one are."""
+    """The checkpoints that are neither among the last `keep_last` nor the best one."""
     found = checkpoints(folder)
     kept = set(found[-keep_last:])
     if keep_best:
@@ -160,7 +160,7 @@ def _score(path: Path) -> float | None:
 
 
 def verify(path: Path) -> None:
-    """Raise, with the reason, unless every file of the checkpoint is what was written."""
+    """Raise BadCheckpoint unless every file has the size and SHA-256 that the manifest records."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
@@ -205,21 +205,21 @@ def newest_good(folder: Path) -> tuple[Path | None, list[BadCheckpoint]]:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a checkpoint that cannot be used, so that it is not counted among the good ones and not pruned."""
+    """Rename a checkpoint that cannot be used, so that it is neither tried again nor deleted."""
     name = path.with_name(BAD + path.name)
     shutil.rmtree(name, ignore_errors=True)  # of the same step, and bad too
     path.rename(name)
 
 
 def state_of(path: Path) -> dict[str, Any]:
-    """What state.json of a verified checkpoint says."""
+    """The content of state.json of a verified checkpoint."""
     return dict(json.loads((path / STATE).read_text(encoding="utf-8")))
 
 
 def restore(path: Path, state: TrainState) -> dict[str, Any]:
-    """Put a verified checkpoint into `state`; returns the facts that were saved with it.
+    """Load a verified checkpoint into `state`; returns the facts that were saved with it.
 
-    Nothing is changed unless every tensor has a place and every place a tensor.
+    Nothing is changed unless names and shapes of all tensors match.
     """
     facts = state_of(path)
     if facts["frozen"] != state.frozen_digest:
@@ -242,7 +242,7 @@ def restore(path: Path, state: TrainState) -> dict[str, Any]:
 
 
 def _check_fit(file: Path, places: Mapping[str, torch.Tensor]) -> None:
-    """That the file has exactly these tensors in these shapes."""
+    """Raise unless the file has exactly these tensors in these shapes."""
     with safetensors.safe_open(file, framework="pt") as saved:
         shapes = {key: tuple(saved.get_slice(key).get_shape()) for key in saved.keys()}  # noqa: SIM118
     wrong = [f"{k} is missing" for k in places.keys() - shapes.keys()]
@@ -268,7 +268,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What the model remembers besides parameters (running statistics, balancing biases)."""
+    """State of the model besides its parameters: running statistics, balancing biases."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: value for name, value in model.state_dict().items() if name not in parameters}
 

@@ -1,4 +1,4 @@
-"""The loss on text that was held out, as `fit` asks for it: a callable that returns metrics by name."""
+"""Cross-entropy on held-out batches, as the callable that `fit` takes: metrics by name."""
 
 from __future__ import annotations
 

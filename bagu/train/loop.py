@@ -1,7 +1,7 @@
-"""The loop: batches in, updates made, everything of note told to the observers.
+"""The training loop: take batches, make updates, evaluate, sample and save when due, and report to the observers.
 
-`fit` is the trainer. A run can be killed at any moment: it goes on from its last checkpoint and ends with the bits it
-would have ended with, since a step is a function of the state and of `data_step` alone.
+A run can be killed at any moment: resumed from its last checkpoint it ends with the same bits as a run that was not
+killed, since a step is a function of the state and of `data_step` alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Batches", "Begin", "Evaluate", "FitResult", "Sample", "fit"]
 
 Evaluate = Callable[[Transformer], Mapping[str, float | None]]  # metrics, by names like val_loss_nats
 Sample = Callable[[Transformer], Sequence[str]]  # texts
-Begin = Callable[[int], Sequence[Observer]]  # the step it begins at -> further observers
+Begin = Callable[[int], Sequence[Observer]]  # the step the run starts at -> further observers
 
 
 class Batches(Protocol[BatchT_co]):
@@ -50,11 +50,11 @@ class Batches(Protocol[BatchT_co]):
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """How a run ended. `interrupted` is a Ctrl-C: what is left can be done by resuming from `checkpoint`."""
+    """How a run ended. `interrupted` means Ctrl-C: resuming from `checkpoint` does the rest."""
 
     step: int
     interrupted: bool
-    metrics: Mapping[str, float | int | None]  # of the last step made here
+    metrics: Mapping[str, float | int | None]  # of the last step
     checkpoint: Path | None
 
 
@@ -91,14 +91,14 @@ def fit(
     meters = Meters(state.device, flops_per_token=flops_per_token, peak_flops=peak_flops)
     row: dict[str, float | int | None] = {}
     with run, prepared(model, config, state.device), Interrupt() as interrupt:
-        run.begin(resume=resume, called=begin)
+        run.begin(resume=resume, callback=begin)
         stop = config.steps if pause_after is None else min(pause_after, config.steps)
         while state.step < stop and not interrupt.asked:
             meters.start()
             batches = run.next_batches()
             meters.data_arrived()
             result = step(state, batches)
-            run.tell_saves()
+            run.report_saves()
             if result.skipped is not None:
                 run.skip(result)
                 continue
@@ -107,10 +107,10 @@ def fit(
             if evaluate is not None and _due(config.eval_every, state.step, last):
                 with _inference(model):
                     row |= evaluate(model)
-            run.tell("on_step", state.step - 1, row)
+            run.notify("on_step", state.step - 1, row)
             if sample is not None and _due(config.sample_every, state.step, last):
                 with _inference(model), torch.compiler.set_stance("force_eager"):  # its shapes change at each token
-                    run.tell("on_sample", state.step - 1, sample(model))
+                    run.notify("on_sample", state.step - 1, sample(model))
             if folder is not None and _due(config.save_every, state.step, last):
                 run.save(row)
         if interrupt.asked:
@@ -126,7 +126,7 @@ def _due(every: int | None, step: int, last: bool) -> bool:
 
 @contextlib.contextmanager
 def _inference(model: Transformer) -> Iterator[None]:
-    """Evaluation mode, no gradients; dropout draws of the next step do not depend on what happens inside."""
+    """Evaluation mode without gradients. What is drawn inside does not change the dropout of the next step."""
     model.eval()
     try:
         with torch.no_grad():
@@ -138,7 +138,7 @@ def _inference(model: Transformer) -> Iterator[None]:
 def _refuse_idle_options(
     config: TrainConfig, folder: Path | None, evaluate: Evaluate | None, sample: Sample | None
 ) -> None:
-    """An option that would do nothing is a mistake of whoever set it."""
+    """Raise for an option that would have no effect."""
     for option, needs, given in (
         ("eval_every", "evaluate", evaluate),
         ("sample_every", "sample", sample),
@@ -151,7 +151,7 @@ def _refuse_idle_options(
 
 
 class _Run:
-    """What stands around the steps: the data's place, the checkpoints, what observers are told, going back."""
+    """What surrounds the steps: position in the data, checkpoints, observers, rollbacks."""
 
     def __init__(
         self,
@@ -165,27 +165,27 @@ class _Run:
         self.state, self.loader, self.folder = state, loader, folder
         self.observers, self.identity = tuple(observers), dict(identity)
         self.settings = {**to_dict(state.config), **settings}  # what a checkpoint records, and a resume may change
-        self.checkpoint: Path | None = None  # the last one known to be whole
+        self.checkpoint: Path | None = None  # the last one that was written
         self.failure: checkpoint.CheckpointError | None = None  # of the last save
         self.saved_at: int | None = None  # the data_step of the last save
         config = state.config
         self.saver = None if folder is None else Saver(folder, keep_last=config.keep_last, keep_best=config.keep_best)
-        self._feed = contextlib.ExitStack()
+        self._loading = contextlib.ExitStack()
         self._batches: Iterator[Sequence[MicroBatch]] | None = None
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
-        self._feed.close()
+        self._loading.close()
         if self.saver is not None:
             self.saver.close()
-            self.tell_saves()
+            self.report_saves()
         self.state.close()
-        if error is None and self.failure is not None:  # the last save of the run: nothing will try again
+        if error is None and self.failure is not None:  # the last save of the run failed
             raise self.failure
 
-    def tell(self, what: str, *args: Any, **facts: Any) -> None:
+    def notify(self, what: str, *args: Any, **facts: Any) -> None:
         for observer in self.observers:
             getattr(observer, what)(*args, **facts)
 
@@ -194,18 +194,18 @@ class _Run:
     def next_batches(self) -> Sequence[MicroBatch]:
         """The micro-batches at `data_step`; a loader that prefetches makes the following ones meanwhile."""
         if self._batches is None:
-            self._batches = self._feed.enter_context(self.loader.prefetch(self.state.data_step))
+            self._batches = self._loading.enter_context(self.loader.prefetch(self.state.data_step))
         return next(self._batches)
 
     def _seek(self) -> None:
         """Continue the data at another step."""
-        self._feed.close()
+        self._loading.close()
         self._batches = None
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, row: Mapping[str, float | int | None]) -> None:
-        """Begin to save the run as it is now."""
+        """Start saving the present state; the writing happens in a thread."""
         assert self.saver is not None
         facts = {
             "cursor": self.loader.cursor(self.state.data_step),
@@ -217,48 +217,48 @@ class _Run:
         self.saved_at = self.state.data_step
 
     def interrupted(self, row: Mapping[str, float | int | None]) -> None:
-        """Ctrl-C came, at whatever point of the last step: what is not saved yet is saved now."""
-        self.tell("on_event", "interrupt", self.state.step, data_step=self.state.data_step)
+        """Handle Ctrl-C after the step that it fell into: save what is not saved yet."""
+        self.notify("on_event", "interrupt", self.state.step, data_step=self.state.data_step)
         self.save_rest(row)
 
     def save_rest(self, row: Mapping[str, float | int | None]) -> None:
-        """Save the run as it is now, unless the last save has it all."""
+        """Save the present state, unless the last save has it already."""
         if self.saver is not None and self.saved_at != self.state.data_step:
             self.save(row)
 
-    def tell_saves(self) -> None:
-        """Report the saves that have ended. A failed one is told, and the run goes on."""
+    def report_saves(self) -> None:
+        """Notify observers of the saves that have finished. A failed one does not stop the run."""
         for saved in self.saver.finished() if self.saver is not None else ():
             self.failure = saved.error
             if saved.path is not None:
                 self.checkpoint = saved.path
-                self.tell("on_event", "save", saved.step, path=saved.path.name, seconds=round(saved.seconds, 3))
+                self.notify("on_event", "save", saved.step, path=saved.path.name, seconds=round(saved.seconds, 3))
             if saved.error is not None:
                 warnings.warn(str(saved.error), RuntimeWarning, stacklevel=2)
-                self.tell("on_event", "save_failed", saved.step, reason=str(saved.error))
+                self.notify("on_event", "save_failed", saved.step, reason=str(saved.error))
 
-    def begin(self, *, resume: bool, called: Begin | None) -> None:
-        """At the beginning, or with `resume` at the last good checkpoint, if there is one."""
+    def begin(self, *, resume: bool, callback: Begin | None) -> None:
+        """Start at step 0, or with `resume` at the last good checkpoint, if there is one."""
         path, bad = self._restored() if resume else (None, [])
         if not resume and self.folder is not None and (found := checkpoint.checkpoints(self.folder)):
             raise ArgumentError(
                 f"{self.folder} has {len(found)} checkpoints of another run", hint="resume it, or give another folder"
             )
-        if called is not None:
-            self.observers += tuple(called(self.state.step))
+        if callback is not None:
+            self.observers += tuple(callback(self.state.step))
         if self.saver is not None:
             self.saver.clear_partial()
         self._set_aside(bad)
         if resume:
-            self.tell("rewind", self.state.step)
+            self.notify("rewind", self.state.step)
         if path is not None:
             changed = diff(upgrade_checkpoint(checkpoint.state_of(path)["config"], self.settings), self.settings)
-            self.tell("on_event", "resume", self.state.step, checkpoint=path.name, changed=changed)
+            self.notify("on_event", "resume", self.state.step, checkpoint=path.name, changed=changed)
 
     def _restored(self) -> tuple[Path | None, list[checkpoint.BadCheckpoint]]:
-        """Put the last good checkpoint into the state; it, and the later ones that are bad. Nothing is written."""
+        """Load the last good checkpoint into the state. Returns it, and the bad ones after it. Nothing is written."""
         if self.folder is None:
-            raise ArgumentError("a run is to be resumed, and fit was given no folder", hint="pass folder=…")
+            raise ArgumentError("resume=True, and fit was given no folder", hint="pass folder=…")
         path, bad = checkpoint.newest_good(self.folder)
         if path is None:
             return None, bad
@@ -274,37 +274,37 @@ class _Run:
         return path, bad
 
     def _set_aside(self, bad: Sequence[checkpoint.BadCheckpoint]) -> None:
-        """Name the checkpoints that cannot be used, and move them where they are not counted among the good ones."""
+        """Warn of the checkpoints that cannot be used, and rename them so that they are not tried again."""
         for error in bad:
             warnings.warn(f"{error}; the checkpoint before it is used", RuntimeWarning, stacklevel=2)
-            self.tell("on_event", "bad_checkpoint", self.state.step, path=error.path.name, reason=str(error))
+            self.notify("on_event", "bad_checkpoint", self.state.step, path=error.path.name, reason=str(error))
             checkpoint.set_aside(error.path)
 
     # --- refused steps ------------------------------------------------------------------------------------------------
 
     def skip(self, result: StepResult) -> None:
-        """A step was refused; the next batch is tried, unless that was tried often enough."""
+        """Go on with the next batch after a refused step; after several in a row, roll back."""
         state = self.state
-        self.tell("on_event", "skip", state.step, data_step=state.data_step - 1, reason=result.skipped)
+        self.notify("on_event", "skip", state.step, data_step=state.data_step - 1, reason=result.skipped)
         if state.guard.exhausted:
             self._roll_back(result)
 
     def _roll_back(self, result: StepResult) -> None:
         state = self.state
-        behind, at, rollbacks = state.data_step, state.step, state.guard.rollbacks + 1
-        told = f"{state.guard.skips_in_a_row} batches in a row were refused at step {at} (the last: {result.skipped})"
+        data_step, at, rollbacks = state.data_step, state.step, state.guard.rollbacks + 1
+        reason = f"{state.guard.skips_in_a_row} batches in a row were refused at step {at} (the last: {result.skipped})"
         hint = "lower optimizer.lr or add warm-up; a healthy run that is refused needs a higher spike_threshold"
         if rollbacks > state.config.stability.max_rollbacks:
-            raise TrainingDiverged(f"{told}, after {rollbacks - 1} rollbacks", hint=hint)
+            raise TrainingDiverged(f"{reason}, after {rollbacks - 1} rollbacks", hint=hint)
         if self.saver is not None:
             self.saver.wait()
-            self.tell_saves()
+            self.report_saves()
         path, bad = self._restored() if self.saver is not None else (None, [])
         if path is None:
-            raise TrainingDiverged(f"{told}, and there is no checkpoint to go back to", hint=hint)
+            raise TrainingDiverged(f"{reason}, and there is no checkpoint to go back to", hint=hint)
         self._set_aside(bad)
-        state.data_step = behind  # past the bad stretch, which a resume from the same checkpoint finds again by itself
+        state.data_step = data_step  # after the bad batches; a resume from the same checkpoint skips them again
         state.guard.rollbacks, state.guard.skips_in_a_row = rollbacks, 0
         self._seek()
-        self.tell("rewind", state.step)
-        self.tell("on_event", "rollback", state.step, from_step=at, data_step=behind, reason=told)
+        self.notify("rewind", state.step)
+        self.notify("on_event", "rollback", state.step, from_step=at, data_step=data_step, reason=reason)

@@ -1,8 +1,7 @@
-"""One page about a training run, or about the runs of a pipeline: `report.html`.
+"""`report.html`: one page about a training run, or about several runs of one pipeline.
 
-The page stands alone: its style and charts are inside it, it has no script and asks the network for nothing (a content
-security policy forbids both), and it follows the reader's light or dark setting. Every text from a run is escaped: what
-a model writes is shown, never obeyed.
+The page is self-contained: style and charts are inline, and a content security policy forbids scripts and network
+access. It follows the reader's light or dark setting. Every text from a run is escaped, model output included.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from bagu.train.upgrade import upgrade_run
 __all__ = ["Card", "Comparison", "ReportData", "Run", "Table", "read_run", "render", "write_report"]
 
 MAX_EVENTS = 200
-ROUTINE = {"start", "save", "evaluate", "sample"}  # in the table of events, but no mark on the curves
+ROUTINE = {"start", "save", "evaluate", "sample"}  # listed in the table of events, not marked on the charts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,7 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What was written for one prompt, before and after."""
+    """What the model wrote for one prompt, before and after training."""
 
     prompt: str
     before: str
@@ -56,7 +55,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run folder holds, read."""
+    """The content of a run folder."""
 
     name: str
     config: Mapping[str, Any]
@@ -68,7 +67,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportData:
-    """All a page shows. Without `cards` the summary is made from the last run's metrics."""
+    """Everything on the page. Without `cards` the summary is made from the last run's metrics."""
 
     title: str
     runs: Sequence[Run]
@@ -92,10 +91,10 @@ CURVES = (  # of every run; those of its objective come before them
 
 
 def read_run(folder: RunFolder | str | os.PathLike[str], name: str = "") -> Run:
-    """The run in `folder`, which may still be going on; `name` is the folder's by default."""
+    """Read the run in `folder`, which may still be running. `name` is the folder's by default."""
     folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     if not folder.is_run():
-        raise BaguError(f"{folder.path} is not the folder of a run", hint="give a folder that bagu train has written")
+        raise BaguError(f"{folder.path} is not the folder of a run", hint="give the --out of a bagu train")
     return Run(
         name=name or folder.path.resolve().name,
         config=folder.config(),
@@ -109,9 +108,9 @@ def read_run(folder: RunFolder | str | os.PathLike[str], name: str = "") -> Run:
 def write_report(
     source: ReportData | RunFolder | str | os.PathLike[str], path: str | os.PathLike[str] | None = None
 ) -> Path:
-    """Write the page of `source`, or of the single run in that folder, and return where it is.
+    """Write the page of `source`, or of the run in that folder, and return its path.
 
-    `path` is `report.html` in the run's folder by default; a ReportData has no folder and needs it.
+    `path` is `report.html` in the run's folder by default; a ReportData has no folder and needs `path`.
     """
     if isinstance(source, ReportData):
         if path is None:
@@ -167,7 +166,7 @@ def render(data: ReportData) -> str:
 
 
 def summary(run: Run) -> list[Card]:
-    """The cards of a run: where its curves ended, and how fast it was."""
+    """The cards of a run: the last values of its headline metrics, steps, speed, memory."""
     cards = []
 
     def last(key: str) -> float | None:
@@ -183,7 +182,7 @@ def summary(run: Run) -> list[Card]:
     if shares := [row["mfu_percent"] for row in run.metrics if row.get("mfu_percent") is not None]:
         cards.append(Card(name="MFU", value=f"{statistics.median(shares):.1f} %", note="median, of the peak FLOP/s"))
     if sizes := [row["memory_bytes"] for row in run.metrics if row.get("memory_bytes") is not None]:
-        cards.append(Card(name="Memory", value=f"{max(sizes) / 2**30:.2f} GiB", note="the most at any step"))
+        cards.append(Card(name="Memory", value=f"{max(sizes) / 2**30:.2f} GiB", note="peak"))
     return cards
 
 
@@ -215,7 +214,7 @@ def _cards(cards: Iterable[Card]) -> str:
 
 
 def _comparisons(data: ReportData) -> str:
-    """The given pairs; else what the run that sampled wrote first and last."""
+    """The given comparisons; without any, the first and last samples of the last run that has some."""
     pairs, names = list(data.comparisons), data.compared
     sampled = next((run.samples for run in reversed(data.runs) if len(run.samples) > 1), None)
     if not pairs and sampled:
@@ -238,7 +237,7 @@ def _comparisons(data: ReportData) -> str:
 
 
 def _run(run: Run, references: Mapping[str, float], named: bool) -> str:
-    """The curves of one run; a metric that never changes is told in words."""
+    """The charts of one run; a metric that never changes is listed as a fact instead."""
     marks = [
         Mark(name=f"step {e['step']:,}: {e['kind'].replace('_', ' ')}", x=e["step"])
         for e in run.events
@@ -272,7 +271,7 @@ def _table(table: Table) -> str:
 
 
 def _details(runs: Sequence[Run]) -> str:
-    """Configuration, environment and events, folded; an environment that runs share is shown once."""
+    """Configuration, environment and events, collapsed; an environment that runs share is shown once."""
     parts, seen = [], None
     for run in runs:
         of = f" of {run.name}" if len(runs) > 1 else ""

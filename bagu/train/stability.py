@@ -1,15 +1,15 @@
-"""The guard: looks at a step's loss and gradient norm before the update, and says when not to make it.
+"""The guard: checks a step's loss and gradient norm before the update, and refuses bad steps.
 
 A value that is not finite is always refused. A spike is a value far above the recent ones by the robust z-score
 
     z = (x - median) / max(1.4826 MAD, floor)
 
 over the last `window` accepted steps, taken of the loss and of the logarithm of the gradient norm (which is a positive
-quantity with a heavy tail). Median and MAD (median absolute deviation) do not move when a few values are wild, and the
-floors keep a flat stretch from making every ripple a spike. Falling is never a spike.
+quantity with a heavy tail). Median and MAD (median absolute deviation) are robust to a few outliers, and the floors
+keep small changes of a flat curve from counting as spikes. A falling value is never a spike.
 
-A refused step changes nothing but the data position. After `max_skips` in a row the loop goes back to the last
-checkpoint and on from the data behind the bad stretch; after `max_rollbacks` it stops.
+A refused step changes nothing but the position in the data. After `max_skips` in a row the loop goes back to the last
+checkpoint and continues with the data after the refused batches; after `max_rollbacks` it stops.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NORM_FLOOR = 0.25  # of log(norm): with the default threshold, a norm below e² 
 
 
 class TrainingDiverged(BaguError, RuntimeError):
-    """The run cannot go on by itself."""
+    """Training diverged, and rolling back did not help."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def robust_z(value: float, history: Sequence[float], floor: float) -> float:
 
 
 class Guard:
-    """Judges steps. Its memory is part of the checkpoint, so a resumed run judges as the first one did."""
+    """Judges steps. Its history is part of the checkpoint, so that a resumed run judges as an unbroken one."""
 
     def __init__(self, config: StabilityConfig) -> None:
         self.config = config
@@ -79,11 +79,11 @@ class Guard:
 
     @property
     def exhausted(self) -> bool:
-        """Whether so many steps in a row were refused that skipping is no cure."""
+        """Whether `max_skips` steps in a row were refused."""
         return self.skips_in_a_row >= self.config.max_skips
 
     def judge(self, loss: float, grad_norm: float) -> str | None:
-        """Why this step must not be made, or None; None also takes it into the memory."""
+        """Why this step must be refused, or None. An accepted step is added to the history."""
         reason = self._objection(loss, grad_norm)
         if reason is None:
             self.skips_in_a_row = 0

@@ -105,7 +105,7 @@ def test_a_run_without_a_record_of_its_data_goes_on_and_gets_one(again: Path) ->
 
 def test_accepting_a_change_of_data_needs_a_run_to_resume(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bagu("train", made / "texts", "--out", made / "other", "--accept-data-change", *SETTINGS) == 2
-    assert "no run is resumed" in capsys.readouterr().err
+    assert "without a run to resume" in capsys.readouterr().err
 
 
 def test_a_run_with_bad_checkpoints_alone_is_refused_each_time(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
