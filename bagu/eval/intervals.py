@@ -52,7 +52,7 @@ def estimate(values: Sequence[float], clusters: Sequence[Hashable] | None = None
     """The mean of `values`; each is a cluster of its own unless `clusters` names them."""
     sums, counts = _by_cluster(values, clusters)
     mean, n = float(sums.sum() / counts.sum()), len(sums)
-    low, high = _interval(sums, counts, seed)
+    low, high = (min(values), max(values)) if n == 1 else _interval(sums, counts, seed)  # one cluster tells nothing
     if low == high and n > 1 and mean in (0.0, 1.0):  # every item right, or none: the bootstrap sees no spread
         margin = 1 - (1 - LEVEL) ** (1 / n)  # a rate above this would have shown with probability 0.95
         low, high = max(0.0, mean - margin), min(1.0, mean + margin)

@@ -27,6 +27,7 @@ from bagu.machine.device import default_device
 from bagu.nn import count
 from bagu.nn.model import Transformer
 from bagu.nn.sample import generate
+from bagu.recipes.demo_eval import eval_words, evaluate_stage
 from bagu.recipes.demo_plan import Pace, Plan, measured, revised, sft_steps
 from bagu.recipes.demo_report import Finished, farewell, report
 from bagu.recipes.demo_sizes import CPU_SIZES, GPU, QUICK, Demo
@@ -80,7 +81,7 @@ def demo(
     console = console or Console()
     clock = _clock(quick, minutes)
     serve = serve and can_serve()
-    stages = Stages(6 + (not quick) + serve, console=console)
+    stages = Stages(7 + (not quick) + serve, console=console)
     plan = None if clock.budget_s is None else _plan(stages, clock, clock.budget_s)
     size = QUICK if plan is None else plan.size
     corpus, compressing = _read(stages, size)
@@ -93,6 +94,9 @@ def demo(
         bits = _held_out_bits(base, size)
         parameters = count.parameters(base.model.config).total
         stage.result = f"{parameters / 1e6:.1f} M parameters, {size.pretrain_steps:,} steps, {bits:.3f} bits/byte"
+    with stages.stage("Evaluate it on held-out files") as stage:
+        first = evaluate_stage(base.model, tokenizer, out / "eval" / "pretrain", size.eval_items)
+        stage.result = eval_words(first)
     tuning = size.sft(out / "pretrain")
     pairs = ChatCorpus.of(STDLIB, tuning.sources[STDLIB], tuning.selection).sharing(corpus)
     with stages.stage("Answer held-out questions, before fine-tuning") as stage:
@@ -106,12 +110,13 @@ def demo(
         tuned = train(run, out / "sft", progress=_progress(stage, run), corpora={STDLIB: pairs})
         _go_on(tuned)
         after = answers(tuned.model, tokenizer, asked, size.new_tokens)
-        stage.result = f"{judge_code(after).parse_percent:.0f} % of {len(asked)} answers parse"
+        second = evaluate_stage(tuned.model, tokenizer, out / "eval" / "sft", size.eval_items)
+        stage.result = f"{judge_code(after).parse_percent:.0f} % of {len(asked)} answers parse; {eval_words(second)}"
     with stages.stage("Compare with gzip and xz, write the report") as stage:
         rivals = _rivals(corpus, size) if compressing is None else compressing.result()
         done = Finished(
             size=size, plan=plan, base=base, tuned=tuned, bits=bits, rivals=rivals, asked=asked, before=before,
-            after=after,
+            after=after, evaluations=(first, second),
         )  # fmt: skip
         page = report(out, done, clock.spent())
         stage.result = f"gzip {rivals.gzip_bits_per_byte:.3f}, xz {rivals.xz_bits_per_byte:.3f} bits/byte"

@@ -11,6 +11,7 @@ from rich.console import Console
 from bagu.data.corpus import STDLIB, TextCorpus
 from bagu.data.source import Conversation
 from bagu.nn import count
+from bagu.recipes.demo_eval import Evaluation, eval_table
 from bagu.recipes.demo_plan import Plan
 from bagu.recipes.demo_sizes import Demo
 from bagu.recipes.training import Trained
@@ -35,6 +36,7 @@ class Finished:
     asked: Sequence[Conversation]
     before: Sequence[str]
     after: Sequence[str]
+    evaluations: tuple[Evaluation, Evaluation]  # after pretraining and after fine-tuning
 
 
 def against_gzip(bits: float, gzip: float) -> str:
@@ -57,8 +59,8 @@ def report(out: Path, done: Finished, seconds: float) -> Path:
     )  # fmt: skip
     questions = [c.messages[0]["content"] for c in done.asked]
     tables = (
-        _sizes(done.bits, rivals, done.size.context), _samples(judged), *_chosen(done), _data(facts, base),
-        _data_sft(tuned),
+        _sizes(done.bits, rivals, done.size.context), _samples(judged), eval_table(*done.evaluations), *_chosen(done),
+        _data(facts, base), _data_sft(tuned),
     )  # fmt: skip
     data = ReportData(
         title="bagu demo", subtitle="A language model of the Python standard library, trained on this machine.",

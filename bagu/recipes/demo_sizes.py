@@ -37,6 +37,7 @@ class Demo:
     sft_steps: int
     questions: int
     new_tokens: int
+    eval_items: int  # of each task
     tokenizer_mb: float
     validation_batches: int
     priming_bytes: int | None
@@ -88,8 +89,8 @@ class Demo:
 
 LARGE = Demo(
     name="large", hidden_size=256, num_layers=6, vocab_size=4096, context=256, rows=16, lr=0.007, pretrain_steps=300,
-    sft_steps=64, questions=32, new_tokens=120, tokenizer_mb=16, validation_batches=12, priming_bytes=None,
-    enough_tokens=700_000,
+    sft_steps=64, questions=32, new_tokens=120, eval_items=128, tokenizer_mb=16, validation_batches=12,
+    priming_bytes=None, enough_tokens=700_000,
 )  # fmt: skip
 MEDIUM = replace(
     LARGE, name="medium", hidden_size=192, num_layers=4, rows=8, lr=0.01, pretrain_steps=600, sft_steps=72,
@@ -99,12 +100,13 @@ MEDIUM = replace(
 # of the CPU time. Runs of 40 steps ended at 2.565 bits per byte, and at 2.692 with three layers and 2,048 tokens.
 SMALL = replace(
     MEDIUM, name="small", hidden_size=128, num_layers=2, rows=4, pretrain_steps=1600, sft_steps=192, tokenizer_mb=4,
-    questions=16, new_tokens=80, enough_tokens=0,
+    questions=16, new_tokens=80, eval_items=64, enough_tokens=0,
 )  # fmt: skip
 CPU_SIZES = (LARGE, MEDIUM, SMALL)  # the largest first
 # A step of 4096 tokens or of 16384 takes a GPU the same 40 ms, which are the host's: fewer and larger ones.
 GPU = replace(LARGE, rows=64, pretrain_steps=160, sft_steps=48)
 QUICK = Demo(
     name="quick", hidden_size=64, num_layers=2, vocab_size=512, context=128, rows=8, lr=0.007, pretrain_steps=12,
-    sft_steps=6, questions=4, new_tokens=24, tokenizer_mb=1, validation_batches=4, priming_bytes=1_000_000,
+    sft_steps=6, questions=4, new_tokens=24, eval_items=8, tokenizer_mb=1, validation_batches=4,
+    priming_bytes=1_000_000,
 )  # fmt: skip

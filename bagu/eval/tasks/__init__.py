@@ -17,9 +17,9 @@ __all__ = ["TASKS", "built_in"]
 
 TASKS: dict[str, Callable[[int], Task]] = {  # of the longest sequence that a model takes, in tokens
     "library": lambda max_len: library_loss(),
-    "continue4": lambda max_len: continue4(),
-    "signature": lambda max_len: signature(),
-    "complete": lambda max_len: complete(),
+    "continue4": continue4,
+    "signature": signature,
+    "complete": complete,
     "recall": recall,
     "safety": lambda max_len: safety(),
 }

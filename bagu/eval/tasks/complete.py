@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from bagu.eval.grades import code_grade, parses
 from bagu.eval.model import Decoding
 from bagu.eval.task import Item, Task
-from bagu.eval.tasks.library import PUBLIC, held_out_functions
+from bagu.eval.tasks.library import PUBLIC, held_out_functions, in_fair_order, room
 from bagu.eval.tasks.signature import head_and_body
 
 __all__ = ["complete", "cut_to_function"]
 
-HEAD, ITEMS = 240, 64
+HEAD, TOKENS, ITEMS = 240, 96, 64
 CHECK = """
 import doctest as _doctest
 _found = _doctest.DocTestFinder().find({name}, {name!r}, globs=dict(globals()))
@@ -30,23 +30,20 @@ raise SystemExit(_runner.failures > 0)
 """
 
 
-def complete() -> Task:
+def complete(max_len: int) -> Task:
+    head, tokens = room(max_len, HEAD, 0.55), min(TOKENS, int(0.4 * max_len))
     return Task(
-        name="complete", kind="generation", items=_items, grade=code_grade(_program, only_parse=_warn),
-        decoding=Decoding(max_tokens=96, stop=("\ndef ", "\nclass ", "\n@", "\nif __name__")), metric="pass",
+        name="complete", kind="generation", items=lambda: in_fair_order(_items(head))[:ITEMS], grade=code_grade(_program, only_parse=_warn),
+        decoding=Decoding(max_tokens=tokens, stop=("\ndef ", "\nclass ", "\n@", "\nif __name__")), metric="pass",
         limits=f"Without doctests a body that parses counts, whatever it does. {PUBLIC}",
     )  # fmt: skip
 
 
-def _items() -> Iterator[Item]:
-    count = 0
+def _items(most: int) -> Iterator[Item]:
     for document, function, lines in held_out_functions():
         head, body = head_and_body(function, lines)
-        if len(head) > HEAD or not parses(f"{head}\n{body}") or [a.arg for a in function.args.args[:1]] == ["self"]:
+        if len(head) > most or not parses(f"{head}\n{body}") or [a.arg for a in function.args.args[:1]] == ["self"]:
             continue
-        count += 1
-        if count > ITEMS:
-            return
         tested = ">>>" in (ast.get_docstring(function) or "")
         yield Item(
             id=f"{document.id}:{function.lineno}:{function.name}", prompt=head + "\n", answer=body, cluster=document.id,

@@ -10,25 +10,27 @@ import random
 from collections.abc import Iterator
 
 from bagu.eval.task import Item, Task
-from bagu.eval.tasks.library import PUBLIC, SEED, held_out_modules
+from bagu.eval.tasks.library import PUBLIC, SEED, held_out_modules, in_fair_order, room
 
 __all__ = ["continue4"]
 
-PROMPT, LINES, PER_FILE = 240, 3, 12  # characters before, lines to continue with, items of a file at most
+PROMPT, CHOICE = 240, 160  # characters at most
+LINES, PER_FILE = 3, 12  # lines to continue with, items of a file at most
 
 
-def continue4() -> Task:
+def continue4(max_len: int) -> Task:
+    prompt, choice = room(max_len, PROMPT, 0.55), room(max_len, CHOICE, 0.4)
     return Task(
-        name="continue4", kind="choice", items=_items, delimiter="\n", normalization="characters",
-        limits=f"Local coherence of Python source, over a few lines. Chance is 25 %. {PUBLIC}",
+        name="continue4", kind="choice", items=lambda: in_fair_order(_items(prompt, choice)), delimiter="\n",
+        normalization="characters", limits=f"Local coherence of Python source, over a few lines. Chance is 25 %. {PUBLIC}",
     )  # fmt: skip
 
 
-def _items() -> Iterator[Item]:
+def _items(prompt: int, choice: int) -> Iterator[Item]:
     for document in held_out_modules():
         lines = document.text.split("\n")
         rng = random.Random(f"{SEED}:{document.id}")
-        places = [i for i in range(8, len(lines) - LINES) if _usable(lines[i : i + LINES])]
+        places = [i for i in range(8, len(lines) - LINES) if _usable(lines[i : i + LINES], choice)]
         for at in sorted(rng.sample(places, min(PER_FILE, len(places)))):
             right = "\n".join(lines[at : at + LINES])
             others = [i for i in places if abs(i - at) > LINES and _indent(lines[i]) == _indent(lines[at])]
@@ -40,16 +42,19 @@ def _items() -> Iterator[Item]:
                 continue
             choices = [right, *wrong]
             rng.shuffle(choices)
-            before = "\n".join(lines[:at])[-PROMPT:]
+            before = "\n".join(lines[:at])[-prompt:]
+            if not before.isascii():
+                continue
             yield Item(
                 id=f"{document.id}:{at + 1}", prompt=before[before.find("\n") + 1 :], choices=tuple(choices),
                 answer=choices.index(right), cluster=document.id,
             )  # fmt: skip
 
 
-def _usable(lines: list[str]) -> bool:
-    """Not blank at its start, and not a single symbol."""
-    return bool(lines[0].strip()) and 40 <= len("\n".join(lines)) <= 160
+def _usable(lines: list[str], most: int) -> bool:
+    """Not blank at its start, not too short to be told from others, and ASCII."""
+    text = "\n".join(lines)
+    return bool(lines[0].strip()) and 24 <= len(text) <= most and text.isascii()
 
 
 def _indent(line: str) -> int:

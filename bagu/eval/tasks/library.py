@@ -8,15 +8,17 @@ library is public. `bagu eval --training RUN` checks it for a run of one's own.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 from bagu.data.source import Document
-from bagu.data.split import held_ids
+from bagu.data.split import held_ids, place
 from bagu.data.stdlib import StdlibSource, functions, parsed
 from bagu.eval.task import Item, Task
 
-__all__ = ["HELD_SHARE", "PUBLIC", "SEED", "held_out_functions", "held_out_modules", "library_loss"]
+__all__ = [
+    "HELD_SHARE", "PUBLIC", "SEED", "held_out_functions", "held_out_modules", "in_fair_order", "library_loss", "room",
+]  # fmt: skip
 
 HELD_SHARE, SEED = 0.05, 0
 PUBLIC = "The library is public: models trained on code of the web have seen these files."
@@ -37,6 +39,16 @@ def held_out_functions() -> Iterator[tuple[Document, ast.FunctionDef, list[str]]
         for function in functions(parsed(document.text)):
             if ast.get_docstring(function) and len(function.body) > 1:
                 yield document, function, lines
+
+
+def room(max_len: int, most: int, share: float) -> int:
+    """Characters of ASCII that take at most `share` of `max_len` tokens with any tokenizer, and no more than `most`."""
+    return min(most, int(share * max_len))
+
+
+def in_fair_order(items: Iterable[Item]) -> list[Item]:
+    """By a hash of their ids, so that the first so many (`--limit`) are a fair sample of all files."""
+    return sorted(items, key=lambda item: place(item.id, seed=SEED, purpose="order"))
 
 
 def library_loss() -> Task:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from bagu.eval.task import Item, Task
-from bagu.eval.tasks.library import PUBLIC, SEED, held_out_functions
+from bagu.eval.tasks.library import PUBLIC, SEED, held_out_functions, in_fair_order, room
 
 __all__ = ["head_and_body", "signature"]
 
-HEAD, BODY = 240, 160  # characters at most: both fit 256 tokens
+HEAD, BODY = 240, 160  # characters at most
 
 
 class Function(NamedTuple):
@@ -25,9 +25,10 @@ class Function(NamedTuple):
     body: str
 
 
-def signature() -> Task:
+def signature(max_len: int) -> Task:
+    head, body = room(max_len, HEAD, 0.55), room(max_len, BODY, 0.4)
     return Task(
-        name="signature", kind="choice", items=_items, delimiter="\n", normalization="characters",
+        name="signature", kind="choice", items=lambda: in_fair_order(_items(head, body)), delimiter="\n", normalization="characters",
         limits=f"Whether names and a docstring raise the likelihood of their own code. Chance is 25 %. {PUBLIC}",
     )  # fmt: skip
 
@@ -40,17 +41,17 @@ def head_and_body(function: ast.FunctionDef, lines: list[str]) -> tuple[str, str
     return "\n".join(whole[:cut]), "\n".join(whole[cut:]).rstrip()
 
 
-def _functions() -> Iterator[Function]:
+def _functions(most_head: int, most_body: int) -> Iterator[Function]:
     seen = set()
     for document, function, lines in held_out_functions():
         head, body = head_and_body(function, lines)
-        if len(head) <= HEAD and 20 <= len(body) <= BODY and body not in seen:
+        if len(head) <= most_head and 20 <= len(body) <= most_body and body not in seen and (head + body).isascii():
             seen.add(body)
             yield Function(document.id, function.name, function.lineno, head, body)
 
 
-def _items() -> Iterator[Item]:
-    every = list(_functions())
+def _items(head: int, body: int) -> Iterator[Item]:
+    every = list(_functions(head, body))
     for function in every:
         rng = random.Random(f"{SEED}:{function.file}:{function.line}")
         near = [f for f in every if f.file == function.file and f is not function]
