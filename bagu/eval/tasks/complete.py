@@ -32,9 +32,10 @@ raise SystemExit(_runner.failures > 0)
 
 def complete(max_len: int) -> Task:
     head, tokens = room(max_len, HEAD, 0.55), min(TOKENS, int(0.4 * max_len))
+    stops = ("\ndef ", "\nclass ", "\n@", "\nif __name__")
     return Task(
-        name="complete", kind="generation", items=lambda: in_fair_order(_items(head))[:ITEMS], grade=code_grade(_program, only_parse=_warn),
-        decoding=Decoding(max_tokens=tokens, stop=("\ndef ", "\nclass ", "\n@", "\nif __name__")), metric="pass",
+        name="complete", kind="generation", items=lambda: in_fair_order(_items(head))[:ITEMS], metric="pass",
+        grade=code_grade(_program, only_parse=_warn), decoding=Decoding(max_tokens=tokens, stop=stops),
         limits=f"Without doctests a body that parses counts, whatever it does. {PUBLIC}",
     )  # fmt: skip
 

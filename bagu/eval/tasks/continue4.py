@@ -22,7 +22,8 @@ def continue4(max_len: int) -> Task:
     prompt, choice = room(max_len, PROMPT, 0.55), room(max_len, CHOICE, 0.4)
     return Task(
         name="continue4", kind="choice", items=lambda: in_fair_order(_items(prompt, choice)), delimiter="\n",
-        normalization="characters", limits=f"Local coherence of Python source, over a few lines. Chance is 25 %. {PUBLIC}",
+        normalization="characters",
+        limits=f"Local coherence of Python source, over a few lines. Chance is 25 %. {PUBLIC}",
     )  # fmt: skip
 
 

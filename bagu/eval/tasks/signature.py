@@ -28,7 +28,8 @@ class Function(NamedTuple):
 def signature(max_len: int) -> Task:
     head, body = room(max_len, HEAD, 0.55), room(max_len, BODY, 0.4)
     return Task(
-        name="signature", kind="choice", items=lambda: in_fair_order(_items(head, body)), delimiter="\n", normalization="characters",
+        name="signature", kind="choice", items=lambda: in_fair_order(_items(head, body)), delimiter="\n",
+        normalization="characters",
         limits=f"Whether names and a docstring raise the likelihood of their own code. Chance is 25 %. {PUBLIC}",
     )  # fmt: skip
 
