@@ -41,8 +41,11 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     args = head.inputs(case, streams)
     M = max(1, args["targets"].numel())
     spread = 0.0 if case.bench else 0.5  # other libraries give all tokens equal weight
+    weights = (1 + spread * streams.normal("token_weights", *args["targets"].shape)) / M
+    if "ignored_weight" in case.params:
+        weights[args["targets"] == args["ignore_index"]] = case["ignored_weight"]
     return args | {
-        "token_weights": (1 + spread * streams.normal("token_weights", *args["targets"].shape)) / M,
+        "token_weights": weights,
         "z_loss": case.get("z_loss", streams.choice("z_loss", 0.0, 0.05)),
         "grad_hidden": "hidden" not in case.frozen,
         "grad_weight": "weight" not in case.frozen,
@@ -91,6 +94,15 @@ SPEC = OpSpec(
     cases=[
         *(c.replace(z_loss=0.01) if c.name == "even" else c for c in head.CASES),
         Case("z", "the z-loss pulls every logsumexp to 0", M=6, D=8, V=40, z_loss=0.1, targets={2: head.IGNORED}),
+        Case(
+            "unweighted",
+            "the weight of an ignored token is not looked at, even if it is NaN",
+            M=5,
+            D=8,
+            V=40,
+            targets={1: head.IGNORED, 4: head.IGNORED},
+            ignored_weight=float("nan"),
+        ),
         Case("mixed", "token weights stay fp32 beside 16-bit activations", M=6, D=8, V=40, mixed=["token_weights"]),
         *head.BENCH,
     ],
