@@ -1,6 +1,6 @@
 """How a demo spends its minutes: measure a few training steps, choose a size, and say how many steps fit.
 
-    1. `measured`    seconds of a step of each size, the largest first, until one can see enough tokens in the time
+    1. `measured`    the pace of each size that may be fast enough, the largest first, until one sees enough tokens
     2. `Plan.of`     size and steps by these rates; both are in the run's config before its first step
     3. `revised`     after the first eighth of pretraining, the steps that the real pace leaves time for
 
@@ -20,6 +20,7 @@ import torch
 
 from bagu.data.random_batches import random_batches
 from bagu.machine.fast_dtype import compute_dtype
+from bagu.nn import count
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.recipes.demo_sizes import COOLDOWN, Demo
@@ -35,7 +36,8 @@ AFTER_S = 45.0  # answers before and after, compressors, report, a server that s
 HELD_OUT_TOKENS = 170_000  # of Debian's Python 3.11; known exactly once the text is read
 FORWARD_SHARE = 1 / 3  # of a training step: the time of a forward alone
 OVERHEAD = 1.08  # validation, samples and checkpoints, beside the steps
-FEWEST_STEPS = 40  # fewer are no training; the demo then takes longer than asked
+FEWEST_STEPS = 8  # of pretraining and of fine-tuning: enough to warm up and cool down, and to show every stage
+MOST_GAIN = 8.0  # operations a second of a larger size over those of the smallest, at most; 3.3 on two Xeon cores
 PROBE_ROWS = 4  # of a CPU's probe: a second of the largest model on a slow machine
 TOLERANCE = 0.1  # a plan this near to the real pace is kept
 
@@ -68,10 +70,12 @@ class Plan:
         steps = fits if fill else min(fits, size.pretrain_steps)
         tokens = steps * size.tokens_per_step
         spent = (1 + size.sft_share) * OVERHEAD * tokens / chosen.tokens_per_s + _held_out_s(chosen.tokens_per_s)
+        seconds, reasons = PREPARE_S + AFTER_S + spent, [_tried(r, budget_s) for r in rates]
+        if seconds > budget_s:
+            reasons.append(f"no smaller one is there, and with the fewest steps, {steps}, it takes longer than asked")
         return cls(
-            size=with_steps(size, steps), rate=chosen, budget_s=budget_s, seconds=PREPARE_S + AFTER_S + spent,
-            reason="; ".join(_tried(r, budget_s) for r in rates),
-        )  # fmt: skip
+            size=with_steps(size, steps), rate=chosen, budget_s=budget_s, seconds=seconds, reason="; ".join(reasons)
+        )
 
 
 def with_steps(size: Demo, steps: int) -> Demo:
@@ -98,13 +102,26 @@ def _tried(rate: Rate, budget_s: float) -> str:
 
 
 def measured(sizes: Sequence[Demo], budget_s: float, device: torch.device) -> list[Rate]:
-    """The rates of `sizes` (the largest first) up to the first that sees enough tokens in the time."""
+    """The rates of `sizes` (the largest first) up to the first that sees enough tokens in the time.
+
+    The smallest is tried before all others, and one that cannot be fast enough by its rate is not tried: where the
+    large one trains at 32 tokens/s, three steps of it take a minute and a half.
+    """
+    *larger, smallest = sizes
+    least = Rate(size=smallest, tokens_per_s=_tokens_per_s(smallest, device))
     rates: list[Rate] = []
-    for size in sizes:
+    for size in larger:
+        most = least.tokens_per_s * MOST_GAIN * _parameters(smallest) / _parameters(size)
+        if _fitting(Rate(size=size, tokens_per_s=most), budget_s) < size.enough_tokens:
+            continue
         rates.append(Rate(size=size, tokens_per_s=_tokens_per_s(size, device)))
         if _fitting(rates[-1], budget_s) >= size.enough_tokens:
-            break
-    return rates
+            return rates
+    return [*rates, least]
+
+
+def _parameters(size: Demo) -> int:
+    return count.parameters(size.model()).total
 
 
 def _tokens_per_s(size: Demo, device: torch.device) -> float:
@@ -154,4 +171,4 @@ def revised(plan: Plan, done: int, pace: Pace, *, fill: bool) -> Demo:
 def sft_steps(size: Demo, pace: Pace) -> int:
     """The fine-tuning steps that the time leaves, at most the size's."""
     fits = int((pace.left_s - pace.after_s()) / OVERHEAD * pace.tokens_per_s / size.tokens_per_step)
-    return max(8, min(size.sft_steps, fits))
+    return max(FEWEST_STEPS, min(size.sft_steps, fits))

@@ -59,8 +59,8 @@ def report(out: Path, done: Finished, seconds: float) -> Path:
     )  # fmt: skip
     questions = [c.messages[0]["content"] for c in done.asked]
     tables = (
-        _sizes(done.bits, rivals, done.size.context), _samples(judged), eval_table(*done.evaluations), *_chosen(done),
-        _data(facts, base), _data_sft(tuned),
+        _sizes(done.bits, rivals, done.size.context), _samples(judged), eval_table(*done.evaluations),
+        *_chosen(done, seconds), _data(facts, base), _data_sft(tuned),
     )  # fmt: skip
     data = ReportData(
         title="bagu demo", subtitle="A language model of the Python standard library, trained on this machine.",
@@ -78,8 +78,8 @@ def report(out: Path, done: Finished, seconds: float) -> Path:
     return write_report(data, out / "report.html")
 
 
-def _chosen(done: Finished) -> tuple[Table, ...]:
-    """What the demo chose for its time, and why; nothing where it had no choice."""
+def _chosen(done: Finished, spent_s: float) -> tuple[Table, ...]:
+    """What the demo chose for its time, and why; nothing where it had no choice. `spent_s` is until this page."""
     size, plan = done.size, done.plan
     if plan is None:
         return ()
@@ -87,6 +87,7 @@ def _chosen(done: Finished) -> tuple[Table, ...]:
         ("size", f"{size.name}: {size.num_layers} layers of {size.hidden_size}, a vocabulary of {size.vocab_size:,}"),
         ("computes in", done.base.folder.config()["dtype"]),
         ("time to be kept", duration(plan.budget_s)),
+        ("time it took", f"{duration(spent_s)} until this page; {duration(plan.seconds)} were estimated in all"),
         ("pretraining", f"{size.pretrain_steps:,} steps of {size.tokens_per_step:,} tokens"),
         ("fine-tuning", f"{done.tuned.fit.step:,} steps"),
         ("because", plan.reason),

@@ -14,9 +14,9 @@ from bagu.recipes.demo_report import against_gzip
 from bagu.recipes.demo_sizes import CPU_SIZES, GPU, QUICK, Demo
 from bagu.train.schedule import factor
 
-LARGE, MEDIUM, SMALL = CPU_SIZES
-ARM = {"large": 1_250.0, "medium": 2_800.0, "small": 6_500.0}  # tokens/s, two Neoverse-N1 cores
-XEON = {"large": 8_400.0, "medium": 18_000.0, "small": 34_000.0}
+LARGE, MEDIUM, SMALL, TINY = CPU_SIZES
+ARM = {"large": 1_250.0, "medium": 2_800.0, "small": 6_500.0, "tiny": 20_000.0}  # tokens/s, two Neoverse-N1 cores
+XEON = {"large": 8_400.0, "medium": 18_000.0, "small": 34_000.0, "tiny": 90_000.0}
 
 
 def rates(by_name: dict[str, float]) -> list[Rate]:
@@ -33,6 +33,23 @@ def test_a_slower_machine_gets_a_smaller_model_and_the_time_is_kept(machine: dic
     assert f"{chosen} trains at {machine[chosen]:,.0f} tokens/s" in plan.reason
 
 
+@pytest.mark.parametrize("share", [0.1, 0.05, 0.03])
+def test_a_starved_machine_keeps_its_time_too(share: float) -> None:
+    """One that gives the demo a tenth of its cores or less, where 40 steps of the small model took minutes too long."""
+    plan = Plan.of(rates({n: share * r for n, r in ARM.items()}), 300.0, fill=False)
+    assert plan.seconds <= 300.0 and plan.size.name == ("small" if share == 0.1 else "tiny")
+    done = max(1, plan.size.pretrain_steps // 8)
+    at = pace(plan.rate.tokens_per_s, 300.0 - 22 - done * plan.size.tokens_per_step / plan.rate.tokens_per_s)
+    assert finish(revised(plan, done, at, fill=False), done, at) <= 1.1 * at.left_s
+
+
+def test_a_demo_that_cannot_keep_its_time_says_so() -> None:
+    plan = Plan.of(rates({n: 0.001 * r for n, r in ARM.items()}), 300.0, fill=False)
+    assert (plan.size.name, plan.size.pretrain_steps) == ("tiny", 8) and plan.seconds > 300.0
+    assert plan.reason.endswith("with the fewest steps, 8, it takes longer than asked")
+    assert "longer than asked" not in Plan.of(rates(ARM), 300.0, fill=False).reason
+
+
 def test_more_minutes_are_used_and_fewer_are_kept() -> None:
     by_default, asked, short = (Plan.of(rates(XEON), s, fill=f) for s, f in ((300, False), (1200, True), (150, True)))
     assert by_default.size.pretrain_steps == LARGE.pretrain_steps and by_default.seconds < 300
@@ -44,11 +61,22 @@ def test_more_minutes_are_used_and_fewer_are_kept() -> None:
 def test_only_as_many_sizes_are_measured_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     from bagu.recipes import demo_plan
 
-    monkeypatch.setattr(demo_plan, "_tokens_per_s", lambda size, device: XEON[size.name])
-    assert [r.size.name for r in measured(CPU_SIZES, 300.0, torch.device("cpu"))] == ["large"]
-    monkeypatch.setattr(demo_plan, "_tokens_per_s", lambda size, device: ARM[size.name])
-    assert [r.size.name for r in measured(CPU_SIZES, 300.0, torch.device("cpu"))] == ["large", "medium", "small"]
-    assert [r.size.name for r in measured((GPU,), 300.0, torch.device("cpu"))] == ["large"]
+    def tried(machine: dict[str, float], sizes: tuple[Demo, ...] = CPU_SIZES) -> tuple[list[str], list[str]]:
+        """The sizes that are run, and those whose rates are kept."""
+        run: list[str] = []
+
+        def rate(size: Demo, device: torch.device) -> float:
+            run.append(size.name)
+            return machine[size.name]
+
+        monkeypatch.setattr(demo_plan, "_tokens_per_s", rate)
+        return run, [r.size.name for r in measured(sizes, 300.0, torch.device("cpu"))]
+
+    assert tried(XEON) == (["tiny", "large"], ["large"])
+    assert tried(ARM) == (["tiny", "large", "medium", "small"], ["large", "medium", "small"])
+    assert tried({n: 0.03 * r for n, r in ARM.items()}) == (["tiny", "small"], ["small", "tiny"])
+    assert tried({n: 0.01 * r for n, r in ARM.items()}) == (["tiny"], ["tiny"])  # three large steps would take minutes
+    assert tried(XEON, (GPU,)) == (["large"], ["large"])
 
 
 def pace(tokens_per_s: float, left_s: float, prepared_s: float = 22.0) -> Pace:
