@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,33 @@ wandb = pytest.importorskip("wandb")
 from bagu.runs.observer import WeightsAndBiases  # noqa: E402
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    """The rows of the offline run in a folder: a file header, then records in the format of LevelDB's log, each a
-    protobuf message. These are short, so that none is split."""
+def records(folder: Path, timeout_s: float = 60.0) -> list[dict[str, Any]]:
+    """The rows of the offline run in a folder. A process of wandb's writes them, and may end after `finish` returns."""
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    end = time.monotonic() + timeout_s
+    found = read(file)
+    while not any(r.HasField("exit") for r in found):
+        assert time.monotonic() < end, f"the run's last record is not there after {timeout_s} s"
+        time.sleep(0.05)
+        found = read(file)
+    rows = [r.history.item for r in found if r.HasField("history")]
+    return [{(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in items} for items in rows]
+
+
+def read(file: Path) -> list[Any]:
+    """The whole records of a file: a header, then records in the format of LevelDB's log, each a protobuf message.
+    These are short, so that none is split."""
     from wandb.proto import wandb_internal_pb2
 
-    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
-    data, at, rows = file.read_bytes(), 7, []
-    while at < len(data):
+    data, at, found = file.read_bytes(), 7, []
+    while at + 7 <= len(data):
         _, size, kind = struct.unpack_from("<IHB", data, at)
         assert kind == 1, "a whole record"
-        record = wandb_internal_pb2.Record.FromString(data[at + 7 : at + 7 + size])
+        if at + 7 + size > len(data):
+            break
+        found.append(wandb_internal_pb2.Record.FromString(data[at + 7 : at + 7 + size]))
         at += 7 + size
-        if record.HasField("history"):
-            rows.append({(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item})
-    return rows
+    return found
 
 
 def test_metrics_events_and_samples_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
