@@ -1,4 +1,4 @@
-"""The command line: one verb per job. It parses, looks up and calls; a part is imported when its verb runs."""
+"""The command line: one verb per job. Each verb imports the part it needs when it runs, so `--help` stays fast."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from bagu import __version__
 from bagu.errors import BaguError
@@ -23,29 +24,41 @@ def _group(help: str) -> typer.Typer:
 
 
 app = typer.Typer(
-    help="bagu (八股): the canon of LLM infrastructure as one package, every number measured.",
+    help="bagu (八股): train, serve and benchmark language models on one machine.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench = _group("Measure: every op against its peers and the machine's ceilings.")
-ops = _group("The catalogue of ops: what each means, costs and should take here.")
-lab = _group("Labs: a textbook claim, measured with the real parts.")
-tokenizers = _group("Tokenizers: train one, and see how good and how fast one is.")
+bench = _group("Benchmark ops, training steps, the inference engine or a server.")
+ops = _group("List the ops; show the formula, cost and predicted time of one.")
+lab = _group("Labs: measure a textbook claim on this machine.")
+tokenizers = _group("Train a tokenizer, or measure one.")
 app.add_typer(bench, name="bench")
 app.add_typer(ops, name="ops")
 app.add_typer(lab, name="lab")
 app.add_typer(tokenizers, name="tokenizer")
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, in the quota, under the limit of a file's size
-AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout and nothing else there.")]
-Dtype = Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp64; by default bf16 on a GPU, fp32 on a CPU.")]
-LabOut = Annotated[Path, typer.Option(help="The folder of results.")]
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, quota reached, file size limit reached
+
+# Options that several verbs share
+AsJson = Annotated[bool, Option("--json", help="Print JSON, and nothing else, on stdout.")]
+Model = Annotated[str, Argument(metavar="MODEL", help="A run, a checkpoint, a Hugging Face folder or a model id.")]
+TokenizerFolder = Annotated[str | None, Option(help="A folder with tokenizer.json. Default: the model's tokenizer.")]
+Device = Annotated[str | None, Option(help="cpu, cuda or cuda:1. Default: the first GPU if there is one.")]
+OpDtype = Annotated[str | None, Option(help="bf16, fp16, fp32 or fp64. Default: bf16 on a GPU, fp32 on a CPU.")]
+ModelDtype = Annotated[str, Option(help="bf16, fp32 or auto. auto picks the faster one on this machine.")]
+BenchDtype = Annotated[str | None, Option(help="bf16 or fp32. Default: the faster one on this machine.")]
+ApiKey = Annotated[str | None, Option(envvar="BAGU_API_KEY", help="The API key that the server requires.")]
+PrefixCaching = Annotated[bool, Option(help="Reuse the KV cache of common prompt prefixes.")]
+SharedPrefix = Annotated[int, Option(help="Number of leading tokens that all prompts have in common.")]
+Rounds = Annotated[int, Option(help="How many times to run all implementations, in turn.")]
+Results = Annotated[Path | None, Option(help="The folder of results. Default: benchmarks/results or a subfolder.")]
+LabResults = Annotated[Path, Option(help="The folder of lab results.")]
 
 
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[bool, Option("--version", help="Print the version.")] = False,
 ) -> None:
     if version:
         typer.echo(f"bagu {__version__}")
@@ -57,9 +70,9 @@ def root(
 @app.command()
 def doctor(
     as_json: AsJson = False,
-    measure: Annotated[bool, typer.Option(help="Measure bandwidth and matmul rate, 2 s.")] = True,
+    measure: Annotated[bool, Option(help="Measure memory bandwidth and matmul rate (about 2 s).")] = True,
 ) -> None:
-    """What this machine is, and what is wrong with it."""
+    """Describe this machine and list its problems, each with a fix."""
     from bagu.machine import doctor as part
 
     raise typer.Exit(part.main(as_json=as_json, measure=measure))
@@ -67,16 +80,12 @@ def doctor(
 
 @app.command()
 def demo(
-    out: Annotated[
-        Path | None, typer.Option(help="A new or empty folder; by default runs/demo, or runs/demo-2 and so on.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Every stage in small, under a minute.")] = False,
-    minutes: Annotated[
-        float | None, typer.Option(help="Choose size and steps to fill so many; by default 5 at most.")
-    ] = None,
-    serve: Annotated[bool, typer.Option(help="Serve the model at the end and ask it a question.")] = True,
+    out: Annotated[Path | None, Option(help="A new or empty folder. Default: runs/demo, runs/demo-2, …")] = None,
+    quick: Annotated[bool, Option("--quick", help="Run every stage at a small size, in under a minute.")] = False,
+    minutes: Annotated[float | None, Option(help="Time budget; sets model size and steps. Default: 5 at most.")] = None,
+    serve: Annotated[bool, Option(help="Serve the model at the end and send it one question.")] = True,
 ) -> None:
-    """Train a tokenizer and a language model on this Python's own library, fine-tune it, write a report, serve it."""
+    """Train a tokenizer and a language model on Python's standard library, fine-tune it, write a report, serve it."""
     from bagu.recipes.demo import demo as part
 
     part(out, quick=quick, minutes=minutes, serve=serve)
@@ -86,51 +95,42 @@ def demo(
 def train(
     data: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="DATA",
-            help="Files or folders of text, JSON or Parquet, for SFT of chats (messages, ShareGPT, Alpaca); "
-            "'stdlib' by default.",
+            help="Files or folders of text, JSON or Parquet. SFT reads chats (messages, ShareGPT, Alpaca). "
+            "Default: 'stdlib', Python's standard library.",
         ),
     ] = None,
-    recipe: Annotated[
-        str | None, typer.Option(help="Where to begin: small (the default), gpt2_124m, llama_1b, mlm, sft, lora.")
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="A run's config.json instead of a recipe.")] = None,
+    recipe: Annotated[str | None, Option(help="small (default), gpt2_124m, llama_1b, mlm, sft or lora.")] = None,
+    config: Annotated[Path | None, Option(help="A run's config.json, instead of a recipe.")] = None,
     start: Annotated[
-        str | None,
-        typer.Option("--from", help="Go on from this model: a run, a checkpoint, a Hugging Face folder, an adapter."),
+        str | None, Option("--from", help="Initial weights: a run, a checkpoint, a Hugging Face folder, an adapter.")
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="e.g. train.optimizer.lr=3e-4; repeatable.")
+        list[str] | None,
+        Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. train.optimizer.lr=3e-4; repeatable."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The folder of the run.")] = Path("runs/train"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
-    accept_data_change: Annotated[
-        bool, typer.Option("--accept-data-change", help="Resume although the data is not what it was.")
-    ] = False,
-    prompt: Annotated[list[str] | None, typer.Option(help="Continued while training; repeatable.")] = None,
-    wandb: Annotated[
-        str | None, typer.Option(metavar="PROJECT", help="Log to Weights & Biases too, under this project.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the data; print the configuration, sizes and time; write no run.")
-    ] = False,
+    out: Annotated[Path, Option(help="The folder of the run.")] = Path("runs/train"),
+    resume: Annotated[bool, Option("--resume", help="Resume the run in the folder --out.")] = False,
+    accept_data_change: Annotated[bool, Option("--accept-data-change", help="Resume with changed data.")] = False,
+    prompt: Annotated[list[str] | None, Option(help="A prompt to sample from during training; repeatable.")] = None,
+    wandb: Annotated[str | None, Option(metavar="PROJECT", help="Also log to this Weights & Biases project.")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Check the data; print configuration, sizes and time.")] = False,
 ) -> None:
-    """Pretrain, continue pretraining or fine-tune. Ctrl-C saves; --resume goes on to the same bits."""
+    """Pretrain, continue pretraining or fine-tune. Ctrl-C saves a checkpoint; --resume continues with the same bits."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once by cuBLAS; train.deterministic needs it
     from bagu.recipes import command
 
-    raise typer.Exit(
-        command.train_main(
-            data or [], recipe=recipe, config=config, start=start, settings=settings or [], out=out, resume=resume,
-            accept_data_change=accept_data_change, prompts=prompt or [], wandb=wandb, dry_run=dry_run,
-        )
+    status = command.train_main(
+        data or [], recipe=recipe, config=config, start=start, settings=settings or [], out=out, resume=resume,
+        accept_data_change=accept_data_change, prompts=prompt or [], wandb=wandb, dry_run=dry_run,
     )  # fmt: skip
+    raise typer.Exit(status)
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) -> None:
-    """Write report.html of a run, which may still be going on."""
+def report(run: Annotated[Path, Argument(help="The folder of the run.")]) -> None:
+    """Write report.html for a run, finished or still running."""
     from bagu.train.report import write_report
 
     typer.echo(write_report(run))
@@ -138,11 +138,11 @@ def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) ->
 
 @app.command()
 def export(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a Hugging Face folder or id.")],
-    out: Annotated[Path, typer.Argument(help="The folder to write: safetensors, config.json, tokenizer.")],
-    dtype: Annotated[str | None, typer.Option(help="bf16 or fp32; by default as saved.")] = None,
+    model: Model,
+    out: Annotated[Path, Argument(help="The folder to write safetensors, config.json and the tokenizer to.")],
+    dtype: Annotated[str | None, Option(help="bf16 or fp32. Default: as saved.")] = None,
 ) -> None:
-    """Write a model as transformers, vLLM and others read it."""
+    """Export a model in the Hugging Face format, for transformers, vLLM and others."""
     from bagu.recipes import command
 
     command.export_main(model, out, dtype=dtype)
@@ -150,49 +150,38 @@ def export(
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a Hugging Face folder or id.")],
-    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is everywhere.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="BAGU_API_KEY", help="Ask for this key under /v1 and by /tokenize.")
-    ] = None,
-    served_model_name: Annotated[list[str] | None, typer.Option(help="Names clients may use; repeatable.")] = None,
-    allowed_origins: Annotated[
-        list[str] | None, typer.Option(help="Origins whose pages may call (CORS); repeatable, or a JSON list.")
-    ] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="A folder with tokenizer.json; by default the model's.")] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp32, or auto: the one that is fast here.")] = "auto",
-    quantization: Annotated[str | None, typer.Option(help="int8: linears and head, on a CPU.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together.")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Choices that run at once.")] = 256,
+    model: Model,
+    host: Annotated[str, Option(help="The address to listen on; 0.0.0.0 is all interfaces.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="The port to listen on; 0 picks a free one.")] = 8000,
+    api_key: Annotated[str | None, Option(envvar="BAGU_API_KEY", help="Require this key from clients.")] = None,
+    served_model_name: Annotated[list[str] | None, Option(help="Model name in the API; repeatable.")] = None,
+    allowed_origins: Annotated[list[str] | None, Option(help="Allowed CORS origin; repeatable, or JSON.")] = None,
+    tokenizer: TokenizerFolder = None,
+    dtype: ModelDtype = "auto",
+    quantization: Annotated[str | None, Option(help="int8 for linear layers and the head; CPU only.")] = None,
+    max_model_len: Annotated[int | None, Option(help="Maximum tokens of a prompt plus its output.")] = None,
+    max_num_seqs: Annotated[int, Option(help="Maximum number of sequences that run at once.")] = 256,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of one step, prefill and decode; by default 2048, on a GPU 16384.")
+        int | None, Option(help="Maximum tokens per step. Default: 2048, on a GPU 16384.")
     ] = None,
-    block_size: Annotated[
-        int | None, typer.Option(help="Positions of a KV block; by default 16, on a GPU 256.")
-    ] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory.")] = 0.9,
+    block_size: Annotated[int | None, Option(help="Tokens per KV block. Default: 16, on a GPU 256.")] = None,
+    gpu_memory_utilization: Annotated[float, Option(help="Fraction of the GPU's memory to use.")] = 0.9,
     kv_memory: Annotated[
-        str | None,
-        typer.Option(help="Size of the KV pool, e.g. 512MiB or 2GB; by default what is free, on a CPU up to 1GiB."),
+        str | None, Option(help="KV cache size, e.g. 2GB. Default: free memory, on a CPU up to 1GiB.")
     ] = None,
-    num_blocks: Annotated[int | None, typer.Option(help="The same as a number of KV blocks.")] = None,
-    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of prompts that begin alike.")] = True,
-    invariant: Annotated[
-        bool, typer.Option("--invariant", help="The same bits alone or in any batch, at a published cost.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="From which requests without a seed get theirs.")] = 0,
+    num_blocks: Annotated[int | None, Option(help="Size of the KV cache in blocks, instead of bytes.")] = None,
+    enable_prefix_caching: PrefixCaching = True,
+    invariant: Annotated[bool, Option("--invariant", help="Bitwise equal results at any batch size; slower.")] = False,
+    seed: Annotated[int, Option(help="Seed for the requests that do not set one.")] = 0,
     generation_config: Annotated[
-        str, typer.Option(help="auto: default sampling and ends as the model's folder has them; none; or a folder.")
+        str, Option(help="Sampling defaults: auto (the model's own), none, or a folder.")
     ] = "auto",
-    max_num_queued_reqs: Annotated[
-        int, typer.Option(help="Choices (of an encoder: calls) that may wait; further calls get 429.")
-    ] = 256,
-    shutdown_timeout: Annotated[float, typer.Option(help="Seconds that running requests get at the end.")] = 30.0,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the first GPU.")] = None,
+    max_num_queued_reqs: Annotated[int, Option(help="Maximum waiting sequences (encoder: calls); more get 429.")] = 256,
+    shutdown_timeout: Annotated[float, Option(help="Seconds to let running requests finish on shutdown.")] = 30.0,
+    log_level: Annotated[str, Option(help="debug, info, warning or error.")] = "warning",
+    device: Device = None,
 ) -> None:
-    """An OpenAI-compatible server with a chat page at /."""
+    """Start an OpenAI-compatible server, with a chat page at /."""
     from bagu.recipes import serving
     from bagu.serve.config import parse_bytes
 
@@ -217,83 +206,69 @@ def serve(
 
 @app.command()
 def chat(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model, or the address of a server.")],
-    system: Annotated[str, typer.Option(help="How the assistant should behave.")] = "",
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy; by default the server's, generation_config.json's, or 0.7.")
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Of an answer; by default what fits.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Answer this and end.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="A folder with tokenizer.json; by default the model's.")] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp32, or auto: the one that is fast here.")] = "auto",
-    api_key: Annotated[str | None, typer.Option(envvar="BAGU_API_KEY", help="Of the server.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the first GPU.")] = None,
+    model: Annotated[str, Argument(metavar="MODEL", help="A model (as for `bagu serve`), or the URL of a server.")],
+    system: Annotated[str, Option(help="The system prompt.")] = "",
+    temperature: Annotated[float | None, Option(help="0 is greedy. Default: the server's or model's, or 0.7.")] = None,
+    max_tokens: Annotated[int | None, Option(help="Maximum answer length. Default: the rest of the context.")] = None,
+    prompt: Annotated[str | None, Option(help="Answer this one prompt and exit.")] = None,
+    tokenizer: TokenizerFolder = None,
+    dtype: ModelDtype = "auto",
+    api_key: ApiKey = None,
+    device: Device = None,
 ) -> None:
-    """Talk to a model in the terminal."""
+    """Chat with a model in the terminal."""
     from bagu.recipes import serving
 
     given: dict[str, float | int | None] = {"temperature": temperature, "max_tokens": max_tokens}
     settings = {name: value for name, value in given.items() if value is not None}
     loader = serving.Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device)
-    raise typer.Exit(
-        serving.chat_main(
-            model, loader=loader, system=system, settings=settings, prompt=prompt, api_key=api_key
-        )
-    )  # fmt: skip
+    status = serving.chat_main(model, loader=loader, system=system, settings=settings, prompt=prompt, api_key=api_key)
+    raise typer.Exit(status)
 
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A run folder, a Hugging Face folder, or a server's URL.")
-    ],
+    model: Annotated[str, Argument(metavar="MODEL", help="A run, a Hugging Face folder, or the URL of a server.")],
     tasks: Annotated[
-        list[str], typer.Argument(metavar="TASK", help="Built-in names, task files (.toml), or BENCHMARK=PATH.")
+        list[str], Argument(metavar="TASK", help="Built-in tasks, task files (.toml), or BENCHMARK=PATH.")
     ],
-    compare: Annotated[
-        bool, typer.Option("--compare", help="MODEL and TASK are two folders of results to compare instead.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results; by default evals/NAME.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Evaluate only the first so many items of each task.")] = None,
-    few_shot: Annotated[int | None, typer.Option(help="Examples before each question.")] = None,
-    normalization: Annotated[
-        str | None, typer.Option(help="Of log-likelihoods: raw, characters, tokens or pmi.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the choice of examples.")] = 0,
-    training: Annotated[
-        Path | None, typer.Option(help="A run folder or text: report items that are in its training text.")
-    ] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="A folder with tokenizer.json.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, bf16 or fp32.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the first GPU.")] = None,
-    invariant: Annotated[bool, typer.Option("--invariant", help="The same numbers at any batch size (CPU).")] = False,
-    api_key: Annotated[str | None, typer.Option(envvar="BAGU_API_KEY", help="Of the server.")] = None,
+    compare: Annotated[bool, Option("--compare", help="Compare two folders of results: MODEL and TASK.")] = False,
+    out: Annotated[Path | None, Option(help="The folder of results. Default: evals/NAME.")] = None,
+    limit: Annotated[int | None, Option(help="Evaluate only this many items per task.")] = None,
+    few_shot: Annotated[int | None, Option(help="Number of examples before each question.")] = None,
+    normalization: Annotated[str | None, Option(help="Log-likelihoods: raw, characters, tokens or pmi.")] = None,
+    seed: Annotated[int, Option(help="Seed for the choice of examples.")] = 0,
+    training: Annotated[Path | None, Option(help="A run or text: report items found in its training text.")] = None,
+    tokenizer: TokenizerFolder = None,
+    dtype: ModelDtype = "auto",
+    device: Device = None,
+    invariant: Annotated[bool, Option("--invariant", help="Bitwise equal results at any batch size; CPU.")] = False,
+    api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score a model on tasks, with 95 % intervals; every item is kept."""
+    """Evaluate a model on tasks, with 95 % confidence intervals, and save the result of every item."""
     from bagu.recipes import evaluate as part
 
     if compare:
         if len(tasks) != 1:
             raise typer.BadParameter("--compare takes two folders of results")
         raise typer.Exit(part.compare_main(Path(model), Path(tasks[0]), out=out, as_json=as_json))
-    raise typer.Exit(
-        part.eval_main(
-            model, tasks, out=out, limit=limit, few_shot=few_shot, normalization=normalization, seed=seed,
-            training=training, tokenizer=tokenizer, dtype=dtype, device=device, invariant=invariant, api_key=api_key,
-            as_json=as_json,
-        )
+    status = part.eval_main(
+        model, tasks, out=out, limit=limit, few_shot=few_shot, normalization=normalization, seed=seed,
+        training=training, tokenizer=tokenizer, dtype=dtype, device=device, invariant=invariant, api_key=api_key,
+        as_json=as_json,
     )  # fmt: skip
+    raise typer.Exit(status)
 
 
 @tokenizers.command("train")
 def tokenizer_train(
-    out: Annotated[Path, typer.Argument(help="The folder to write.")],
-    data: Annotated[Path | None, typer.Argument(help="Text, JSON lines or Parquet; by default the library.")] = None,
-    vocab_size: Annotated[int, typer.Option(help="Tokens in all.")] = 4096,
-    max_mb: Annotated[float, typer.Option(help="Learn from at most so many MB of text.")] = 64,
+    out: Annotated[Path, Argument(help="The folder to write.")],
+    data: Annotated[Path | None, Argument(help="Text, JSONL or Parquet. Default: Python's standard library.")] = None,
+    vocab_size: Annotated[int, Option(help="Vocabulary size, special tokens included.")] = 4096,
+    max_mb: Annotated[float, Option(help="Train on at most this many MB of text.")] = 64,
 ) -> None:
-    """Learn a byte-level BPE."""
+    """Train a byte-level BPE tokenizer."""
     from bagu.data import tokenizer_cli
 
     tokenizer_cli.train_main(out, path=data, vocab_size=vocab_size, max_mb=max_mb)
@@ -301,11 +276,11 @@ def tokenizer_train(
 
 @tokenizers.command("stats")
 def tokenizer_stats(
-    path: Annotated[Path, typer.Argument(help="A folder with tokenizer.json.")],
-    data: Annotated[Path | None, typer.Argument(help="Text to measure on; by default the library.")] = None,
-    max_mb: Annotated[float, typer.Option(help="Measure on at most so many MB.")] = 8,
+    path: Annotated[Path, Argument(help="A folder with tokenizer.json.")],
+    data: Annotated[Path | None, Argument(help="Text to measure on. Default: Python's standard library.")] = None,
+    max_mb: Annotated[float, Option(help="Measure on at most this many MB of text.")] = 8,
 ) -> None:
-    """Bytes per token, speed, and whether text comes back byte for byte."""
+    """Measure bytes per token and speed, and check that decoding restores the text."""
     from bagu.data import tokenizer_cli
 
     tokenizer_cli.stats_main(path, path=data, max_mb=max_mb)
@@ -313,142 +288,122 @@ def tokenizer_stats(
 
 @bench.command("train")
 def bench_train(
-    shape: Annotated[str, typer.Option(help="cpu_6m, llama_1b or gpt_d20; by default what suits this machine.")] = "",
+    shape: Annotated[str, Option(help="cpu_6m, llama_1b or gpt_d20. Default: chosen for this machine.")] = "",
     peer: Annotated[
         list[str] | None,
-        typer.Option(help="transformers, transformers-compile, or a script that prints JSON with tokens_per_s."),
+        Option(help="transformers, transformers-compile, or a script that prints JSON with tokens_per_s."),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Timed steps of each implementation.")] = 20,
-    micro_batches: Annotated[list[int] | None, typer.Option(help="How many a step is made of; repeatable.")] = None,
-    compile: Annotated[bool, typer.Option("--compile", help="Time bagu under torch.compile too.")] = False,
-    recompute: Annotated[str, typer.Option(help="none, selective or block.")] = "none",
-    rounds: Annotated[int, typer.Option(help="Run everything so often, in turn.")] = 1,
-    dtype: Annotated[str | None, typer.Option(help="bf16 or fp32; by default the one that is fast here.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the first GPU.")] = None,
-    out: Annotated[Path | None, typer.Option(help="By default benchmarks/results/train.")] = None,
+    steps: Annotated[int, Option(help="Number of timed steps per implementation.")] = 20,
+    micro_batches: Annotated[list[int] | None, Option(help="Micro-batches per step; repeatable.")] = None,
+    compile: Annotated[bool, Option("--compile", help="Also time bagu under torch.compile.")] = False,
+    recompute: Annotated[str, Option(help="Activation recomputation: none, selective or block.")] = "none",
+    rounds: Rounds = 1,
+    dtype: BenchDtype = None,
+    device: Device = None,
+    out: Results = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens per second of a whole optimizer step, beside peers in the same run."""
+    """Measure tokens per second of a full optimizer step, for bagu and its peers."""
     from bagu.bench import train as part
 
-    raise typer.Exit(
-        part.main(
-            shape or None, peers=peer or (), steps=steps, micro_batches=micro_batches or (1,),
-            compiled=(False, True) if compile else (False,), recompute=recompute, rounds=rounds, dtype=dtype,
-            device=device, out=out, as_json=as_json,
-        )
+    status = part.main(
+        shape or None, peers=peer or (), steps=steps, micro_batches=micro_batches or (1,),
+        compiled=(False, True) if compile else (False,), recompute=recompute, rounds=rounds, dtype=dtype,
+        device=device, out=out, as_json=as_json,
     )  # fmt: skip
+    raise typer.Exit(status)
 
 
 @bench.command("engine")
 def bench_engine(
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="By default a shape with random weights.")
-    ] = None,
-    shape: Annotated[str | None, typer.Option(help="cpu_8m, smollm_135m or qwen3_0_6b.")] = None,
-    requests: Annotated[int | None, typer.Option(help="256 on a GPU, 32 on a CPU.")] = None,
-    inputs: Annotated[str | None, typer.Option(help="Prompt lengths, e.g. 100-1024.")] = None,
-    outputs: Annotated[str | None, typer.Option(help="Answer lengths.")] = None,
-    shared_prefix: Annotated[int, typer.Option(help="Tokens that all prompts begin with.")] = 0,
-    streams: Annotated[list[int] | None, typer.Option(help="Time decoding of so many streams; repeatable.")] = None,
-    batch: Annotated[int, typer.Option(help="Sequences that run at once.")] = 256,
-    prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of prompts that begin alike.")] = True,
-    quantization: Annotated[str | None, typer.Option(help="int8, on a CPU.")] = None,
-    invariant: Annotated[bool, typer.Option("--invariant", help="What the same bits in any batch cost.")] = False,
-    dtype: Annotated[str | None, typer.Option(help="bf16 or fp32; by default the one that is fast here.")] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="generate, generate_batch, or a script; repeatable.")] = None,
-    rounds: Annotated[int, typer.Option(help="Run everything so often, in turn.")] = 1,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the first GPU.")] = None,
-    out: Annotated[Path | None, typer.Option(help="By default benchmarks/results/serve.")] = None,
+    model: Annotated[str | None, Argument(metavar="MODEL", help="A model. Default: random weights of --shape.")] = None,
+    shape: Annotated[str | None, Option(help="cpu_8m, smollm_135m or qwen3_0_6b.")] = None,
+    requests: Annotated[int | None, Option(help="Number of requests. Default: 256 on a GPU, 32 on a CPU.")] = None,
+    inputs: Annotated[str | None, Option(help="Range of prompt lengths, e.g. 100-1024.")] = None,
+    outputs: Annotated[str | None, Option(help="Range of output lengths, e.g. 100-1024.")] = None,
+    shared_prefix: SharedPrefix = 0,
+    streams: Annotated[list[int] | None, Option(help="Time decoding with this many streams; repeatable.")] = None,
+    batch: Annotated[int, Option(help="Maximum number of sequences that run at once.")] = 256,
+    prefix_caching: PrefixCaching = True,
+    quantization: Annotated[str | None, Option(help="int8; CPU only.")] = None,
+    invariant: Annotated[bool, Option("--invariant", help="Use the batch-invariant mode.")] = False,
+    dtype: BenchDtype = None,
+    peer: Annotated[list[str] | None, Option(help="generate, generate_batch or a script; repeatable.")] = None,
+    rounds: Rounds = 1,
+    device: Device = None,
+    out: Results = None,
     as_json: AsJson = False,
 ) -> None:
-    """Offline throughput of the engine; nano-vllm's workload by default on a GPU."""
-    users = wait_briefly()  # before torch is imported
+    """Measure the offline throughput of the engine. The default workload on a GPU is nano-vllm's."""
+    user_environ = wait_briefly()  # must run before torch is imported
     from bagu.bench import engine as part
     from bagu.recipes.serving import Loader
 
     load = None if model is None else Loader(model=model, dtype=dtype or "auto", device=device)
-    raise typer.Exit(
-        part.main(
-            shape, load=load, name=model, requests=requests, inputs=inputs, outputs=outputs,
-            shared_prefix=shared_prefix, streams=streams or (), batch=batch, prefix_cache=prefix_caching,
-            quantization=quantization, invariant=invariant, dtype=dtype, peers=peer or (), peer_environ=users,
-            rounds=rounds, device=device, out=out, as_json=as_json,
-        )
+    status = part.main(
+        shape, load=load, name=model, requests=requests, inputs=inputs, outputs=outputs,
+        shared_prefix=shared_prefix, streams=streams or (), batch=batch, prefix_cache=prefix_caching,
+        quantization=quantization, invariant=invariant, dtype=dtype, peers=peer or (), peer_environ=user_environ,
+        rounds=rounds, device=device, out=out, as_json=as_json,
     )  # fmt: skip
+    raise typer.Exit(status)
 
 
 @bench.command("serve")
 def bench_serve(
-    target: Annotated[str, typer.Argument(metavar="URL|MODEL", help="A server, or a model to start one for.")],
-    requests: Annotated[int, typer.Option(help="In all.")] = 64,
-    inputs: Annotated[
-        str | None, typer.Option(help="Prompt lengths; by default 32-128, or what fits the model.")
-    ] = None,
-    outputs: Annotated[str | None, typer.Option(help="Answer lengths; by default likewise.")] = None,
-    shared_prefix: Annotated[int, typer.Option(help="Tokens that all prompts begin with.")] = 0,
-    max_concurrency: Annotated[int | None, typer.Option(help="Clients of a closed loop, 8 by default.")] = None,
-    request_rate: Annotated[float | None, typer.Option(help="Poisson arrivals a second instead.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="BAGU_API_KEY", help="Of the server.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="A folder for a picture of the latencies.")] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="By default benchmarks/results/serve.")] = None,
+    target: Annotated[str, Argument(metavar="URL|MODEL", help="The URL of a server, or a model to start one for.")],
+    requests: Annotated[int, Option(help="Number of requests.")] = 64,
+    inputs: Annotated[str | None, Option(help="Range of prompt lengths. Default: 32-128, or what fits.")] = None,
+    outputs: Annotated[str | None, Option(help="Range of output lengths. Default: 32-128, or what fits.")] = None,
+    shared_prefix: SharedPrefix = 0,
+    max_concurrency: Annotated[int | None, Option(help="Maximum requests in flight. Default: 8.")] = None,
+    request_rate: Annotated[float | None, Option(help="Requests per second, Poisson arrivals.")] = None,
+    api_key: ApiKey = None,
+    plot: Annotated[Path | None, Option(help="The folder to write a plot of the latencies to.")] = None,
+    seed: Annotated[int, Option(help="Seed of the prompts and the arrival times.")] = 0,
+    out: Results = None,
     as_json: AsJson = False,
 ) -> None:
-    """Latency under load: TTFT, TPOT, ITL and end to end, p50, p90 and p99, by vLLM's names."""
+    """Measure latency under load: TTFT, TPOT, ITL and end to end, at p50, p90 and p99, as vLLM defines them."""
     from bagu.bench import serve as part
     from bagu.recipes.served import served
 
     is_url = target.startswith(("http://", "https://"))
-    raise typer.Exit(
-        part.main(
-            target if is_url else None, server=None if is_url else served(Path(target)), api_key=api_key,
-            requests=requests, inputs=inputs, outputs=outputs, shared_prefix=shared_prefix,
-            max_concurrency=max_concurrency, request_rate=float("inf") if request_rate is None else request_rate,
-            plot=plot, seed=seed, out=out, as_json=as_json,
-        )
+    status = part.main(
+        target if is_url else None, server=None if is_url else served(Path(target)), api_key=api_key,
+        requests=requests, inputs=inputs, outputs=outputs, shared_prefix=shared_prefix,
+        max_concurrency=max_concurrency, request_rate=float("inf") if request_rate is None else request_rate,
+        plot=plot, seed=seed, out=out, as_json=as_json,
     )  # fmt: skip
+    raise typer.Exit(status)
 
 
 @bench.command("ops")
 def bench_ops(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Ops to time; all by default.")] = None,
-    case: Annotated[list[str] | None, typer.Option(help="Only this bench case; may be repeated.")] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="Only this backend of bagu; may be repeated.")] = None,
-    dtype: Dtype = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="One case an op, small sizes; recorded only with --out.")
-    ] = False,
-    compile: Annotated[
-        bool | None, typer.Option(help="torch.compile as a peer, seconds a case; by default unless --quick.")
-    ] = None,
+    names: Annotated[list[str] | None, Argument(metavar="NAME", help="The ops to time. Default: all.")] = None,
+    case: Annotated[list[str] | None, Option(help="Time only this benchmark case; repeatable.")] = None,
+    backend: Annotated[list[str] | None, Option(help="Time only this backend of bagu; repeatable.")] = None,
+    dtype: OpDtype = None,
+    quick: Annotated[bool, Option("--quick", help="One small case per op. Saved only with --out.")] = False,
+    compile: Annotated[bool | None, Option(help="Also time torch.compile (slow). Default: unless --quick.")] = None,
     as_json: AsJson = False,
-    plot: Annotated[bool, typer.Option(help="Draw a picture per op beside the record.")] = True,
-    out: Annotated[Path | None, typer.Option(help="The folder of the record; by default benchmarks/results.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; by default the first GPU.")] = None,
+    plot: Annotated[bool, Option(help="Write one plot per op next to the results.")] = True,
+    out: Results = None,
+    device: Device = None,
 ) -> None:
-    """Every op and backend against torch eager, torch.compile and Liger, as a share of the measured ceiling."""
+    """Time every op and backend, torch eager, torch.compile and Liger; report the fraction of the measured ceiling."""
     from bagu.bench import ops as part
 
-    raise typer.Exit(
-        part.main(
-            names or (),
-            cases=case or (),
-            backends=backend or (),
-            dtype=dtype,
-            quick=quick,
-            compiled=compile,
-            as_json=as_json,
-            draw=plot,
-            out=out,
-            device=device,
-        )
-    )
+    status = part.main(
+        names or (), cases=case or (), backends=backend or (), dtype=dtype, quick=quick, compiled=compile,
+        as_json=as_json, draw=plot, out=out, device=device,
+    )  # fmt: skip
+    raise typer.Exit(status)
 
 
 @ops.command("list")
 def ops_list() -> None:
-    """Every op in one line: kernels, gradients, what bounds it."""
+    """List every op with its backends, gradients and bound (memory or compute)."""
     from rich.console import Console
 
     from bagu.bench import show
@@ -458,17 +413,13 @@ def ops_list() -> None:
 
 @ops.command("show")
 def ops_show(
-    name: str,
-    size: Annotated[
-        str, typer.Option(help="Sizes of the cost, e.g. M=4096,N=4096; by default the first timed case.")
-    ] = "",
-    dtype: Dtype = None,
+    name: Annotated[str, Argument(help="The op.")],
+    size: Annotated[str, Option(help="Sizes, e.g. M=4096,N=4096. Default: the first benchmark case.")] = "",
+    dtype: OpDtype = None,
     as_json: AsJson = False,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure the ceilings now, even if some are recorded.")
-    ] = False,
+    measure: Annotated[bool, Option("--measure", help="Measure the ceilings again, even if recorded.")] = False,
 ) -> None:
-    """One op: formula, arguments, backends, cases, cost, predicted time on this machine."""
+    """Show one op: formula, arguments, backends, cases, cost and predicted time on this machine."""
     from rich.console import Console
 
     from bagu.bench import show
@@ -478,7 +429,7 @@ def ops_show(
 
 @lab.command("list")
 def lab_list() -> None:
-    """Every lab with its claim."""
+    """List every lab with its claim."""
     from rich.console import Console
 
     from bagu.lab.listing import list_labs
@@ -488,42 +439,45 @@ def lab_list() -> None:
 
 @lab.command("run")
 def lab_run(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Labs to run; all by default.")] = None,
-    out: LabOut = Path("labs"),
-    quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes, a few seconds a lab.")] = False,
+    names: Annotated[list[str] | None, Argument(metavar="NAME", help="The labs to run. Default: all.")] = None,
+    out: LabResults = Path("labs"),
+    quick: Annotated[bool, Option("--quick", help="Use smaller sizes: a few seconds per lab.")] = False,
 ) -> None:
-    """Measure a claim, draw it, and say whether it held."""
+    """Measure claims, plot the results and print whether each claim holds."""
     from bagu.lab.run import run_labs
 
     raise typer.Exit(run_labs(names or (), out=out, quick=quick))
 
 
 @lab.command("report")
-def lab_report(out: LabOut = Path("labs")) -> None:
-    """One HTML page with all results of this machine."""
+def lab_report(out: LabResults = Path("labs")) -> None:
+    """Write one HTML page with all lab results of this machine."""
     from bagu.lab.report import write_report
 
     typer.echo(write_report(out))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The program `bagu`. A BaguError, and a file that cannot be read or written, is told without a traceback, with
-    exit status 2; BAGU_TRACEBACK=1 shows it."""
+    """Entry point of the program `bagu`.
+
+    A BaguError, and an OSError about a file or a full disk, print a message without a traceback and exit with status
+    2. Set BAGU_TRACEBACK=1 to see the traceback.
+    """
     try:
         app(args=argv, prog_name="bagu")
     except (BaguError, OSError) as error:
-        told = _told(error)
-        if told is None or os.environ.get("BAGU_TRACEBACK", "0") not in ("", "0"):
+        message = _message(error)
+        if message is None or os.environ.get("BAGU_TRACEBACK", "0") not in ("", "0"):
             raise
-        print(f"bagu: {told}", file=sys.stderr)
+        print(f"bagu: {message}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def _told(error: BaguError | OSError) -> str | None:
-    """What to say in place of a traceback; None of an OSError that is not about a file or a full disk."""
+def _message(error: BaguError | OSError) -> str | None:
+    """The message to print instead of a traceback; None for an OSError that is not about a file or a full disk."""
     if isinstance(error, BaguError):
         return f"{error}" + (f"\n  -> {error.hint}" if error.hint else "")
-    if error.errno in FULL:
-        place = f"{error.filename}: " if error.filename else ""
-        return f"{place}{error.strerror}\n  -> free some disk space, or write to another disk"
-    return error.filename and f"{error.filename}: {error.strerror}\n  -> give a place that can be read or written"
+    if error.errno in DISK_FULL:
+        file = f"{error.filename}: " if error.filename else ""
+        return f"{file}{error.strerror}\n  -> free some disk space, or write to another disk"
+    return error.filename and f"{error.filename}: {error.strerror}\n  -> check the path and its permissions"

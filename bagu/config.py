@@ -1,12 +1,12 @@
-"""Configuration: trees of frozen dataclasses, to and from JSON, changed on the command line by dotted key.
+"""Configuration: trees of frozen dataclasses, read from and written to JSON, overridden by dotted key.
 
-The dataclasses stand beside their owners; this file knows only their fields' types. `from_dict(C, to_dict(c)) == c`
-for every tree made of: dataclasses, `tuple`, `list`, `dict[str, X]`, `X | None`, `Literal`, `bool`, `int`, `float`,
-`str` and `Path`. A union of dataclasses is told apart by their field `kind: Literal["…"]`; an abstract dataclass stands
-for the union of its subclasses, so that a new subclass is known without being listed anywhere.
+Each dataclass is defined next to the code that uses it; this file only reads the types of their fields.
+`from_dict(C, to_dict(c)) == c` for every tree made of: dataclasses, `tuple`, `list`, `dict[str, X]`, `X | None`,
+`Literal`, `bool`, `int`, `float`, `str` and `Path`. The field `kind: Literal["…"]` selects the member of a union of
+dataclasses. An abstract dataclass is the union of its subclasses, so a new subclass needs no registration.
 
-Types are strict: an int is a float where a float is asked for, and nothing else is anything else. A number that is not
-finite is refused, since JSON has no word for it.
+Types are strict: a float field accepts an int, and there is no other conversion. Numbers that are not finite are
+refused, because JSON cannot represent them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class UnknownSetting(UnknownName):
 
 
 class ConfigError(BaguError, ValueError):
-    """A value does not fit the field it was given for; the message starts with the field's dotted key."""
+    """A value does not fit its field; the message starts with the dotted key of the field."""
 
 
 def to_dict(config: Any) -> Any:
-    """The tree as dicts, lists and JSON scalars. Fields that are not arguments of their class are left out."""
+    """Convert the tree to dicts, lists and JSON scalars. Fields with `init=False` are left out."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config) if f.init}
     if isinstance(config, Mapping):
@@ -52,10 +52,10 @@ def to_dict(config: Any) -> Any:
 
 
 def from_dict(cls: type[C], data: Any, where: str = "") -> C:
-    """The `cls` that `data` describes. `where` is the dotted key of `data`, for errors.
+    """Build a `cls` from `data`. `where` is the dotted key of `data`, for error messages.
 
-    A key that `cls` does not have, one it needs and does not get, and a value of the wrong type are errors that name
-    the dotted key; so are a class's own objections (`__post_init__`), which keep their type.
+    An unknown key, a missing required key and a value of the wrong type raise an error that names the dotted key. An
+    error raised by `__post_init__` keeps its type and gets the dotted key too.
     """
     if not isinstance(data, Mapping):
         raise _wrong(where, "an object", data)
@@ -67,9 +67,7 @@ def from_dict(cls: type[C], data: Any, where: str = "") -> C:
     given = {key: _value(hints[key], value, _join(where, key)) for key, value in data.items()}
     for name, field in fields.items():
         if name not in given and field.default is MISSING and field.default_factory is MISSING:
-            raise ConfigError(
-                f"{_join(where, name)}: has no default and is not given", hint=f"set {_join(where, name)}"
-            )
+            raise ConfigError(f"{_join(where, name)}: has no default and is not set", hint=f"set {_join(where, name)}")
     try:
         return cls(**given)
     except BaguError as error:
@@ -79,11 +77,11 @@ def from_dict(cls: type[C], data: Any, where: str = "") -> C:
 
 
 def override(config: C, settings: Iterable[str]) -> C:
-    """`config` with settings like "train.optimizer.lr=3e-4" or "windows.0=128", each read as its field's type.
+    """Return `config` with settings such as "train.optimizer.lr=3e-4" or "windows.0=128" applied.
 
-    "null" is None where the field allows it; a list is "[1, 2]" or "1,2"; a whole object is JSON. All settings are
-    applied before anything is checked, so two that only fit together can be given in any order. Setting the `kind` of a
-    union keeps the values of the fields that both kinds have.
+    Each value is parsed as the type of its field. "null" is None if the field allows it. A list is "[1, 2]" or
+    "1,2". An object is JSON. All settings are applied before the result is checked, so settings that depend on each
+    other can come in any order. Setting the `kind` of a union keeps the fields that both kinds have.
     """
     pairs = []
     for setting in settings:
@@ -94,7 +92,7 @@ def override(config: C, settings: Iterable[str]) -> C:
             )
         pairs.append((key.strip().split("."), text.strip()))
     data = to_dict(config)
-    for keys, text in sorted(pairs, key=lambda pair: pair[0][-1] != "kind"):  # a kind decides which keys there are
+    for keys, text in sorted(pairs, key=lambda pair: pair[0][-1] != "kind"):  # kinds first: they decide the keys
         try:
             data = _assigned(type(config), data, keys, text)
         except UnknownSetting as error:
@@ -105,7 +103,7 @@ def override(config: C, settings: Iterable[str]) -> C:
 
 
 def diff(a: Any, b: Any) -> list[str]:
-    """What differs, a line a key: "train.optimizer.lr: 0.001 → 0.0003". Either side may be a tree or its dict."""
+    """List the differences, one line per key: "train.optimizer.lr: 0.001 → 0.0003". Accepts trees or their dicts."""
     old, new = dict(_leaves(to_dict(a))), dict(_leaves(to_dict(b)))
 
     def show(leaves: dict[str, Any], key: str) -> str:
@@ -116,66 +114,64 @@ def diff(a: Any, b: Any) -> list[str]:
 
 
 def fingerprint(config: Any) -> str:
-    """16 hex digits that are the same for equal trees (1 and 1.0 are equal), whatever the order of their keys."""
+    """A hash of 16 hex digits, equal for equal trees. 1 and 1.0 are equal; the order of keys does not matter."""
     text = json.dumps(_same_numbers(to_dict(config)), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def save(config: Any, path: str | os.PathLike[str]) -> None:
-    """Write the tree as JSON, whole or not at all."""
+    """Write the tree as JSON, atomically."""
     data = to_dict(config)
     for key, value in _leaves(data):
         if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(
-                f"{key}: {value} is not finite", hint="JSON cannot hold it; use null and let the code decide"
-            )
+            raise ConfigError(f"{key}: {value} is not finite", hint="JSON cannot represent it; use null")
     write_whole(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 
 def load(cls: type[C], path: str | os.PathLike[str], *, upgrade: Callable[[Any], Any] | None = None) -> C:
-    """The tree that `save` wrote, or that a person did. `upgrade` turns JSON of an older layout into the present."""
+    """Read the tree from a JSON file. `upgrade` converts JSON of an older layout to the current one."""
     path = Path(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
         return from_dict(cls, data if upgrade is None else upgrade(data))
     except FileNotFoundError:
-        raise ConfigError(f"there is no configuration file {path}", hint="check the path") from None
+        raise ConfigError(f"configuration file {path} does not exist", hint="check the path") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", hint="a configuration is a UTF-8 JSON file") from error
+        raise ConfigError(f"cannot read {path}: {error}", hint="a configuration must be a UTF-8 JSON file") from error
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: not JSON: {error.msg}", hint="correct that line") from error
     except RecursionError as error:
-        raise ConfigError(f"{path}: the JSON is nested too deeply", hint="a configuration has a few levels") from error
+        raise ConfigError(f"{path}: the JSON is nested too deeply", hint="check the file") from error
     except BaguError as error:
         error.args = (f"{path}: {error}",)
         raise
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Put `text` at `path` so that a reader, or a machine that dies meanwhile, finds the old text or the new.
+    """Write `text` to `path` atomically: a reader sees the old text or the new text, also after a crash.
 
-    An OSError names the file: that of a full disk would not.
+    An OSError carries the file name, which the error of a full disk would otherwise lack.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with beside.open("w", encoding="utf-8", newline="\n") as file:
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 # Types
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the annotation `hint` wants it."""
+    """Convert `value` to the type `hint`."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
@@ -184,7 +180,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return from_dict(typing.cast(type, hint), value, where)
     if origin is Literal:
-        # `in` alone would take 1 for True and 1.0 for 1
+        # `in` alone would accept 1 for True and 1.0 for 1
         found = next((a for a in args if a == value and type(a) is type(value)), MISSING)
         if found is MISSING:
             raise _not_among(where, value, args)
@@ -215,13 +211,13 @@ def _scalar(hint: Any, value: Any, where: str) -> Any:
 
 
 def _items(hint: Any, value: Any, where: str) -> Iterator[Any]:
-    """The converted items of a list, a `tuple[X, ...]` or a `tuple[X, Y]`."""
+    """Convert the items of a list, a `tuple[X, ...]` or a `tuple[X, Y]`."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise _wrong(where, _words(hint), value)
     args = typing.get_args(hint)
     if typing.get_origin(hint) is tuple and args[-1:] != (...,):
         if len(args) != len(value):
-            raise ConfigError(f"{where}: wants {len(args)} items and got {len(value)}", hint=f"give {_words(hint)}")
+            raise ConfigError(f"{where}: expected {len(args)} items, got {len(value)}", hint=f"give {_words(hint)}")
     else:
         args = args[:1] * len(value)
     for index, (arg, item) in enumerate(zip(args, value, strict=True)):
@@ -229,7 +225,7 @@ def _items(hint: Any, value: Any, where: str) -> Iterator[Any]:
 
 
 def _of_union(members: Sequence[Any], value: Any, where: str) -> Any:
-    """The member that fits: an object by its `kind`, an exact scalar before one that is converted."""
+    """Convert to the matching member: an object by its `kind`, a scalar of the exact type before a converted one."""
     if value is None and type(None) in members:
         return None
     if isinstance(value, Mapping) and (classes := [m for m in members if dataclasses.is_dataclass(m)]):
@@ -237,7 +233,7 @@ def _of_union(members: Sequence[Any], value: Any, where: str) -> Any:
     members = [m for m in members if m is not type(None)]
     lists = [m for m in members if typing.get_origin(m) in (tuple, list)]
     if len(members) == 1 or (len(lists) == 1 and isinstance(value, list)):
-        return _value((lists or members)[0], value, where)  # so that the error is about the item that is wrong
+        return _value((lists or members)[0], value, where)  # the error then names the wrong item
     for member in sorted(members, key=lambda m: m is not type(value)):
         with contextlib.suppress(ConfigError, UnknownName):
             return _value(member, value, where)
@@ -245,12 +241,12 @@ def _of_union(members: Sequence[Any], value: Any, where: str) -> Any:
 
 
 def _by_kind(classes: Sequence[Any], data: Mapping[str, Any], where: str) -> Any:
-    """The class whose `kind` is the data's; a union of one class needs none."""
+    """The class selected by the `kind` of `data`; a single class needs no `kind`."""
     if len(classes) == 1:
         return classes[0]
     kinds = _kinds(classes)
     if "kind" not in data:
-        raise ConfigError(f"{where}: does not say its kind", hint=f"give kind: {', '.join(kinds)}")
+        raise ConfigError(f"{where}: has no kind", hint=f"set kind to one of: {', '.join(kinds)}")
     if not isinstance(data["kind"], str) or data["kind"] not in kinds:
         raise _not_among(_join(where, "kind"), data["kind"], list(kinds))
     return kinds[data["kind"]]
@@ -264,13 +260,13 @@ def _kinds(classes: Iterable[Any]) -> dict[str, Any]:
 
 
 def _assigned(hint: Any, data: Any, keys: Sequence[str], text: str, where: str = "") -> Any:
-    """The plain tree `data`, of type `hint`, with `text` read as its field's type and put at `keys`."""
+    """Return the plain tree `data`, of type `hint`, with the value at `keys` replaced by `text`, parsed as its type."""
     if not keys:
         return _read(hint, text, where)
     key, below = keys[0], _join(where, keys[0])
     members = _members(hint)
     if classes := [m for m in members if dataclasses.is_dataclass(m)]:
-        data = data if isinstance(data, dict) else {}  # an object that was left out is begun
+        data = data if isinstance(data, dict) else {}  # an unset object starts empty
         if key == "kind" and len(classes) > 1:
             shared = {f.name for f in dataclasses.fields(_by_kind(classes, {"kind": text}, where))}
             return {name: value for name, value in data.items() if name in shared} | {"kind": text}
@@ -286,30 +282,30 @@ def _assigned(hint: Any, data: Any, keys: Sequence[str], text: str, where: str =
         if typing.get_origin(member) in (tuple, list) and isinstance(data, list):
             if not key.isdecimal() or int(key) >= len(data):
                 has = f"items 0 to {len(data) - 1}" if data else "no items"
-                raise ConfigError(f"{below}: {where} has {has}", hint=f"to change how many, set {where} as a whole")
+                raise ConfigError(f"{below}: {where} has {has}", hint=f"to change the number of items, set {where}")
             at = int(key)
             return [*data[:at], _assigned(_item(member, at), data[at], keys[1:], text, below), *data[at + 1 :]]
         if typing.get_origin(member) in (dict, Mapping):
             data = data or {}
             return data | {key: _assigned(args[1], data.get(key), keys[1:], text, below)}
-    raise ConfigError(f"{below}: {where} is {_words(hint)} and has nothing inside", hint=f"set {where} itself")
+    raise ConfigError(f"{below}: {where} is {_words(hint)} and has no keys", hint=f"set {where} itself")
 
 
 def _read(hint: Any, text: str, where: str) -> Any:
-    """`text`, as typed after "=", as a plain value of type `hint`; `from_dict` checks it again in its place."""
+    """Parse the `text` after "=" as a plain value of type `hint`; `from_dict` checks the value again."""
     members = [m for m in _members(hint) if m is not type(None)]
     if text in ("null", "none", "None") and len(members) < len(_members(hint)):
         return None
     if len(members) == 1:
         return to_dict(_value(members[0], _plain(members[0], text), where))
-    for member in sorted(members, key=lambda m: (m is str, m is float)):  # 3 is an int before a float, and a str last
+    for member in sorted(members, key=lambda m: (m is str, m is float)):  # try int, then float, then str
         with contextlib.suppress(ConfigError, UnknownName):
             return to_dict(_value(member, _plain(member, text), where))
     raise _wrong(where, _words(hint), text, hint=_kind_hint(members, where))
 
 
 def _plain(member: Any, text: str) -> Any:
-    """What `text` may stand for in a field of type `member`; the text itself where it stands for nothing else."""
+    """Parse `text` for a field of type `member`; return the text itself if it does not parse."""
     if typing.get_origin(member) is Literal:
         return next((a for a in typing.get_args(member) if str(a) == text or json.dumps(a) == text), text)
     if member in (str, Path):
@@ -327,7 +323,7 @@ def _plain(member: Any, text: str) -> Any:
 
 
 def _item(hint: Any, at: int) -> Any:
-    """The type of item `at` of a list or tuple; one too many is refused later, when the items are counted."""
+    """The type of item `at` of a list or tuple. `_items` checks the number of items later."""
     args = typing.get_args(hint)
     return args[at] if typing.get_origin(hint) is tuple and args[-1] is not ... and at < len(args) else args[0]
 
@@ -357,7 +353,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return None if field.default is MISSING else field.default
 
 
-# Words
+# Keys and error messages
 
 
 def _join(where: str, key: str) -> str:
@@ -365,7 +361,7 @@ def _join(where: str, key: str) -> str:
 
 
 def _leaves(data: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Every scalar and every empty container of a plain tree, with its dotted key."""
+    """Yield every scalar and every empty container of a plain tree with its dotted key."""
     if isinstance(data, (dict, list)) and data:
         for key, value in data.items() if isinstance(data, dict) else enumerate(data):
             yield from _leaves(value, _join(where, str(key)))
@@ -374,7 +370,7 @@ def _leaves(data: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _namesakes(data: Any, keys: Sequence[str]) -> list[str]:
-    """The dotted keys that end as `keys` does, in as many of its parts as any."""
+    """The dotted keys that share the longest suffix with `keys`."""
     for parts in range(len(keys), 0, -1):
         if found := [at for at in _keys(data) if at.split(".")[-parts:] == keys[-parts:]]:
             return found
@@ -382,7 +378,7 @@ def _namesakes(data: Any, keys: Sequence[str]) -> list[str]:
 
 
 def _keys(data: Any, where: str = "") -> Iterator[str]:
-    """The dotted key of everything in a plain tree."""
+    """Yield the dotted key of every value in a plain tree."""
     if isinstance(data, dict):
         for key, value in data.items():
             yield _join(where, key)
@@ -390,7 +386,7 @@ def _keys(data: Any, where: str = "") -> Iterator[str]:
 
 
 def _same_numbers(data: Any) -> Any:
-    """The plain tree with 1.0 written as 1: a float field set by hand may hold an int, and a loaded one does not."""
+    """The plain tree with 1.0 as 1: a float field set in code may hold an int, a loaded one holds a float."""
     if isinstance(data, dict):
         return {key: _same_numbers(value) for key, value in data.items()}
     if isinstance(data, list):
@@ -399,17 +395,17 @@ def _same_numbers(data: Any) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object in which no key stands twice."""
+    """A JSON object; a duplicate key raises."""
     seen: dict[str, Any] = {}
     for key, value in pairs:
         if key in seen:
-            raise ConfigError(f"{key!r} is given twice in one object", hint="delete one of them")
+            raise ConfigError(f"duplicate key {key!r} in one object", hint="delete one of them")
         seen[key] = value
     return seen
 
 
 def _words(hint: Any) -> str:
-    """An annotation as a reader of an error wants it."""
+    """Describe a type in an error message."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(_words(a) for a in args)
@@ -420,18 +416,19 @@ def _words(hint: Any) -> str:
         return f"a list of {_words(args[0])}" if one else f"a list [{', '.join(map(_words, args))}]"
     if origin in (dict, Mapping) or dataclasses.is_dataclass(hint):
         return "an object"
-    plain = {bool: "true or false", int: "an integer", float: "a number", str: "a text", Path: "a path"}
+    plain = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Path: "a path"}
     return plain.get(hint, "null" if hint is type(None) else str(hint))
 
 
-def _wrong(where: str, wants: str, value: Any, *, hint: str = "") -> ConfigError:
+def _wrong(where: str, expected: str, value: Any, *, hint: str = "") -> ConfigError:
     shown = json.dumps(value, ensure_ascii=False, default=repr)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return ConfigError(f"{where or 'the configuration'}: wants {wants} and got {shown}", hint=hint or f"give {wants}")
+    what = f"{where or 'the configuration'}: expected {expected}, got {shown}"
+    return ConfigError(what, hint=hint or f"give {expected}")
 
 
 def _kind_hint(members: Iterable[Any], where: str) -> str:
-    """How to choose among the classes of a union; empty where there is no choice."""
+    """How to choose among the classes of a union; "" if there is no choice."""
     classes = [m for m in members if dataclasses.is_dataclass(m)]
     return f"set {where}.kind to one of {', '.join(sorted(_kinds(classes)))}" if len(classes) > 1 else ""
 
@@ -447,10 +444,10 @@ def _of_other_kind(where: str, key: str, data: Mapping[str, Any], others: Mappin
 
 def _not_among(where: str, value: Any, options: Sequence[Any]) -> UnknownName:
     error = UnknownName.among(where, str(value), map(str, options))
-    error.args = (f"{where}: there is no {value!r}; it is one of {', '.join(map(str, options))}",)
+    error.args = (f"{where}: unknown value {value!r}; expected one of {', '.join(map(str, options))}",)
     return error
 
 
 def _unknown(where: str, key: str, known: Iterable[str]) -> UnknownSetting:
-    """The error for a key, with the nearest by its own name: a long common prefix makes all dotted keys look alike."""
+    """Build the error for an unknown key. The hint compares the last part only: long common prefixes look similar."""
     return UnknownSetting.among("setting", key, known, within=f"{where}." if where else "")

@@ -1,11 +1,11 @@
-"""What can go wrong, as types. Every error says what was asked, what was found, and what to do.
+"""The exception types. Every error says what was asked, what was found, and what to do.
 
 * BaguError
   - ArgumentError       an argument does not fit the op's signature
-  - BackendError        a backend that was asked for cannot run here
+  - BackendError        a backend that was requested cannot run on this machine
   - ConformanceError    a backend disagrees with its spec
-  - NotOffered          a peer library does not have what a benchmark asks of it
-  - UnknownName         a name is not in its table
+  - NotOffered          a peer library does not support a benchmark case
+  - UnknownName         a name is not in its table of known names
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["ArgumentError", "BackendError", "BaguError", "ConformanceError", "No
 
 
 class BaguError(Exception):
-    """Base class. `hint` is the next thing to try; it prints on its own line under the message."""
+    """Base class. `hint` says what to do; it prints on its own line below the message."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        self.args = (message,)  # what super().__init__ does, which torch.compile cannot trace
+        self.args = (message,)  # same as super().__init__, which torch.compile cannot trace
         self.hint = hint
         if hint:
-            self.__notes__ = [f"  -> {hint}"]  # what add_note does; the same
+            self.__notes__ = [f"  -> {hint}"]  # same as add_note, for the same reason
 
 
 class ArgumentError(BaguError, ValueError):
@@ -32,7 +32,7 @@ class ArgumentError(BaguError, ValueError):
 
 
 class BackendError(BaguError, RuntimeError):
-    """A backend that was asked for cannot run here."""
+    """A backend that was requested cannot run on this machine."""
 
 
 class ConformanceError(BaguError, AssertionError):
@@ -40,15 +40,15 @@ class ConformanceError(BaguError, AssertionError):
 
 
 class NotOffered(BaguError):
-    """Raised by a peer for a case that its library does not have: a benchmark leaves it out."""
+    """A peer library does not support this case; the benchmark skips it."""
 
 
 class UnknownName(BaguError, LookupError):
-    """A name is not in its table."""
+    """A name is not in its table of known names."""
 
     @classmethod
     def among(cls, kind: str, name: str, known: Iterable[str], *, within: str = "") -> Self:
-        """The error for `name`, with the nearest known one as the hint; both are shown behind `within`."""
+        """Build the error for an unknown `name`. The hint is the closest known name; `within` prefixes both."""
         known = sorted(known)
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {within + near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"

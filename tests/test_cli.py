@@ -1,4 +1,4 @@
-"""The program's own errors: one line and a hint, exit status 2, no traceback."""
+"""Command-line errors: a message and a hint, exit status 2, no traceback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bagu.serve.config import parse_bytes
 
 
 @pytest.mark.parametrize("traceback", ["0", "1"])
-def test_a_place_that_cannot_be_written_is_named(
+def test_an_unwritable_path_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, traceback: str
 ) -> None:
     file = tmp_path / "file"
@@ -35,7 +35,7 @@ def test_a_place_that_cannot_be_written_is_named(
         "lab run safe_softmax --quick",
     ],
 )
-def test_a_record_that_cannot_be_written_is_told_before_the_measuring(
+def test_an_unwritable_results_folder_fails_before_the_measurement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     file = tmp_path / "file"
@@ -47,7 +47,7 @@ def test_a_record_that_cannot_be_written_is_told_before_the_measuring(
     assert "%" not in out and "GB/s" not in out  # nothing was measured
 
 
-def test_a_record_that_is_no_file_is_told_before_the_measuring(
+def test_a_results_path_that_is_a_folder_fails_before_the_measurement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record_file(tmp_path).mkdir()
@@ -57,7 +57,7 @@ def test_a_record_that_is_no_file_is_told_before_the_measuring(
     assert "is no file that can be written" in err and "GB/s" not in out
 
 
-def test_serve_help_names_the_pool_and_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_help_lists_kv_and_log_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     shown = capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_serve_help_names_the_pool_and_the_log(capsys: pytest.CaptureFixture[str
         (["--generation-config", "nowhere"], "nowhere/generation_config.json"),
     ],
 )
-def test_serve_refuses_options_by_their_name(
+def test_serve_errors_name_the_option(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], option: list[str], said: str
 ) -> None:
     with pytest.raises(SystemExit):
@@ -82,6 +82,6 @@ def test_serve_refuses_options_by_their_name(
     assert said in capsys.readouterr().err
 
 
-def test_sizes_are_read_with_their_units() -> None:
+def test_parse_bytes_understands_units() -> None:
     sizes = {"1000": 1000, "2GB": 2 * 10**9, "512MiB": 512 * 2**20, "1.5 kib": 1536}
     assert {text: parse_bytes(text) for text in sizes} == sizes

@@ -1,4 +1,4 @@
-"""What a user asks before any work is answered at once: help and lists do not import torch."""
+"""Help and list commands are fast: they do not import torch."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ print("torch" in sys.modules, file=sys.stderr)
     [(["--help"], False, 1.0), (["lab", "list"], False, 1.0), (["lab", "run", "--help"], False, 1.0),
      (["ops", "list"], True, 3.0)],
 )  # fmt: skip
-def test_a_list_takes_little_cpu(argv: list[str], torch: bool, cpu_s: float) -> None:
-    """CPU time, which a busy machine inflates by its caches and not by its queue: three times the bound is allowed."""
+def test_list_commands_use_little_cpu(argv: list[str], torch: bool, cpu_s: float) -> None:
+    """CPU time grows on a busy machine (cold caches), but far less than wall time: three times the bound is allowed."""
     if not hasattr(os, "wait4"):
-        pytest.skip("the system does not tell a child's CPU time")
+        pytest.skip("this system does not report the CPU time of a child process")
     process = subprocess.Popen(
         [sys.executable, "-c", LIST.format(argv=argv)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
@@ -70,14 +70,14 @@ def test_a_list_takes_little_cpu(argv: list[str], torch: bool, cpu_s: float) -> 
 
 @pytest.mark.parametrize("module", ["torch._dynamo", "sympy"])
 def test_ops_list_does_not_import_the_compiler(module: str) -> None:
-    """torch._dynamo is 2 s of CPU, sympy 1 s; the shapes of inputs need neither."""
+    """Importing torch._dynamo costs 2 s of CPU, sympy 1 s; computing input shapes needs neither."""
     code = LIST.format(argv=["ops", "list"]).replace('"torch" in', f'"{module}" in')
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert run.returncode == 0 and run.stderr.strip().splitlines()[-1] == "False", run.stderr
 
 
 @pytest.mark.parametrize("name", catalogue.names())
-def test_the_words_of_a_lab_are_those_of_its_record(name: str) -> None:
+def test_the_text_of_a_lab_matches_its_record(name: str) -> None:
     lab, words = catalogue.load(name), catalogue.words(name)
     for field in ("name", "title_en", "title_zh", "claim_en", "claim_zh", "needs_gpu"):
         assert words[field] == getattr(lab, field), field
