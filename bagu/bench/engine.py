@@ -19,7 +19,7 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.device import named_device, named_dtype
 from bagu.machine.fast_dtype import compute_dtype
 from bagu.machine.openmp import settings
-from bagu.machine.timing import forget
+from bagu.machine.timing import reset_device
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.nn.presets import preset
@@ -91,7 +91,7 @@ def main(
         "case": asdict(case), "engine": asdict(config), "openmp": settings(os.environ),
     }  # fmt: skip
     for turn in range(rounds):
-        forget(where)
+        reset_device(where)
         model = make()
         common["config"] = asdict(model.config)
         rows.add(common | _row("bagu", m, where, s) for s, m in _bagu(model, config, case, turn))
@@ -99,7 +99,7 @@ def main(
             if peer not in PEERS:
                 rows.add(common | row for row in scripted(Path(peer), peer_environ))
                 continue
-            forget(where)
+            reset_device(where)
             rows.add(
                 common | _row(peer, m, where, s) for s, m in _peer(peer, model, case, turn, batch, where, as_dtype)
             )

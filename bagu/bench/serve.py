@@ -33,7 +33,7 @@ from bagu.bench.serve_latency import METRICS, summary
 from bagu.bench.serve_plot import draw
 from bagu.bench.workload import Lengths, Workload, arrivals, random_workload
 from bagu.errors import ArgumentError, BaguError, UnknownName
-from bagu.runs.record import made_folder
+from bagu.runs.record import ensure_folder
 
 __all__ = ["fitting", "main", "measure"]
 
@@ -90,7 +90,7 @@ def main(
     }  # fmt: skip
     rows = Rows(out, default=RESULTS / "serve", as_json=as_json)
     if plot is not None:
-        made_folder(plot)
+        ensure_folder(plot)
     when = arrivals(requests, request_rate, seed)
     with nullcontext(url) if server is None else server as address:
         at = Server(str(address), api_key)

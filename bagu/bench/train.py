@@ -23,7 +23,7 @@ from bagu.data.random_batches import random_batches
 from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.device import named_device, named_dtype
 from bagu.machine.fast_dtype import compute_dtype_name
-from bagu.machine.timing import forget
+from bagu.machine.timing import reset_device
 from bagu.nn import count
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
@@ -98,7 +98,7 @@ def main(
         for c in compiled:
             for m in micro_batches:
                 settings = {"dtype": dtype, "micro_batches": m, "recompute": recompute}
-                forget(where)
+                reset_device(where)
                 with bagu_step(chosen, where, as_dtype, micro_batches=m, compiled=c, recompute=recompute) as one_step:
                     samples = step_seconds(one_step, where, steps=steps)
                 rows.add([common | _row("bagu compiled" if c else "bagu", chosen, samples, where) | settings])
@@ -108,7 +108,7 @@ def main(
                 said = {"tokens_per_s": float(found["tokens_per_s"]), "reported": found}
                 rows.add([common | {"implementation": Path(peer).name} | said])
                 continue
-            forget(where)
+            reset_device(where)
             with PEERS[peer](chosen, where, as_dtype) as one_step:
                 samples = step_seconds(one_step, where, steps=steps)
             rows.add([common | _row(peer, chosen, samples, where) | {"dtype": dtype}])

@@ -17,7 +17,7 @@ from bagu.lab import catalogue, plot
 from bagu.lab.core import Lab, Result, Setting, T
 from bagu.machine.device import default_device, this_machine
 from bagu.machine.environment import environment
-from bagu.runs.record import made_folder
+from bagu.runs.record import ensure_folder
 
 COLOUR = {"held": "green", "did not hold": "red", "holds only where": "yellow"}
 SECONDS_BETWEEN_LINES = 5.0
@@ -37,7 +37,7 @@ def run_labs(names: Sequence[str], *, out: Path, quick: bool, console: Console |
         if lab.needs_gpu and device != "cuda":
             console.print("[yellow]skipped[/]: it needs a CUDA device and this machine has none")
             continue
-        folder = made_folder(out / machine / lab.name)
+        folder = ensure_folder(out / machine / lab.name)
         result = run_lab(lab, machine=machine, device=device, quick=quick, console=console)
         reason = store(lab, result, folder)
         console.print(f"[{COLOUR[result.verdict.kind]}]{result.verdict.kind}[/]: {escape(result.verdict.sentence_en)}")

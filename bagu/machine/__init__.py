@@ -1,1 +1,1 @@
-"""What this computer is and what it can do: device, fast dtypes, ceilings, clocks, C++ built on the spot."""
+"""The computer: devices, fast dtypes, measured ceilings, timing, and C++ compiled on first use."""

@@ -1,4 +1,4 @@
-"""The folder of what can be made again: token stores, compiled C++."""
+"""The cache folder: token stores, compiled C++. Everything in it can be rebuilt."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ __all__ = ["cache_folder"]
 
 
 def cache_folder() -> Path:
-    """$BAGU_CACHE, or .cache/bagu in the home folder."""
+    """$BAGU_CACHE, or ~/.cache/bagu."""
     given = os.environ.get("BAGU_CACHE")
     return Path(given) if given else Path.home() / ".cache" / "bagu"

@@ -1,8 +1,8 @@
-"""The plainest Triton kernels that read, write and copy: candidates for a GPU's bandwidth ceilings.
+"""Simple Triton kernels that read, write and copy. They are candidates for the bandwidth ceilings of a GPU.
 
-torch's own reduction need not reach the read bandwidth of a GPU, and against too low a ceiling a fast kernel looks like
-103 % of it. Each program moves one block of B fp32 elements; all its loads are issued before the first is used. The
-caller sizes buffers to a multiple of `BLOCK`. This module needs Triton: import it only where a GPU kernel will run.
+torch's own reduction may not reach the read bandwidth of a GPU. With too low a ceiling, a fast kernel would show
+103 % of it. Each program moves one block of B fp32 elements and issues all its loads before it uses the first. The
+caller sizes buffers to a multiple of `BLOCK`. This module needs Triton: import it only to run a GPU kernel.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What this machine is: CPU, memory, caches, GPUs, driver, compilers.
+"""Facts about this machine: CPU, memory, caches, GPUs, driver, compilers.
 
-The one place that asks `torch.cuda` for facts. Everything here reads and nothing here measures (`timing` does). A fact
-that the system does not tell is `None`; Linux tells most in /proc and /sys, macOS through `sysctl`, Windows through its
-API, and each question falls back in that order.
+The only module that queries `torch.cuda` for facts. It measures nothing (`timing` does). A fact that the system does
+not provide is None. Linux provides most facts in /proc and /sys, macOS through `sysctl`, Windows through its API; each
+query falls back in that order.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU as torch sees it; `index` is torch's, so CUDA_VISIBLE_DEVICES has already been applied."""
+    """One GPU as torch sees it. `index` is torch's index, after CUDA_VISIBLE_DEVICES."""
 
     index: int
     name: str
@@ -61,9 +61,10 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """`name` is a slug that can be a file name: "nvidia-h200", "nvidia-h200-x8", "cpu-2core-intel-xeon-processor".
+    """`name` can be used as a file name: "nvidia-h200", "nvidia-h200-x8", "cpu-2core-intel-xeon-processor".
 
-    `cores` are those this process may run on, `memory_bytes` what the container allows, `cache_bytes` the last level.
+    `cores` counts the cores this process may use. `memory_bytes` is the limit of the container. `cache_bytes` is the
+    size of the last-level cache.
     """
 
     name: str
@@ -87,30 +88,30 @@ def this_machine() -> Machine:
 
 
 def default_device() -> torch.device:
-    """The first CUDA device when torch can use one, else the CPU."""
+    """The first CUDA device if torch can use one, else the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def named_device(name: str | None) -> torch.device:
-    """The device of a flag or a config, by default `default_device`."""
+    """The device named by a flag or a config; None is `default_device`."""
     if name is None:
         return default_device()
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ArgumentError(f"there is no device {name!r}", hint="cpu, cuda, or cuda:1") from error
+        raise ArgumentError(f"unknown device {name!r}", hint="use cpu, cuda or cuda:1") from error
     if device.type == "cuda":
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (index := device.index or 0) >= found:
-            raise ArgumentError(f"device {name!r} was asked for, and torch finds {found} GPUs", hint="see bagu doctor")
+            raise ArgumentError(f"device {name!r}: torch finds {found} GPUs", hint="run bagu doctor")
         return torch.device("cuda", index)
     if device.type != "cpu":
-        raise ArgumentError(f"device {name!r} was asked for, and bagu runs on cpu or cuda", hint="cpu")
+        raise ArgumentError(f"device {name!r} is not supported; bagu runs on cpu or cuda", hint="use cpu")
     return device
 
 
 def named_dtype(name: str) -> torch.dtype:
-    """The dtype of a flag or a config."""
+    """The dtype named by a flag or a config."""
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     if name not in dtypes:
         raise UnknownName.among("dtype", name, dtypes)
@@ -119,26 +120,26 @@ def named_dtype(name: str) -> torch.dtype:
 
 @functools.cache
 def onednn_has_bf16() -> bool:
-    """Whether oneDNN multiplies bf16 on this CPU: x86 from AVX-512 on, ARM with BF16 instructions. Elsewhere torch
-    falls back to a naive loop, 100 times as slow as fp32, and packing a bf16 weight raises."""
+    """Whether oneDNN has a bf16 matmul on this CPU: x86 with AVX-512, ARM with BF16 instructions. On other CPUs torch
+    falls back to a naive loop, 100 times slower than fp32, and packing a bf16 weight raises."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-# Dense bf16 FLOP/s as the vendor states them; MFU is by custom a share of these, not of what can be reached.
+# Dense bf16 FLOP/s from the vendor's data sheets. By convention MFU is a fraction of these, not of a measured ceiling.
 VENDOR_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 
 
 def vendor_flops(device: torch.device) -> float | None:
-    """The stated dense bf16 FLOP/s of a GPU that is in the table; None for any other device."""
+    """The data-sheet dense bf16 FLOP/s of a GPU in the table; None for any other device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((flops for part, flops in VENDOR_FLOPS.items() if part in name), None)
 
 
-# --- the GPU side -----------------------------------------------------------------------------------------------------
+# --- GPU --------------------------------------------------------------------------------------------------------------
 
 
 def gpu(device: torch.device | int) -> Gpu:
-    """The facts of one CUDA device."""
+    """The properties of one CUDA device."""
     index = device if isinstance(device, int) else device.index
     index = torch.cuda.current_device() if index is None else index
     p = torch.cuda.get_device_properties(index)
@@ -162,14 +163,14 @@ def cuda_build() -> str | None:
 
 
 def torch_nccl() -> str | None:
-    """The NCCL version torch runs with, e.g. "2.28.9"; None when torch is built without NCCL."""
-    if not hasattr(torch._C, "_nccl_version"):  # what torch.cuda.nccl.version() itself calls
+    """The NCCL version torch uses, e.g. "2.28.9"; None if torch is built without NCCL."""
+    if not hasattr(torch._C, "_nccl_version"):  # torch.cuda.nccl.version() calls it
         return None
     return ".".join(str(part) for part in torch.cuda.nccl.version())
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's release, e.g. "580.159.04"."""
+    """The version of the NVIDIA driver, e.g. "580.159.04"."""
     text = _read("/proc/driver/nvidia/version")
     if text and (found := re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text)):
         return found.group(1)
@@ -178,7 +179,7 @@ def driver_version() -> str | None:
 
 
 def driver_cuda() -> str | None:
-    """The newest CUDA version the driver speaks, e.g. "13.0"; None without a driver. Needs no NVML and no context."""
+    """The newest CUDA version the driver supports, e.g. "13.0"; None without a driver. Needs no NVML and no context."""
     try:
         libcuda = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
@@ -190,33 +191,33 @@ def driver_cuda() -> str | None:
 
 
 def gpu_in_system() -> bool:
-    """Whether an NVIDIA GPU is there, usable by torch or not."""
+    """Whether the machine has an NVIDIA GPU, even if torch cannot use it."""
     if torch.cuda.is_available():
         return True
     nodes = (*Path("/dev").glob("nvidia[0-9]*"), *Path("/proc/driver/nvidia").glob("gpus/*"))
     return bool(nodes) or "GPU" in (_output("nvidia-smi", "-L") or "")
 
 
-# --- the CPU side -----------------------------------------------------------------------------------------------------
+# --- CPU --------------------------------------------------------------------------------------------------------------
 
 
 def c_compiler() -> str | None:
-    """The C compiler Triton takes to build its launchers: $CC, then gcc, then clang."""
+    """The C compiler that Triton uses to build its launchers: $CC, then gcc, then clang."""
     return _first_program(os.environ.get("CC"), "gcc", "clang", "cl")
 
 
 def cxx_compiler() -> str | None:
-    """The C++ compiler torch.compile takes for CPU code: $CXX, then the usual names."""
+    """The C++ compiler that torch.compile uses for CPU code: $CXX, then the usual names."""
     return _first_program(os.environ.get("CXX"), "g++", "c++", "clang++", "cl")
 
 
 def triton_interprets() -> bool:
-    """Whether TRITON_INTERPRET asks Triton to run kernels in its Python interpreter; the words are Triton's own."""
+    """Whether TRITON_INTERPRET makes Triton run kernels in its Python interpreter. Triton accepts the same values."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 
 
 def available_memory() -> int | None:
-    """Bytes of main memory that a new program could take without swapping."""
+    """Bytes of main memory that a new program can use without swapping."""
     if free := re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo") or ""):
         host = int(free.group(1)) * 1024
         limit, used = _cgroup_limit(), _read("/sys/fs/cgroup/memory.current")
@@ -260,7 +261,7 @@ def _windows_memory() -> _MemoryStatus:
     return status
 
 
-# (implementer, part) of /proc/cpuinfo, which has no model name on Arm; the names are those that lscpu prints.
+# (implementer, part) in /proc/cpuinfo, which has no model name on Arm. The names are the ones lscpu prints.
 ARM_PARTS = {
     (0x41, 0xD03): "Cortex-A53", (0x41, 0xD05): "Cortex-A55", (0x41, 0xD07): "Cortex-A57", (0x41, 0xD08): "Cortex-A72",
     (0x41, 0xD0B): "Cortex-A76", (0x41, 0xD0C): "Neoverse-N1", (0x41, 0xD40): "Neoverse-V1",
@@ -282,13 +283,13 @@ def cpu_model() -> str:
 
 
 def cpu_features() -> str:
-    """The instruction sets the kernel lists for the first core, sorted; empty where the system does not tell."""
+    """The instruction sets that the kernel lists for the first core, sorted; empty if the system has no such list."""
     listed = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _read("/proc/cpuinfo") or "", re.MULTILINE)
     return " ".join(sorted(listed.group(1).split())) if listed else ""
 
 
 def _arm_cores(info: str) -> str | None:
-    """The kinds of Arm cores in a /proc/cpuinfo, e.g. "Neoverse-N1" or "Cortex-A55 + Cortex-A76"; None if none is."""
+    """The kinds of Arm cores in /proc/cpuinfo, e.g. "Neoverse-N1" or "Cortex-A55 + Cortex-A76"; None if not Arm."""
     numbers = re.findall(r"^CPU implementer\s*:\s*(\w+)$.*?^CPU part\s*:\s*(\w+)$", info, re.MULTILINE | re.DOTALL)
     kinds = sorted({(int(implementer, 0), int(part, 0)) for implementer, part in numbers})
     if not kinds:
@@ -316,7 +317,7 @@ def _last_level_cache() -> int | None:
     return max(sizes, default=None)
 
 
-# --- names and small readers ------------------------------------------------------------------------------------------
+# --- helpers ----------------------------------------------------------------------------------------------------------
 
 
 def _name(cpu: str, cores: int, gpus: tuple[Gpu, ...]) -> str:
@@ -332,7 +333,7 @@ def _slug(text: str) -> str:
 
 
 def _read(path: str) -> str | None:
-    """The text of a system file, None where the system does not have it."""
+    """The text of a system file; None if it does not exist."""
     try:
         return Path(path).read_text(errors="replace")
     except OSError:
@@ -340,7 +341,7 @@ def _read(path: str) -> str | None:
 
 
 def _output(program: str, *args: str) -> str | None:
-    """What a system program prints; None when it is absent or fails, which is its way to say it does not know."""
+    """The output of a system program; None if the program is missing or fails."""
     found = shutil.which(program)
     if found is None:
         return None

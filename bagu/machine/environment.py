@@ -1,4 +1,4 @@
-"""The software and the machine behind a measured number; every record holds these facts."""
+"""The software versions and the machine of a measurement; every record stores them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["environment", "package_version", "triton_version"]
 
 
 def environment() -> dict[str, Any]:
-    """JSON-safe facts about the software and the machine; a fact that does not apply is None."""
+    """Software versions and machine facts, JSON-safe; a fact that does not apply is None."""
     return {
         "bagu": __version__,
         "commit": _commit(Path(__file__).resolve().parent.parent),
@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
 
 
 def package_version(name: str) -> str | None:
-    """The version of an installed distribution, None when it is not installed. Imports nothing."""
+    """The version of an installed distribution; None if it is not installed. Imports nothing."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -45,16 +45,16 @@ def package_version(name: str) -> str | None:
 
 
 def triton_version() -> str | None:
-    """Triton's version under any of the names it is published as."""
+    """Triton's version; Triton is published under several names."""
     names = ("triton", "pytorch-triton", "triton-windows")
     return next((version for name in names if (version := package_version(name))), None)
 
 
 def _commit(package: Path) -> str | None:
-    """The commit the package's files are at, "-dirty" when they differ from it; None outside a checkout.
+    """The git commit of the package's files, with "-dirty" if they were changed; None outside a checkout.
 
-    Only the package's own files count: a record file that a run appends to must not make the next run dirty. That
-    `__init__.py` is tracked tells a checkout from an installed package whose environment lies inside another one.
+    Only files of the package count: appending to a record file must not mark the next run as dirty. `__init__.py` must
+    be tracked: an installed package may lie in an environment inside another checkout.
     """
     git = shutil.which("git")
     if git is None:

@@ -1,10 +1,10 @@
-"""Which dtype matrix products are fast in on this machine: bf16 or fp32.
+"""The faster dtype for matrix products on this machine: bf16 or fp32.
 
-On a GPU the compute capability says it. On a CPU it is measured, because no flag does: Intel's AMX and AVX512-BF16,
-Arm's BF16 extension and Apple's chips can multiply bf16 faster than fp32, but a build of torch may have no kernel for
-them, and without such instructions its bf16 product is a scalar loop (130 to 600 times slower than fp32 on a
-Neoverse-N1). The rates are kept in the cache folder, one file for each CPU, torch, number of threads and setting of the
-math libraries.
+On a GPU the compute capability decides. On a CPU it is measured, because CPU flags are not enough: Intel's AMX and
+AVX512-BF16, Arm's BF16 extension and Apple's chips can multiply bf16 faster than fp32, but a build of torch may have no
+kernel for them. Without such instructions torch's bf16 product is a scalar loop (130 to 600 times slower than fp32 on a
+Neoverse-N1). The rates are stored in the cache folder, in one file per CPU, torch version, number of threads and
+settings of the math libraries.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from bagu.machine.cache import cache_folder
 
 __all__ = ["MatmulRates", "compute_dtype", "compute_dtype_name", "matmul_rates"]
 
-MIN_GAIN = 1.2  # how much faster bf16 must be: less would be lost to casts between fp32 masters and bf16 weights
-# What makes the math libraries take other kernels than the CPU's best.
+MIN_GAIN = 1.2  # the speedup bf16 must give: casts between fp32 master weights and bf16 weights cost about as much
+# Environment variables that make the math libraries choose other kernels.
 SETTINGS = (
     "ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_DEFAULT_FPMATH_MODE",
     "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE",
@@ -40,7 +40,7 @@ SETTINGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulRates:
-    """FLOP/s of a square matrix product on this CPU, both taken at the same size and in turn."""
+    """FLOP/s of a square matrix product on this CPU, both dtypes measured at the same size, alternating."""
 
     fp32: float
     bf16: float
@@ -51,19 +51,19 @@ class MatmulRates:
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
-    """What a model computes in here unless told otherwise: bf16 where that is faster than fp32, else fp32."""
+    """The default compute dtype of a model on `device`: bf16 if it is faster than fp32, else fp32."""
     if device.type == "cuda":
         return torch.bfloat16 if machine.gpu(device).capability >= (8, 0) else torch.float32
     return matmul_rates().fastest
 
 
 def compute_dtype_name(device: torch.device) -> Literal["bf16", "fp32"]:
-    """`compute_dtype` as a config or a flag has it."""
+    """`compute_dtype` as the name used in configs and flags."""
     return "bf16" if compute_dtype(device) == torch.bfloat16 else "fp32"
 
 
 def matmul_rates() -> MatmulRates:
-    """The rates of this CPU, from the cache or measured now, which takes a fraction of a second."""
+    """The rates of this CPU, from the cache or measured now (a fraction of a second)."""
     facts = {
         "cpu": machine.cpu_model(), "features": machine.cpu_features(), "torch": torch.__version__,
         "threads": str(torch.get_num_threads()), **{name: os.environ.get(name, "") for name in SETTINGS},
@@ -78,13 +78,13 @@ def _rates_of(facts: tuple[tuple[str, str], ...], folder: Path) -> MatmulRates:
     found = _read(path)
     if found is None:
         found = _measure()
-        with contextlib.suppress(OSError):  # where nothing can be written, each process measures for itself
+        with contextlib.suppress(OSError):  # if the folder is not writable, each process measures again
             write_whole(path, json.dumps({**asdict(found), "of": dict(facts)}, indent=1) + "\n")
     return found
 
 
 def _read(path: Path) -> MatmulRates | None:
-    """The rates in a cache file; None where it is absent or is not what `_rates_of` writes."""
+    """The rates in a cache file; None if it does not exist or `_rates_of` did not write it."""
     try:
         rates: Mapping[str, object] = json.loads(path.read_text(encoding="utf-8"))
         found = {name: rates[name] for name in ("fp32", "bf16")}
@@ -95,14 +95,14 @@ def _read(path: Path) -> MatmulRates | None:
 
 
 def _measure() -> MatmulRates:
-    """Grow the product until bf16 loses clearly, or is large enough to be bound by arithmetic.
+    """Increase the size until bf16 is clearly slower, or the product is large enough to be compute-bound.
 
-    A scalar bf16 loop is found out at side 64, in some milliseconds: at 1,024 it would take a minute. Tile units (AMX)
-    need a large product to show what they give.
+    Side 64 detects a scalar bf16 loop in a few milliseconds; at side 1,024 that loop would take a minute. Tile units
+    (AMX) reach their rate only on a large product.
     """
     rates = MatmulRates(fp32=1.0, bf16=1.0)
     with warnings.catch_warnings(), torch.no_grad():
-        # oneDNN's fallback for bf16 on a CPU without it is a warning with a C++ stack, and the answer to this question.
+        # On a CPU without bf16, oneDNN's fallback prints a warning with a C++ stack trace.
         warnings.simplefilter("ignore", UserWarning)
         for side in (64, 256, 1024):
             rates = _rates_at(side)
@@ -112,7 +112,7 @@ def _measure() -> MatmulRates:
 
 
 def _rates_at(side: int, rounds: int = 4) -> MatmulRates:
-    """The best of some products in each dtype, in turn, so that a busy moment of the machine meets both."""
+    """The best rate of several products per dtype. The dtypes alternate, so that other load affects both."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(side, side, generator=generator)
     inputs = {"fp32": x, "bf16": x.bfloat16()}
@@ -121,6 +121,6 @@ def _rates_at(side: int, rounds: int = 4) -> MatmulRates:
         for name, x in inputs.items():
             began = time.perf_counter()
             torch.mm(x, x)
-            if turn:  # the first one warms up
+            if turn:  # the first round is warmup
                 best[name] = min(best[name], time.perf_counter() - began)
     return MatmulRates(**{name: 2 * side**3 / seconds for name, seconds in best.items()})

@@ -1,14 +1,14 @@
-"""C++ files of the package as shared libraries, compiled on the machine that runs them at their first use.
+"""C++ files of the package, compiled to shared libraries on first use.
 
     bagu.machine.native.library("serve/cpu/step.cpp")   ->   a ctypes library, or None
 
-There is no build step and no binary in the package: the compiler of the machine ($CXX, c++, g++ or clang++) generates
-code for its own CPU in a few seconds, and the result is cached under a hash of the source, the headers it includes, the
-flags, the compiler's version and the CPU. If compiling or loading fails, `library` warns once with the reason and
-returns None, and the caller uses PyTorch. BAGU_NATIVE=0 turns the C++ off.
+The package has no build step and no binary. The compiler of the machine ($CXX, c++, g++ or clang++) generates code for
+its own CPU in a few seconds. The result is cached under a hash of the source, the included headers, the flags, the
+compiler's version and the CPU. If compiling or loading fails, `library` warns once with the reason and returns None,
+and the caller uses PyTorch. BAGU_NATIVE=0 disables the C++.
 
-OpenMP is torch's own: the library is linked without one, and its calls resolve to the libgomp that torch has loaded. A
-second libgomp would keep a second pool of spinning threads.
+The library uses torch's OpenMP: it is linked without one, and its calls resolve to the libgomp that torch has loaded. A
+second libgomp would start a second pool of spinning threads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch  # noqa: F401  its OpenMP must be loaded before a library that calls it
+import torch  # noqa: F401  loads OpenMP, which the libraries call
 
 from bagu.machine.cache import cache_folder
 from bagu.machine.device import cxx_compiler
@@ -47,8 +47,8 @@ def wanted() -> bool:
 
 @functools.cache
 def library(source: str) -> ctypes.CDLL | None:
-    """The library of a C++ file, named by its path in the package: from the cache, or compiled now. None, with one
-    warning, where it is not available."""
+    """Load the library of a C++ file (a path in the package) from the cache, or compile it now. If that fails, warn
+    once and return None."""
     if not wanted():
         return None
     try:
@@ -74,8 +74,8 @@ def _export_openmp() -> None:
     """Make the symbols of torch's libgomp visible to libraries loaded later.
 
     torch for x86 loads libgomp with RTLD_GLOBAL, torch for ARM does not. RTLD_NOLOAD changes the flags of a library
-    that is already in the process and never loads a second copy; it raises where torch's OpenMP has another name, and
-    then loading our library reports what is missing.
+    that is already in the process and never loads a second copy. It raises if torch's OpenMP has another name; loading
+    our library then reports the missing symbols.
     """
     if hasattr(os, "RTLD_NOLOAD"):
         with contextlib.suppress(OSError):
@@ -83,7 +83,7 @@ def _export_openmp() -> None:
 
 
 def _built(source: Path) -> Path:
-    """The file of the library, made unless it is there."""
+    """The path of the compiled library; compiles it if it is not in the cache."""
     compiler = _compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
     facts = [*map(Path.read_bytes, _sources(source)), repr((COMPILE, LINK, version.stdout, _cpu())).encode()]
@@ -94,42 +94,42 @@ def _built(source: Path) -> Path:
         return made
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        unit, whole = Path(place) / "unit.o", Path(place) / "whole.so"
+        unit, library = Path(place) / "unit.o", Path(place) / "library.so"
         for command in (
             [compiler, *COMPILE, "-c", str(source), "-o", str(unit)],
-            [compiler, *LINK, str(unit), "-o", str(whole)],
+            [compiler, *LINK, str(unit), "-o", str(library)],
         ):
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
-        whole.replace(made)  # another process may have been faster: theirs is the same
+        library.replace(made)  # another process may have finished first; its file is identical
     return made
 
 
 def _compiler() -> str:
     named, found = os.environ.get("CXX"), cxx_compiler()
-    if named and shutil.which(named.split()[0]) is None:  # asked for: another one would not be what was meant
-        raise FileNotFoundError(f"CXX is {named}, which is not there")
+    if named and shutil.which(named.split()[0]) is None:  # do not replace an explicit choice
+        raise FileNotFoundError(f"CXX is {named}, which does not exist")
     if found is None:
-        raise FileNotFoundError("there is no C++ compiler")
+        raise FileNotFoundError("no C++ compiler found")
     return found
 
 
 def _sources(source: Path) -> Iterator[Path]:
-    """The file and the headers of this package that it includes."""
+    """The file and the headers of the package that it includes."""
     yield source
     for name in INCLUDE.findall(source.read_text()):
         yield from _sources(PACKAGE / name)
 
 
 def _cpu() -> str:
-    """What -march=native depends on."""
+    """The facts that -march=native depends on."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    told = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
-    return "\n".join([platform.machine(), platform.processor(), *sorted(told)])
+    facts = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    return "\n".join([platform.machine(), platform.processor(), *sorted(facts)])
 
 
 def status(source: str) -> str:
-    """What became of a C++ file on this machine, in words: loaded, off, or why PyTorch does its work."""
+    """The state of a C++ file on this machine: loaded, disabled, or the reason why PyTorch replaces it."""
     if not wanted():
         return "off: BAGU_NATIVE=0"
     with warnings.catch_warnings(record=True) as said:

@@ -1,5 +1,5 @@
-// Vectors of fp32 as wide as the machine's registers, by the vector types of GCC and Clang: arithmetic is written with
-// operators and compiles to AVX-512, AVX2 or NEON. 16-bit and 8-bit numbers are widened on loading; sums are fp32.
+// fp32 vectors as wide as the machine's registers, with the vector types of GCC and Clang: operators compile to
+// AVX-512, AVX2 or NEON. 16-bit and 8-bit numbers are widened when loaded; sums are fp32.
 #pragma once
 
 #include <cmath>
@@ -44,7 +44,7 @@ inline vec load(const float* p) {
     return v;
 }
 
-// GCC 12 widens vectors lane by lane where it is left to find the instruction itself.
+// Intrinsics, because GCC 12 would widen these vectors lane by lane.
 inline vec load(const bf16* p) {
 #if defined(__AVX512F__)
     return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
@@ -84,7 +84,7 @@ inline float widen(bf16 x) {
     return y;
 }
 
-// To nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even; NaN stays NaN.
 inline void narrow(float x, bf16& to) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -95,7 +95,7 @@ inline void narrow(float x, float& to) { to = x; }
 
 inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
 
-// The first n numbers, n < W, and zeros: what lies behind them is not read.
+// Loads the first n numbers, n < W, and fills with zeros. Memory past them is not read.
 template <class T>
 inline vec load(const T* p, int64_t n) {
     vec v{};
@@ -119,15 +119,15 @@ inline float sum(vec v) {
 #endif
 }
 
-// e^x for x up to 88, to 2 ulp; below -87.3 it is 1.2e-38 and not 0, so that no lane goes through denormals.
-// x = n ln 2 + r with |r| <= ln 2 / 2; e^r by its Taylor series (the first term left out is r^8 / 8!: 5e-9).
+// e^x for x up to 88, to 2 ulp. Below -87.3 the result is 1.2e-38, not 0, to avoid denormals.
+// x = n ln 2 + r with |r| <= ln 2 / 2; e^r by its Taylor series (the first omitted term is r^8 / 8!: 5e-9).
 inline vec exp(vec x) {
-    const vec magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which is in the low bits
-    x = x < -87.0f ? all(-87.0f) : x;    // a NaN goes through both
+    const vec magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds x to an integer, stored in the low bits
+    x = x < -87.0f ? all(-87.0f) : x;    // NaN passes both comparisons
     x = x > 88.0f ? all(88.0f) : x;
-    vec shifted = x * 1.44269504f + magic;
-    vec n = shifted - magic;
-    vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two pieces: the first product is exact
+    vec rounded = x * 1.44269504f + magic;
+    vec n = rounded - magic;
+    vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts: the first product is exact
     vec y = all(1.0f / 5040);
     y = y * r + 1.0f / 720;
     y = y * r + 1.0f / 120;
@@ -136,7 +136,7 @@ inline vec exp(vec x) {
     y = y * r + 0.5f;
     y = y * r + 1.0f;
     y = y * r + 1.0f;
-    ivec power = ((ivec)shifted - (ivec)magic + 127) << 23;
+    ivec power = ((ivec)rounded - (ivec)magic + 127) << 23;
     return y * (vec)power;
 }
 

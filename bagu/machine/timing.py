@@ -1,7 +1,7 @@
-"""Time a call as a kernel in a real program meets it: cold cache, warm code, medians.
+"""Measure the time of a call with cold caches and warm code; report medians.
 
-`measure` gives the time of one call. `measure_ceilings` gives what this machine's memory and matrix units do at best;
-a speed elsewhere is stated as a share of these, measured in the same run.
+`measure` times one call. `measure_ceilings` measures the best rates of this machine's memory and matrix units; other
+modules report speed as a fraction of these ceilings, measured in the same run.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from bagu.errors import BaguError
 from bagu.machine.device import c_compiler, default_device, gpu, this_machine, triton_interprets
 
-__all__ = ["Ceilings", "Timing", "flush_buffer", "forget", "measure", "measure_ceilings"]
+__all__ = ["Ceilings", "Timing", "flush_buffer", "measure", "measure_ceilings", "reset_device"]
 
 MIB = 1 << 20
-WARM_S = 0.03  # an idle GPU's clocks rise within milliseconds of load; caches and allocators settle in a few calls
+WARM_S = 0.03  # the clocks of an idle GPU rise within milliseconds; caches and allocators settle in a few calls
 MAX_FLUSHES = 32
 
 
@@ -38,7 +38,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What `device` does at best. `read`, `write`, `copy`: bytes/s (copy counts bytes read plus bytes written);
+    """The best rates of `device`. `read`, `write`, `copy`: bytes/s (copy counts bytes read plus bytes written);
     `matmul`: FLOP/s on random data of `dtype`."""
 
     read: float
@@ -49,12 +49,12 @@ class Ceilings:
     device: str
 
 
-def forget(device: torch.device) -> None:
-    """Leave nothing of what ran before in memory or in the compiler, and count peak memory from here."""
+def reset_device(device: torch.device) -> None:
+    """Free cached memory, reset the compiler, and reset the peak memory statistics."""
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.init()  # before it there are no statistics to reset
+        torch.cuda.init()  # the statistics cannot be reset before this
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -70,12 +70,12 @@ def measure(
     flush_l2: bool = True,
     buffer: torch.Tensor | None = None,
 ) -> Timing:
-    """The time of `fn()` on `device`.
+    """Measure the time of `fn()` on `device`.
 
-    Runs `fn` at least `warmup` times first, so that compilation and autotuning stay out of the numbers, then samples
-    for `seconds` (flushes included), but never fewer than `min_samples` or more than `max_samples` times. With
-    `flush_l2` the caches are overwritten before each sample, so that inputs come from main memory. `buffer` is a
-    `flush_buffer(device)` to use again: a fresh one costs 0.2 s on a CPU with a 300 MiB cache.
+    Runs `fn` at least `warmup` times first, so that compilation and autotuning are not timed. Then it takes samples for
+    `seconds` (flushes included), but at least `min_samples` and at most `max_samples`. With `flush_l2` the caches are
+    overwritten before each sample, so that inputs come from main memory. `buffer` is a `flush_buffer(device)` to reuse:
+    allocating one costs 0.2 s on a CPU with a 300 MiB cache.
     """
     device = torch.device(device)
     if not 1 <= min_samples <= max_samples:
@@ -88,16 +88,16 @@ def measure(
     elif device.type == "cpu":
         samples = _cpu_samples(fn, scrub, plan)
     else:
-        raise BaguError(f"no clock is known for device {str(device)!r}", hint="measure on 'cpu' or 'cuda'")
+        raise BaguError(f"cannot time calls on device {str(device)!r}", hint="use 'cpu' or 'cuda'")
     low, median, high = (float(q) for q in np.quantile(samples, [0.2, 0.5, 0.8]))
     return Timing(median_s=median, low_s=low, high_s=high, samples=len(samples))
 
 
 def flush_buffer(device: torch.device | str) -> torch.Tensor:
-    """A buffer whose overwriting empties the caches of `device`.
+    """A buffer that flushes the caches of `device` when it is overwritten.
 
-    CUDA: twice the L2, at least 256 MiB. CPU: the last-level cache and a tenth more, at least 32 MiB and, to bound the
-    cost of a sample, at most 512 MiB.
+    CUDA: twice the L2, at least 256 MiB. CPU: 1.1 times the last-level cache, at least 32 MiB, and at most 512 MiB to
+    bound the cost of a sample.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -105,14 +105,14 @@ def flush_buffer(device: torch.device | str) -> torch.Tensor:
     else:
         cache = this_machine().cache_bytes or 32 * MIB
         size = min(max(cache + cache // 10, 32 * MIB), 512 * MIB)
-    # Zeroed, not read: the dirty lines it leaves are written back during the sample, which pays for those that the
-    # sample itself leaves behind in the cache. 64-bit elements keep the fill at full width.
+    # Flushing writes zeros instead of reading: the dirty lines are written back during the sample, which makes up for
+    # the dirty lines that the sample leaves in the cache. 64-bit elements keep the fill at full width.
     return torch.zeros(size // 8, dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """How long to sample; `measure` says what each field means."""
+    """How long to sample; `measure` documents each field."""
 
     warmup: int
     min_samples: int
@@ -120,7 +120,7 @@ class _Plan:
     seconds: float
 
     def warm(self, fn: Callable[[], object]) -> None:
-        """One call; then on until `warmup` calls and WARM_S seconds have gone by, or `seconds` are up."""
+        """Call `fn` at least once, until `warmup` calls and WARM_S seconds are done, or `seconds` have passed."""
         start, calls, spent = time.perf_counter(), 0, 0.0
         while calls == 0 or (spent < self.seconds and (calls < self.warmup or spent < WARM_S)):
             fn()
@@ -152,9 +152,9 @@ def _cuda_samples(fn: Callable[[], object], scrub: torch.Tensor | None, plan: _P
     if scrub is not None:
         scrub.zero_()
         flush_s = _host_and_wall(scrub.zero_)[1]
-        # The GPU must still be busy flushing while the host submits fn, or the gap between two of its kernels would be
-        # timed with them: flush as often as it takes to cover the host's part.
-        # Three times: through autograd's own thread the host's part varies, and 1.5 times left transposes starved.
+        # The GPU must still be flushing while the host submits fn. Otherwise the gaps between its kernels would be
+        # timed too. Flush often enough to cover the host's time.
+        # Factor 3: with autograd's own thread the host's time varies, and a factor of 1.5 still left gaps.
         flushes = min(max(1, math.ceil(3 * host_s / flush_s)), MAX_FLUSHES)
     fitting = int(plan.seconds / (call_s + flushes * flush_s))
     count = min(max(fitting, plan.min_samples), plan.max_samples)
@@ -171,7 +171,7 @@ def _cuda_samples(fn: Callable[[], object], scrub: torch.Tensor | None, plan: _P
 
 
 def _host_and_wall(fn: Callable[[], object]) -> tuple[float, float]:
-    """Seconds the host spends in a call of `fn`, and seconds until the GPU is done with it: the best of three."""
+    """Host seconds of a call of `fn`, and seconds until the GPU has finished it; the best of three."""
     host, wall = [], []
     for _ in range(3):
         torch.cuda.synchronize()
@@ -189,11 +189,11 @@ def _host_and_wall(fn: Callable[[], object]) -> tuple[float, float]:
 def measure_ceilings(
     device: torch.device | str | None = None, *, dtype: torch.dtype | None = None, quick: bool = False
 ) -> Ceilings:
-    """The ceilings of `device` (by default the first GPU, else the CPU).
+    """Measure the ceilings of `device` (default: the first GPU, else the CPU).
 
-    Each is the best median of several ways and sizes, since a ceiling is a maximum. `quick` takes one size and torch's
-    own kernels only (no compilation) and is done within 2 s. `dtype` is that of the matrix product: bf16 on a GPU that
-    has it, else fp16 there and fp32 on a CPU.
+    Each ceiling is the best median over several implementations and sizes. `quick` uses one size and only torch's own
+    kernels (no compilation) and takes less than 2 s. `dtype` is the dtype of the matrix product; the default is bf16 on
+    a GPU that has it, else fp16 on a GPU and fp32 on a CPU.
     """
     device = torch.device(device) if device is not None else default_device()
     dtype = dtype or _matmul_dtype(device)
@@ -254,7 +254,7 @@ def _writes(dst: torch.Tensor, kernels: bool) -> Candidates:
 
 def _copies(dst: torch.Tensor, src: torch.Tensor, kernels: bool) -> Candidates:
     yield 2 * src.nbytes, lambda: dst.copy_(src)
-    yield 2 * src.nbytes, lambda: torch.neg(src, out=dst)  # a vectorised loop: on some machines faster than memcpy
+    yield 2 * src.nbytes, lambda: torch.neg(src, out=dst)  # a vectorized loop, on some machines faster than memcpy
     if kernels:
         from bagu.machine import ceiling_kernels
 
@@ -264,14 +264,14 @@ def _copies(dst: torch.Tensor, src: torch.Tensor, kernels: bool) -> Candidates:
 def _matmuls(device: torch.device, dtype: torch.dtype, quick: bool) -> Candidates:
     sides = (8192,) if device.type == "cuda" else (1024,) if quick else (1024, 2048)
     for side in sides:
-        # Random data: on zeros an H200 draws less power, keeps higher clocks, and shows 894 for 788 TFLOP/s.
+        # Random data: on zeros an H200 draws less power, clocks higher and shows 894 instead of 788 TFLOP/s.
         a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
         c = torch.empty_like(a)
         yield 2 * side**3, lambda a=a, b=b, c=c: torch.mm(a, b, out=c)  # type: ignore[misc]
 
 
 def _buffer_sizes(device: torch.device, quick: bool) -> tuple[int, ...]:
-    """Bytes of each of the two buffers: well past the caches, within a 16th of the GPU's memory."""
+    """Bytes of each of the two buffers: much larger than the caches, at most a 16th of the GPU's memory."""
     if device.type == "cpu":
         return (64 * MIB,) if quick else (64 * MIB, 256 * MIB)
     limit = 1 << (gpu(device).memory_bytes // 16).bit_length() - 1
@@ -285,6 +285,6 @@ def _matmul_dtype(device: torch.device) -> torch.dtype:
 
 
 def _triton_compiles_for(device: torch.device) -> bool:
-    """Whether Triton can build a kernel for `device`: it needs a GPU and a C compiler, and not to be interpreting."""
+    """Whether Triton can compile a kernel for `device`: a GPU, a C compiler, and not the interpreter."""
     present = importlib.util.find_spec("triton") is not None
     return device.type == "cuda" and present and not triton_interprets() and c_compiler() is not None

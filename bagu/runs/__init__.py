@@ -1,1 +1,1 @@
-"""What a run leaves behind: record, folder, lock, observers, progress lines, HTML, charts."""
+"""The files and outputs of a run: records, run folder, lock, observers, progress lines, HTML, charts."""

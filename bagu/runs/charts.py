@@ -1,7 +1,7 @@
-"""Line charts as SVG text, drawn without a plotting library: a report must not need one, nor ask the network for one.
+"""Line charts as SVG text. A report must not need a plotting library or network access.
 
-A chart is a string for an HTML page. Its colours are the page's (classes `c0`…`c5` and `currentColor`), so it follows
-light and dark. What is under the pointer is shown by CSS alone: bands over the plot, each with a readout of its own.
+A chart is a string for an HTML page. It uses the colours of the page (classes `c0`…`c5` and `currentColor`), so it
+follows light and dark mode. The readout under the pointer uses CSS only: bands over the plot, each with its own text.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["Chart", "Line", "Mark", "Reference", "downsample", "human", "ticks"]
 
 WIDTH, HEIGHT = 440.0, 240.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 26.0, 30.0
-FONT = 11.0  # at 440 units across, a phone of 360 px still shows it at 9 px
-MAX_POINTS = 600  # a line this long has more points than the screen has pixels for it
+FONT = 11.0  # with a width of 440 units, a 360 px phone shows it at 9 px
+MAX_POINTS = 600  # more points than this have no effect on a screen
 BANDS = 48
 
 Point = tuple[float, float]
@@ -28,7 +28,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A named curve; `points` ascend in x. A gap in the data is a point that is not there."""
+    """A named curve; `points` ascend in x. A missing point is a gap in the data."""
 
     name: str
     points: Sequence[Point]
@@ -44,7 +44,7 @@ class Reference:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Something that happened at x."""
+    """An event at x."""
 
     name: str
     x: float
@@ -54,8 +54,8 @@ class Mark:
 class Chart:
     """One plot of lines over the same x.
 
-    `zero` lets the axis begin at zero, so that the height of a line is its size. `log` needs all values above zero, and
-    is given up when one is not.
+    `zero` starts the y axis at zero, so that the height of a line is proportional to its value. `log` is ignored if a
+    value is not above zero.
     """
 
     lines: Sequence[Line]
@@ -70,7 +70,7 @@ class Chart:
         """The `<svg>` element."""
         lines = [Line(name=line.name, points=downsample(line.points, MAX_POINTS)) for line in self.lines if line.points]
         if not lines:
-            raise ValueError("a chart needs a point")
+            raise ValueError("a chart needs at least one point")
         scale = _Scale.around(lines, self.references, zero=self.zero, log=self.log)
         label = text(", ".join(line.name for line in lines) + f" in {self.unit}" * bool(self.unit))
         return (
@@ -93,7 +93,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class _Scale:
-    """From data to places inside the plot. Both ends of both axes lie inside; what is outside is put on the edge."""
+    """Maps data to plot coordinates. Values outside the axes are clamped to the border of the plot."""
 
     x0: float
     x1: float
@@ -108,7 +108,7 @@ class _Scale:
         log = log and min(ys) > 0
         low, high = (math.log10(min(ys)), math.log10(max(ys))) if log else (min(ys), max(ys))
         room = (high - low) * 0.04 or abs(high) * 0.1 or 1.0
-        near = low < (high - low) * 0.15  # so near that the axis may as well begin there
+        near = low < (high - low) * 0.15  # close enough to zero to start the axis there
         bottom = 0.0 if low >= 0 and (zero or near) and not log else low - room
         return cls(x0=min(xs), x1=max(xs) if max(xs) > min(xs) else min(xs) + 1, y0=bottom, y1=high + room, log=log)
 
@@ -131,14 +131,14 @@ class _Scale:
 
 
 def downsample(points: Sequence[Point], limit: int) -> list[Point]:
-    """At most `limit` of the points, in order: first and last, and the lowest and highest of every stretch between.
+    """At most `limit` of the points, in order: the first, the last, and the minimum and maximum of every interval.
 
-    So a spike of a single step stays, which a mean would hide.
+    A spike of one step stays visible; a mean would hide it.
     """
     if len(points) <= limit:
         return list(points)
     if limit < 4:
-        raise ValueError(f"a line cannot be kept in {limit} points")
+        raise ValueError(f"cannot downsample a line to {limit} points")
     inner, stretches = len(points) - 2, (limit - 2) // 2
     keep = {0, len(points) - 1}
     for s in range(stretches):
@@ -148,7 +148,7 @@ def downsample(points: Sequence[Point], limit: int) -> list[Point]:
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers (1, 2, 2.5 or 5 times a power of ten apart) from `low` to `high`."""
+    """About `count` round numbers (a step of 1, 2, 2.5 or 5 times a power of ten) from `low` to `high`."""
     if not high > low:
         return [low]
     rough = (high - low) / count
@@ -159,7 +159,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def human(value: float) -> str:
-    """A number in few characters: 0.0003 is 3e-4, 12500 is 12.5k."""
+    """Format a number in few characters: 0.0003 is 3e-4, 12500 is 12.5k."""
     size = abs(value)
     if size == 0:
         return "0"
@@ -193,7 +193,7 @@ def _curve(scale: _Scale, line: Line, number: int) -> str:
     css = f"c{number % 6}"
     dots = "".join(f'<circle class="{css} dot" cx="{x:.1f}" cy="{y:.1f}" r="2.4"/>' for x, y in places)
     if len(places) > 40:
-        dots = ""  # a line of many points needs none
+        dots = ""  # dots help only if there are few points
     return f'<path class="{css} line" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in places)}"/>' + dots
 
 
@@ -202,7 +202,7 @@ def _dashes(scale: _Scale, reference: Reference) -> str:
 
 
 def _names(scale: _Scale, references: Sequence[Reference]) -> str:
-    """The references' names at the right, over the curves, pushed apart where their lines lie close."""
+    """The names of the reference lines at the right, above the curves, spaced so that they do not overlap."""
     parts, free = [], TOP + FONT
     for reference in sorted(references, key=lambda r: -r.y):
         at = min(max(scale.y(reference.y) - 3, free), HEIGHT - BOTTOM - 2)
@@ -212,7 +212,7 @@ def _names(scale: _Scale, references: Sequence[Reference]) -> str:
 
 
 def _marks(scale: _Scale, marks: Sequence[Mark]) -> str:
-    """Dotted verticals with their names as titles; marks that fall on one pixel are one mark."""
+    """Dotted vertical lines with their names as titles; marks on the same pixel are merged."""
     places: dict[int, list[str]] = {}
     for mark in marks:
         places.setdefault(round(scale.x(mark.x)), []).append(mark.name)
@@ -227,14 +227,14 @@ def _marks(scale: _Scale, marks: Sequence[Mark]) -> str:
 
 
 def _legend(lines: Sequence[Line]) -> str:
-    """Names from the right, each after a stroke of its colour; a single line is named by the chart's title."""
+    """Legend entries from right to left, each with its colour; a single line needs none, the title names it."""
     if len(lines) == 1:
         return ""
     parts, right = [], WIDTH - RIGHT
     for number, line in reversed(list(enumerate(lines))):
         left = right - _width(line.name) - 16
         if left < LEFT + 60:
-            break  # no room: the readout under the pointer names all of them
+            break  # no space left: the readout under the pointer names every line
         parts.append(f'<path class="c{number % 6} line" d="M{left:.1f} 7h11"/>')
         parts.append(_label(left + 15, 11, line.name, ""))
         right = left - 12
@@ -242,7 +242,7 @@ def _legend(lines: Sequence[Line]) -> str:
 
 
 def _bands(scale: _Scale, lines: Sequence[Line], x_name: str, unit: str) -> str:
-    """What the values are under the pointer: of every line the point nearest to the band's middle."""
+    """The readout under the pointer: for every line, the point nearest to the middle of the band."""
     xs = sorted({x for line in lines for x, _ in line.points})
     count = min(BANDS, len(xs))
     chosen = [xs[(2 * i + 1) * len(xs) // (2 * count)] for i in range(count)]
@@ -261,7 +261,7 @@ def _bands(scale: _Scale, lines: Sequence[Line], x_name: str, unit: str) -> str:
 
 
 def _covers(line: Line, x: float, scale: _Scale) -> bool:
-    """Whether the line has a point close enough to `x` to be read there."""
+    """Whether the line has a point close to `x`."""
     return abs(_nearest_point(line.points, x)[0] - x) <= (scale.x1 - scale.x0) / 10
 
 
@@ -279,7 +279,7 @@ def _label(x: float, y: float, words: str, css: str, *, anchor: str = "start") -
 
 
 def _width(words: str) -> float:
-    """About how wide a text is drawn: full-width signs are twice as wide as Latin letters."""
+    """The approximate width of a text; full-width characters count as two Latin letters."""
     return sum(FONT if ord(c) > 0x2E7F else FONT * 0.56 for c in words)
 
 

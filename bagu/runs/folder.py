@@ -1,13 +1,13 @@
-"""The run folder: everything a training run leaves behind, and the observer that writes it while the run goes on.
+"""The run folder: all files of a training run, and the observer that writes them.
 
-    config.json        what was asked for                  metrics.jsonl   a row a step
-    environment.json   what it ran on                      events.jsonl    starts, skips, rollbacks, saves: a log
-    checkpoints/       the trainer's                       samples/        texts by step
-    tensorboard/       event files, when it is installed   report.html     `bagu.train.report` makes it
-    run.lock           who is writing
+    config.json        the configuration                   metrics.jsonl   one row per step
+    environment.json   software versions and machine       events.jsonl    a log of starts, skips, rollbacks, saves
+    checkpoints/       written by the trainer              samples/        sampled texts by step
+    tensorboard/       event files, if it is installed     report.html     written by `bagu.train.report`
+    run.lock           the process that writes
 
-A run may be killed at any moment. Metrics are a function of the step: a row torn by the kill is dropped when the folder
-is opened, and `rewind` drops the rows of steps that will run again, so none stands twice. Events are a history: what
+A run may be killed at any time. A partial row in metrics.jsonl is dropped when the folder is opened, and `rewind` drops
+the rows of steps that will run again, so that each step has one row. The event log keeps everything: an event that
 happened twice is there twice.
 """
 
@@ -35,9 +35,9 @@ __all__ = ["RunFolder", "RunRecorder"]
 
 
 class RunFolder:
-    """The paths of a run and what can be read from them; `create` also gives the right to write.
+    """The paths of a run and functions to read them; `create` also opens it for writing.
 
-    Reading needs no lock and may happen while the run goes on.
+    Reading needs no lock and may happen while the run is active.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -65,10 +65,10 @@ class RunFolder:
 
     @classmethod
     def claim(cls, path: str | os.PathLike[str], *, resume: bool = False) -> Self:
-        """The right to write to a new or empty folder, or with `resume` to one that holds a run. `close` ends it.
+        """Lock a new or empty folder for writing, or with `resume` one that holds a run. `close` releases the lock.
 
-        Nothing of a run that is there changes. The caller checks all that can be wrong with its input, then calls
-        `begin`: a resume that is refused in between leaves the run as it was.
+        This changes no file of an existing run. The caller checks its inputs and then calls `begin`; if a check fails,
+        the run is unchanged.
         """
         folder = cls(path)
         folder.check_free(resume=resume)
@@ -78,67 +78,67 @@ class RunFolder:
         return folder
 
     def begin(self, config: Any) -> None:
-        """Write config.json and environment.json. The event of the start says what differs from the last start."""
+        """Write config.json and environment.json. The start event lists the differences from the last start."""
         _drop_torn_row(self.metrics_path)
         _drop_torn_row(self.events_path)
         before = {"config": self.config(), "environment": self.environment()} if self.is_run() else None
         now = {"config": configs.to_dict(config), "environment": environment.environment()}
         with _writing(self.path):
             configs.write_whole(self.environment_path, json.dumps(now["environment"], indent=2) + "\n")
-            configs.save(config, self.config_path)  # last: with it the folder is a run
+            configs.save(config, self.config_path)  # last, because config.json marks the folder as a run
         changed = [line for line in configs.diff(before, now) if not line.startswith("environment.time:")]
         _append(self.events_path, _event("start", None, resumed=before is not None, changed=changed if before else []))
 
     def close(self) -> None:
-        """Let another process write."""
+        """Release the lock."""
         self.lock.release()
 
     def is_run(self) -> bool:
         return self.config_path.exists()
 
     def config(self) -> dict[str, Any]:
-        """The run's configuration as plain JSON; `bagu.config.load` makes the tree of it."""
+        """The configuration of the run as plain JSON; `bagu.config.load` builds the dataclasses."""
         return _read_object(self.config_path)
 
     def environment(self) -> dict[str, Any]:
         return _read_object(self.environment_path)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """A row a step, in the order of steps."""
+        """One row per step, in the order of steps."""
         return _rows(self.metrics_path)
 
     def events(self) -> list[dict[str, Any]]:
-        """What happened, in the order of time."""
+        """The event log, in the order of time."""
         return _rows(self.events_path)
 
     def samples(self) -> dict[int, list[str]]:
-        """The texts by step, in the order of steps."""
+        """The sampled texts by step, in the order of steps."""
         return {step: _read_object(path)["texts"] for step, path in self._sample_files()}
 
     def _sample_files(self) -> list[tuple[int, Path]]:
         return [(int(path.stem), path) for path in sorted(self.samples_path.glob("[0-9]*.json"))]
 
     def check_free(self, *, resume: bool) -> None:
-        """Refuse a path that a run cannot be written to: a file, another run (unless it is resumed), other files."""
+        """Raise if a run cannot be written to this path: a file, another run (unless `resume`), or unrelated files."""
         if self.path.exists() and not self.path.is_dir():
-            raise BaguError(f"{self.path} is a file, and a run is a folder", hint="give another path")
+            raise BaguError(f"{self.path} is a file; a run needs a folder", hint="give another path")
         if self.is_run():
             if not resume:
                 raise BaguError(f"{self.path} already holds a run", hint="resume it, or give another folder")
             return
-        ours = {self.lock.path, self.environment_path}  # all that a run killed in its first moment can have left
+        ours = {self.lock.path, self.environment_path}  # a run killed at its very start may leave these
         found = [p for p in self.path.glob("*") if p not in ours and not p.name.endswith(".tmp")]
         if found:
             raise BaguError(
-                f"{self.path} is not a run and not empty: it has {found[0].name}", hint="give a new or empty folder"
+                f"{self.path} is not empty and is not a run: it has {found[0].name}", hint="give a new or empty folder"
             )
 
 
 class RunRecorder(Observer):
-    """The observer that keeps the record: to the folder, to TensorBoard, to the progress line and to other trackers.
+    """Writes metrics, events and samples to the folder, TensorBoard, the progress line and other trackers.
 
-    A metric that is not finite goes on as None, with an event that says which. `tensorboard=None` writes event files
-    when TensorBoard is installed and says so once when it is not; True insists. Closing it closes the folder.
+    A metric that is not finite is recorded as None, with an event that names it. `tensorboard=None` writes event files
+    if TensorBoard is installed and prints a note if not; True raises if it is missing. Closing it closes the folder.
     """
 
     def __init__(
@@ -150,11 +150,11 @@ class RunRecorder(Observer):
         trackers: Sequence[Observer] = (),
     ) -> None:
         if not folder.lock.held:
-            raise BaguError(f"{folder.path} is open for reading only", hint="open it with RunFolder.create")
+            raise BaguError(f"{folder.path} is open read-only", hint="open it with RunFolder.create")
         self.folder = folder
         self.others = [*([progress] if progress else []), *trackers]
         if tensorboard is None and environment.package_version("tensorboard") is None:
-            print("bagu: no TensorBoard files, it is not installed (pip install 'bagu[tensorboard]')", file=sys.stderr)
+            print("bagu: TensorBoard is not installed (pip install 'bagu[tensorboard]')", file=sys.stderr)
         elif tensorboard is not False:
             self.others.append(TensorBoard(folder.tensorboard))
 
@@ -180,7 +180,7 @@ class RunRecorder(Observer):
             observer.on_sample(step, texts)
 
     def rewind(self, step: int) -> None:
-        """Drop the rows and samples of `step` and after. Rows go in one cut: a kill leaves all or the right ones."""
+        """Drop the rows and samples of `step` and later. The rows go in one truncation, safe against a kill."""
         _truncate(self.folder.metrics_path, step)
         for at, path in self.folder._sample_files():
             if at >= step:
@@ -189,7 +189,7 @@ class RunRecorder(Observer):
             observer.rewind(step)
 
     def close(self) -> None:
-        with contextlib.ExitStack() as stack:  # each is closed, even if the one before it fails
+        with contextlib.ExitStack() as stack:  # close each one, even if closing another fails
             stack.callback(self.folder.close)
             for observer in self.others:
                 stack.callback(observer.close)
@@ -203,12 +203,12 @@ class RunRecorder(Observer):
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """A full disk, or a folder that cannot be written, as one sentence."""
+    """Turn an OSError (disk full, folder not writable) into a BaguError."""
     try:
         yield
     except OSError as error:
         raise BaguError(
-            f"the run folder {path} cannot be written: {error.strerror or error}",
+            f"cannot write to the run folder {path}: {error.strerror or error}",
             hint="free some disk space, or give another folder",
         ) from error
 
@@ -217,7 +217,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> None:
-    """One row, in the file when this returns. A row that did not fit on the disk is taken back and is an error."""
+    """Append one row and flush it to the file. If the disk is full, remove the partial row and raise."""
     size = path.stat().st_size if path.exists() else 0
     try:
         record.append_rows(path, [row])
@@ -225,25 +225,23 @@ def _append(path: Path, row: Mapping[str, Any]) -> None:
         if path.exists():
             os.truncate(path, size)
         if isinstance(error, OSError):
-            raise BaguError(
-                f"{path}: a row cannot be written: {error}", hint="free some disk space, then resume"
-            ) from error
+            raise BaguError(f"{path}: cannot write a row: {error}", hint="free some disk space, then resume") from error
         raise
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """The rows; one that is being written just now is not there yet."""
+    """The rows, without one that is still being written."""
     rows = []
     for number, line in enumerate(_lines(path), start=1):
         try:
             rows.append(json.loads(line))
         except ValueError as error:
-            raise BaguError(f"{path}:{number}: not JSON: {error}", hint="mend or delete that line") from error
+            raise BaguError(f"{path}:{number}: not JSON: {error}", hint="correct or delete that line") from error
     return rows
 
 
 def _lines(path: Path) -> list[bytes]:
-    """The lines that are whole, without their ends."""
+    """The complete lines, without their line ends."""
     return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
 
@@ -254,7 +252,7 @@ def _drop_torn_row(path: Path) -> None:
 
 
 def _truncate(path: Path, step: int) -> None:
-    """Drop the rows from the first of `step` or after. Rows are in the order of steps, so this is one cut."""
+    """Drop the rows of `step` and later. Rows are in the order of steps, so this is one truncation."""
     keep = 0
     for line, row in zip(_lines(path), _rows(path), strict=True):
         if row["step"] >= step:
@@ -274,7 +272,7 @@ def _number(name: str, value: Any) -> float | int | None:
     if isinstance(value, numbers.Real):
         return float(value)
     raise BaguError(
-        f"the metric {name} is a {type(value).__name__}", hint="a metric is a number; read a tensor with .item()"
+        f"metric {name} is a {type(value).__name__}", hint="a metric must be a number; convert a tensor with .item()"
     )
 
 
@@ -282,9 +280,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise BaguError(f"there is no {path}", hint=f"{path.parent} is not the folder of a run") from None
+        raise BaguError(f"{path} does not exist", hint=f"{path.parent} is not a run folder") from None
     except (ValueError, RecursionError) as error:
-        raise BaguError(f"{path}: not JSON: {error}", hint="it was changed by hand; mend it") from error
+        raise BaguError(f"{path}: not JSON: {error}", hint="correct the file") from error
     if not isinstance(data, dict):
-        raise BaguError(f"{path} holds a {type(data).__name__}, not a JSON object", hint="it was changed by hand")
+        raise BaguError(f"{path} holds a {type(data).__name__}, not a JSON object", hint="correct the file")
     return data

@@ -1,4 +1,4 @@
-"""Pieces of the pages that bagu writes: values, tables and lists of facts as HTML, every text escaped."""
+"""HTML fragments: values, tables and lists of facts. All text is escaped."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["facts", "grid", "text", "text_of"]
 
 
 def text(words: str) -> str:
-    """`words` as HTML or SVG that shows them: escaped, control characters as their visible signs (␀), valid UTF-8."""
+    """Escape `words` for HTML or SVG: control characters become visible symbols (␀), and the result is valid UTF-8."""
     plain = words.replace("\r\n", "\n").encode("utf-8", "replace").decode("utf-8")
     return escape("".join(chr(0x2400 + ord(c)) if ord(c) < 0x20 and c not in "\t\n" else c for c in plain))
 
 
 def text_of(value: Any) -> str:
-    """A value as a reader wants it: four digits of a fraction, thousands apart, a dash where there is none."""
+    """Format a value: four significant digits, a separator for thousands, a dash for None."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -30,7 +30,7 @@ def text_of(value: Any) -> str:
 
 
 def grid(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table that scrolls by itself where it is too wide; columns of numbers are marked as such."""
+    """A table that scrolls if it is too wide; columns of numbers get their own class."""
     numeric = [all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(columns))]
     side = [' class="number"' if n else "" for n in numeric]
     head = "".join(f"<th{s}>{text(c)}</th>" for c, s in zip(columns, side, strict=True))
@@ -42,6 +42,6 @@ def grid(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def facts(pairs: Iterable[tuple[str, Any]]) -> str:
-    """Names and their values."""
+    """A list of names and values."""
     inner = "".join(f"<dt>{text(name)}</dt><dd>{text(text_of(value))}</dd>" for name, value in pairs)
     return f'<dl class="facts">{inner}</dl>'

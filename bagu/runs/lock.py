@@ -1,4 +1,4 @@
-"""One writer of a folder: a file that names the process. The lock of a process that is gone is taken over."""
+"""A lock that allows one writer per folder: a file that names the process. The lock of a dead process is taken over."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ __all__ = ["Lock"]
 
 
 class Lock:
-    """Taken by one process at a time, and held until it is released or the process ends."""
+    """Held by one process at a time, until it is released or the process ends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.held = False
 
     def take(self) -> None:
-        with self._only_me() as file:
+        with self._exclusive() as file:
             owner = _owner(file.read())
-            if owner and _lives(owner):
+            if owner and _is_running(owner):
                 raise BaguError(
-                    f"{self.path.parent} is being written by process {owner['pid']} on {owner['host']}",
-                    hint=f"wait for it or stop it; if it is gone, delete {self.path}",
+                    f"process {owner['pid']} on {owner['host']} is writing to {self.path.parent}",
+                    hint=f"wait for it or stop it; if it does not exist any more, delete {self.path}",
                 )
             file.seek(0)
             file.truncate()
             me = os.getpid()
-            file.write(json.dumps({"pid": me, "host": platform.node(), "born": _born(me)}))
+            file.write(json.dumps({"pid": me, "host": platform.node(), "born": _start_time(me)}))
         self.held = True
 
     def release(self) -> None:
         if self.held:
             self.held = False
-            with self._only_me() as file:
+            with self._exclusive() as file:
                 file.truncate(0)
 
     @contextlib.contextmanager
-    def _only_me(self) -> Iterator[Any]:
-        """The open file, while no other process looks at it. It is never deleted: that would split the lock in two."""
+    def _exclusive(self) -> Iterator[Any]:
+        """The open file, under an exclusive flock. The file is never deleted: two processes could then both lock."""
         with self.path.open("a+", encoding="utf-8") as file:
             try:
                 import fcntl
-            except ImportError:  # Windows: two processes that start in the same millisecond are not kept apart
+            except ImportError:  # Windows: two processes that start in the same millisecond may both get the lock
                 pass
             else:
-                # held for microseconds and not for the run: a forked worker would go on holding it for a dead parent
+                # held for microseconds, not for the run: a forked worker would keep it after its parent has died
                 fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             yield file
 
 
 def _owner(text: str) -> dict[str, Any] | None:
-    """Who wrote the lock; None when it is free. A lock torn by a kill was never held."""
+    """The owner named in the lock file; None if it is free. A partial file means that the lock was never held."""
     try:
         owner = json.loads(text)
     except ValueError:
@@ -66,8 +66,8 @@ def _owner(text: str) -> dict[str, Any] | None:
     return owner if isinstance(owner, dict) and {"pid", "host", "born"} <= owner.keys() else None
 
 
-def _lives(owner: Mapping[str, Any]) -> bool:
-    """Whether the lock's process still runs; one that cannot be asked (another machine, Windows) counts as alive."""
+def _is_running(owner: Mapping[str, Any]) -> bool:
+    """Whether the owner still runs. A process that cannot be checked (another machine, Windows) counts as running."""
     if owner["host"] != platform.node() or os.name != "posix":
         return True
     try:
@@ -76,11 +76,11 @@ def _lives(owner: Mapping[str, Any]) -> bool:
         return False
     except PermissionError:
         return True
-    return owner["born"] is None or owner["born"] == _born(owner["pid"])  # else the number was given out again
+    return owner["born"] is None or owner["born"] == _start_time(owner["pid"])  # else the pid was reused
 
 
-def _born(pid: int) -> str | None:
-    """When a process began, in ticks since the boot; None where that cannot be known. A zombie was never born."""
+def _start_time(pid: int) -> str | None:
+    """The start time of a process in ticks since boot; None if unknown, or if the process is a zombie."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:

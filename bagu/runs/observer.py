@@ -1,4 +1,4 @@
-"""What a training loop reports while it runs, and two programs that show it: TensorBoard and Weights & Biases."""
+"""The interface through which a training loop reports, and two implementations: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ Metrics = Mapping[str, float | int | None]
 
 
 class Observer(Protocol):
-    """What a training loop reports. Names of metrics end in their unit: `loss_nats`, `tokens_per_s`.
+    """Receives the reports of a training loop. Names of metrics end in their unit: `loss_nats`, `tokens_per_s`.
 
     Every step has lr, grad_norm, tokens, tokens_per_s, mfu_percent, memory_bytes, padding_percent, data_wait_s, and
-    the metrics of its objective; held-out metrics begin with `val_`. What was not measured at a step is left out or
-    None.
+    the metrics of its objective; held-out metrics start with `val_`. A metric that was not measured at a step is
+    missing or None.
     """
 
     def on_step(self, step: int, metrics: Metrics) -> None:
-        """Step `step` is done. Steps ascend, except after `rewind`."""
+        """Step `step` has finished. Steps ascend, except after `rewind`."""
 
     def on_event(self, kind: str, step: int, **facts: Any) -> None:
-        """Something worth knowing happened at `step`; `facts` are JSON values."""
+        """An event at `step`; the values of `facts` are JSON."""
 
     def on_sample(self, step: int, texts: Sequence[str]) -> None:
-        """What the model writes after `step`."""
+        """Texts that the model generated after `step`."""
 
     def rewind(self, step: int) -> None:
-        """The next step is `step`: what was told of it and of later ones is void. Called at every resume."""
+        """The next step is `step`: discard reports of this step and later ones. Called at every resume."""
 
     def close(self) -> None:
-        """The run is over, in whatever way."""
+        """The run has ended, successfully or not."""
 
 
 class TensorBoard(Observer):
-    """Event files for TensorBoard: a scalar a metric, a text a sample."""
+    """Writes TensorBoard event files: one scalar per metric, one text per sample."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -70,10 +70,10 @@ class TensorBoard(Observer):
         self._writer = self._open(step, Path(self._writer.log_dir))
 
     def _open(self, step: int | None, folder: Path) -> Any:
-        """A new file; with a step it tells the reader to forget `step` and after.
+        """Open a new file; with a step, it tells the reader to discard `step` and later.
 
-        Readers take files in the order of their names, which hold the second they were made in and then a counter that
-        does not sort (9 comes after 10): two files must not be of one second.
+        Readers sort files by name. A name holds the second of its creation and then a counter that does not sort (9
+        comes after 10), so two files must not be created in the same second.
         """
         while any(f".{int(time.time()):010d}." in f.name for f in folder.glob("events.*")):
             time.sleep(0.02)
@@ -84,10 +84,10 @@ class TensorBoard(Observer):
 
 
 class WeightsAndBiases(Observer):
-    """A run at Weights & Biases: metrics against `step`, samples as text. What WANDB_MODE and WANDB_DIR say holds.
+    """Logs to Weights & Biases: metrics against `step`, samples as text. Respects WANDB_MODE and WANDB_DIR.
 
-    The run's id is kept in the folder, so that a resume goes on with the same one. Its history cannot be taken back:
-    steps that are made again after a rewind are there twice.
+    The folder stores the id of the W&B run, so that a resume continues it. W&B cannot delete history: steps that run
+    again after a rewind appear twice.
     """
 
     ID = "wandb-id"
@@ -105,7 +105,7 @@ class WeightsAndBiases(Observer):
             )  # fmt: skip
         except wandb.errors.Error as error:
             raise BackendError(
-                f"Weights & Biases did not begin a run: {str(error).splitlines()[0]}",
+                f"Weights & Biases could not start a run: {str(error).splitlines()[0]}",
                 hint="run `wandb login`, set WANDB_MODE=offline, or leave wandb out",
             ) from error
         write_whole(kept, id + "\n")
@@ -113,12 +113,12 @@ class WeightsAndBiases(Observer):
 
     @staticmethod
     def check() -> None:
-        """Refuse where the package is missing, before any work is done."""
+        """Raise now if the package is missing, before any work is done."""
         try:
             import wandb  # noqa: F401
         except ImportError as error:
             raise BackendError(
-                "wandb is set, and the package wandb cannot be imported",
+                "wandb is set, but the package wandb cannot be imported",
                 hint="pip install 'bagu[wandb]', or leave wandb out",
             ) from error
 
@@ -132,7 +132,7 @@ class WeightsAndBiases(Observer):
         self._run.log({"step": step, **{f"sample/{number}": text for number, text in enumerate(texts)}})
 
     def rewind(self, step: int) -> None:
-        """Nothing to do: see the class."""
+        """Nothing to do: W&B cannot delete history."""
 
     def close(self) -> None:
         self._run.finish()

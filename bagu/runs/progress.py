@@ -29,11 +29,11 @@ BARS = (32, 24, 16, 8)  # cells; few sizes, so that the bar does not change with
 
 
 class TrainProgress(Observer):
-    """The progress line of a training run of `steps` steps, of which `start` are done already.
+    """The progress line of a training run of `steps` steps, `start` of which are already done.
 
-    `formats` gives the words of the metrics of its objective ({"loss_nats": "loss {:.3f} nats"}); speed and MFU follow
-    them. Metrics that come only now and then (validation) stay on the line until the next. `live=False` leaves the
-    drawing to whoever renders this object. Events of the kinds in `quiet` get no line.
+    `formats` maps the metrics of its objective to texts ({"loss_nats": "loss {:.3f} nats"}); speed and MFU follow.
+    Metrics that are not measured at every step (validation) stay on the line until the next value. With `live=False`
+    the caller draws this object. Events of the kinds in `quiet` print no line.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TrainProgress(Observer):
         self._quiet = QUIET_EVENTS.union(quiet)
         self._clock = clock
         self._began = clock()
-        self._recent: deque[tuple[float, int]] = deque([(self._began, start)], maxlen=50)  # what the rate is taken from
+        self._recent: deque[tuple[float, int]] = deque([(self._began, start)], maxlen=50)  # for the rate
         self._last = (self._began, start)  # time and step of the last plain line
         self._plain = not draws(self.console)
         self._live = Live(self, console=self.console, refresh_per_second=REFRESH_PER_S) if live else None
@@ -74,7 +74,7 @@ class TrainProgress(Observer):
         if kind not in self._quiet:
             said = ", ".join(f"{name} {_short(value)}" for name, value in facts.items())
             text = f"{self.name} step {step}: {kind.replace('_', ' ')}" + (f" ({said})" if said else "")
-            self.console.print(Text(text, style="yellow"), soft_wrap=True)  # style= would colour the live line as well
+            self.console.print(Text(text, style="yellow"), soft_wrap=True)  # style= would also colour the live line
 
     def on_sample(self, step: int, texts: Sequence[str]) -> None:
         """Samples are not printed; the run folder has them."""
@@ -87,10 +87,10 @@ class TrainProgress(Observer):
 
     def close(self) -> None:
         if self._live and not self._plain:
-            self._live.stop()  # leaves the line as it is last drawn
+            self._live.stop()  # the last drawn line stays
 
     def seconds_left(self) -> float | None:
-        """From the rate of the last steps; None until one is done."""
+        """Estimated from the rate of the last steps; None until one is done."""
         (t0, s0), (t1, s1) = self._recent[0], self._recent[-1]
         return (t1 - t0) / (s1 - s0) * (self.steps - self.done) if s1 > s0 else None
 
@@ -139,7 +139,7 @@ class TrainProgress(Observer):
 
 
 class Stages:
-    """Numbered stages of a longer job, each with a spinner while it runs and its time and result after.
+    """Numbered stages of a longer job. A running stage has a spinner; a finished one shows its time and result.
 
     with stages.stage("Tokenizer") as stage:
         stage.result = "4,096 tokens, 3.9 bytes a token"
@@ -152,7 +152,7 @@ class Stages:
 
     @contextlib.contextmanager
     def stage(self, title: str) -> Iterator[Stage]:
-        """One stage. If its body raises, the stage is marked as failed and the error goes on."""
+        """Run one stage. If its body raises, the stage is marked as failed and the error propagates."""
         self.number += 1
         stage = Stage(f"{self.number}/{self.total} {title}", self.console)
         live = Live(stage, console=self.console, refresh_per_second=REFRESH_PER_S, transient=True)
@@ -169,7 +169,7 @@ class Stages:
 
 
 class Stage:
-    """A stage that runs: `detail` is shown beside the spinner, `result` when it is over."""
+    """A running stage: `detail` is shown beside the spinner, `result` when it has finished."""
 
     def __init__(self, title: str, console: Console) -> None:
         self.title, self.console = title, console
@@ -187,14 +187,14 @@ class Stage:
         formats: Mapping[str, str] | None = None,
         quiet: Collection[str] = (),
     ) -> TrainProgress:
-        """An observer whose line is drawn under the stage's."""
+        """An observer whose line is drawn below the line of the stage."""
         self.progress = TrainProgress(
             steps, start=start, name=name, formats=formats, console=self.console, live=False, quiet=quiet
         )
         return self.progress
 
     def summary(self, done: bool, *, ascii_only: bool = False) -> Text:
-        """The line that stays."""
+        """The line that remains when the stage has finished."""
         mark = ("ok" if done else "failed") if ascii_only else ("✓" if done else "✗")
         text = Text.assemble((mark, "green" if done else "red"), " ", (self.title, "bold"))
         text.append(f"  {duration(time.monotonic() - self.began)}", style="dim")

@@ -14,33 +14,33 @@ from typing import Any
 from bagu.errors import BaguError
 from bagu.machine import device
 
-__all__ = ["append_rows", "made_folder", "read_rows", "record_file"]
+__all__ = ["append_rows", "ensure_folder", "read_rows", "record_file"]
 
 
 def record_file(folder: Path) -> Path:
-    """This machine's file of rows in `folder`. What cannot be written is told now: before the measuring, not after."""
-    path = made_folder(folder) / f"{device.this_machine().name}.jsonl"
+    """This machine's results file in `folder`. Raises before the measurement if the file is not writable."""
+    path = ensure_folder(folder) / f"{device.this_machine().name}.jsonl"
     if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
-        raise BaguError(f"{path} is no file that can be written", hint="give another folder with --out")
+        raise BaguError(f"{path} is not a writable file", hint="give another folder with --out")
     return path
 
 
-def made_folder(folder: Path) -> Path:
-    """The folder, which is there now and can be written."""
+def ensure_folder(folder: Path) -> Path:
+    """Create the folder if needed; raise if it is not writable."""
     hint = "give another folder"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BaguError(f"the folder {folder} cannot be made: {error.strerror or error}", hint=hint) from error
+        raise BaguError(f"cannot create the folder {folder}: {error.strerror or error}", hint=hint) from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise BaguError(f"nothing can be written into the folder {folder}", hint=hint)
+        raise BaguError(f"the folder {folder} is not writable", hint=hint)
     return folder
 
 
 def append_rows(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """Append `rows` as JSON lines, all or none, in one write: rows of several processes do not mix within a line.
 
-    Missing parent folders are made. NaN and infinity are refused, since JSON has no word for them.
+    Creates missing parent folders. NaN and infinity are refused, because JSON cannot represent them.
     """
     path = Path(path)
     data = "".join(_line(path, number, row) for number, row in enumerate(rows)).encode()
@@ -57,10 +57,10 @@ def append_rows(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]])
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file in their order; empty lines are skipped, a broken line is an error."""
+    """The rows of a JSON-lines file in order. Empty lines are skipped; a broken line raises."""
     path = Path(path)
     if not path.exists():
-        raise BaguError(f"there is no record file {path}", hint="the command that measures writes it; run that first")
+        raise BaguError(f"record file {path} does not exist", hint="run the benchmark that writes it first")
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
@@ -68,9 +68,9 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise BaguError(f"{path}:{number}: not JSON: {error}", hint="mend or delete that line") from error
+            raise BaguError(f"{path}:{number}: not JSON: {error}", hint="correct or delete that line") from error
         if not isinstance(row, dict):
-            raise BaguError(f"{path}:{number}: a row is a JSON object, this is a {type(row).__name__}")
+            raise BaguError(f"{path}:{number}: expected a JSON object, got a {type(row).__name__}")
         rows.append(row)
     return rows
 
@@ -79,5 +79,5 @@ def _line(path: Path, number: int, row: Mapping[str, Any]) -> str:
     try:
         return json.dumps(dict(row), allow_nan=False, ensure_ascii=False) + "\n"
     except (TypeError, ValueError) as error:
-        hint = "rows hold JSON values; write None for a number that is not finite"
+        hint = "rows must hold JSON values; write None for a number that is not finite"
         raise BaguError(f"row {number} for {path} is not JSON: {error}", hint=hint) from error

@@ -85,7 +85,7 @@ def test_quick_run_without_out_records_nothing(
         (["rms_nrom"], "no op 'rms_nrom'", "'rms_norm'"),
         (["--backend", "tritn"], "no backend 'tritn'", "'triton'"),
         (["--dtype", "bf61"], "no dtype 'bf61'", "'bf16'"),
-        (["--device", "toaster"], "no device 'toaster'", "cuda"),
+        (["--device", "toaster"], "unknown device 'toaster'", "cuda"),
         (["--backend", "triton", "--device", "cpu"], "runs on cpu", "timed on a CUDA device"),
     ],
 )

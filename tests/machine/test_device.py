@@ -1,4 +1,4 @@
-"""The machine's facts and the records that carry them."""
+"""Machine facts, and the record files that store them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_this_machine_is_plausible() -> None:
     assert free is None or machine.memory_bytes is None or 0 < free <= machine.memory_bytes
 
 
-def test_machine_is_known_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_facts_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS and Windows, where /proc and /sys do not exist."""
     monkeypatch.setattr(device, "_read", lambda path: None)
     machine = device.this_machine()
@@ -85,7 +85,7 @@ def test_an_arm_cpu_is_named_by_its_part_numbers(
     assert device.cpu_features() == "asimd fp"
 
 
-def test_an_arm_part_that_is_not_in_the_table_is_asked_of_lscpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_arm_part_is_named_by_lscpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_read", {"/proc/cpuinfo": CPUINFO.format(implementer="0x41", part="0xfff")}.get)
     monkeypatch.setattr(device, "_output", lambda *_: "Vendor ID: ARM\nModel name:          Neoverse-X9\n")
     assert device.cpu_model() == "Neoverse-X9"
@@ -131,7 +131,7 @@ def test_environment_is_json_and_complete() -> None:
     assert {"commit", "python", "triton", "numpy", "cuda", "driver", "os"} <= facts.keys()
 
 
-def test_rows_come_back_in_order(tmp_path: Path) -> None:
+def test_rows_are_read_in_order(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "er" / "rows.jsonl"
     record.append_rows(path, [{"a": 1}, {"b": "八股\u2028\n"}])
     record.append_rows(path, [])
@@ -144,7 +144,7 @@ def _append_many(path: Path, who: int) -> None:
         record.append_rows(path, [{"who": who, "pad": "x" * 500}] * 2)
 
 
-def test_processes_do_not_mix_their_rows(tmp_path: Path) -> None:
+def test_concurrent_appends_do_not_mix_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
     writers = [context.Process(target=_append_many, args=(path, who)) for who in range(3)]
@@ -165,12 +165,12 @@ def test_broken_line_names_file_and_line(tmp_path: Path, line: str) -> None:
 
 
 def test_missing_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(BaguError, match="no record file"):
+    with pytest.raises(BaguError, match="does not exist"):
         record.read_rows(tmp_path / "none.jsonl")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), {1, 2}, torch.ones(1)])
-def test_row_that_is_not_json_is_refused_whole(tmp_path: Path, bad: object) -> None:
+def test_a_row_that_is_not_json_writes_nothing(tmp_path: Path, bad: object) -> None:
     path = tmp_path / "rows.jsonl"
     with pytest.raises(BaguError, match="row 1 for"):
         record.append_rows(path, [{"a": 1}, {"a": bad}])
@@ -200,11 +200,11 @@ def test_commit_follows_the_packages_files(tmp_path: Path) -> None:
     assert environment._commit(package) == head
     (package / "new.py").write_text("")
     assert environment._commit(package) == f"{head}-dirty"
-    assert environment._commit(installed) is None  # an environment inside somebody's checkout
+    assert environment._commit(installed) is None  # an environment inside another checkout
 
 
-def test_a_device_that_is_not_there_is_named() -> None:
+def test_unknown_devices_are_named() -> None:
     assert named_device(None) == default_device() and named_device("cpu") == torch.device("cpu")
-    for name, says in (("tpu", "no device 'tpu'"), ("cuda:99", "torch finds"), ("meta", "cpu or cuda")):
+    for name, says in (("tpu", "unknown device 'tpu'"), ("cuda:99", "torch finds"), ("meta", "cpu or cuda")):
         with pytest.raises(ArgumentError, match=says):
             named_device(name)

@@ -1,4 +1,4 @@
-"""Which dtype is fast is measured once for each machine and setting, and kept."""
+"""The faster dtype is measured once per machine and setting, then cached."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ def test_bf16_is_chosen_where_it_is_clearly_faster() -> None:
     assert MatmulRates(fp32=1e9, bf16=1e7).fastest == torch.float32
 
 
-def test_the_choice_is_the_one_a_clock_makes(tmp_path: Path) -> None:
-    """The same product timed here: bf16 is chosen only if it does not lose, fp32 only if bf16 does not win by far."""
+def test_the_choice_agrees_with_a_timing(tmp_path: Path) -> None:
+    """Time the same product: bf16 is chosen only if it is not slower, fp32 only if bf16 is not much faster."""
     chosen = compute_dtype(CPU)
     rates = fast_dtype._rates_at(256 if matmul_rates().bf16 < matmul_rates().fp32 / 4 else 1024, rounds=2)
     assert rates.bf16 > rates.fp32 / 1.5 if chosen == torch.bfloat16 else rates.bf16 < 2 * rates.fp32
     assert compute_dtype_name(CPU) == ("bf16" if chosen == torch.bfloat16 else "fp32")
 
 
-def test_measuring_says_nothing() -> None:
-    """torch warns with a C++ stack when oneDNN cannot multiply bf16; that is what is being asked."""
+def test_measuring_emits_no_warning() -> None:
+    """torch warns with a C++ stack if oneDNN has no bf16 matmul; measuring hides this warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compute_dtype(CPU)
 
 
-def test_a_second_process_reads_what_the_first_measured(tmp_path: Path) -> None:
+def test_a_second_process_reads_the_cached_rates(tmp_path: Path) -> None:
     matmul_rates()
     (path,) = files(tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"fp32": 1.0, "bf16": 3.0}))
-    fast_dtype._rates_of.cache_clear()  # as a new process has it
+    fast_dtype._rates_of.cache_clear()  # as in a new process
     assert matmul_rates() == MatmulRates(fp32=1.0, bf16=3.0)
     assert compute_dtype(CPU) == torch.bfloat16
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"fp32": 1.0}', '{"fp32": "fast", "bf16": 1.0}',
                                   '{"fp32": NaN, "bf16": 1.0}', '{"fp32": 0.0, "bf16": 0.0}'])  # fmt: skip
-def test_a_broken_file_is_measured_again(tmp_path: Path, text: str) -> None:
+def test_a_broken_cache_file_is_replaced(tmp_path: Path, text: str) -> None:
     measured = matmul_rates()
     (path,) = files(tmp_path)
     path.write_text(text)
@@ -67,7 +67,7 @@ def test_a_broken_file_is_measured_again(tmp_path: Path, text: str) -> None:
     assert json.loads(path.read_text())["fp32"] == again.fp32
 
 
-def test_other_threads_and_settings_are_measured_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_thread_count_and_setting_has_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     matmul_rates()
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     matmul_rates()
@@ -81,6 +81,6 @@ def test_other_threads_and_settings_are_measured_apart(tmp_path: Path, monkeypat
     assert len(files(tmp_path)) == 3
 
 
-def test_a_cache_that_cannot_be_written_is_no_fault(tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_not_an_error(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     assert matmul_rates().fp32 > 0

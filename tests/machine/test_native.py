@@ -1,4 +1,4 @@
-"""C++ compiled on first use: kept, found again, and done without where it cannot be had."""
+"""C++ compiled on first use: cached, reused, and replaced by PyTorch if it does not compile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from bagu.machine import native
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler here")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 ANSWER = 'extern "C" int answer() { return %s; }\n'
 
 
@@ -29,7 +29,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @needs_compiler
-def test_a_change_of_source_or_header_is_compiled_anew(tmp_path: Path) -> None:
+def test_a_changed_source_or_header_is_recompiled(tmp_path: Path) -> None:
     source, header = tmp_path / "x.cpp", tmp_path / "x.h"
     header.write_text("constexpr int N = 41;\n")
     source.write_text(f'#include "{header}"\n' + ANSWER % "N + 1")
@@ -39,11 +39,11 @@ def test_a_change_of_source_or_header_is_compiled_anew(tmp_path: Path) -> None:
         library = native.library(str(source))
         assert library is not None and library.answer() == number + 1
     assert len(list((tmp_path / "cache" / "native").glob("x-*.so"))) == 2
-    assert {p.suffix for p in (tmp_path / "cache" / "native").iterdir()} == {".so"}, "nothing else is left"
+    assert {p.suffix for p in (tmp_path / "cache" / "native").iterdir()} == {".so"}, "temporary files are left"
 
 
 @needs_compiler
-def test_a_second_process_finds_what_the_first_has_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_process_uses_the_cached_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, log, compiler = tmp_path / "x.cpp", tmp_path / "log", tmp_path / "c++"
     source.write_text(ANSWER % "7")
     compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo "$@" >> {log}\nexec {COMPILER} "$@"\n')
@@ -52,28 +52,28 @@ def test_a_second_process_finds_what_the_first_has_compiled(tmp_path: Path, monk
     script = f"from bagu.machine import native; assert native.library({str(source)!r}).answer() == 7"
     for _ in range(2):
         subprocess.run([sys.executable, "-c", script], check=True)
-    assert len(log.read_text().splitlines()) == 2, "one call that compiles and one that links"
+    assert len(log.read_text().splitlines()) == 2, "expected one compile and one link"
 
 
 @needs_compiler
-def test_what_does_not_compile_is_said_and_done_without(tmp_path: Path) -> None:
+def test_a_compile_error_warns_once_and_returns_none(tmp_path: Path) -> None:
     source = tmp_path / "x.cpp"
     source.write_text(ANSWER % "no_such_name")
     with pytest.warns(RuntimeWarning, match=r"x\.cpp could not be compiled .*using PyTorch instead"):
         assert native.library(str(source)) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert native.library(str(source)) is None, "and once is enough"
+        assert native.library(str(source)) is None, "the second call must not warn"
 
 
-def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/no/such/compiler")
     with pytest.warns(RuntimeWarning, match="CXX is /no/such/compiler"):
         assert native.library("serve/cpu/step.cpp") is None
 
 
 @needs_compiler
-def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "x.cpp").write_text(ANSWER % "7")
     monkeypatch.setenv("BAGU_CACHE", str(tmp_path / "file" / "cache"))
@@ -81,7 +81,7 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyt
         assert native.library(str(tmp_path / "x.cpp")) is None
 
 
-def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bagu_native_0_disables_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAGU_NATIVE", "0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -89,9 +89,9 @@ def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what is loaded is read from /proc")
-def test_there_is_one_openmp(tmp_path: Path) -> None:
-    """In a process of its own: a parallel region runs on torch's threads, and no second runtime is loaded."""
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_only_one_openmp_runtime_is_loaded(tmp_path: Path) -> None:
+    """In a child process: a parallel region runs on torch's threads, and no second runtime is loaded."""
     source = tmp_path / "x.cpp"
     source.write_text(
         'extern "C" int answer() {\n    int n = 0;\n#pragma omp parallel num_threads(2) reduction(+ : n)\n    n += 1;\n'

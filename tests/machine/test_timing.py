@@ -1,4 +1,4 @@
-"""The clock: what it leaves out, what it puts in, when it stops; and the ceilings."""
+"""`measure`: warmup, flushing, sample counts; and the ceilings."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def spin(seconds: float) -> None:
         pass
 
 
-def test_time_is_that_of_the_call() -> None:
+def test_measure_returns_the_time_of_the_call() -> None:
     timing = measure(lambda: spin(0.002), "cpu", seconds=0.05, flush_l2=False)
     assert 0.002 <= timing.low_s <= timing.median_s <= timing.high_s
     assert timing.samples >= 5
 
 
-def test_the_first_call_is_left_out() -> None:
+def test_the_first_call_is_warmup() -> None:
     calls = 0
 
     def slow_at_first() -> None:
@@ -42,7 +42,7 @@ def test_the_first_call_is_left_out() -> None:
     assert calls >= 3 + 1
 
 
-def test_sampling_ends_on_time() -> None:
+def test_sampling_stops_after_the_given_seconds() -> None:
     def tenth() -> None:
         spin(0.1)
 
@@ -60,14 +60,14 @@ def test_cache_is_flushed_before_every_sample() -> None:
     buffer = torch.ones(8)
     dirty = []
 
-    def look_and_soil() -> None:
+    def read_and_overwrite() -> None:
         dirty.append(bool(buffer.any()))
         buffer.fill_(1)
 
-    timing = measure(look_and_soil, "cpu", max_samples=5, buffer=buffer)
+    timing = measure(read_and_overwrite, "cpu", max_samples=5, buffer=buffer)
     assert dirty[-timing.samples :] == [False] * timing.samples
     dirty.clear()
-    timing = measure(look_and_soil, "cpu", max_samples=5, buffer=buffer, flush_l2=False)
+    timing = measure(read_and_overwrite, "cpu", max_samples=5, buffer=buffer, flush_l2=False)
     assert all(dirty)
 
 
@@ -127,8 +127,8 @@ def test_cuda_time_scales_with_the_bytes() -> None:
 
 @gpu
 @needs_gpu
-def test_cuda_time_leaves_out_the_hosts_part() -> None:
-    """A host that takes 1 ms between two launches must not show: the GPU is kept busy flushing meanwhile."""
+def test_cuda_time_excludes_host_time() -> None:
+    """A host delay of 1 ms between two launches must not be timed: the GPU flushes meanwhile."""
     x = torch.empty(64 << 18, device="cuda")
 
     def slow_host() -> None:
@@ -141,7 +141,7 @@ def test_cuda_time_leaves_out_the_hosts_part() -> None:
 @gpu
 @needs_gpu
 def test_cuda_ceilings_are_quick_and_in_order() -> None:
-    measure_ceilings("cuda", quick=True)  # starts CUDA and cuBLAS
+    measure_ceilings("cuda", quick=True)  # initializes CUDA and cuBLAS
     start = time.perf_counter()
     quick = measure_ceilings("cuda", quick=True)
     middle = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The run folder: no step stands twice, nothing whole is lost to a kill, and one process writes at a time."""
+"""The run folder: one row per step, no complete row lost when killed, one writer at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Config:
 
 
 class Memory(Observer):
-    """An observer that remembers the calls."""
+    """An observer that stores the calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -54,7 +54,7 @@ def recorder(path: Path, *, resume: bool = False, **options: Any) -> RunRecorder
     return RunRecorder(RunFolder.create(path, Config(), resume=resume), **{"tensorboard": False, **options})
 
 
-def test_a_run_leaves_its_record(tmp_path: Path) -> None:
+def test_a_run_writes_its_folder(tmp_path: Path) -> None:
     memory = Memory()
     with recorder(tmp_path / "a" / "run", progress=memory) as run:
         run.on_step(0, {"loss_nats": 2.5, "lr": 1e-3, "val_loss_nats": None})
@@ -71,7 +71,7 @@ def test_a_run_leaves_its_record(tmp_path: Path) -> None:
     assert [call[0] for call in memory.calls] == ["step", "event", "sample", "close"]
 
 
-def test_a_number_that_is_not_finite_is_null_and_an_event(tmp_path: Path) -> None:
+def test_a_metric_that_is_not_finite_becomes_null_and_an_event(tmp_path: Path) -> None:
     memory = Memory()
     with recorder(tmp_path, progress=memory) as run:
         run.on_step(3, {"loss_nats": float("nan"), "grad_norm": float("-inf"), "lr": 0.1})
@@ -82,7 +82,7 @@ def test_a_number_that_is_not_finite_is_null_and_an_event(tmp_path: Path) -> Non
     assert memory.calls[0] == ("step", 3, {"loss_nats": None, "grad_norm": None, "lr": 0.1})
 
 
-def test_a_metric_is_a_number(tmp_path: Path) -> None:
+def test_a_metric_must_be_a_number(tmp_path: Path) -> None:
     import numpy as np
 
     with recorder(tmp_path) as run:
@@ -104,15 +104,15 @@ def test_rewind_drops_the_steps_that_run_again(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert [(r["step"], r["loss_nats"]) for r in folder.metrics()] == [(0, 0.0), (1, 1.0), (2, 20.0)]
     assert list(folder.samples()) == [0, 1]
-    assert "rollback" in [e["kind"] for e in folder.events()], "the history stays"
+    assert "rollback" in [e["kind"] for e in folder.events()], "the event log keeps everything"
     assert ("rewind", 2) in memory.calls
 
 
 @given(st.lists(st.integers(0, 30), unique=True), st.integers(0, 31), st.integers(0, 40))
-def test_a_cut_keeps_exactly_the_steps_before_it(
+def test_rewind_keeps_exactly_the_steps_before_it(
     tmp_path_factory: pytest.TempPathFactory, steps: list[int], cut: int, torn: int
 ) -> None:
-    """Whatever the steps, the cut, and the bytes of a row that a kill left unfinished."""
+    """For any steps, any rewind, and any number of bytes of an unfinished row."""
     path = tmp_path_factory.getbasetemp() / "cut.jsonl"
     rows = [{"step": s, "text": "中" * (s % 3)} for s in sorted(steps)]
     text = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
@@ -126,19 +126,19 @@ def test_a_cut_keeps_exactly_the_steps_before_it(
     assert kept == expected.encode() + unfinished
 
 
-def test_a_torn_row_is_dropped_on_open(tmp_path: Path) -> None:
+def test_a_partial_row_is_dropped_on_open(tmp_path: Path) -> None:
     with recorder(tmp_path) as run:
         run.on_step(0, {"loss_nats": 1.0})
     path = RunFolder(tmp_path).metrics_path
     with path.open("ab") as file:
         file.write('{"step": 1, "loss_nats": 1.0, "中'.encode()[:-1])
-    assert len(RunFolder(tmp_path).metrics()) == 1, "a reader of a run that goes on does not see half a row"
+    assert len(RunFolder(tmp_path).metrics()) == 1, "a reader of an active run must not see a partial row"
     with recorder(tmp_path, resume=True) as run:
         run.on_step(1, {"loss_nats": 3.0})
     assert [r["step"] for r in RunFolder(tmp_path).metrics()] == [0, 1]
 
 
-def test_a_broken_row_inside_is_named(tmp_path: Path) -> None:
+def test_a_broken_row_in_the_middle_is_an_error(tmp_path: Path) -> None:
     with recorder(tmp_path) as run:
         run.on_step(0, {"loss_nats": 1.0})
     path = RunFolder(tmp_path).metrics_path
@@ -147,7 +147,7 @@ def test_a_broken_row_inside_is_named(tmp_path: Path) -> None:
         RunFolder(tmp_path).metrics()
 
 
-def test_resume_says_what_has_changed(tmp_path: Path) -> None:
+def test_resume_records_what_has_changed(tmp_path: Path) -> None:
     recorder(tmp_path).close()
     with RunRecorder(RunFolder.create(tmp_path, Config(lr=2e-3), resume=True), tensorboard=False):
         pass
@@ -156,12 +156,12 @@ def test_resume_says_what_has_changed(tmp_path: Path) -> None:
     assert RunFolder(tmp_path).config() == {"lr": 2e-3}
 
 
-def test_resume_in_an_empty_folder_begins(tmp_path: Path) -> None:
+def test_resume_in_an_empty_folder_starts_a_run(tmp_path: Path) -> None:
     recorder(tmp_path / "new", resume=True).close()
     assert RunFolder(tmp_path / "new").events()[0]["resumed"] is False
 
 
-def test_folders_that_are_not_ours_are_refused_and_untouched(tmp_path: Path) -> None:
+def test_other_folders_are_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     for resume in (False, True):
         with pytest.raises(BaguError, match=r"is not a run and not empty: it has thesis\.txt"):
@@ -176,7 +176,7 @@ def test_folders_that_are_not_ours_are_refused_and_untouched(tmp_path: Path) -> 
 
 def test_two_writers_are_refused(tmp_path: Path) -> None:
     with recorder(tmp_path):
-        with pytest.raises(BaguError, match=f"is being written by process {os.getpid()}"):
+        with pytest.raises(BaguError, match=f"process {os.getpid()} on"):
             RunFolder.create(tmp_path, Config(), resume=True)
         assert RunFolder(tmp_path).metrics() == [], "reading needs no lock"
     recorder(tmp_path, resume=True).close()
@@ -188,7 +188,7 @@ def _hold(path: Path, ready: Any) -> None:
     signal.pause()
 
 
-@pytest.mark.skipif(os.name != "posix", reason="a dead process cannot be told on Windows")
+@pytest.mark.skipif(os.name != "posix", reason="a dead process cannot be detected on Windows")
 def test_the_lock_of_another_process_holds_until_it_dies(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     ready = context.Event()
@@ -196,18 +196,18 @@ def test_the_lock_of_another_process_holds_until_it_dies(tmp_path: Path) -> None
     other.start()
     try:
         assert ready.wait(30)
-        with pytest.raises(BaguError, match=f"is being written by process {other.pid}"):
+        with pytest.raises(BaguError, match=f"process {other.pid} on"):
             RunFolder.create(tmp_path / "run", Config(), resume=True)
     finally:
         other.kill()
-    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # dead but not buried: a zombie holds nothing
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # a zombie: dead, but not reaped
     folder = RunFolder.create(tmp_path / "run", Config(), resume=True)
     folder.close()
     other.join()
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs the start time of a process")
-def test_a_process_number_given_out_again_is_not_the_owner(tmp_path: Path) -> None:
+def test_a_reused_pid_is_not_the_owner(tmp_path: Path) -> None:
     recorder(tmp_path).close()
     lock = RunFolder(tmp_path).lock
     lock.take()
@@ -217,16 +217,16 @@ def test_a_process_number_given_out_again_is_not_the_owner(tmp_path: Path) -> No
     lock.path.write_text(json.dumps({**owner, "host": "elsewhere"}))
     with pytest.raises(BaguError, match="on elsewhere") as caught:
         RunFolder.create(tmp_path, Config(), resume=True)
-    assert str(lock.path) in caught.value.hint, "a lock of another machine is for a person to judge"
+    assert str(lock.path) in caught.value.hint, "the user must decide about a lock of another machine"
 
 
-def test_a_folder_that_is_only_read_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(BaguError, match="open for reading only"):
+def test_a_read_only_folder_cannot_be_recorded_to(tmp_path: Path) -> None:
+    with pytest.raises(BaguError, match="open read-only"):
         RunRecorder(RunFolder(tmp_path))
 
 
 def test_a_full_disk_loses_no_row(tmp_path: Path) -> None:
-    """A limit on the size of files stands for the disk: the row that does not fit is taken back and is an error."""
+    """A file size limit simulates the full disk: the partial row is removed and an error is raised."""
     script = f"""
 import resource, signal
 from bagu.errors import BaguError
@@ -256,7 +256,7 @@ def scalars(folder: Path) -> Mapping[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_tensorboard_shows_no_step_twice(tmp_path: Path) -> None:
+def test_tensorboard_has_each_step_once(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     with recorder(tmp_path, tensorboard=True) as run:
         for step in range(4):
@@ -271,7 +271,7 @@ def test_tensorboard_shows_no_step_twice(tmp_path: Path) -> None:
     assert scalars(tmp_path / "tensorboard") == {"loss_nats": [(0, 0.0), (1, 10.0), (2, 20.0), (3, 30.0)]}
 
 
-def test_without_tensorboard_it_is_said_once(
+def test_missing_tensorboard_prints_one_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("bagu.runs.folder.environment.package_version", lambda name: None)

@@ -1,4 +1,4 @@
-"""What is shown while work runs: it fits its terminal, carries units, and is plain text where there is no terminal."""
+"""Progress output: fits the terminal, has units, and is plain text if there is no terminal."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_line_fits_any_width(width: int, step: int, name: str) -> None:
     assert cell_len(shown.rstrip("\n")) <= width
 
 
-def test_a_wide_line_says_everything_with_its_unit() -> None:
+def test_a_wide_line_has_every_metric_with_its_unit() -> None:
     clock = Clock()
     console = terminal(200)
     progress = TrainProgress(400, formats=FORMATS, console=console, live=False, clock=clock)
@@ -74,7 +74,7 @@ def test_a_wide_line_says_everything_with_its_unit() -> None:
     assert shown.rstrip().endswith("13 min 18 s left")
 
 
-def test_the_least_important_goes_first() -> None:
+def test_the_least_important_part_is_dropped_first() -> None:
     progress = TrainProgress(400, formats=FORMATS, console=terminal(52), live=False)
     progress.on_step(0, METRICS)
     shown = line(progress, terminal(52))
@@ -84,7 +84,7 @@ def test_the_least_important_goes_first() -> None:
     assert "MFU" not in shown
 
 
-def test_time_left_is_of_this_process_and_of_recent_steps() -> None:
+def test_time_left_uses_recent_steps_of_this_process() -> None:
     clock = Clock()
     progress = TrainProgress(1000, start=900, console=plain(), live=False, clock=clock)
     assert progress.seconds_left() is None
@@ -96,7 +96,7 @@ def test_time_left_is_of_this_process_and_of_recent_steps() -> None:
     assert (progress.done, progress.seconds_left()) == (950, None)
 
 
-def test_plain_lines_are_few_and_the_last_step_is_among_them() -> None:
+def test_plain_lines_are_few_and_include_the_last_step() -> None:
     clock, console = Clock(), plain()
     progress = TrainProgress(1000, formats=FORMATS, console=console, clock=clock)
     for step in range(1000):
@@ -110,16 +110,16 @@ def test_plain_lines_are_few_and_the_last_step_is_among_them() -> None:
     assert "\x1b" not in written(console)
 
 
-def test_plain_lines_of_slow_steps_come_in_between_and_thin_out() -> None:
+def test_slow_steps_print_extra_lines_less_and_less_often() -> None:
     clock, console = Clock(), plain()
     progress = TrainProgress(100_000, console=console, clock=clock)
-    for step in range(3600):  # an hour, in which not a tenth is done
+    for step in range(3600):  # one hour, less than a tenth of the steps
         clock.now += 1.0
         progress.on_step(step, {})
     assert 30 < len(written(console).splitlines()) < 250
 
 
-def test_events_are_said_and_routine_ones_are_not() -> None:
+def test_events_are_printed_except_routine_ones() -> None:
     console = plain()
     progress = TrainProgress(10, console=console)
     progress.on_event("save", 3, path="x")
@@ -127,7 +127,7 @@ def test_events_are_said_and_routine_ones_are_not() -> None:
     assert written(console) == "train step 4: skip (reason [loss] spike, z 9.123)\n"
 
 
-def test_a_live_line_is_redrawn_and_left_whole() -> None:
+def test_a_live_line_is_redrawn_and_stays_complete() -> None:
     console = terminal(100)
     progress = TrainProgress(2, console=console)
     progress.on_step(0, METRICS)
@@ -156,5 +156,5 @@ def test_stages_are_numbered_timed_and_keep_their_result(console: Console) -> No
     ("seconds", "words"),
     [(0.4, "0.40 s"), (12.34, "12.3 s"), (59.97, "1 min 00 s"), (245, "4 min 05 s"), (12000, "3 h 20 min")],
 )
-def test_durations_carry_units(seconds: float, words: str) -> None:
+def test_durations_have_units(seconds: float, words: str) -> None:
     assert duration(seconds) == words

@@ -1,6 +1,6 @@
-"""`bagu doctor`: what this machine is and what is wrong with it.
+"""`bagu doctor`: describe this machine and list its problems.
 
-Three stages: `collect` looks (and measures), `diagnose` judges, `render` shows.
+Three stages: `collect` reads (and measures) the machine, `diagnose` finds problems, `render` prints them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["Finding", "Report", "collect", "diagnose", "main", "render", "to_jso
 
 
 def main(*, as_json: bool, measure: bool) -> int:
-    """Print the report; the exit status is 1 when there is a fault, else 0. A machine without a GPU has no fault."""
+    """Print the report. The exit status is 1 if there is a fault, else 0. A missing GPU is not a fault."""
     report = collect(measure=measure)
     findings = diagnose(report)
     if as_json:

@@ -1,7 +1,7 @@
-"""Diagnose: from a Report to findings. Pure: it asks the machine nothing, so every fault can be tried by hand.
+"""Diagnose: turn a Report into findings. It does not query the machine, so tests can pass hand-built reports.
 
-A *fault* makes results wrong, slow or impossible and sets the exit status; *advice* is worth knowing; *ok* says that
-nothing is wrong. Each finding is one line of title and one line of advice.
+A *fault* makes results wrong, slow or impossible and sets the exit status. *advice* is useful to know. *ok* means that
+no fault was found. Each finding has one line of title and one line of advice.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ GIB = 1 << 30
 THROTTLE_ADVICE: dict[str, tuple[Literal["advice", "fault"], str]] = {
     "power cap": (
         "advice",
-        "it runs at its power limit, as a GPU under full load does; `nvidia-smi -pl` sets the limit",
+        "the GPU runs at its power limit, as it does under full load; `nvidia-smi -pl` sets the limit",
     ),
-    "application clocks set": ("advice", "someone fixed its clocks; `nvidia-smi -rgc` and `-rac` free them"),
-    "sync boost": ("advice", "it keeps step with a slower GPU of its boost group"),
+    "application clocks set": ("advice", "its clocks are fixed; `nvidia-smi -rgc` and `-rac` reset them"),
+    "sync boost": ("advice", "its clocks follow a slower GPU of its boost group"),
     "display clocks set": ("advice", "a display limits its clocks"),
-    "hardware slowdown": ("fault", "too hot or short of power: check cooling and power supply before any timing"),
-    "software thermal slowdown": ("fault", "it is too hot: check air flow, fans and the room before any timing"),
-    "hardware thermal slowdown": ("fault", "it is far too hot: check air flow, fans and the room now"),
-    "power brake": ("fault", "the host asked it to draw less: check the power supply of the machine and the rack"),
+    "hardware slowdown": ("fault", "too hot or short of power: check cooling and power supply before any benchmark"),
+    "software thermal slowdown": ("fault", "the GPU is too hot: check air flow and fans before any benchmark"),
+    "hardware thermal slowdown": ("fault", "the GPU is far too hot: check air flow and fans now"),
+    "power brake": ("fault", "the host limits its power: check the power supply of the machine and the rack"),
 }
 
 
@@ -41,53 +41,51 @@ class Finding:
 
 
 def diagnose(report: Report) -> list[Finding]:
-    """All findings, faults first; never empty."""
+    """All findings, faults first. The list is never empty."""
     checks = (_gpu, _driver, _nvml, _gpu_state, _throttle, _nvlink, _nccl, _triton, _host, _measured)
     found = [finding for check in checks for finding in check(report)]
     if not any(finding.level == "fault" for finding in found):
-        found.append(Finding("ok", "no fault found", "nothing has to be done"))
+        found.append(Finding("ok", "no fault found", "nothing to do"))
     return sorted(found, key=lambda finding: ("fault", "advice", "ok").index(finding.level))
 
 
 def _gpu(r: Report) -> Iterator[Finding]:
     if not r.gpu_present:
         yield Finding(
-            "advice", "no GPU", "bagu runs on the CPU with its torch backend; Triton kernels need an NVIDIA GPU"
+            "advice", "no GPU", "bagu runs on the CPU with the torch backend; Triton kernels need an NVIDIA GPU"
         )
     elif r.environment["cuda"] is None:
         yield Finding("fault", "there is a GPU, but this torch is built without CUDA", "install a CUDA build of torch")
     elif not r.machine.gpus and not _driver_too_old(r):
-        hint = "check CUDA_VISIBLE_DEVICES, and that the container was started with its GPUs (--gpus all)"
+        hint = "check CUDA_VISIBLE_DEVICES, and start the container with its GPUs (--gpus all)"
         yield Finding("fault", "there is a GPU, but torch cannot use it", hint)
     elif r.machine.gpus and r.nvml and len(r.machine.gpus) < len(r.nvml.gpus):
         title = f"torch sees {len(r.machine.gpus)} of {len(r.nvml.gpus)} GPUs"
-        yield Finding("advice", title, "CUDA_VISIBLE_DEVICES hides the others; unset it if that is not meant")
+        yield Finding("advice", title, "CUDA_VISIBLE_DEVICES hides the others; unset it to use all")
 
 
 def _driver(r: Report) -> Iterator[Finding]:
     build, speaks = r.environment["cuda"], r.driver_cuda
     if build is None or speaks is None:
         return
-    title = f"driver {r.environment['driver'] or ''} speaks CUDA {speaks}, torch is built for {build}"
+    title = f"driver {r.environment['driver'] or ''} supports CUDA {speaks}, torch is built for {build}"
     if _driver_too_old(r):
         yield Finding("fault", title, f"update the driver, or install a torch built for CUDA {speaks} or older")
     elif _numbers(speaks) < _numbers(build):
-        yield Finding(
-            "advice", title, "works within one CUDA major version; a driver as new as torch removes all doubt"
-        )
+        yield Finding("advice", title, "this works within one CUDA major version; a newer driver removes the mismatch")
 
 
 def _driver_too_old(r: Report) -> bool:
-    """Across major versions a CUDA build needs a driver of its own major version or a later one."""
+    """A CUDA build needs a driver of the same or a later CUDA major version."""
     build, speaks = r.environment["cuda"], r.driver_cuda
     return build is not None and speaks is not None and _numbers(speaks)[0] < _numbers(build)[0]
 
 
 def _nvml(r: Report) -> Iterator[Finding]:
     if r.gpu_present and r.nvml is None:
-        missing = "`pip install nvidia-ml-py` shows clocks, heat, NVLink and topology"
-        silent = "if `nvidia-smi` fails too, reboot (a driver update needs it) or give the container its driver"
-        title = f"NVML could not be asked: {r.nvml_problem}"
+        missing = "`pip install nvidia-ml-py` to see clocks, temperature, NVLink and topology"
+        silent = "if `nvidia-smi` fails too, reboot (after a driver update), or mount the driver in the container"
+        title = f"NVML is not available: {r.nvml_problem}"
         yield Finding("advice", title, silent if r.packages.get("nvidia-ml-py") else missing)
 
 
@@ -96,31 +94,31 @@ def _gpu_state(r: Report) -> Iterator[Finding]:
     for gpu in gpus:
         if gpu.problems:
             yield Finding(
-                "fault", f"GPU {gpu.index} fails: {gpu.problems[0]}", "`dmesg | grep Xid`, then reset or reboot"
+                "fault", f"GPU {gpu.index} fails: {gpu.problems[0]}", "run `dmesg | grep Xid`, then reset or reboot"
             )
     if bad := [g for g in gpus if g.ecc_uncorrected]:
         title = f"{_names(bad)}: uncorrected memory errors ({_each(bad, lambda g: g.ecc_uncorrected)})"
-        yield Finding("fault", title, "results may be wrong: reset the GPU; have it replaced if they come back")
+        yield Finding("fault", title, "results may be wrong: reset the GPU; replace it if the errors return")
     if bad := [g for g in gpus if g.ecc_corrected]:
         title = f"{_names(bad)}: corrected memory errors ({_each(bad, lambda g: g.ecc_corrected)})"
-        yield Finding("advice", title, "nothing was lost; watch the count")
+        yield Finding("advice", title, "no data was lost; watch the count")
     if bad := [g for g in gpus if g.remap_failed]:
-        yield Finding("fault", f"{_names(bad)}: no spare memory rows left", "have the GPU replaced")
+        yield Finding("fault", f"{_names(bad)}: no spare memory rows left", "replace the GPU")
     if bad := [g for g in gpus if g.remap_pending]:
-        yield Finding("advice", f"{_names(bad)}: memory rows wait to be remapped", "reset the GPU when it is free")
+        yield Finding("advice", f"{_names(bad)}: memory rows wait to be remapped", "reset the GPU when it is idle")
     if bad := [g for g in gpus if (g.pcie_width or 0) < (g.pcie_max_width or 0)]:
-        title = f"{_names(bad)}: PCIe runs on {_each(bad, lambda g: g.pcie_width)} of {bad[0].pcie_max_width} lanes"
-        yield Finding("advice", title, "copies to and from the host are slower: check slot, riser and BIOS")
+        title = f"{_names(bad)}: PCIe uses {_each(bad, lambda g: g.pcie_width)} of {bad[0].pcie_max_width} lanes"
+        yield Finding("advice", title, "host-device copies are slower: check slot, riser and BIOS")
     if bad := [g for g in gpus if g.memory_bytes and g.memory_free_bytes is not None and _little(g)]:
         title = f"{_names(bad)}: {_each(bad, lambda g: f'{(g.memory_free_bytes or 0) / GIB:.1f}')} GiB of memory free"
-        yield Finding("advice", title, "another process holds the rest: `nvidia-smi` names it")
+        yield Finding("advice", title, "another process uses the rest; find it with `nvidia-smi`")
 
 
 def _throttle(r: Report) -> Iterator[Finding]:
     gpus = r.nvml.gpus if r.nvml else ()
     reasons = dict.fromkeys(reason for gpu in gpus for reason in gpu.throttle or () if reason != "idle")
     for reason in reasons:
-        level, advice = THROTTLE_ADVICE.get(reason, ("advice", "`nvidia-smi -q -d PERFORMANCE` tells more"))
+        level, advice = THROTTLE_ADVICE.get(reason, ("advice", "see `nvidia-smi -q -d PERFORMANCE`"))
         slow = [gpu for gpu in gpus if reason in (gpu.throttle or ())]
         yield Finding(level, f"{_names(slow)} throttled: {reason}", advice)
 
@@ -141,10 +139,10 @@ def _nvlink(r: Report) -> Iterator[Finding]:
             )
             yield Finding("fault", title, hint)
         else:
-            yield Finding("advice", title, "these GPUs talk over PCIe: prefer data or pipeline to tensor parallelism")
+            yield Finding("advice", title, "these GPUs use PCIe: prefer data or pipeline to tensor parallelism")
     elif len(gpus) > 1 and down:
         yield Finding(
-            "fault", f"{_names(down)}: some NVLinks are down", "`nvidia-smi nvlink -s` and -e; reseat or reset"
+            "fault", f"{_names(down)}: some NVLinks are down", "run `nvidia-smi nvlink -s` and -e; reseat or reset"
         )
 
 
@@ -153,10 +151,10 @@ def _nccl(r: Report) -> Iterator[Finding]:
     versions |= {r.nccl.torch} if r.nccl.torch else set()
     if len(versions) > 1:
         loads = f"torch loads {r.nccl.torch}" if r.nccl.torch else "torch has none"
-        yield Finding(  # one GPU needs no NCCL
+        yield Finding(  # a fault only with several GPUs: one GPU needs no NCCL
             "fault" if len(r.machine.gpus) > 1 else "advice",
             f"{len(versions)} NCCL versions: {', '.join(sorted(versions, key=_numbers))}; {loads}",
-            "keep one on LD_LIBRARY_PATH and in the environment: ranks that load different ones hang",
+            "keep one in LD_LIBRARY_PATH and the environment: ranks with different versions hang",
         )
 
 
@@ -165,20 +163,18 @@ def _triton(r: Report) -> Iterator[Finding]:
     linux, gpu = r.environment["os"].startswith("Linux"), bool(r.machine.gpus)
     if triton is None:
         if linux and gpu:
-            yield Finding(
-                "fault", "Triton is missing", "`pip install 'bagu[triton]'`: without it ops run at torch's speed"
-            )
+            yield Finding("fault", "Triton is missing", "run `pip install 'bagu[triton]'`; without it ops use PyTorch")
         return
     if gpu and r.c_compiler is None:
-        yield Finding("fault", "Triton has no C compiler", "install gcc or set CC: Triton builds each launcher with it")
+        yield Finding("fault", "Triton has no C compiler", "install gcc or set CC: Triton compiles launchers with it")
     if gpu and r.triton_interprets:
         yield Finding("advice", "TRITON_INTERPRET is set", "unset it: kernels run in Python, thousands of times slower")
-    # Loops with a runtime bound fail: triton-lang/triton issue 9171; fixed by 3.9.
+    # Loops with a runtime bound fail: triton-lang/triton issue 9171, fixed in 3.9.
     if _numbers(triton)[:2] == (3, 6) and numpy and _numbers(numpy) >= (2, 4):
         yield Finding(
             "fault" if r.triton_interprets else "advice",
             f"Triton {triton}'s interpreter does not work with NumPy {numpy}",
-            "for tests on the CPU: `pip install 'numpy<2.4'`; compiled kernels are not concerned",
+            "to test on the CPU, `pip install 'numpy<2.4'`; compiled kernels are not affected",
         )
 
 
@@ -186,19 +182,19 @@ def _host(r: Report) -> Iterator[Finding]:
     free, total = r.memory_available_bytes, r.machine.memory_bytes
     if free is not None and total and free < max(total // 20, GIB):
         title = f"{free / GIB:.1f} of {total / GIB:.1f} GiB of memory free"
-        yield Finding("fault" if free < GIB // 2 else "advice", title, "end what holds it, or expect swapping")
+        yield Finding("fault" if free < GIB // 2 else "advice", title, "stop other processes to avoid swapping")
     for disk in r.disks:
         if disk.free_bytes < 5 * GIB:
             title = f"{disk.free_bytes / GIB:.1f} GiB free for the {disk.use}, {disk.path}"
             yield Finding("fault" if disk.free_bytes < GIB else "advice", title, "checkpoints and caches need more")
     if r.cxx_compiler is None:
-        yield Finding("advice", "no C++ compiler", "bagu works without; torch.compile on the CPU needs g++ or clang++")
+        yield Finding("advice", "no C++ compiler", "torch.compile and fast decoding on the CPU need one")
 
 
 def _measured(r: Report) -> Iterator[Finding]:
     if r.measure_problem is not None:
         yield Finding(
-            "fault", f"measuring failed: {r.measure_problem}", "free the device, then run `bagu doctor` again"
+            "fault", f"the measurement failed: {r.measure_problem}", "free the device, then run `bagu doctor` again"
         )
     names = {f"cuda:{gpu.index}": gpu.name for gpu in r.machine.gpus}
     for what, unit in (("copy", "TB/s"), ("matmul", "TFLOP/s")):
@@ -206,8 +202,8 @@ def _measured(r: Report) -> Iterator[Finding]:
             rate = getattr(one, what)
             best = max(getattr(c, what) for c in r.ceilings if names.get(c.device) == names.get(one.device))
             if rate < 0.9 * best:
-                title = f"{one.device}: {what} at {rate / 1e12:.2f} {unit}, its best twin at {best / 1e12:.2f} {unit}"
-                yield Finding("fault", title, "every collective waits for it: look for heat, power or another process")
+                title = f"{one.device}: {what} at {rate / 1e12:.2f} {unit}, the best GPU at {best / 1e12:.2f} {unit}"
+                yield Finding("fault", title, "it slows every collective: check temperature, power and other processes")
 
 
 def _little(gpu: GpuState) -> bool:

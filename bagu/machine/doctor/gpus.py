@@ -1,4 +1,4 @@
-"""The GPUs as values: what NVML says of each at this moment, and how they are wired to each other.
+"""The state of each GPU as NVML reports it, and how the GPUs are connected.
 
 `nvml` fills these; `diagnose` and `render` read them; tests build them by hand.
 """
@@ -13,7 +13,7 @@ __all__ = ["GpuState", "NvLink", "NvmlState", "nvlink_width", "topology"]
 
 @dataclass(frozen=True, kw_only=True)
 class NvLink:
-    """One link. `remote` is "GPU", "switch", "CPU" or None; `remote_bus` the PCI address at its far end."""
+    """One link. `remote` is "GPU", "switch", "CPU" or None; `remote_bus` is the PCI address of the remote end."""
 
     link: int
     active: bool
@@ -25,7 +25,7 @@ class NvLink:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuState:
-    """One GPU at this moment; `index` is the driver's, the one `nvidia-smi` prints."""
+    """The current state of one GPU; `index` is the driver's index, as in `nvidia-smi`."""
 
     index: int
     name: str | None
@@ -46,8 +46,8 @@ class GpuState:
     pcie_max_width: int | None
     ecc_corrected: int | None  # since the driver was loaded
     ecc_uncorrected: int | None
-    remap_pending: bool | None  # HBM rows wait for a reset to be replaced
-    remap_failed: bool | None  # and there was no spare row left
+    remap_pending: bool | None  # HBM rows are remapped at the next reset
+    remap_failed: bool | None  # no spare row was left
     cpu_affinity: str | None
     nvlinks: tuple[NvLink, ...]
     problems: tuple[str, ...]
@@ -62,9 +62,9 @@ class NvmlState:
 
 
 def nvlink_width(a: GpuState, b: GpuState, peers: bool | None) -> int:
-    """The number in the NV# of a pair: links straight from a to b, or what both have into the switches.
+    """The number in the NV# of a pair: direct links from a to b, or the links that both have to switches.
 
-    Where the far end is hidden (a virtual machine), links count if the driver says the pair are NVLink `peers`.
+    If the remote end is hidden (in a virtual machine), links count if the driver reports the pair as NVLink `peers`.
     """
     direct = sum(link.active and b.bus is not None and link.remote_bus == b.bus for link in a.nvlinks)
     if direct:
@@ -84,7 +84,7 @@ def topology(
     common: Callable[[int, int], str | None],
     peers: Callable[[int, int], bool | None],
 ) -> tuple[tuple[str | None, ...], ...]:
-    """The matrix: NV# where a pair has NVLink, else the name of what its PCI paths have in common."""
+    """The matrix of `nvidia-smi topo -m`: NV# for a pair with NVLink, else the level where the PCI paths join."""
 
     def cell(i: int, j: int) -> str | None:
         if i == j:

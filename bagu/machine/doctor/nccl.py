@@ -1,7 +1,7 @@
-"""Every libnccl a process on this machine could load, its version, and the one torch has loaded.
+"""Every libnccl that a process on this machine may load, its version, and the one torch has loaded.
 
-Two versions on the loader's paths are a classic fault: ranks that load different ones hang or crash in the first
-collective, and an LD_LIBRARY_PATH can decide which is which.
+Two versions on the loader's paths are a common fault: ranks that load different versions hang or crash in the first
+collective, and LD_LIBRARY_PATH decides which version a rank loads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Nccl", "NcclLibrary", "find_nccl", "library_version", "version_text"
 NAME = re.compile(r"^(lib)?nccl(\.so(\.\d+)*|\.\d+\.dylib|\d*\.dll)$")
 COMMON = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/opt/nccl/lib", "/opt/conda/lib")
 
-# Loading a foreign library runs its constructors, so it happens in a process of its own.
+# Loading a library runs its constructors, so a separate process loads it.
 ASK = """
 import ctypes, sys
 version = ctypes.c_int()
@@ -34,7 +34,7 @@ if ctypes.CDLL(sys.argv[1]).ncclGetVersion(ctypes.byref(version)) == 0:
 
 @dataclass(frozen=True, kw_only=True)
 class NcclLibrary:
-    """One file. `told_by` is how `version` was learned: "ncclGetVersion", "its text", "its name", or None."""
+    """One file. `told_by` is the source of `version`: "ncclGetVersion", "its text", "its name", or None."""
 
     path: str
     version: str | None
@@ -44,14 +44,14 @@ class NcclLibrary:
 
 @dataclass(frozen=True, kw_only=True)
 class Nccl:
-    """`torch` is the version torch reports; a library that is linked into torch has no path in `libraries`."""
+    """`torch` is the version torch reports; if NCCL is linked into torch, it has no path in `libraries`."""
 
     torch: str | None
     libraries: tuple[NcclLibrary, ...]
 
 
 def find_nccl(folders: Iterable[Path] | None = None) -> Nccl:
-    """The libraries in `folders`, by default those of the loader, of sys.path's wheels, and the usual ones."""
+    """The libraries in `folders`; default: the loader's folders, the wheels on sys.path, and the usual folders."""
     mapped = _mapped()
     files: dict[Path, None] = dict.fromkeys(mapped)
     for folder in search_folders() if folders is None else folders:
@@ -79,18 +79,18 @@ def search_folders() -> Iterator[Path]:
 
 
 def version_text(code: int) -> str:
-    """NCCL's integer as text: 22809 is 2.28.9, and before 2.9 it was 2804 for 2.8.4."""
+    """NCCL's version number as text: 22809 is 2.28.9; before 2.9 the code of 2.8.4 was 2804."""
     major = 10_000 if code >= 10_000 else 1_000
     return f"{code // major}.{code % major // 100}.{code % 100}"
 
 
 def library_version(path: Path) -> tuple[str | None, str | None]:
-    """(version, told_by): asked of the library, else read in its text, else from its file name, else (None, None)."""
+    """(version, told_by): from ncclGetVersion, else the text in the file, else the file name, else (None, None)."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", ASK, str(path)], capture_output=True, text=True, timeout=30, check=False
         )
-    except subprocess.TimeoutExpired:  # a constructor that waits for a GPU; the file itself still tells
+    except subprocess.TimeoutExpired:  # a constructor may wait for a GPU; read the file instead
         done = None
     if done is not None and done.returncode == 0 and done.stdout.strip().isdigit():
         return version_text(int(done.stdout)), "ncclGetVersion"
@@ -109,7 +109,7 @@ def _library(path: Path, *, loaded: bool) -> NcclLibrary:
 
 
 def _mapped() -> set[Path]:
-    """The libnccl files in this process' memory map; empty where the system does not show it (no /proc)."""
+    """The libnccl files in the memory map of this process; empty if the system has no /proc."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return set()

@@ -1,9 +1,8 @@
-"""What NVML says of the GPUs: clocks, heat, power, errors, NVLink, and the topology matrix of `nvidia-smi topo -m`.
+"""GPU state from NVML: clocks, temperature, power, errors, NVLink, and the topology matrix of `nvidia-smi topo -m`.
 
-`Nvml` wraps the module `pynvml` (distribution nvidia-ml-py); nothing else in the package touches it. NVML answers each
-question on its own and may refuse any of them ("not supported" on consumer cards, in virtual machines, under old
-drivers): a refused field is None. An error of another kind (a lost GPU, say) also leaves its field None and is kept in
-`GpuState.problems`.
+`Nvml` wraps the module `pynvml` (distribution nvidia-ml-py); no other file uses it. Each NVML query may fail on its own
+("not supported" on consumer cards, in virtual machines, with old drivers): such a field is None. Any other error (such
+as a lost GPU) also sets its field to None and is added to `GpuState.problems`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ __all__ = ["Nvml"]
 
 REFUSALS = ("NotSupported", "NoPermission", "InvalidArgument", "NotFound", "FunctionNotFound")
 
-THROTTLE_REASONS = {  # the suffix of nvmlClocksThrottleReason…, and what we call it
+THROTTLE_REASONS = {  # suffix of nvmlClocksThrottleReason… -> our name
     "GpuIdle": "idle",
     "ApplicationsClocksSetting": "application clocks set",
     "SwPowerCap": "power cap",
@@ -29,7 +28,7 @@ THROTTLE_REASONS = {  # the suffix of nvmlClocksThrottleReason…, and what we c
     "DisplayClockSetting": "display clocks set",
 }
 
-ANCESTORS = {  # the suffix of NVML_TOPOLOGY_…, and the word `nvidia-smi topo -m` prints for it
+ANCESTORS = {  # suffix of NVML_TOPOLOGY_… -> the name in `nvidia-smi topo -m`
     "INTERNAL": "PIX",  # two GPUs on one board
     "SINGLE": "PIX",
     "MULTIPLE": "PXB",
@@ -38,13 +37,13 @@ ANCESTORS = {  # the suffix of NVML_TOPOLOGY_…, and the word `nvidia-smi topo 
     "SYSTEM": "SYS",
 }
 
-REMOTES = {"GPU": "GPU", "IBMNPU": "CPU", "SWITCH": "switch"}  # the suffix of NVML_NVLINK_DEVICE_TYPE_…
+REMOTES = {"GPU": "GPU", "IBMNPU": "CPU", "SWITCH": "switch"}  # suffix of NVML_NVLINK_DEVICE_TYPE_… -> our name
 
 
 class Nvml:
-    """NVML through `module`, which is `pynvml` or has its functions and constants. A context: it opens and closes NVML.
+    """A context manager that opens and closes NVML through `module`, which is `pynvml` or a compatible module.
 
-    Entering raises `module.NVMLError` when there is no driver.
+    Entering raises `module.NVMLError` if there is no driver.
     """
 
     def __init__(self, module: Any) -> None:
@@ -122,7 +121,7 @@ class Nvml:
         links = []
         for link in range(m.NVML_NVLINK_MAX_LINKS):
             active = ask(m.nvmlDeviceGetNvLinkState, link)
-            if active is None:  # past the last link of this GPU
+            if active is None:  # no more links on this GPU
                 break
             links.append(
                 NvLink(
@@ -137,7 +136,7 @@ class Nvml:
         return tuple(links)
 
     def _speed(self, ask: Callable[..., Any], link: int) -> int | None:
-        """MB/s of one link and direction, the figure of `nvidia-smi nvlink --status`."""
+        """MB/s of one link in one direction, as in `nvidia-smi nvlink --status`."""
         fields = ask(self.module.nvmlDeviceGetFieldValues, [(self.module.NVML_FI_DEV_NVLINK_GET_SPEED, link)])
         if fields is None or fields[0].nvmlReturn != self.module.NVML_SUCCESS:
             return None
@@ -152,7 +151,7 @@ class Nvml:
             if bits & bit:
                 words.append(word)
                 bits &= ~bit
-        return (*words, f"reason {bits:#x}") if bits else tuple(words)  # a newer driver knows more reasons
+        return (*words, f"reason {bits:#x}") if bits else tuple(words)  # a newer driver may report more reasons
 
     def _topology_level(self, suffix: str) -> int:
         return int(getattr(self.module, f"NVML_TOPOLOGY_{suffix}"))
@@ -161,7 +160,7 @@ class Nvml:
         return None if a is None or b is None else self._ask([], question, a, b, *args)
 
     def _ask(self, problems: list[str], question: Callable[..., Any], *args: Any) -> Any:
-        """The answer; None for a refusal, and None with a line in `problems` for any other NVML error."""
+        """The answer; None if not supported; None and a line in `problems` for any other NVML error."""
         try:
             return question(*args)
         except self.module.NVMLError as error:
@@ -171,11 +170,11 @@ class Nvml:
 
 
 def _text(value: str | bytes | None) -> str | None:
-    return value.decode() if isinstance(value, bytes) else value  # some releases of pynvml return bytes
+    return value.decode() if isinstance(value, bytes) else value  # some versions of pynvml return bytes
 
 
 def _bus(info: Any) -> str | None:
-    """The PCI address; a remote end that NVML hides reads as an empty or all-ones one."""
+    """The PCI address; NVML reports a hidden remote end as an empty or all-ones address."""
     text = None if info is None else (_text(info.busId) or "").lower()
     return text if text and not text.startswith("ffff") else None
 

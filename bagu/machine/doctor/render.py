@@ -1,4 +1,4 @@
-"""Render: a Report and its findings as rich tables (80 columns are enough for eight GPUs) or as JSON."""
+"""Render: print a Report and its findings as rich tables (eight GPUs fit in 80 columns) or as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STYLES = {"fault": "bold red", "advice": "yellow", "ok": "green"}
 
 
 def to_json(report: Report, findings: Sequence[Finding]) -> str:
-    """Both as one JSON object: {"report": …, "findings": […]}; sizes in bytes, rates in bytes/s and FLOP/s."""
+    """Report and findings as one JSON object: {"report": …, "findings": […]}. Sizes are in bytes, rates per s."""
     value = {
         "report": dataclasses.asdict(report),
         "findings": [dataclasses.asdict(finding) for finding in findings],
@@ -70,7 +70,7 @@ def _software(r: Report) -> Iterable[tuple[str, str]]:
     yield "bagu", f"{e['bagu']}, commit {commit[:12]}{dirty}"
     yield "Python", e["python"]
     yield "torch", f"{e['torch']}, CUDA build {e['cuda'] or 'none'}, NCCL {r.nccl.torch or 'none'}"
-    yield "driver", f"{e['driver']}, speaks CUDA {r.driver_cuda or ABSENT}" if e["driver"] else "none"
+    yield "driver", f"{e['driver']}, supports CUDA {r.driver_cuda or ABSENT}" if e["driver"] else "none"
     yield "Triton", f"{e['triton'] or 'not installed'}, {_triton_use(r)}"
     yield "compilers", f"C {r.c_compiler or 'none'}, C++ {r.cxx_compiler or 'none'}"
     yield "C++ decode", r.native
@@ -100,7 +100,7 @@ def _gpu_table(gpus: Sequence[GpuState]) -> Table:
 
 
 def _state_table(gpus: Sequence[GpuState]) -> Table:
-    table = _table("Clocks, heat, power", "#", "SM MHz now/max", "memory MHz", "°C", "W now/limit", "throttled by")
+    table = _table("Clocks and power", "#", "SM MHz now/max", "memory MHz", "°C", "W now/limit", "throttled by")
     for g in gpus:
         throttle = ABSENT if g.throttle is None else ", ".join(g.throttle) or "nothing"
         table.add_row(
@@ -115,7 +115,7 @@ def _state_table(gpus: Sequence[GpuState]) -> Table:
 
 
 def _nvlink_table(gpus: Sequence[GpuState]) -> Table:
-    """What `nvidia-smi nvlink --status` lists link by link, links alike in one line."""
+    """The links of `nvidia-smi nvlink --status`, with equal links in one row."""
     table = _table("NVLink", "#", "links up", "each way", "version", "to")
     index_of = {gpu.bus: gpu.index for gpu in gpus if gpu.bus}
     for g in gpus:
@@ -203,7 +203,7 @@ def _rate(rate: float, unit: str) -> str:
 
 
 def _gib(size: int | None, unit: str = "GiB") -> str:
-    """Bytes in GiB (or MiB); an empty unit leaves the word to the number beside it."""
+    """Bytes in GiB (or MiB); an empty `unit` prints the number only."""
     if size is None:
         return ABSENT
     return f"{size / (1 << 20):.0f} MiB" if unit == "MiB" else f"{size / GIB:.1f} {unit}".strip()

@@ -1,4 +1,4 @@
-"""Collect: everything the doctor looks at, as one value that turns into JSON with `dataclasses.asdict`."""
+"""Collect: read everything `bagu doctor` reports into one value; `dataclasses.asdict` turns it into JSON."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """`environment` is `machine.environment`: the versions of torch, Triton, NumPy, CUDA, the driver; `packages` are
-    those bagu can use besides. `gpu_present` is the hardware, `machine.gpus` what torch can use. `nvml` is None when
-    NVML could not be asked, and `nvml_problem` says why. `fast_dtype` is what models compute in here by default, and
-    `native` the state of the C++ that decodes on a CPU. `ceilings` has one entry per GPU, or one for the CPU; it is
-    empty when measuring was not asked for or failed, and `measure_problem` then says how."""
+    """`environment` is `machine.environment`: the versions of torch, Triton, NumPy, CUDA and the driver. `packages` are
+    the optional packages bagu can use. `gpu_present` is about the hardware, `machine.gpus` are the GPUs torch can use.
+    `nvml` is None if NVML is not available; `nvml_problem` then has the reason. `fast_dtype` is the default compute
+    dtype of models, `native` the state of the C++ CPU decoder. `ceilings` has one entry per GPU, or one for the CPU; it
+    is empty if measuring was not requested or failed, and `measure_problem` then has the reason."""
 
     environment: dict[str, Any]
     machine: Machine
@@ -70,7 +70,7 @@ class Report:
 
 
 def collect(*, measure: bool = True) -> Report:
-    """Look at this machine; with `measure` also time its memory and matrix units (about 2 s, and 2 s per GPU)."""
+    """Read the facts of this machine; with `measure` also time its memory and matrix units (2 s, plus 2 s per GPU)."""
     machine = device.this_machine()
     ceilings, measure_problem = _measured(machine) if measure else ((), None)
     _start_load(ceilings)
@@ -97,7 +97,7 @@ def collect(*, measure: bool = True) -> Report:
 
 
 def _fast_dtype() -> str:
-    """The dtype of `auto`, and why."""
+    """The dtype that `auto` selects, and the reason."""
     where = device.default_device()
     name = compute_dtype_name(where)
     if where.type == "cuda":
@@ -111,15 +111,15 @@ def _measured(machine: Machine) -> tuple[tuple[Ceilings, ...], str | None]:
     where = [f"cuda:{gpu.index}" for gpu in machine.gpus] or ["cpu"]
     try:
         ceilings = tuple(measure_ceilings(name, quick=True) for name in where)
-        torch.cuda.empty_cache()  # NVML is asked next, and shows what is free to others
+        torch.cuda.empty_cache()  # NVML reports free memory next
         return ceilings, None
-    except RuntimeError as error:  # out of memory, or a GPU that fails under load: a finding, not an end
+    except RuntimeError as error:  # out of memory, or a GPU that fails under load: report it as a finding
         return (), str(error).splitlines()[0]
 
 
 def _start_load(ceilings: tuple[Ceilings, ...]) -> None:
-    """Give every measured GPU half a second of matrix products and return at once, so that NVML is asked under load:
-    at rest a GPU is at its idle clocks and has no reason to slow down."""
+    """Submit half a second of matrix products to every measured GPU and return at once, so that NVML reads clocks and
+    throttle reasons under load. An idle GPU runs at idle clocks and does not throttle."""
     side = 8192
     for one in ceilings:
         if one.device != "cpu":
@@ -142,7 +142,7 @@ def _nvml_state() -> tuple[NvmlState | None, str | None]:
 
 
 def _disks() -> tuple[Disk, ...]:
-    disks: dict[int, Disk] = {}  # by file system, so that one is not told twice
+    disks: dict[int, Disk] = {}  # by file system, to list each one once
     for use, path in (("working folder", Path.cwd()), ("temporary files", Path(tempfile.gettempdir()))):
         usage = shutil.disk_usage(path)
         disks.setdefault(
