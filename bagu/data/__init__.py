@@ -1,4 +1,4 @@
-"""Text to token batches: sources, tokenizer, chat templates, packing, mixing, cursor."""
+"""Text to token batches: sources, tokenizer, chat templates, packing, mixing, loader."""
 
 from bagu.data.chat import DEFAULT_TEMPLATE, ChatEncoder, ChatTemplate, EncodedChat
 from bagu.data.chat_corpus import ChatCorpus

@@ -1,8 +1,8 @@
-"""From pieces to a `Batch`: read the tokens, shift them by one, and say where segments begin.
+"""Build a `Batch` from pieces of documents: read the tokens, shift them by one, compute the segment offsets.
 
-Token t of a document predicts token t + 1. So the targets of a piece are its tokens shifted by one, up to the first
-token after the piece: a cut costs no target. The last token of a document has none. Where the store has a loss mask, a
-target counts where the mask of the predicted token is 1.
+Token t of a document predicts token t + 1. The targets of a piece are its tokens shifted by one, up to the first token
+after the piece, so that splitting a document loses no target. The last token of a document has no target. If the store
+has a loss mask, a target counts if the mask of the predicted token is 1.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from bagu.types import IGNORE, Batch
 
 __all__ = ["PAD_ID", "assemble"]
 
-PAD_ID = 0  # any id would do: its target is IGNORE and no document sees it
+PAD_ID = 0  # any id works: its target is IGNORE, and no document attends to it
 
 Row = tuple[TokenStore, Sequence[Piece]]
 
 
 def assemble(rows: Sequence[Row], *, context: int, max_segments: int, joined: bool = False) -> Batch:
-    """The batch of `rows`, each at most `context` tokens in at most `max_segments` pieces; the rest is padding.
+    """Build a batch from `rows`, each with at most `context` tokens in at most `max_segments` pieces, and pad the rest.
 
-    `cu_seqlens` has room for one segment of padding per row. With `joined` a row is one segment: its documents see each
-    other, positions run through the row, and padding at a row's end is part of the segment.
+    `cu_seqlens` has space for one segment of padding per row. With `joined` a row is one segment: its documents attend
+    to each other, positions run through the row, and padding at the end of a row is part of the segment.
     """
     total = len(rows) * context
     ids = np.full(total, PAD_ID, np.int64)
@@ -35,10 +35,10 @@ def assemble(rows: Sequence[Row], *, context: int, max_segments: int, joined: bo
     edges = [0]
     padding = target_bytes = 0
     for number, (store, pieces) in enumerate(rows):
-        assert len(pieces) <= max_segments, "the layout was made for another max_segments"
+        assert len(pieces) <= max_segments, "the layout was built with a larger max_segments"
         at = number * context
         for document, start, end in pieces:
-            tokens = store.tokens(document, start, end + 1)  # one more than the piece, where the document goes on
+            tokens = store.tokens(document, start, end + 1)  # one token more, for the last target
             mask = store.mask(document, start + 1, end + 1)
             n, followers = end - start, len(tokens) - 1
             ids[at : at + n] = tokens[:n]

@@ -1,18 +1,19 @@
-"""Chats: messages to token ids, and which of them the assistant said.
+"""Chats: convert messages to token ids and a loss mask of the assistant's tokens.
 
-A chat template (chat_template.py) writes messages as one text with control tokens between them. The loss mask comes
-from the same rendering, so it cannot drift from the text:
+A chat template (chat_template.py) renders messages as one text with control tokens between them. The loss mask comes
+from the same rendering, so text and mask always agree:
 
-* A template with `{% generation %} ... {% endgeneration %}` marks the assistant's part itself.
-* For any other, what rendering one more assistant message adds to the text, after the generation prompt, is that
-  message's part. A template that rewrites earlier turns as the chat grows has no such part and is refused.
+* A template with `{% generation %} ... {% endgeneration %}` marks the assistant's text itself.
+* For any other template, the text that one more assistant message adds after the generation prompt is that message's
+  text. A template that rewrites earlier turns as the chat grows is refused.
 
-The token that ends the assistant's turn belongs to it: a model that never sees it as a target never stops.
+The token that ends the assistant's turn is part of it: a model that is never trained on it never stops.
 
-What a message says is data: "<|assistant|>" in a user's message is encoded as the characters it is made of. Before
-rendering, guard characters are put into the names of control tokens inside messages, and after one that ends like the
-beginning of a name; no token may cross a guard. So only the template can write a control token, and it still sees the
-real messages. Guards and marks are Unicode noncharacters, which text has no use for; a message with one is refused.
+The content of a message is data: "<|assistant|>" in a user's message is encoded as ordinary characters. Before
+rendering, guard characters are inserted into the names of control tokens inside messages, and after a message that ends
+with the beginning of such a name; no token may cross a guard. Only the template can therefore write a control token,
+and it still sees the real messages. Guards and marks are Unicode noncharacters, which text does not use; a message that
+contains one is refused.
 """
 
 from __future__ import annotations
@@ -38,24 +39,24 @@ MARKS = re.compile(f"[{OPEN}{CLOSE}{GUARD}]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedChat:
-    """Token ids, and a 1 for each that the assistant said."""
+    """Token ids, and a mask with 1 for the tokens of the assistant."""
 
     ids: list[int]
     mask: list[int]
 
 
 class ChatEncoder:
-    """Chats to tokens, for training (`encode`) and for sampling (`prompt`)."""
+    """Encodes chats, for training (`encode`) and for generation (`prompt`)."""
 
     def __init__(self, tokenizer: BpeTokenizer, template: ChatTemplate | None = None) -> None:
-        """Without a template, the tokenizer's own."""
+        """`template` defaults to the tokenizer's own."""
         if template is None and tokenizer.chat_template is None:
-            hint = "give one: ChatTemplate(source=DEFAULT_TEMPLATE) fits tokenizers that bagu trains"
+            hint = "pass one: ChatTemplate(source=DEFAULT_TEMPLATE) fits tokenizers that bagu trains"
             raise BaguError("the tokenizer has no chat template", hint=hint)
         source = tokenizer.chat_template or ""
         self.template = template or ChatTemplate(source=source, variables=tokenizer.variables)
         self.tokenizer = tokenizer
-        self._markup = tokenizers.Tokenizer.from_str(tokenizer.spec)  # its own: offsets are needed here
+        self._markup = tokenizers.Tokenizer.from_str(tokenizer.spec)  # a separate instance: offsets are needed here
         self._markup.no_padding()
         self._markup.no_truncation()
         names = sorted(tokenizer.special_ids, key=len, reverse=True)
@@ -63,23 +64,23 @@ class ChatEncoder:
         self._begun = tuple({name[:n] for name in names for n in range(1, len(name))})
 
     def encode(self, messages: Sequence[Message], **variables: Any) -> EncodedChat:
-        """All messages, and which tokens are the assistant's; a chat without any is refused."""
+        """Encode all messages and mask the assistant's tokens. A chat without assistant text is refused."""
         text, spans = self._rendered(self._safe(messages), self._safe(variables))
         ids, places = self._tokens(text)
         mask = [int(any(start < end and end > a and start < b for a, b in spans)) for start, end in places]
         if not any(mask):
             roles = ", ".join(str(m.get("role")) for m in messages)
-            hint = "leave it out of the data, or mend the template's generation block"
-            raise BaguError(f"nothing in this chat is the assistant's: its roles are {roles}", hint=hint)
+            hint = "remove it from the data, or correct the template's generation block"
+            raise BaguError(f"this chat has no assistant text: its roles are {roles}", hint=hint)
         return EncodedChat(ids=ids, mask=mask)
 
     def prompt(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """The ids after which the assistant's next answer begins."""
+        """The ids of the messages and the generation prompt, after which the assistant's answer starts."""
         safe = self._safe(variables)
         return self._tokens(self.template.render(self._safe(messages), add_generation_prompt=True, **safe))[0]
 
     def documents(self, conversations: Iterable[Conversation]) -> Iterator[TokenDocument]:
-        """Conversations as a token store takes them."""
+        """Encode conversations for a token store."""
         for conversation in conversations:
             variables = {} if conversation.tools is None else {"tools": list(conversation.tools)}
             try:
@@ -90,7 +91,7 @@ class ChatEncoder:
             yield TokenDocument(id=conversation.id, tokens=chat.ids, mask=chat.mask)
 
     def _safe(self, value: Any) -> Any:
-        """The same messages, in which no text is the name of a control token."""
+        """The messages with guards, so that no text is the name of a control token."""
         if isinstance(value, str):
             self._check(value)
             value = self._special.sub(lambda match: GUARD.join(match[0]), value)
@@ -105,14 +106,14 @@ class ChatEncoder:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            hint = "it was decoded wrongly; decode it again from its bytes"
-            raise BaguError(f"a message has half of a surrogate pair at character {error.start}", hint=hint) from error
+            hint = "the text was decoded wrongly; decode it again from its bytes"
+            raise BaguError(f"a message has a lone surrogate at character {error.start}", hint=hint) from error
         if MARKS.search(text):
-            hint = "remove the noncharacters U+FDD0 to U+FDD2; they have no meaning in text"
-            raise BaguError("a message contains a Unicode noncharacter, which chats use as a mark", hint=hint)
+            hint = "remove the noncharacters U+FDD0 to U+FDD2; text does not use them"
+            raise BaguError("a message contains a Unicode noncharacter that chat encoding reserves", hint=hint)
 
     def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> tuple[str, list[Span]]:
-        """The text (guards in it) and where in it the assistant speaks."""
+        """The text (with guards) and the spans of the assistant's text."""
         text, spans = self.template.render_spans(messages, **variables)
         if self.template.marks_generation:
             return text, [self._with_end(text, span) for span in spans]
@@ -121,39 +122,39 @@ class ChatEncoder:
                 before = self.template.render(messages[:i], add_generation_prompt=True, **variables)
                 after = self.template.render(messages[: i + 1], **variables)
                 if not (after.startswith(before) and text.startswith(after)):
-                    hint = "put {% generation %} and {% endgeneration %} around what it writes for the assistant"
+                    hint = "put {% generation %} and {% endgeneration %} around the assistant's text in the template"
                     raise BaguError(f"the chat template rewrites the text before or in message {i}", hint=hint)
                 spans.append(self._to_end(text, (len(before), len(after))))
         return text, spans
 
     def _with_end(self, text: str, span: Span) -> Span:
-        """A generation block's span; with the control token right after it, where the block leaves out its end."""
+        """The span of a generation block, extended by a control token right after it if the block omits it."""
         start, end = span
         ends_itself = any(not text[m.end() : end].strip() for m in self._special.finditer(text, start, end))
         follows = self._special.match(text, end)
         return (start, follows.end()) if follows and not ends_itself else span
 
     def _to_end(self, text: str, span: Span) -> Span:
-        """A span without the white space that the template puts after the control token that ends the turn."""
+        """A span without the white space that the template adds after the control token that ends the turn."""
         start, end = span
         ends = [m.end() for m in self._special.finditer(text, start, end) if not text[m.end() : end].strip()]
         return (start, ends[-1]) if ends else span
 
     def _tokens(self, text: str) -> tuple[list[int], list[Span]]:
-        """Ids, and the characters of `text` each stands for. What lies between guards is encoded by itself."""
+        """Ids, and the span of `text` of each. The text between two guards is encoded separately."""
         ids: list[int] = []
         places: list[Span] = []
         at = 0
         for part in text.split(GUARD):
             encoding = encoded(self._markup, part)
             ids += encoding.ids
-            places += _whole_offsets(encoding.offsets, at)
+            places += _without_gaps(encoding.offsets, at)
             at += len(part) + len(GUARD)
         return ids, places
 
 
-def _whole_offsets(offsets: Sequence[Span], base: int) -> list[Span]:
-    """Offsets without gaps: some tokenizers leave the space before a word out of its token's offsets."""
+def _without_gaps(offsets: Sequence[Span], base: int) -> list[Span]:
+    """Offsets without gaps: some tokenizers exclude the space before a word from the offsets of its token."""
     whole: list[Span] = []
     previous = 0
     for start, end in offsets:

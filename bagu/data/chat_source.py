@@ -1,11 +1,11 @@
-"""Chats from JSON rows, in the three forms they are published in; each becomes messages of role and content.
+"""Chats from JSON rows, in the three common formats; each becomes messages with role and content.
 
     messages    {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}              OpenAI
     ShareGPT    {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}
     Alpaca      {"instruction": "...", "input": "...", "output": "...", "history": [["...", "..."]]}
 
-Usual roles are system, user, assistant and tool; the chat template says which it takes. An assistant's message may call
-tools ("tool_calls") and then needs no content.
+Common roles are system, user, assistant and tool; the chat template decides which it accepts. An assistant's message
+may call tools ("tool_calls") and then needs no content.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bagu.errors import BaguError
 
 __all__ = ["ChatJsonlSource", "conversation"]
 
-# ShareGPT's names of them, and those of its descendants
+# ShareGPT's role names, and those of formats derived from it
 SHAREGPT = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "bing": "assistant", "bard": "assistant", "model": "assistant", "system": "system", "tool": "tool",
@@ -33,7 +33,7 @@ FORMS = '"messages" (role, content), "conversations" (from, value), or "instruct
 
 @dataclass(frozen=True)
 class ChatJsonlSource:
-    """JSON lines or lists of chats, a file or a folder of them."""
+    """Chats from JSON lines or JSON lists, in a file or a folder."""
 
     path: Path
     glob: str = "**/*.jsonl*"
@@ -45,7 +45,7 @@ class ChatJsonlSource:
         return describe_files("chat jsonl", self.files())
 
     def files(self) -> list[tuple[str, Path]]:
-        """By default the .jsonl files of a folder, and where it has none its .json files."""
+        """For a folder, by default its .jsonl files, or its .json files if it has no .jsonl."""
         standard = self.glob == ChatJsonlSource.glob and self.path.is_dir()
         if standard and not any(self.path.glob(self.glob)):
             return list_files(self.path, "**/*.json")
@@ -53,7 +53,7 @@ class ChatJsonlSource:
 
 
 def conversation(row: Row) -> Conversation:
-    """The chat in a row, in whichever form it has."""
+    """The chat of a row, in any of the formats."""
     if "messages" in row.fields:
         messages = [_message(row, n, m) for n, m in enumerate(_list(row, "messages"))]
     elif "conversations" in row.fields:
@@ -62,7 +62,7 @@ def conversation(row: Row) -> Conversation:
     elif "instruction" in row.fields and "output" in row.fields:
         messages = _from_alpaca(row)
     else:
-        raise BaguError(f"{row.place}: not a chat, which has {FORMS}", hint=f"found {row.found}")
+        raise BaguError(f"{row.place}: not a chat: expected {FORMS}", hint=f"found {row.found}")
     return Conversation(id=row.id, messages=tuple(messages), tools=_tools(row), place=row.place)
 
 
@@ -72,7 +72,7 @@ def _message(row: Row, number: int, message: Any) -> dict[str, Any]:
     role = row.string(message["role"], f"the role of message {number}")
     calls, content = message.get("tool_calls"), message.get("content")
     if calls is not None and not (role == "assistant" and isinstance(calls, list)):
-        raise BaguError(f"{row.place}: message {number} has tool_calls", hint="they are a list, of an assistant")
+        raise BaguError(f"{row.place}: message {number} has tool_calls", hint="only an assistant may have a list")
     if calls:
         message = {**message, "tool_calls": [_call(row, number, call) for call in calls]}
     if content is None and calls:
@@ -83,7 +83,7 @@ def _message(row: Row, number: int, message: Any) -> dict[str, Any]:
 
 
 def _call(row: Row, number: int, call: Any) -> dict[str, Any]:
-    """A tool call with its arguments as an object, which templates read; OpenAI's API has them as a JSON text."""
+    """A tool call with its arguments as an object, as templates expect; OpenAI's API has them as a JSON string."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BaguError(
@@ -97,7 +97,7 @@ def _call(row: Row, number: int, call: Any) -> dict[str, Any]:
 
 
 def _text(row: Row, number: int, content: Any) -> str:
-    """The text of a content: itself, or a list of parts of type text."""
+    """The text of a content: a string, or a list of parts of type text."""
     what = f"the content of message {number}"
     if not isinstance(content, list):
         return row.string(content, what)
@@ -108,7 +108,7 @@ def _text(row: Row, number: int, content: Any) -> str:
 
 
 def _from_sharegpt(row: Row, number: int, message: Any) -> dict[str, Any]:
-    if isinstance(message, dict) and "role" in message:  # some files have the key of one form and the value of another
+    if isinstance(message, dict) and "role" in message:  # some files use ShareGPT's key with OpenAI's messages
         return _message(row, number, message)
     for key in ("from", "value"):
         if not isinstance(message, dict) or key not in message:
@@ -123,7 +123,7 @@ def _from_sharegpt(row: Row, number: int, message: Any) -> dict[str, Any]:
 
 
 def _calls(row: Row, number: int, text: str) -> list[dict[str, Any]]:
-    """ShareGPT writes a call, or a list of them, as a JSON text."""
+    """ShareGPT writes a call, or a list of calls, as a JSON string."""
     parsed = _json(row, f"the function call of message {number}", text)
     functions = parsed if isinstance(parsed, list) else [parsed]
     return [_call(row, number, {"type": "function", "function": function}) for function in functions]
@@ -133,16 +133,16 @@ def _json(row: Row, what: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BaguError(f"{row.place}: {what} is not JSON: {error}", hint="mend that line") from error
+        raise BaguError(f"{row.place}: {what} is not JSON: {error}", hint="correct that line") from error
 
 
 def _from_alpaca(row: Row) -> list[dict[str, Any]]:
-    """A question (instruction, and input under it where there is one) and its answer, after the turns of history."""
+    """A question (instruction, followed by input if there is one) and its answer, after the turns of history."""
     history = row.fields.get("history") or []
     messages = _system(row)
     for turn in history if isinstance(history, list) else [history]:
         if not isinstance(turn, list) or len(turn) != 2:
-            raise BaguError(f"{row.place}: a turn of history is a question and an answer", hint=f"found {turn!r:.80}")
+            raise BaguError(f"{row.place}: a turn of history must be [question, answer]", hint=f"found {turn!r:.80}")
         question, answer = (row.string(text, "a turn of history") for text in turn)
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     given = row.fields.get("input") or ""
@@ -163,7 +163,7 @@ def _list(row: Row, key: str) -> list[Any]:
 
 
 def _tools(row: Row) -> tuple[Mapping[str, Any], ...] | None:
-    """The tools a chat may call: a list, or a JSON text of one."""
+    """The tools that a chat may call: a list, or a JSON string of a list."""
     tools = row.fields.get("tools")
     if isinstance(tools, str) and tools.strip():
         tools = _json(row, "field 'tools'", tools)

@@ -1,7 +1,7 @@
-"""Chat templates: Jinja programs, as in tokenizer_config.json, that write messages as one text.
+"""Chat templates: Jinja templates, as in tokenizer_config.json, that render messages as one text.
 
-They run in Jinja's sandbox with what `transformers` gives them: the same switches, `tojson`, `raise_exception`,
-`strftime_now`, and `{% generation %} ... {% endgeneration %}` blocks around what the assistant says.
+They run in Jinja's sandbox with the environment of `transformers`: the same options, `tojson`, `raise_exception`,
+`strftime_now`, and `{% generation %} ... {% endgeneration %}` blocks around the assistant's text.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from bagu.errors import BaguError
 
 __all__ = ["CLOSE", "DEFAULT_TEMPLATE", "OPEN", "ChatTemplate", "Message", "Span"]
 
-# Tools are listed in a system turn of their own, calls and results stand in tags inside the turns, as Qwen has them:
-# they need no control token beyond those that every tokenizer of bagu has.
+# Tools are listed in their own system turn. Calls and results are in tags inside the turns, as in Qwen's template: this
+# needs only the control tokens that every tokenizer of bagu has.
 DEFAULT_TEMPLATE = """\
 {%- if tools -%}
 <|system|>You may call these functions, each as <tool_call>{"name": ..., "arguments": {...}}</tool_call>:
@@ -53,14 +53,14 @@ DEFAULT_TEMPLATE = """\
 {%- if add_generation_prompt -%}<|assistant|>{%- endif -%}
 """
 
-OPEN, CLOSE = "\ufdd0", "\ufdd1"  # noncharacters: around what the assistant says
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # noncharacters that mark the assistant's text
 
-Message = Mapping[str, Any]  # role, content, and what else a template reads
-Span = tuple[int, int]  # characters of a text
+Message = Mapping[str, Any]  # role, content, and other keys that a template reads
+Span = tuple[int, int]  # start and end character in a text
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`: puts marks around what the block writes."""
+    """`{% generation %} ... {% endgeneration %}`: puts marks around the output of the block."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
 
@@ -75,41 +75,41 @@ class _Generation(jinja2.ext.Extension):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A Jinja chat template and the variables it reads besides the messages (`eos_token`, ...)."""
+    """A Jinja chat template and the variables it reads in addition to the messages (`eos_token`, ...)."""
 
     source: str
     variables: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Self:
-        """The template of a tokenizer's folder, with the tokens tokenizer_config.json names."""
+        """Load the template from a tokenizer's folder, with the tokens named in tokenizer_config.json."""
         tokenizer = BpeTokenizer.load(folder)
         if tokenizer.chat_template is None:
-            raise BaguError(f"{folder} has no chat template", hint="add chat_template.jinja; DEFAULT_TEMPLATE is one")
+            raise BaguError(f"{folder} has no chat template", hint="add chat_template.jinja, e.g. DEFAULT_TEMPLATE")
         return cls(source=tokenizer.chat_template, variables=tokenizer.variables)
 
     @property
     def marks_generation(self) -> bool:
-        """Whether the template says itself what the assistant wrote."""
+        """Whether the template has generation blocks."""
         return re.search(r"\{%[-+]?\s*generation\b", self.source) is not None
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **variables: Any) -> str:
-        """The text of a chat. With `add_generation_prompt` it ends where the assistant's answer is to begin."""
+        """The text of a chat. With `add_generation_prompt` it ends where the assistant's answer starts."""
         return self.render_spans(messages, add_generation_prompt=add_generation_prompt, **variables)[0]
 
     def render_spans(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
-        """The text, and what the generation blocks wrote of it."""
+        """The text, and the spans that the generation blocks wrote."""
         values = {"tools": None, "add_generation_prompt": False, **self.variables, **variables}
         try:
             return _take_marks(self._compiled.render(messages=list(messages), **values))
-        except (jinja2.TemplateError, TypeError) as error:  # TypeError: the template adds text to a content of None
+        except (jinja2.TemplateError, TypeError) as error:  # TypeError: the template concatenates a content of None
             roles = ", ".join(str(m.get("role")) for m in messages) or "none"
             hint = f"the roles of its messages: {roles}"
-            raise BaguError(f"the chat template refuses this chat: {error}", hint=hint) from error
+            raise BaguError(f"the chat template rejects this chat: {error}", hint=hint) from error
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        # what transformers gives a template: the same switches, filter and functions
+        # the environment that transformers gives a template: the same options, filter and functions
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
@@ -118,12 +118,12 @@ class ChatTemplate:
         try:
             return environment.from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
-            hint = "mend chat_template in tokenizer_config.json"
+            hint = "correct chat_template in tokenizer_config.json"
             raise BaguError(f"line {error.lineno} of the chat template: {error.message}", hint=hint) from error
 
 
 def _take_marks(marked: str) -> tuple[str, list[Span]]:
-    """The text without the marks of generation blocks, and the spans between them."""
+    """Remove the marks of generation blocks; return the text and the spans between them."""
     parts: list[str] = []
     spans: list[Span] = []
     at = start = 0
@@ -145,7 +145,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes for HTML, which a prompt is not."""
+    """Jinja's own filter escapes for HTML, which is wrong for a prompt."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,6 +1,6 @@
-"""JSON rows: objects from JSON lines (one a line) and from .json files (a list of objects, or JSON lines after all).
+"""JSON rows: objects from JSON lines (one per line) and from .json files (a list of objects, or JSON lines).
 
-Each row knows its file and line, and an error about one begins with them.
+Each row knows its file and line; error messages start with them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Row", "json_rows"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A JSON object and where it stands: `id` by the relative name, `place` by the path, for errors."""
+    """A JSON object and its location: `id` uses the relative name, `place` the path, for error messages."""
 
     id: str
     place: str
@@ -27,7 +27,7 @@ class Row:
 
     def text(self, field: str) -> str:
         if field not in self.fields:
-            raise BaguError(f"{self.place}: there is no field {field!r}", hint=f"found {self.found}")
+            raise BaguError(f"{self.place}: no field {field!r}", hint=f"found {self.found}")
         return self.string(self.fields[field], f"field {field!r}")
 
     def string(self, value: Any, what: str) -> str:
@@ -35,19 +35,19 @@ class Row:
             raise BaguError(f"{self.place}: {what} is a {type(value).__name__}, not a string")
         try:
             value.encode()
-        except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair: "\ud83d"
-            reason = f"half of a surrogate pair at character {error.start}"
-            raise BaguError(f"{self.place}: {what} is not Unicode text: {reason}", hint="mend that line") from error
+        except UnicodeEncodeError as error:  # JSON can encode a lone surrogate: "\ud83d"
+            reason = f"a lone surrogate at character {error.start}"
+            raise BaguError(f"{self.place}: {what} is not Unicode text: {reason}", hint="correct that line") from error
         return value
 
     @property
     def found(self) -> str:
-        """The fields there are, for a hint."""
+        """The fields of the row, for a hint."""
         return ", ".join(self.fields) or "an empty object"
 
 
 def json_rows(files: list[tuple[str, Path]]) -> Iterator[Row]:
-    """The rows of files given as (relative name, path). JSON lines stream; a list in a .json file is read whole."""
+    """The rows of files given as (relative name, path). JSON lines stream; a list in a .json file is read at once."""
     for name, path in files:
         try:
             if path.name.removesuffix(".gz").endswith(".json"):
@@ -55,11 +55,11 @@ def json_rows(files: list[tuple[str, Path]]) -> Iterator[Row]:
             else:
                 yield from _from_lines(name, path)
         except (OSError, EOFError) as error:
-            raise BaguError(f"{path} cannot be read: {error}", hint="mend it or leave it out") from error
+            raise BaguError(f"cannot read {path}: {error}", hint="correct it or leave it out") from error
 
 
 def _from_lines(name: str, path: Path) -> Iterator[Row]:
-    """Every line that is not blank."""
+    """Yield a row per line that is not blank."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -68,7 +68,7 @@ def _from_lines(name: str, path: Path) -> Iterator[Row]:
 
 
 def _from_json(name: str, path: Path) -> Iterator[Row]:
-    """The objects of a list. What begins as an object is JSON lines by another name, or one row over several lines."""
+    """The objects of a list. A file that starts with an object is JSON lines, or one object over several lines."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         data = file.read()
     if data.lstrip()[:1] == b"{":
@@ -81,8 +81,8 @@ def _from_json(name: str, path: Path) -> Iterator[Row]:
         rows = _parsed(str(path), data)
         if not isinstance(rows, list):
             raise BaguError(
-                f"{path} holds a {type(rows).__name__}, and rows are a list of JSON objects",
-                hint="write [{...}, {...}], or one object a line; text that is no data needs another name, .txt say",
+                f"{path} holds a {type(rows).__name__}; expected a list of JSON objects",
+                hint="write [{...}, {...}], or one object per line; rename a text file to .txt",
             )
     for number, row in enumerate(rows, start=1):
         place = f"{path}: item {number}"
@@ -93,12 +93,12 @@ def _parsed(place: str, data: bytes) -> Any:
     try:
         return json.loads(data)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise BaguError(f"{place}: not JSON: {error}", hint="mend or delete that line") from error
+        raise BaguError(f"{place}: not JSON: {error}", hint="correct or delete that line") from error
     except RecursionError as error:
-        raise BaguError(f"{place}: the JSON is nested too deeply", hint="mend or delete that line") from error
+        raise BaguError(f"{place}: the JSON is nested too deeply", hint="correct or delete that line") from error
 
 
 def _object(place: str, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise BaguError(f"{place}: a row is a JSON object, this is a {type(row).__name__}")
+        raise BaguError(f"{place}: expected a JSON object, got a {type(row).__name__}")
     return row

@@ -1,13 +1,13 @@
 """The loader: token stores to the batches of a run.
 
-Global step s is a function of (seed, s) and of what the stores hold, of nothing else: not of the calls before it, the
-process, or the number of ranks. So a resume is a call with another number, and the cursor is a description of where a
-step begins, not a state.
+Global step s is a function of (seed, s) and the content of the stores only. It does not depend on earlier calls, the
+process, or the number of ranks. To resume is to call with another step, and the cursor only describes where a step
+starts; there is no state to restore.
 
     mixture   row j of step s  ->  source, and its n-th row      (mix.py)
     layout    n-th row         ->  pieces of documents           (pack.py)
     store     pieces           ->  tokens, targets, segments     (batch.py)
-    mapped    batch            ->  what an objective makes of it, such as one with hidden tokens (masked.py)
+    mapped    batch            ->  the batch of an objective, e.g. with masked tokens (masked.py)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from bagu.data.batch import assemble
 from bagu.data.mix import MixConfig, Mixture
-from bagu.data.pack import Bins, Layout, Order, Packing, Tape, in_order, shuffled
+from bagu.data.pack import Bins, Layout, Order, Packing, TokenStream, in_order, shuffled
 from bagu.data.prefetch import Prefetch
 from bagu.data.store import TokenStore
 from bagu.errors import ArgumentError, BaguError, UnknownName
@@ -38,21 +38,21 @@ class Transform(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The shape of a step and how it is filled: `micro_batches` of `rows` rows of `context` tokens."""
+    """The shape of a step and its packing: `micro_batches` of `rows` rows of `context` tokens."""
 
     context: int
     rows: int
     micro_batches: int = 1
     seed: int = 0
-    # stream: no padding, documents are cut where a row ends. whole: a document that fits a row is not cut.
-    # joined: as stream, but documents in a row see each other, as most older trainers have it
+    # stream: no padding, documents are split at the end of a row. whole: a document that fits in a row is not split.
+    # joined: like stream, but documents in a row attend to each other, as in most older trainers
     packing: Packing = "stream"
-    max_segments_per_row: int | None = None  # pieces of documents in a row; None: context / 16, and at least 2
+    max_segments_per_row: int | None = None  # pieces of documents in a row; None: context / 16, at least 2
     mix: MixConfig = field(default_factory=MixConfig)
 
     def __post_init__(self) -> None:
         if self.context < 2:
-            raise ArgumentError(f"a context of {self.context} tokens has nothing to predict", hint="give 2 or more")
+            raise ArgumentError(f"a context of {self.context} tokens has no targets", hint="give 2 or more")
         for name in ("rows", "micro_batches"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"{name} is {getattr(self, name)}", hint="give 1 or more")
@@ -66,11 +66,11 @@ class DataConfig:
             raise ArgumentError(f"max_segments_per_row is {self.max_segments_per_row}", hint=hint)
         if self.max_segments_per_row is not None and self.packing == "joined":
             hint = "remove it, or choose another packing"
-            raise ArgumentError("max_segments_per_row means nothing with packing='joined'", hint=hint)
+            raise ArgumentError("max_segments_per_row has no effect with packing='joined'", hint=hint)
 
     @property
     def max_segments(self) -> int:
-        """Pieces in a row at most."""
+        """Maximum number of pieces in a row."""
         if self.packing == "joined":
             return self.context
         return self.max_segments_per_row or max(2, self.context // 16)
@@ -85,18 +85,16 @@ class DataConfig:
 
 
 class Loader:
-    """Batches of a mixture of token stores. Holds no position; safe to call from several threads."""
+    """Batches of a mixture of token stores. Stateless; safe to call from several threads."""
 
     def __init__(self, stores: Mapping[str, TokenStore], config: DataConfig) -> None:
         if not stores:
-            raise ArgumentError("a loader was given no token store", hint="build one from a source")
+            raise ArgumentError("the loader has no token store", hint="build one from a source")
         first = next(iter(stores.values()))
         for name, store in stores.items():
             if not np.array_equal(store.token_bytes, first.token_bytes):
                 hint = "build every store of a mixture with the same tokenizer"
-                raise BaguError(
-                    f"the store {name!r} was made with another tokenizer than {next(iter(stores))!r}", hint=hint
-                )
+                raise BaguError(f"the stores {name!r} and {next(iter(stores))!r} have different tokenizers", hint=hint)
         self.config = config
         self.stores = dict(stores)
         self.layouts = {
@@ -107,7 +105,7 @@ class Loader:
         self.transform: Transform | None = None
 
     def mapped(self, transform: Transform) -> Loader:
-        """The same loader whose batches are `transform(batch, step, number of the micro-batch)`."""
+        """A copy of this loader whose batches are `transform(batch, step, index of the micro-batch)`."""
         other = copy.copy(self)
         other.transform = transform
         return other
@@ -115,7 +113,7 @@ class Loader:
     def batch(self, step: int) -> tuple[Batch, ...]:
         """The micro-batches of global step `step`."""
         if step < 0:
-            raise ArgumentError(f"there is no step {step}", hint="steps are counted from 0")
+            raise ArgumentError(f"there is no step {step}", hint="steps start at 0")
         c = self.config
         rows = []
         for source, number in self.mixture.rows(step):
@@ -127,16 +125,14 @@ class Loader:
             assemble(rows[i : i + c.rows], context=c.context, max_segments=c.max_segments, joined=joined) for i in cuts
         )
         if not any(b.num_targets for b in batches):
-            hint = "raise rows or context, or set packing='whole', which leaves out rows without targets"
-            raise BaguError(
-                f"step {step} has no target to learn from: the loss mask is 0 in all of its rows", hint=hint
-            )
+            hint = "raise rows or context, or set packing='whole', which skips rows without targets"
+            raise BaguError(f"step {step} has no targets: the loss mask is 0 in all of its rows", hint=hint)
         if self.transform is None:
             return batches
         return tuple(self.transform(b, step, number) for number, b in enumerate(batches))
 
     def cursor(self, step: int) -> dict[str, Any]:
-        """Where `step` begins in every source, as JSON: the next token each will give."""
+        """The position in every source at the start of `step`, as JSON: the next token of each."""
         sources = {}
         for name, row in zip(self.mixture.names, self.mixture.counts(step), strict=True):
             layout = self.layouts[name]
@@ -147,12 +143,12 @@ class Loader:
                 "rows_before": row,
                 "document": self.stores[name].document_id(pieces[0].document),
                 "offset": pieces[0].start,
-                "order": [self.config.seed, name, place.epoch],  # what keys the shuffle of this epoch
+                "order": [self.config.seed, name, place.epoch],  # the key of this epoch's shuffle
             }
         return {"step": step, "seed": self.config.seed, "sources": sources}
 
     def report(self, steps: int | None = None) -> dict[str, Any]:
-        """One epoch of each source in numbers, and with `steps` what a run of so many steps takes from it."""
+        """Statistics of one epoch of each source, and with `steps` how much a run of this many steps reads from it."""
         sources = {name: dict(layout.report()) for name, layout in self.layouts.items()}
         report: dict[str, Any] = {"packing": self.config.packing, "sources": sources}
         if steps is None:
@@ -171,7 +167,7 @@ class Loader:
         return report | {"steps": steps, "tokens": tokens, "padding_percent": padding}
 
     def prefetch(self, start: int, *, stop: int | None = None, depth: int = 2) -> Prefetch[tuple[Batch, ...]]:
-        """The batches of steps `start`, `start` + 1, ... made ahead by a thread, `depth` steps at most."""
+        """An iterator over the batches of steps `start`, `start` + 1, ... A thread makes up to `depth` in advance."""
         return Prefetch(self.batch, start, stop=stop, depth=depth)
 
 
@@ -181,10 +177,8 @@ def layout(store: TokenStore, config: DataConfig, order: Order, name: str, *, ep
     documents = np.arange(len(lengths))
     if not _num_targets(store, documents, np.zeros_like(documents), lengths).any():
         masked = store.loss_mask is not None
-        hint = (
-            "look at the chat template: it decides which tokens are the assistant's" if masked else "look at the source"
-        )
-        raise BaguError(f"the store {name!r} has {len(lengths)} documents and not one target to learn from", hint=hint)
+        hint = "check the chat template: it marks the assistant's tokens" if masked else "check the source"
+        raise BaguError(f"the store {name!r} has {len(lengths)} documents and no targets", hint=hint)
     if config.packing == "whole":
         return Bins(
             lengths,
@@ -195,11 +189,13 @@ def layout(store: TokenStore, config: DataConfig, order: Order, name: str, *, ep
         )
     max_segments = config.max_segments if config.packing == "stream" else None
     spread = None if order is in_order else shuffled(config.seed, f"rows of {name}")
-    return Tape(lengths, context=config.context, max_segments=max_segments, order=order, spread=spread, epochs=epochs)
+    return TokenStream(
+        lengths, context=config.context, max_segments=max_segments, order=order, spread=spread, epochs=epochs
+    )
 
 
 def _num_targets(store: TokenStore, documents: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Targets that count in each piece: those of tokens start + 1 to end, which may be the document's last."""
+    """Number of targets in each piece: tokens start + 1 to end, at most the last token of the document."""
     first = store.offsets[documents]
     lows = first + starts + 1
     highs = np.minimum(first + ends + 1, store.offsets[documents + 1])
@@ -210,9 +206,9 @@ def _num_targets(store: TokenStore, documents: np.ndarray, starts: np.ndarray, e
 
 
 def evaluation_batches(store: TokenStore, config: DataConfig, *, limit: int | None = None) -> Iterator[Batch]:
-    """One pass over a store in its own order, every target once: batches as training has them, the last one padded.
+    """One pass over a store in its own order, every target once. Batches are as in training; the last one is padded.
 
-    `limit` ends it after so many batches. Of `config` the shape and the packing count; nothing is shuffled.
+    At most `limit` batches. `config` gives the shape and the packing; nothing is shuffled.
     """
     rows = layout(store, config, in_order, "evaluation", epochs=1)
     total = int(np.ceil(rows.rows_per_epoch))
@@ -227,20 +223,20 @@ def evaluation_batches(store: TokenStore, config: DataConfig, *, limit: int | No
             max_segments=config.max_segments,
             joined=config.packing == "joined",
         )
-        if batch.num_targets:  # else it holds chat turns that do not count, and has no loss
+        if batch.num_targets:  # skip a batch that holds only user turns: it has no loss
             made += 1
             yield batch
 
 
 def check_vocab(store: TokenStore, vocab_size: int) -> None:
-    """Refuse a store with token ids that a model of `vocab_size` does not have."""
+    """Raise if a store has token ids that a model of `vocab_size` does not have."""
     if store.vocab_size <= vocab_size:
-        return  # the store was checked against its tokenizer's vocabulary when it was made
+        return  # `store` checked the ids against its tokenizer's vocabulary
     chunk = 1 << 22
     largest = max(int(store.flat[i : i + chunk].max()) for i in range(0, store.num_tokens, chunk))
     if largest >= vocab_size:
         raise BaguError(
-            f"the tokenizer does not match the model: the data has token id {largest}, the model's vocabulary ends at "
+            f"the tokenizer does not match the model: the data has token id {largest}, the model's largest id is "
             f"{vocab_size - 1}",
-            hint=f"use the tokenizer the model was made with, or a model with vocab_size={store.vocab_size}",
+            hint=f"use the model's own tokenizer, or a model with vocab_size={store.vocab_size}",
         )

@@ -1,9 +1,9 @@
-"""Batches for masked language modelling (BERT, Devlin et al. 2018): some tokens are hidden, and are the targets.
+"""Masked language modelling (BERT, Devlin et al. 2018): mask some tokens and predict them from both sides.
 
-The share `rate` of the tokens that are not special is chosen. Of these 80 % become the mask token, 10 % a random token
-and 10 % stay as they are, so that the input does not show which positions are targets. Targets are the original tokens
-there, `IGNORE` elsewhere. Masking is dynamic (RoBERTa): each step hides other tokens, and the same ones each time it is
-made.
+A fraction `rate` of the tokens that are not special is chosen. Of these, 80 % become the mask token, 10 % a random
+token and 10 % stay, so that the model cannot see from its input which tokens it must predict. Targets are the original
+tokens at these positions, `IGNORE` elsewhere. Every step masks other tokens (RoBERTa's dynamic masking); the same step
+always masks the same ones.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from bagu.types import IGNORE, Batch
 
 __all__ = ["HIDDEN", "RANDOM", "Masking", "check_rate", "mask_batch"]
 
-HIDDEN, RANDOM = 0.8, 0.1  # shares of the chosen tokens; the rest stay as they are
+HIDDEN, RANDOM = 0.8, 0.1  # fractions of the chosen tokens; the rest keeps its token
 
 
 def check_rate(rate: float) -> None:
-    """Refuse a masking rate outside (0, 1]."""
+    """Raise if the masking rate is not in (0, 1]."""
     if not 0 < rate <= 1:
-        raise ArgumentError(f"a masking rate of {rate} is not a share above 0 and at most 1", hint="BERT's is 0.15")
+        raise ArgumentError(f"the masking rate is {rate}; expected above 0 and at most 1", hint="BERT uses 0.15")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """How tokens are hidden: `rate` of those that are not special, drawn by `seed`; random ones are of `vocab_size`."""
+    """Masks `rate` of the tokens that are not special. `seed` selects them, and draws random tokens from
+    `vocab_size`."""
 
     seed: int
     rate: float
@@ -46,41 +47,41 @@ class Masking:
         check_rate(self.rate)
         if not 0 <= self.mask_id < self.vocab_size:
             what = f"mask_id {self.mask_id} is not in a vocabulary of {self.vocab_size}"
-            raise ArgumentError(what, hint="take the tokenizer's")
+            raise ArgumentError(what, hint="use the tokenizer's mask token")
 
     @classmethod
     def of(cls, tokenizer: BpeTokenizer, *, rate: float, seed: int) -> Self:
-        """With the tokenizer's mask token, found by its name."""
+        """Use the tokenizer's mask token, found by its name."""
         special = tokenizer.special_ids
         mask_id = next((special[token] for token in MASK_TOKENS if token in special), None)
         if mask_id is None:
             raise BaguError(
                 f"the tokenizer has no mask token: none of its special tokens ({', '.join(special) or 'it has none'}) "
                 f"is {', '.join(MASK_TOKENS[:-1])} or {MASK_TOKENS[-1]}",
-                hint=f"leave tokenizer.path out, or give it one of bagu tokenizer train: both have {MASK_TOKENS[0]}",
+                hint=f"leave tokenizer.path out, or use a tokenizer from bagu tokenizer train: it has {MASK_TOKENS[0]}",
             )
         ids = frozenset(special.values())
         return cls(seed=seed, rate=rate, vocab_size=tokenizer.vocab_size, mask_id=mask_id, special_ids=ids)
 
     @cached_property
     def special(self) -> np.ndarray:
-        """[vocab_size] bool: the tokens that are neither hidden nor drawn as random ones, the mask token included."""
+        """[vocab_size] bool: tokens that are never masked and never drawn as random tokens; includes the mask token."""
         table = np.zeros(self.vocab_size, bool)
         table[[*self.special_ids, self.mask_id]] = True
         return table
 
 
 def mask_batch(batch: Batch, masking: Masking, *place: str | int) -> Batch:
-    """`batch` with tokens hidden; the same seed and place (step, micro-batch) hide the same ones.
+    """`batch` with tokens masked; the same seed and place (step, micro-batch) mask the same tokens.
 
-    Exactly rate x candidates are chosen, and at least one. `target_bytes` is 0: the loss of a token with both sides
-    given is not a code length of the text, so there are no bits per byte.
+    Exactly rate x candidates are chosen, at least one. `target_bytes` is 0: the loss of a masked token given both sides
+    is not a code length of the text, so there are no bits per byte.
     """
     ids, special = batch.ids.numpy(), masking.special
     padding = (ids == PAD_ID) & (batch.targets.numpy() == IGNORE)
     candidates = np.flatnonzero(~special[ids] & ~padding)
     if not len(candidates):
-        raise BaguError(f"all {len(ids)} tokens of the batch are special: none can be hidden", hint="check the data")
+        raise BaguError(f"all {len(ids)} tokens of the batch are special: none can be masked", hint="check the data")
     draws = philox(masking.seed, "masked", *place)
     count = max(1, round(masking.rate * len(candidates)))
     chosen = np.sort(candidates[np.argsort(draws.random_raw(len(candidates)), kind="stable")[:count]])

@@ -1,9 +1,9 @@
-"""Batches made ahead by a thread, so that the device does not wait for the host.
+"""Prefetching: a thread prepares batches in advance, so that the device does not wait for the host.
 
     with loader.prefetch(start) as batches:
         for micro_batches in batches: ...
 
-Items come in order and are those that `make(step)` returns. What `make` raises is raised at the item it belongs to.
+Items are the results of `make(step)`, in order. An exception in `make` is raised at the item it belongs to.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 class Prefetch(Generic[T]):
-    """An iterator over make(start), make(start + 1), ...; at most `depth` of them wait in memory."""
+    """An iterator over make(start), make(start + 1), ... that holds at most `depth` of them in memory."""
 
     def __init__(self, make: Callable[[int], T], start: int, *, stop: int | None = None, depth: int = 2) -> None:
         if depth < 1:
-            raise ArgumentError(f"a prefetch depth of {depth} holds no batch", hint="give 1 or more")
-        self.wait_s = 0.0  # seconds the last `next` waited
+            raise ArgumentError(f"the prefetch depth is {depth}", hint="give 1 or more")
+        self.wait_s = 0.0  # seconds that the last `next` waited
         self.total_wait_s = 0.0
         self._ready: queue.Queue[T | _Ended] = queue.Queue(maxsize=depth)
         self._closing = threading.Event()
@@ -54,10 +54,10 @@ class Prefetch(Generic[T]):
         return item
 
     def close(self) -> None:
-        """Stop the thread and wait for it: at most for the one batch it is making. May be called again."""
+        """Stop the thread and wait for it, at most for the batch it is making. May be called again."""
         self._closing.set()
         while self._thread.is_alive():
-            self._drain()  # makes room, so that a waiting `put` returns and sees the flag
+            self._drain()  # makes space, so that a waiting `put` returns and sees the flag
             self._thread.join(timeout=0.01)
         self._drain()
         self._ended = self._ended or _Ended(None)
@@ -83,14 +83,14 @@ class Prefetch(Generic[T]):
             while not self._closing.is_set() and (stop is None or step < stop):
                 self._ready.put(make(step))
                 step += 1
-        except BaseException as error:  # handed over whole: raised where the batch is asked for
+        except BaseException as error:  # raised again in the consumer's thread
             self._ready.put(_Ended(error))
         else:
             self._ready.put(_Ended(None))
 
 
 class _Ended:
-    """The last item: how the thread ended."""
+    """The last item: the error that ended the thread, if any."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error

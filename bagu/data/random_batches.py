@@ -1,4 +1,4 @@
-"""Batches of random tokens, for timing: speed does not depend on what the tokens are."""
+"""Batches of random tokens, for benchmarks: speed does not depend on the token values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["random_batches"]
 def random_batches(
     vocab_size: int, lengths: Sequence[int], *, micro_batches: int = 1, device: torch.device, seed: int = 0
 ) -> tuple[Batch, ...]:
-    """Documents of these lengths, every token a target, divided into micro-batches of equally many documents."""
+    """Documents of these lengths, every token a target, split into micro-batches with the same number of documents."""
     if len(lengths) % micro_batches:
         raise BaguError(
-            f"{len(lengths)} documents do not split into {micro_batches} micro-batches", hint="choose a divisor"
+            f"cannot split {len(lengths)} documents into {micro_batches} micro-batches", hint="choose a divisor"
         )
     generator, each = torch.Generator().manual_seed(seed), len(lengths) // micro_batches
     return tuple(_batch(vocab_size, lengths[i : i + each], generator).to(device) for i in range(0, len(lengths), each))

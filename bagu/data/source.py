@@ -1,8 +1,8 @@
-"""Where text comes from. A source is a frozen value; reading it gives the same documents in the same order every time.
+"""Text sources. A source is a frozen value; reading it returns the same documents in the same order every time.
 
-Documents stream: one file, line or row group is in memory at a time. A document without text is left out, since there
-is nothing in it to predict. A file that cannot be read, or a source without any document, is an error: a corpus that is
-quietly smaller than the user thinks costs more than a stop.
+Documents stream: one file, line or row group is in memory at a time. A document without text is skipped, since it has
+no targets. A file that cannot be read, or a source without any document, is an error: a corpus that is silently smaller
+than expected costs more than a failure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """`id` is unique in its source and the same on every machine: a relative path, or file and line."""
+    """`id` is unique in its source and equal on every machine: a relative path, or file and line."""
 
     id: str
     text: str
@@ -41,9 +41,9 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Messages as chat templates take them: mappings with at least `role` and `content`.
+    """Messages in the format of chat templates: mappings with at least `role` and `content`.
 
-    `tools` are what the assistant may call, None where there is nothing. `place` is the file and line, for errors.
+    `tools` are the tools that the assistant may call, None if there are none. `place` is the file and line, for errors.
     """
 
     id: str
@@ -62,7 +62,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class TextSource:
-    """A text file, or those in a folder that match `glob`; each file is one document, UTF-8, byte for byte."""
+    """A text file, or the files in a folder that match `glob`; each file is one document, UTF-8, unchanged."""
 
     path: Path
     glob: str = "**/*.txt"
@@ -77,7 +77,7 @@ class TextSource:
 
 @dataclass(frozen=True)
 class JsonlSource:
-    """JSON lines or a .json list of objects (`.gz` too), a file or a folder of them; `field` of each is a document."""
+    """JSON lines or a .json list of objects (also `.gz`), in a file or a folder; `field` of each is a document."""
 
     path: Path
     field: str = "text"
@@ -94,7 +94,7 @@ class JsonlSource:
 
 @dataclass(frozen=True)
 class ParquetSource:
-    """Parquet, a file or a folder of them, read batch by batch; each value of `column` is one document."""
+    """Parquet, in a file or a folder, read in batches; each value of `column` is one document."""
 
     path: Path
     column: str = "text"
@@ -121,15 +121,13 @@ class ParquetSource:
                 if not (
                     pyarrow.types.is_string(kinds[self.column]) or pyarrow.types.is_large_string(kinds[self.column])
                 ):
-                    raise BaguError(
-                        f"{path}: column {self.column!r} holds {kinds[self.column]}, a document is a string"
-                    )
+                    raise BaguError(f"{path}: column {self.column!r} holds {kinds[self.column]}; expected strings")
                 batches = file.iter_batches(columns=[self.column], batch_size=1024)
                 values = (value for batch in batches for value in batch.column(0).to_pylist())
                 yield from (Document(id=f"{name}:{row}", text=text) for row, text in enumerate(values) if text)
         except (OSError, pyarrow.ArrowException) as error:
             raise BaguError(
-                f"{path} cannot be read as Parquet: {error}", hint="write it again, or leave it out"
+                f"cannot read {path} as Parquet: {error}", hint="write it again, or leave it out"
             ) from error
 
 
@@ -137,16 +135,16 @@ Kind = type[ParquetSource] | type[JsonlSource] | type[TextSource]
 
 
 def open_source(path: Path, glob: str | None = None) -> ParquetSource | JsonlSource | TextSource:
-    """The source for a path by the names of its files: Parquet, JSON, or text.
+    """The source for a path, chosen by file names: Parquet, JSON, or text.
 
-    Of a folder the files that match `glob` are meant; without it, those of the three kinds. Files of two kinds are
-    refused: a source reads one, and the others would be left out in silence. A .json file is data where it is given,
-    matches `glob`, or where a folder has nothing else; beside other files it is taken for their description, which is
-    what datasets of Hugging Face keep there.
+    For a folder, the files that match `glob`; without `glob`, the files of the three kinds. Files of two kinds are
+    refused: a source reads one kind and would silently skip the others. A .json file is data if it is given directly,
+    matches `glob`, or if the folder has no other data. Beside other files it is taken for metadata, as in Hugging Face
+    datasets.
     """
     if not path.is_dir():
         return (JsonlSource if is_json(path) else kind_of(path) or TextSource)(path)
-    other = None if glob is None else TextSource  # a file by another name is text where glob asks for it
+    other = None if glob is None else TextSource  # other file names are text if glob asks for them
     files = [file for file in path.glob(glob or "**/*") if file.is_file()]
     found = {JsonlSource if glob and is_json(file) else kind_of(file) or other for file in files}
     if glob is None and found <= {None} and any(map(is_json, files)):
@@ -155,7 +153,7 @@ def open_source(path: Path, glob: str | None = None) -> ParquetSource | JsonlSou
     if len(kinds) > 1:
         raise BaguError(
             f"{path} holds files of {len(kinds)} kinds: {', '.join(kind.glob for kind in kinds)}",
-            hint="give the files or sub-folders one by one; in a run a source may choose, "
+            hint="give the files or sub-folders one by one, or select files in a run with "
             f"--set sources.NAME.glob='{kinds[-1].glob}'",
         )
     kind = kinds[0] if kinds else TextSource
@@ -167,23 +165,23 @@ def is_json(file: Path) -> bool:
 
 
 def kind_of(file: Path) -> Kind | None:
-    """The kind of source whose files are named like this one."""
+    """The kind of source that reads files with this name."""
     kinds: tuple[Kind, ...] = (ParquetSource, JsonlSource, TextSource)
     return next((kind for kind in kinds if file.match(Path(kind.glob).name)), None)
 
 
 def list_files(path: Path, glob: str) -> list[tuple[str, Path]]:
-    """(relative name, path) of the file, or of the folder's files that match, sorted by name."""
+    """(relative name, path) of the file, or of the matching files in the folder, sorted by name."""
     path = Path(path)
     if path.is_file():
         return [(path.name, path)]
     if not path.is_dir():
-        raise BaguError(f"there is no file or folder {path}", hint="check the spelling and the working folder")
+        raise BaguError(f"there is no file or folder {path}", hint="check the path and the working folder")
     found = sorted((file.relative_to(path).as_posix(), file) for file in path.glob(glob) if file.is_file())
     if not found:
         raise BaguError(
             f"no file under {path} matches {glob!r}",
-            hint="give the files by name; in a run a source may say which, --set sources.NAME.glob='**/*.md'",
+            hint="give the files by name, or select them in a run with --set sources.NAME.glob='**/*.md'",
         )
     return found
 
@@ -202,7 +200,7 @@ def decode(path: Path, data: bytes) -> str:
 
 
 def describe_files(name: str, files: list[tuple[str, Path]]) -> dict[str, Any]:
-    """Facts about the files; `sha256` is over each one's relative name and content hash, so no two corpora share it."""
+    """Facts about the files. `sha256` covers each relative name and content hash, so different corpora differ in it."""
     corpus, size, empty = hashlib.sha256(), 0, 0
     for relative, path in files:
         digest, length = hash_file(path)
@@ -213,7 +211,7 @@ def describe_files(name: str, files: list[tuple[str, Path]]) -> dict[str, Any]:
 
 
 def hash_file(path: Path) -> tuple[str, int]:
-    """SHA-256 and size, without holding the file in memory."""
+    """SHA-256 and size, computed in chunks."""
     with readable(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
 
@@ -224,15 +222,15 @@ def readable(path: Path) -> Iterator[BufferedReader]:
         with path.open("rb") as file:
             yield file
     except OSError as error:
-        hint = "mend its permissions, or leave it out"
-        raise BaguError(f"{path} cannot be read: {error.strerror or error}", hint=hint) from error
+        hint = "change its permissions, or leave it out"
+        raise BaguError(f"cannot read {path}: {error.strerror or error}", hint=hint) from error
 
 
 def non_empty(items: Iterable[T], path: Path | str) -> Iterator[T]:
-    """The items; an error after the last when there was none."""
+    """Yield the items; raise if there were none."""
     empty = True
     for item in items:
         empty = False
         yield item
     if empty:
-        raise BaguError(f"{path} holds no document with text", hint="check that this is the file that was meant")
+        raise BaguError(f"{path} has no document with text", hint="check the path")

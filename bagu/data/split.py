@@ -1,8 +1,8 @@
-"""Train and validation, by document; of a single one, its end is held out.
+"""Split documents into training and validation. Of a single document, the end is held out.
 
-Where one of several goes is decided by a hash of its id and the seed alone: adding more moves none of the others, and
-pairs made from a held-out file can be held out by the same rule. Split after de-duplication, or copies of a training
-document are what the validation measures.
+For several documents a hash of the id and the seed decides: adding documents does not move the others, and pairs made
+from a held-out file can be held out by the same rule. Split after deduplication; otherwise validation would measure
+copies of training documents.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ class Split(NamedTuple):
 
 
 def place(document_id: str, *, seed: int, purpose: str = "split") -> float:
-    """A number in [0, 1) for the document: it is held out when this is below the validation share.
+    """A number in [0, 1) for the document, which is held out if it is below the validation fraction.
 
-    Choices made for different purposes are independent under one seed.
+    Different purposes are independent under the same seed.
     """
     hashed = hashlib.blake2b(document_id.encode(), key=str(seed).encode(), person=purpose.encode(), digest_size=8)
-    return (int.from_bytes(hashed.digest()) >> 11) / 2**53  # 53 bits: a float holds them all
+    return (int.from_bytes(hashed.digest()) >> 11) / 2**53  # 53 bits: exact in a float
 
 
 def held_ids(ids: Sequence[str], *, fraction: float, seed: int = 0) -> frozenset[str]:
-    """About `fraction` of the ids, at least one; at least one is left to train on."""
+    """About `fraction` of the ids, at least one; at least one remains for training."""
     if not 0 < fraction < 1:
-        raise BaguError(f"the validation fraction is {fraction}", hint="a number between 0 and 1, 0.05 say")
+        raise BaguError(f"the validation fraction is {fraction}", hint="give a number between 0 and 1, e.g. 0.05")
     places = {id: place(id, seed=seed) for id in ids}
     if len(places) < max(2, len(ids)):
         found = f"{len(ids)} with {len(places)} different ids"
         raise BaguError(
-            f"some documents or chats are held out to measure on, and there are {found}",
-            hint="give two or more, each with an id of its own",
+            f"cannot hold out documents or chats for validation: there are {found}",
+            hint="give two or more, each with its own id",
         )
     least, most = min(places, key=lambda id: places[id]), max(places, key=lambda id: places[id])
     return frozenset({id for id, at in places.items() if at < fraction} - {most} | {least})
 
 
 def hold_out(documents: Iterable[Document], *, fraction: float, seed: int = 0) -> Split:
-    """Hold out about `fraction` of the documents, as `held_ids` says. Order is kept. A single one is cut in two."""
+    """Hold out about `fraction` of the documents, selected by `held_ids`, in order. A single document is split in
+    two."""
     documents = list(documents)
     if len(documents) == 1 and 0 < fraction < 1:
         return _cut(documents[0], fraction)
@@ -59,10 +60,10 @@ def hold_out(documents: Iterable[Document], *, fraction: float, seed: int = 0) -
 
 
 def _cut(document: Document, fraction: float) -> Split:
-    """The last `fraction` of a document held out of it; up to twice as much, to begin with a line."""
+    """Hold out the last `fraction` of a document, up to twice as much to start at the beginning of a line."""
     text = document.text
     if len(text) < 2:
-        raise BaguError(f"{document.id} has {len(text)} characters, and one is held out", hint="give more text")
+        raise BaguError(f"{document.id} has {len(text)} characters, too few to hold one out", hint="give more text")
     at = min(max(round(len(text) * (1 - fraction)), 1), len(text) - 1)
     line = text.rfind("\n", 0, at) + 1
     if line and at - line <= len(text) - at:
@@ -72,9 +73,9 @@ def _cut(document: Document, fraction: float) -> Split:
 
 
 def sample(documents: Iterable[Document], *, max_bytes: int, total_bytes: int, seed: int = 0) -> Iterator[str]:
-    """About `max_bytes` of `total_bytes` of text, spread over the whole corpus; all of it when it is smaller.
+    """About `max_bytes` of the `total_bytes` of text, spread over the corpus; all of it if it is smaller.
 
-    Pieces of 64 Ki characters are chosen, so that a corpus may be many short documents or one long one.
+    The sample consists of pieces of 64 Ki characters, which works for many short documents and for a long one.
     """
     share, size, piece = max_bytes / max(total_bytes, 1), 0, 1 << 16
     for document in documents:

@@ -1,15 +1,15 @@
-"""Tokenised documents, one after another: made once, kept on disk, mapped into memory when read.
+"""Tokenized documents, concatenated: built once, stored on disk, memory-mapped when read.
 
-    tokens         [N] uint16 or uint32     all documents, each ending as its tokenizer or chat template ends it
+    tokens         [N] uint16 or uint32     all documents, each with the end token of its tokenizer or chat template
     offsets        [D + 1] int64            document i is tokens[offsets[i] : offsets[i + 1]]
-    mask           [N] uint8, or absent     1 where a token counts as a target (chats: what the assistant said)
-    names          [B] uint8                the documents' ids in UTF-8, cut by
-    name_offsets   [D + 1] int64
-    token_bytes    [V] int32                bytes of text a token id stands for; 0 for control tokens
+    mask           [N] uint8, or absent     1 for a token that is a target (in chats: the assistant's)
+    names          [B] uint8                the ids of the documents in UTF-8, with
+    name_offsets   [D + 1] int64            their offsets
+    token_bytes    [V] int32                bytes of text of each token id; 0 for control tokens
 
-A stored folder is `<cache>/<key>`, where the key is a hash of the facts that decide its content (source, tokenizer,
-split, ...). So a change of any of them is another folder, a folder is never rewritten, and a folder that exists is
-whole: it is written beside its place, synced, and renamed.
+A stored folder is `<cache>/<key>`; the key is a hash of the facts that decide its content (source, tokenizer, split,
+...). A change of any fact gives another folder, so a folder is never rewritten. A folder that exists is complete: it is
+written under a temporary name, synced, and renamed.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = ["TokenDocument", "TokenStore", "build", "in_memory", "on_disk", "toke
 
 FORMAT = 1
 FACTS = "facts.json"
-Progress = Callable[[int, int], None]  # documents and tokens so far
+Progress = Callable[[int, int], None]  # called with the documents and tokens so far
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenDocument:
-    """One tokenised document. `mask` is 1 where a token counts as a target; None when all do."""
+    """One tokenized document. `mask` is 1 for a token that is a target; None if all are."""
 
     id: str
     tokens: Sequence[int] | np.ndarray
@@ -53,7 +53,7 @@ class TokenDocument:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenStore:
-    """Read-only. The arrays may be memory maps; slices of them are views."""
+    """Read-only. The arrays may be memory maps, and slices of them are views."""
 
     flat: np.ndarray
     offsets: np.ndarray
@@ -61,14 +61,14 @@ class TokenStore:
     names: np.ndarray
     name_offsets: np.ndarray
     token_bytes: np.ndarray
-    facts: Mapping[str, Any]  # what decided the content; {} for a store in memory
+    facts: Mapping[str, Any]  # the facts that decide the content; {} for a store in memory
 
     def __post_init__(self) -> None:
         ends = {"offsets": int(self.offsets[-1]), "tokens": len(self.flat)}
         if self.loss_mask is not None:
             ends["mask"] = len(self.loss_mask)
         if len(set(ends.values())) > 1 or len(self.offsets) != len(self.name_offsets):
-            raise ValueError(f"arrays that do not fit each other: {ends}")
+            raise ValueError(f"array lengths do not match: {ends}")
 
     @property
     def num_documents(self) -> int:
@@ -84,7 +84,7 @@ class TokenStore:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """[D] int64: tokens of each document."""
+        """[D] int64: number of tokens of each document."""
         return np.diff(self.offsets)
 
     def length(self, document: int) -> int:
@@ -92,11 +92,11 @@ class TokenStore:
         return end - start
 
     def tokens(self, document: int, start: int = 0, end: int | None = None) -> np.ndarray:
-        """Tokens `start` to `end` of a document, as a view; slicing past its end stops there."""
+        """Tokens `start` to `end` of a document, as a view; a slice past its end is shortened."""
         return self._cut(self.flat, document, start, end)
 
     def mask(self, document: int, start: int = 0, end: int | None = None) -> np.ndarray | None:
-        """Which of these tokens count as targets; None when all do."""
+        """Which of these tokens are targets; None if all are."""
         return None if self.loss_mask is None else self._cut(self.loss_mask, document, start, end)
 
     def document_id(self, document: int) -> str:
@@ -105,27 +105,27 @@ class TokenStore:
 
     def num_bytes(self) -> int:
         """Bytes of text in all documents. Reads every token."""
-        chunk = 1 << 22  # 4 M tokens at a time: a memory map is not drawn into memory whole
+        chunk = 1 << 22  # 4 M tokens at a time, so that a memory map is not loaded completely
         return sum(int(self.token_bytes[self.flat[i : i + chunk]].sum()) for i in range(0, self.num_tokens, chunk))
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], *, facts: Mapping[str, Any]) -> Self:
-        """From arrays by the names above."""
+        """Build a store from the arrays named above."""
         rest = {name: array for name, array in arrays.items() if name not in ("tokens", "mask")}
         return cls(flat=arrays["tokens"], loss_mask=arrays.get("mask"), facts=facts, **rest)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Self:
-        """The store in `folder`, memory-mapped."""
+        """Open the store in `folder`, memory-mapped."""
         folder = Path(folder)
         try:
             facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-            # asarray: a plain array over the map, since a slice of np.memmap costs several times one of an array
+            # asarray: slicing a plain array over the map is several times faster than slicing np.memmap
             arrays = {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in folder.glob("*.npy")}
             return cls.of(arrays, facts=facts)
         except (OSError, EOFError, LookupError, TypeError, ValueError) as error:
-            hint = "delete the folder; it is built again from the source"
-            raise BaguError(f"{folder} is not a whole token store: {error}", hint=hint) from error
+            hint = "delete the folder; it will be built again from the source"
+            raise BaguError(f"{folder} is not a complete token store: {error}", hint=hint) from error
 
     def _span(self, document: int) -> tuple[int, int]:
         if not 0 <= document < self.num_documents:
@@ -139,7 +139,7 @@ class TokenStore:
 
 
 def tokenize(documents: Iterable[Document], tokenizer: BpeTokenizer, *, chunk: int = 256) -> Iterator[TokenDocument]:
-    """Encode documents in order, `chunk` at a time, each followed by the end-of-text token."""
+    """Encode documents in order, `chunk` at a time, and append the end-of-text token to each."""
     documents = iter(documents)
     while group := list(islice(documents, chunk)):
         for document, ids in zip(group, tokenizer.encode_batch([d.text for d in group]), strict=True):
@@ -154,10 +154,10 @@ def build(
     source: Mapping[str, Any],
     progress: Progress | None = None,
 ) -> TokenStore:
-    """The store of `documents` under `cache`: opened if it is there, else tokenised and written.
+    """The store of `documents` under `cache`: opened if it exists, else tokenized and written.
 
     `source` holds the JSON facts that decide the documents and their order (`describe()` of the source, the seed and
-    share of a split, ...). `documents` is not touched when the store is there, so a generator costs nothing then.
+    fraction of a split, ...). `documents` is not read if the store exists, so a generator costs nothing in that case.
     """
     facts = {"source": dict(source), "tokenizer": tokenizer.fingerprint}
     tokenized = tokenize(documents, tokenizer)
@@ -165,7 +165,7 @@ def build(
 
 
 def in_memory(documents: Iterable[TokenDocument], *, token_bytes: np.ndarray) -> TokenStore:
-    """A store that touches no disk."""
+    """A store in memory."""
     parts: dict[str, list[np.ndarray]] = defaultdict(list)
     _fill(documents, token_bytes, lambda name, values: parts[name].append(values), progress=None)
     return TokenStore.of({name: np.concatenate(values) for name, values in parts.items()}, facts={})
@@ -179,7 +179,7 @@ def on_disk(
     facts: Mapping[str, Any],
     progress: Progress | None = None,
 ) -> TokenStore:
-    """The store that `facts` name under `cache`: opened if it is there, else `documents` are written to it."""
+    """The store with these `facts` under `cache`: opened if it exists, else written from `documents`."""
     text = json.dumps({"format": FORMAT, **facts}, sort_keys=True, indent=1)
     folder = Path(cache) / hashlib.sha256(text.encode()).hexdigest()[:16]
     if folder.exists():
@@ -191,15 +191,15 @@ def on_disk(
             _write(draft, documents, token_bytes, text, progress)
             _publish(draft, folder)
     except OSError as error:
-        hint = "free some disk space, or name another cache folder; what was there before has not changed"
-        raise BaguError(f"the token store {folder} could not be written: {error}", hint=hint) from error
+        hint = "free some disk space, or use another cache folder; existing stores are unchanged"
+        raise BaguError(f"cannot write the token store {folder}: {error}", hint=hint) from error
     return TokenStore.open(folder)
 
 
 def _write(
     folder: Path, documents: Iterable[TokenDocument], token_bytes: np.ndarray, facts: str, progress: Progress | None
 ) -> None:
-    """All files of a store, on the disk when this returns."""
+    """Write and sync all files of a store."""
     folder.mkdir()
     arrays: dict[str, _NpyFile] = {}
     with contextlib.ExitStack() as files:
@@ -219,7 +219,7 @@ def _write(
 
 
 def _publish(draft: Path, folder: Path) -> None:
-    """Give a finished store its name. Of several processes that build the same one, the first wins."""
+    """Rename a finished store. If several processes build the same store, the first one wins."""
     try:
         draft.rename(folder)
     except OSError:
@@ -228,7 +228,7 @@ def _publish(draft: Path, folder: Path) -> None:
 
 
 class _NpyFile:
-    """A `.npy` file that grows. NumPy leaves room in the header for 21 digits of length, so it can be set last."""
+    """A `.npy` file that grows. NumPy reserves 21 digits for the length in the header, so it can be written last."""
 
     def __init__(self, file: BinaryIO, dtype: np.dtype) -> None:
         self.file, self.dtype, self.length = file, dtype, 0
@@ -242,7 +242,7 @@ class _NpyFile:
     def finish(self) -> None:
         self.file.seek(0)
         self._write_header()
-        assert self.file.tell() == self.start, "the header grew over the data"
+        assert self.file.tell() == self.start, "the header overlaps the data"
         self.file.flush()
         os.fsync(self.file.fileno())
 
@@ -257,14 +257,16 @@ def _fill(
     put: Callable[[str, np.ndarray], None],
     progress: Progress | None,
 ) -> None:
-    """Give `put` the pieces of every array, by name and in order. Either every document has a mask or none."""
+    """Pass the parts of every array to `put`, by name and in order. Either every document has a mask or none has."""
     dtype = np.uint16 if len(token_bytes) <= np.iinfo(np.uint16).max + 1 else np.uint32
     ends, name_ends, masked = array("q", [0]), array("q", [0]), False
     for number, document in enumerate(documents):
         ids, mask = _checked(document, len(token_bytes))
         masked = masked if number else mask is not None
         if masked != (mask is not None):
-            raise BaguError(f"document {document.id!r} and the ones before it differ in having a loss mask")
+            raise BaguError(
+                f"some documents have a loss mask and some do not: document {document.id!r} is the first to differ"
+            )
         put("tokens", ids.astype(dtype))
         if mask is not None:
             put("mask", mask)
@@ -275,26 +277,26 @@ def _fill(
         if progress is not None:
             progress(number + 1, ends[-1])
     if len(ends) == 1:
-        raise BaguError("there is no document to store", hint="look at the source, and at the share of the split")
+        raise BaguError("there are no documents to store", hint="check the source, and the fraction of the split")
     put("offsets", np.array(ends, np.int64))
     put("name_offsets", np.array(name_ends, np.int64))
     put("token_bytes", np.asarray(token_bytes, np.int32))
 
 
 def _checked(document: TokenDocument, vocab_size: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """The document's arrays. Ids that the vocabulary does not have would wrap around when stored."""
+    """The document's arrays. Ids outside the vocabulary are refused: they would overflow when stored."""
     ids = np.asarray(document.tokens, np.int64)
     if not len(ids):
         raise BaguError(f"document {document.id!r} has no tokens", hint="leave it out")
     if ids.min() < 0 or ids.max() >= vocab_size:
         wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
         raise BaguError(
-            f"document {document.id!r} has token id {wrong}, the vocabulary has {vocab_size} tokens",
-            hint="encode the documents with the tokenizer that the store is made for",
+            f"document {document.id!r} has token id {wrong}, but the vocabulary has {vocab_size} tokens",
+            hint="encode the documents with the tokenizer of the store",
         )
     if document.mask is None:
         return ids, None
     mask = np.asarray(document.mask, np.uint8)
     if mask.shape != ids.shape or mask.max() > 1:
-        raise BaguError(f"document {document.id!r} needs a loss mask of {len(ids)} zeros and ones, found {mask!r:.80}")
+        raise BaguError(f"document {document.id!r} needs a loss mask of {len(ids)} zeros and ones, got {mask!r:.80}")
     return ids, mask

@@ -1,14 +1,14 @@
-"""Byte-level BPE: any text to ids and back, byte for byte.
+"""Byte-level BPE: any text to ids and back, without loss.
 
-Text is cut into words by a pattern, words into bytes, and the most frequent neighbours are merged until the vocabulary
-is full. All 256 bytes are in it, so there is no unknown token. Training and encoding are Hugging Face `tokenizers`;
-this file decides what bagu needs to be sure of:
+A pattern splits text into words, words are split into bytes, and the most frequent neighbours are merged until the
+vocabulary is full. It contains all 256 bytes, so there is no unknown token. Training and encoding use Hugging Face
+`tokenizers`; this file guarantees what bagu relies on:
 
-* Text cannot become a control token: "<|endoftext|>" inside a document is encoded as the characters it is made of.
-  `encode_markup` is for text one has written oneself (a chat template), where control tokens are meant.
-* `bytes_of` says which bytes of text a token stands for: a character may be spread over several tokens. `token_bytes`
-  says how many, so that losses of different tokenizers compare.
-* `fingerprint` is the hash of tokenizer.json, so that tokens of one tokenizer never meet the model of another.
+* Text cannot become a control token: "<|endoftext|>" inside a document is encoded as ordinary characters.
+  `encode_markup` is for trusted text (a chat template) in which control tokens are intended.
+* `bytes_of` returns the bytes of text of a token: a character may span several tokens. `token_bytes` returns their
+  number, so that losses of different tokenizers can be compared.
+* `fingerprint` is the hash of tokenizer.json; it prevents using the tokens of one tokenizer with the model of another.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ __all__ = ["MASK_TOKENS", "SPECIAL_TOKENS", "BpeTokenizer"]
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|mask|>")
-MASK_TOKENS = ("<|mask|>", "[MASK]", "<mask>")  # bagu's, BERT's, RoBERTa's
+MASK_TOKENS = ("<|mask|>", "[MASK]", "<mask>")  # bagu, BERT, RoBERTa
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
-# A word takes one sign or space before it: "(self", ".append", " return". Digits go by three. On the standard library,
-# vocabulary 4096: 3.58 bytes per token, against 3.48 with GPT-2's pattern and 3.47 with GPT-4's.
+# A word includes one symbol or space before it: "(self", ".append", " return". Digits are grouped by three. On the
+# standard library with a vocabulary of 4096: 3.58 bytes per token; GPT-2's pattern gives 3.48 and GPT-4's 3.47.
 WORDS = r"(?: |[^\s\p{L}\p{N}])?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-LONG_TEXT = 2**14  # characters, a millisecond or so of work
+LONG_TEXT = 2**14  # characters, about a millisecond of work
 
-# What other tokenizers end a document with, tried in order where tokenizer_config.json does not say.
+# End-of-document tokens of other tokenizers, tried in order if tokenizer_config.json names none.
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BpeTokenizer:
-    """A tokenizer.json, and what tokenizer_config.json adds. Satisfies `types.Tokenizer`."""
+    """A tokenizer.json with the additions of tokenizer_config.json. Implements `types.Tokenizer`."""
 
     spec: str  # the content of tokenizer.json
     eos_token: str
     chat_template: str | None = None
-    # bos_token, cls_token, …: what tokenizer_config.json calls its other tokens
+    # bos_token, cls_token, …: other token names from tokenizer_config.json
     named: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @classmethod
@@ -68,13 +68,13 @@ class BpeTokenizer:
     ) -> Self:
         """Learn merges from `texts`. The first special token ends documents. The same texts give the same tokenizer.
 
-        A small corpus may have fewer merges than asked for; `vocab_size` of the result is what came out.
+        A small corpus may have fewer merges than requested; the `vocab_size` of the result is the actual size.
         """
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         least = len(alphabet) + len(special_tokens)
         if vocab_size < least:
             parts = f"{len(alphabet)} bytes and {len(special_tokens)} special tokens"
-            raise BaguError(f"a vocabulary of {vocab_size} is too small", hint=f"at least {least}: {parts}")
+            raise BaguError(f"a vocabulary of {vocab_size} is too small", hint=f"give at least {least}: {parts}")
         tokenizer = tokenizers.Tokenizer(models.BPE())
         words = pre_tokenizers.Split(tokenizers.Regex(WORDS), behavior="isolated")
         to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -92,14 +92,14 @@ class BpeTokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """From a tokenizer.json, or a folder that has one; tokenizer_config.json beside it is read too."""
+        """Load a tokenizer.json, or a folder that has one; a tokenizer_config.json next to it is read too."""
         path = Path(path)
         file = path / FILES[0] if path.is_dir() else path
         try:
             spec = file.read_text(encoding="utf-8")
             known = json.loads(spec)["added_tokens"]
         except FileNotFoundError as error:
-            hint = "bagu tokenizer train makes one; a Hugging Face model folder has one"
+            hint = "create one with bagu tokenizer train, or use the folder of a Hugging Face model"
             raise BaguError(f"there is no tokenizer at {file}", hint=hint) from error
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise BaguError(f"{file} is not a tokenizer.json: {error!r}", hint="download or train it again") from error
@@ -108,23 +108,23 @@ class BpeTokenizer:
         eos = _content(config.get("eos_token")) or next((end for end in KNOWN_ENDS if end in special), None)
         if eos is None:
             found = ", ".join(special) or "none"
-            hint = f'write {{"eos_token": "..."}} into {FILES[1]} beside it; special tokens: {found}'
-            raise BaguError(f"{file} does not say which token ends a document", hint=hint)
+            hint = f'write {{"eos_token": "..."}} to {FILES[1]} in its folder; special tokens: {found}'
+            raise BaguError(f"{file} does not define the token that ends a document", hint=hint)
         template = _template(file.with_name(FILES[2]), config)
         loaded = cls(spec=spec, eos_token=eos, chat_template=template, named=_names(config, special))
-        _ = loaded.eos_id  # parses the file and finds the token, so that a broken one is refused here
+        _ = loaded.eos_id  # parses the file and finds the token, so that a broken file is refused here
         return loaded
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write tokenizer.json and tokenizer_config.json, as `transformers.AutoTokenizer` reads them.
+        """Write tokenizer.json and tokenizer_config.json in the format of `transformers.AutoTokenizer`.
 
-        Each is replaced whole, tokenizer.json last: a folder that has one has the rest too, also after a kill.
+        Each file is replaced atomically, tokenizer.json last: a folder that has it is complete, also after a kill.
         """
         folder = Path(folder)
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **self.variables,
-            "clean_up_tokenization_spaces": False,  # it would rewrite " ." to "." when decoding
+            "clean_up_tokenization_spaces": False,  # True would change " ." to "." when decoding
         }
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
@@ -133,7 +133,7 @@ class BpeTokenizer:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The names of control tokens that a chat template may write."""
+        """The control tokens that a chat template may use, by name."""
         return {**self.named, "eos_token": self.eos_token}
 
     @cached_property
@@ -143,12 +143,12 @@ class BpeTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id, added tokens included: a vocabulary may have holes."""
+        """One more than the largest id, added tokens included; some ids may be unused."""
         return max(self._plain.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
     def special_ids(self) -> Mapping[str, int]:
-        """The control tokens, which text cannot make."""
+        """The control tokens; encoding text never produces them."""
         added = self._plain.get_added_tokens_decoder()
         return {token.content: id for id, token in sorted(added.items()) if token.special}
 
@@ -166,12 +166,13 @@ class BpeTokenizer:
         return id
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text; nothing is put before or after it, and no part of it becomes a control token."""
+        """The ids of a text. Nothing is added before or after it, and no part of it becomes a control token."""
         _check_unicode(text, 0)
         return encoded(self._plain, text).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """`encode`, with what the tokenizer puts around any text: Llama's <|begin_of_text|>, BERT's [CLS] and [SEP]."""
+        """`encode`, plus the tokens that the tokenizer adds to any text: Llama's <|begin_of_text|>, BERT's [CLS],
+        [SEP]."""
         _check_unicode(text, 0)
         return encoded(self._plain, text, wrapped=True).ids
 
@@ -182,17 +183,17 @@ class BpeTokenizer:
         return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_markup(self, text: str) -> list[int]:
-        """The ids of a text in which the names of control tokens mean these tokens. Never for text from outside."""
+        """The ids of a text in which names of control tokens become these tokens. Do not use it for untrusted text."""
         _check_unicode(text, 0)
         return encoded(self._markup, text).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text, control tokens by name. Bytes that are not UTF-8 (a cut character) become U+FFFD."""
+        """The text, with control tokens by name. Bytes that are not UTF-8 (a partial character) become U+FFFD."""
         return self._plain.decode(list(ids), skip_special_tokens=False)
 
     def bytes_of(self, id: int) -> bytes:
-        """The bytes of text a token stands for, a control token's name; none for an id without a token. Of text,
-        b"".join(map(bytes_of, encode(text))) is text.encode() where the vocabulary is of bytes."""
+        """The bytes of text of a token, the name of a control token, or b"" for an unused id. If the vocabulary is
+        byte-level, b"".join(map(bytes_of, encode(text))) == text.encode()."""
         found = self._known.get(id)
         if found is None:
             found = self._known[id] = _text_bytes(self._plain.id_to_token(id) or "", byte_level=self._of_bytes)
@@ -200,31 +201,31 @@ class BpeTokenizer:
 
     @cached_property
     def byte_level(self) -> bool:
-        """Whether `decode` is the bytes of the tokens one after another, read as UTF-8: other decoders strip spaces."""
+        """Whether `decode` is the concatenated bytes of the tokens, decoded as UTF-8. Other decoders strip spaces."""
         return self._of_bytes and isinstance(self._plain.decoder, decoders.ByteLevel)
 
     @cached_property
     def token_bytes(self) -> np.ndarray:
-        """[vocab_size] int32: bytes of text each id stands for; 0 for control tokens and holes."""
+        """[vocab_size] int32: bytes of text of each id; 0 for control tokens and unused ids."""
         sizes = np.array([len(self.bytes_of(id)) for id in range(self.vocab_size)], np.int32)
         sizes[list(self.special_ids.values())] = 0
         return sizes
 
     @cached_property
     def _of_bytes(self) -> bool:
-        """Whether the vocabulary writes a byte as one character of GPT-2's alphabet."""
+        """Whether the vocabulary represents a byte as one character of GPT-2's alphabet."""
         parts = (self._plain.pre_tokenizer, self._plain.decoder)
         return any(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
 
     @cached_property
     def _known(self) -> dict[int, bytes]:
-        """What `bytes_of` has said: a server asks for every token it streams."""
+        """A cache for `bytes_of`: a server calls it for every streamed token."""
         return {}
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
         tokenizer = self._parse()
-        tokenizer.encode_special_tokens = True  # their names are text
+        tokenizer.encode_special_tokens = True  # encodes their names as text
         return tokenizer
 
     @cached_property
@@ -235,8 +236,8 @@ class BpeTokenizer:
         try:
             tokenizer = tokenizers.Tokenizer.from_str(self.spec)
         except Exception as error:  # `tokenizers` raises bare Exception
-            raise BaguError(f"the tokenizer.json cannot be used: {error}", hint="download or train it again") from error
-        tokenizer.no_padding()  # some files carry what their author last used
+            raise BaguError(f"cannot use this tokenizer.json: {error}", hint="download or train it again") from error
+        tokenizer.no_padding()  # some files contain the settings that their author used last
         tokenizer.no_truncation()
         return tokenizer
 
@@ -245,31 +246,31 @@ def _check_unicode(text: str, number: int) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        found = f"text {number} has half of a surrogate pair, {text[error.start]!r}, at character {error.start}"
-        hint = "it was decoded wrongly; text.encode('utf-16', 'surrogatepass').decode('utf-16') joins halves"
+        found = f"text {number} has a lone surrogate, {text[error.start]!r}, at character {error.start}"
+        hint = "it was decoded wrongly; text.encode('utf-16', 'surrogatepass').decode('utf-16') joins surrogates"
         raise BaguError(f"only Unicode text can be encoded: {found}", hint=hint) from error
 
 
 def encoded(tokenizer: tokenizers.Tokenizer, text: str, *, wrapped: bool = False) -> tokenizers.Encoding:
-    """A batch of one where the text is long: `encode` keeps the GIL, and with it every other thread, to its end."""
+    """Encode a long text as a batch of one: `encode` would hold the GIL, and block other threads, until it ends."""
     if len(text) < LONG_TEXT:
         return tokenizer.encode(text, add_special_tokens=wrapped)
     return tokenizer.encode_batch([text], add_special_tokens=wrapped)[0]
 
 
 def _text_bytes(token: str, *, byte_level: bool) -> bytes:
-    """The text of one vocabulary entry, by how the vocabulary writes it."""
-    if byte_level:  # one character stands for one byte; an added token with others is written as it is
+    """The text of one vocabulary entry, depending on how the vocabulary is written."""
+    if byte_level:  # one character is one byte; an added token with other characters is stored as it is
         known = _byte_alphabet()
         return bytes(known[c] for c in token) if all(c in known for c in token) else token.encode()
-    if re.fullmatch(r"<0x[0-9A-F]{2}>", token):  # SentencePiece's spelling of a byte
+    if re.fullmatch(r"<0x[0-9A-F]{2}>", token):  # a byte in SentencePiece
         return bytes.fromhex(token[3:5])
-    return token.removeprefix("##").replace("▁", " ").encode()  # WordPiece's inner piece; SentencePiece's space
+    return token.removeprefix("##").replace("▁", " ").encode()  # WordPiece's continuation; SentencePiece's space
 
 
 @cache
 def _byte_alphabet() -> Mapping[str, int]:
-    """GPT-2's characters for the 256 bytes: those that print stand for themselves, the rest follow from U+0100 on."""
+    """GPT-2's characters for the 256 bytes: printable bytes map to themselves, the rest to U+0100 and up."""
     printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in set(printed)]
     return {chr(b): b for b in printed} | {chr(0x100 + i): b for i, b in enumerate(hidden)}
@@ -281,27 +282,27 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise BaguError(f"{path} is not JSON: {error}", hint="mend it, or delete it") from error
+        raise BaguError(f"{path} is not JSON: {error}", hint="correct or delete it") from error
     if not isinstance(config, dict):
         raise BaguError(f"{path} is not a JSON object")
     return config
 
 
 def _content(token: Any) -> str | None:
-    """A token as tokenizer_config.json writes it: a string, or an object; None for what is no token (add_bos_token)."""
+    """A token in tokenizer_config.json: a string, or an object; None for an entry that is no token (add_bos_token)."""
     word = token.get("content") if isinstance(token, Mapping) else token
     return word if isinstance(word, str) and word else None
 
 
 def _names(config: Mapping[str, Any], special: Sequence[str]) -> dict[str, str]:
-    """What a config calls its tokens, but for the one that ends documents; and a mask by its usual name."""
+    """The token names of a config, except the one that ends documents; plus a mask token, found by its usual name."""
     mask = next((token for token in MASK_TOKENS if token in special), None)
     names = {"mask_token": mask} | {name: _content(value) for name, value in config.items() if name.endswith("_token")}
     return {name: word for name, word in names.items() if word is not None and name != "eos_token"}
 
 
 def _template(file: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template: a file of its own since 2025, before that an entry; a list of them names one "default"."""
+    """The chat template: since 2025 a separate file, before that an entry; of a list, the one named "default"."""
     if file.exists():
         return file.read_text(encoding="utf-8")
     value = config.get("chat_template")

@@ -1,4 +1,4 @@
-"""`bagu tokenizer train` and `bagu tokenizer stats`: make a tokenizer, and say how good and how fast one is."""
+"""`bagu tokenizer train` and `bagu tokenizer stats`: train a tokenizer, and measure one."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ MB = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerStats:
-    """How a tokenizer does on some texts."""
+    """Measurements of a tokenizer on some texts."""
 
     texts: int
     bytes: int
     tokens: int
     encode_seconds: float
-    changed: tuple[int, ...]  # texts that did not come back byte for byte
+    changed: tuple[int, ...]  # texts that decoding did not restore
     vocab_size: int
-    vocab_used: int  # tokens that occur at least once
+    vocab_used: int  # number of tokens that occur
 
     @property
     def bytes_per_token(self) -> float:
@@ -45,10 +45,10 @@ class TokenizerStats:
 
 
 def stats(tokenizer: BpeTokenizer, texts: Sequence[str]) -> TokenizerStats:
-    """Encode and decode `texts`, and count."""
+    """Encode and decode `texts`, and measure."""
     if not any(texts):
-        raise BaguError("there is no text to measure the tokenizer on", hint="give documents that are not empty")
-    _ = tokenizer.encode(texts[0])  # parses the tokenizer outside the clock
+        raise BaguError("there is no text to measure the tokenizer on", hint="give documents with text")
+    _ = tokenizer.encode(texts[0])  # parses the tokenizer before the timing
     start = time.perf_counter()
     encoded = tokenizer.encode_batch(texts)
     seconds = time.perf_counter() - start
@@ -67,7 +67,7 @@ def stats(tokenizer: BpeTokenizer, texts: Sequence[str]) -> TokenizerStats:
 def train_main(out: Path, *, path: Path | None = None, vocab_size: int = 4096, max_mb: float = 64) -> BpeTokenizer:
     """Train on `path` (default: the standard library), at most `max_mb` of it, and save to the folder `out`.
 
-    The tokenizer gets bagu's chat template, whose markers are in its vocabulary.
+    The tokenizer gets bagu's chat template; its vocabulary has the template's control tokens.
     """
     console, texts = Console(), _texts(path, max_mb)
     size = sum(len(text.encode()) for text in texts)
@@ -78,7 +78,7 @@ def train_main(out: Path, *, path: Path | None = None, vocab_size: int = 4096, m
     tokenizer.save(out)
     console.print(f"{tokenizer.vocab_size} tokens from {size / MB:.1f} MB in {seconds:.1f} s, saved in {out}")
     if tokenizer.vocab_size < vocab_size:
-        console.print(f"the text has no more merges to learn: {vocab_size} tokens were asked for")
+        console.print(f"the text has no more merges to learn: {vocab_size} tokens were requested")
     return tokenizer
 
 
@@ -108,6 +108,6 @@ def _table(result: TokenizerStats) -> Table:
     table.add_row("encoding", f"{result.encode_mb_per_second:.1f} MB/s")
     used = result.vocab_used / result.vocab_size
     table.add_row("vocabulary", f"{result.vocab_used} of {result.vocab_size} tokens occur ({used:.0%})")
-    changed = f"{len(result.changed)} of {result.texts} pieces come back changed"
+    changed = f"{len(result.changed)} of {result.texts} pieces were not restored by decoding"
     table.add_row("round trip", changed if result.changed else "exact")
     return table

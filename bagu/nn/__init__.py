@@ -1,4 +1,4 @@
-"""The model: one Transformer for one device, whose config chooses every part.
+"""The model: one Transformer for one device; its config selects every component.
 
 >>> model = init_weights(Transformer(config, dtype=torch.bfloat16), seed=0)
 >>> out = model(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len)

@@ -1,9 +1,9 @@
-"""Attention over packed tokens: MHA, GQA and MQA by the head counts, softmax or linear.
+"""Attention over packed tokens: MHA, GQA and MQA by the head counts; softmax or linear.
 
-One weight makes queries, keys and values, laid out by key head: [q heads of group 0 …, k 0, v 0, q heads of group 1 …],
-so that a run of whole groups is a shard of it.
+One weight computes queries, keys and values. Its rows are ordered by KV group: [q heads of group 0 …, k 0, v 0, q heads
+of group 1 …], so that a range of complete groups is a shard.
 
-Dims: T = tokens, H = heads, G = key heads, n = H / G, D = features of a head.
+Dims: T = tokens, H = heads, G = KV heads, n = H / G, D = head dim.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Attention", "Context", "Softmax"]
 
 
 class Context(NamedTuple):
-    """What all layers of one forward share."""
+    """The inputs that all layers of one forward share."""
 
     cu_seqlens: torch.Tensor  # [S + 1] int32
     max_len: int
@@ -33,7 +33,7 @@ class Context(NamedTuple):
 
 
 class Softmax(nn.Module):
-    """Softmax attention of q[T, H, D] to k[T, G, D] and v[T, G, E] inside each segment, or to the KV view's past."""
+    """Softmax attention of q[T, H, D] to k[T, G, D] and v[T, G, E] in each segment, or to the past in the KV view."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         elif context.signals.cos is not None:
-            v = v.contiguous()  # attention keeps it for the backward, and a view would keep all of qkv with it
+            v = v.contiguous()  # attention saves v for the backward, and a view would keep all of qkv alive
         if self.softmax is None:
             y = self.linear(q, k, v, context)
         else:
@@ -90,15 +90,16 @@ class Attention(nn.Module):
         return self.out(y.flatten(1))
 
     def turn(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        """RoPE, where the model has it. Grouped queries [T, G, n, D] are read where they lie and written dense: a copy
-        to [T, H, D] before would cost 1 % of a training step on an H200."""
+        """Apply RoPE, if the model has it. Grouped queries [T, G, n, D] are read as they are and written contiguously:
+        a copy to [T, H, D] first would cost 1 % of a training step on an H200."""
         cos, sin, rows = context.signals.cos, context.signals.sin, context.signals.rows
         if cos is None or sin is None:
             return x
         return ops.rope(x, cos, sin, rows if x.ndim == 4 else None, self.layout)
 
     def linear(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
-        """RoPE turns the features above the line alone: below it they must stay positive (RoFormer, 3.3)."""
+        """RoPE rotates the features of the numerator only: in the denominator they must stay positive (RoFormer,
+        3.3)."""
         q, k = ops.positive_features(q.reshape(len(q), -1, self.head_dim)), ops.positive_features(k)
         return ops.linear_attention(
             self.turn(q, context), self.turn(k, context), v, context.cu_seqlens, context.max_len,

@@ -1,7 +1,7 @@
-"""One layer: attention, then the feed-forward part, each inside a residual.
+"""One layer: attention, then the feed-forward network, each with a residual connection.
 
-The stream between blocks is `(x, delta)`: the residual stream and what is still to be added to it, so that the add can
-go into the norm that follows it, in the next block. A delta of None is nothing to add.
+The stream between blocks is `(x, delta)`: the residual stream, and a delta that is still to be added to it. The norm of
+the next block can then fuse the addition. A delta of None means that there is nothing to add.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Stream = tuple[torch.Tensor, torch.Tensor | None, Routing | None]
 
 
 def expected_size(alpha: float, sublayers: int) -> float:
-    """Standard deviation of the stream after so many sublayers, each of which adds alpha² of variance to 1."""
+    """Standard deviation of the stream after this many sublayers, each of which adds alpha² to a variance of 1."""
     return math.sqrt(1.0 + sublayers * alpha * alpha)
 
 

@@ -1,6 +1,6 @@
-"""The choices of a model that have options of their own: norms, positions, MLA, experts. config.py puts them together.
+"""Model options that have options of their own: norms, positions, MLA, experts. config.py combines them.
 
-Each is a frozen dataclass; those among which one is chosen are told apart by `kind`.
+Each is a frozen dataclass; `kind` selects one of several alternatives.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def at_least(owner: object, least: int, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         if value < least:
-            refuse(f"{name} = {value}, and at least {least} is wanted", f"give {name} a value of {least} or more")
+            refuse(f"{name} = {value}; expected at least {least}", f"set {name} to {least} or more")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormConfig:
-    """Which norm, and where it stands.
+    """The kind of norm, and its placement.
 
     pre:       x + f(norm(x)), and a norm before the head        post: norm(x + f(x)), as in BERT
     sandwich:  x + norm(f(norm(x))), and a norm before the head  none: x + alpha * f(x / beta), beta the expected size
@@ -56,21 +56,21 @@ class NormConfig:
     kind: NormKind = "rms"
     placement: Placement = "pre"
     eps: float = 1e-6
-    bias: bool = False  # layer, group and batch norm: whether there is a shift beside the gain
-    groups: int | None = None  # group norm: how many equal runs of features are normalised apart
-    alpha: float | None = None  # placement none: what a block adds, in units of one block's size
+    bias: bool = False  # layer, group and batch norm: whether the norm has a bias
+    groups: int | None = None  # group norm: number of groups of features, each normalized separately
+    alpha: float | None = None  # placement none: the scale of what a block adds, relative to one block
 
     def __post_init__(self) -> None:
         if not self.eps > 0:
-            refuse(f"norm.eps = {self.eps}, and more than 0 is wanted", "1e-6 is usual for RMSNorm, 1e-5 for LayerNorm")
+            refuse(f"norm.eps = {self.eps}; expected more than 0", "1e-6 is common for RMSNorm, 1e-5 for LayerNorm")
         if self.bias and self.kind in ("rms", "scale"):
-            refuse(f"norm.bias is set, and a norm of kind {self.kind!r} has no shift", "leave bias out")
+            refuse(f"norm.bias is set, but a norm of kind {self.kind!r} has no bias", "leave bias out")
         if (self.groups is not None) != (self.kind == "group"):
-            refuse(f"norm.groups = {self.groups} with kind {self.kind!r}", "group norm, and no other, wants groups")
+            refuse(f"norm.groups = {self.groups} with kind {self.kind!r}", "only group norm has groups")
         if (self.alpha is not None) != (self.placement == "none"):
             refuse(
                 f"norm.alpha = {self.alpha} with placement {self.placement!r}",
-                "placement 'none' wants alpha (0.2 is usual), and no other has one",
+                "only placement 'none' has alpha, and it needs it (0.2 is common)",
             )
         if self.groups is not None:
             at_least(self, 1, "groups")
@@ -78,7 +78,8 @@ class NormConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Slow pairs are slowed by `factor`, fast ones kept, those between blended (Llama 3.1)."""
+    """Low-frequency pairs are divided by `factor`, high-frequency pairs kept, those between interpolated (Llama
+    3.1)."""
 
     kind: Literal["llama3"] = "llama3"
     factor: float
@@ -92,18 +93,19 @@ class Llama3Scaling:
             refuse(
                 f"low_freq_factor = {self.low_freq_factor} is not above 0 or not below high_freq_factor = "
                 f"{self.high_freq_factor}",
-                "Llama 3.1 has 1 and 4",
+                "Llama 3.1 uses 1 and 4",
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """YaRN (https://arxiv.org/abs/2309.00071): pairs that turn less than `beta_slow` times over `original_max_len` are
-    slowed by `factor`, those that turn more than `beta_fast` times are kept, and the rest lie on a ramp between.
+    """YaRN (https://arxiv.org/abs/2309.00071): the frequencies of pairs that rotate less than `beta_slow` times over
+    `original_max_len` are divided by `factor`, those of pairs that rotate more than `beta_fast` times are kept, and the
+    rest are interpolated with a ramp.
 
-    Attention is sharpened with the length: by `attention_factor` on cos and sin where given, else by
-    0.1 * ln(factor) + 1; `mscale` and `mscale_all_dim` are DeepSeek's form of the same: the first scales cos and sin
-    (relative to the second), the second the softmax of MLA.
+    The softmax is sharpened for long contexts: cos and sin are multiplied by `attention_factor` if it is given, else by
+    0.1 * ln(factor) + 1. `mscale` and `mscale_all_dim` are DeepSeek's form of this: the first scales cos and sin
+    (relative to the second), the second scales the softmax of MLA.
     """
 
     kind: Literal["yarn"] = "yarn"
@@ -114,43 +116,41 @@ class YarnScaling:
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    truncate: bool = True  # the ends of the ramp are whole pairs
+    truncate: bool = True  # the ends of the ramp are rounded to integers
 
     def __post_init__(self) -> None:
         _check_scaling(self)
         if not 0 < self.beta_slow <= self.beta_fast:
             refuse(
-                f"beta_slow = {self.beta_slow} is not above 0, or not below beta_fast = {self.beta_fast} and not equal",
-                "the paper has 1 and 32, Kimi K2 has 1 and 1",
+                f"beta_slow = {self.beta_slow} and beta_fast = {self.beta_fast}: expected 0 < beta_slow <= beta_fast",
+                "the paper uses 1 and 32, Kimi K2 uses 1 and 1",
             )
 
 
 def _check_scaling(scaling: Llama3Scaling | YarnScaling) -> None:
     at_least(scaling, 1, "original_max_len")
     if not scaling.factor > 0:
-        refuse(
-            f"factor = {scaling.factor}, and more than 0 is wanted", "a context four times as long has a factor of 4"
-        )
+        refuse(f"factor = {scaling.factor}; expected more than 0", "a context four times as long has a factor of 4")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Queries and keys are turned by their position; what attention sees is the distance."""
+    """Queries and keys are rotated by their position, so attention depends on the distance."""
 
     kind: Literal["rope"] = "rope"
     base: float = 10000.0
-    dim: int | None = None  # features of a head that are turned, from the first; None is all
+    dim: int | None = None  # number of features of a head to rotate, from the first; None is all
     layout: Literal["half", "interleaved"] = "half"
     scaling: Llama3Scaling | YarnScaling | None = None
 
     def __post_init__(self) -> None:
         if not self.base > 0 or (self.base == 1 and isinstance(self.scaling, YarnScaling)):
-            refuse(f"the base of RoPE is {self.base}", "it is above 0, and not 1 with YaRN; 10000 is usual")
+            refuse(f"the base of RoPE is {self.base}", "use a base above 0, and not 1 with YaRN; 10000 is common")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learned:
-    """One learned vector a position, added to the embedding."""
+    """One learned vector per position, added to the embedding."""
 
     kind: Literal["learned"] = "learned"
 
@@ -165,14 +165,14 @@ class Sinusoidal:
 
 @dataclass(frozen=True, kw_only=True)
 class Alibi:
-    """Scores fall with the distance, each head at a slope of its own (https://arxiv.org/abs/2108.12409)."""
+    """Scores decrease with the distance, with a different slope per head (https://arxiv.org/abs/2108.12409)."""
 
     kind: Literal["alibi"] = "alibi"
 
 
 @dataclass(frozen=True, kw_only=True)
 class T5Relative:
-    """A learned number a head and bucket of distances, added to the scores; one table serves all layers."""
+    """A learned bias per head and distance bucket, added to the scores; all layers share one table."""
 
     kind: Literal["t5"] = "t5"
     buckets: int = 32
@@ -182,13 +182,13 @@ class T5Relative:
         if self.buckets < 4 or self.buckets % 4 or self.max_distance <= self.buckets // 2:
             refuse(
                 f"positions.buckets = {self.buckets} with max_distance = {self.max_distance}",
-                "buckets is a multiple of 4 and max_distance more than half of it; T5 has 32 and 128",
+                "buckets must be a multiple of 4 and max_distance more than half of it; T5 uses 32 and 128",
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoPositions:
-    """None at all: a causal model still knows the order from what each token can see."""
+    """No position encoding: a causal model can still infer the order from the causal mask."""
 
     kind: Literal["none"] = "none"
 
@@ -198,15 +198,15 @@ Positions = Rope | Learned | Sinusoidal | Alibi | T5Relative | NoPositions
 
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig:
-    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): keys and values are made from one
-    latent of `kv_rank` a token, and a key of `rope_dim` that all heads share carries the position."""
+    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): keys and values are computed from
+    one latent of `kv_rank` per token, and one key of `rope_dim` that all heads share carries the position."""
 
     kv_rank: int
     nope_dim: int
     rope_dim: int
     v_dim: int
-    q_rank: int | None = None  # None: queries come from the hidden state itself
-    eps: float = 1e-6  # of the norms on the latents
+    q_rank: int | None = None  # None: queries are computed from the hidden state directly
+    eps: float = 1e-6  # of the norms of the latents
 
     def __post_init__(self) -> None:
         at_least(self, 1, "kv_rank", "nope_dim", "rope_dim", "v_dim")
@@ -216,20 +216,20 @@ class MLAConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """A mixture of experts instead of the FFN, in all layers but `dense_layers`."""
+    """A mixture of experts instead of the FFN, in all layers except `dense_layers`."""
 
     num_experts: int
     top_k: int
     expert_size: int  # intermediate size of an expert
-    num_shared: int = 0  # experts that every token visits, run as one FFN of num_shared * expert_size
+    num_shared: int = 0  # experts that process every token, computed as one FFN of num_shared * expert_size
     dense_layers: tuple[int, ...] = ()
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    normalize_top_k: bool = True  # the weights of a token's experts sum to one (before route_scale)
+    normalize_top_k: bool = True  # normalize the weights of a token's experts to sum 1 (before route_scale)
     route_scale: float = 1.0
-    num_groups: int = 1  # DeepSeek-V3: experts in equal groups, of which a token may use the best `top_groups`
+    num_groups: int = 1  # DeepSeek-V3: equal groups of experts; a token uses experts of its best `top_groups` groups
     top_groups: int = 1
-    aux_weight: float | None = None  # weight of the load-balancing loss; None is no such loss
-    bias_rate: float | None = None  # step of the aux-free balancing bias; None is no such bias
+    aux_weight: float | None = None  # weight of the load-balancing loss; None disables it
+    bias_rate: float | None = None  # step size of the aux-free balancing bias; None disables it
 
     def __post_init__(self) -> None:
         at_least(self, 1, "num_experts", "top_k", "expert_size", "num_groups", "top_groups")
@@ -237,12 +237,12 @@ class MoEConfig:
         if self.top_k > self.num_experts:
             refuse(
                 f"moe.top_k = {self.top_k} is more than num_experts = {self.num_experts}",
-                "a token visits each expert at most once",
+                "a token uses each expert at most once",
             )
         if self.num_experts % self.num_groups or self.top_groups > self.num_groups:
             refuse(
                 f"moe has {self.num_experts} experts, num_groups = {self.num_groups}, top_groups = {self.top_groups}",
-                "num_groups divides num_experts, and top_groups is at most num_groups",
+                "num_groups must divide num_experts, and top_groups must be at most num_groups",
             )
         per_group = self.num_experts // self.num_groups
         if self.top_k > per_group * self.top_groups:
@@ -251,9 +251,9 @@ class MoEConfig:
                 "raise top_groups or lower top_k",
             )
         if self.num_groups > 1 and per_group < 2:
-            refuse(f"moe has {per_group} expert a group", "a group is ranked by its best two experts: lower num_groups")
+            refuse(f"moe has {per_group} expert per group", "a group needs two experts or more: lower num_groups")
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
-    """How much YaRN sharpens attention when the context grows by `factor`."""
+    """The factor by which YaRN sharpens attention if the context grows by `factor`."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,4 +1,5 @@
-"""The feed-forward part of a block: up, activation, down. With a gate, one weight makes gate and up, gate first."""
+"""The feed-forward network of a block: up, activation, down. With a gate, one weight computes gate and up, gate
+first."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ __all__ = ["FFN", "activate"]
 
 
 def activate(kind: FFNKind, x: torch.Tensor) -> torch.Tensor:
-    """x[T, F], or x[T, 2F] with the gate first, to [T, F]."""
+    """Map x[T, F], or x[T, 2F] with the gate first, to [T, F]."""
     match kind:
         case "swiglu":
             return ops.swiglu(x)

@@ -1,9 +1,9 @@
-"""First weights, drawn by name: the same for a seed on any device, in any order, for a part of the model as for all.
+"""Initial weights, drawn per parameter name: equal for a seed on any device, in any order, for any part of the model.
 
 matrices, embeddings     normal, init_std (0.02, as GPT-2 and Llama)
-back to the stream       init_std / sqrt(2 * layers): 2 * layers of them add up to the variance of one (GPT-2)
-gains 1, biases 0        under weight normalisation the gain is the length of the drawn row, so W is what was drawn
-model without norms      1 / sqrt(inputs) for matrices: a block neither grows nor shrinks what passes through it
+output projections       init_std / sqrt(2 * layers): the 2 * layers of them sum to the variance of one (GPT-2)
+gains 1, biases 0        with weight normalization the gain is the length of the drawn row, so W is the drawn matrix
+model without norms      1 / sqrt(inputs) for matrices: a block keeps the variance of its input
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["draw", "init_weights"]
 
 @torch.no_grad()
 def init_weights(model: Transformer, seed: int) -> Transformer:
-    """Draw all weights of `model` in place, and return it."""
+    """Initialize all weights of `model` in place, and return it."""
     config = model.config
     for path, module in model.named_modules():
         for name, p in module.named_parameters(recurse=False):
@@ -41,8 +41,8 @@ def init_weights(model: Transformer, seed: int) -> Transformer:
 
 
 def draw(shape: Sequence[int], name: str, seed: int) -> torch.Tensor:
-    """Standard normal, fp32 on the CPU, from a stream that (seed, name) alone chooses."""
-    key = zlib.crc32(f"{seed} {name}".encode())  # the generator reads 32 bits of its seed, and no more
+    """Standard normal, fp32 on the CPU, from a stream that depends on (seed, name) only."""
+    key = zlib.crc32(f"{seed} {name}".encode())  # the generator uses only 32 bits of its seed
     stream = torch.Generator().manual_seed(key)
     return torch.randn(tuple(shape), generator=stream)
 

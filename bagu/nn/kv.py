@@ -1,13 +1,13 @@
-"""The KV view: what `forward` is given when tokens have a past. It stores the new keys and values, and attends.
+"""The KV view: an argument of `forward` if tokens have a past. It stores the new keys and values, and attends.
 
-Training has none. `DenseKV` is the naive one: a contiguous cache of a fixed number of sequences, the reference that a
-paged one is held to. A step is `kv.plan(lengths)`, then a forward, in which each layer calls `attend` once.
+Training uses none. `DenseKV` is the simple one: a contiguous cache for a fixed number of sequences, and the reference
+for a paged cache. A step is `kv.plan(lengths)`, then a forward in which each layer calls `attend` once.
 
-MLA gives `attend` its latent as one key head and no values: the values are the first `v_dim` features of the keys, so
-the cache holds the latent and nothing else.
+MLA passes its latent to `attend` as one KV head without values: the values are the first `v_dim` features of the keys,
+so the cache holds only the latent.
 
-Dims: N = sequences, P = places in the cache, T = new tokens of all sequences, L = the most of one, H = heads,
-G = key heads, D = features of a key, E = of a value.
+Dims: N = sequences, P = cache positions, T = new tokens of all sequences, L = maximum new tokens of one sequence,
+H = heads, G = KV heads, D = key dim, E = value dim.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["KV", "CacheError", "DenseKV"]
 
 
 class CacheError(BaguError, ValueError):
-    """The cache cannot hold or answer what it is asked."""
+    """The cache is too small, or does not support the model."""
 
 
 class KV(Protocol):
@@ -32,7 +32,7 @@ class KV(Protocol):
 
     @property
     def max_len(self) -> int:
-        """A host bound on past plus new tokens of any sequence of this forward."""
+        """A host bound on past plus new tokens of any sequence in this forward."""
         ...
 
     def attend(
@@ -48,15 +48,15 @@ class KV(Protocol):
         slopes: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Store k[T, G, D] and v[T, G, E]; return what q[T, H, D] sees of its sequence, [T, H, E], E = v_dim.
+        """Store k[T, G, D] and v[T, G, E]; return the attention of q[T, H, D] to its sequence, [T, H, E], E = v_dim.
 
-        Causal: a token sees the past, and the new ones up to itself.
+        Causal: a token attends to the past, and to the new tokens up to itself.
         """
         ...
 
 
 class DenseKV:
-    """A place for every position of N sequences, in one tensor a layer."""
+    """A contiguous cache for every position of N sequences, one tensor per layer."""
 
     def __init__(
         self,
@@ -69,10 +69,10 @@ class DenseKV:
     ) -> None:
         if not config.causal or config.attention == "linear":
             what = "linear attention" if config.causal else "a bidirectional model"
-            raise CacheError(f"{what} has no KV cache", hint="run the whole sequence through forward, without kv")
+            raise CacheError(f"{what} has no KV cache", hint="run the full sequence through forward, without kv")
         if not 1 <= max_len <= config.max_len:
             raise CacheError(
-                f"a cache of {max_len} positions for a model of max_len {config.max_len}", hint="ask for fewer"
+                f"a cache of {max_len} positions for a model of max_len {config.max_len}", hint="use fewer positions"
             )
         latent = config.mla
         G, D = (config.num_kv_heads, config.head_dim) if latent is None else (1, latent.kv_rank + latent.rope_dim)
@@ -92,15 +92,15 @@ class DenseKV:
         return max(p + n for p, n in zip(self.past, self.new, strict=True))
 
     def plan(self, new: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Say how many tokens each sequence brings to the next forward (0 is none); the last ones become the past.
+        """Set the number of new tokens of each sequence in the next forward (0 is none); earlier ones become the past.
 
-        Returns what forward takes: positions[T], cu_seqlens[N + 1], and the most tokens of a sequence.
+        Returns the arguments of forward: positions[T], cu_seqlens[N + 1], and the maximum tokens of a sequence.
         """
         self.past = [p + n for p, n in zip(self.past, self.new, strict=True)]
         self.new = list(new)
         room = self.keys[0].shape[1]
         if self.max_len > room:
-            raise CacheError(f"a sequence grows to {self.max_len} tokens, and the cache has {room} places a sequence")
+            raise CacheError(f"a sequence grows to {self.max_len} tokens, but the cache has space for {room}")
         device = self.keys[0].device
         spans = list(zip(self.past, self.new, strict=True))
         self.positions = torch.tensor([p + i for p, n in spans for i in range(n)], dtype=torch.int64, device=device)
@@ -126,7 +126,7 @@ class DenseKV:
         self.keys[layer][self.rows, self.positions] = k
         keys = self.keys[layer][:, :P]
         if v is not None:
-            assert self.values is not None, "values for a cache of latents"
+            assert self.values is not None, "the cache of an MLA model stores no values"
             self.values[layer][self.rows, self.positions] = v
         values = keys[..., :v_dim] if self.values is None else self.values[layer][:, :P]
 
@@ -146,7 +146,7 @@ class DenseKV:
         if bias is not None:
             far = bias.shape[1] // 2
             scores = scores + bias.to(acc)[:, ahead.clamp(-far, far) + far].transpose(0, 1)
-        # torch's softmax: the op's kernels would be compiled again for every power of two that P grows through
+        # torch's softmax: our op would compile its kernels again for every power of two of P
         weights = scores.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1).view(N, G, H // G, L, P)
         out = torch.einsum("ngilp,npge->nlgie", weights, values.to(acc)).flatten(2, 3)
         return out[self.rows, self.turns].to(q.dtype)

@@ -1,7 +1,7 @@
 """The linear layer: y = x Wᵀ + b, W as [out, in]. Every matmul with a weight goes through it, so FLOPs can be counted.
 
-Two things may be laid over a weight: weight normalisation (W = gain * V / |V|, a row at a time;
-https://arxiv.org/abs/1602.07868) and LoRA (W + scale * B A; https://arxiv.org/abs/2106.09685, put on by nn/lora.py).
+A weight may have two additions: weight normalization (W = gain * V / |V|, per row; https://arxiv.org/abs/1602.07868)
+and LoRA (W + scale * B A; https://arxiv.org/abs/2106.09685, added by nn/lora.py).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ __all__ = ["Factory", "Linear", "parameter"]
 
 
 class Factory(TypedDict, total=False):
-    """Where a module's parameters are made, and in what dtype."""
+    """Device and dtype of a module's parameters."""
 
     device: torch.device | str | None
     dtype: torch.dtype | None
 
 
 def parameter(*shape: int, **factory: Unpack[Factory]) -> nn.Parameter:
-    """A parameter of NaNs: a model whose weights were neither drawn nor loaded says so in its first loss."""
+    """A parameter filled with NaN: if weights are neither initialized nor loaded, the first loss is NaN."""
     return nn.Parameter(torch.full(shape, float("nan"), device=factory.get("device"), dtype=factory.get("dtype")))
 
 
 class Linear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
-    gain: nn.Parameter | None  # length of each row, under weight normalisation
+    gain: nn.Parameter | None  # length of each row, with weight normalization
     lora_a: nn.Parameter | None  # [rank, in]
     lora_b: nn.Parameter | None  # [out, rank]
 
@@ -60,7 +60,7 @@ class Linear(nn.Module):
         return self.weight.shape[0]
 
     def matrix(self) -> torch.Tensor:
-        """The weight without LoRA: the parameter itself, or its rows at their learned lengths."""
+        """The weight without LoRA: the parameter itself, or its rows scaled to their learned lengths."""
         if self.gain is None:
             return self.weight
         acc = torch.promote_types(self.weight.dtype, torch.float32)
@@ -68,7 +68,7 @@ class Linear(nn.Module):
         return (v * (self.gain.to(acc) / v.norm(dim=1)).unsqueeze(1)).to(self.weight.dtype)
 
     def merged(self) -> torch.Tensor:
-        """The weight with LoRA in it, added up in fp32 and rounded once."""
+        """The weight with LoRA, summed in fp32 and rounded once."""
         w = self.matrix()
         if self.lora_a is None or self.lora_b is None:
             return w

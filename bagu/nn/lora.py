@@ -1,9 +1,9 @@
-"""LoRA: train W + (alpha / rank) * B A in place of W, A being [rank, in] and B [out, rank].
+"""LoRA: train W + (alpha / rank) * B A instead of W, where A is [rank, in] and B is [out, rank].
 
 Paper: https://arxiv.org/abs/2106.09685
 
-`add_lora` freezes the model and lays a pair over each linear that is asked for; B starts at zero, so nothing changes
-until it is trained. `merge` adds the pairs to the weights and takes them off. A fused linear (qkv) gets one pair.
+`add_lora` freezes the model and adds a pair (A, B) to each selected linear. B starts at zero, so the outputs are
+unchanged until training. `merge` adds the pairs to the weights and removes them. A fused linear (qkv) gets one pair.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ __all__ = ["add_lora", "check_targets", "load_lora", "lora_parameters", "lora_st
 
 
 def add_lora(model: Transformer, *, rank: int, alpha: float, targets: str = ".*", seed: int = 0) -> list[str]:
-    """Put a pair of rank `rank` on every linear whose whole name matches `targets`, and freeze all else.
+    """Add a pair of rank `rank` to every linear whose full name matches `targets`, and freeze all other parameters.
 
     Names are those of `model.named_modules()`: ".*(qkv|out)" is attention, ".*" is every linear. Returns the names.
     """
     if rank < 1:
-        raise ArgumentError(f"LoRA of rank {rank}", hint="rank is 1 or more; 8 to 64 is usual")
+        raise ArgumentError(f"LoRA of rank {rank}", hint="use a rank of 1 or more; 8 to 64 is common")
     chosen = _chosen(model, targets)
     for name, linear in chosen.items():
         if linear.lora_a is not None:
             raise ArgumentError(f"{name} has LoRA already", hint="merge it first")
         if linear.gain is not None:
             raise ArgumentError(
-                f"{name} is under weight normalisation, into which LoRA cannot be merged",
-                hint="make the model with weight_norm=False",
+                f"{name} has weight normalization, which cannot be merged with LoRA",
+                hint="create the model with weight_norm=False",
             )
     model.requires_grad_(False)
     for name, linear in chosen.items():
@@ -50,25 +50,25 @@ def add_lora(model: Transformer, *, rank: int, alpha: float, targets: str = ".*"
 
 
 def check_targets(targets: str) -> None:
-    """Refuse what is not a regular expression."""
+    """Raise if `targets` is not a regular expression."""
     try:
         re.compile(targets)
     except (re.error, OverflowError, RecursionError) as error:
         raise ArgumentError(
             f"the LoRA targets {targets!r} are not a regular expression: {error}",
-            hint='".*" is every linear, ".*(qkv|out)" attention; escape what is meant as it stands',
+            hint='".*" is every linear, ".*(qkv|out)" is attention; escape special characters',
         ) from error
 
 
 def lora_parameters(config: ModelConfig, *, rank: int, targets: str = ".*") -> int:
-    """How many parameters `add_lora` puts on a model of this configuration."""
+    """The number of parameters that `add_lora` adds to a model of this configuration."""
     chosen = _chosen(Transformer(config, device="meta"), targets)
     return sum(rank * (m.in_features + m.out_features) for m in chosen.values())
 
 
 @torch.no_grad()
 def merge(model: Transformer) -> None:
-    """Add every pair to its weight, take it off, and make all parameters trainable again."""
+    """Add every pair to its weight, remove it, and make all parameters trainable again."""
     for linear in _adapted(model).values():
         linear.weight.copy_(linear.merged())
         linear.lora_a = linear.lora_b = None
@@ -76,32 +76,32 @@ def merge(model: Transformer) -> None:
 
 
 def lora_state(model: Transformer) -> dict[str, torch.Tensor]:
-    """The pairs by name: all that a LoRA run has to keep beside the model it started from."""
+    """The pairs by name: a LoRA run needs to save only these, besides the base model."""
     return {name: p.detach() for name, p in model.named_parameters() if name.endswith((".lora_a", ".lora_b"))}
 
 
 @torch.no_grad()
 def load_lora(model: Transformer, state: Mapping[str, torch.Tensor]) -> None:
-    """Put pairs from `lora_state` into a model that has the same ones."""
+    """Load pairs from `lora_state` into a model that has the same pairs."""
     own = lora_state(model)
     if own.keys() != state.keys() or any(own[name].shape != state[name].shape for name in own):
         odd = sorted(own.keys() ^ state.keys()) or [n for n in own if own[n].shape != state[n].shape]
         raise ArgumentError(
-            f"the LoRA state does not fit the model: {len(odd)} tensors differ, {odd[0]} first",
-            hint="call add_lora with the rank and targets it was made with",
+            f"the LoRA state does not match the model: {len(odd)} tensors differ, the first is {odd[0]}",
+            hint="call add_lora with the same rank and targets",
         )
     for name, p in own.items():
         p.copy_(state[name])
 
 
 def _chosen(model: Transformer, targets: str) -> dict[str, Linear]:
-    """The linears whose whole name matches `targets`, at least one."""
+    """The linears whose full name matches `targets`, at least one."""
     check_targets(targets)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
     chosen = {name: m for name, m in linears.items() if re.fullmatch(targets, name)}
     if not chosen:
         example = ", ".join(list(linears)[:4])
-        raise ArgumentError(f"no linear of the model matches {targets!r}", hint=f"names are like {example}")
+        raise ArgumentError(f"no linear of the model matches {targets!r}", hint=f"an example of a name is {example}")
     return chosen
 
 

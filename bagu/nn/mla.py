@@ -1,13 +1,13 @@
 """Multi-head latent attention (DeepSeek-V2 and V3, https://arxiv.org/abs/2405.04434).
 
-    c = norm(x W_kv_a)              the latent, kv_rank a token; keys and values of all heads are made from it
-    k = [c W_uk, rope(x W_kr)]      a part of each head, and a part with the position that all heads share
-    q = [q_nope, rope(q_rope)]      through a latent of its own where q_rank is given
+    c = norm(x W_kv_a)              the latent, kv_rank per token; keys and values of all heads are computed from it
+    k = [c W_uk, rope(x W_kr)]      a part per head, and a part with the position that all heads share
+    q = [q_nope, rope(q_rope)]      through a latent of its own if q_rank is given
 
-Training expands c to keys and values. With a KV view nothing is expanded: W_uk moves to the queries and W_uv behind the
-attention, which becomes MQA over one head of kv_rank + rope_dim, and the cache holds c and the shared key alone.
-The two are equal but for their rounding. In invariant mode, where a trained and a served token have the same bits,
-training is absorbed as well: expanding what the cache holds at every step would cost more.
+Training expands c to keys and values. With a KV view nothing is expanded: W_uk is absorbed into the queries and W_uv is
+applied after attention, which becomes MQA over one head of kv_rank + rope_dim; the cache holds c and the shared key
+only. Both are equal up to rounding. In invariant mode, where training and inference must give the same bits, training
+is absorbed too: expanding the cached latents at every step would cost more.
 
 Dims: T = tokens, H = heads, C = kv_rank, N = nope_dim, R = rope_dim, E = v_dim.
 """
@@ -33,7 +33,7 @@ class MLA(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
         mla, H, hidden, wn = config.mla, config.num_heads, config.hidden_size, config.weight_norm
-        assert mla is not None and isinstance(config.positions, Rope), "ModelConfig asks MLA for RoPE"
+        assert mla is not None and isinstance(config.positions, Rope), "ModelConfig requires RoPE for MLA"
         self.num_heads, self.dims, self.layout = H, mla, config.positions.layout
         if mla.q_rank is None:
             self.q = Linear(hidden, H * config.head_dim, weight_norm=wn, **factory)
@@ -59,7 +59,7 @@ class MLA(nn.Module):
 
     def turn(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         cos, sin = context.signals.cos, context.signals.sin
-        assert cos is not None and sin is not None, "ModelConfig asks MLA for RoPE"
+        assert cos is not None and sin is not None, "ModelConfig requires RoPE for MLA"
         return ops.rope(x, cos, sin, layout=self.layout)
 
     def expanded(
@@ -70,7 +70,7 @@ class MLA(nn.Module):
         k_rope: torch.Tensor,
         context: Context,
     ) -> torch.Tensor:
-        """A key and a value a head: what training computes."""
+        """Expand a key and a value per head; used in training."""
         H, N, E = self.num_heads, self.dims.nope_dim, self.dims.v_dim
         k_nope, v = self.kv_b(latent).view(-1, H, N + E).split((N, E), 2)
         k = torch.cat((k_nope, k_rope.expand(-1, H, -1)), 2)
@@ -85,7 +85,7 @@ class MLA(nn.Module):
         k_rope: torch.Tensor,
         context: Context,
     ) -> torch.Tensor:
-        """q (c W_uk) = (q W_ukᵀ) c: queries move into the latent's space, and one key head serves all."""
+        """q (c W_uk) = (q W_ukᵀ) c: queries are mapped to the latent space, and all heads share one KV head."""
         N, C = self.dims.nope_dim, self.dims.kv_rank
         w_uk, w_uv = self.kv_b.merged().view(self.num_heads, -1, C).split((N, self.dims.v_dim), 1)
         q = torch.cat((per_head(q_nope, w_uk.mT), q_rope), 2)
@@ -99,9 +99,9 @@ class MLA(nn.Module):
 
 
 def per_head(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x[T, H, K] times w[H, N, K] of its head, as [T, H, N]."""
+    """x[T, H, K] times w[H, N, K] per head, as [T, H, N]."""
     if not active():
         return torch.einsum("thk,hnk->thn", x, w)
-    T, H, K = x.shape  # heads are the experts of a grouped product, each with T rows
+    T, H, K = x.shape  # heads are the experts of a grouped matmul, each with T rows
     ends = torch.arange(T, H * T + 1, T, dtype=torch.int32, device=x.device)
     return ops.grouped_matmul(x.transpose(0, 1).reshape(-1, K), w, ends).view(H, T, -1).transpose(0, 1)

@@ -1,6 +1,6 @@
-"""The Transformer: embed, blocks, norm. Tokens travel packed, [T] and not [batch, time]: see bagu.types.Batch.
+"""The Transformer: embedding, blocks, norm. Tokens are packed, [T] instead of [batch, time]: see bagu.types.Batch.
 
-The head is apart (`head_weight`), because training fuses it with the loss and never makes the logits.
+The head is separate (`head_weight`), because training fuses it with the loss and never computes the logits.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["Embedding", "MLMHead", "Output", "Transformer"]
 
 
 class Output(NamedTuple):
-    hidden: torch.Tensor  # [T, D]: what the head is applied to, after the last norm
-    aux_loss: torch.Tensor | None  # [] fp32: to be added to the loss; the sum over the layers with a balance loss
-    expert_load: tuple[torch.Tensor, ...]  # [E] int64 a layer with experts, for `update_balance`
+    hidden: torch.Tensor  # [T, D]: the input of the head, after the last norm
+    aux_loss: torch.Tensor | None  # [] fp32: to add to the loss; the sum over layers with a load-balancing loss
+    expert_load: tuple[torch.Tensor, ...]  # [E] int64 per layer with experts, for `update_balance`
 
 
 class Embedding(nn.Module):
-    """A vector a row; also the weight of the head."""
+    """A table of vectors, also used as the weight of the head."""
 
     def __init__(self, rows: int, size: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
@@ -45,8 +45,9 @@ class Embedding(nn.Module):
 
 
 class MLMHead(nn.Module):
-    """BERT's: dense, GELU, norm. The head's bias is a weight on a feature that is always 1, so that loss and logits are
-    still one product of two tensors; eight features are added, not one, since kernels read rows by 16 bytes."""
+    """BERT's head: dense, GELU, norm. The bias of the head is a weight on a constant feature of 1, so that loss and
+    logits remain one product of two tensors. Eight features are added, not one, because kernels read rows by 16
+    bytes."""
 
     def __init__(self, config: ModelConfig, **factory: Unpack[Factory]) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class MLMHead(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`init_weights` draws its weights and nn/weights.py loads them; until then they are NaN."""
+    """`init_weights` initializes its weights, nn/weights.py loads them; until then they are NaN."""
 
     def __init__(self, config: ModelConfig, **factory: Unpack[Factory]) -> None:
         super().__init__()
@@ -89,10 +90,11 @@ class Transformer(nn.Module):
         *,
         token_types: torch.Tensor | None = None,
     ) -> Output:
-        """The hidden state of each of T tokens.
+        """Return the hidden state of each of T tokens.
 
-        `positions[T]` are places in the sequence, `cu_seqlens[S + 1]` where segments begin, `max_len` a host bound on
-        their length. With a KV view the tokens are the new ones of its sequences, and `positions` go on from the past.
+        `positions[T]` are positions in the sequence, `cu_seqlens[S + 1]` the offsets of segments, `max_len` a host
+        bound on their length. With a KV view the tokens are the new tokens of its sequences, and `positions` continue
+        after the past.
         """
         self._check(max_len, kv)
         x = self._embed(ids, positions, token_types)
@@ -107,27 +109,27 @@ class Transformer(nn.Module):
         return Output(self._finish(x, delta), aux_loss, tuple(r.load for r in routings))
 
     def _check(self, max_len: int, kv: KV | None) -> None:
-        """Lengths are compared on the host; the positions themselves are not read back from the device."""
-        longest = max_len if kv is None else kv.max_len  # past and new
+        """Compare lengths on the host; the positions themselves are not read from the device."""
+        longest = max_len if kv is None else kv.max_len  # past plus new
         if longest > self.config.max_len:
             raise ArgumentError(
-                f"a sequence of {longest} tokens, and the model has positions for {self.config.max_len}",
-                hint="shorten it, or make the model with a larger max_len",
+                f"a sequence has {longest} tokens, but the model has positions for {self.config.max_len}",
+                hint="shorten it, or create the model with a larger max_len",
             )
         if kv is not None and self.training and self.config.norm.kind == "batch":
             raise ArgumentError(
-                "a KV view with batch norm in training mode, whose statistics are of the new tokens alone",
+                "a KV view with batch norm in training mode: its statistics would cover the new tokens only",
                 hint="call model.eval() first",
             )
 
     def _embed(self, ids: torch.Tensor, positions: torch.Tensor, token_types: torch.Tensor | None) -> torch.Tensor:
         x: torch.Tensor = self.embedding(ids)
         if self.config.norm.placement == "none":
-            x = x / self.config.init_std  # the stream starts at size 1, which expected_size goes on from
+            x = x / self.config.init_std  # the stream starts at standard deviation 1, as expected_size assumes
         if self.token_types is not None:
             x = x + self.token_types(torch.zeros_like(ids) if token_types is None else token_types)
         elif token_types is not None:
-            raise ArgumentError("token_types for a model that has none", hint="set num_token_types, or leave them out")
+            raise ArgumentError("the model has no token types", hint="set num_token_types, or leave token_types out")
         x = self.positions.embed(x, positions)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
@@ -142,7 +144,7 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """[V, D] (D as in `Output.hidden`): what the loss takes beside the hidden states."""
+        """[V, D] (D as in `Output.hidden`): the weight that the loss uses with the hidden states."""
         table = self.embedding.weight if self.head is None else self.head.weight
         return table if self.mlm is None else self.mlm.weight(table)
 
@@ -151,7 +153,7 @@ class Transformer(nn.Module):
         return ops.matmul(hidden, self.head_weight)
 
     def update_balance(self, expert_load: Sequence[torch.Tensor]) -> None:
-        """Step the aux-free balancing biases, by the summed `expert_load` of all micro-batches of an optimizer step."""
+        """Update the aux-free balancing biases with the summed `expert_load` of all micro-batches of a step."""
         layers = [m for m in self.modules() if isinstance(m, MoE)]
         for layer, load in zip(layers, expert_load, strict=True):
             if layer.moe.bias_rate is not None:

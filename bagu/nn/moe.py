@@ -1,15 +1,15 @@
-"""A mixture of experts: a router sends each token to the `top_k` of E experts it scores best, and sums what they say.
+"""A mixture of experts: a router sends each token to its `top_k` of E experts and sums their outputs.
 
     scores = softmax(x W_r) or sigmoid(x W_r), in fp32
     y      = sum over the chosen e of  weight_e * FFN_e(x)   +   FFN_shared(x)
 
-Tokens are sorted by expert, so that each expert's are one run of rows and all experts are two grouped matmuls. None is
-dropped. Two ways to keep the load even, alone or together:
+Tokens are sorted by expert, so that the tokens of an expert are contiguous and all experts are two grouped matmuls. No
+token is dropped. Two methods balance the load, alone or together:
 
-    aux_weight    a loss E * sum_e f_e p_e, f the share of choices and p the mean score of e; 1 when even
+    aux_weight    a loss E * sum_e f_e p_e, f the fraction of choices and p the mean score of e; 1 if balanced
                   (Switch, https://arxiv.org/abs/2101.03961, over all choices as in GShard)
-    bias_rate     a bias on the scores for the choice alone, raised after each step for experts with less than their
-                  share and lowered for the others (https://arxiv.org/abs/2408.15664); it gets no gradient
+    bias_rate     a bias on the scores for the choice only, raised after each step for experts with a load below
+                  average and lowered for the others (https://arxiv.org/abs/2408.15664); it gets no gradient
 
 Dims: T = tokens, E = experts, K = top_k, D = hidden size, F = expert size.
 """
@@ -31,14 +31,14 @@ __all__ = ["MoE", "Routing", "balance_loss", "choose"]
 
 
 class Routing(NamedTuple):
-    """What a layer says of its choices."""
+    """Routing statistics of a layer."""
 
     aux_loss: torch.Tensor | None  # [] fp32, times aux_weight
-    load: torch.Tensor  # [E] int64: tokens of each expert
+    load: torch.Tensor  # [E] int64: number of tokens of each expert
 
 
 class Router(Linear):
-    """A linear layer in fp32, whatever the dtype of the model: a rounded score is another choice."""
+    """A linear layer in fp32 for any model dtype: rounding a score could change the choice."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         acc = torch.promote_types(x.dtype, torch.float32)
@@ -46,8 +46,8 @@ class Router(Linear):
 
 
 def choose(scores: torch.Tensor, bias: torch.Tensor | None, moe: MoEConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights[T, K], experts[T, K]) of the chosen. With groups (DeepSeek-V3), only experts of the `top_groups` groups
-    count, a group being worth its best two."""
+    """(weights[T, K], experts[T, K]) of the chosen experts. With groups (DeepSeek-V3), only experts of the best
+    `top_groups` groups are candidates; the score of a group is the sum of its best two."""
     T, E = scores.shape
     ranked = scores.detach() if bias is None else scores.detach() + bias
     if moe.num_groups > 1:
@@ -63,9 +63,9 @@ def choose(scores: torch.Tensor, bias: torch.Tensor | None, moe: MoEConfig) -> t
 
 
 def balance_loss(scores: torch.Tensor, load: torch.Tensor) -> torch.Tensor:
-    """E * sum f p: 1 when tokens and scores are spread evenly, E when one expert has all."""
+    """E * sum f p: 1 if tokens and scores are evenly distributed, E if one expert has all."""
     share = load.to(scores.dtype) / load.sum()
-    p = (scores / scores.sum(1, keepdim=True)).mean(0)  # softmax scores sum to 1 as they are
+    p = (scores / scores.sum(1, keepdim=True)).mean(0)  # softmax scores already sum to 1
     return load.numel() * (share * p).sum()
 
 
@@ -101,20 +101,20 @@ class MoE(nn.Module):
         return y, Routing(aux, load)
 
     def visit(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, load: torch.Tensor) -> torch.Tensor:
-        """Each token to its experts and back."""
+        """Send each token to its experts and sum their outputs."""
         (T, D), K = x.shape, self.moe.top_k
-        order = experts.flatten().argsort(stable=True)  # choices by expert; choice c is of token c // K
+        order = experts.flatten().argsort(stable=True)  # choices sorted by expert; choice c belongs to token c // K
         offsets = load.cumsum(0).to(torch.int32)
         into = self.gate_up if self.gated else self.up
         h = activate(self.kind, ops.grouped_matmul(x.index_select(0, order // K), into, offsets))
         y = ops.grouped_matmul(h, self.down, offsets)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(T * K, device=order.device))
-        choices = y.index_select(0, back).view(T, K, D)  # a gather both ways: no two tokens add to one row at once
+        choices = y.index_select(0, back).view(T, K, D)  # a gather in both directions, so no atomics are needed
         return torch.einsum("tkd,tk->td", choices, weights.to(x.dtype))
 
     @torch.no_grad()
     def update_balance(self, load: torch.Tensor) -> None:
-        """One step of the balancing bias by the load of a whole batch."""
+        """One update of the balancing bias from the load of a full batch."""
         assert self.bias is not None and self.moe.bias_rate is not None
         load = load.to(self.bias.dtype)
         self.bias += self.moe.bias_rate * torch.sign(load.mean() - load)

@@ -1,4 +1,4 @@
-"""The norms of a block: one module a kind, each of which can also take the residual add before it.
+"""The norms of a block: one module per kind. Each can also include the residual add before it.
 
 `norm(x)` is the norm; `norm.add(delta, x)` is `(norm(x + delta), x + delta)`, one pass for RMSNorm on a GPU.
 """
@@ -18,7 +18,7 @@ __all__ = ["BatchNorm", "GroupNorm", "LayerNorm", "Norm", "RMSNorm", "ScaleNorm"
 
 
 class Norm(nn.Module):
-    """What the kinds share: the gain and the residual add."""
+    """Base class: the gain and the residual add."""
 
     def __init__(self, size: int, eps: float, **factory: Unpack[Factory]) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Norm(nn.Module):
         raise NotImplementedError
 
     def add(self, delta: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + delta), x + delta); a delta of None is nothing to add."""
+        """(norm(x + delta), x + delta); a delta of None adds nothing."""
         s = x if delta is None else x + delta
         return self(s), s
 
@@ -64,7 +64,7 @@ class LayerNorm(Norm):
 
 
 class GroupNorm(LayerNorm):
-    """Each run of size / groups features of a token is normalised by itself."""
+    """Each group of size / groups features of a token is normalized separately."""
 
     def __init__(self, size: int, eps: float, groups: int, *, bias: bool, **factory: Unpack[Factory]) -> None:
         super().__init__(size, eps, bias=bias, **factory)
@@ -75,9 +75,9 @@ class GroupNorm(LayerNorm):
 
 
 class BatchNorm(LayerNorm):
-    """Each feature over the tokens of the batch, in training; by running statistics otherwise.
+    """Normalizes each feature over the tokens of the batch in training, and with running statistics otherwise.
 
-    Tokens of one batch see each other through the statistics, later ones and other documents included.
+    The statistics mix information between the tokens of a batch, including later tokens and other documents.
     """
 
     mean: torch.Tensor
@@ -101,7 +101,7 @@ class BatchNorm(LayerNorm):
 
 
 def make_norm(config: NormConfig, size: int, **factory: Unpack[Factory]) -> Norm:
-    """The norm of `size` features that the config names."""
+    """The norm of `size` features that the config selects."""
     match config.kind:
         case "rms":
             return RMSNorm(size, config.eps, **factory)
@@ -110,7 +110,7 @@ def make_norm(config: NormConfig, size: int, **factory: Unpack[Factory]) -> Norm
         case "layer":
             return LayerNorm(size, config.eps, bias=config.bias, **factory)
         case "group":
-            assert config.groups is not None, "NormConfig asks group norm for its groups"
+            assert config.groups is not None, "NormConfig requires groups for group norm"
             return GroupNorm(size, config.eps, config.groups, bias=config.bias, **factory)
         case "batch":
             return BatchNorm(size, config.eps, bias=config.bias, **factory)

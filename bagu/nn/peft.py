@@ -1,9 +1,9 @@
 """LoRA adapters in the format of Hugging Face PEFT: adapter_config.json and adapter_model.safetensors.
 
-PEFT names an adapter by the linear it belongs to, base_model.model.<name>.lora_A.weight ([rank, in]) and .lora_B.weight
-([out, rank]). Where bagu has one linear for several of theirs (qkv, gate_up), the family's rules say which rows of B
-belong to which: a pair is written once for each of theirs with the same A, and pairs that are read become one pair
-whose rank is the sum of the ranks of the A that differ.
+PEFT names an adapter by its linear, base_model.model.<name>.lora_A.weight ([rank, in]) and .lora_B.weight ([out,
+rank]). If bagu has one linear for several of PEFT's (qkv, gate_up), the rules of the family map rows of B to them: a
+pair is written once for each, with the same A. Pairs that are read become one pair whose rank is the sum of the ranks
+of the different A.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["CONFIG", "base_of", "is_adapter", "load_adapter", "save_adapter"]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 READ = {"peft_type", "r", "lora_alpha", "use_rslora", "base_model_name_or_path"}
-# What has no influence on the weights of a trained adapter.
+# Settings that do not affect the weights of a trained adapter.
 IRRELEVANT = {
     "task_type", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout",
     "inference_mode", "revision", "auto_mapping", "peft_version", "fan_in_fan_out", "megatron_core",
     "qalora_group_size", "runtime_config",
 }  # fmt: skip
-# Other ways to initialise (pissa, olora, ...) change the base too, and the adapter fits the changed one alone.
+# Other initializations (pissa, olora, ...) change the base too; such an adapter fits only the changed base.
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal"),
 }  # fmt: skip
@@ -47,7 +47,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def base_of(folder: Path) -> str:
-    """The model that the adapter was trained on, as its config names it."""
+    """The model that the adapter was trained on, as named in its config."""
     base = read_json(folder / CONFIG).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise WeightsError(
@@ -57,7 +57,7 @@ def base_of(folder: Path) -> str:
 
 
 def save_adapter(model: Transformer, folder: str | Path, *, base: str) -> None:
-    """Write the LoRA pairs of `model`, which was loaded from `base`. PEFT loads what is written onto that model."""
+    """Write the LoRA pairs of `model`, which was loaded from `base`. PEFT can load them onto that model."""
     folder, family = Path(folder), family_for(model.config)
     pairs = {name: m for name, m in _linears(model).items() if m.lora_a is not None and m.lora_b is not None}
     if not pairs:
@@ -75,7 +75,7 @@ def save_adapter(model: Transformer, folder: str | Path, *, base: str) -> None:
     scales = {m.lora_scale for m in pairs.values()}
     if len(ranks) > 1 or len(scales) > 1:
         raise WeightsError(
-            f"the pairs have ranks {sorted(ranks)} and scales {sorted(scales)}", hint="an adapter is saved with one"
+            f"the pairs have ranks {sorted(ranks)} and scales {sorted(scales)}", hint="an adapter needs one of each"
         )
     rank, scale = ranks.pop(), scales.pop()
     stored_as_in_out = any(s for n, m in pairs.items() for _, s in _parts(family, model, n, m.weight.detach()).values())
@@ -90,14 +90,14 @@ def save_adapter(model: Transformer, folder: str | Path, *, base: str) -> None:
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         write_whole(folder / CONFIG, json.dumps(config, indent=2) + "\n")
     except (OSError, SafetensorError) as error:
-        raise WeightsError(f"{folder} cannot be written: {error}", hint="free some space, or save elsewhere") from error
+        raise WeightsError(f"cannot write {folder}: {error}", hint="free some space, or save elsewhere") from error
 
 
 @torch.no_grad()
 def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
-    """Put the pairs of an adapter on `model`, its base, and freeze all else; returns the linears that have one now.
+    """Add the pairs of an adapter to `model`, its base, and freeze all other parameters. Returns the adapted linears.
 
-    What PEFT would compute and bagu would not is refused by its name: DoRA, trained biases, ranks that differ.
+    PEFT features that bagu does not support are refused by name: DoRA, trained biases, different ranks.
     """
     folder, family = Path(folder), family_for(model.config)
     scale = _scale(folder / CONFIG, read_json(folder / CONFIG))
@@ -106,13 +106,13 @@ def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
     for name, linear in _linears(model).items():
         if (pair := _joined(family, model, name, linear, stored)) is not None:
             if linear.gain is not None or linear.lora_a is not None:
-                raise WeightsError(f"{name} has weight normalisation or LoRA already", hint="merge it first")
+                raise WeightsError(f"{name} has weight normalization or LoRA already", hint="merge it first")
             pairs[name] = pair
     if stored:
         odd = sorted(stored)
         raise WeightsError(
-            f"{folder / WEIGHTS}: {len(odd)} tensors belong to no linear of the model, {odd[0]} first",
-            hint="is the base model the one that the adapter was trained on?",
+            f"{folder / WEIGHTS}: {len(odd)} tensors match no linear of the model, the first is {odd[0]}",
+            hint="check that this is the base model of the adapter",
         )
     model.requires_grad_(False)
     linears = _linears(model)
@@ -129,7 +129,8 @@ def _linears(model: Transformer) -> dict[str, Linear]:
 
 
 def _parts(family: Family, model: Transformer, name: str, b: torch.Tensor) -> dict[str, tuple[Part, bool]]:
-    """Their linears in ours of this name -> their rows in `b` [out, n], and whether they store [in, out] (GPT-2)."""
+    """PEFT's linears in our linear of this name -> their rows in `b` [out, n], and whether they store [in, out]
+    (GPT-2)."""
     key = f"{name}.weight"
     out = b.shape[0]
     probe = family.parts({key: torch.empty(out, out + 1, device="meta")}, model.config)  # no part has out + 1 rows
@@ -140,25 +141,25 @@ def _parts(family: Family, model: Transformer, name: str, b: torch.Tensor) -> di
 def _joined(
     family: Family, model: Transformer, name: str, linear: Linear, stored: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """A and B of our linear from the pairs of theirs, which are taken out of `stored`; None where it has none."""
+    """A and B of our linear from PEFT's pairs, which are removed from `stored`; None if it has none."""
     places = _parts(family, model, name, linear.weight.detach())
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for theirs, (part, stored_as_in_out) in places.items():
         names = [f"{PREFIX}{theirs}.lora_{x}.weight" for x in "AB"]
         if names[0] not in stored or names[1] not in stored:
-            continue  # a half that is alone stays in `stored`, and is reported there
+            continue  # an incomplete pair stays in `stored` and is reported later
         a, b = (stored.pop(n) for n in names)
         out = part.shape[1] if stored_as_in_out else part.shape[0]
         if a.dim() != 2 or a.shape[1] != linear.in_features or tuple(b.shape) != (out, a.shape[0]):
             raise WeightsError(
-                f"the adapter of {theirs} has A {list(a.shape)} and B {list(b.shape)}, and the linear is "
+                f"the adapter of {theirs} has A {list(a.shape)} and B {list(b.shape)}, but the linear is "
                 f"[{out}, {linear.in_features}]",
-                hint="is the base model the one that the adapter was trained on?",
+                hint="check that this is the base model of the adapter",
             )
         found[theirs] = (a, b)
     if not found:
         return None
-    kinds: list[torch.Tensor] = []  # the A that differ
+    kinds: list[torch.Tensor] = []  # the distinct A
     for a, _ in found.values():
         if not any(torch.equal(a, k) for k in kinds):
             kinds.append(a)
@@ -173,33 +174,33 @@ def _joined(
 
 
 def _scale(path: Path, config: Mapping[str, Any]) -> float:
-    """The factor of B A that a config asks for. A setting that would change the result otherwise is refused."""
+    """The factor of B A in the config. Other settings that would change the result are refused."""
     if config.get("peft_type") != "LORA":
-        raise WeightsError(f"{path} has peft_type {config.get('peft_type')!r}", hint="only LORA is known here")
+        raise WeightsError(f"{path} has peft_type {config.get('peft_type')!r}", hint="only LORA is supported")
     for key, value in config.items():
         if key not in READ | IRRELEVANT and value and value not in HARMLESS.get(key, ()):
             raise WeightsError(
-                f"{path} has {key} = {value!r}, which is not known here",
-                hint="merge the adapter with PEFT's merge_and_unload, and give the merged model",
+                f"{path} has {key} = {value!r}, which is not supported",
+                hint="merge the adapter with PEFT's merge_and_unload, and use the merged model",
             )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
-        raise WeightsError(f"{path} has r = {rank!r} and lora_alpha = {alpha!r}", hint="both are numbers above 0")
+        raise WeightsError(f"{path} has r = {rank!r} and lora_alpha = {alpha!r}", hint="both must be numbers above 0")
     return float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
     if not path.is_file():
-        raise WeightsError(f"there is no {path}", hint="only safetensors are read; save the adapter with them")
+        raise WeightsError(f"{path} does not exist", hint="save the adapter as safetensors; other formats are not read")
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{path} cannot be read: {error}", hint="fetch or write it again") from error
+        raise WeightsError(f"cannot read {path}: {error}", hint="download or write it again") from error
 
 
 def _targets(model: Transformer, family: Family, chosen: list[str]) -> list[str]:
-    """target_modules: last names where every linear of that name is adapted, else the names in full."""
+    """target_modules: short names if every linear of that name is adapted, else full names."""
     names = [n for name, m in _linears(model).items() for n in _parts(family, model, name, m.weight.detach())]
     last = {n.rsplit(".", 1)[-1] for n in chosen}
     whole = {n for n in names if n.rsplit(".", 1)[-1] in last} == set(chosen)

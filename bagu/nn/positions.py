@@ -1,11 +1,12 @@
-"""How a model knows the order of its tokens. Each encoding acts in one of three places:
+"""Position encodings. Each acts in one of three places:
 
     the embedding      learned, sinusoidal          `embed(x, positions)`
-    queries and keys   RoPE                          `signals(positions)` gives cos and sin, a row a token
-    the scores         ALiBi, T5                     `signals(positions)` gives slopes, or a bias a distance
+    queries and keys   RoPE                          `signals(positions)` returns cos and sin, a row per token
+    the scores         ALiBi, T5                     `signals(positions)` returns slopes, or a bias per distance
 
-`signals` is called once a forward and serves all layers. Tables are made in fp64 on the CPU, kept as fp32 on the device
-of the tokens, and are no buffers: a cast of the model to bf16 must not round them, a checkpoint must not hold them.
+`signals` is called once per forward, for all layers. Tables are computed in fp64 on the CPU and kept as fp32 on the
+device of the tokens. They are not buffers: casting the model to bf16 must not round them, and checkpoints do not need
+them.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ __all__ = ["Encoding", "Signals", "alibi_slopes", "make_encoding", "rope_speeds"
 
 
 class Signals(NamedTuple):
-    """What attention needs to know of the positions; all None where the embedding already says it."""
+    """The position inputs of attention; all None if the embedding contains the positions."""
 
     cos: torch.Tensor | None = None  # [T, R] fp32
     sin: torch.Tensor | None = None
-    rows: torch.Tensor | None = None  # [T, G] int64, with grouped queries: the row of cos and sin of each token
+    rows: torch.Tensor | None = None  # [T, G] int64, for grouped queries: the row of cos and sin of each token
     slopes: torch.Tensor | None = None  # [H] fp32
     bias: torch.Tensor | None = None  # [H, 2 * distances - 1]
 
 
 class Encoding(nn.Module):
-    """No positions, and the base of the others."""
+    """No positions; also the base class of the encodings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,14 +56,14 @@ class Encoding(nn.Module):
         return ()
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """The same on `device`, made once."""
+        """The tables on `device`, created once."""
         if not self._tables or self._tables[0].device != device:
-            with torch.inference_mode(False):  # they outlive this call, and a later one may train
+            with torch.inference_mode(False):  # the tables outlive this call, and a later call may train
                 self._tables = tuple(t.to(device) for t in self.make_tables())
         return self._tables
 
     def embed(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The embeddings x[T, D], with the positions in them where this encoding puts them there."""
+        """The embeddings x[T, D], plus positions if this encoding adds them there."""
         return x
 
     def signals(self, positions: torch.Tensor) -> Signals:
@@ -124,7 +125,7 @@ class AlibiEncoding(Encoding):
 
 
 class T5Encoding(Encoding):
-    """The learned table is a number a head and bucket; attention takes one a head and distance, so it is spread."""
+    """The learned table has a value per head and bucket; attention needs one per head and distance."""
 
     def __init__(self, num_heads: int, config: T5Relative, *, causal: bool, **factory: Unpack[Factory]) -> None:
         super().__init__()
@@ -160,7 +161,7 @@ def make_encoding(config: ModelConfig, **factory: Unpack[Factory]) -> Encoding:
 
 
 def rope_speeds(rope: Rope, dim: int) -> tuple[torch.Tensor, float]:
-    """(radians a position of each of the dim / 2 pairs, fp64; what cos and sin are multiplied by)."""
+    """(radians per position of each of the dim / 2 pairs, fp64; the factor of cos and sin)."""
     speeds = rope.base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     match rope.scaling:
         case Llama3Scaling() as s:
@@ -172,7 +173,7 @@ def rope_speeds(rope: Rope, dim: int) -> tuple[torch.Tensor, float]:
 
 
 def _llama3(speeds: torch.Tensor, s: Llama3Scaling) -> torch.Tensor:
-    turns = s.original_max_len * speeds / (2 * math.pi)  # of each pair, over the context it was trained on
+    turns = s.original_max_len * speeds / (2 * math.pi)  # rotations of each pair over the original context
     keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
     return keep * speeds + (1 - keep) * speeds / s.factor
 
@@ -181,14 +182,14 @@ def _yarn(speeds: torch.Tensor, base: float, s: YarnScaling) -> torch.Tensor:
     R = len(speeds)
 
     def pair(turns: float) -> float:
-        """The pair, as a fraction, that turns so many times over the context it was trained on."""
+        """The (fractional) index of the pair that rotates this many times over the original context."""
         return R * math.log(s.original_max_len / (turns * 2 * math.pi)) / math.log(base)
 
     low, high = pair(s.beta_fast), pair(s.beta_slow)
     if s.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * R - 1)
-    # Where a short context puts `high` below `low`, transformers divides by the negative width: no pair is slowed.
+    # If a short context makes `high` less than `low`, transformers divides by the negative width: no pair is slowed.
     slowed = ((torch.arange(R, dtype=torch.float64) - low) / ((high - low) or 1e-3)).clamp(0, 1)
     return slowed * speeds / s.factor + (1 - slowed) * speeds
 
@@ -202,14 +203,14 @@ def _yarn_size(s: YarnScaling) -> float:
 
 
 def sinusoids(length: int, size: int, base: float = 10000.0) -> torch.Tensor:
-    """[length, size] fp32: sin and cos of each speed side by side (https://arxiv.org/abs/1706.03762, 3.5)."""
+    """[length, size] fp32: sin and cos of each frequency, interleaved (https://arxiv.org/abs/1706.03762, 3.5)."""
     speeds = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     angle = torch.arange(length, dtype=torch.float64).outer(speeds)
     return torch.stack((angle.sin(), angle.cos()), -1).flatten(1).float()
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """2^(-8/n), 2^(-16/n), … for n heads, n a power of two; other counts add every second slope of the next power."""
+    """2^(-8/n), 2^(-16/n), … for n heads if n is a power of two; else every second slope of the next power is added."""
     n = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * (i + 1) / n) for i in range(n)]
     between = [2.0 ** (-4 * (i + 1) / n) for i in range(0, 2 * n, 2)]
@@ -217,9 +218,10 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def t5_bucket(distance: torch.Tensor, config: T5Relative, *, causal: bool) -> torch.Tensor:
-    """The bucket of key position minus query position: near ones have their own, far ones share by the logarithm.
+    """The bucket of (key position - query position): small distances have their own, large ones share logarithmically.
 
-    Without causality the upper half of the buckets is for keys after the query; with it they are all for keys before.
+    A bidirectional model uses the upper half of the buckets for keys after the query; a causal one uses all buckets for
+    keys before it.
     """
     n = config.buckets if causal else config.buckets // 2
     exact = n // 2

@@ -1,6 +1,6 @@
-"""Model configurations by name: what recipes train, what benchmarks time, what labs and the planner count.
+"""Model configurations by name, used by recipes, benchmarks and labs.
 
-The published ones have the shapes of their checkpoints; `cpu_*` are small enough for a laptop.
+Published models have the shapes of their checkpoints; `cpu_*` are small enough for a laptop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CPU_6M = ModelConfig(
 
 PRESETS: dict[str, ModelConfig] = {
     "cpu_6m": _CPU_6M,  # 5.9M: learns a few megabytes of text on two CPU cores in minutes
-    "cpu_8m": replace(_CPU_6M, vocab_size=8192, num_layers=8, max_len=4096),  # the same for serving
+    "cpu_8m": replace(_CPU_6M, vocab_size=8192, num_layers=8, max_len=4096),  # a variant for inference
     "bert_6m": ModelConfig(
         vocab_size=4096, hidden_size=256, num_layers=6, num_heads=4, num_kv_heads=4, head_dim=64,
         intermediate_size=1024, max_len=256, causal=False, positions=Learned(), ffn="gelu", tie_embeddings=True,

@@ -1,7 +1,7 @@
-"""Generation without an engine: a batch of prompts, a DenseKV, one token each a step. For samples during training, and
-the reference of the serving engine.
+"""Generation without an engine: a batch of prompts, a DenseKV, one token per prompt and step. Used for samples during
+training, and as the reference for the inference engine.
 
-The draw for token t of prompt i is a function of (seed, i, t): the same whatever else is in the batch.
+The random number for token t of prompt i is a function of (seed, i, t), independent of the rest of the batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def generate(
     seed: int = 0,
     eos_id: int | None = None,
 ) -> list[list[int]]:
-    """The new tokens of each prompt, up to `max_new_tokens` or the eos, which is left off. Temperature 0 is greedy."""
+    """The new tokens of each prompt, up to `max_new_tokens` or eos (not included). Temperature 0 is greedy."""
     _check(model, prompts, max_new_tokens, temperature, top_k, top_p)
     training = model.training
     model.eval()
@@ -45,9 +45,9 @@ def _generate(
     top_k: int | None, top_p: float | None, seed: int, eos_id: int | None,
 ) -> list[list[int]]:  # fmt: skip
     table = model.embedding.weight
-    longest = max(map(len, prompts)) + max_new_tokens - 1  # the last token drawn is never read
+    longest = max(map(len, prompts)) + max_new_tokens - 1  # the last generated token is not an input
     kv = DenseKV(model.config, len(prompts), longest, device=table.device, dtype=table.dtype)
-    new: list[list[int]] = [list(p) for p in prompts]  # what each sequence brings to the next forward
+    new: list[list[int]] = [list(p) for p in prompts]  # the input tokens of each sequence in the next forward
     found: list[list[int]] = [[] for _ in prompts]
     for t in range(max_new_tokens):
         positions, cu_seqlens, max_len = kv.plan([len(n) for n in new])
@@ -75,8 +75,8 @@ def pick(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> torch.Tensor:
-    """A token for each row of logits[N, V] by its number u[N] in [0, 1): the token at that height of the stacked
-    probabilities, most likely first, of those among the `top_k` and inside `top_p` (the fewest that reach it)."""
+    """Sample a token per row of logits[N, V] with its random number u[N] in [0, 1), by inverting the cumulative
+    distribution, most likely first, over the `top_k` tokens inside `top_p` (the fewest that reach it)."""
     if temperature == 0.0:
         return logits.argmax(-1)
     ranked, tokens = logits.float().sort(dim=-1, descending=True, stable=True)
@@ -93,7 +93,7 @@ def pick(
 
 
 def uniform(*key: int) -> float:
-    """A number in [0, 1) that is a function of the key: splitmix64 over its parts."""
+    """A number in [0, 1) computed from the key: splitmix64 over its parts."""
     x = 0
     for part in key:
         x = (x + part + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -108,16 +108,16 @@ def _check(
     top_k: int | None, top_p: float | None,
 ) -> None:  # fmt: skip
     if not prompts or not all(prompts):
-        raise ArgumentError("generate: there is an empty prompt, or none", hint="a prompt has at least one token")
+        raise ArgumentError("generate: there is an empty prompt, or none", hint="a prompt needs at least one token")
     longest = max(map(len, prompts)) + max_new_tokens
     if max_new_tokens < 1 or longest > model.config.max_len:
         raise ArgumentError(
-            f"generate: {max_new_tokens} new tokens make {longest} in all, and the model has {model.config.max_len}",
-            hint="ask for 1 or more that fit, or shorten the prompt",
+            f"generate: {max_new_tokens} new tokens make {longest} in total, but the model has {model.config.max_len}",
+            hint="generate 1 or more that fit, or shorten the prompt",
         )
     wrong_p = top_p is not None and not 0.0 < top_p <= 1.0
     if temperature < 0.0 or (top_k is not None and top_k < 1) or wrong_p:
         raise ArgumentError(
             f"generate: temperature = {temperature}, top_k = {top_k}, top_p = {top_p}",
-            hint="temperature is 0 or more, top_k 1 or more, top_p above 0 and at most 1",
+            hint="temperature must be 0 or more, top_k 1 or more, top_p above 0 and at most 1",
         )

@@ -1,10 +1,10 @@
-"""Checkpoints of Hugging Face, in and out: a folder with config.json and safetensors, whole or in shards.
+"""Read and write Hugging Face checkpoints: a folder with config.json and safetensors, in one file or in shards.
 
     from_pretrained(name)         config.json -> family -> ModelConfig -> Transformer; names and shapes are compared
-                                  before anything is allocated, then tensors are copied in one at a time
-    save_pretrained(model, dir)   the way back: transformers loads what is written
+                                  before anything is allocated, then tensors are copied one at a time
+    save_pretrained(model, dir)   the inverse; transformers can load the result
 
-Only safetensors are read: a pickle runs the code it holds.
+Only safetensors are read: a pickle can run arbitrary code.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from safetensors.torch import save_file
 from bagu.config import write_whole
 from bagu.errors import UnknownName
 from bagu.nn import hub
-from bagu.nn.families import Family, can_say, family_for, family_named, family_of
+from bagu.nn.families import Family, can_describe, family_for, family_named, family_of
 from bagu.nn.families.core import Part
 from bagu.nn.hub import WeightsError, read_json
 from bagu.nn.model import Transformer
 
 __all__ = ["WeightsError", "from_pretrained", "save_pretrained"]
 
-INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
-STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}  # safetensors' names
-SHOWN = 4  # names in an error; the rest are counted
+STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}  # names in safetensors
+SHOWN = 4  # number of names in an error; the rest are counted
 
 
 def from_pretrained(
     name: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> Transformer:
-    """The model in folder `name` (or of that hub id), in eval mode. `dtype` None is the one config.json names, or that
-    of the stored weights where it names none."""
+    """Load the model from folder `name` (or a Hugging Face id), in eval mode. `dtype` None is the dtype in config.json,
+    or that of the stored weights if config.json has none."""
     folder = hub.find(name)
     hf = read_json(folder / "config.json")
     family = family_of(hf)
@@ -66,17 +66,17 @@ def save_pretrained(
     family: str | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write config.json and the weights, in shards where they pass `max_shard_bytes`; a tied head is written once.
+    """Write config.json and the weights, in shards if they exceed `max_shard_bytes`. A tied head is written once.
 
-    `family` None is the first that can say the model. `extra` goes into config.json: eos_token_id and other facts that
-    a model does not know; a key that `from_pretrained` would refuse is refused here. All weights are written before the
-    first file is moved to its place; weights that were there are replaced, other files are kept. At most one shard is
-    held in memory beside the model.
+    `family` None is the first family that can describe the model. `extra` is added to config.json: eos_token_id and
+    other facts that a model does not know; a key that `from_pretrained` would refuse is refused here. All weights are
+    written before the first file is moved to its place; existing weights are replaced, other files are kept. At most
+    one shard is held in memory besides the model.
     """
     chosen = _family(model, family)
     parts = parts_of(model, chosen)
     for spare, used in chosen.spares.items():
-        if used in parts:  # safetensors refuses two names for the same memory
+        if used in parts:  # safetensors does not allow two names for the same memory
             parts[spare] = parts[used]._replace(view=parts[used].view.clone())
     hf = {"architectures": [chosen.architecture], "model_type": chosen.name, **chosen.write(model.config)}
     dtype = next(model.parameters()).dtype
@@ -86,7 +86,7 @@ def save_pretrained(
         "eos_token_id": None,
         **(extra or {}),
     }
-    chosen.config(hf)  # what `extra` adds must not keep the folder from being loaded again
+    chosen.config(hf)  # the result, with `extra`, must be loadable
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,27 +94,27 @@ def save_pretrained(
             _write_shards(parts, Path(partial), max_shard_bytes)
             written = [file.replace(folder / file.name).name for file in Path(partial).iterdir()]
         for old in [*folder.glob("model*.safetensors"), folder / INDEX]:
-            if old.name not in written:  # transformers reads model.safetensors before an index: a stale one would win
+            if old.name not in written:  # transformers would load an old model.safetensors before an index
                 old.unlink(missing_ok=True)
         write_whole(folder / "config.json", json.dumps(hf, indent=2) + "\n")
     except (OSError, SafetensorError) as error:
-        raise WeightsError(f"{folder} cannot be written: {error}", hint="free some space, or save elsewhere") from error
+        raise WeightsError(f"cannot write {folder}: {error}", hint="free some space, or save elsewhere") from error
 
 
 def parts_of(model: Transformer, family: Family) -> dict[str, Part]:
-    """Their name of every tensor of the model -> where it lies. A parameter that is used twice is named once."""
+    """The checkpoint name of every tensor of the model -> its location. A shared parameter has one name."""
     seen: dict[int, str] = {}
     tensors = {n: t for n, t in model.state_dict(keep_vars=True).items() if seen.setdefault(id(t), n) == n}
     return family.parts({n: t.detach() for n, t in tensors.items()}, model.config)
 
 
 class Tensors:
-    """The tensors of a checkpoint under the names that its family has for them today."""
+    """The tensors of a checkpoint under the current names of its family."""
 
     def __init__(self, files: Mapping[str, Any], family: Family, num_layers: int) -> None:
         self.files, self.family = files, family
         headless = family.prefix and not any(name.startswith(family.prefix) for name in files)
-        self.stored: dict[str, str] = {}  # today's name -> the name in the file
+        self.stored: dict[str, str] = {}  # current name -> name in the file
         for name in files:
             today = name
             for pattern, new in family.renamed:
@@ -133,7 +133,7 @@ class Tensors:
         return self.files[stored].get_tensor(stored)
 
     def check(self, parts: Mapping[str, Part]) -> None:
-        """Refuse a checkpoint that lacks a tensor, has one too many, or one of another shape."""
+        """Raise if a tensor is missing, unknown, or has a wrong shape."""
         for spare, used in self.family.spares.items():
             if used in parts and spare in self.stored:
                 self.stored.setdefault(used, self.stored.pop(spare))
@@ -141,60 +141,61 @@ class Tensors:
             if copy in self.stored and copy not in parts:
                 if original in self.stored and not torch.equal(self.read(copy), self.read(original)):
                     raise WeightsError(
-                        f"{copy} differs from {original}, and config.json says that they are one tensor",
+                        f"{copy} differs from {original}, but config.json ties them",
                         hint="set tie_word_embeddings to false in config.json",
                     )
                 del self.stored[copy]
         wrong = [n for n in parts if n in self.stored and self.shape(n) != parts[n].shape]
         faults = [
             _listed("is missing", "are missing", sorted(parts.keys() - self.stored.keys())),
-            _listed("is not of this model", "are not of this model", sorted(self.stored.keys() - parts.keys())),
+            _listed("is not in this model", "are not in this model", sorted(self.stored.keys() - parts.keys())),
             _listed(
-                "has another shape",
-                "have another shape",
+                "has a different shape",
+                "have different shapes",
                 [f"{n} {list(self.shape(n))} for {list(parts[n].shape)}" for n in wrong],
             ),
         ]
         if any(faults):
             raise WeightsError(
-                f"the weights do not fit config.json ({self.family.name}): {'; '.join(f for f in faults if f)}",
-                hint="is config.json of this checkpoint, and is the download complete?",
+                f"the weights do not match config.json ({self.family.name}): {'; '.join(f for f in faults if f)}",
+                hint="check that config.json belongs to this checkpoint and that the download is complete",
             )
 
 
 @contextmanager
 def opened(folder: Path) -> Iterator[dict[str, Any]]:
-    """Each tensor's name -> the open file that holds it."""
+    """Map the name of each tensor to the open file that holds it."""
     files: dict[str, Any] = {}
     with ExitStack() as stack:
         for path in _paths(folder):
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
-                raise WeightsError(f"{path} cannot be read: {error}", hint="fetch or write it again") from error
+                raise WeightsError(f"cannot read {path}: {error}", hint="download or write it again") from error
             files |= dict.fromkeys(file.keys(), file)
         yield files
 
 
 def _paths(folder: Path) -> list[Path]:
     """The safetensors files of a folder."""
-    if (folder / WHOLE).is_file():
-        return [folder / WHOLE]
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
     if (folder / INDEX).is_file():
         shards = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
         if outside := [s for s in shards if Path(s).name != s]:
             raise WeightsError(f"{folder / INDEX} names a file outside its folder: {outside[0]}", hint="do not load it")
         if absent := [s for s in shards if not (folder / s).is_file()]:
             raise WeightsError(
-                f"{folder} lacks {len(absent)} of {len(shards)} shards, {absent[0]} first", hint="fetch it again"
+                f"{folder} lacks {len(absent)} of {len(shards)} shards, first {absent[0]}",
+                hint="download it again",
             )
         return [folder / s for s in shards]
     if pickles := [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]:
         raise WeightsError(
-            f"{folder} has no safetensors, only {pickles[0].name}, and a pickle can run any code",
-            hint="load it with transformers where you trust it, and save_pretrained there writes safetensors",
+            f"{folder} has no safetensors, only {pickles[0].name}; a pickle can run arbitrary code",
+            hint="if you trust it, load it with transformers and write safetensors with its save_pretrained",
         )
-    raise WeightsError(f"{folder} has no {WHOLE} and no {INDEX}", hint="is it a model's folder?")
+    raise WeightsError(f"{folder} has no {SINGLE_FILE} and no {INDEX}", hint="check that it is a model folder")
 
 
 def _write_shards(parts: Mapping[str, Part], folder: Path, max_shard_bytes: int) -> None:
@@ -209,7 +210,7 @@ def _write_shards(parts: Mapping[str, Part], folder: Path, max_shard_bytes: int)
         room -= size
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards, start=1):
-        file = WHOLE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
+        file = SINGLE_FILE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
         save_file({n: parts[n].save() for n in names}, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
@@ -222,13 +223,13 @@ def _family(model: Transformer, name: str | None) -> Family:
     if name is None:
         return family_for(model.config)
     family = family_named(name)
-    if not can_say(family, model.config):
-        raise WeightsError(f"{name} has no model of this configuration", hint="leave the family out: one is found")
+    if not can_describe(family, model.config):
+        raise WeightsError(f"{name} cannot describe this model", hint="leave the family out to find one")
     return family
 
 
 def _stored_dtype(files: Mapping[str, Any]) -> torch.dtype:
-    """Of the first tensor of floating point, as transformers chooses."""
+    """The dtype of the first floating-point tensor, as in transformers."""
     stored = (files[name].get_slice(name).get_dtype() for name in files)
     return _dtype(next((STORED.get(code, code) for code in stored if "F" in code), "float32"))
 
@@ -240,7 +241,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _listed(one: str, many: str, names: Sequence[str]) -> str:
-    """ "a, b and 7 more are missing", or nothing for no names."""
+    """ "a, b and 7 more are missing", or "" for no names."""
     if not names:
         return ""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""

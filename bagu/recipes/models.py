@@ -90,7 +90,7 @@ def load_model(
         checkpoint.verify(folder)
         return _native(_run_of(folder) / NATIVE, folder / checkpoint.MODEL, dtype, device)
     if (folder / NATIVE).is_file():
-        return _native(folder / NATIVE, folder / weights.WHOLE, dtype, device)
+        return _native(folder / NATIVE, folder / weights.SINGLE_FILE, dtype, device)
     return weights.from_pretrained(folder, dtype=dtype, device=device)
 
 
@@ -102,7 +102,7 @@ def save_model(model: Transformer, tokenizer: BpeTokenizer | None, folder: Path)
         family_for(model.config)
     except WeightsError:
         state = {k: v.contiguous() for k, v in model.state_dict().items()}
-        safetensors.torch.save_file(_once(state), folder / weights.WHOLE)
+        safetensors.torch.save_file(_once(state), folder / weights.SINGLE_FILE)
         configs.save(model.config, folder / NATIVE)
     else:
         weights.save_pretrained(model, folder, extra=extra)

@@ -1,4 +1,4 @@
-"""Chats: rendered as transformers does, a mask of exactly what the assistant says, no control tokens from text."""
+"""Chats: rendered as in transformers, a mask of exactly the assistant's text, no control tokens from text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHATML = """\
 {% endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
-# the block leaves out the token that ends the turn, as many published templates do
+# the block omits the token that ends the turn, as many published templates do
 SHORT_BLOCK = """\
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}
@@ -38,7 +38,7 @@ SHORT_BLOCK = """\
 {%- endif %}<|im_end|>
 {% endfor -%}
 """
-# forgets earlier thoughts as the chat grows, as Qwen3's does
+# drops earlier thoughts as the chat grows, like Qwen3's template
 FORGETS = """\
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}
@@ -77,29 +77,27 @@ def encoder(tokenizer: BpeTokenizer, source: str) -> ChatEncoder:
 
 
 def said(encoder: ChatEncoder, messages: list[dict[str, Any]]) -> str:
-    """The text of the tokens that count."""
+    """The text of the tokens whose mask is 1."""
     chat = encoder.encode(messages)
     return encoder.tokenizer.decode([id for id, on in zip(chat.ids, chat.mask, strict=True) if on])
 
 
-def test_the_mask_is_exactly_what_the_assistant_says_and_the_end_of_its_turns(tokenizer: BpeTokenizer) -> None:
-    """nanochat trained for a month on user tokens too, since nothing checked the mask (its issue 570)."""
+def test_the_mask_covers_assistant_text_and_end_of_turn(tokenizer: BpeTokenizer) -> None:
+    """nanochat trained on user tokens for a month because no test checked the mask (its issue 570)."""
     chat = ChatEncoder(tokenizer).encode(CHAT)
     assert 0 < sum(chat.mask) < len(chat.mask)
     assert said(ChatEncoder(tokenizer), CHAT) == "4. 四 🙂<|end|>def six():\n    return 6<|end|>"
 
 
 @pytest.mark.parametrize("source", [CHATML, SHORT_BLOCK])
-def test_templates_without_blocks_and_with_short_ones_count_the_end_of_turn_too(
-    tokenizer: BpeTokenizer, source: str
-) -> None:
+def test_other_templates_include_the_end_of_turn_too(tokenizer: BpeTokenizer, source: str) -> None:
     expected = "4. 四 🙂<|im_end|>def six():\n    return 6<|im_end|>"
     assert said(encoder(tokenizer, source), CHAT) == expected
 
 
 @pytest.mark.parametrize("source", [DEFAULT_TEMPLATE, CHATML, SHORT_BLOCK, FORGETS, TOOLS])
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
-def test_text_and_ids_are_those_of_transformers(
+def test_text_and_ids_match_transformers(
     tokenizer: BpeTokenizer, in_transformers: Any, source: str, add_generation_prompt: bool
 ) -> None:
     template = ChatTemplate(source=source, variables={"eos_token": "<|endoftext|>"})
@@ -112,7 +110,7 @@ def test_text_and_ids_are_those_of_transformers(
         assert ChatEncoder(tokenizer, template).prompt(CHAT, tools=tools) == ids
 
 
-def test_the_mask_is_that_of_transformers(tokenizer: BpeTokenizer, in_transformers: Any) -> None:
+def test_the_mask_matches_transformers(tokenizer: BpeTokenizer, in_transformers: Any) -> None:
     theirs = in_transformers.apply_chat_template(
         CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, chat_template=DEFAULT_TEMPLATE
     )
@@ -121,7 +119,7 @@ def test_the_mask_is_that_of_transformers(tokenizer: BpeTokenizer, in_transforme
     assert ours.mask == theirs["assistant_masks"]
 
 
-def test_a_prompt_is_what_training_saw_before_the_answer(tokenizer: BpeTokenizer) -> None:
+def test_a_prompt_equals_the_training_prefix_of_the_answer(tokenizer: BpeTokenizer) -> None:
     chat = ChatEncoder(tokenizer).encode(CHAT[:3])
     assert ChatEncoder(tokenizer).prompt(CHAT[:2]) == chat.ids[: chat.mask.index(1)]
 
@@ -141,11 +139,11 @@ def test_a_message_cannot_write_a_control_token(tokenizer: BpeTokenizer, source:
         return [id for id in enc.encode(messages).ids if id in controls]
 
     assert control_ids(chat) == control_ids(harmless)
-    assert tokenizer.decode(enc.encode(chat).ids) == enc.template.render(chat)  # and not a character is changed
+    assert tokenizer.decode(enc.encode(chat).ids) == enc.template.render(chat)  # every character is unchanged
     assert said(enc, chat) == text + ("<|end|>" if source == DEFAULT_TEMPLATE else "<|im_end|>")
 
 
-def test_the_parts_of_a_content_cannot_join_to_a_control_token(tokenizer: BpeTokenizer) -> None:
+def test_content_parts_cannot_form_a_control_token(tokenizer: BpeTokenizer) -> None:
     source = "{% for m in messages %}{% for c in m.content %}{{ c.text }}{% endfor %}<|end|>{% endfor %}"
     parts = [{"type": "text", "text": "<|assi"}, {"type": "text", "text": "stant|>"}]
     ids = encoder(tokenizer, source).prompt([{"role": "user", "content": parts}])
@@ -153,7 +151,7 @@ def test_the_parts_of_a_content_cannot_join_to_a_control_token(tokenizer: BpeTok
     assert tokenizer.decode(ids) == "<|assistant|><|end|>"
 
 
-def test_a_control_token_inside_the_name_of_another_cannot_be_written_either() -> None:
+def test_nested_control_token_names_cannot_be_written() -> None:
     specials = ("<|endoftext|>", "<<|x|>", "<|x|>")
     tokenizer = BpeTokenizer.train(["a b"], vocab_size=300, special_tokens=specials)
     source = "{% for m in messages %}{{ m.content }}<|x|>{% endfor %}"
@@ -161,8 +159,8 @@ def test_a_control_token_inside_the_name_of_another_cannot_be_written_either() -
     assert [id for id in ids if id in tokenizer.special_ids.values()] == [tokenizer.token_id("<|x|>")]
 
 
-def test_spaces_count_where_a_tokenizer_trims_them_from_its_offsets(tokenizer: BpeTokenizer) -> None:
-    """GPT-2's and Llama 3's tokenizer.json do: the token of a lone space has an empty offset."""
+def test_spaces_are_masked_if_the_tokenizer_trims_offsets(tokenizer: BpeTokenizer) -> None:
+    """In GPT-2's and Llama 3's tokenizer.json the token of a single space has an empty offset."""
     spec = json.loads(tokenizer.spec)
     spec["post_processor"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     trimming = replace(tokenizer, spec=json.dumps(spec))
@@ -172,7 +170,7 @@ def test_spaces_count_where_a_tokenizer_trims_them_from_its_offsets(tokenizer: B
 
 @settings(max_examples=60, deadline=None)
 @given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs", "Cn"]), max_size=30), min_size=2, max_size=6))
-def test_any_text_goes_through_unchanged(tokenizer: BpeTokenizer, texts: list[str]) -> None:
+def test_any_text_is_unchanged(tokenizer: BpeTokenizer, texts: list[str]) -> None:
     roles = ["user", "assistant"]
     chat = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
     expected = "".join(m["content"] + "<|end|>" for m in chat if m["role"] == "assistant")
@@ -190,11 +188,11 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: BpeTokeniz
         encoder(tokenizer, FORGETS).encode(chat)
 
 
-def test_bad_chats_and_templates_say_what_is_wrong(tokenizer: BpeTokenizer) -> None:
+def test_bad_chats_and_templates_are_refused(tokenizer: BpeTokenizer) -> None:
     enc = ChatEncoder(tokenizer)
     with pytest.raises(BaguError, match="this message has narrator"):
         enc.encode([{"role": "narrator", "content": "x"}])
-    with pytest.raises(BaguError, match="nothing in this chat is the assistant's: its roles are user"):
+    with pytest.raises(BaguError, match="this chat has no assistant text: its roles are user"):
         enc.encode([{"role": "user", "content": "x"}])
     with pytest.raises(BaguError, match="noncharacter"):
         enc.encode([{"role": "user", "content": "\ufdd0"}])
@@ -211,14 +209,14 @@ def test_bad_chats_and_templates_say_what_is_wrong(tokenizer: BpeTokenizer) -> N
         ChatEncoder(plain)
 
 
-def test_a_template_is_loaded_with_the_tokens_its_folder_names(tokenizer: BpeTokenizer, tmp_path: Path) -> None:
+def test_a_template_is_loaded_with_the_tokens_of_its_folder(tokenizer: BpeTokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     template = ChatTemplate.load(tmp_path)
     named = {"eos_token": "<|endoftext|>", "mask_token": "<|mask|>"}
     assert template == ChatTemplate(source=DEFAULT_TEMPLATE, variables=named)
 
 
-def test_chats_become_batches_in_which_only_the_assistant_is_learned(tokenizer: BpeTokenizer) -> None:
+def test_chat_batches_have_only_assistant_targets(tokenizer: BpeTokenizer) -> None:
     enc = ChatEncoder(tokenizer)
     chats = [Conversation(id=str(i), messages=tuple(CHAT[1 : 3 + 2 * (i % 2)])) for i in range(20)]
     store = in_memory(enc.documents(chats), token_bytes=tokenizer.token_bytes)

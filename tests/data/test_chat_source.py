@@ -1,4 +1,4 @@
-"""Chats in the forms they are published in, and errors that name the file and the line."""
+"""Chats in three published formats; errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read(tmp_path: Path, *rows: Any, name: str = "chats.jsonl") -> list[Conversa
     ],
 )
 @pytest.mark.parametrize("name", ["chats.jsonl", "chats.json"])
-def test_forms_of_chats(tmp_path: Path, row: Any, messages: list[dict[str, str]], name: str) -> None:
+def test_chat_formats(tmp_path: Path, row: Any, messages: list[dict[str, str]], name: str) -> None:
     (chat,) = read(tmp_path, row, name=name)
     assert list(chat.messages) == messages
 
@@ -125,7 +125,7 @@ def test_tool_calls_are_read_and_trained_on(tmp_path: Path, form: str) -> None:
         ({"messages": [ASKED, ANSWERED], "tools": "add"}, "field 'tools' is not JSON"),
     ],
 )
-def test_what_is_no_chat_is_named_by_file_and_line(tmp_path: Path, row: Any, said: str) -> None:
+def test_bad_rows_are_named_by_file_and_line(tmp_path: Path, row: Any, said: str) -> None:
     with pytest.raises(BaguError, match=said) as caught:
         read(tmp_path, {"messages": [ASKED, ANSWERED]}, row)
     assert str(caught.value).startswith(f"{tmp_path / 'chats.jsonl'}:2: ")
@@ -134,12 +134,12 @@ def test_what_is_no_chat_is_named_by_file_and_line(tmp_path: Path, row: Any, sai
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ([ASKED], "nothing in this chat is the assistant's"),
-        ([ASKED, {"role": "narrator", "content": "x"}, ANSWERED], "the chat template refuses this chat"),
+        ([ASKED], "this chat has no assistant text"),
+        ([ASKED, {"role": "narrator", "content": "x"}, ANSWERED], "the chat template rejects this chat"),
         ([ASKED, {"role": "assistant", "content": "\ufdd0"}], "Unicode noncharacter"),
     ],
 )
-def test_what_the_template_refuses_is_named_by_file_and_line(tmp_path: Path, messages: Any, said: str) -> None:
+def test_chats_that_the_template_rejects_are_named_by_line(tmp_path: Path, messages: Any, said: str) -> None:
     chats = read(tmp_path, {"messages": [ASKED, ANSWERED]}, {"messages": messages})
     tokenizer = BpeTokenizer.train(["x"], vocab_size=300, chat_template=DEFAULT_TEMPLATE)
     with pytest.raises(BaguError, match=said) as caught:
@@ -147,7 +147,7 @@ def test_what_the_template_refuses_is_named_by_file_and_line(tmp_path: Path, mes
     assert str(caught.value).startswith(f"{tmp_path / 'chats.jsonl'}:2: ")
 
 
-def test_a_folder_of_json_lists_is_read_and_jsonl_goes_before_it(tmp_path: Path) -> None:
+def test_a_folder_prefers_jsonl_over_json(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([{"instruction": "x", "output": "y"}]))
     assert [c.id for c in ChatJsonlSource(tmp_path).conversations()] == ["a.json:1"]
     (tmp_path / "b.jsonl").write_text(json.dumps({"instruction": "x", "output": "y"}))

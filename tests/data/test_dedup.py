@@ -21,7 +21,7 @@ def shingle_set(text: str) -> set[bytes]:
 
 
 def similarity(a: str, b: str) -> float:
-    """The definition, without a hash."""
+    """The definition, without hashing."""
     x, y = shingle_set(a), shingle_set(b)
     return len(x & y) / len(x | y)
 
@@ -51,7 +51,7 @@ def test_similarity_is_the_jaccard_similarity_of_shingles(a: str, b: str, seed: 
     st.sampled_from([15, 120, 600]),
     st.integers(0, 3),
 )
-def test_what_is_kept_has_no_near_duplicates_and_what_is_removed_has_one(
+def test_kept_documents_have_no_duplicates_and_removed_ones_do(
     recipe: list[tuple[int, int]], length: int, seed: int
 ) -> None:
     """Documents are edited copies of four texts; pairs are checked one by one against the definition."""
@@ -70,8 +70,8 @@ def test_what_is_kept_has_no_near_duplicates_and_what_is_removed_has_one(
 
 
 @pytest.mark.parametrize("length", [8, 60, 1000])
-def test_the_share_of_equal_bins_estimates_similarity(length: int) -> None:
-    """Also where most of the 128 bins are empty and borrow: averaged over seeds, the estimate has no bias."""
+def test_the_fraction_of_equal_bins_estimates_similarity(length: int) -> None:
+    """Averaged over seeds the estimate has no bias, even if most of the 128 bins are empty."""
     a, b = " ".join(words(1, length)), edited(words(1, length), max(1, length // 30), seed=2)
     shares = []
     for seed in range(60):
@@ -83,7 +83,7 @@ def test_the_share_of_equal_bins_estimates_similarity(length: int) -> None:
     assert abs(sum(shares) / 60 - similarity(a, b)) < bound
 
 
-def test_copies_and_white_space_are_duplicates_and_short_texts_are_told_apart() -> None:
+def test_copies_are_duplicates_and_different_short_texts_are_not() -> None:
     texts = ["x = 1\n", "x = 1\n", "x  =  1\n", "x = 2\n", "\n", " \n\n", "y"]
     kept, report = deduplicate(Document(id=str(i), text=t) for i, t in enumerate(texts))
     assert [d.id for d in kept] == ["0", "3", "4", "6"]
@@ -91,17 +91,19 @@ def test_copies_and_white_space_are_duplicates_and_short_texts_are_told_apart() 
     assert report.removed_bytes == len("x = 1\n") + len("x  =  1\n") + 3
 
 
-def test_the_real_library_has_look_alikes() -> None:
+def test_the_standard_library_has_near_duplicates() -> None:
     wanted = ("encodings/cp", "encodings/iso8859", "json/")
     documents = [d for d in StdlibSource().documents() if d.id.startswith(wanted)]
     kept, report = deduplicate(documents)
     removed = {p.removed: p for p in report.removed}
     assert removed["encodings/cp1140.py"].kept == "encodings/cp037.py"  # they differ in the euro sign
     assert {d.id for d in documents if d.id.startswith("json/")} <= {d.id for d in kept}
-    assert deduplicate(documents, seed=5)[1].removed == report.removed  # judged exactly: the seed changes nothing
+    assert (
+        deduplicate(documents, seed=5)[1].removed == report.removed
+    )  # pairs are compared exactly: the seed changes nothing
 
 
-def test_a_threshold_that_the_bands_cannot_find_is_refused() -> None:
+def test_a_threshold_below_the_reach_of_lsh_is_refused() -> None:
     with pytest.raises(BaguError, match=r"threshold is 0\.2"):
         deduplicate([], threshold=0.2)
 
@@ -129,7 +131,7 @@ def test_neither_side_of_a_split_is_empty(count: int, fraction: float, seed: int
     assert len(train) + len(validation) == count
 
 
-def test_of_a_single_document_the_end_is_held_out() -> None:
+def test_the_end_of_a_single_document_is_held_out() -> None:
     text = "".join(f"line {i}\n" for i in range(1000))
     train, validation = hold_out([Document(id="a.txt", text=text)], fraction=0.05)
     assert [d.id for d in (*train, *validation)] == ["a.txt", "a.txt:end"]
@@ -139,7 +141,7 @@ def test_of_a_single_document_the_end_is_held_out() -> None:
 
 @settings(derandomize=True)
 @given(st.text(alphabet="ab\n", min_size=2, max_size=40), st.floats(0.0001, 0.9999))
-def test_a_single_document_is_cut_where_both_sides_have_text(text: str, fraction: float) -> None:
+def test_both_parts_of_a_single_document_have_text(text: str, fraction: float) -> None:
     train, validation = hold_out([Document(id="a", text=text)], fraction=fraction)
     assert train[0].text and validation[0].text
     assert train[0].text + validation[0].text == text
@@ -147,7 +149,7 @@ def test_a_single_document_is_cut_where_both_sides_have_text(text: str, fraction
     assert len(validation[0].text) <= max(2 * least, 2) + 1
 
 
-def test_a_split_that_cannot_be_made_is_refused() -> None:
+def test_impossible_splits_are_refused() -> None:
     with pytest.raises(BaguError, match="2 with 1 different ids"):
         hold_out(documents(1) * 2, fraction=0.1)
     with pytest.raises(BaguError, match="1 with 1 different ids"):

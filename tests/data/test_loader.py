@@ -1,4 +1,4 @@
-"""The loader: a step is a function of (seed, step); every target once per epoch; the cursor says what comes next."""
+"""The loader: a step is a function of (seed, step); every target once per epoch; the cursor names the next token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bagu.data.store import TokenDocument, TokenStore, in_memory
 from bagu.errors import BaguError
 from bagu.types import IGNORE, Batch
 
-WIDTH = 1000  # token id = document * WIDTH + place in it: a token tells where it is from
+WIDTH = 1000  # token id = document * WIDTH + position: a token identifies its origin
 
 
 def store_of(lengths: list[int], masks: list[list[int]] | None = None, first: int = 0) -> TokenStore:
@@ -42,7 +42,7 @@ def some_store(seed: int = 0, n: int = 30, first: int = 0) -> TokenStore:
 
 
 def check_integrity(batch: Batch, context: int, rows: int) -> None:
-    """What every batch must hold."""
+    """Invariants of every batch."""
     total = rows * context
     cu = batch.cu_seqlens.tolist()
     assert batch.ids.shape == batch.targets.shape == batch.positions.shape == (total,)
@@ -50,7 +50,7 @@ def check_integrity(batch: Batch, context: int, rows: int) -> None:
     assert cu[0] == 0
     assert cu[-1] == total
     assert cu == sorted(cu)
-    assert set(range(0, total, context)) <= set(cu), "a segment crosses a row's end"
+    assert set(range(0, total, context)) <= set(cu), "a segment crosses a row boundary"
     lengths = np.diff(cu)
     assert lengths.max() <= batch.max_len == context
     assert batch.positions.tolist() == [p for n in lengths.tolist() for p in range(n)]
@@ -100,16 +100,16 @@ def test_a_step_is_a_function_of_seed_and_step(packing: str) -> None:
 
 
 def test_the_rows_of_a_step_are_not_neighbours() -> None:
-    """Eight documents of 64 rows: a step of eight rows cut from one place would hold one or two of them."""
+    """Eight documents of 64 rows: a step of eight neighbouring rows would contain one or two of them."""
     config = DataConfig(context=16, rows=8)
     documents = [TokenDocument(id=str(d), tokens=[d + 1] * (16 * 64)) for d in range(8)]
     loader = Loader({"a": in_memory(documents, token_bytes=np.ones(9, np.int32))}, config)
     met = [len(loader.batch(s)[0].ids.unique()) for s in range(64)]
-    assert min(met) >= 3 and sum(met) / len(met) > 4.5, "eight drawn from eight meet 5.25 on average"
+    assert min(met) >= 3 and sum(met) / len(met) > 4.5, "eight random draws from eight give 5.25 on average"
 
 
 def test_the_data_of_a_seed_are_the_same_bits_on_every_machine() -> None:
-    """A change of these digests changes the data of every run that is resumed: it must be meant."""
+    """A change of these digests changes the data of every resumed run: do it only on purpose."""
     digests = {}
     for packing in ("stream", "whole"):
         config = DataConfig(context=32, rows=4, packing=packing, seed=7)  # type: ignore[arg-type]
@@ -126,9 +126,7 @@ def test_the_data_of_a_seed_are_the_same_bits_on_every_machine() -> None:
     rows=st.integers(1, 4),
     packing=st.sampled_from(["stream", "whole", "joined"]),
 )
-def test_an_epoch_has_every_target_once_and_batches_are_whole(
-    lengths: list[int], context: int, rows: int, packing: str
-) -> None:
+def test_an_evaluation_epoch_has_every_target_once(lengths: list[int], context: int, rows: int, packing: str) -> None:
     store = store_of(lengths)
     config = DataConfig(context=context, rows=rows, packing=packing)  # type: ignore[arg-type]
     batches = list(evaluation_batches(store, config))
@@ -148,7 +146,7 @@ def test_training_epochs_have_every_target_once_too() -> None:
     assert sum(b.num_padding for s in range(9) for b in loader.batch(s)) == 0
 
 
-def test_a_cut_costs_no_target_and_a_documents_last_token_has_none() -> None:
+def test_splitting_loses_no_target_and_the_last_token_has_none() -> None:
     (batch,) = evaluation_batches(store_of([10]), DataConfig(context=4, rows=3))
     assert batch.ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0]
     assert batch.targets.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, IGNORE, IGNORE, IGNORE]
@@ -163,8 +161,8 @@ def test_a_loss_mask_decides_which_targets_count() -> None:
 
 
 def test_chats_longer_than_the_row_never_leave_a_step_without_a_target() -> None:
-    """nanochat: chats longer than the row clog the packer, rows become padding and the loss 0/0 (its pull 834). Here
-    40 % of chats are longer and their first rows hold only what the user said."""
+    """nanochat: chats longer than the row block the packer, rows become padding and the loss 0/0 (its pull 834). Here
+    40 % of chats are longer and their first rows hold only user text."""
     rng = np.random.default_rng(0)
     lengths = np.where(rng.random(60) < 0.4, rng.integers(65, 300, 60), rng.integers(5, 64, 60)).tolist()
     masks = [[0] * (n - n // 4) + [1] * (n // 4) for n in lengths]
@@ -195,7 +193,7 @@ def test_the_cursor_is_json_and_names_the_next_token() -> None:
     assert loader.cursor(30)["sources"]["a"]["epoch"] == 90 * 32 // loader.layouts["a"].epoch_tokens  # type: ignore[attr-defined]
 
 
-def test_the_report_has_the_realised_mix_epochs_and_waste() -> None:
+def test_the_report_has_mix_epochs_and_padding() -> None:
     stores = {"a": some_store(0), "b": some_store(1, first=40)}
     loader = Loader(stores, DataConfig(context=32, rows=5, packing="whole", mix=MixConfig(weights={"a": 1, "b": 2})))
     report = loader.report(steps=10)
@@ -226,18 +224,18 @@ def test_a_tokenizer_that_does_not_match_the_model_is_refused() -> None:
     store = store_of([5, 9])
     check_vocab(store, 100 * WIDTH)
     check_vocab(store, WIDTH + 9)  # a smaller vocabulary whose ids all occur
-    with pytest.raises(BaguError, match=f"token id {WIDTH + 8}, the model's vocabulary ends at {WIDTH + 7}"):
+    with pytest.raises(BaguError, match=f"token id {WIDTH + 8}, the model's largest id is {WIDTH + 7}"):
         check_vocab(store, WIDTH + 8)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"context": 1}, "nothing to predict"),
+        ({"context": 1}, "has no targets"),
         ({"rows": 0}, "rows is 0"),
         ({"packing": "streem"}, "no packing 'streem'"),
         ({"max_segments_per_row": 1}, "max_segments_per_row is 1"),
-        ({"max_segments_per_row": 4, "packing": "joined"}, "means nothing"),
+        ({"max_segments_per_row": 4, "packing": "joined"}, "has no effect"),
     ],
 )
 def test_impossible_configs_are_refused(change: dict[str, object], message: str) -> None:
@@ -245,18 +243,18 @@ def test_impossible_configs_are_refused(change: dict[str, object], message: str)
         DataConfig(**{"context": 8, "rows": 2, **change})  # type: ignore[arg-type]
 
 
-def test_data_that_cannot_be_learned_from_are_refused() -> None:
+def test_data_without_targets_are_refused() -> None:
     config = DataConfig(context=8, rows=1)
     with pytest.raises(BaguError, match="no token store"):
         Loader({}, config)
-    with pytest.raises(BaguError, match="not one target"):
+    with pytest.raises(BaguError, match="no targets"):
         Loader({"x": store_of([1, 1])}, config)
-    with pytest.raises(BaguError, match="not one target"):
-        Loader({"x": store_of([6], [[1, 0, 0, 0, 0, 0]])}, config)  # nothing predicts the first token
+    with pytest.raises(BaguError, match="no targets"):
+        Loader({"x": store_of([6], [[1, 0, 0, 0, 0, 0]])}, config)  # the first token is never a target
     with pytest.raises(BaguError, match="step 0 has no target"):
         Loader({"x": store_of([16], [[0] * 15 + [1]])}, config).batch(0)
     other = in_memory([TokenDocument(id="d", tokens=[1, 2])], token_bytes=np.ones(5))
-    with pytest.raises(BaguError, match="another tokenizer"):
+    with pytest.raises(BaguError, match="different tokenizers"):
         Loader({"x": store_of([5]), "y": other}, config)
 
 
@@ -269,14 +267,14 @@ def test_prefetch_gives_the_same_batches_in_order_and_ends() -> None:
     assert all(same(batch, loader.batch(5 + i)) for i, batch in enumerate(made))
 
 
-def test_prefetch_makes_no_more_than_its_depth_ahead() -> None:
+def test_prefetch_stays_within_its_depth() -> None:
     made: list[int] = []
     paused = threading.Event()
 
     def make(step: int) -> int:
         made.append(step)
         if len(made) == 4:
-            paused.set()  # item 1 was taken, 2 and 3 wait in the queue, 4 is in the thread's hand
+            paused.set()  # item 1 was taken, 2 and 3 wait in the queue, the thread holds 4
         return step
 
     with Prefetch(make, 0, depth=2) as items:
@@ -287,7 +285,7 @@ def test_prefetch_makes_no_more_than_its_depth_ahead() -> None:
     assert not items._thread.is_alive()
     with pytest.raises(StopIteration):
         next(items)
-    items.close()  # twice is once
+    items.close()  # a second close does nothing
 
 
 def test_prefetch_raises_an_error_at_its_step_and_keeps_raising_it() -> None:

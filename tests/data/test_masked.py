@@ -1,4 +1,4 @@
-"""Masked-LM batches: BERT's 80/10/10 over exactly the asked share, reproducible, never without a target."""
+"""Masked-LM batches: BERT's 80/10/10, exactly the given rate, reproducible, at least one target."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def masked(batch: Batch, *place: int, seed: int = 0, rate: float = 0.15) -> Batc
 
 @settings(max_examples=40, deadline=None)
 @given(n=st.integers(1, 250), seed=st.integers(0, 5), rate=st.floats(0.001, 1.0))
-def test_targets_are_the_original_tokens_at_the_chosen_places_only(n: int, seed: int, rate: float) -> None:
+def test_targets_are_the_original_tokens_at_the_chosen_positions(n: int, seed: int, rate: float) -> None:
     batch = batch_of(n)
     out = masked(batch, seed=seed, rate=rate)
     chosen = out.targets != IGNORE
     assert torch.equal(out.targets[chosen], batch.ids[chosen])
     assert torch.equal(out.ids[~chosen], batch.ids[~chosen])
     assert out.num_targets == int(chosen.sum()) == max(1, round(rate * n))
-    assert out.target_bytes == 0  # no bits per byte: a hidden token is not coded
-    assert not set(out.targets[chosen].tolist()) & SPECIAL  # special tokens and padding are never asked for
+    assert out.target_bytes == 0  # no bits per byte for masked tokens
+    assert not set(out.targets[chosen].tolist()) & SPECIAL  # special tokens and padding are never targets
     assert not set(out.ids[chosen].tolist()) & (SPECIAL - {MASK})
 
 
-def test_four_fifths_are_hidden_a_tenth_random_a_tenth_kept() -> None:
+def test_80_percent_masked_10_random_10_kept() -> None:
     batch = batch_of(60_000, rows=1000)
     out = masked(batch)
     chosen = out.targets != IGNORE
@@ -60,7 +60,7 @@ def test_four_fifths_are_hidden_a_tenth_random_a_tenth_kept() -> None:
     assert len(set(random.tolist())) > 0.9 * (VOCAB - 6)  # from all of the vocabulary
 
 
-def test_a_place_hides_the_same_tokens_again_and_another_place_others() -> None:
+def test_masking_depends_on_the_place_only() -> None:
     batch = batch_of(200)
     assert torch.equal(masked(batch, 1, 0).ids, masked(batch, 1, 0).ids)
     for other in (masked(batch, 2, 0), masked(batch, 1, 1), masked(batch, 1, 0, seed=1)):
@@ -68,7 +68,7 @@ def test_a_place_hides_the_same_tokens_again_and_another_place_others() -> None:
     assert torch.equal(batch.ids, batch_of(200).ids)  # the batch itself is not changed
 
 
-def test_padding_is_never_asked_for_where_its_id_is_a_word_too() -> None:
+def test_padding_is_never_a_target_even_if_its_id_is_a_token() -> None:
     batch = batch_of(100, least=0)
     special = frozenset({1, 2, MASK})  # 0, which padding is made of, is an ordinary token here
     assert batch.num_padding > 0 and (batch.ids[:102] == 0).any()
@@ -88,7 +88,7 @@ def hide(batch: Batch, *place: str | int) -> Batch:
     return mask_batch(batch, masking(), *place)
 
 
-def test_a_masked_loader_gives_a_step_whatever_came_before_it() -> None:
+def test_a_masked_step_does_not_depend_on_earlier_calls() -> None:
     plain, hiding = loader(), loader().mapped(hide)
     with hiding.prefetch(3) as feed:
         ahead = [next(feed) for _ in range(3)]
@@ -97,15 +97,15 @@ def test_a_masked_loader_gives_a_step_whatever_came_before_it() -> None:
         for one, other, text in zip(made, again, plain.batch(step), strict=True):
             assert torch.equal(one.ids, other.ids) and torch.equal(one.targets, other.targets)
             chosen = one.targets != IGNORE
-            assert torch.equal(torch.where(chosen, one.targets, one.ids), text.ids)  # the text behind it is the same
+            assert torch.equal(torch.where(chosen, one.targets, one.ids), text.ids)  # the original text is the same
             assert torch.equal(one.cu_seqlens, text.cu_seqlens)
     assert not torch.equal(ahead[0][0].targets != IGNORE, ahead[1][0].targets != IGNORE)
-    assert plain.batch(3)[0].target_bytes > 0  # the loader it was made from predicts the next token as before
+    assert plain.batch(3)[0].target_bytes > 0  # the original loader still predicts the next token
 
 
-def test_what_cannot_be_masked_is_refused() -> None:
+def test_impossible_masking_is_refused() -> None:
     batch = batch_of(10)
-    with pytest.raises(BaguError, match="rate of 0"):
+    with pytest.raises(BaguError, match="rate is 0"):
         masking(rate=0)
     with pytest.raises(BaguError, match="mask_id 200"):
         masking(mask_id=200)

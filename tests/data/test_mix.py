@@ -1,4 +1,4 @@
-"""Mixing: at every step each source is within one row of its ideal, from whichever step one begins."""
+"""Mixing: at every step each source is within one row of its ideal, whatever step is asked for first."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def two(weights: dict[str, float] | None = None, **more: object) -> Mixture:
     return Mixture(MixConfig(weights=weights, **more), {"a": 300, "b": 100}, rows_per_step=8)  # type: ignore[arg-type]
 
 
-def test_counts_do_not_depend_on_where_one_begins() -> None:
+def test_counts_do_not_depend_on_the_first_step_asked_for() -> None:
     forward, backward = two({"a": 0.7, "b": 0.3}), two({"a": 0.7, "b": 0.3})
     steps = [0, 1, 255, 256, 257, 700, 2000]
     assert [forward.counts(s) for s in steps] == [backward.counts(s) for s in reversed(steps)][::-1]
 
 
-def test_rows_carry_on_each_source_where_the_step_before_left_it() -> None:
+def test_each_source_continues_where_the_last_step_ended() -> None:
     mixture = two({"a": 0.7, "b": 0.3})
     rows = [row for step in range(50) for row in mixture.rows(step)]
     for source in (0, 1):
@@ -67,10 +67,10 @@ def test_rows_carry_on_each_source_where_the_step_before_left_it() -> None:
         assert numbers == list(range(len(numbers)))
     assert len(rows) == 400
     first = [source for source, _ in two({"a": 1, "b": 1}).rows(0)]
-    assert first == [0, 1] * 4  # spread, so that micro-batches are alike
+    assert first == [0, 1] * 4  # interleaved, so that micro-batches have the same mix
 
 
-def test_weights_are_token_counts_unless_given_and_temperature_evens_them_out() -> None:
+def test_default_weights_are_token_counts_and_temperature_flattens_them() -> None:
     assert two().shares(0) == pytest.approx({"a": 0.75, "b": 0.25})
     assert two({"a": 3, "b": 1}).shares(9) == pytest.approx({"a": 0.75, "b": 0.25})
     hot = two(temperature=2.0).shares(0)
@@ -85,11 +85,11 @@ def test_a_schedule_moves_linearly_and_stays_at_its_ends() -> None:
     assert {source for s in range(20, 40) for source, _ in mixture.rows(s)} == {1}
 
 
-def test_a_late_step_is_found_in_seconds() -> None:
+def test_a_late_step_takes_seconds() -> None:
     mixture = Mixture(MixConfig(), {"a": 5, "b": 3, "c": 2}, rows_per_step=64)
     began = time.perf_counter()
     counts = mixture.counts(100_000)
-    assert time.perf_counter() - began < 20  # 0.4 s on an idle core; a walk over rows would take minutes
+    assert time.perf_counter() - began < 20  # 0.4 s on an idle core; iterating over all rows would take minutes
     assert np.abs(np.array(counts) - [3.2e6, 1.92e6, 1.28e6]).max() < 1
 
 
@@ -98,11 +98,11 @@ def test_a_late_step_is_found_in_seconds() -> None:
     [
         ({"weights": {"a": 1, "bb": 1}}, "no source in this mixture 'bb'"),
         ({"weights": {"a": 1}}, "no weight for b"),
-        ({"weights": {"a": 0, "b": 0}}, "weights of a mixture"),
-        ({"weights": {"a": -1, "b": 2}}, "weights of a mixture"),
-        ({"weights": {"a": float("nan"), "b": 2}}, "weights of a mixture"),
+        ({"weights": {"a": 0, "b": 0}}, "weights of the mixture"),
+        ({"weights": {"a": -1, "b": 2}}, "weights of the mixture"),
+        ({"weights": {"a": float("nan"), "b": 2}}, "weights of the mixture"),
         ({"temperature": 0}, "temperature"),
-        ({"weights": {"a": 1, "b": 1}, "schedule": (MixPoint(step=0, weights={}),)}, "not both"),
+        ({"weights": {"a": 1, "b": 1}, "schedule": (MixPoint(step=0, weights={}),)}, "both weights and a schedule"),
         ({"schedule": (MixPoint(step=5, weights={}), MixPoint(step=5, weights={}))}, "steps"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Sources: the same documents in the same order, and a bad file, line or field is named."""
+"""Sources: the same documents in the same order; errors name the file, line or field."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def test_text_files_come_in_order_of_their_names_byte_for_byte(tmp_path: Path) -> None:
+def test_text_files_are_sorted_and_unchanged(tmp_path: Path) -> None:
     write(tmp_path / "b.txt", "two\r\n\ttabs\x00 and more\n")
     write(tmp_path / "a" / "z.txt", "één")
     write(tmp_path / "empty.txt", "")
@@ -29,7 +29,7 @@ def test_text_files_come_in_order_of_their_names_byte_for_byte(tmp_path: Path) -
     assert [d.id for d in TextSource(tmp_path / "b.txt").documents()] == ["b.txt"]
 
 
-def test_the_corpus_hash_sees_names_and_content_and_not_where_the_folder_is(tmp_path: Path) -> None:
+def test_the_corpus_hash_covers_names_and_content_not_the_location(tmp_path: Path) -> None:
     def sha(folder: str, **files: str) -> str:
         for name, text in files.items():
             write(tmp_path / folder / f"{name}.txt", text)
@@ -54,16 +54,16 @@ def test_json_lines(tmp_path: Path, name: str) -> None:
     [
         (b'{"text": "a"', "not JSON: Expecting"),
         (b'{"text": "\xff"}', "not JSON: 'utf-8' codec"),
-        (b'["text"]', "a row is a JSON object, this is a list"),
-        (b'{"txt": 1, "lang": 2}', "there is no field 'text'"),
+        (b'["text"]', "expected a JSON object, got a list"),
+        (b'{"txt": 1, "lang": 2}', "no field 'text'"),
         (b'{"text": 5}', "field 'text' is a int, not a string"),
-        (b'{"text": "\\ud83d"}', "half of a surrogate pair at character 0"),
+        (b'{"text": "\\ud83d"}', "a lone surrogate at character 0"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_line(tmp_path: Path, line: bytes, says: str) -> None:
     path = write(tmp_path / "rows.jsonl", b'{"text": "fine"}\n' + line + b"\n")
     documents = JsonlSource(path).documents()
-    assert next(documents).text == "fine"  # it streams: what comes before the fault was read
+    assert next(documents).text == "fine"  # rows stream: those before the bad line are read
     with pytest.raises(BaguError) as caught:
         next(documents)
     assert str(caught.value).startswith(f"{path}:2: ")
@@ -84,12 +84,12 @@ def test_json_that_is_nested_too_deeply_is_refused(tmp_path: Path, name: str) ->
     ("name", "text"),
     [
         ("rows.json", '[{"text": "a"},\n {"text": "b"}]'),
-        ("rows.json", '{"text": "a"}\n{"text": "b"}\n'),  # JSON lines by another name
+        ("rows.json", '{"text": "a"}\n{"text": "b"}\n'),  # JSON lines in a .json file
         ("rows.json.gz", '[{"text": "a"}, {"text": ""}, {"text": "b"}]'),
     ],
     ids=["list", "lines", "compressed"],
 )
-def test_a_json_file_is_data_and_not_prose(tmp_path: Path, name: str, text: str) -> None:
+def test_a_json_file_is_data_not_text(tmp_path: Path, name: str, text: str) -> None:
     path = write(tmp_path / name, gzip.compress(text.encode()) if name.endswith("gz") else text)
     for source in (open_source(path), open_source(tmp_path), open_source(tmp_path, "*.json*")):
         assert isinstance(source, JsonlSource)
@@ -99,9 +99,9 @@ def test_a_json_file_is_data_and_not_prose(tmp_path: Path, name: str, text: str)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("3", "holds a int, and rows are a list"),
-        ('["a"]', "item 1: a row is a JSON object"),
-        ('{"name": "bagu"}', "item 1: there is no field 'text'"),
+        ("3", "holds a int; expected a list"),
+        ('["a"]', "item 1: expected a JSON object"),
+        ('{"name": "bagu"}', "item 1: no field 'text'"),
         ("Once upon a time", "not JSON"),
         ('{"text": "a"}\n{"text": ', "rows.json:2: not JSON"),
     ],
@@ -112,14 +112,14 @@ def test_a_json_file_without_rows_is_refused(tmp_path: Path, text: str, said: st
         list(open_source(path).documents())
 
 
-def test_a_json_file_beside_others_describes_them(tmp_path: Path) -> None:
-    """So a dataset of Hugging Face keeps dataset_info.json."""
+def test_a_json_file_beside_other_data_is_metadata(tmp_path: Path) -> None:
+    """For example dataset_info.json in a Hugging Face dataset."""
     write(tmp_path / "a.txt", "plain")
     write(tmp_path / "dataset_info.json", "{}")
     assert [d.text for d in open_source(tmp_path).documents()] == ["plain"]
 
 
-def test_a_missing_field_lists_what_is_there(tmp_path: Path) -> None:
+def test_a_missing_field_lists_the_known_fields(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", '{"body": "x", "lang": "en"}\n')
     with pytest.raises(BaguError) as caught:
         list(JsonlSource(path).documents())
@@ -150,26 +150,26 @@ def test_parquet_streams_rows_and_names_a_wrong_column(tmp_path: Path) -> None:
     with pytest.raises(BaguError, match="no column 'body'") as caught:
         list(ParquetSource(tmp_path, column="body").documents())
     assert "text, n" in caught.value.hint
-    with pytest.raises(BaguError, match="holds int64, a document is a string"):
+    with pytest.raises(BaguError, match="holds int64; expected strings"):
         list(ParquetSource(tmp_path, column="n").documents())
     write(tmp_path / "x.parquet", b"PAR1 and then nothing")
-    with pytest.raises(BaguError, match=r"x\.parquet cannot be read as Parquet"):
+    with pytest.raises(BaguError, match=r"cannot read .*x\.parquet as Parquet"):
         list(ParquetSource(tmp_path).documents())
 
 
-def test_nothing_to_read_is_one_sentence(tmp_path: Path) -> None:
+def test_empty_sources_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BaguError, match="there is no file or folder"):
         list(TextSource(tmp_path / "gone").documents())
     with pytest.raises(BaguError, match="matches"):
         list(TextSource(tmp_path).documents())
     empty = write(tmp_path / "empty.txt", "")
-    with pytest.raises(BaguError, match="holds no document with text"):
+    with pytest.raises(BaguError, match="has no document with text"):
         list(TextSource(empty).documents())
     latin = write(tmp_path / "latin.txt", "één".encode("latin-1"))
     with pytest.raises(BaguError, match=r"latin\.txt is not UTF-8: invalid continuation byte at byte 0"):
         list(TextSource(latin).documents())
     torn = write(tmp_path / "torn.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 100)[:30])
-    with pytest.raises(BaguError, match=r"torn\.jsonl\.gz cannot be read"):
+    with pytest.raises(BaguError, match=r"cannot read .*torn\.jsonl\.gz"):
         list(JsonlSource(torn).documents())
 
 
@@ -179,11 +179,11 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     documents = TextSource(tmp_path).documents()
     assert next(documents).id == "a.txt"
     gone.unlink()
-    with pytest.raises(BaguError, match=r"b\.txt cannot be read: No such file"):
+    with pytest.raises(BaguError, match=r"cannot read .*b\.txt: No such file"):
         next(documents)
 
 
-def test_a_folder_of_two_kinds_is_read_by_glob_alone(tmp_path: Path) -> None:
+def test_a_folder_of_two_kinds_needs_a_glob(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", "plain")
     write(tmp_path / "readme.md", "marked down")
     assert [d.text for d in open_source(tmp_path).documents()] == ["plain"]

@@ -1,4 +1,4 @@
-"""The corpus every Python carries, and the pairs made from it."""
+"""The standard library as a corpus, and the pairs made from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_running_library_is_a_corpus() -> None:
     assert not [i for i in ids if {"site-packages", "test", "tests"} & set(i.split("/"))]
 
 
-def test_what_is_not_the_library_is_left_out(tmp_path: Path) -> None:
+def test_other_files_are_left_out(tmp_path: Path) -> None:
     files = {
         "a.py": b"a = 1",
         "pkg/m.py": b"m = 1",
@@ -54,7 +54,7 @@ def test_what_is_not_the_library_is_left_out(tmp_path: Path) -> None:
     assert [d.id for d in everything.documents()] == ["a.py", "latin.py", "pkg/m.py", "pkg/tests/t.py", "test/t.py"]
 
 
-def test_a_library_inside_a_zip_file_is_named(tmp_path: Path) -> None:
+def test_a_library_inside_a_zip_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BaguError, match=r"not a folder of files: .*python311\.zip"):
         list(StdlibSource(tmp_path / "python311.zip").documents())
 
@@ -101,7 +101,7 @@ def outer(x):
 
 def test_pairs_ask_by_name_and_docstring_and_answer_with_the_code() -> None:
     pairs = {c.id.rsplit(":", 1)[1]: c for c in sft_pairs([Document(id="m.py", text=MODULE)])}
-    assert list(pairs) == ["size", "spans", "outer"]  # inner's string has lines that dedenting would move
+    assert list(pairs) == ["size", "spans", "outer"]  # dedenting would change inner's string
     assert pairs["size"].id == "m.py:6:size"
     user, assistant = pairs["size"].messages
     assert user == {"role": "user", "content": "Write the Python function `size`.\nHow large it is."}
@@ -109,7 +109,7 @@ def test_pairs_ask_by_name_and_docstring_and_answer_with_the_code() -> None:
     assert assistant["content"] == "def size(self):\n    # counted once\n    return self.n * 2"
 
 
-def test_long_answers_and_repeats_are_left_out() -> None:
+def test_long_answers_and_duplicates_are_left_out() -> None:
     one = 'def f():\n    """Doc."""\n    return 1\n'
     module = (
         f"if x:\n    {one.replace(chr(10), chr(10) + '    ')}\nelse:\n    {one.replace(chr(10), chr(10) + '    ')}\n"

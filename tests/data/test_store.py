@@ -1,4 +1,4 @@
-"""The token store: what goes in comes out, from memory and from disk alike, and a torn one is refused."""
+"""The token store: round trips in memory and on disk; an incomplete store is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def token_documents(lists: list[list[int]], *, masked: bool = False) -> list[Tok
 
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(token_lists, st.booleans(), st.integers(0, 25), st.integers(0, 25))
-def test_memory_and_disk_give_back_what_went_in(
+def test_round_trip_in_memory_and_on_disk(
     tmp_path_factory: pytest.TempPathFactory, lists: list[list[int]], masked: bool, start: int, length: int
 ) -> None:
     documents = token_documents(lists, masked=masked)
@@ -60,7 +60,7 @@ DOCUMENTS = [Document(id=f"{i}.py", text=text) for i, text in enumerate(TEXTS)]
 TOKENIZER = BpeTokenizer.train(TEXTS, vocab_size=300)
 
 
-def test_documents_end_with_the_end_of_text_and_have_no_other(tmp_path: Path) -> None:
+def test_each_document_has_one_end_of_text_token_at_its_end(tmp_path: Path) -> None:
     store = build(DOCUMENTS, TOKENIZER, tmp_path, source={"sha256": "x"})
     for i, text in enumerate(TEXTS):
         *ids, last = store.tokens(i).tolist()
@@ -73,7 +73,7 @@ def test_documents_end_with_the_end_of_text_and_have_no_other(tmp_path: Path) ->
     assert np.array_equal(store.token_bytes, TOKENIZER.token_bytes)
 
 
-def test_a_store_is_built_once_for_the_same_facts_and_anew_for_others(tmp_path: Path) -> None:
+def test_a_store_is_built_once_per_facts(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     first = build(DOCUMENTS, TOKENIZER, tmp_path, source={"sha256": "x"}, progress=lambda d, t: seen.append((d, t)))
     assert [d for d, _ in seen] == [1, 2, 3]
@@ -103,9 +103,7 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's device that is always full")
-def test_a_disk_that_fills_is_one_sentence_and_other_stores_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_an_error_and_other_stores_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_disk(token_documents([[1, 2]]), tmp_path, token_bytes=ONES, facts={"n": 1})
     real = Path.open
 
@@ -115,7 +113,7 @@ def test_a_disk_that_fills_is_one_sentence_and_other_stores_stay(
         )
 
     monkeypatch.setattr(Path, "open", full)
-    with pytest.raises(BaguError, match="could not be written") as caught:
+    with pytest.raises(BaguError, match="cannot write") as caught:
         on_disk(token_documents([[1] * 100_000]), tmp_path, token_bytes=ONES, facts={"n": 2})
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.ENOSPC
@@ -123,7 +121,7 @@ def test_a_disk_that_fills_is_one_sentence_and_other_stores_stay(
 
 
 @pytest.mark.parametrize("name", ["tokens.npy", "offsets.npy", "name_offsets.npy", "facts.json"])
-def test_a_torn_store_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_incomplete_store_is_refused(tmp_path: Path, name: str) -> None:
     on_disk(token_documents([[1, 2, 3], [4]]), tmp_path, token_bytes=ONES, facts={"source": "some text"})
     (folder,) = tmp_path.iterdir()
     whole = (folder / name).read_bytes()
@@ -132,7 +130,7 @@ def test_a_torn_store_is_refused(tmp_path: Path, name: str) -> None:
             (folder / name).unlink()
         else:
             (folder / name).write_bytes(content)
-        with pytest.raises(BaguError, match="is not a whole token store") as caught:
+        with pytest.raises(BaguError, match="is not a complete token store") as caught:
             TokenStore.open(folder)
         assert "delete the folder" in caught.value.hint
 
@@ -141,11 +139,11 @@ def test_an_array_of_another_length_is_refused(tmp_path: Path) -> None:
     on_disk(token_documents([[1, 2, 3]], masked=True), tmp_path, token_bytes=ONES, facts={})
     (folder,) = tmp_path.iterdir()
     np.save(folder / "mask.npy", np.ones(2, np.uint8))
-    with pytest.raises(BaguError, match="do not fit each other"):
+    with pytest.raises(BaguError, match="lengths do not match"):
         TokenStore.open(folder)
 
 
-def test_of_two_builds_of_the_same_store_the_first_to_finish_wins_and_both_get_it(tmp_path: Path) -> None:
+def test_two_concurrent_builds_share_the_first_result(tmp_path: Path) -> None:
     documents = token_documents([[7] * 50, [8]])
 
     def overtaken() -> Iterator[TokenDocument]:
@@ -162,15 +160,21 @@ def test_of_two_builds_of_the_same_store_the_first_to_finish_wins_and_both_get_i
     [
         ([], "no document"),
         ([TokenDocument(id="a", tokens=[])], "'a' has no tokens"),
-        ([TokenDocument(id="a", tokens=[1, 100])], "'a' has token id 100, the vocabulary has 100 tokens"),
+        ([TokenDocument(id="a", tokens=[1, 100])], "'a' has token id 100, but the vocabulary has 100 tokens"),
         ([TokenDocument(id="a", tokens=[-1])], "token id -1"),
         ([TokenDocument(id="a", tokens=[1], mask=[1, 0])], "needs a loss mask of 1 zeros and ones"),
         ([TokenDocument(id="a", tokens=[1], mask=[2])], "needs a loss mask"),
-        ([TokenDocument(id="a", tokens=[1]), TokenDocument(id="b", tokens=[1], mask=[1])], "'b' and the ones before"),
-        ([TokenDocument(id="a", tokens=[1], mask=[1]), TokenDocument(id="b", tokens=[1])], "'b' and the ones before"),
+        (
+            [TokenDocument(id="a", tokens=[1]), TokenDocument(id="b", tokens=[1], mask=[1])],
+            "'b' is the first to differ",
+        ),
+        (
+            [TokenDocument(id="a", tokens=[1], mask=[1]), TokenDocument(id="b", tokens=[1])],
+            "'b' is the first to differ",
+        ),
     ],
 )
-def test_documents_that_do_not_fit_are_named(tmp_path: Path, documents: list[TokenDocument], says: str) -> None:
+def test_bad_documents_are_named(tmp_path: Path, documents: list[TokenDocument], says: str) -> None:
     with pytest.raises(BaguError, match=says):
         in_memory(documents, token_bytes=ONES)
     with pytest.raises(BaguError, match=says):

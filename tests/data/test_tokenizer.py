@@ -1,4 +1,4 @@
-"""Byte-level BPE: exact round trips, no control token out of text, and files that `transformers` reads alike."""
+"""Byte-level BPE: exact round trips, no control tokens from text, files that `transformers` reads."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def test_round_trip_is_exact_and_text_never_makes_a_control_token(text: str) -> 
     assert TOKENIZER.encode_batch([text, "x"])[0] == ids
 
 
-def test_markup_means_control_tokens() -> None:
+def test_markup_becomes_control_tokens() -> None:
     ids = TOKENIZER.encode_markup("<|user|>hi<|end|>")
     assert [ids[0], ids[-1]] == [TOKENIZER.token_id("<|user|>"), TOKENIZER.token_id("<|end|>")]
     assert TOKENIZER.decode(ids) == "<|user|>hi<|end|>"
     assert TOKENIZER.encode("hi") == ids[1:-1]
-    assert TOKENIZER.encode("<|user|>hi<|end|>") != ids  # and encoding markup before has not changed that
+    assert TOKENIZER.encode("<|user|>hi<|end|>") != ids  # also after encode_markup
 
 
-def test_half_of_a_surrogate_pair_is_refused() -> None:
-    with pytest.raises(BaguError, match=r"text 1 has half of a surrogate pair, '\\ud83d', at character 2"):
+def test_a_lone_surrogate_is_refused() -> None:
+    with pytest.raises(BaguError, match=r"text 1 has a lone surrogate, '\\ud83d', at character 2"):
         TOKENIZER.encode_batch(["fine", "ab\ud83d"])
     with pytest.raises(BaguError, match="only Unicode text"):
         TOKENIZER.encode("\udcff")
@@ -62,7 +62,7 @@ def test_the_vocabulary() -> None:
     assert "at least 262" in caught.value.hint
 
 
-def test_training_is_reproducible_and_a_small_text_gives_what_it_has() -> None:
+def test_training_is_reproducible_and_small_texts_give_fewer_tokens() -> None:
     assert BpeTokenizer.train(TEXTS, vocab_size=600).fingerprint == TOKENIZER.fingerprint
     assert BpeTokenizer.train(TEXTS[:1], vocab_size=600).fingerprint != TOKENIZER.fingerprint
     assert BpeTokenizer.train(["ab"], vocab_size=600).vocab_size == 256 + len(SPECIAL_TOKENS) + 1
@@ -79,8 +79,8 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert BpeTokenizer.load(tmp_path / "new" / "folder").chat_template == "{{ 1 }}"
 
 
-def test_a_save_that_fails_leaves_the_tokenizer_that_was_there(tmp_path: Path) -> None:
-    """A kill or a full disk in the middle of a save left half a tokenizer.json, and the run could not be resumed."""
+def test_a_failed_save_keeps_the_old_tokenizer(tmp_path: Path) -> None:
+    """A kill or a full disk during a save once left a partial tokenizer.json, and the run could not be resumed."""
     resource = pytest.importorskip("resource")
     old, new = (BpeTokenizer.train([text * 50], vocab_size=300) for text in ("one two three ", "four five six "))
     old.save(tmp_path)
@@ -98,7 +98,7 @@ def test_a_save_that_fails_leaves_the_tokenizer_that_was_there(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("size", [float("nan"), float("inf"), 0.0, -1.0])
-def test_a_size_of_text_that_is_no_size_is_refused(tmp_path: Path, size: float) -> None:
+def test_a_bad_max_mb_is_refused(tmp_path: Path, size: float) -> None:
     (tmp_path / "text.txt").write_text("some text")
     TOKENIZER.save(tmp_path / "t")
     for verb in (train_main, stats_main):
@@ -106,7 +106,7 @@ def test_a_size_of_text_that_is_no_size_is_refused(tmp_path: Path, size: float) 
             verb(tmp_path / "t", path=tmp_path / "text.txt", max_mb=size)
 
 
-def test_transformers_reads_it_alike(tmp_path: Path) -> None:
+def test_transformers_reads_the_saved_files(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     TOKENIZER.save(tmp_path)
     peer = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -122,8 +122,8 @@ def test_transformers_reads_it_alike(tmp_path: Path) -> None:
     assert peer.apply_chat_template(chat, tokenize=False) == "hello"
 
 
-def test_what_a_model_was_trained_to_see_around_a_text_is_there(tmp_path: Path) -> None:
-    """Llama's begin of text and BERT's [CLS] and [SEP]: in prompts, in chats, and in what is saved again."""
+def test_special_tokens_around_a_text_are_added(tmp_path: Path) -> None:
+    """Llama's begin of text and BERT's [CLS] and [SEP]: in prompts, in chats, and after saving again."""
     transformers = pytest.importorskip("transformers")
     names = ("<|eot|>", "<|begin|>", "<|user|>", "<|assistant|>")
     template = "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -154,12 +154,12 @@ def save_foreign(folder: Path, tokenizer: tokenizers.Tokenizer, config: dict | N
     return folder
 
 
-def test_a_foreign_tokenizer_loads_with_its_padding_and_its_way_to_write_pieces(tmp_path: Path) -> None:
+def test_tokenizers_of_other_libraries_load(tmp_path: Path) -> None:
     vocab = {"<unk>": 0, "▁a": 1, "b": 2, "<0x0A>": 3, "▁": 4, "é": 5}
     made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
     made.pre_tokenizer = pre_tokenizers.Metaspace()
     made.add_special_tokens(["<unk>", "</s>", "<|stop|>"])
-    made.add_tokens(["<think>"])  # not special: a word that text may use
+    made.add_tokens(["<think>"])  # not special: text may contain it
     made.enable_padding(length=64)
     made.enable_truncation(4)
     plain = BpeTokenizer.load(save_foreign(tmp_path / "plain", made, None))
@@ -176,7 +176,7 @@ def test_a_foreign_tokenizer_loads_with_its_padding_and_its_way_to_write_pieces(
     assert (told.eos_id, told.chat_template) == (made.token_to_id("<|stop|>"), "t")
 
 
-def test_a_vocabulary_with_holes_is_as_large_as_its_last_id(tmp_path: Path) -> None:
+def test_vocab_size_counts_unused_ids(tmp_path: Path) -> None:
     made = tokenizers.Tokenizer(models.BPE(vocab={"</s>": 0, "a": 1, "é": 7}, merges=[]))
     made.add_special_tokens(["</s>"])
     loaded = BpeTokenizer.load(save_foreign(tmp_path / "holes", made, None))
@@ -184,19 +184,19 @@ def test_a_vocabulary_with_holes_is_as_large_as_its_last_id(tmp_path: Path) -> N
     assert loaded.token_bytes.tolist() == [0, 1, 0, 0, 0, 0, 0, 2]
 
 
-def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+def test_unusable_tokenizers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BaguError, match="there is no tokenizer at"):
         BpeTokenizer.load(tmp_path)
     file = tmp_path / "tokenizer.json"
     for content, says in (("{", "is not a tokenizer.json"), ("[]", "is not a tokenizer.json"),
-                          (TOKENIZER.spec.replace('"merges"', '"mergers"'), "cannot be used")):  # fmt: skip
+                          (TOKENIZER.spec.replace('"merges"', '"mergers"'), "cannot use")):  # fmt: skip
         file.write_text(content)
         with pytest.raises(BaguError, match=says):
             BpeTokenizer.load(file)
     made = tokenizers.Tokenizer(models.BPE())
     made.add_special_tokens(["<s>"])
     folder = save_foreign(tmp_path / "endless", made, {})
-    with pytest.raises(BaguError, match="does not say which token ends a document") as caught:
+    with pytest.raises(BaguError, match="does not define the token that ends a document") as caught:
         BpeTokenizer.load(folder)
     assert "special tokens: <s>" in caught.value.hint
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<gone>"}')
@@ -207,7 +207,7 @@ def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         BpeTokenizer.load(folder)
 
 
-def test_stats_count_what_they_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = stats(TOKENIZER, TEXTS)
     encoded = TOKENIZER.encode_batch(TEXTS)
     assert found.bytes == sum(len(t.encode()) for t in TEXTS)
@@ -228,7 +228,7 @@ def test_stats_count_what_they_say(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "exact" in printed
 
 
-def test_stats_see_a_tokenizer_that_loses_text() -> None:
+def test_stats_detect_a_tokenizer_that_loses_text() -> None:
     lossy = json.loads(TOKENIZER.spec)
     lossy["normalizer"] = {"type": "Lowercase"}
     found = stats(BpeTokenizer(spec=json.dumps(lossy), eos_token="<|endoftext|>"), ["abc", "ABC"])

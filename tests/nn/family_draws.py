@@ -1,4 +1,4 @@
-"""Random config.json files: values for every key of the config classes of transformers, and for the keys around them.
+"""Random config.json files: values for every key of transformers' config classes, and for related keys.
 
 `VALUES[key]` is (supported, odd): values that bagu must load where transformers does, and values that transformers may
 take and bagu may refuse, wrong types included. A value can be a function of the file so far and the generator, for keys
@@ -16,7 +16,7 @@ from bagu.nn.families.keys import SHARED
 
 __all__ = ["BASE", "EXTRA", "LENGTH", "VALUES", "Draw", "draw_file"]
 
-LENGTH = 24  # tokens of the longest document that is compared
+LENGTH = 24  # tokens of the longest compared document
 Hf = dict[str, Any]
 
 
@@ -35,7 +35,7 @@ def _too_few_layer_types(hf: Hf, rng: random.Random) -> list[str]:
 
 
 def _first_layer(hf: Hf, rng: random.Random) -> list[int]:
-    return [0] if int(hf["num_hidden_layers"]) > 1 else []  # a mixture of experts has experts in one layer or more
+    return [0] if int(hf["num_hidden_layers"]) > 1 else []  # at least one layer must have experts
 
 
 def _every_second(hf: Hf, rng: random.Random) -> int:
@@ -155,7 +155,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "layer_norm_eps": EPS,
     "classifier_dropout": ([None, 0.3], []),
     "is_decoder": ([False], [True]),
-    # keys of no class here
+    # keys of none of these classes
     "is_causal": ([True], [False]),
     "attn_implementation": (["eager", "sdpa"], []),
     "max_length": ([20], []),
@@ -189,7 +189,7 @@ BASE: dict[str, Hf] = {
     "gpt2": {"vocab_size": 61, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "bert": {k: v for k, v in DECODER_SIZES.items() if k != "initializer_range"},
 }  # fmt: skip
-# a family's own values where they differ, and keys that its files have although its class does not
+# values specific to a family, and keys that its files have but its class does not
 OWN: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
     "mistral": {"num_key_value_heads": ([1, 2], [None, 3, 8])},
     "qwen3_moe": {"num_key_value_heads": ([1, 2], [None, 3, 8])},
@@ -198,7 +198,7 @@ OWN: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "attention_bias": ([False], [True]),
         "head_dim": ([_rope_dim], [16]),
         "num_key_value_heads": ([_heads, None], [1]),
-        "num_experts_per_tok": ([1, 2], [3, None, 9]),  # one group of two experts may be all there is
+        "num_experts_per_tok": ([1, 2], [3, None, 9]),  # there may be only one group of two experts
     },
     "bert": {"hidden_act": (["gelu"], ["relu", "gelu_new"])},
 }
@@ -229,7 +229,7 @@ LATE = (
     "topk_group",
     "first_k_dense_replace",
 )  # keys whose values here depend on others
-# odd where the class of the family does not have the key, whatever the value
+# odd for any value if the class of the family does not have the key
 FOREIGN = {
     "llama": {"sliding_window", "layer_types"},
     "mistral": {"use_sliding_window", "layer_types"},
@@ -242,7 +242,7 @@ FOREIGN = {
 class Draw:
     family: str
     hf: Hf
-    drawn: set[str]  # keys that are not as in BASE, those inside the RoPE dicts included
+    drawn: set[str]  # keys that differ from BASE, including those inside the RoPE dicts
     odd: set[str]  # those of them that bagu may refuse
 
 
@@ -276,7 +276,7 @@ def draw_file(family: str, fields: set[str], seed: int) -> Draw:
 
 
 def _draw_rope(draw: Draw, rng: random.Random, *, odd: bool) -> None:
-    """RoPE in the layout of transformers 4, in that of 5, or in both at once."""
+    """RoPE in the layout of transformers 4, of 5, or in both."""
     places = rng.choice(
         ([], [], ["rope_scaling"], ["rope_parameters"], ["rope_parameters"], ["rope_parameters", "rope_scaling"])
     )

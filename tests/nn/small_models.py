@@ -22,7 +22,7 @@ def small(**changes: Any) -> ModelConfig:
 
 
 def make(config: ModelConfig, dtype: torch.dtype = torch.float32, *, seed: int = 0, louder: float = 4.0) -> Transformer:
-    """Weights are `louder` than usual: at 0.02 every small model is nearly linear, and much goes unseen."""
+    """Weights are `louder` times larger than usual: at 0.02 a small model is nearly linear and hides errors."""
     model = init_weights(Transformer(config, dtype=dtype), seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -46,7 +46,7 @@ def documents(docs: Sequence[torch.Tensor]) -> Packed:
 
 
 def loss(model: Transformer, batch: Packed) -> torch.Tensor:
-    """Mean loss of a made-up target for each token, with the balance loss."""
+    """Mean loss with an arbitrary target per token, plus the balance loss."""
     ids = batch[0]
     out = model(*batch)
     weights = torch.full((len(ids),), 1 / len(ids), dtype=torch.promote_types(out.hidden.dtype, torch.float32))

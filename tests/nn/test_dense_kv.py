@@ -1,4 +1,4 @@
-"""The naive KV cache and generation with it: the same logits as the whole sequence at once, however it is cut."""
+"""The dense KV cache, and generation with it: the same logits as the full sequence, for any chunking."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIGS = {
 
 
 def in_steps(model: Transformer, docs: list[torch.Tensor], steps: list[list[int]]) -> list[torch.Tensor]:
-    """Logits of each document when step s brings steps[s][i] tokens of document i."""
+    """Logits of each document if step s adds steps[s][i] tokens of document i."""
     kv = DenseKV(model.config, len(docs), max(map(len, docs)), dtype=model.embedding.weight.dtype)
     done, out = [0] * len(docs), [[] for _ in docs]
     for step in steps:
@@ -45,8 +45,8 @@ def in_steps(model: Transformer, docs: list[torch.Tensor], steps: list[list[int]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_cached_logits_are_those_of_the_whole_sequence(name: str) -> None:
-    """A prefill in two pieces, single tokens, and a document that comes late."""
+def test_cached_logits_equal_the_full_sequence(name: str) -> None:
+    """A prefill in two chunks, single tokens, and a document that starts late."""
     model, lengths = make(CONFIGS[name], torch.float64).eval(), [11, 14, 3]
     batch = packed(lengths)
     whole = model.logits(model(*batch).hidden).split(lengths)
@@ -57,7 +57,7 @@ def test_cached_logits_are_those_of_the_whole_sequence(name: str) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(cuts=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=6))
-def test_any_cut_gives_the_same_logits(cuts: list[tuple[int, int]]) -> None:
+def test_any_chunking_gives_the_same_logits(cuts: list[tuple[int, int]]) -> None:
     cuts = [c for c in cuts if any(c)] or [(1, 1)]
     lengths = [max(sum(column), 1) for column in zip(*cuts, strict=True)]
     steps = [list(c) for c in cuts]
@@ -69,15 +69,15 @@ def test_any_cut_gives_the_same_logits(cuts: list[tuple[int, int]]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def test_mla_keeps_its_latent_alone() -> None:
+def test_mla_caches_only_its_latent() -> None:
     config = CONFIGS["mla"]
     latent, full = DenseKV(config, 2, 10), DenseKV(small(num_kv_heads=4), 2, 10)
-    assert latent.num_bytes == 2 * 2 * 10 * (16 + 4) * 4  # layers, sequences, places, kv_rank + rope_dim, fp32
+    assert latent.num_bytes == 2 * 2 * 10 * (16 + 4) * 4  # layers, sequences, positions, kv_rank + rope_dim, fp32
     assert full.num_bytes == 2 * 2 * 2 * 10 * 4 * 8 * 4  # layers, keys and values, …
 
 
 def test_the_bound_counts_the_past() -> None:
-    """Two forwards of 20 new tokens are each below max_len = 32, and 40 in all are not."""
+    """Two forwards of 20 new tokens are each below max_len = 32, but together they are 40."""
     model = make(small())
     kv = DenseKV(small(max_len=64), 1, 64)
     for n, fits in ((20, True), (20, False)):
@@ -90,7 +90,7 @@ def test_the_bound_counts_the_past() -> None:
                 model(ids, positions, cu_seqlens, max_len, kv)
 
 
-def test_what_has_no_cache_is_refused() -> None:
+def test_models_without_a_cache_are_refused() -> None:
     with pytest.raises(CacheError, match="bidirectional"):
         DenseKV(small(causal=False), 1, 8)
     with pytest.raises(CacheError, match="linear"):
@@ -106,7 +106,7 @@ def test_what_has_no_cache_is_refused() -> None:
 
 
 def greedy(model: Transformer, prompt: list[int], count: int) -> list[int]:
-    """Without a cache, the whole text again for each token."""
+    """Without a cache: the full text again for each token."""
     text = list(prompt)
     for _ in range(count):
         n = len(text)
@@ -116,14 +116,14 @@ def greedy(model: Transformer, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["gqa", "mla", "moe"])
-def test_generation_is_what_the_model_says(name: str) -> None:
+def test_generation_matches_the_model(name: str) -> None:
     model = make(CONFIGS[name], torch.float64)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
     assert generate(model, prompts, 6, temperature=0.0) == [greedy(model, p, 6) for p in prompts]
     assert model.training
 
 
-def test_a_draw_is_the_same_whatever_else_is_in_the_batch() -> None:
+def test_sampling_does_not_depend_on_the_batch() -> None:
     model = make(small(), torch.float64)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
     together = generate(model, prompts, 8, seed=7)
@@ -132,7 +132,7 @@ def test_a_draw_is_the_same_whatever_else_is_in_the_batch() -> None:
     assert together != generate(model, prompts, 8, seed=8)
 
 
-def test_a_sequence_ends_at_its_eos_and_the_others_go_on() -> None:
+def test_a_sequence_ends_at_its_eos_and_others_continue() -> None:
     model = make(small(), torch.float64)
     prompts = [[1, 2, 3], [4]]
     free = generate(model, prompts, 8, seed=1)
@@ -153,12 +153,12 @@ def test_a_sequence_ends_at_its_eos_and_the_others_go_on() -> None:
         ([[1]], {"top_p": 1.5}),
     ],
 )
-def test_generation_refuses_what_has_no_meaning(prompts: list[list[int]], options: dict[str, Any]) -> None:
+def test_generation_refuses_bad_arguments(prompts: list[list[int]], options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError):
         generate(make(small()), prompts, **{"max_new_tokens": 2} | options)
 
 
-def test_draws_have_the_probabilities_of_the_softmax() -> None:
+def test_samples_follow_the_softmax() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
     n = 4000
     u = torch.tensor([uniform(3, i, 0) for i in range(n)])
@@ -168,24 +168,24 @@ def test_draws_have_the_probabilities_of_the_softmax() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(k=st.integers(1, 12), p=st.floats(0.05, 1.0), u=st.floats(0, 1, exclude_max=True), seed=st.integers(0, 99))
-def test_draws_stay_inside_top_k_and_top_p(k: int, p: float, u: float, seed: int) -> None:
+def test_samples_stay_inside_top_k_and_top_p(k: int, p: float, u: float, seed: int) -> None:
     logits = 2 * torch.randn(1, 10, generator=torch.Generator().manual_seed(seed))
     token = int(pick(logits, torch.tensor([u]), top_k=k, top_p=p))
     ranked = logits[0].argsort(descending=True)[:k]
     assert token in ranked.tolist()
     among = logits[0][ranked].softmax(0)
     place = ranked.tolist().index(token)
-    assert among[:place].sum().item() < p + 1e-6  # those before it do not reach p yet
+    assert among[:place].sum().item() < p + 1e-6  # the tokens before it do not reach p
 
 
-def test_uniform_numbers_are_spread_and_fixed() -> None:
+def test_uniform_numbers_are_uniform_and_reproducible() -> None:
     numbers = [uniform(0, i, t) for i in range(50) for t in range(50)]
     assert len(set(numbers)) == 2500 and all(0 <= x < 1 for x in numbers)
     assert abs(sum(numbers) / 2500 - 0.5) < 0.02
     assert uniform(1, 2, 3) == uniform(1, 2, 3) != uniform(1, 3, 2)
 
 
-def test_a_greedy_choice_ignores_the_number() -> None:
+def test_greedy_ignores_the_random_number() -> None:
     config: ModelConfig = small()
     assert config.causal
     logits = torch.tensor([[0.0, 3.0, 1.0]])

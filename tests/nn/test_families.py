@@ -1,4 +1,4 @@
-"""Families as data: a config.json is read as one model, and what is written is read back as the same one."""
+"""Families: reading config.json, and writing a config that reads back as the same model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bagu.nn.config import (
 from bagu.nn.families import FAMILIES, family_for, family_of
 from bagu.nn.hub import WeightsError
 
-# as published: what config.json on the hub says of each, without keys nobody reads
+# published values from config.json on the hub, without unused keys
 LLAMA_31_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "hidden_act": "silu",
     "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 131072,
@@ -73,7 +73,7 @@ def test_llama_31() -> None:
     assert config.norm == NormConfig(kind="rms", placement="pre", eps=1e-5)
 
 
-def test_qwen25_has_a_window_in_its_file_and_does_not_use_it() -> None:
+def test_qwen25_has_a_window_but_does_not_use_it() -> None:
     config = read(QWEN25_05B)
     assert config.windows == (None,)
     assert config.qkv_bias and not config.out_bias and config.tie_embeddings
@@ -94,38 +94,38 @@ def test_deepseek_v3() -> None:
 
 
 def test_yarn_has_the_defaults_of_its_paper() -> None:
-    """Qwen2.5's long context is switched on by these three keys."""
+    """These three keys enable Qwen2.5's long context."""
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     assert read(QWEN25_05B | {"rope_scaling": scaling}).positions == Rope(
         base=1000000.0, scaling=YarnScaling(factor=4.0, original_max_len=32768, beta_fast=32.0, beta_slow=1.0)
     )
 
 
-def test_gpt2_defaults_that_its_file_leaves_out() -> None:
+def test_gpt2_defaults_of_missing_keys() -> None:
     config = read(GPT2)
     assert config.intermediate_size == 4 * 768 and config.tie_embeddings and config.dropout == 0.1
 
 
 @pytest.mark.parametrize("hf", [LLAMA_31_8B, QWEN25_05B, DEEPSEEK_V3, GPT2], ids=lambda hf: hf["model_type"])
-def test_what_is_written_is_read_back(hf: dict[str, Any]) -> None:
+def test_round_trip(hf: dict[str, Any]) -> None:
     family, config = family_of(hf), read(hf)
     written = json.loads(json.dumps(family.write(config)))
     assert family.config(written) == config
     assert family_for(config) is family
 
 
-def test_both_spellings_of_rope_are_one() -> None:
+def test_both_rope_layouts_are_equal() -> None:
     new = {k: v for k, v in LLAMA_31_8B.items() if k not in ("rope_theta", "rope_scaling")}
     new["rope_parameters"] = {"rope_theta": 500000.0, **LLAMA_31_8B["rope_scaling"]}  # type: ignore[dict-item]
     assert read(new) == read(LLAMA_31_8B)
 
 
 @pytest.mark.parametrize("name", ["qwen3_mo", "smollm3", "llama4", "ministral", "deepseek_v2", "Llama"])
-def test_an_unknown_family_is_answered_with_the_list_and_no_suggestion(name: str) -> None:
-    """A name that is spelled alike is another architecture: pretending smollm3 to be llama would load and be wrong."""
+def test_an_unknown_family_lists_all_and_suggests_none(name: str) -> None:
+    """A similar name is another architecture: loading smollm3 as llama would work and be wrong."""
     with pytest.raises(UnknownName, match=f"'{name}'") as caught:
         family_of({"model_type": name})
-    assert caught.value.hint == f"known here: {', '.join(FAMILIES)}"
+    assert caught.value.hint == f"supported: {', '.join(FAMILIES)}"
 
 
 def test_a_file_without_a_family_is_refused() -> None:
@@ -145,12 +145,12 @@ def test_a_file_without_a_family_is_refused() -> None:
         (GPT2, {"activation_function": "swish"}, "activation_function = 'swish'"),
     ],
 )
-def test_a_switch_that_is_not_known_here_is_refused(hf: dict[str, Any], change: dict[str, Any], says: str) -> None:
+def test_an_unsupported_option_is_refused(hf: dict[str, Any], change: dict[str, Any], says: str) -> None:
     with pytest.raises(WeightsError, match=says):
         read(hf | change)
 
 
-def test_a_key_that_is_missing_is_named() -> None:
+def test_a_missing_key_is_named() -> None:
     with pytest.raises(WeightsError, match="hidden_size"):
         read({k: v for k, v in LLAMA_31_8B.items() if k != "hidden_size"})
 
@@ -162,7 +162,7 @@ SMALL = ModelConfig(
 EXPERTS = MoEConfig(num_experts=8, top_k=2, expert_size=32)
 
 
-def test_each_model_is_saved_as_the_plainest_family_that_has_it() -> None:
+def test_a_model_is_saved_as_the_simplest_family_that_fits() -> None:
     names = {
         "llama": SMALL,
         "mistral": dataclasses.replace(SMALL, windows=(16,)),
@@ -186,12 +186,12 @@ def test_each_model_is_saved_as_the_plainest_family_that_has_it() -> None:
         {"weight_norm": True},
     ],
 )
-def test_a_model_no_family_has_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(WeightsError, match="no family"):
+def test_a_model_that_no_family_fits_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(WeightsError, match="no supported checkpoint family"):
         family_for(dataclasses.replace(SMALL, **change))
 
 
-def test_training_only_fields_do_not_stand_in_the_way() -> None:
+def test_training_only_fields_do_not_matter() -> None:
     assert family_for(dataclasses.replace(SMALL, dropout=0.2, init_std=0.01)).name == "llama"
 
 
@@ -216,11 +216,11 @@ PLAIN: dict[str, Any] = {
     ffn=st.sampled_from(["swiglu", "geglu", "geglu_tanh", "gelu"]),
     base=st.sampled_from([1e4, 5e5]),
 )
-def test_a_family_that_is_found_says_the_same_model(
+def test_the_found_family_describes_the_same_model(
     heads: tuple[int, int], head_dim: int, window: int | None, qk_norm: bool, qkv_bias: bool, out_bias: bool,
     tied: bool, moe: bool, ffn: Any, base: float,
 ) -> None:  # fmt: skip
-    """Whatever the switches: either a family is found and reads back what it writes, or all of them refuse."""
+    """For any options: either a family is found and reads back what it writes, or all of them refuse."""
     config = dataclasses.replace(
         SMALL, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, windows=(window,), qk_norm=qk_norm,
         qkv_bias=qkv_bias, out_bias=out_bias, tie_embeddings=tied, moe=EXPERTS if moe else None, ffn=ffn,
@@ -230,7 +230,7 @@ def test_a_family_that_is_found_says_the_same_model(
     if found:
         assert reads_back(family_for(config).name, config)
     else:
-        with pytest.raises(WeightsError, match="no family"):
+        with pytest.raises(WeightsError, match="no supported checkpoint family"):
             family_for(config)
 
 

@@ -1,4 +1,4 @@
-"""A key of config.json is read as transformers reads it, its default included, or the load is refused with its name.
+"""Every key of config.json is read as in transformers, including its default, or refused by name.
 
 Random files (family_draws.py): transformers makes a model of the file and saves random weights beside it, bagu loads
 the folder, and the logits are compared. What bagu writes is loaded by transformers and compared again.
@@ -44,7 +44,7 @@ def config_class(family: str) -> Any:
 
 
 def fields(family: str) -> set[str]:
-    """Keys of the class's own __init__, inherited ones included; transformers calls some by a second name too."""
+    """Keys of the class's __init__, including inherited ones; some have a second name in transformers."""
     return {f.name for f in dataclasses.fields(config_class(family))}
 
 
@@ -58,7 +58,7 @@ def loader(family: str) -> Any:
 
 
 def judge_of(folder: Path, family: str) -> Any:
-    """The model that transformers makes of the config.json of a folder, with loud random weights, in fp32."""
+    """The model that transformers builds from a folder's config.json, with large random weights, in fp32."""
     config = transformers.AutoConfig.from_pretrained(folder)
     model = loader(family).from_config(config, dtype=torch.float32)
     draw = torch.Generator().manual_seed(0)
@@ -69,7 +69,7 @@ def judge_of(folder: Path, family: str) -> Any:
                 t.copy_(1 + 0.3 * noise)
             else:
                 t.copy_(1.5 * noise / max(t.shape[-1], 1) ** 0.5 if t.ndim > 1 else 0.5 * noise)
-    model.config.return_dict = True  # its classes cannot run without
+    model.config.return_dict = True  # its classes need it
     return model.eval()
 
 
@@ -96,10 +96,10 @@ def logits(model: Transformer) -> torch.Tensor:
 
 
 def tolerance(model: Any, fp32: torch.Tensor) -> float:
-    """Eight times what fp32 costs transformers itself, and the rounding of its angles, which are position * speed."""
+    """Eight times the fp32 error of transformers itself, plus the rounding of its angles, position * frequency."""
     exact = copy.deepcopy(model).double()
     exact.config._experts_implementation = "eager"  # the default has no fp64
-    exact.config._attn_implementation = "sdpa"  # and GPT-2's upcasting none in eager mode
+    exact.config._attn_implementation = "sdpa"  # GPT-2's upcasting has no fp64 in eager mode
     own = (judged(exact) - fp32).abs().max().item()
     return 8 * (own + LENGTH * EPS * fp32.abs().max().item())
 
@@ -112,7 +112,7 @@ def judged_windows(model: Any) -> list[int | None]:
 
 
 def check_config(ours: ModelConfig, model: Any) -> None:
-    """What short documents cannot show: windows longer than they are, and RoPE far out."""
+    """Tests what short documents do not cover: long windows, and RoPE at large positions."""
     assert [ours.window(i) for i in range(ours.num_layers)] == judged_windows(model)
     if isinstance(ours.positions, Rope):
         rotary = model.model.rotary_emb
@@ -123,14 +123,14 @@ def check_config(ours: ModelConfig, model: Any) -> None:
 
 
 def check_draw(draw: Draw, folder: Path) -> str:
-    """'equal', 'refused', or what transformers does not run; anything else is an AssertionError."""
+    """'equal', 'refused', or the reason why transformers cannot run it; anything else raises AssertionError."""
     write_json(folder, draw.hf)
     try:
         model = judge_of(folder, draw.family)
         want = judged(model)
     except Exception as error:  # transformers raises many types
         assert draw.odd, f"a supported file, and transformers does not run it: {error!r}"
-        with suppress(BaguError):  # any other error would be a traceback for a user
+        with suppress(BaguError):  # any other error type fails the test
             FAMILIES[draw.family].config(draw.hf)
         return f"transformers: {type(error).__name__}"
     saved(model, folder, draw.hf)
@@ -138,14 +138,16 @@ def check_draw(draw: Draw, folder: Path) -> str:
         ours = from_pretrained(folder, dtype=torch.float32)
     except BaguError as error:
         assert draw.odd, f"a supported file is refused: {error}"
-        sizes_do_not_fit = isinstance(error.__cause__, ConfigError)  # refused in the words of ModelConfig
+        sizes_do_not_fit = isinstance(error.__cause__, ConfigError)  # ModelConfig refused it
         assert sizes_do_not_fit or any(name in str(error) for name in draw.odd), f"{error}: {sorted(draw.odd)}"
         return "refused"
     limit = tolerance(model, want)
     check_config(ours.config, model)
     assert (logits(ours) - want).abs().max().item() <= limit
     again = json.loads((folder / "config-of-transformers.json").read_text())
-    assert FAMILIES[draw.family].config(again) == ours.config, "transformers' own file of the model is another model"
+    assert FAMILIES[draw.family].config(again) == ours.config, (
+        "the file that transformers wrote describes another model"
+    )
     check_export(ours, draw, folder / "export", want, limit)
     return "equal"
 
@@ -159,7 +161,7 @@ def check_export(ours: Transformer, draw: Draw, folder: Path, want: torch.Tensor
 
 
 def run_draws(family: str, count: int, folder: Path) -> Counter[str]:
-    """So many files that transformers runs; those that it does not run are counted besides."""
+    """Compare this many files that transformers can run; others are counted separately."""
     outcomes: Counter[str] = Counter()
     for seed in itertools.count():
         if outcomes["equal"] + outcomes["refused"] == count:
@@ -175,7 +177,7 @@ def run_draws(family: str, count: int, folder: Path) -> Counter[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_random_file_is_read_as_transformers_reads_it(family: str, tmp_path: Path) -> None:
+def test_a_random_file_is_read_as_in_transformers(family: str, tmp_path: Path) -> None:
     assert run_draws(family, 8, tmp_path)["equal"] >= 4
 
 
@@ -183,7 +185,7 @@ def test_a_random_file_is_read_as_transformers_reads_it(family: str, tmp_path: P
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_hundred_random_files(family: str, tmp_path: Path) -> None:
     outcomes = run_draws(family, 200, tmp_path)
-    print(family, dict(outcomes))  # seen with -s
+    print(family, dict(outcomes))  # printed with -s
     assert outcomes["equal"] >= 100 and outcomes["refused"] >= 20
 
 
@@ -233,18 +235,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "change"), READ)
-def test_a_file_that_says_a_thing_in_an_unusual_place(family: str, change: dict[str, Any], tmp_path: Path) -> None:
+def test_unusual_files_are_read_as_in_transformers(family: str, change: dict[str, Any], tmp_path: Path) -> None:
     hf = {"model_type": family, **BASE[family], **change}
     assert check_draw(Draw(family, hf, set(change), set()), tmp_path) == "equal"
 
 
 @pytest.mark.parametrize(("family", "change", "says"), REFUSED)
-def test_a_key_that_cannot_be_read_is_refused_by_name(family: str, change: dict[str, Any], says: str) -> None:
+def test_an_unsupported_key_is_refused_by_name(family: str, change: dict[str, Any], says: str) -> None:
     with pytest.raises(WeightsError, match=re.escape(says)):
         FAMILIES[family].config({**BASE[family], **change})
 
 
-def test_mistral_without_the_keys_has_eight_key_heads_and_a_window_of_4096(tmp_path: Path) -> None:
+def test_mistral_defaults_to_8_kv_heads_and_a_window_of_4096(tmp_path: Path) -> None:
     hf = {"model_type": "mistral", **BASE["mistral"], "hidden_size": 64, "num_attention_heads": 16}
     del hf["num_key_value_heads"]
     assert check_draw(Draw("mistral", hf, set(), set()), tmp_path) == "equal"
@@ -252,8 +254,8 @@ def test_mistral_without_the_keys_has_eight_key_heads_and_a_window_of_4096(tmp_p
     assert config.num_kv_heads == 8 and config.windows == (4096,)
 
 
-def test_an_untied_bert_of_transformers_4_has_its_bias_under_the_other_name(tmp_path: Path) -> None:
-    """There the decoder's bias and the head's are one parameter, which is stored once."""
+def test_an_untied_bert_of_transformers_4_uses_the_other_bias_name(tmp_path: Path) -> None:
+    """In version 4 the decoder's bias and the head's are one parameter, stored once."""
     hf = {"model_type": "bert", **BASE["bert"], "tie_word_embeddings": False}
     write_json(tmp_path, hf)
     model = judge_of(tmp_path, "bert")
@@ -266,7 +268,7 @@ def test_an_untied_bert_of_transformers_4_has_its_bias_under_the_other_name(tmp_
     assert (logits(from_pretrained(tmp_path)) - want).abs().max().item() <= tolerance(model, want)
 
 
-def test_a_file_that_names_no_dtype_has_that_of_its_weights(tmp_path: Path) -> None:
+def test_the_default_dtype_is_that_of_the_weights(tmp_path: Path) -> None:
     hf = {"model_type": "llama", **BASE["llama"]}
     write_json(tmp_path, hf)
     saved(judge_of(tmp_path, "llama").bfloat16(), tmp_path, hf)
@@ -275,7 +277,7 @@ def test_a_file_that_names_no_dtype_has_that_of_its_weights(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_key_of_the_class_is_in_the_table_with_its_default(family: str) -> None:
-    """A key or a default that a new release of transformers adds or changes fails here first."""
+    """This fails first if a new version of transformers adds a key or changes a default."""
     table, cls = FAMILIES[family].keys, config_class(family)
     assert fields(family) - table.keys() == set()
     for f in dataclasses.fields(cls):

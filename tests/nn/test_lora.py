@@ -1,4 +1,4 @@
-"""LoRA: nothing changes at first, only it trains, and a merge changes no logit."""
+"""LoRA: no change at first, only the pairs train, and merging keeps the logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BATCH = packed([9, 14])
 
 
 def adapted(**options: object) -> Transformer:
-    """A model with LoRA on every linear, the pairs as if trained."""
+    """A model with LoRA on every linear, with random pairs."""
     model = make(small(**options), torch.float64)
     add_lora(model, rank=3, alpha=6.0)
     with torch.no_grad():
@@ -24,7 +24,7 @@ def adapted(**options: object) -> Transformer:
     return model
 
 
-def test_nothing_changes_at_first() -> None:
+def test_add_lora_changes_no_output() -> None:
     model = make(small())
     before = model(*BATCH).hidden
     names = add_lora(model, rank=4, alpha=8.0)
@@ -60,7 +60,7 @@ def test_merged_logits_equal_unmerged(options: dict[str, object]) -> None:
     assert model.state_dict().keys() == plain.state_dict().keys()
 
 
-def test_a_state_goes_into_another_model() -> None:
+def test_a_lora_state_loads_into_another_model() -> None:
     a, b = adapted(), make(small(), torch.float64)
     add_lora(b, rank=3, alpha=6.0, seed=5)
     load_lora(b, lora_state(a))
@@ -71,7 +71,7 @@ def test_a_state_goes_into_another_model() -> None:
         load_lora(c, lora_state(a))
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_bad_lora_arguments_are_refused() -> None:
     model = make(small())
     with pytest.raises(ArgumentError, match="no linear"):
         add_lora(model, rank=4, alpha=8.0, targets="q_proj")
@@ -79,7 +79,7 @@ def test_what_cannot_be_is_refused() -> None:
         add_lora(model, rank=0, alpha=8.0)
     with pytest.raises(ArgumentError, match="no LoRA"):
         merge(model)
-    with pytest.raises(ArgumentError, match="weight normalisation"):
+    with pytest.raises(ArgumentError, match="weight normalization"):
         add_lora(make(small(weight_norm=True)), rank=4, alpha=8.0)
     assert all(p.requires_grad for p in model.parameters())
     add_lora(model, rank=4, alpha=8.0, targets=".*qkv")

@@ -1,4 +1,4 @@
-"""The Transformer as a whole: every pair of switches runs, documents keep to themselves, gradients are right."""
+"""The Transformer: every pair of options runs, documents do not attend to each other, gradients are right."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NORMS = [
     NormConfig(placement="sandwich"),
     NormConfig(placement="none", alpha=0.2),
 ]
-SWITCHES: dict[str, list[Any]] = {  # the value of each switch, and which of them meet is for `pairwise` to say
+SWITCHES: dict[str, list[Any]] = {  # the values of each option; `pairwise` combines them
     "norm": NORMS,
     "positions": [
         Rope(), Rope(dim=4, layout="interleaved", scaling=YarnScaling(factor=4.0, original_max_len=8)),
@@ -81,7 +81,7 @@ def configure(row: Mapping[str, Any]) -> ModelConfig:
 
 
 def pairwise() -> list[dict[str, Any]]:
-    """Rows such that any two values of two switches that may meet do meet in one of them."""
+    """Rows that contain every allowed pair of values of two options."""
     pick = random.Random(0)
     places = {name: range(len(values)) for name, values in SWITCHES.items()}
     missing = {((a, i), (b, j)) for a, b in itertools.combinations(places, 2) for i in places[a] for j in places[b]}
@@ -98,7 +98,7 @@ def pairwise() -> list[dict[str, Any]]:
             new = len(missing & set(itertools.combinations(row.items(), 2)))
             best = max(best or (0, row), (new, row), key=lambda found: found[0])
         if best is None:
-            missing.discard(wanted)  # the two may not meet
+            missing.discard(wanted)  # this pair is not allowed
             continue
         missing -= set(itertools.combinations(best[1].items(), 2))
         rows.append({name: SWITCHES[name][i] for name, i in best[1].items()})
@@ -108,14 +108,14 @@ def pairwise() -> list[dict[str, Any]]:
 ROWS = pairwise()
 
 
-def test_the_pairs_are_few_and_no_value_is_left_out() -> None:
+def test_the_rows_are_few_and_cover_every_value() -> None:
     assert len(ROWS) < 120
     for name, values in SWITCHES.items():
         assert all(any(row[name] is value for row in ROWS) for value in values), name
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[str(i) for i in range(len(ROWS))])
-def test_every_pair_of_switches_runs_forward_and_backward(row: dict[str, Any]) -> None:
+def test_every_pair_of_options_runs_forward_and_backward(row: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = make(configure(row), louder=1.0)
     total = loss(model, packed([9, 1, 14]))
@@ -126,7 +126,7 @@ def test_every_pair_of_switches_runs_forward_and_backward(row: dict[str, Any]) -
         assert p.grad.isfinite().all(), name
 
 
-LAWFUL = [  # one of each kind of what could let a token see where it should not
+LAWFUL = [  # one config per feature that could leak information between tokens
     small(),
     small(positions=Alibi()),
     small(positions=T5Relative(buckets=8, max_distance=6), causal=False),
@@ -142,7 +142,7 @@ IDS = ["rope", "alibi", "t5", "window", "bert", "group", "mla", "moe", "linear",
 
 
 @pytest.mark.parametrize("config", LAWFUL, ids=IDS)
-def test_documents_do_not_see_each_other(config: ModelConfig) -> None:
+def test_documents_do_not_attend_to_each_other(config: ModelConfig) -> None:
     model = make(config).eval()
     first, second, third = packed([7, 12, 5])[0].split([7, 12, 5])
     other = (second + 1) % config.vocab_size
@@ -165,7 +165,7 @@ def test_the_order_of_documents_changes_nothing(config: ModelConfig) -> None:
 @pytest.mark.parametrize(
     "config", [c for c in LAWFUL if c.causal], ids=[i for i, c in zip(IDS, LAWFUL, strict=True) if c.causal]
 )
-def test_a_causal_model_does_not_see_ahead(config: ModelConfig) -> None:
+def test_a_causal_model_does_not_attend_to_later_tokens(config: ModelConfig) -> None:
     model = make(config, torch.float64).eval()
     ids, *rest = packed([20])
     changed = ids.clone()
@@ -175,7 +175,7 @@ def test_a_causal_model_does_not_see_ahead(config: ModelConfig) -> None:
     assert not torch.allclose(a[12:], b[12:], atol=1e-3)
 
 
-def test_a_bidirectional_model_does() -> None:
+def test_a_bidirectional_model_attends_to_later_tokens() -> None:
     model = make(small(causal=False), torch.float64)
     ids, *rest = packed([20])
     changed = ids.clone()
@@ -183,8 +183,8 @@ def test_a_bidirectional_model_does() -> None:
     assert not torch.allclose(model(ids, *rest).hidden[0], model(changed, *rest).hidden[0], atol=1e-6)
 
 
-def test_a_window_is_as_long_as_it_says() -> None:
-    """One layer of window 3: a token two back is seen, one three back is not."""
+def test_the_length_of_a_window() -> None:
+    """One layer of window 3: a token attends to the one two before it, not to the one three before it."""
     model = make(small(num_layers=1, windows=(3,)), torch.float64)
     ids, *rest = packed([20])
     base = model(ids, *rest).hidden
@@ -212,8 +212,8 @@ def test_padded_empty_segments_change_nothing() -> None:
     ],
     ids=["t5", "sandwich", "mla_moe", "linear"],
 )  # fmt: skip
-def test_gradients_are_those_of_finite_differences(config: ModelConfig) -> None:
-    """fp64, along a random direction of all parameters at once."""
+def test_gradients_match_finite_differences(config: ModelConfig) -> None:
+    """fp64, along a random direction in the space of all parameters."""
     model, batch = make(config, torch.float64, louder=2.0), packed([5, 6])
     loss(model, batch).backward()
     stream = torch.Generator().manual_seed(1)
@@ -228,7 +228,7 @@ def test_gradients_are_those_of_finite_differences(config: ModelConfig) -> None:
     assert slope == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-6)
 
 
-def test_weights_follow_the_seed_and_nothing_else() -> None:
+def test_initial_weights_depend_on_the_seed_only() -> None:
     a, b, c = make(small()), make(small(), torch.float64), make(small(), seed=1)
     deeper = make(small(num_layers=3))
     for name, p in a.state_dict().items():
@@ -238,7 +238,7 @@ def test_weights_follow_the_seed_and_nothing_else() -> None:
             assert not torch.equal(p, c.state_dict()[name])
 
 
-def test_first_weights_have_the_size_they_should() -> None:
+def test_initial_weights_have_the_right_scale() -> None:
     model = init_weights(Transformer(small(hidden_size=128, intermediate_size=256, num_layers=8)), 0)
     block = model.blocks[0]
     assert model.embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
@@ -247,12 +247,12 @@ def test_first_weights_have_the_size_they_should() -> None:
     assert torch.equal(block.ffn_norm.weight, torch.ones(128))
 
 
-def test_weight_normalisation_starts_at_what_was_drawn() -> None:
+def test_weight_normalization_starts_at_the_drawn_weights() -> None:
     plain, normed = (init_weights(Transformer(small(weight_norm=w)), 0) for w in (False, True))
     torch.testing.assert_close(plain(*packed([9])).hidden, normed(*packed([9])).hidden)
     linear = normed.blocks[0].ffn.down
     with torch.no_grad():
-        linear.weight.mul_(3.0)  # the direction has no length
+        linear.weight.mul_(3.0)  # only the direction of `weight` matters
     torch.testing.assert_close(plain(*packed([9])).hidden, normed(*packed([9])).hidden)
 
 
@@ -264,7 +264,7 @@ def test_a_model_without_norms_keeps_the_size_of_its_stream() -> None:
     assert 0.5 < hidden.std().item() < 2.0
 
 
-def test_weights_that_were_never_set_are_loud() -> None:
+def test_uninitialized_weights_give_nan() -> None:
     assert Transformer(small())(*packed([5])).hidden.isnan().all()
 
 
@@ -288,11 +288,11 @@ def test_token_types_are_added() -> None:
 
 
 def test_a_sequence_past_max_len_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="33 tokens, and the model has positions for 32"):
+    with pytest.raises(ArgumentError, match="33 tokens, but the model has positions for 32"):
         make(small())(*packed([33]))
 
 
-def test_dropout_acts_in_training_alone() -> None:
+def test_dropout_acts_in_training_only() -> None:
     model, batch = make(small(dropout=0.5)), packed([9])
     assert not torch.equal(model(*batch).hidden, model(*batch).hidden)
     model.eval()
@@ -317,7 +317,7 @@ def test_a_cast_or_a_move_does_not_round_the_tables() -> None:
     assert cos[0, 0].item() == pytest.approx(torch.tensor(4095.0, dtype=torch.float64).cos().item(), abs=1e-6)
 
 
-def test_a_model_made_on_meta_runs_once_its_weights_are_there() -> None:
+def test_a_model_created_on_meta_runs_after_initialization() -> None:
     model = make(small())
     empty = Transformer(small(), device="meta")
     empty.load_state_dict(model.state_dict(), assign=True)

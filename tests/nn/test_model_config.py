@@ -1,4 +1,4 @@
-"""A model's config: what has no meaning is refused with a sentence, and JSON gives the same config back."""
+"""Model configs: invalid combinations are refused, and JSON round trips."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ MLA = MLAConfig(kv_rank=16, nope_dim=4, rope_dim=4, v_dim=6)
         ({"num_kv_heads": 3}, "multiple of num_kv_heads = 3"),
         ({"num_layers": 0}, "num_layers = 0"),
         ({"max_len": 0}, "max_len = 0"),
-        ({"head_dim": 7}, "RoPE turns 7"),
+        ({"head_dim": 7}, "RoPE rotates 7"),
         ({"positions": Rope(dim=10)}, "10 of 8"),
-        ({"positions": Rope(dim=3)}, "RoPE turns 3"),
+        ({"positions": Rope(dim=3)}, "RoPE rotates 3"),
         ({"positions": Sinusoidal(), "hidden_size": 33}, "sinusoidal"),
         ({"mla": MLA}, "num_kv_heads = 2"),
         ({"mla": MLA, "num_kv_heads": 4, "head_dim": 16}, "head_dim = 16"),
@@ -54,13 +54,13 @@ MLA = MLAConfig(kv_rank=16, nope_dim=4, rope_dim=4, v_dim=6)
         ({"dropout": 1.0}, "dropout = 1.0"),
         ({"init_std": 0.0}, "init_std"),
         ({"norm": NormConfig(kind="group", groups=5)}, "does not divide hidden_size = 32"),
-        ({"norm": NormConfig(placement="none", alpha=0.2), "embedding_norm": True}, "without norms"),
+        ({"norm": NormConfig(placement="none", alpha=0.2), "embedding_norm": True}, "norm.placement = 'none'"),
         ({"moe": MoEConfig(num_experts=4, top_k=1, expert_size=8, dense_layers=(2,))}, "dense_layers"),
         ({"moe": MoEConfig(num_experts=4, top_k=1, expert_size=8, dense_layers=(0, 1))}, "dense_layers"),
         ({"moe": MoEConfig(num_experts=4, top_k=1, expert_size=8), "ffn_bias": True}, "ffn_bias"),
     ],
 )
-def test_a_model_that_has_no_meaning_is_refused(changes: dict[str, Any], says: str) -> None:
+def test_invalid_models_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as error:
         small(**changes)
     assert says in str(error.value)
@@ -71,7 +71,7 @@ def test_a_model_that_has_no_meaning_is_refused(changes: dict[str, Any], says: s
     ("make", "says"),
     [
         (lambda: NormConfig(eps=0.0), "eps"),
-        (lambda: NormConfig(kind="rms", bias=True), "no shift"),
+        (lambda: NormConfig(kind="rms", bias=True), "no bias"),
         (lambda: NormConfig(kind="group"), "groups = None"),
         (lambda: NormConfig(groups=4), "groups = 4"),
         (lambda: NormConfig(placement="none"), "alpha = None"),
@@ -79,7 +79,7 @@ def test_a_model_that_has_no_meaning_is_refused(changes: dict[str, Any], says: s
         (lambda: MoEConfig(num_experts=4, top_k=5, expert_size=8), "more than num_experts = 4"),
         (lambda: MoEConfig(num_experts=4, top_k=1, expert_size=8, num_groups=3), "num_groups = 3"),
         (lambda: MoEConfig(num_experts=8, top_k=3, expert_size=8, num_groups=4, top_groups=1), "more than the 2"),
-        (lambda: MoEConfig(num_experts=4, top_k=1, expert_size=8, num_groups=4), "1 expert a group"),
+        (lambda: MoEConfig(num_experts=4, top_k=1, expert_size=8, num_groups=4), "1 expert per group"),
         (lambda: MLAConfig(kv_rank=0, nope_dim=4, rope_dim=4, v_dim=6), "kv_rank = 0"),
         (lambda: Llama3Scaling(factor=8.0, low_freq_factor=4.0, high_freq_factor=1.0), "not below"),
         (lambda: YarnScaling(factor=4.0, original_max_len=8, beta_fast=1.0, beta_slow=2.0), "not below"),
@@ -87,7 +87,7 @@ def test_a_model_that_has_no_meaning_is_refused(changes: dict[str, Any], says: s
         (lambda: T5Relative(buckets=32, max_distance=16), "max_distance = 16"),
     ],
 )
-def test_a_part_that_has_no_meaning_is_refused(make: Any, says: str) -> None:
+def test_invalid_parts_are_refused(make: Any, says: str) -> None:
     with pytest.raises(ConfigError) as error:
         make()
     assert says in str(error.value)
@@ -104,11 +104,11 @@ def test_a_part_that_has_no_meaning_is_refused(make: Any, says: str) -> None:
         small(num_kv_heads=4, mla=MLA, moe=MoEConfig(num_experts=4, top_k=2, expert_size=8, dense_layers=(0,))),
     ],
 )
-def test_json_gives_the_same_config_back(config: ModelConfig) -> None:
+def test_json_round_trip(config: ModelConfig) -> None:
     assert trees.from_dict(ModelConfig, json.loads(json.dumps(trees.to_dict(config)))) == config
 
 
-def test_a_setting_reaches_a_choice_inside() -> None:
+def test_override_of_a_nested_setting() -> None:
     changed = trees.override(small(), ["positions.base=500000", "norm.placement=sandwich", "num_layers=4"])
     assert changed == small(positions=Rope(base=500000.0), norm=NormConfig(placement="sandwich"), num_layers=4)
 
@@ -118,7 +118,7 @@ def test_windows_are_a_pattern_over_the_layers() -> None:
     assert [config.window(i) for i in range(5)] == [4, 4, None, 4, 4]
 
 
-def test_experts_are_in_all_layers_but_the_dense_ones() -> None:
+def test_experts_are_in_all_layers_except_the_dense_ones() -> None:
     moe = MoEConfig(num_experts=4, top_k=2, expert_size=8, dense_layers=(0, 2))
     config = small(num_layers=4, moe=moe)
     assert [config.experts(i) is moe for i in range(4)] == [False, True, False, True]

@@ -1,4 +1,4 @@
-"""Mixture of experts: against a loop over tokens and experts, and what balancing does."""
+"""Mixture of experts: compared with a loop over tokens and experts; load balancing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def layer(moe: MoEConfig, **changes: str) -> tuple[ModelConfig, MoE]:
 
 
 def by_loops(config: ModelConfig, module: MoE, x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """The definition: token by token, expert by expert."""
+    """The definition, with a loop over tokens and experts."""
     moe = module.moe
     rows, load = [], [0] * moe.num_experts
     for token in x:
@@ -68,7 +68,7 @@ def test_a_token_has_the_same_bits_alone_and_in_a_batch_in_invariant_mode(moe: M
             assert torch.equal(part, whole[start:stop]), f"tokens {start} to {stop}"
 
 
-def test_the_sigmoid_of_invariant_mode_is_one_formula_with_a_slope_everywhere() -> None:
+def test_the_sigmoid_of_invariant_mode_has_a_gradient_everywhere() -> None:
     z = torch.linspace(-20, 20, 4097).requires_grad_()
     far = torch.tensor([-1e4, -90.0, 90.0, 1e4], requires_grad=True)
     with ops.invariant():
@@ -84,7 +84,7 @@ def test_the_sigmoid_of_invariant_mode_is_one_formula_with_a_slope_everywhere() 
 
 @pytest.mark.parametrize("ffn", ["swiglu", "relu2"])
 @pytest.mark.parametrize("moe", KINDS, ids=NAMES)
-def test_it_is_what_a_loop_says(moe: MoEConfig, ffn: str) -> None:
+def test_it_matches_a_loop(moe: MoEConfig, ffn: str) -> None:
     config, module = layer(moe, ffn=ffn)
     x = torch.randn(23, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x.requires_grad_()
@@ -98,17 +98,17 @@ def test_it_is_what_a_loop_says(moe: MoEConfig, ffn: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
 
 
-def test_every_token_is_served_when_all_go_to_one_expert() -> None:
+def test_no_token_is_dropped_if_all_go_to_one_expert() -> None:
     _, module = layer(KINDS[0])
     with torch.no_grad():
-        module.router.weight.zero_()  # all scores equal: all tokens make the same choice
+        module.router.weight.zero_()  # all scores are equal: all tokens choose the same experts
     x = torch.randn(50, 32, dtype=torch.float64)
     y, routing = module(x)
     assert sorted(routing.load.tolist()) == [0, 0, 0, 0, 50, 50]
     assert (y.abs().sum(1) > 0).all()
 
 
-def test_the_balance_loss_is_one_when_even_and_num_experts_when_not() -> None:
+def test_the_balance_loss_is_1_if_balanced_and_num_experts_if_not() -> None:
     even = torch.full((12, 4), 0.25)
     assert balance_loss(even, torch.tensor([3, 3, 3, 3])).item() == pytest.approx(1.0)
     one = torch.tensor([[1.0, 0.0, 0.0, 0.0]]).repeat(12, 1)
@@ -123,7 +123,7 @@ def test_the_balance_loss_of_the_model_is_the_weighted_sum_over_its_layers() -> 
     assert make(small(moe=MoEConfig(num_experts=4, top_k=2, expert_size=8)))(*packed([9])).aux_loss is None
 
 
-def test_the_bias_chooses_and_does_not_weigh() -> None:
+def test_the_bias_affects_the_choice_but_not_the_weights() -> None:
     moe = MoEConfig(num_experts=3, top_k=1, expert_size=8, scoring="sigmoid", normalize_top_k=False, bias_rate=0.1)
     scores = torch.tensor([[0.6, 0.5, 0.1]])
     assert choose(scores, torch.zeros(3), moe)[1].item() == 0
@@ -131,8 +131,8 @@ def test_the_bias_chooses_and_does_not_weigh() -> None:
     assert experts.item() == 1 and weights.item() == pytest.approx(0.5)
 
 
-def test_the_bias_evens_the_load_without_a_loss() -> None:
-    """A router that prefers two experts of six is made fair by the bias alone."""
+def test_the_bias_balances_the_load_without_a_loss() -> None:
+    """The bias alone balances a router that prefers two of six experts."""
     moe = MoEConfig(num_experts=6, top_k=2, expert_size=8, scoring="sigmoid", bias_rate=0.02)
     model = make(small(num_layers=2, moe=moe))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: its names, fused linears split and joined, and what it would compute otherwise refused.
+"""Adapters in PEFT's format: names, fused linears, and refused settings.
 
 tests/peers/test_peft_peer.py has PEFT itself as the judge.
 """
@@ -35,7 +35,7 @@ def draw(*shape: int, seed: int) -> torch.Tensor:
 
 
 def adapted(targets: str = ".*", **options: Any) -> Transformer:
-    """A model with LoRA, the pairs as if trained."""
+    """A model with LoRA and random pairs."""
     model = make(small(**options), torch.float64)
     add_lora(model, rank=3, alpha=6.0, targets=targets)
     with torch.no_grad():
@@ -45,12 +45,12 @@ def adapted(targets: str = ".*", **options: Any) -> Transformer:
 
 
 def theirs(model: Transformer) -> dict[str, torch.Tensor]:
-    """The model's weights by the names and in the shapes of Hugging Face."""
+    """The model's weights with Hugging Face names and shapes."""
     return {name: part.save() for name, part in parts_of(model, family_for(model.config)).items()}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_adapter_comes_back_bit_by_bit(tmp_path: Path, name: str) -> None:
+def test_an_adapter_round_trips_exactly(tmp_path: Path, name: str) -> None:
     model, other = adapted(**MODELS[name]), make(small(**MODELS[name]), torch.float64)
     save_adapter(model, tmp_path, base="somewhere")
     assert base_of(tmp_path) == "somewhere"
@@ -62,7 +62,7 @@ def test_an_adapter_comes_back_bit_by_bit(tmp_path: Path, name: str) -> None:
     assert not any(p.requires_grad for n, p in other.named_parameters() if n not in pairs)
 
 
-def test_names_and_shapes_are_those_of_peft(tmp_path: Path) -> None:
+def test_names_and_shapes_match_peft(tmp_path: Path) -> None:
     save_adapter(adapted(), tmp_path, base="somewhere")
     layer, names = "base_model.model.model.layers.0.", ("q_proj", "k_proj", "v_proj", "o_proj")
     shapes = {k: tuple(v.shape) for k, v in load_file(tmp_path / "adapter_model.safetensors").items() if layer in k}
@@ -77,8 +77,8 @@ def test_names_and_shapes_are_those_of_peft(tmp_path: Path) -> None:
     assert config["target_modules"] == sorted([*names, "gate_proj", "up_proj", "down_proj"])
 
 
-def test_some_layers_alone_are_named_in_full(tmp_path: Path) -> None:
-    """By its last name PEFT would adapt o_proj in every layer."""
+def test_a_subset_of_layers_is_named_in_full(tmp_path: Path) -> None:
+    """With the short name PEFT would adapt o_proj in every layer."""
     save_adapter(adapted(r"blocks\.1\.attention\.out"), tmp_path, base="somewhere")
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["target_modules"] == ["model.layers.1.self_attn.o_proj"]
@@ -92,7 +92,7 @@ def peft_adapter(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) 
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_pairs_of_parts_of_a_fused_linear_are_joined(tmp_path: Path, rslora: bool) -> None:
-    """PEFT's default adapts q and v: k gets nothing, and A differs between the two."""
+    """PEFT's default adapts q and v but not k, with a different A for each."""
     model = make(small(), torch.float64)
     weights, scale = theirs(model), 6 / 3**0.5 if rslora else 6 / 3
     tensors: dict[str, torch.Tensor] = {}
@@ -108,7 +108,7 @@ def test_pairs_of_parts_of_a_fused_linear_are_joined(tmp_path: Path, rslora: boo
         torch.testing.assert_close(weight, weights[name], rtol=1e-12, atol=1e-14)
 
 
-def test_gpt2_stores_its_weights_the_other_way_round(tmp_path: Path) -> None:
+def test_gpt2_stores_transposed_weights(tmp_path: Path) -> None:
     model = make(small(**GPT2), torch.float64)
     weights, name = theirs(model), "transformer.h.1.attn.c_attn"
     a, b = draw(3, 32, seed=0), draw(96, 3, seed=1)
@@ -130,7 +130,7 @@ def test_gpt2_stores_its_weights_the_other_way_round(tmp_path: Path) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_would_change_the_result_is_refused_by_name(tmp_path: Path, setting: dict[str, Any]) -> None:
+def test_unsupported_settings_are_refused_by_name(tmp_path: Path, setting: dict[str, Any]) -> None:
     o_proj = "model.layers.0.self_attn.o_proj"
     tensors = {f"{o_proj}.lora_A.weight": draw(3, 32, seed=0), f"{o_proj}.lora_B.weight": draw(32, 3, seed=1)}
     peft_adapter(tmp_path, tensors)
@@ -143,8 +143,8 @@ def test_what_would_change_the_result_is_refused_by_name(tmp_path: Path, setting
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        ({"model.layers.9.self_attn.o_proj.lora_A.weight": (3, 32)}, "belong to no linear"),
-        ({"model.layers.0.self_attn.o_proj.lora_A.weight": (3, 32)}, "belong to no linear"),  # B is missing
+        ({"model.layers.9.self_attn.o_proj.lora_A.weight": (3, 32)}, "match no linear"),
+        ({"model.layers.0.self_attn.o_proj.lora_A.weight": (3, 32)}, "match no linear"),  # B is missing
         (
             {
                 "model.layers.0.self_attn.o_proj.lora_A.weight": (3, 64),

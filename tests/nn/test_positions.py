@@ -1,4 +1,4 @@
-"""Position encodings: each formula against its paper, and what each promises."""
+"""Position encodings: each formula against its paper, and its invariants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from bagu.nn.positions import alibi_slopes, make_encoding, rope_speeds, sinusoid
 @pytest.mark.parametrize("scaling", [None, Llama3Scaling(factor=8.0, original_max_len=64)], ids=["plain", "llama3"])
 @settings(max_examples=20, deadline=None)
 @given(m=st.integers(0, 200), n=st.integers(0, 200), shift=st.integers(0, 55))
-def test_rope_sees_the_distance_alone(layout: str, scaling: Llama3Scaling | None, m: int, n: int, shift: int) -> None:
+def test_rope_depends_on_the_distance_only(
+    layout: str, scaling: Llama3Scaling | None, m: int, n: int, shift: int
+) -> None:
     """<R_m q, R_n k> = <R_(m+s) q, R_(n+s) k>."""
     config = small(max_len=256, positions=Rope(layout=layout, scaling=scaling))
     encoding = make_encoding(config)
@@ -35,7 +37,7 @@ def test_rope_sees_the_distance_alone(layout: str, scaling: Llama3Scaling | None
     assert score(m, n) == pytest.approx(score(m + shift, n + shift), abs=1e-5)  # the tables are fp32
 
 
-def test_a_rope_model_does_not_know_where_its_text_begins() -> None:
+def test_a_rope_model_is_invariant_to_a_position_offset() -> None:
     model = make(small(), torch.float64)
     ids, positions, cu_seqlens, max_len = packed([9])
     torch.testing.assert_close(
@@ -45,13 +47,13 @@ def test_a_rope_model_does_not_know_where_its_text_begins() -> None:
     )  # fmt: skip
 
 
-def test_plain_speeds_are_the_papers() -> None:
+def test_frequencies_match_the_paper() -> None:
     speeds, size = rope_speeds(Rope(base=10000.0), 8)
     assert speeds.tolist() == pytest.approx([1.0, 0.1, 0.01, 0.001])
     assert size == 1.0
 
 
-def test_llama3_keeps_fast_pairs_and_slows_slow_ones_by_its_factor() -> None:
+def test_llama3_scaling() -> None:
     scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_len=8192)
     plain, _ = rope_speeds(Rope(base=500000.0), 128)
     scaled, _ = rope_speeds(Rope(base=500000.0, scaling=scaling), 128)
@@ -63,7 +65,7 @@ def test_llama3_keeps_fast_pairs_and_slows_slow_ones_by_its_factor() -> None:
     assert len(between) > 3 and (between.diff() > 0).all()
 
 
-def test_yarn_slows_by_a_ramp_and_sharpens() -> None:
+def test_yarn_scaling() -> None:
     scaling = YarnScaling(factor=4.0, original_max_len=4096)
     plain, _ = rope_speeds(Rope(), 128)
     scaled, size = rope_speeds(Rope(scaling=scaling), 128)
@@ -79,7 +81,7 @@ def test_yarn_slows_by_a_ramp_and_sharpens() -> None:
     assert rope_speeds(Rope(scaling=deepseek), 64)[1] == 1.0
 
 
-def test_sinusoids_are_the_papers() -> None:
+def test_sinusoids_match_the_paper() -> None:
     table = sinusoids(50, 16)
     for p, i in [(0, 0), (3, 1), (49, 5)]:
         angle = p / 10000 ** (2 * i / 16)
@@ -94,21 +96,21 @@ def test_sinusoidal_positions_reach_the_embedding() -> None:
     torch.testing.assert_close(encoding.embed(x, torch.tensor([4, 0, 9])), expected)
 
 
-def test_alibi_slopes_are_the_papers() -> None:
+def test_alibi_slopes_match_the_paper() -> None:
     assert alibi_slopes(8) == pytest.approx([2.0**-i for i in range(1, 9)])
     assert alibi_slopes(1) == pytest.approx([2.0**-8])
-    twelve = alibi_slopes(12)  # eight of 8 heads, then the 1st, 3rd, 5th, 7th of 16
+    twelve = alibi_slopes(12)  # the slopes of 8 heads, then the 1st, 3rd, 5th, 7th of 16
     assert twelve == pytest.approx([*alibi_slopes(8), *alibi_slopes(16)[0:8:2]])
 
 
 @given(heads=st.integers(1, 200))
-def test_every_head_has_a_slope_of_its_own(heads: int) -> None:
+def test_every_head_has_a_different_slope(heads: int) -> None:
     slopes = alibi_slopes(heads)
     assert len(set(slopes)) == heads and all(0 < s < 1 for s in slopes)
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_t5_buckets_are_those_of_transformers(causal: bool) -> None:
+def test_t5_buckets_match_transformers(causal: bool) -> None:
     attention = pytest.importorskip("transformers.models.t5.modeling_t5").T5Attention
     distance = torch.arange(-300, 301)
     theirs = attention._relative_position_bucket(distance, bidirectional=not causal, num_buckets=32, max_distance=128)
@@ -117,7 +119,7 @@ def test_t5_buckets_are_those_of_transformers(causal: bool) -> None:
 
 @given(near=st.integers(0, 400), causal=st.booleans())
 def test_distances_past_the_longest_share_a_bucket(near: int, causal: bool) -> None:
-    """So a bias by distance may be cut off there."""
+    """The table of biases can therefore end there."""
     config = T5Relative(buckets=16, max_distance=40)
     ends = t5_bucket(torch.tensor([-40 - near, -40, 40, 40 + near]), config, causal=causal).tolist()
     assert ends[0] == ends[1] and ends[2] == ends[3]

@@ -1,4 +1,4 @@
-"""Checkpoints in and out, transformers being the judge: equal logits, equal bits, refusals that name what is wrong.
+"""Reading and writing checkpoints, compared with transformers: equal logits, equal bits, errors that name the tensor.
 
 Each family has a small random checkpoint that transformers saved. Documents of several lengths travel packed here and
 one by one there.
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def judge(folder: Path) -> Any:
-    """The checkpoint as transformers reads it, in fp32; it must not complain of any tensor."""
+    """The checkpoint loaded by transformers, in fp32; it must not report any tensor."""
     kind = json.loads((folder / "config.json").read_text())["model_type"]
     loader = transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
     model, said = loader.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
@@ -80,7 +80,7 @@ def judge(folder: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A folder that transformers wrote. Nothing is left at its first value: norms, biases and the routing bias too."""
+    """A folder that transformers wrote. All values are random, including norms, biases and the routing bias."""
     root = tmp_path_factory.mktemp("checkpoints")
 
     def make(case: str) -> Path:
@@ -108,7 +108,7 @@ def documents() -> list[torch.Tensor]:
 
 
 def logits(model: Transformer) -> torch.Tensor:
-    """Of all documents, packed."""
+    """Logits of all documents, packed."""
     docs = documents()
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
@@ -127,13 +127,13 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_those_of_transformers(case: str, checkpoint: Callable[[str], Path]) -> None:
+def test_logits_equal_transformers(case: str, checkpoint: Callable[[str], Path]) -> None:
     folder = checkpoint(case)
     assert relative_error(logits(from_pretrained(folder)), judged(judge(folder))) <= 1e-5
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_saved_is_loaded_by_transformers(case: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_transformers_loads_saved_checkpoints(case: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     folder = checkpoint(case)
     save_pretrained(from_pretrained(folder), tmp_path)
     before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "model.safetensors")
@@ -142,7 +142,7 @@ def test_what_is_saved_is_loaded_by_transformers(case: str, checkpoint: Callable
     assert torch.equal(judged(judge(tmp_path)), judged(judge(folder)))
 
 
-def test_a_model_trained_here_is_loaded_by_transformers(tmp_path: Path) -> None:
+def test_transformers_loads_a_model_trained_here(tmp_path: Path) -> None:
     config = ModelConfig(
         vocab_size=VOCAB, hidden_size=48, num_layers=3, num_heads=6, num_kv_heads=3, head_dim=8, intermediate_size=80,
         max_len=64, dropout=0.1,
@@ -156,7 +156,7 @@ def test_a_model_trained_here_is_loaded_by_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["smollm", "qwen3_moe"])
 def test_shards(case: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """Whole, then in shards into the same folder: the whole file must not stay behind and win. And back."""
+    """Save in one file, then in shards to the same folder, then back: the old files must not be loaded."""
     model = from_pretrained(checkpoint(case))
     save_pretrained(model, tmp_path)
     with torch.no_grad():
@@ -176,7 +176,7 @@ def test_shards(case: str, checkpoint: Callable[[str], Path], tmp_path: Path) ->
 
 
 def test_dtypes(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """bf16 on disk is bf16 here unless another is asked for; the routing bias stays fp32 all the way."""
+    """bf16 on disk stays bf16 unless another dtype is requested; the routing bias stays fp32."""
     model = from_pretrained(checkpoint("deepseek_v3"), dtype=torch.bfloat16)
     save_pretrained(model, tmp_path)
     again = from_pretrained(tmp_path)
@@ -241,20 +241,20 @@ def test_old_files_are_read(checkpoint: Callable[[str], Path], tmp_path: Path) -
         ),
         (lambda t: t | {"model.norm.weight": torch.ones(65)}, r"model.norm.weight \[65\] for \[64\] has another shape"),
         (
-            lambda t: t | {"model.layers.1.self_attn.k_proj.weight": torch.ones(64, 32)},  # as many numbers as wanted
+            lambda t: (
+                t | {"model.layers.1.self_attn.k_proj.weight": torch.ones(64, 32)}
+            ),  # the right number of elements
             r"k_proj.weight \[64, 32\] for \[32, 64\] has another shape",
         ),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(
-    wrong: Any, says: str, checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_wrong_tensors_are_named(wrong: Any, says: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     change(checkpoint("llama3"), tmp_path, wrong)
     with pytest.raises(WeightsError, match=says):
         from_pretrained(tmp_path)
 
 
-def test_folders_that_are_no_checkpoint(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_folders_without_a_checkpoint_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     def says(match: str) -> None:
         with pytest.raises(BaguError, match=match) as caught:
             from_pretrained(tmp_path)
@@ -262,38 +262,38 @@ def test_folders_that_are_no_checkpoint(checkpoint: Callable[[str], Path], tmp_p
 
     says("has no config.json")
     (tmp_path / "config.json").write_text("{")
-    says("cannot be read as JSON")
+    says("as JSON")
     shutil.copy(checkpoint("llama3") / "config.json", tmp_path)
     says("has no model.safetensors")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    says("only pytorch_model.bin, and a pickle can run any code")
+    says("only pytorch_model.bin; a pickle can run arbitrary code")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "../b.safetensors"}}))
     says("outside its folder")
     index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
     says("lacks 1 of 1 shards")
-    whole = (checkpoint("llama3") / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    says("cannot be read")
+    complete = (checkpoint("llama3") / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(complete[: len(complete) // 2])
+    says("cannot read")
 
 
-def test_names_that_are_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match="there is no folder"):
+def test_unknown_model_names_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="does not exist"):
         hub.find(tmp_path / "absent" / "model" / "folder")
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightsError, match="is a file"):
         hub.find(tmp_path / "file")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # as on a machine without a network
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no network
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(WeightsError, match="the hub did not give it") as caught:
+    with pytest.raises(WeightsError, match="the download failed") as caught:
         hub.find("nobody/nothing")
     assert "\n" not in str(caught.value)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # importing it fails
-    with pytest.raises(WeightsError, match="huggingface_hub, which would fetch it, is not installed"):
+    with pytest.raises(WeightsError, match="huggingface_hub, which could download it, is not installed"):
         hub.find("nobody/nothing")
 
 
-def test_a_save_that_fails_leaves_what_was_there(
+def test_a_failed_save_keeps_the_old_files(
     checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = from_pretrained(checkpoint("smollm"))
@@ -325,17 +325,15 @@ def test_adapters_are_merged_before_saving(checkpoint: Callable[[str], Path], tm
     assert "merge" in caught.value.hint and not list(tmp_path.iterdir())
 
 
-def test_an_extra_key_that_could_not_be_loaded_again_is_refused(
-    checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    with pytest.raises(WeightsError, match="has 'my_key', which bagu does not know"):
+def test_an_extra_key_that_could_not_be_loaded_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="has 'my_key', which bagu does not support"):
         save_pretrained(from_pretrained(checkpoint("llama2")), tmp_path, extra={"my_key": 1})
     assert not list(tmp_path.iterdir())
 
 
-def test_the_family_can_be_asked_for(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_family_can_be_given(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     model = from_pretrained(checkpoint("llama2"))
     save_pretrained(model, tmp_path, family="mistral")
     assert relative_error(logits(model), judged(judge(tmp_path))) <= 1e-5
-    with pytest.raises(WeightsError, match="gpt2 has no model of this configuration"):
+    with pytest.raises(WeightsError, match="gpt2 cannot describe this model"):
         save_pretrained(model, tmp_path, family="gpt2")

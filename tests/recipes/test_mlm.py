@@ -141,7 +141,7 @@ def test_what_it_leaves_goes_on_and_embeds(texts: Path, tmp_path: Path) -> None:
         (["--recipe", "small", "--set", "objective.kind=mln"], "did you mean 'mlm'?"),
         (["--recipe", "small", "--set", "objective=mlm"], "set objective.kind to one of"),
         (["--recipe", "small", "--set", "model.causal=false"], "--recipe mlm"),
-        (["--recipe", "mlm", "--set", "objective.mask_rate=15"], "BERT's is 0.15"),
+        (["--recipe", "mlm", "--set", "objective.mask_rate=15"], "BERT uses 0.15"),
         (["--recipe", "mlm", "--set", "train.sample_every=5"], "train.sample_every=null"),
         (["--recipe", "mlm", "--prompt", "def "], "continues no prompts"),
         (["--recipe", "sft", "--from", "x", "--set", "objective.mask_rate=0.15"], "it belongs to kind mlm"),

@@ -164,7 +164,7 @@ def test_resume_in_an_empty_folder_starts_a_run(tmp_path: Path) -> None:
 def test_other_folders_are_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     for resume in (False, True):
-        with pytest.raises(BaguError, match=r"is not a run and not empty: it has thesis\.txt"):
+        with pytest.raises(BaguError, match=r"is not empty and is not a run: it has thesis\.txt"):
             RunFolder.create(tmp_path, Config(), resume=resume)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
     with pytest.raises(BaguError, match="is a file"):

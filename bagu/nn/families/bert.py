@@ -11,7 +11,7 @@ from bagu.nn.families.keys import DROPOUT, INIT_STD, SHARED, SIZE, UNUSED, Key, 
 
 __all__ = ["BERT"]
 
-POOLER = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")  # Google's own multilingual files
+POOLER = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")  # in Google's multilingual files
 KEYS: dict[str, Key] = {
     **SHARED,
     **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"), SIZE),
@@ -24,7 +24,7 @@ KEYS: dict[str, Key] = {
     "hidden_act": Only("gelu"),
     "is_decoder": Only(False),
     "position_embedding_type": Only("absolute"),
-    # dropout that bagu does not have, and the heads of other classes
+    # dropout that bagu does not support, and the heads of other classes
     **dict.fromkeys(("attention_probs_dropout_prob", "classifier_dropout", "directionality"), UNUSED),
     **{f"pooler_{name}": UNUSED for name in POOLER},
 }

@@ -1,10 +1,10 @@
-"""What a family is: the keys of its config.json, a way to read and to write them, and rules that name its tensors.
+"""A family: the keys of its config.json, functions to read and write them, and rules that map its tensor names.
 
-A rule says which Hugging Face tensors lie in one of ours, and its layout shows them there as views: loading copies each
-file tensor into its view, saving reads the view. A merge and its split are thereby one function, and neither holds a
-second copy of the weights. Shapes need no data: a layout works on the meta device too.
+A rule lists the Hugging Face tensors that are part of one of ours. Its layout returns them as views of our tensor:
+loading copies each file tensor into its view, saving reads the view. One function thus describes both merge and split,
+and neither needs a second copy of the weights. Layouts also work on the meta device.
 
-Templates: `{layer}` and `{expert}` stand for numbers, a last `*` for `weight` or `bias`.
+Templates: `{layer}` and `{expert}` are numbers, a final `*` is `weight` or `bias`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Family", "Layout", "Part", "Rule", "conv1d", "experts", "gate_up", "
 
 
 class Part(NamedTuple):
-    """One Hugging Face tensor inside ours: a view of where it lies, and the shape it has in the file."""
+    """One Hugging Face tensor inside ours: a view of its location, and its shape in the file."""
 
     view: torch.Tensor
     shape: tuple[int, ...]
@@ -46,30 +46,30 @@ def same(t: torch.Tensor, config: ModelConfig) -> list[Part]:
 
 
 def conv1d(t: torch.Tensor, config: ModelConfig) -> list[Part]:
-    """GPT-2 keeps the weight of a linear layer as [in, out]; a bias is as everywhere."""
+    """GPT-2 stores the weight of a linear layer as [in, out]; its bias is stored as usual."""
     return same(t.t(), config)
 
 
 def qkv(t: torch.Tensor, config: ModelConfig) -> list[Part]:
-    """Rows [q heads of group g.., k_g, v_g] of each group g, as the q, the k and the v of all groups."""
+    """Split the rows [q heads of group g.., k_g, v_g] of each group g into the q, the k and the v of all groups."""
     G, per_group, D, rest = config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim, t.shape[1:]
     heads = t.view(G, per_group + 2, D, *rest)
     return [Part(x, (x.shape[:3].numel(), *rest)) for x in heads.split([per_group, 1, 1], dim=1)]
 
 
 def gpt2_qkv(t: torch.Tensor, config: ModelConfig) -> list[Part]:
-    """As `qkv` with a group per head, and one tensor [in, 3 * out] in the file."""
+    """Like `qkv` with one group per head, and one tensor [in, 3 * out] in the file."""
     heads = t.view(config.num_heads, 3, config.head_dim, *t.shape[1:]).transpose(0, 1)
     return [Part(heads if t.dim() == 1 else heads.movedim(-1, 0), tuple(reversed(t.shape)))]
 
 
 def gate_up(t: torch.Tensor, config: ModelConfig) -> list[Part]:
-    """The gate's rows, then the rows it gates."""
+    """The rows of the gate, then those of the up projection."""
     return [part for half in t.chunk(2) for part in same(half, config)]
 
 
 def experts(layout: Layout) -> Layout:
-    """A tensor whose first dim is the experts, as the tensors of each expert in turn."""
+    """Split a tensor whose first dim is the experts into the tensors of each expert."""
 
     def laid_out(t: torch.Tensor, config: ModelConfig) -> list[Part]:
         return [part for expert in t for part in layout(expert, config)]
@@ -79,12 +79,12 @@ def experts(layout: Layout) -> Layout:
 
 @dataclass(frozen=True)
 class Rule:
-    """The tensor `ours` holds `theirs`, in the order of the layout's parts; experts repeat the whole list."""
+    """The tensor `ours` holds `theirs`, in the order of the layout's parts; experts repeat the list."""
 
     ours: str
     theirs: str | tuple[str, ...]
     layout: Layout = same
-    tied: bool | None = None  # only for models whose tie_embeddings is this; None is for all
+    tied: bool | None = None  # only for models with this tie_embeddings; None is for all
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -92,7 +92,7 @@ class Rule:
         return re.compile(text)
 
     def parts(self, name: str, t: torch.Tensor, config: ModelConfig) -> dict[str, Part] | None:
-        """Their names and places in our tensor `name`; None where the rule is for another."""
+        """Their names and views in our tensor `name`; None if the rule is for another tensor."""
         if (match := self.pattern.fullmatch(name)) is None or self.tied not in (None, config.tie_embeddings):
             return None
         parts = self.layout(t, config)
@@ -106,26 +106,26 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family of Hugging Face as data. `read` and `write` turn config.json to a ModelConfig and back; `read` is
-    given the values of `keys`, defaults included, and nothing else of the file."""
+    """A Hugging Face model family as data. `read` and `write` convert config.json to a ModelConfig and back; `read`
+    gets only the values of `keys`, defaults included."""
 
     name: str  # config.json's model_type
-    architecture: str  # the class that transformers makes of it
+    architecture: str  # the class name in transformers
     keys: Keys
     read: Callable[[Mapping[str, Any]], ModelConfig]
     write: Callable[[ModelConfig], dict[str, Any]]
     rules: Sequence[Rule]
-    prefix: str = ""  # what a checkpoint of the headless class leaves off its names
+    prefix: str = ""  # the part that names lack in a checkpoint of the headless class
     aliases: Mapping[str, str] = field(default_factory=dict)  # second name of a key -> its name; the second name wins
-    unused: Sequence[str] = ()  # patterns of tensors that files carry and this model has no use for
+    unused: Sequence[str] = ()  # patterns of tensors in files that this model does not use
     copies: Mapping[str, str] = field(default_factory=dict)  # a second copy in some files -> the tensor that is read
-    # a tensor that files carry beside the one transformers computes with -> that one. It is written with the same
-    # values, and read only from a file that lacks the other.
+    # a tensor in files besides the one that transformers uses -> that one. It is written with the same values, and read
+    # only from a file that lacks the other.
     spares: Mapping[str, str] = field(default_factory=dict)
-    renamed: Sequence[tuple[str, str]] = ()  # (pattern, replacement) of names in old files
+    renamed: Sequence[tuple[str, str]] = ()  # (pattern, replacement) for names in old files
 
     def config(self, hf: Mapping[str, Any]) -> ModelConfig:
-        """The model that a config.json describes, or an error that names the key that bagu cannot read."""
+        """The model that a config.json describes. An unsupported key or value raises an error that names it."""
         if quantization := hf.get("quantization_config"):
             method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
             raise WeightsError(
@@ -139,11 +139,11 @@ class Family:
             return self.read(values)
         except ConfigError as error:
             raise WeightsError(
-                f"{self.name}: config.json describes a model that bagu does not have: {error}", hint=error.hint
+                f"{self.name}: config.json describes a model that bagu does not support: {error}", hint=error.hint
             ) from error
 
     def parts(self, tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, Part]:
-        """Their name of every tensor -> where it lies in ours."""
+        """The checkpoint name of every tensor -> its view in ours."""
         out: dict[str, Part] = {}
         for name, t in tensors.items():
             found = next((p for rule in self.rules if (p := rule.parts(name, t, config)) is not None), None)

@@ -1,4 +1,4 @@
-"""What the descendants of Llama share: the keys of config.json, and the names of their tensors."""
+"""The keys of config.json and the tensor names that the families derived from Llama share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 GATES: dict[str, FFNKind] = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-DECODER: dict[str, Key] = {  # defaults that differ from one family to the next are in their own files
+DECODER: dict[str, Key] = {  # defaults that differ between families are in their own files
     **SHARED,
     **ROPE,
     "vocab_size": SIZE,
@@ -43,7 +43,7 @@ DECODER: dict[str, Key] = {  # defaults that differ from one family to the next 
     "hidden_act": Read(str, "silu"),
     "tie_word_embeddings": Read(bool, False),
     "initializer_range": INIT_STD,
-    "attention_dropout": UNUSED,  # of the attention weights, in training; bagu has no such dropout
+    "attention_dropout": UNUSED,  # training only; bagu does not have this dropout
     "is_causal": Only(True),
     "is_decoder": UNUSED,
     "layer_types": Only(None),
@@ -112,7 +112,7 @@ def decoder(
     aliases: Mapping[str, str] | None = None,
     unused: Sequence[str] = (),
 ) -> Family:
-    """A family with the prefix, the relics and the tied head of Llama's."""
+    """A family with Llama's prefix, tied head and obsolete tensors."""
     return Family(
         name=name,
         architecture=architecture,
@@ -128,7 +128,7 @@ def decoder(
 
 
 def read_decoder(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ModelConfig that these families read the same way, from the values of `DECODER`."""
+    """The fields of ModelConfig that these families read in the same way, from the values of `DECODER`."""
     act, heads = hf["hidden_act"], hf["num_attention_heads"]
     if act not in GATES:
         refuse_value("config.json", "hidden_act", act, ", ".join(GATES))
@@ -170,7 +170,7 @@ def write_decoder(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Qwen's windows: layers from `max_window_layers` on have one, if any do; newer files name each layer's kind."""
+    """Qwen's windows: layers from `max_window_layers` on have one, if any; newer files list the type of each layer."""
     window = hf["sliding_window"] if hf["use_sliding_window"] else None
     num_layers, kinds = hf["num_hidden_layers"], hf["layer_types"]
     if kinds is None:
@@ -186,7 +186,7 @@ def read_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def write_windows(config: ModelConfig) -> dict[str, Any]:
-    """The keys that `read_windows` reads. `max_window_layers` is for readers that do not know `layer_types`."""
+    """The keys that `read_windows` reads. `max_window_layers` is for readers without `layer_types`."""
     windows = [config.window(i) for i in range(config.num_layers)]
     return {
         "use_sliding_window": any(windows),

@@ -1,6 +1,6 @@
-"""DeepSeek-V3: multi-head latent attention, and experts in groups, balanced by a bias that only the choice sees.
+"""DeepSeek-V3: multi-head latent attention, and experts in groups, balanced by a bias that affects only the choice.
 
-The extra layer that files carry behind the last one predicts a second token; it is left out, as transformers does.
+Files have an extra layer after the last one, which predicts a second token; it is skipped, as in transformers.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ KEYS: dict[str, Key] = {
     **dict.fromkeys(
         ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group"), SIZE
     ),
-    "n_shared_experts": SIZE,  # with 0 transformers keeps tensors of no elements
+    "n_shared_experts": SIZE,  # with 0 transformers keeps empty tensors
     "first_k_dense_replace": Required(int, least=0),
     "norm_topk_prob": Required(bool),
     "routed_scaling_factor": Required(float),
     "qk_head_dim": UNUSED,  # the sum of two others
-    # the layers behind the last one, which predict further tokens
+    # the layers after the last one, which predict further tokens
     **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), UNUSED),
-    # training, and how the weights are spread over machines
+    # training options, and the distribution of weights over machines
     **dict.fromkeys(("aux_loss_alpha", "ep_size", "output_router_logits", "pretraining_tp", "seq_aux"), UNUSED),
 }
 
@@ -68,7 +68,7 @@ def read(hf: Mapping[str, Any]) -> ModelConfig:
         ("num_key_value_heads", heads, "num_attention_heads"),
         ("head_dim", rope_dim, "qk_rope_head_dim"),
     ):
-        if hf[name] not in (None, wanted):  # the default of the first is 128, whatever the number of heads
+        if hf[name] not in (None, wanted):  # the default of the first is 128, for any number of heads
             refuse_value("config.json", name, hf[name], f"{wanted}, which is {same_as}")
     mla = MLAConfig(
         q_rank=hf["q_lora_rank"],
@@ -76,7 +76,7 @@ def read(hf: Mapping[str, Any]) -> ModelConfig:
         nope_dim=hf["qk_nope_head_dim"],
         rope_dim=rope_dim,
         v_dim=hf["v_head_dim"],
-        eps=1e-6,  # the norms of the latents do not follow rms_norm_eps
+        eps=1e-6,  # the norms of the latents do not use rms_norm_eps
     )
     moe = MoEConfig(
         num_experts=hf["n_routed_experts"],
@@ -89,7 +89,7 @@ def read(hf: Mapping[str, Any]) -> ModelConfig:
         route_scale=float(hf["routed_scaling_factor"]),
         num_groups=hf["n_group"],
         top_groups=hf["topk_group"],
-        bias_rate=0.001,  # the paper's, for most of its training: https://arxiv.org/abs/2412.19437, 4.2
+        bias_rate=0.001,  # the paper's value for most of its training: https://arxiv.org/abs/2412.19437, 4.2
     )
     fields = read_decoder(hf) | {
         "num_kv_heads": heads,
@@ -104,7 +104,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     if mla is None or moe is None:
         raise WeightsError("the model has no MLA, or no mixture of experts", hint="")
     return write_decoder(config) | {
-        "head_dim": mla.rope_dim,  # what transformers calls so; its RoPE reads it
+        "head_dim": mla.rope_dim,  # transformers' RoPE reads the size under this name
         "rope_interleave": getattr(config.positions, "layout", None) == "interleaved",
         "q_lora_rank": mla.q_rank,
         "kv_lora_rank": mla.kv_rank,

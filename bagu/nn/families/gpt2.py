@@ -24,11 +24,11 @@ KEYS: dict[str, Key] = {
     "scale_attn_weights": Only(True),
     "scale_attn_by_inverse_layer_idx": Only(False),
     "is_causal": Only(True),
-    # dropout that bagu does not have, the head of another class, a length that n_positions repeats
+    # dropout that bagu does not support, the head of another class, a length that n_positions repeats
     **dict.fromkeys(("attn_pdrop", "embd_pdrop", "is_decoder", "n_ctx", "n_special", "predict_special_tokens"), UNUSED),
     **dict.fromkeys(("summary_activation", "summary_first_dropout", "summary_proj_to_labels"), UNUSED),
     **dict.fromkeys(("summary_type", "summary_use_proj"), UNUSED),
-    "reorder_and_upcast_attn": UNUSED,  # scores in fp32, as bagu's always are
+    "reorder_and_upcast_attn": UNUSED,  # fp32 scores, as always in bagu
 }
 
 
@@ -102,6 +102,6 @@ GPT2 = Family(
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     },
-    unused=(r".*\.attn\.(masked_)?bias",),  # the causal mask, which transformers wrote as a buffer
+    unused=(r".*\.attn\.(masked_)?bias",),  # the causal mask, a buffer in old versions of transformers
     copies={"lm_head.weight": "transformer.wte.weight"},
 )

@@ -1,18 +1,18 @@
-"""What the keys of a config.json mean. Each family has a table with one entry for every key it accepts:
+"""The meaning of the keys of a config.json. Each family has a table with one entry for every key it accepts:
 
-    Required(type)         the family's reader takes the value; a file without the key is refused
-    Read(type, default)    the reader takes the value; `default` is transformers' own for a file without the key
-    Only(value, …)         a switch of which bagu's model implements these values; any other is refused
-    UNUSED                 the key has no effect on the logits of a model in eval mode
+    Required(type)         the family's reader uses the value; a file without the key is refused
+    Read(type, default)    the reader uses the value; `default` is transformers' own for a file without the key
+    Only(value, …)         an option of which bagu supports these values; any other is refused
+    UNUSED                 the key does not affect the logits of a model in eval mode
 
 A key that is not in the table is refused with its name, because transformers sets unknown keys as attributes of its
 config object and model code reads some of them: `"is_causal": false` makes a Llama bidirectional.
 
-The release of transformers that wrote the file (`transformers_version`) is not looked at. For every key in these tables
-4.57 and 5.22 have the same default, and both write every key of the model's own class, so a default only matters for
-files written by hand or by other tools. RoPE has two layouts, `rope_theta` with `rope_scaling` (4.x) and
-`rope_parameters` (5.x); both are read, and where both are present the precedence is that of 5.x. Where the two releases
-read the same file differently, the file is refused (rope.py names the cases).
+The version of transformers that wrote the file (`transformers_version`) is ignored. For every key in these tables 4.57
+and 5.22 have the same default, and both write every key of the model's own class, so a default only matters for files
+written by hand or by other tools. RoPE has two layouts, `rope_theta` with `rope_scaling` (4.x) and `rope_parameters`
+(5.x); both are read, and if both are present the precedence is that of 5.x. If the two versions read the same file
+differently, the file is refused (rope.py lists the cases).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Read:
 
 
 class Only:
-    """The values that are accepted. A file without the key has the first, as in transformers."""
+    """The accepted values. A file without the key has the first value, as in transformers."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -75,7 +75,7 @@ SIZE = Required(int, least=1)
 DROPOUT = Read(float, 0.1, least=0)
 INIT_STD = Read(float, 0.02, above=0)
 
-GENERATION = (  # defaults of generate(), which older releases wrote into config.json
+GENERATION = (  # defaults of generate(), which older versions wrote to config.json
     "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens",
     "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
     "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
@@ -84,7 +84,7 @@ GENERATION = (  # defaults of generate(), which older releases wrote into config
     "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "target_lookbehind",
     "temperature", "top_k", "top_p", "typical_p", "use_cache",
 )  # fmt: skip
-DESCRIPTION = (  # where the file comes from, its tokens and labels, what a forward returns, training options
+DESCRIPTION = (  # origin of the file, tokens and labels, outputs of a forward, training options
     "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled", "_name_or_path", "_num_labels",
     "architectures", "attn_implementation", "auto_map", "bos_token_id", "chunk_size_feed_forward", "cls_token_id",
     "cross_attention_hidden_size", "decoder_start_token_id", "dtype", "eos_token_id", "experts_implementation",
@@ -94,7 +94,7 @@ DESCRIPTION = (  # where the file comes from, its tokens and labels, what a forw
     "tie_last_hidden_states", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
     "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16",
 )  # fmt: skip
-# keys that any family's file may have: those of transformers' base class, 4.x and 5.x, and of tools around it
+# keys that a file of any family may have: those of transformers' base class, 4.x and 5.x, and of related tools
 SHARED: dict[str, Key] = {
     **dict.fromkeys((*GENERATION, *DESCRIPTION), UNUSED),
     "add_cross_attention": Only(False),
@@ -105,12 +105,12 @@ SHARED: dict[str, Key] = {
 
 
 def resolve(owner: str, given: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
-    """The value of every key that a reader takes, defaults included. `owner` opens the message of a refusal."""
+    """The value of every key that the reader uses, defaults included. `owner` starts the error message."""
     if unknown := sorted(given.keys() - keys.keys()):
         names = ", ".join(map(repr, unknown))
         raise WeightsError(
-            f"{owner} has {names}, which bagu does not know",
-            hint="such a key can change what the model computes; if this one does not, remove it from the file",
+            f"{owner} has {names}, which bagu does not support",
+            hint="such a key can change the model's output; if this one does not, remove it from the file",
         )
     values: dict[str, Any] = {}
     for name, key in keys.items():
@@ -118,7 +118,7 @@ def resolve(owner: str, given: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
             case Only() if name in given and given[name] not in key.values:
                 refuse_value(owner, name, given[name], " or ".join(map(repr, key.values)))
             case Required() if name not in given:
-                raise WeightsError(f"{owner} has no {name!r}", hint="fetch or write it again")
+                raise WeightsError(f"{owner} has no {name!r}", hint="download or write it again")
             case Read() if name not in given:
                 values[name] = key.default
             case Required() | Read():
@@ -128,8 +128,8 @@ def resolve(owner: str, given: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
 
 def refuse_value(owner: str, name: str, value: Any, allowed: str) -> NoReturn:
     raise WeightsError(
-        f"{owner} has {name} = {value!r}, and bagu supports only {allowed}",
-        hint="the model would load and compute something else, so it is refused",
+        f"{owner} has {name} = {value!r}, but bagu supports only {allowed}",
+        hint="the model would load but compute something else",
     )
 
 

@@ -1,4 +1,4 @@
-"""Llama 2 and 3 and SmolLM, which are all of model_type llama, and Mistral, which has a window and no biases."""
+"""Llama 2 and 3 and SmolLM, all of model_type llama, and Mistral, which has a window and no biases."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ LLAMA_KEYS: dict[str, Key] = {
     **DECODER,
     "attention_bias": Read(bool, False),
     "mlp_bias": Read(bool, False),
-    "pretraining_tp": UNUSED,  # a product computed in so many pieces
+    "pretraining_tp": UNUSED,  # splits a matmul into this many parts
     "sliding_window": Only(None),
-    "rope_interleaved": Only(False),  # SmolLM's files
+    "rope_interleaved": Only(False),  # in SmolLM's files
     "is_llama_config": UNUSED,
-    "max_sequence_length": UNUSED,  # the first conversions of Llama, beside max_position_embeddings
+    "max_sequence_length": UNUSED,  # in the first conversions of Llama, besides max_position_embeddings
 }
 MISTRAL_KEYS: dict[str, Key] = {
     **DECODER,

@@ -26,7 +26,7 @@ KEYS: dict[str, Key] = {
     **WINDOWS,
     "num_key_value_heads": Read(int | None, 32, least=1),
     "head_dim": Read(int, None, least=1),
-    "attention_bias": Only(True),  # not read by transformers, whose Qwen2 always has these biases
+    "attention_bias": Only(True),  # ignored by transformers, whose Qwen2 always has these biases
 }
 
 

@@ -1,4 +1,4 @@
-"""Qwen3, dense and mixture of experts: queries and keys are normalised head by head before RoPE."""
+"""Qwen3, dense and mixture of experts: queries and keys are normalized per head before RoPE."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_moe(hf: Mapping[str, Any]) -> ModelConfig:
-    """Layers are dense where `mlp_only_layers` names them or `decoder_sparse_step` skips them."""
+    """Layers are dense if `mlp_only_layers` lists them or `decoder_sparse_step` skips them."""
     named, step = hf["mlp_only_layers"] or (), hf["decoder_sparse_step"]
     moe = MoEConfig(
         num_experts=hf["num_experts"],
@@ -79,7 +79,7 @@ def read_moe(hf: Mapping[str, Any]) -> ModelConfig:
 def write_moe(config: ModelConfig) -> dict[str, Any]:
     moe = config.moe
     if moe is None:
-        raise WeightsError("the model has no mixture of experts", hint="qwen3 is the family without")
+        raise WeightsError("the model has no mixture of experts", hint="use the family qwen3")
     return write_decoder(config) | {
         "attention_bias": config.qkv_bias,
         "use_sliding_window": config.window(0) is not None,

@@ -1,8 +1,8 @@
 """RoPE in config.json: `rope_theta` and `rope_scaling`, which transformers 5 writes as one `rope_parameters`.
 
-Both layouts are read with the precedence of transformers 5: `rope_scaling` before `rope_parameters`, which is then not
-looked at. Releases 4 and 5 disagree on files that say a thing twice, and those are refused: `type` beside a different
-`rope_type`, and `rope_theta` or `original_max_position_embeddings` at the top beside a different one inside.
+Both layouts are read with the precedence of transformers 5: `rope_scaling` before `rope_parameters`, which is then
+ignored. Versions 4 and 5 disagree on files that set a value twice, and those are refused: `type` with a different
+`rope_type`, and `rope_theta` or `original_max_position_embeddings` at the top with a different value inside.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bagu.nn.hub import WeightsError
 
 __all__ = ["ROPE", "read_rope", "write_rope"]
 
-ROPE: dict[str, Key] = {  # at the top of config.json; None stands for an absent key
+ROPE: dict[str, Key] = {  # at the top of config.json; None is an absent key
     "rope_theta": Read(float, None, above=0),
     "rope_scaling": Read(dict | None, None),
     "rope_parameters": Read(dict | None, None),
@@ -24,7 +24,7 @@ ROPE: dict[str, Key] = {  # at the top of config.json; None stands for an absent
     "original_max_position_embeddings": Read(int, None, least=1),
 }
 OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-TYPES: dict[str, Keys] = {  # what each type takes inside rope_scaling or rope_parameters, besides what all take
+TYPES: dict[str, Keys] = {  # the keys of each type in rope_scaling or rope_parameters, besides the common ones
     "default": {},
     "llama3": {name: Required(float, above=0) for name in ("factor", "low_freq_factor", "high_freq_factor")},
     "yarn": {
@@ -36,12 +36,12 @@ TYPES: dict[str, Keys] = {  # what each type takes inside rope_scaling or rope_p
 
 
 def read_rope(hf: Mapping[str, Any], layout: Literal["half", "interleaved"] = "half") -> Rope:
-    """The values of `ROPE` as a Rope; a type that bagu does not have is refused, and so is a key its type has not."""
+    """The values of `ROPE` as a Rope; an unsupported type, or a key that its type does not have, is refused."""
     where = "rope_scaling" if hf["rope_scaling"] else "rope_parameters"
     owner, given = f"config.json: {where}", hf[where] or {}
     kind = given.get("rope_type", given.get("type", "default"))
     if not isinstance(kind, str) or kind not in TYPES:
-        raise WeightsError(f"{owner} has rope_type = {kind!r}", hint=f"known here: {', '.join(TYPES)}")
+        raise WeightsError(f"{owner} has rope_type = {kind!r}", hint=f"supported: {', '.join(TYPES)}")
     common: dict[str, Key] = {
         "rope_type": Only(kind),
         "type": Only(kind),
@@ -50,17 +50,17 @@ def read_rope(hf: Mapping[str, Any], layout: Literal["half", "interleaved"] = "h
     }
     length: dict[str, Key] = {} if kind == "default" else {"original_max_position_embeddings": Read(int, None, least=1)}
     values = resolve(owner, given, {**common, **length, **TYPES[kind]})
-    base = _said_once("rope_theta", hf, values, 10000.0)
+    base = _single("rope_theta", hf, values, 10000.0)
     return Rope(base=float(base), layout=layout, scaling=_read_scaling(kind, values, hf))
 
 
-def _said_once(name: str, hf: Mapping[str, Any], inside: Mapping[str, Any], default: Any) -> Any:
-    """A key that may stand at the top of config.json or inside the parameters of RoPE."""
+def _single(name: str, hf: Mapping[str, Any], inside: Mapping[str, Any], default: Any) -> Any:
+    """The value of a key that may be at the top of config.json or in the parameters of RoPE."""
     given = [value for value in (hf[name], inside[name]) if value is not None]
     if len(given) == 2 and given[0] != given[1]:
         raise WeightsError(
             f"config.json has {name} = {given[0]!r} at the top and {given[1]!r} in the parameters of RoPE",
-            hint="releases 4 and 5 of transformers disagree on which one counts: remove the other",
+            hint="versions 4 and 5 of transformers use different ones: remove one",
         )
     return given[0] if given else default
 
@@ -69,7 +69,7 @@ def _read_scaling(kind: str, values: Mapping[str, Any], hf: Mapping[str, Any]) -
     if kind == "default":
         return None
     longest = hf["max_position_embeddings"]
-    original: int = _said_once("original_max_position_embeddings", hf, values, longest)
+    original: int = _single("original_max_position_embeddings", hf, values, longest)
     if kind == "llama3":
         return Llama3Scaling(
             factor=float(values["factor"]),
@@ -91,7 +91,7 @@ def _read_scaling(kind: str, values: Mapping[str, Any], hf: Mapping[str, Any]) -
 
 
 def write_rope(config: ModelConfig) -> dict[str, Any]:
-    """The older spelling, which transformers 4 and 5, vLLM and llama.cpp all read."""
+    """The older format, which transformers 4 and 5, vLLM and llama.cpp all read."""
     rope = config.positions
     if not isinstance(rope, Rope):
         raise WeightsError(f"the model has {rope.kind!r} positions, not RoPE", hint="")
