@@ -1,1 +1,1 @@
-"""Benchmarks of ops, training, the engine and the server, beside peers in the same run; the tables made of them."""
+"""Benchmarks of ops, training, the engine and the server, with peers in the same run; the tables in the documents."""

@@ -1,4 +1,4 @@
-"""`bagu bench engine`: how many tokens a second the engine makes without a server, beside peers in the same run."""
+"""`bagu bench engine`: tokens per second of the engine without a server, with peers in the same run."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from bagu.serve.engine import Engine
 
 __all__ = ["SHAPES", "main"]
 
-LEAST_LEN = 4096  # positions an engine is made for, as in nano-vllm's bench, where the workload needs no more
+LEAST_LEN = 4096  # minimum max_model_len of the engine, as in nano-vllm's benchmark
 
 
-SHAPES = ("cpu_8m", "smollm_135m", "qwen3_0_6b")  # presets with random weights: speed does not depend on their values
+SHAPES = ("cpu_8m", "smollm_135m", "qwen3_0_6b")  # presets with random weights: speed does not depend on the values
 
 
 def main(
@@ -63,15 +63,15 @@ def main(
 ) -> int:
     """Time bagu's engine and the peers, `rounds` times in turn; print a table and append the rows to `out`.
 
-    The model is `shape` with random weights, or what `load` gives, called `name` in the rows. Without `requests`,
-    `inputs` and `outputs` the workload is nano-vllm's (256 requests, 100-1024 tokens in and out) on a GPU and 32
-    requests of 16-128 on a CPU. `batch` is the engine's max_num_seqs, and the peer's padded batch. A peer that is a
-    script runs in `peer_environ`, by default in this process's own.
+    The model is `shape` with random weights, or the result of `load`, with `name` in the rows. Without `requests`,
+    `inputs` and `outputs` the workload is nano-vllm's (256 requests, 100-1024 tokens in and out) on a GPU, and 32
+    requests of 16-128 tokens on a CPU. `batch` is the engine's max_num_seqs, and the padded batch size of the peer. A
+    peer that is a script runs in `peer_environ`, by default in the environment of this process.
     """
     where = named_device(device)
     gpu = where.type == "cuda"
     if (requests is not None and requests < 1) or rounds < 1:
-        raise ArgumentError(f"{requests} requests, {rounds} rounds", hint="each is 1 or more")
+        raise ArgumentError(f"{requests} requests, {rounds} rounds", hint="each must be 1 or more")
     case = Case(
         requests=requests or (256 if gpu else 32),
         inputs=Lengths.parse(inputs or ("100-1024" if gpu else "16-128")),
@@ -111,18 +111,18 @@ def _check(case: Case, peers: Sequence[str]) -> None:
     if case.repeats < 1 or any(s < 1 for s in case.streams) or case.prompt < 1 or case.new < 1:
         raise ArgumentError(
             f"streams {list(case.streams)}, prompt {case.prompt}, new {case.new}, repeats {case.repeats}",
-            hint="each is 1 or more",
+            hint="each must be 1 or more",
         )
     check_peers(peers, PEERS)
     if case.streams and any(p in PEERS for p in peers):
-        raise ArgumentError("a transformers peer with streams", hint="it has no decode rate alone: leave one out")
+        raise ArgumentError("a transformers peer with --streams", hint="it has no separate decode rate: leave one out")
 
 
 def _maker(
     shape: str, load: Callable[[], tuple[Transformer, Any, Any]] | None, name: str | None, device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Callable[[], Transformer], str]:  # fmt: skip
-    """What makes the model, and its name in the rows."""
+    """A function that creates the model, and its name in the rows."""
     if load is not None:
         loaded = load()[0].to(device=device, dtype=dtype)
         return lambda: loaded, name or "loaded"
@@ -139,7 +139,7 @@ def _bagu(
         engine = Engine(model, None, replace(config, max_model_len=longest))
         yield from measure_streams(engine, case)
         return
-    workload, warmup = _works(case, model.config.vocab_size, turn, whole=model.embedding.weight.is_cuda)
+    workload, warmup = _workloads(case, model.config.vocab_size, turn, full_warmup=model.embedding.weight.is_cuda)
     longest = max(workload.longest, warmup.longest, min(LEAST_LEN, model.config.max_len))
     yield None, measure_throughput(Engine(model, None, replace(config, max_model_len=longest)), workload, warmup)
 
@@ -147,17 +147,17 @@ def _bagu(
 def _peer(
     peer: str, model: Transformer, case: Case, turn: int, batch: int, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[int | None, Measured]]:
-    workload, warmup = _works(case, model.config.vocab_size, turn, whole=False)
+    workload, warmup = _workloads(case, model.config.vocab_size, turn, full_warmup=False)
     with PEERS[peer](model.config, device, dtype, batch) as run:
         run(warmup)
         yield None, run(workload)
 
 
-def _works(case: Case, vocab_size: int, turn: int, *, whole: bool) -> tuple[Workload, Workload]:
-    """What is timed, and what warms up for it with other tokens: a few requests, or the like of the whole where each
-    shape that is met for the first time costs (a GPU's graphs)."""
+def _workloads(case: Case, vocab_size: int, turn: int, *, full_warmup: bool) -> tuple[Workload, Workload]:
+    """The timed workload, and a warmup with other tokens: a few requests, or with `full_warmup` an equally large one,
+    if the first use of each shape is slow (CUDA graphs)."""
     warmup = case.workload(vocab_size, 1000 + turn)
-    return case.workload(vocab_size, turn), warmup if whole else warmup.head(4)
+    return case.workload(vocab_size, turn), warmup if full_warmup else warmup.head(4)
 
 
 def _row(implementation: str, measured: Measured, device: torch.device, streams: int | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The same offline workload by other libraries, for `bagu bench engine`. Each is written as its users write it."""
+"""The same offline workload with other libraries, for `bagu bench engine`. Each is written as its users write it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Implementation = Callable[[ModelConfig, torch.device, torch.dtype, int], Abstrac
 
 
 def _model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Any:
-    """The transformers model of the same configuration, with random weights and no end of text."""
+    """The transformers model of the same configuration, with random weights and without an end-of-text token."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -43,8 +43,8 @@ def _model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Any
 
 @contextmanager
 def _generate(config: ModelConfig, device: torch.device, dtype: torch.dtype, batch: int) -> Iterator[Run]:
-    """`generate` on left-padded batches in the order of arrival. A batch runs until its longest answer is done; only
-    the tokens that were asked for count."""
+    """`generate` on left-padded batches in the order of arrival. A batch runs until its longest output is done; only
+    the requested tokens count."""
     model = _model(config, device, dtype)
 
     def run(workload: Workload) -> Measured:
@@ -59,7 +59,7 @@ def _generate(config: ModelConfig, device: torch.device, dtype: torch.dtype, bat
                     ids, attention_mask=seen, max_new_tokens=max(workload.max_tokens[first : first + batch]),
                     do_sample=True, temperature=TEMPERATURE, top_k=0, pad_token_id=0,
                 )  # fmt: skip
-            made.cpu()  # the work is done when its tokens are here
+            made.cpu()  # waits until the tokens are computed
         seconds = time.perf_counter() - began
         return Measured(seconds=seconds, output_tokens=workload.output_tokens, input_tokens=workload.input_tokens)
 
@@ -68,8 +68,8 @@ def _generate(config: ModelConfig, device: torch.device, dtype: torch.dtype, bat
 
 @contextmanager
 def _generate_batch(config: ModelConfig, device: torch.device, dtype: torch.dtype, batch: int) -> Iterator[Run]:
-    """What `generate_batch` runs, continuous batching: through its manager, because the function knows one
-    max_new_tokens for all requests. `batch` is left to it."""
+    """Continuous batching as in `generate_batch`, through its manager, because `generate_batch` accepts only one
+    max_new_tokens for all requests. It chooses its own batch size; `batch` is not used."""
     model = _model(config, device, dtype)
     from transformers import GenerationConfig
 
@@ -86,18 +86,18 @@ def _generate_batch(config: ModelConfig, device: torch.device, dtype: torch.dtyp
                 made += _answer(manager)
             seconds = time.perf_counter() - began
         if made != workload.output_tokens:
-            raise BaguError(f"generate_batch made {made} tokens of {workload.output_tokens}")
+            raise BaguError(f"generate_batch generated {made} of {workload.output_tokens} tokens")
         return Measured(seconds=seconds, output_tokens=made, input_tokens=workload.input_tokens)
 
     yield run
 
 
 def _answer(manager: Any) -> int:
-    """How many tokens the next request that ends was given."""
+    """The number of tokens of the next request that finishes."""
     while True:
         result = manager.get_result(timeout=1)
         if result is None and not manager.is_running():
-            raise BaguError("generate_batch ended before its requests did", hint="its error is above")
+            raise BaguError("generate_batch stopped before its requests finished", hint="its error is printed above")
         if result is not None and result.is_finished():
             if result.error is not None:
                 raise BaguError(f"generate_batch failed a request: {result.error}")
@@ -108,7 +108,7 @@ PEERS: dict[str, Implementation] = {"generate": _generate, "generate_batch": _ge
 
 
 def scripted(path: Path, environ: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """The rates that a peer's own script prints. A line is of so many streams where it has `streams`, or says so in
+    """The rates that a peer's script prints. A line is for a number of streams if it has `streams`, or names it in
     `what`."""
     common = {"implementation": path.name, "openmp": settings(os.environ if environ is None else environ)}
     return [

@@ -1,12 +1,12 @@
-"""Running an engine by hand with a clock: what `bagu bench engine` measures.
+"""Run an engine step by step and time it, for `bagu bench engine`.
 
-    throughput   a whole workload, from the first request submitted to the last token: output tokens / seconds
-    streams      requests of one shape, from the end of the prefill on: decode tokens / seconds
+    throughput   a full workload, from the first submitted request to the last token: output tokens / seconds
+    streams      requests of equal size, after the prefill: decode tokens / seconds
 
-The engine's overhead of a step is its time less the time inside the model (layers and head): planning, index tensors,
-sampling, commit. It is taken on a CPU only; on a GPU the host works while the model runs.
+The engine's overhead of a step is its time minus the time inside the model (layers and head): planning, index tensors,
+sampling, commit. It is measured on a CPU only; on a GPU the host works while the model runs.
 
-Every repeat has prompts of its own, so that no prefix is found that was not meant to be.
+Every repeat has different prompts, so that the prefix cache finds only intended prefixes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Case", "Measured", "measure_streams", "measure_throughput"]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a implementation took; `facts` go into its row as they are."""
+    """The time and tokens of an implementation; `facts` are added to its row."""
 
     seconds: float
     output_tokens: int
@@ -37,7 +37,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is measured. `streams` empty: throughput of `requests`; else the decode rate at each number of streams."""
+    """The measurement. `streams` empty: throughput of `requests`; else the decode rate at each number of streams."""
 
     requests: int
     inputs: Lengths
@@ -46,7 +46,7 @@ class Case:
     streams: tuple[int, ...] = ()
     prompt: int = 64
     new: int = 128
-    repeats: int = 3  # of a number of streams; the median counts
+    repeats: int = 3  # per number of streams; the median is reported
     seed: int = 0
 
     def workload(self, vocab_size: int, repeat: int) -> Workload:
@@ -57,13 +57,13 @@ class Case:
 
     def words(self) -> str:
         if self.streams:
-            return f"decode: {self.new} tokens a stream after a prompt of {self.prompt}, greedy"
+            return f"decode: {self.new} tokens per stream after a prompt of {self.prompt}, greedy"
         shared = f", after {self.shared_prefix} shared tokens" if self.shared_prefix else ""
         return f"{self.requests} requests, {self.inputs} tokens in{shared}, {self.outputs} out, seed {self.seed}"
 
 
 class Meter:
-    """Seconds inside the model, by wrapping the calls a step makes into it."""
+    """Measures seconds inside the model by wrapping the calls that a step makes."""
 
     def __init__(self, engine: Engine) -> None:
         self.seconds = 0.0
@@ -84,12 +84,12 @@ class Meter:
 
 
 class Clocked:
-    """An engine whose steps are timed one by one."""
+    """An engine whose steps are timed individually."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.meter = Meter(engine) if engine.runner.device.type == "cpu" else None
-        self.forget()
+        self.reset()
 
     def submit(self, workload: Workload, temperature: float, name: str) -> None:
         for i, (prompt, count) in enumerate(zip(workload.prompts, workload.max_tokens, strict=True)):
@@ -97,7 +97,7 @@ class Clocked:
             self.engine.submit(Request(id=f"{name}-{i}", prompt=prompt, sampling=sampling, arrival=float(i)))
 
     def step(self) -> int:
-        """One step of the engine; how many tokens it made. A request that fails fails the benchmark."""
+        """Run one step of the engine and return the number of new tokens. A failed request raises."""
         inside, began = self.meter.seconds if self.meter else 0.0, time.perf_counter()
         events = self.engine.step()
         took = time.perf_counter() - began
@@ -110,8 +110,8 @@ class Clocked:
             raise BaguError(f"request {broken.request_id} ended with {broken.finish}: {broken.stop_reason}")
         return len(tokens)
 
-    def forget(self) -> None:
-        """Begin to count here."""
+    def reset(self) -> None:
+        """Restart the counts."""
         self.steps: list[float] = []
         self.overheads: list[float] = []
         self._before = self.engine.stats()
@@ -130,36 +130,36 @@ class Clocked:
 
 
 def measure_throughput(engine: Engine, workload: Workload, warmup: Workload) -> Measured:
-    """The whole workload, after the warm-up: its time, and what the engine says of itself. One engine measures once."""
+    """Measure the full workload after the warmup: its time, and the engine's statistics. Use an engine once."""
     clocked = Clocked(engine)
     for name, work in (("warmup", warmup), ("bench", workload)):
-        clocked.forget()
+        clocked.reset()
         began, made = time.perf_counter(), 0
         clocked.submit(work, TEMPERATURE, name)
         while engine.has_work:
             made += clocked.step()
         seconds = time.perf_counter() - began
     if made != workload.output_tokens:
-        raise BaguError(f"the engine made {made} tokens of {workload.output_tokens}")
+        raise BaguError(f"the engine generated {made} of {workload.output_tokens} tokens")
     return Measured(
         seconds=seconds, output_tokens=made, input_tokens=workload.input_tokens, facts=clocked.facts()
     )  # fmt: skip
 
 
 def measure_streams(engine: Engine, case: Case) -> list[tuple[int, Measured]]:
-    """For each number of streams the repeat of median rate, after one that is not counted. The clock starts when every
-    prompt has its first token, and tokens drawn from then on count."""
+    """For each number of streams, the repeat with the median rate, after one warmup. Timing starts when every prompt
+    has its first token, and counts the tokens after that."""
     clocked, found = Clocked(engine), []
     for streams in case.streams:
         runs = []
         for repeat in range(case.repeats + 1):
-            clocked.forget()
+            clocked.reset()
             name = f"{streams}-{repeat}"
             vocab_size, seed = engine.model.config.vocab_size, case.seed + 1000 * streams + repeat
             clocked.submit(streams_workload(streams, case.prompt, case.new, tokens=vocab_size, seed=seed), 0.0, name)
             while engine.stats().waiting or any(len(s.tokens) == s.num_prompt for s in engine.scheduler.running):
                 clocked.step()
-            clocked.forget()
+            clocked.reset()
             began, made = time.perf_counter(), 0
             while engine.has_work:
                 made += clocked.step()

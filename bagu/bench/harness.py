@@ -1,7 +1,7 @@
-"""What `bagu bench ops | train | engine | serve` share: the record, the output, the clock, and peers that are scripts.
+"""The parts that `bagu bench ops | train | engine | serve` share: results, output, timing, and peers that are scripts.
 
-rows = Rows(out, default=RESULTS, as_json=as_json)   # refuses a folder that cannot be written before measuring
-rows.add([...])                                      # appended to this machine's record at once
+rows = Rows(out, default=RESULTS, as_json=as_json)   # raises before the measurement if the folder is not writable
+rows.add([...])                                      # appended to this machine's results file at once
 rows.finish(table(...))                              # JSON on stdout, or the table
 """
 
@@ -31,9 +31,9 @@ Row = dict[str, Any]
 
 
 class Rows:
-    """The rows of one run. Each gets the environment, and is in the record before the next is measured.
+    """The rows of one run. Each gets the environment and is written before the next measurement starts.
 
-    `out` is the folder of the record; without it `default` is, and without both nothing is recorded.
+    `out` is the folder of results, by default `default`; without both, nothing is written.
     """
 
     def __init__(self, out: Path | None, *, default: Path | None, as_json: bool) -> None:
@@ -41,7 +41,7 @@ class Rows:
         self.record = None if folder is None else record_file(folder)
         self.as_json, self.env = as_json, environment()
         self.all: list[Row] = []
-        self.console = Console(stderr=as_json, highlight=False)  # stdout is for the JSON alone
+        self.console = Console(stderr=as_json, highlight=False)  # stdout has only the JSON
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> list[Row]:
         made = [{**row, "env": self.env} for row in rows]
@@ -51,7 +51,7 @@ class Rows:
         return made
 
     def finish(self, *shown: RenderableType, single: bool = False) -> None:
-        """The rows as JSON on stdout where that was asked for (a `single` one not as a list), else `shown`."""
+        """Print the rows as JSON on stdout if requested (a `single` row without a list), else `shown`."""
         if self.as_json:
             print(json.dumps(self.all[0] if single else self.all, ensure_ascii=False, allow_nan=False))
             return
@@ -60,7 +60,7 @@ class Rows:
 
 
 def table(title: str, heads: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
-    """A table whose first column is text and whose others are numbers."""
+    """A table whose first column is text; the others are numbers."""
     made = Table(title=title, title_justify="left")
     for i, head in enumerate(heads):
         made.add_column(head, justify="right" if i else "left", min_width=min(len(head), 9))
@@ -70,7 +70,7 @@ def table(title: str, heads: Sequence[str], lines: Iterable[Sequence[str]]) -> T
 
 
 def step_seconds(step: Callable[[], float], device: torch.device, *, steps: int, warmup: int = 3) -> list[float]:
-    """Seconds of each of `steps` calls after the warm-up, the device idle at both ends. A step returns its loss."""
+    """Seconds of each of `steps` calls after the warmup, with the device idle at both ends. A step returns its loss."""
     samples = []
     for i in range(warmup + steps):
         _wait(device)
@@ -79,7 +79,7 @@ def step_seconds(step: Callable[[], float], device: torch.device, *, steps: int,
         _wait(device)
         samples.append(time.perf_counter() - start)
         if not loss < float("inf"):
-            raise BaguError(f"the loss of step {i} is {loss}", hint="a benchmark of a broken run means nothing")
+            raise BaguError(f"the loss of step {i} is {loss}", hint="correct the run: its speed is meaningless")
     return samples[warmup:]
 
 
@@ -89,7 +89,7 @@ def _wait(device: torch.device) -> None:
 
 
 def check_peers(peers: Sequence[str], known: Iterable[str]) -> None:
-    """A peer is a known name or the path of a script."""
+    """A peer must be a known name or the path of a script."""
     names = list(known)
     unknown = [p for p in peers if p not in names and not Path(p).is_file()]
     if unknown:
@@ -97,8 +97,8 @@ def check_peers(peers: Sequence[str], known: Iterable[str]) -> None:
 
 
 def script_rates(path: Path, environ: Mapping[str, str] | None = None) -> list[Row]:
-    """Run a peer's own script, unmodified, in `environ` or in this process's environment; every line of JSON with
-    `tokens_per_s` that it prints."""
+    """Run a peer's script, unmodified, in `environ` or the environment of this process. Return the JSON lines it prints
+    that have `tokens_per_s`."""
     run = subprocess.run([sys.executable, str(path)], env=environ, capture_output=True, text=True, check=False)
     found = []
     for line in run.stdout.splitlines():

@@ -1,8 +1,8 @@
-"""Who does an op's work in a benchmark: bagu's backends, and the peers that are importable here.
+"""The implementations that a benchmark of an op compares: bagu's backends, and the peers that can be imported.
 
-Every public function of an op's peers.py is a peer under its own name and takes the op's arguments. `eager` is what a
-PyTorch user writes today, and torch.compile of it is the peer `compile`. A peer that returns None is a yardstick: it
-does other work of a known size (three plain GEMMs, say), is timed whole, and is never called the best peer.
+Every public function of an op's peers.py is a peer under its own name and takes the op's arguments. `eager` is plain
+PyTorch code, and torch.compile of it is the peer `compile`. A peer that returns None is a yardstick: it does different
+work of a known size (for example three GEMMs), is timed as one call, and is never the best peer.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from bagu.ops.dispatch import call
 __all__ = ["Implementation", "chosen_backends", "implementations", "is_absent", "label"]
 
 LABELS = {"eager": "torch eager", "compile": "torch.compile"}
-CUDA_ONLY = ("liger",)  # Triton kernels: on a CPU there is nothing to time
+CUDA_ONLY = ("liger",)  # Triton kernels: they cannot be timed on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """One way to do an op's work. `backend` says whether it is ours; `run` takes the op's arguments."""
+    """One implementation of an op. `backend` says whether it is bagu's; `run` takes the op's arguments."""
 
     name: str
     backend: bool
@@ -38,20 +38,20 @@ class Implementation:
 
 
 def label(name: str, *, backend: bool) -> str:
-    """The name people read."""
+    """The displayed name."""
     return f"bagu {name}" if backend else LABELS.get(name, name)
 
 
 def chosen_backends(specs: Sequence[OpSpec], asked: Sequence[str], device: torch.device) -> tuple[str, ...]:
-    """The backends to time: those asked for, else all that run on `device`."""
+    """The backends to time: the requested ones, else all that run on `device`."""
     known = list(dict.fromkeys(b for s in specs for b in s.backends))
     for name in asked:
         if name not in known:
             raise UnknownName.among("backend", name, known)
         if name != "torch" and device.type != "cuda":
             raise BackendError(
-                f"the {name} backend was asked for, and the benchmark runs on {device}",
-                hint="kernels are timed on a CUDA device; the interpreter's speed says nothing about them",
+                f"the {name} backend cannot be timed on {device}",
+                hint="use a CUDA device; the interpreter's speed is meaningless",
             )
     return tuple(asked) or tuple(b for b in known if b == "torch" or device.type == "cuda")
 
@@ -59,7 +59,7 @@ def chosen_backends(specs: Sequence[OpSpec], asked: Sequence[str], device: torch
 def implementations(
     spec: OpSpec, backends: Sequence[str], device: torch.device, *, compiled: bool
 ) -> tuple[list[Implementation], list[str]]:
-    """All that can be timed on `device`, bagu's backends first, and a note for each that is left out."""
+    """All implementations that can be timed on `device`, bagu's backends first, and a note for each that is skipped."""
     ours = sorted((b for b in spec.backends if b in backends), key=lambda b: b == "torch")  # kernels first
     found = [Implementation(name=b, backend=True, run=partial(call, spec, b)) for b in ours]
     notes: list[str] = []
@@ -69,7 +69,7 @@ def implementations(
         found.append(Implementation(name=name, backend=False, run=fn))
         if name == "eager" and compiled:
             if device.type == "cpu" and cxx_compiler() is None:
-                notes.append("torch.compile is left out: it needs a C++ compiler on a CPU (g++ or clang++)")
+                notes.append("torch.compile is skipped: on a CPU it needs a C++ compiler (g++ or clang++)")
             else:
                 run = torch.compile(fn, dynamic=False)
                 found.append(Implementation(name="compile", backend=False, run=run))
@@ -77,7 +77,7 @@ def implementations(
 
 
 def is_absent(error: BaseException) -> bool:
-    """Whether an error says that a peer has no such case or is not installed, and not that its import is broken."""
+    """Whether an error means that a peer does not support the case or is not installed, and not that it is broken."""
     if isinstance(error, NotOffered):
         return True
     if not isinstance(error, ModuleNotFoundError) or not error.name:

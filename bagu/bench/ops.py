@@ -1,8 +1,8 @@
-"""`bagu bench ops`: every op on every backend against its peers, each as a share of a ceiling measured in the same run.
+"""`bagu bench ops`: every op on every backend and its peers, as a fraction of a ceiling measured in the same run.
 
-The ceilings are measured first; then each implementation runs at each bench case (`ops_timing`), the rows are compared
-with the ceilings (`roofline`), shown, and appended to the record as soon as an op is done. On a CPU and with --quick
-the sizes shrink to a budget (`sizing.shrink`), and a row holds the size that ran.
+The ceilings are measured first. Then each implementation runs at each benchmark case (`ops_timing`), and its rows are
+compared with the ceilings (`roofline`), printed, and appended to the results as soon as an op is done. On a CPU and
+with --quick the sizes shrink to a budget (`sizing.shrink`), and a row has the size that ran.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from bagu.ops.core import OpSpec
 
 __all__ = ["main"]
 
-SECOND_LOOKS = 2  # a result over its ceiling is measured again, with the ceiling: most often the machine was disturbed
-SECONDS_BETWEEN_LINES = 5.0  # of progress, where there is no terminal
+RETRIES = 2  # a result above its ceiling is measured again, with the ceiling: usually the machine was busy
+SECONDS_BETWEEN_LINES = 5.0  # of progress, without a terminal
 
 
 def main(
@@ -52,8 +52,8 @@ def main(
 ) -> int:
     """Time the named ops, all by default. Exit status 1: a backend of bagu failed, or a recorded row is a fault.
 
-    `compiled` asks for torch.compile as a peer; without it a quick run has none and a full one has. `out` is the folder
-    of the record; without it a quick run records nothing and a full one goes to RESULTS.
+    `compiled` adds torch.compile as a peer; the default is yes, except in a quick run. `out` is the folder of results;
+    by default a quick run writes none and a full run writes to RESULTS.
     """
     specs = [catalogue.spec(n) for n in names] or list(catalogue.SPECS.values())
     on = named_device(device)
@@ -61,7 +61,7 @@ def main(
     setting = Setting(device=on, dtype=kind, quick=quick, compiled=not quick if compiled is None else compiled)
     jobs, notes = _jobs(specs, cases, chosen_backends(specs, backends, on), setting)
     rows = Rows(out, default=None if quick else RESULTS, as_json=as_json)
-    # A Triton kernel runs on the current device, wherever its tensors are.
+    # A Triton kernel runs on the current device, not on the device of its tensors.
     with torch.cuda.device(on) if on.type == "cuda" else nullcontext():
         for found in _measured(jobs, notes, setting, rows):
             kept = rows.add(found)
@@ -75,7 +75,7 @@ def main(
 def _measured(
     jobs: Sequence[Job], notes: Sequence[str], setting: Setting, rows: Rows
 ) -> Iterator[list[dict[str, Any]]]:
-    """Measure the ceilings, then each op; shows an op's rows and hands them on as soon as it is done."""
+    """Measure the ceilings, then each op. Print and yield the rows of an op as soon as it is done."""
     console = rows.console
     console.print(ops_table.heading(rows.env, setting.device, quick=setting.quick))
 
@@ -92,11 +92,11 @@ def _measured(
     scrub = flush_buffer(setting.device)
     for _, group in groupby(_track(jobs, console), key=lambda job: job.spec.name):
         timed = [(job, list(time_job(job, setting, scrub))) for job in group]
-        for _ in range(SECOND_LOOKS):
+        for _ in range(RETRIES):
             doubted = [i for i, (_, points) in enumerate(timed) if any(row["fault"] for row in judged(points))]
             if not doubted:
                 break
-            ceilings = higher(ceilings, measured())  # before a result is doubted, its ceiling is
+            ceilings = higher(ceilings, measured())  # the ceiling may have been measured too low
             for i in doubted:
                 timed[i] = (timed[i][0], list(time_job(timed[i][0], setting, scrub)))
         found = judged([point for _, points in timed for point in points])
@@ -106,7 +106,7 @@ def _measured(
 
 
 def _kept(rows: Sequence[Mapping[str, Any]], record: Path, *, draw: bool) -> str:
-    """Draw one op's recorded rows beside the record, and say where both are."""
+    """Plot the recorded rows of one op next to the results, and return a line with the paths."""
     reason = ops_plot.draw(rows, record.parent / "plots" / record.stem) if draw else None
     drawn = f"; no plot: {reason}" if reason else f"; plots/{record.stem}/{rows[0]['op']}.svg and .png" if draw else ""
     return f"[dim]{len(rows)} rows → {escape(f'{record}{drawn}')}[/]"
@@ -115,7 +115,7 @@ def _kept(rows: Sequence[Mapping[str, Any]], record: Path, *, draw: bool) -> str
 def _jobs(
     specs: Sequence[OpSpec], named: Sequence[str], backends: Sequence[str], setting: Setting
 ) -> tuple[list[Job], list[str]]:
-    """All that will be timed, in order, and a note for what is left out. `named` picks cases; by default all."""
+    """All jobs in order, and a note for each skipped one. `named` selects cases; default: all."""
     jobs, notes = [], []
     known = {c.name for spec in specs for c in spec.cases if c.bench}
     for name in named:
@@ -131,17 +131,17 @@ def _jobs(
             for r in runners
         ]
     if setting.device.type != "cuda" and any("triton" in s.backends for s in specs):
-        notes.append("the triton backend is left out: kernels are timed on a CUDA device")
+        notes.append("the triton backend is skipped: kernels are timed on a CUDA device")
     return jobs, list(dict.fromkeys(notes))
 
 
 def _track(jobs: Sequence[Job], console: Console) -> Iterator[Job]:
-    """The jobs, with a progress line: a bar on a terminal, else a line now and then."""
+    """Yield the jobs with a progress bar on a terminal, else with a line every few seconds."""
     start = last = time.perf_counter()
     if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("runs"))
         times = (TimeElapsedColumn(), TextColumn("elapsed, left"), TimeRemainingColumn())
-        # Drawn between runs only: a thread that redraws during one would be timed with it.
+        # Drawn only between runs: a thread that redraws during a run would affect its time.
         with Progress(*columns, *times, console=console, transient=True, auto_refresh=False) as progress:
             task = progress.add_task("", total=len(jobs))
             for job in jobs:

@@ -1,4 +1,4 @@
-"""One picture per op: a panel per pass, a group of bars per case, the measured ceiling as a line."""
+"""One plot per op: a subplot per pass, a group of bars per case, the measured ceiling as a line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["draw"]
 OURS = (
     "#0072b2",
     "#56b4e9",
-)  # blues; the peers take the other hues of Okabe and Ito's palette, which all eyes tell apart
+)  # blues; peers use the other colours of Okabe and Ito's colour-blind-safe palette
 PEERS = ("#e69f00", "#d55e00", "#009e73", "#cc79a7")
 UNITS = {"memory": ("GB/s", "bytes", 1e9, "copy"), "compute": ("TFLOP/s", "flops", 1e12, "matmul")}
 
@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 
 
 def draw(rows: Sequence[Row], folder: Path) -> str | None:
-    """Write `folder`/<op>.svg and .png from one op's rows. Returns why nothing was drawn, None when it was."""
+    """Write `folder`/<op>.svg and .png from the rows of one op. Returns the reason if nothing was drawn, else None."""
     rows = [r for r in rows if r["median_s"] and r["share"] is not None]
     if not rows:
         return "no row has a rate"
@@ -39,7 +39,7 @@ def draw(rows: Sequence[Row], folder: Path) -> str | None:
         figure = Figure(figsize=size, layout="constrained")
         panels = figure.subplots(len(passes), 1, sharex=True, squeeze=False)[:, 0]
         for axes, step in zip(panels, passes, strict=True):
-            _panel(axes, [r for r in rows if r["pass"] == step], cases, colours)
+            _draw_pass(axes, [r for r in rows if r["pass"] == step], cases, colours)
             axes.set_title(step)
         shapes = {r["case"]: r["shape"].replace(" ", "\n", 1) for r in rows}
         panels[-1].set_xticks(range(len(cases)), [f"{case}\n{shapes[case]}" for case in cases])
@@ -54,14 +54,14 @@ def draw(rows: Sequence[Row], folder: Path) -> str | None:
     return None
 
 
-def _panel(axes: Any, rows: Sequence[Row], cases: Sequence[str], colours: Mapping[str, str]) -> None:
+def _draw_pass(axes: Any, rows: Sequence[Row], cases: Sequence[str], colours: Mapping[str, str]) -> None:
     unit, work, scale, ceiling = UNITS[rows[0]["bound"]]
     slot = 0.8 / len(colours)
     for at, (who, colour) in enumerate(colours.items()):
         mine = {r["case"]: r for r in rows if row_label(r) == who}
         x = [i - 0.4 + (at + 0.5) * slot for i, case in enumerate(cases) if case in mine]
         y = [mine[case][work] / mine[case]["median_s"] / scale for case in cases if case in mine]
-        fills = ["none" if mine[case]["fault"] else colour for case in cases if case in mine]  # a fault is an outline
+        fills = ["none" if mine[case]["fault"] else colour for case in cases if case in mine]  # a fault has no fill
         axes.bar(x, y, width=0.92 * slot, color=fills, edgecolor=colour)
     top = rows[-1]["ceilings"][ceiling] / scale
     axes.axhline(top, color=INK, linewidth=1.0, linestyle=(0, (4, 3)))

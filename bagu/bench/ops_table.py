@@ -1,4 +1,4 @@
-"""The benchmark in words: heading, ceilings, a table per case, a line for each thing to look at. Fits 80 columns."""
+"""The output of the benchmark: heading, ceilings, a table per case, and remarks. Fits 80 columns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLUMNS = {"pass": 7, "by": 13, "median": 10, "spread": 6, "rate": 12, "of ceili
 
 
 def heading(env: Mapping[str, Any], device: torch.device, *, quick: bool) -> str:
-    kind = "  ·  [yellow]quick: one case an op, small sizes[/]" if quick else ""
+    kind = "  ·  [yellow]quick: one case per op, small sizes[/]" if quick else ""
     return (
         f"[bold]{escape(env['machine'])}[/] ({device})  ·  torch {env['torch']}  ·  "
         f"triton {env['triton'] or 'not installed'}  ·  commit {(env['commit'] or 'none')[:9]}{kind}"
@@ -36,15 +36,15 @@ def ceilings_line(c: Ceilings) -> str:
 
 
 def row_label(row: Row) -> str:
-    """Who made this row, as people read it."""
+    """The displayed name of the implementation of this row."""
     return label(row["backend"] or row["peer"], backend=row["backend"] is not None)
 
 
 def tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """One op's rows, a table per case, implementations of one pass together.
+    """One table per case of an op; implementations of the same pass are together.
 
-    The last column says how many times as fast as the best peer a backend of bagu is; with ~ before it, the spread of
-    the two is larger than their difference. Below stand the ceilings that the shares are of.
+    The last column is the speed of a bagu backend relative to the best peer; ~ means that their spreads overlap. The
+    ceilings that the fractions refer to are below the table.
     """
     for index, (_, group) in enumerate(groupby(rows, key=lambda r: r["case"])):
         mine = sorted(group, key=lambda r: PASSES.index(r["pass"]))
@@ -62,7 +62,7 @@ def tables(rows: Sequence[Row]) -> Iterator[Table]:
 
 
 def _divisors(rows: Sequence[Row]) -> str:
-    """The ceilings by which the shares of these rows were divided: they may be measured anew during a run."""
+    """The ceilings that the fractions of these rows refer to; they may be measured again during a run."""
     used = {
         (row["ceiling"], row["ceilings"][row["ceiling"]], "FLOP/s" if row["ceiling"] == "matmul" else "B/s")
         for row in rows
@@ -72,7 +72,7 @@ def _divisors(rows: Sequence[Row]) -> str:
 
 
 def meaningless(row: Row, other: Row) -> bool:
-    """Whether the spreads of two measurements overlap, so that their ratio says nothing."""
+    """Whether the spreads of two measurements overlap, which makes their ratio meaningless."""
     return bool(row["low_s"] <= other["high_s"] and other["low_s"] <= row["high_s"])
 
 
@@ -99,7 +99,7 @@ def _rate(row: Row) -> str:
 
 
 def best_peer(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The fastest peer that did the work of this row."""
+    """The fastest peer that did the same work as this row."""
     peers = [r for r in _same_work(row, rows) if r["peer"] and not r["yardstick"]]
     return min(peers, key=lambda r: r["median_s"], default=None)
 
@@ -109,20 +109,20 @@ def _same_work(row: Row, rows: Sequence[Row]) -> list[Row]:
 
 
 def remarks(rows: Sequence[Row]) -> Iterator[str]:
-    """Faults, failures, ratios that mean nothing, and each backend's time in units of the yardsticks."""
+    """Faults, failures, meaningless ratios, and the time of each backend relative to the yardsticks."""
     for row in rows:
         where = escape(f"{row['op']}[{row['case']}] {row['pass']} by {row_label(row)}")
         if row["fault"]:
             yield (
-                f"[red]fault of the measurement[/]  {where} in {duration(row['median_s'])} is more than "
-                f"{100 * FAULT - 100:.0f} % over what its reads and writes can take; do not use this number"
+                f"[red]measurement fault[/]  {where}: {duration(row['median_s'])} is more than "
+                f"{100 * FAULT - 100:.0f} % faster than its reads and writes allow; do not use this number"
             )
         if row["error"]:
             yield f"[yellow]failed[/]  {where}: {escape(row['error'])}"
         for stick in (r for r in _same_work(row, rows) if row["backend"] and r["yardstick"]):
             if row["median_s"]:
-                memory = f", {row['peak_bytes'] / 1e9:.2f} GB at its peak" if row["peak_bytes"] is not None else ""
+                memory = f", {row['peak_bytes'] / 1e9:.2f} GB peak memory" if row["peak_bytes"] is not None else ""
                 times = row["median_s"] / stick["median_s"]
                 yield f"{where} takes {times:.3f}× the time of {escape(stick['peer'])}{memory}"
     if any(row["backend"] and row["median_s"] and (p := best_peer(row, rows)) and meaningless(row, p) for row in rows):
-        yield "[dim]~: the two spreads overlap, and the ratio means nothing; measure again on a quiet machine[/]"
+        yield "[dim]~: the spreads overlap, so the ratio is meaningless; measure again on an idle machine[/]"

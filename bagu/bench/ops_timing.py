@@ -1,8 +1,8 @@
-"""Timing one implementation at one case: its passes, and the rows that a record keeps of them.
+"""Time one implementation at one case: its passes, and their rows in the results.
 
-Each implementation runs on inputs of its own in three passes: `fwd` as in training (the graph is kept, so one that
-saves more pays for it), `bwd` alone, and `fwd+bwd`; an op without gradients has only the first. Caches are flushed
-before every sample (`timing.measure`).
+Each implementation runs on its own inputs in three passes: `fwd` as in training (the graph is kept, so saving more
+costs more), `bwd` alone, and `fwd+bwd`. An op without gradients has only the first. Caches are flushed before every
+sample (`timing.measure`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MB = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What holds for a whole run."""
+    """Settings of a run."""
 
     device: torch.device
     dtype: torch.dtype
@@ -37,14 +37,14 @@ class Setting:
 
     @property
     def budget(self) -> int:
-        """Bytes that a forward may move. A GPU runs the cases as they are, unless one is an eighth of its memory."""
+        """Bytes that a forward may move. A GPU runs the cases unchanged, unless one needs an eighth of its memory."""
         if self.device.type != "cuda":
             return (8 if self.quick else 64) * MB
         return 256 * MB if self.quick else gpu(self.device).memory_bytes // 8
 
     @property
     def seconds(self) -> float:
-        """Sampling time of one point. A GPU takes hundreds of samples in 0.1 s; a CPU flushes for 0.05 s a sample."""
+        """Sampling time of one point. A GPU takes hundreds of samples in 0.1 s; a CPU needs 0.05 s per flush."""
         return 0.05 if self.quick else 0.1 if self.device.type == "cuda" else 0.3
 
     @property
@@ -63,9 +63,9 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One pass of a job. A yardstick has no cost; one that failed has an error and no timing.
+    """One pass of a job. A yardstick has no cost; a failed point has an error and no timing.
 
-    `peak_bytes` is the most memory a call holds at once beyond what was there before it; only a GPU tells.
+    `peak_bytes` is the peak memory of a call above the memory in use before it; GPU only.
     """
 
     job: Job
@@ -80,7 +80,7 @@ class Point:
 
 
 def time_job(job: Job, setting: Setting, scrub: torch.Tensor) -> Iterator[Point]:
-    """Every pass of a job. An exception becomes a point with an error, and the other implementations still run."""
+    """Time every pass of a job. An exception becomes a point with an error, and the other implementations still run."""
     spec, device = job.spec, setting.device
     args = bench_inputs(spec, job.case, setting.dtype, device)
     dims, first = spec.bind(args), first_tensor(spec, args).dtype
@@ -106,7 +106,7 @@ def time_job(job: Job, setting: Setting, scrub: torch.Tensor) -> Iterator[Point]
 
 
 def _written_out(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A gradient that comes back as a view (torch's, of a transpose) has moved no bytes yet; its reader would."""
+    """A gradient that is a view (of a transpose, in torch) has moved no bytes yet; make it contiguous."""
     return [g.contiguous() for g in grads]
 
 
@@ -121,9 +121,9 @@ def _peak(fn: Callable[[], object], device: torch.device) -> int | None:
 
 @contextmanager
 def _fresh_compiler() -> Iterator[None]:
-    """torch.compile without memory of other cases: past 8 shapes of one function it gives up and runs eager.
+    """torch.compile without the state of other cases: after 8 shapes of one function it falls back to eager.
 
-    Its backward may not give saved buffers away, since timing it alone runs it many times over one graph.
+    Its backward must not donate saved buffers, because timing it alone runs it many times over one graph.
     """
     from torch._functorch import config
 
@@ -148,7 +148,7 @@ def _passes(job: Job, args: dict[str, Any], setting: Setting) -> Iterator[tuple[
         return
     flows = [outputs[n] for n in spec.differentiable]
     streams = BenchStreams(spec.name, job.case.name, dtype=setting.dtype, device=setting.device)
-    douts = [  # the gradient of a scalar loss is 1, as `loss.backward()` makes it
+    douts = [  # the gradient of a scalar loss is 1, as in `loss.backward()`
         torch.ones_like(y) if y.ndim == 0 else streams.normal(f"d{n}", *y.shape).to(y.dtype)
         for n, y in zip(spec.differentiable, flows, strict=True)
     ]
@@ -157,9 +157,9 @@ def _passes(job: Job, args: dict[str, Any], setting: Setting) -> Iterator[tuple[
     def backward() -> object:
         return _written_out(torch.autograd.grad(flows, leaves, douts, retain_graph=True))
 
-    backward()  # torch.compile builds it now, so that the warm-up before timing is one
+    backward()  # torch.compile compiles it now, before the timing
     yield "bwd", backward, gradients
-    flows, outputs, out = [], {}, None  # lets go of the graph: `fwd+bwd` may need its memory
+    flows, outputs, out = [], {}, None  # frees the graph: `fwd+bwd` may need its memory
 
     def both() -> object:
         out = run(**args)
@@ -170,7 +170,7 @@ def _passes(job: Job, args: dict[str, Any], setting: Setting) -> Iterator[tuple[
 
 
 def rows_of(points: Sequence[Point], ceilings: Ceilings, setting: Setting) -> list[dict[str, Any]]:
-    """The points as rows of the record, judged against the ceilings. JSON values throughout; names carry units."""
+    """The points as rows of the results, compared with the ceilings. All values are JSON; names have units."""
     return [_row(p, ceilings, setting) for p in points]
 
 
@@ -202,26 +202,24 @@ def _row(p: Point, ceilings: Ceilings, setting: Setting) -> dict[str, Any]:
 
 
 def _judge(p: Point, ceilings: Ceilings, setting: Setting) -> dict[str, Any]:
-    """Rate, share of the ceiling that bounds the pass, and whether the result can be true.
+    """Rate, fraction of the ceiling that bounds the pass, and whether the result is plausible.
 
-    Bytes are compulsory for everyone, FLOPs are not: a peer may keep what our backward makes again, or make in one pass
-    what we make in the other. So FLOPs convict only a backend of ours, and rate a peer only over both passes together.
+    The bytes are compulsory for every implementation, the FLOPs are not: a peer may save what our backward recomputes,
+    or compute in one pass what we compute in the other. FLOPs can therefore make only a bagu backend a fault, and a
+    peer gets a FLOP rate only over both passes together.
     """
     judged: dict[str, Any] = dict.fromkeys(("bound", "gb_per_s", "tflop_per_s", "ceiling", "share")) | {"fault": False}
     if p.cost is None:
         return judged
-    least, ours, whole = (
-        floor(p.cost, ceilings),
-        p.job.implementation.backend,
-        p.step == "fwd+bwd" or not p.job.spec.grads,
-    )
+    least, ours = floor(p.cost, ceilings), p.job.implementation.backend
+    all_passes = p.step == "fwd+bwd" or not p.job.spec.grads
     judged |= {"bound": least.bound, "ceiling": least.ceiling}
     if p.timing is None:
         return judged
     seconds = p.timing.median_s
     if least.bound == "memory":
         judged |= {"gb_per_s": p.cost.bytes / seconds / 1e9, "share": least.seconds / seconds}
-    elif ours or whole:
+    elif ours or all_passes:
         judged |= {"tflop_per_s": p.cost.flops / seconds / 1e12, "share": least.seconds / seconds}
     compulsory = p.cost if ours else p.cost._replace(flops=0)
     cached = setting.cache_bytes if p.step == "fwd+bwd" else 0

@@ -1,11 +1,11 @@
-"""The roofline: the least time a call can take on a machine whose ceilings were measured.
+"""The roofline: the minimum time of a call on a machine with measured ceilings.
 
-The predicted time of a call is the larger of bytes / copy bandwidth and FLOPs / matmul rate, and the larger one names
-what bounds it. A share is that time over the measured one. Copy is the yardstick because most ops read about as much
-as they write, and because one yardstick makes ops comparable.
+The predicted time of a call is the larger of bytes / copy bandwidth and FLOPs / matmul rate; the larger one is its
+bound. The fraction of the ceiling is the predicted time over the measured time. Copy is the reference because most ops
+read about as much as they write, and because one reference makes ops comparable.
 
-Whether a result can be true is judged by a sharper limit: the bandwidth at the call's own mix of reads and writes. A
-loss that only reads may pass the copy bandwidth honestly, but not the read bandwidth.
+A stricter limit decides whether a result is plausible: the bandwidth at the call's own ratio of reads and writes. A
+loss that only reads can exceed the copy bandwidth, but not the read bandwidth.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from bagu.ops.signature import Dims, sizes
 
 __all__ = ["FAULT", "PASSES", "Floor", "bandwidth", "costs", "floor", "higher", "is_fault"]
 
-FAULT = 1.03  # a result this far over its limit is a fault of the measurement
+FAULT = 1.03  # a result above its limit by this factor is a measurement fault
 PASSES = ("fwd", "bwd", "fwd+bwd")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """The least time, and which ceiling sets it: "copy" (bound by memory) or "matmul" (bound by compute)."""
+    """The minimum time, and its bound: "copy" (memory-bound) or "matmul" (compute-bound)."""
 
     seconds: float
     ceiling: str
@@ -37,7 +37,7 @@ class Floor:
 
 
 def costs(spec: OpSpec, dims: Dims, first: torch.dtype) -> dict[str, Cost]:
-    """The cost of each pass at these dims; an op without gradients has only the first."""
+    """The cost of each pass at these dims; an op without gradients has only the forward."""
     numbers, itemsize = sizes(dims), first.itemsize
     found = {"fwd": spec.cost(numbers, itemsize)}
     if spec.grads and spec.cost_backward is not None:
@@ -54,9 +54,9 @@ def floor(cost: Cost, ceilings: Ceilings) -> Floor:
 
 
 def bandwidth(ceilings: Ceilings, written: float) -> float:
-    """Bytes/s at best when the share `written` of the traffic is writes.
+    """The maximum bytes/s if the fraction `written` of the traffic is writes.
 
-    The time of a byte is interpolated between the three that were measured: all reads, half and half, all writes.
+    The time per byte is interpolated between the three measured ones: all reads, half and half, all writes.
     """
     read_s, copy_s, write_s = 1 / ceilings.read, 1 / ceilings.copy, 1 / ceilings.write
     if written <= 0.5:
@@ -65,10 +65,10 @@ def bandwidth(ceilings: Ceilings, written: float) -> float:
 
 
 def is_fault(cost: Cost, *, written: int, seconds: float, ceilings: Ceilings, cached: int = 0) -> bool:
-    """Whether `seconds` is too short to be true.
+    """Whether `seconds` is too short to be plausible.
 
-    `written` of the cost's bytes are writes. `cached` bytes may have come from a cache: a backward that follows its
-    forward finds there what the forward touched last.
+    `written` of the cost's bytes are writes. `cached` bytes may have come from a cache: a backward right after its
+    forward finds there the data that the forward used last.
     """
     rate = bandwidth(ceilings, min(1.0, written / cost.bytes))
     least = max(max(0, cost.bytes - cached) / rate, cost.flops / ceilings.matmul)
@@ -76,7 +76,7 @@ def is_fault(cost: Cost, *, written: int, seconds: float, ceilings: Ceilings, ca
 
 
 def higher(a: Ceilings, b: Ceilings) -> Ceilings:
-    """The better of two measurements, each ceiling for itself: a ceiling is a maximum, and noise only lowers it."""
+    """The maximum of two measurements of each ceiling: noise can only lower a ceiling."""
     return replace(
         a,
         read=max(a.read, b.read),

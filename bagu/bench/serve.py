@@ -1,15 +1,16 @@
-"""`bagu bench serve`: load on a server, and how long its clients wait.
+"""`bagu bench serve`: send load to a server and measure the latencies of its clients.
 
-    closed loop   `max_concurrency` clients, each sends its next request when its last has ended
-    Poisson       requests arrive at `request_rate` a second, whatever the server does; the gaps are exponential
+    closed loop   `max_concurrency` clients, each sends its next request when the last one has finished
+    Poisson       requests arrive at `request_rate` per second, independent of the server; the gaps are exponential
 
-What the latencies mean is said in bench_latency.py; they are those of `vllm bench serve`, and so are the fields. Two
-numbers more say what HTTP costs, where the server tells them:
+serve_latency.py defines the latencies; they are those of `vllm bench serve`, and so are the fields. Two more numbers
+measure the cost of HTTP, if the server reports them:
 
-    server_cpu_us_per_token   CPU time of the server's process during the load / output tokens: parsing, tokenizing and
-                              connections are in it, the engine's process is not (process_cpu_seconds_total of /metrics)
-    p50_engine_ttft_ms        from when a request came to the engine's process to the end of the step that drew its
-                              first token, the median of this load (/engine); p50_ttft_ms less this is what HTTP adds
+    server_cpu_us_per_token   CPU time of the server process during the load / output tokens. It includes parsing,
+                              tokenization and connections, but not the engine process (process_cpu_seconds_total in
+                              /metrics)
+    p50_engine_ttft_ms        from the arrival of a request in the engine process to the end of the step that sampled
+                              its first token, median of this load (/engine); p50_ttft_ms minus this is the cost of HTTP
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from bagu.runs.record import ensure_folder
 
 __all__ = ["fitting", "main", "measure"]
 
-DEFAULT = Lengths(32, 128)  # tokens of a prompt, and of an answer
+DEFAULT = Lengths(32, 128)  # tokens of a prompt, and of an output
 
 
 def main(
@@ -61,23 +62,23 @@ def main(
     out: Path | None = None,
     as_json: bool = False,
 ) -> int:
-    """Load the server at `url`, or the one that `server` starts and gives the address of; print a table, append a row
-    to `out`, and draw into the folder `plot`. 1 where requests failed.
+    """Send load to the server at `url`, or to the one that `server` starts. Print a table, append a row to `out`, and
+    write a plot to the folder `plot`. Returns 1 if requests failed.
 
-    Without `request_rate` the load is a closed loop of `max_concurrency` clients (8 by default); with it, Poisson
-    arrivals, of which `max_concurrency` run at once where it is given, and the wait for a place is not counted, as in
-    vLLM. Without `inputs` or `outputs`, prompts and answers have 32 to 128 tokens, or fewer where the model's longest
-    sequence does not hold both. `goodput` are milliseconds by metric, e.g. {"ttft": 200, "tpot": 50}: requests a second
-    that keep all of them.
+    Without `request_rate` the load is a closed loop of `max_concurrency` clients (default 8). With it, requests arrive
+    as a Poisson process; `max_concurrency` then limits the requests in flight, and waiting for it is not counted, as in
+    vLLM. Without `inputs` or `outputs`, prompts and outputs have 32 to 128 tokens, or fewer if the model's maximum
+    length is too short. `goodput` has milliseconds by metric, e.g. {"ttft": 200, "tpot": 50}: the requests per second
+    that meet all of them.
     """
     if (url is None) == (server is None):
-        raise ArgumentError("a load needs one server", hint="give its address, or a MODEL to start one for")
+        raise ArgumentError("the benchmark needs one server", hint="give its URL, or a MODEL to start one for")
     if max_concurrency is None and math.isinf(request_rate):
         max_concurrency = 8
     if (max_concurrency is not None and max_concurrency < 1) or warmups < 0 or not timeout_s > 0:
         raise ArgumentError(
             f"max_concurrency {max_concurrency}, warmups {warmups}, timeout {timeout_s} s",
-            hint="1 or more, 0 or more, and above 0",
+            hint="use max_concurrency >= 1, warmups >= 0 and timeout > 0",
         )
     for name in goodput or {}:
         if name not in METRICS:
@@ -120,7 +121,7 @@ def main(
 
 
 def described(server: Server, model: str | None) -> tuple[str, int | None]:
-    """The name of the model to ask for, by default the first, and its longest sequence where the server says it."""
+    """The model name to use, by default the first, and its maximum length if the server reports it."""
     models = {str(entry["id"]): entry for entry in server.json("/v1/models")["data"]}
     name = model or next(iter(models))
     return name, models.get(name, {}).get("max_model_len")
@@ -129,7 +130,7 @@ def described(server: Server, model: str | None) -> tuple[str, int | None]:
 def fitting(
     inputs: Lengths | None, outputs: Lengths | None, *, longest: int | None, shared_prefix: int
 ) -> tuple[Lengths, Lengths]:
-    """The lengths that were given, and for those that were not DEFAULT, cut to what a sequence of `longest` holds."""
+    """The given lengths; a missing one is DEFAULT, shortened to fit in a sequence of `longest`."""
     if longest is None or (inputs is not None and outputs is not None):
         return inputs or DEFAULT, outputs or DEFAULT
     room = longest - shared_prefix
@@ -143,19 +144,19 @@ def fitting(
 def _at_most(room: int, longest: int) -> Lengths:
     if room < 1:
         raise ArgumentError(
-            f"the lengths leave {room} tokens of the model's longest sequence, {longest}",
+            f"the lengths leave {room} tokens of the model's maximum length, {longest}",
             hint="give shorter --inputs, --outputs or --shared-prefix",
         )
     return Lengths(min(DEFAULT.low, room), min(DEFAULT.high, room))
 
 
 def vocabulary(server: Server, model: str, seed: int) -> list[int]:
-    """Ids that the model surely has: those of random words, by the server's own tokenizer."""
+    """Token ids that the model has: those of random words, from the server's tokenizer."""
     draw = random.Random(seed)
     words = ["".join(draw.choices(string.ascii_letters + string.digits, k=draw.randint(1, 8))) for _ in range(500)]
     ids = sorted(set(server.json("/tokenize", {"model": model, "prompt": " ".join(words)})["tokens"]))
     if not ids:
-        raise BaguError(f"{server.url}/tokenize made no token of 500 words")
+        raise BaguError(f"{server.url}/tokenize returned no token for 500 words")
     return ids
 
 
@@ -168,7 +169,7 @@ def measure(
     temperature: float,
     timeout_s: float,
 ) -> tuple[list[Answer], float]:
-    """Every request's answer, and the seconds from the first request to the last end."""
+    """The answer to every request, and the seconds from the first request to the last answer."""
     bodies = [
         {"model": model, "prompt": list(prompt), "max_tokens": count, "temperature": temperature, "ignore_eos": True,
          "stream": True, "stream_options": {"include_usage": True}}
@@ -184,7 +185,7 @@ def measure(
 def _load(row: Mapping[str, Any]) -> str:
     if row["request_rate"] == "inf":
         return f"closed loop of {row['max_concurrency']}"
-    most = "" if row["max_concurrency"] is None else f", {row['max_concurrency']} at once"
+    most = "" if row["max_concurrency"] is None else f", at most {row['max_concurrency']} in flight"
     return f"Poisson, {row['request_rate']:g} requests/s{most}"
 
 
@@ -200,7 +201,7 @@ def _shown(row: Mapping[str, Any], answers: Sequence[Answer], no_plot: str | Non
     if row["request_goodput"] is not None:
         yield f"goodput {row['request_goodput']:.2f} requests/s"
     if row["server_cpu_us_per_token"] is not None:
-        yield f"server CPU {row['server_cpu_us_per_token']:.0f} µs a token; {row['where']}"
+        yield f"server CPU {row['server_cpu_us_per_token']:.0f} µs per token; {row['where']}"
     if row["p50_engine_ttft_ms"] is not None and row["p50_ttft_ms"] is not None:
         over = row["p50_ttft_ms"] - row["p50_engine_ttft_ms"]
         yield f"TTFT p50 {row['p50_ttft_ms']:.2f} ms = engine {row['p50_engine_ttft_ms']:.2f} + HTTP {over:.2f}"

@@ -1,8 +1,8 @@
-"""The client of `bagu bench serve`: streams of OpenAI's completions, and when each piece of them arrived.
+"""The client of `bagu bench serve`: streams OpenAI completions and records the arrival time of each part.
 
-A client that is busy measures itself. So while requests run, all that happens here is that bytes are put aside with the
-time they came; HTTP, events and JSON are read after the last stream has ended. Each request has its own connection,
-closed by the server at the end.
+A busy client would measure itself. While requests run, it only stores bytes with their arrival time; HTTP, events and
+JSON are parsed after the last stream has ended. Each request has its own connection, which the server closes at the
+end.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Received = list[tuple[float, bytes]]
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One request as the client saw it. Times are seconds on one clock; `times` are of the events that brought text,
-    and of the last, which says why the answer ended. `error` is None where all of it came."""
+    """One request as seen by the client. Times are seconds on one clock. `times` are the arrivals of events with text,
+    and of the last event, which has the finish reason. `error` is None if the answer is complete."""
 
     asked: float
     times: tuple[float, ...] = ()
@@ -43,17 +43,17 @@ class Answer:
 
 
 class NoAnswer(BaguError):
-    """A server said with a status that it has no such thing."""
+    """The server returned an error status: it does not have this route or value."""
 
 
 class Server:
-    """A server that speaks OpenAI's API at `url`, e.g. http://127.0.0.1:8000."""
+    """A server with the OpenAI API at `url`, e.g. http://127.0.0.1:8000."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         where = urlsplit(self.url)
         if where.scheme not in ("http", "https") or where.hostname is None:
-            raise ArgumentError(f"{url!r} is not the address of a server", hint="e.g. http://127.0.0.1:8000")
+            raise ArgumentError(f"{url!r} is not the URL of a server", hint="e.g. http://127.0.0.1:8000")
         self.host, self.path, self.netloc = where.hostname, where.path, where.netloc
         self.tls = ssl.create_default_context() if where.scheme == "https" else None
         self.port = where.port or (443 if self.tls else 80)
@@ -63,18 +63,18 @@ class Server:
 
     @property
     def where(self) -> str:
-        """What runs where, as far as a client can know."""
+        """Where client and server run, as far as the client knows."""
         if self.host in ("127.0.0.1", "::1", "localhost"):
             return f"client, server and engine share {os.cpu_count()} cores"
-        return f"client on {os.cpu_count()} cores of another machine than the server's"
+        return f"client on {os.cpu_count()} cores, server on another machine"
 
     def json(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """What `path` answers, to a POST of `body` where there is one."""
+        """The JSON answer of `path`, to a POST if there is a `body`."""
         said = self.read(path, body)
         try:
             return json.loads(said)
         except ValueError as error:
-            raise BaguError(f"{self.url}{path} cannot be read: {error}") from error
+            raise BaguError(f"cannot read {self.url}{path}: {error}") from error
 
     def read(self, path: str, body: Mapping[str, Any] | None = None) -> str:
         data = None if body is None else json.dumps(body).encode()
@@ -87,25 +87,25 @@ class Server:
             said = error.read(300).decode(errors="replace")
             raise NoAnswer(f"{self.url}{path} answered {error.code}: {said}") from error
         except (OSError, ValueError) as error:
-            hint = "is it running? `bagu serve MODEL` starts one"
-            raise BaguError(f"{self.url}{path} cannot be read: {error}", hint=hint) from error
+            hint = "check that it is running; `bagu serve MODEL` starts one"
+            raise BaguError(f"cannot read {self.url}{path}: {error}", hint=hint) from error
 
     def cpu_seconds(self) -> float | None:
-        """CPU time of the server's process so far; None where it does not say, by Prometheus' usual name."""
+        """CPU time of the server process so far, from its Prometheus metrics; None if the server does not report it."""
         with suppress(NoAnswer):
             found = re.search(r"^process_cpu_seconds_total (\S+)$", self.read("/metrics"), re.M)
             return None if found is None else float(found[1])
         return None
 
     def engine_ttft_ms(self, last: int) -> float | None:
-        """The engine's own median time to first token of the last requests; None where the server does not say."""
+        """The engine's median time to first token of the last requests; None if the server does not report it."""
         with suppress(NoAnswer):
             value = self.json(f"/engine?last={last}").get("engine_ttft_ms_p50")
             return None if value is None else float(value)
         return None
 
     def post(self, path: str, body: Mapping[str, Any]) -> bytes:
-        """The bytes of a request on a connection of its own."""
+        """The bytes of a request for a connection of its own."""
         data = json.dumps(body).encode()
         headers = self.headers | {"Host": self.netloc, "Connection": "close", "Content-Length": str(len(data))}
         lines = [f"POST {self.path}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
@@ -137,8 +137,8 @@ async def drive(
     max_concurrency: int | None,
     timeout_s: float,
 ) -> list[tuple[float, Received | str]]:
-    """Send request i at `arrivals[i]` seconds from now, or when fewer than `max_concurrency` run, whichever is later;
-    for each the time it was sent, and what came back or why nothing did."""
+    """Send request i at `arrivals[i]` seconds from now, or later if `max_concurrency` requests are in flight. Return
+    for each the time it was sent, and the received bytes or the error."""
     loop, room = asyncio.get_running_loop(), asyncio.Semaphore(max_concurrency or len(requests))
     began = loop.time()
 
@@ -152,7 +152,7 @@ async def drive(
                         lambda: _Connection(request), server.host, server.port, ssl=server.tls
                     )
                     await connection.ended
-            except OSError as error:  # TimeoutError is one
+            except OSError as error:  # includes TimeoutError
                 return asked, f"{type(error).__name__}: {error}"
             finally:
                 if transport is not None:
@@ -163,7 +163,7 @@ async def drive(
 
 
 def answered(asked: float, received: Received | str) -> Answer:
-    """Read what came back."""
+    """Parse the received bytes."""
     if isinstance(received, str):
         return Answer(asked=asked, error=received)
     times: list[float] = []
@@ -175,7 +175,7 @@ def answered(asked: float, received: Received | str) -> Answer:
                 return Answer(asked=asked, times=tuple(times), input_tokens=read, output_tokens=made)
             chunk = json.loads(event)
             if "error" in chunk:
-                raise BaguError(f"the server ended the answer: {chunk['error']['message']}")
+                raise BaguError(f"the server aborted the answer: {chunk['error']['message']}")
             usage = chunk.get("usage") or usage
             if any(c.get("text") or c.get("finish_reason") for c in chunk["choices"]):
                 times.append(when)
@@ -187,7 +187,7 @@ def answered(asked: float, received: Received | str) -> Answer:
 
 
 def _events(received: Received) -> Iterator[tuple[float, str]]:
-    """The data of each server-sent event, and when its last byte came."""
+    """The data of each server-sent event, and the arrival time of its last byte."""
     raw = b"".join(data for _, data in received)
     ends = list(itertools.accumulate(len(data) for _, data in received))
     head, found, _ = raw.partition(b"\r\n\r\n")
@@ -200,20 +200,20 @@ def _events(received: Received) -> Iterator[tuple[float, str]]:
     for end, data in _chunks(raw, len(head) + 4) if chunked else [(len(raw), raw[len(head) + 4 :])]:
         pending += data
         when = received[bisect.bisect_left(ends, end)][0]
-        *whole, pending = pending.split(b"\n\n")
-        for event in whole:
+        *complete, pending = pending.split(b"\n\n")
+        for event in complete:
             if event.startswith(b"data:"):
                 yield when, event[5:].strip().decode()
 
 
 def _chunks(raw: bytes, at: int) -> Iterator[tuple[int, bytes]]:
-    """The chunks of a body from byte `at` on, each with where it ends."""
+    """The chunks of a body from byte `at` on, each with its end."""
     while (line_end := raw.find(b"\r\n", at)) >= 0:
         size = int(raw[at:line_end].split(b";")[0], 16)
         begin = line_end + 2
         if not size:
             return
         if begin + size > len(raw):
-            raise BaguError(f"a chunk of {size} bytes broke off")
+            raise BaguError(f"a chunk of {size} bytes is incomplete")
         yield begin + size, raw[begin : begin + size]
         at = begin + size + 2

@@ -1,18 +1,18 @@
-"""What clients of a server wait for, in numbers.
+"""The latency metrics of a server's clients.
 
-Of one request, with t0 when it was sent (a connection included), t1 .. tk when its k pieces of text arrived, and n
-output tokens as the server counts them:
+For one request, t0 is the time it was sent (including the connection), t1 .. tk are the arrival times of its k parts of
+text, and n is the number of output tokens reported by the server:
 
     TTFT   t1 - t0                   time to first token
     E2EL   tk - t0                   end-to-end latency
     TPOT   (E2EL - TTFT) / (n - 1)   time per output token after the first; requests of one token have none
     ITL    t(i+1) - t(i)             inter-token latency: every gap of every request is one sample
 
-A piece may hold several tokens (k < n), since text waits until its characters are whole: an ITL then is the time of
-several tokens, and a first token that waits makes TTFT long and TPOT short. A trained model has few such tokens; random
-weights write broken characters and have many.
+A part may hold several tokens (k < n), because text waits until its characters are complete. Such an ITL is the time of
+several tokens, and a first token that waits makes TTFT longer and TPOT shorter. A trained model has few such tokens;
+random weights produce broken characters and have many.
 
-Names of fields are those of `vllm bench serve`.
+The field names are those of `vllm bench serve`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def samples(answers: Sequence[Answer]) -> dict[str, list[float]]:
-    """The seconds of each metric; a request that failed has none."""
+    """The samples of each metric in seconds; a failed request has none."""
     done = [a for a in answers if a.error is None and a.times]
     each = [_metrics(a) for a in done]
     gaps = [b - a for one in done for a, b in pairwise(one.times)]
@@ -45,7 +45,7 @@ def samples(answers: Sequence[Answer]) -> dict[str, list[float]]:
 
 
 def summary(answers: Sequence[Answer], duration: float, goodput: Mapping[str, float]) -> dict[str, Any]:
-    """The fields of `vllm bench serve`; a metric without a sample is None."""
+    """The fields of `vllm bench serve`; a metric without samples is None."""
     done = [a for a in answers if a.error is None]
     inputs, outputs = sum(a.input_tokens for a in done), sum(a.output_tokens for a in done)
     found: dict[str, Any] = {
@@ -68,7 +68,7 @@ def summary(answers: Sequence[Answer], duration: float, goodput: Mapping[str, fl
 
 
 def _metrics(answer: Answer) -> dict[str, float]:
-    """One request's TTFT, E2EL and, of more than one token, TPOT, in seconds."""
+    """TTFT, E2EL and, for more than one token, TPOT of one request, in seconds."""
     first, last = answer.times[0] - answer.asked, answer.times[-1] - answer.asked
     found = {"ttft": first, "e2el": last}
     if answer.output_tokens > 1:
@@ -77,7 +77,7 @@ def _metrics(answer: Answer) -> dict[str, float]:
 
 
 def _keeps(answer: Answer, goodput: Mapping[str, float]) -> bool:
-    """Whether a request kept its promises; of ITL, its longest gap."""
+    """Whether a request meets the goodput limits; for ITL its longest gap counts."""
     if not answer.times:
         return False
     gaps = [b - a for a, b in pairwise(answer.times)]

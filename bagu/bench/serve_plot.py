@@ -1,4 +1,4 @@
-"""The picture of a load: how latencies are distributed, and when each request waited and was answered."""
+"""Plot of a load: the distribution of latencies, and a timeline of the requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLOURS = {"ttft": "#e69f00", "tpot": "#009e73", "itl": "#cc79a7", "e2el": "#007
 
 
 def draw(answers: Sequence[Answer], folder: Path, title: str) -> str | None:
-    """Write `folder`/serve.svg and .png. Returns why nothing was drawn, None when it was."""
+    """Write `folder`/serve.svg and .png. Returns the reason if nothing was drawn, else None."""
     done = sorted((a for a in answers if a.error is None and a.times), key=lambda a: a.asked)
     if not done:
         return "no request was answered"
@@ -45,7 +45,7 @@ def _distributions(axes: Any, answers: Sequence[Answer]) -> None:
             axes.step(ms, share, where="post", color=COLOURS[name], label=name.upper())
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set(title="Latency", xlabel="ms", ylabel="% at most so long", ylim=(0, 101))
+    axes.set(title="Latency", xlabel="ms", ylabel="% of samples below", ylim=(0, 101))
     axes.grid(True)
     axes.legend(loc="lower right")
 
@@ -54,7 +54,7 @@ def _timeline(axes: Any, answers: Sequence[Answer]) -> None:
     zero, rows = answers[0].asked, range(len(answers))
     asked = [a.asked - zero for a in answers]
     first, last = [a.times[0] - zero for a in answers], [a.times[-1] - zero for a in answers]
-    axes.hlines(rows, asked, first, color=FAINT, label="waits for its first token")
+    axes.hlines(rows, asked, first, color=FAINT, label="waiting for the first token")
     axes.hlines(rows, first, last, color=COLOURS["e2el"], label="is answered")
-    axes.set(title="Requests", xlabel="s", ylabel="request, in the order sent")
+    axes.set(title="Requests", xlabel="s", ylabel="request, in sending order")
     axes.legend(loc="upper left")

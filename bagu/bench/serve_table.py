@@ -1,4 +1,4 @@
-"""The tables of serving speeds in the documents, from the rows of `bagu bench engine` and `bagu bench serve`."""
+"""The tables of inference speed in the documents, from the rows of `bagu bench engine` and `bagu bench serve`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ WORDS = {
 
 
 def render(rows: Sequence[Row], language: str) -> str:
-    """A block of lines per machine, model and load, each implementation from its latest run."""
+    """A block of lines per machine, model and load; each implementation from its latest run."""
     words: dict[str, Any] = WORDS[language]
     engine, server = ([r for r in rows if r["system"] == system] for system in ("engine", "serve"))
     if not engine:
         return str(words["nothing"])
     lines = _table(words["engine"], 3, [line for block in _blocks(engine, words) for line in block])
     if server:
-        lines += ["", *_table(words["server"], 2, [_served(r, words) for r in _latest(server)])]
+        lines += ["", *_table(words["server"], 2, [_server_line(r, words) for r in _latest(server)])]
     commits = sorted({str(r["env"]["commit"])[:9] for r in rows})
     return f"{words['caption'].format(commit=', '.join(f'`{c}`' for c in commits))}\n\n" + "\n".join(lines)
 
@@ -53,12 +53,12 @@ def _blocks(rows: Sequence[Row], words: Mapping[str, Any]) -> list[list[list[str
     loads: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         loads.setdefault((row["env"]["machine"], row["model"], _load(row, words)), []).append(row)
-    # not by the load's words, which are another order in another language; there the record's order stays
+    # not sorted by the load's text, which differs between languages; the order of the record is kept
     return [_block(key, loads[key]) for key in sorted(loads, key=lambda k: (k[0] != "nvidia-h200", k[:2]))]
 
 
 def _block(key: tuple[str, str, str], rows: Sequence[Row]) -> list[list[str]]:
-    """Bagu's ways of serving, and the peers beside which they ran. A ratio is to the fastest peer of the same run."""
+    """Bagu's settings, and the peers of the same runs. A ratio is to the fastest peer of the same run."""
     machine, model, load = key
     implementations: dict[str, list[Row]] = {}
     for row in rows:
@@ -82,7 +82,7 @@ def _block(key: tuple[str, str, str], rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _name(row: Row) -> str:
-    """The implementation, and how bagu was set."""
+    """The implementation, and bagu's settings."""
     if row["implementation"] != "bagu":
         return str(row["implementation"])
     engine = row["engine"]
@@ -102,7 +102,7 @@ def _load(row: Row, words: Mapping[str, Any]) -> str:
 
 
 def _latest(rows: Sequence[Row]) -> list[Row]:
-    """Of each machine, model and load."""
+    """The latest row of each machine, model and load."""
     found: dict[tuple[Any, ...], Row] = {}
     for row in sorted(rows, key=lambda r: str(r["env"]["time"])):
         key = (row["env"]["machine"], row["model_id"], row["max_concurrency"], row["request_rate"], row["inputs"])
@@ -110,7 +110,7 @@ def _latest(rows: Sequence[Row]) -> list[Row]:
     return list(found.values())
 
 
-def _served(row: Row, words: Mapping[str, Any]) -> list[str]:
+def _server_line(row: Row, words: Mapping[str, Any]) -> list[str]:
     poisson = row["request_rate"] != "inf"
     load = (
         words["poisson"].format(n=row["request_rate"]) if poisson else words["closed"].format(n=row["max_concurrency"])

@@ -1,7 +1,7 @@
-"""`bagu ops list` and `bagu ops show NAME`: what an op means, takes, costs, and should take on this machine.
+"""`bagu ops list` and `bagu ops show NAME`: meaning, arguments, cost and predicted time of an op on this machine.
 
-A description is a value first (`describe`, also the JSON) and text second. The predicted time is a floor: the larger of
-bytes / copy bandwidth and FLOPs / matmul rate, by ceilings measured here (`roofline`).
+`describe` returns a description as a value (also printed as JSON); `_render` turns it into text. The predicted time is
+a lower bound: the larger of bytes / copy bandwidth and FLOPs / matmul rate, with ceilings measured here (`roofline`).
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from bagu.runs.record import read_rows
 
 __all__ = ["describe", "list_ops", "parse_size", "show_op"]
 
-H200_BALANCE = 184.0  # FLOP/byte where an H200 turns from memory to compute: 788 TFLOP/s over 4.28 TB/s, bf16
+H200_BALANCE = 184.0  # FLOP/byte at which an H200 becomes compute-bound: 788 TFLOP/s over 4.28 TB/s, bf16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Ceilings and where they come from."""
+    """Ceilings and their origin."""
 
     ceilings: Ceilings
     words: str
 
 
 def list_ops(console: Console) -> None:
-    """Print every op in one table, a line each."""
+    """Print every op in one table."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
     for name in ("op", "triton", "grads", "bound"):
         table.add_column(name, no_wrap=True)
-    table.add_column("what it is", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("meaning", no_wrap=True, overflow="ellipsis", ratio=1)
     for name, spec in catalogue.SPECS.items():
         what = (importlib.import_module(f"bagu.ops.{name}.spec").__doc__ or "").split("\n")[0]
         yes = ("yes" if there else "no" for there in ("triton" in spec.backends, bool(spec.grads)))
         table.add_row(f"[bold]{name}[/]", *yes, _bound(spec), escape(what.partition(":")[0].rstrip(".")))
     console.print(table)
-    console.print("[dim]All have a torch backend. bound: at the first bench case in bf16, on an H200.[/]")
-    console.print("[bold]bagu ops show NAME[/]: signature, meaning, cost, predicted time here.")
+    console.print("[dim]All have a torch backend. bound: at the first benchmark case in bf16, on an H200.[/]")
+    console.print("[bold]bagu ops show NAME[/] prints signature, formula, cost and predicted time.")
 
 
 def _bound(spec: OpSpec) -> str:
@@ -76,7 +76,7 @@ def parse_size(text: str) -> dict[str, int | tuple[int, ...]]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, value = part.partition("=")
         if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", value.strip()):
-            raise ArgumentError(f"--size has {part!r}, and NAME=NUMBER is wanted", hint="--size M=4096,N=4096")
+            raise ArgumentError(f"--size has {part!r}; expected NAME=NUMBER", hint="--size M=4096,N=4096")
         numbers = tuple(int(v) for v in value.split("x"))
         size[name.strip()] = numbers if len(numbers) > 1 else numbers[0]
     return size
@@ -92,12 +92,12 @@ def show_op(
     measure: bool = False,
     results: Path = RESULTS,
 ) -> None:
-    """Print one op. The ceilings are the last ones recorded for this machine under `results`, else measured now."""
+    """Print one op. The ceilings are the last recorded ones of this machine in `results`, else measured now."""
     spec, sizes = catalogue.spec(name), parse_size(size)
     device = default_device()
     kind = dtype_named(dtype) if dtype is not None else torch.bfloat16 if device.type == "cuda" else torch.float32
     case = resize(spec, _bench_case(spec), sizes)
-    args = bench_inputs(spec, case, kind, "meta")  # sizes that do not fit each other stop here, before any measuring
+    args = bench_inputs(spec, case, kind, "meta")  # raises for inconsistent sizes, before any measurement
     spec.bind(args)
     source = (None if measure else _recorded(results, device, kind)) or _measured(device, kind)
     facts = describe(spec, case, args, source)
@@ -121,13 +121,11 @@ def _recorded(results: Path, device: torch.device, dtype: torch.dtype) -> Source
 
 
 def _measured(device: torch.device, dtype: torch.dtype) -> Source:
-    return Source(
-        ceilings=measure_ceilings(device, dtype=dtype, quick=True), words="ceilings measured just now, quickly"
-    )
+    return Source(ceilings=measure_ceilings(device, dtype=dtype, quick=True), words="ceilings measured now, quickly")
 
 
 def describe(spec: OpSpec, case: Case, args: Mapping[str, Any], source: Source) -> dict[str, Any]:
-    """Everything about an op at one size, in JSON values."""
+    """All facts about an op at one size, as JSON values."""
     first = first_tensor(spec, dict(args))
     passes = {}
     for step, cost in costs(spec, spec.bind(args), first.dtype).items():
@@ -159,7 +157,7 @@ def describe(spec: OpSpec, case: Case, args: Mapping[str, Any], source: Source) 
 def _argument(spec: OpSpec, arg: Any) -> dict[str, Any]:
     if not isinstance(arg, TensorArg):
         return {"name": arg.name, "is": str(arg), "kind": f"a scalar, {arg.kind}", "gradient": False}
-    kind = KINDS.get(arg.dtype) or (str(EXACT[arg.dtype])[6:] if arg.dtype in EXACT else "fp32, or fp64 beside fp64")
+    kind = KINDS.get(arg.dtype) or (str(EXACT[arg.dtype])[6:] if arg.dtype in EXACT else "fp32, or fp64 with fp64")
     if arg is spec.sig.tensors[0] and not arg.dtype:
         kind = "a float dtype"
     optional = ", may be None" if arg.optional else ""
@@ -167,7 +165,7 @@ def _argument(spec: OpSpec, arg: Any) -> dict[str, Any]:
 
 
 def _backend(spec: OpSpec, backend: str) -> dict[str, Any]:
-    """Whether a backend runs here, and what can be tuned in it."""
+    """Whether a backend runs here, and its tunable parameters."""
     if backend == "torch":
         return {"runs": "yes", "tunable": {}}
     if importlib.util.find_spec("triton") is None:
@@ -187,7 +185,7 @@ def _render(facts: Mapping[str, Any]) -> Group:
     for name, b in facts["backends"].items():
         space = [f"{fn}: " + ", ".join(f"{k} ∈ {v}" for k, v in points.items()) for fn, points in b["tunable"].items()]
         backends.add_row(name, b["runs"], "\n".join(space) or "nothing")
-    arguments = _grid("argument", "what it is", "gradient")
+    arguments = _grid("argument", "type", "gradient")
     for a in facts["arguments"]:
         arguments.add_row(escape(a["is"]), a["kind"], "yes" if a["gradient"] else "")
     cases = _grid("case", "why", "timed")
@@ -198,12 +196,12 @@ def _render(facts: Mapping[str, Any]) -> Group:
         work = (si(p["flops"], "FLOP"), si(p["bytes"], "B"), f"{p['flops_per_byte']:,.1f}")
         cost.add_row(step, *work, p["bound"], f"≥ {duration(p['predicted_s'])}")
     size, c = facts["size"], facts["ceilings"]
-    results = ", ".join(facts["outputs"]) + (f"; kept: {', '.join(facts['residuals'])}" if facts["residuals"] else "")
+    results = ", ".join(facts["outputs"]) + (f"; saved: {', '.join(facts['residuals'])}" if facts["residuals"] else "")
     return Group(
         f"[bold]{facts['name']}[/]  {escape(facts['signature'])}\n",
         f"{escape(facts['formula'])}\n",
         arguments,
-        f"\nreturns {escape(results)}, off the fp64 definition by at most {facts['ulps']:g} × its spacing",
+        f"\nreturns {escape(results)}; maximum error against fp64: {facts['ulps']:g} × its spacing",
         f"independent along {', '.join(facts['independent'])}\n",
         backends,
         "",

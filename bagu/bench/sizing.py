@@ -1,7 +1,7 @@
-"""Inputs for timing: a spec's bench cases at the size this machine should run, made in place and in the right dtype.
+"""Inputs for timing: a spec's benchmark cases at a size for this machine, created on the device in the right dtype.
 
-A check draws in fp64 and rounds; at 4096 x 262,144 that detour is 8.6 GB. Here tensors are drawn in the dtype under
-test on the device that runs them, or on "meta", where they have a shape, cost nothing and are enough to ask a cost.
+A conformance check draws in fp64 and rounds; at 4096 x 262,144 that would take 8.6 GB. Here tensors are drawn in the
+dtype under test on the target device, or on "meta", where they have only a shape, which is enough to compute a cost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bagu.ops.signature import TensorArg
 __all__ = ["DTYPES", "bench_inputs", "dtype_named", "first_tensor", "forward_bytes", "resize", "shape_label", "shrink"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-FEWEST_ROWS = 16  # an independent dim is not shrunk below this while another one can give
+FEWEST_ROWS = 16  # an independent dim is not shrunk below this while another one can be shrunk
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -60,16 +60,16 @@ class BenchStreams(Streams):
 def bench_inputs(spec: OpSpec, case: Case, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
     """The arguments of a call at this case."""
     streams = BenchStreams(spec.name, case.name, dtype=dtype, device=device)
-    with _ShapesAlone() if streams.meta else nullcontext():
+    with _ShapesOnly() if streams.meta else nullcontext():
         drawn = spec.inputs(case, streams)
     args = spec.cast(case, drawn, dtype)
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
 
 
-class _ShapesAlone(TorchFunctionMode):
-    """The shape of a meta tensor that is sorted, or scaled or shifted by a number, or of several that are concatenated.
+class _ShapesOnly(TorchFunctionMode):
+    """Computes the shape of meta tensors that are sorted, concatenated, or scaled or shifted by a number.
 
-    torch finds these by Python decompositions, whose first call imports sympy (1 s of CPU) or its whole compiler (2 s).
+    torch uses Python decompositions for these; their first call imports sympy (1 s of CPU) or the compiler (2 s).
     """
 
     ELEMENTWISE = (torch.Tensor.mul, torch.Tensor.add, torch.Tensor.sub, torch.Tensor.div, torch.Tensor.add_)
@@ -90,12 +90,12 @@ class _ShapesAlone(TorchFunctionMode):
 
 
 def first_tensor(spec: OpSpec, args: dict[str, Any]) -> torch.Tensor:
-    """The tensor whose dtype and device are the call's."""
+    """The tensor that gives the dtype and device of the call."""
     return next(a for t in spec.sig.tensors if isinstance(a := args[t.name], torch.Tensor))
 
 
 def forward_bytes(spec: OpSpec, case: Case, dtype: torch.dtype) -> int:
-    """Bytes that the forward of a case moves at least; raises ArgumentError where the sizes do not fit each other."""
+    """Minimum bytes that the forward of a case moves; raises ArgumentError if the sizes are inconsistent."""
     args = bench_inputs(spec, case, dtype, "meta")
     return costs(spec, spec.bind(args), first_tensor(spec, args).dtype)["fwd"].bytes
 
@@ -103,10 +103,9 @@ def forward_bytes(spec: OpSpec, case: Case, dtype: torch.dtype) -> int:
 def shrink(spec: OpSpec, case: Case, dtype: torch.dtype, budget: int) -> Case:
     """The case, with sizes halved until its forward moves at most `budget` bytes.
 
-    Independent dims give first, each down to 16: those that are parameters of the case, in the spec's order, then the
-    leading number where a parameter is a whole shape. So rows get fewer and stay as long as before. After them the
-    largest number gives. One that hardly lowers the bytes, or whose half does not fit the others (channels and
-    groups), stays as it is.
+    Independent dims shrink first, each down to 16: those that are parameters of the case, in the spec's order, then the
+    first number of a parameter that is a shape. So there are fewer rows, of the same length. After them the largest
+    number shrinks. A number that hardly lowers the bytes, or whose half is not valid (channels and groups), stays.
     """
     rows = [(d, None) for d in spec.independent if type(case.params.get(d)) is int]
     first = (*rows, *(knob for knob in _numbers(case) if knob[1] == 0))
@@ -120,7 +119,7 @@ def shrink(spec: OpSpec, case: Case, dtype: torch.dtype, budget: int) -> Case:
         smaller = _with(case, knob, free[knob] // 2)
         try:
             helps = forward_bytes(spec, smaller, dtype) < 0.95 * now
-        except (ArgumentError, RuntimeError):  # torch raises the second where shapes cannot be broadcast
+        except (ArgumentError, RuntimeError):  # torch raises RuntimeError if shapes cannot be broadcast
             helps = False
         if helps:
             case = smaller
@@ -157,13 +156,13 @@ def resize(spec: OpSpec, case: Case, size: Mapping[str, int | tuple[int, ...]]) 
         if name not in known:
             raise UnknownName.among(f"size of {spec.name}[{case.name}]", name, known)
         if type(value) is not type(case[name]):
-            want = "a shape like 32x64x8" if isinstance(case[name], tuple) else "a number"
-            raise ArgumentError(f"{spec.name}: the size {name} was given as {value}, and {want} is wanted")
+            expected = "a shape like 32x64x8" if isinstance(case[name], tuple) else "a number"
+            raise ArgumentError(f"{spec.name}: size {name} is {value}; expected {expected}")
     return case.replace(**size)
 
 
 def shape_label(spec: OpSpec, args: dict[str, Any]) -> str:
-    """The first tensor's shape, then the dims that only other arguments have: "4096×4096 V=128256"."""
+    """The shape of the first tensor, then the dims that only other arguments have: "4096×4096 V=128256"."""
     first = first_tensor(spec, args)
     named = [t for t in spec.sig.tensors if isinstance(args[t.name], torch.Tensor)]
     dims, own = spec.bind(args), _names(named[0])

@@ -1,9 +1,9 @@
-"""`python -m bagu.bench.tables [--check]`: the tables of measured numbers in the documents, from benchmarks/results.
+"""`python -m bagu.bench.tables [--check]`: generate the tables in the documents from benchmarks/results.
 
-The text between the two marks of a document belongs to this module. It shows the GPU machines' rows: in a README each
-op at its first bench case, in docs/benchmarks.md every case. Numbers of one line come from one run, the latest that
-has the case, so that bagu and its peers are compared as they were measured. `--check` writes nothing and fails when a
-document is stale.
+This module owns the text between the two marks of a document. It shows the rows of GPU machines: in a README each op at
+its first benchmark case, in docs/benchmarks.md every case. The numbers of one line come from one run, the latest that
+has the case, so that bagu and its peers are compared within a run. `--check` writes nothing and fails if a document is
+out of date.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """The words of one language around the numbers."""
+    """The texts around the numbers in one language."""
 
     head: tuple[str, ...]
     caption: str
@@ -63,20 +63,20 @@ FILES = {"README.md": (ENGLISH, False), "README.zh.md": (CHINESE, False), "docs/
 
 
 def render(rows: Sequence[Row], words: Words, *, every: bool = False) -> str:
-    """The text between the marks: a caption and a table per GPU machine and dtype; of `every` case, or the first."""
+    """The text between the marks: a caption and a table per GPU machine and dtype, for `every` case or the first."""
     rows = [r for r in rows if r["device"].startswith("cuda") and not r["quick"]]
     parts = []
     for machine, dtype in sorted({(r["env"]["machine"], r["dtype"]) for r in rows}):
         mine = _latest([r for r in rows if (r["env"]["machine"], r["dtype"]) == (machine, dtype)])
-        mine.sort(key=lambda r: r["op"])  # in whatever order the record has them
-        firsts = dict(reversed([(r["op"], r["case"]) for r in mine]))  # of one op's cases the first stays
+        mine.sort(key=lambda r: r["op"])  # independent of the order in the record
+        firsts = dict(reversed([(r["op"], r["case"]) for r in mine]))  # keeps the first case of each op
         shown = mine if every else _short([r for r in mine if r["case"] == firsts[r["op"]]])
         parts += [_caption(mine, words), _table(shown, words)]
     return "\n\n".join(parts) or words.nothing
 
 
 def _latest(rows: Sequence[Row]) -> list[Row]:
-    """The rows of one run per op and case: the latest, but not one where only the torch backend was asked for."""
+    """The rows of the latest run per op and case, but not of a run with only the torch backend."""
     runs: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for row in rows:
         runs.setdefault((row["op"], row["case"]), {}).setdefault(row["env"]["time"], []).append(row)
@@ -88,7 +88,7 @@ def _latest(rows: Sequence[Row]) -> list[Row]:
 
 
 def _short(rows: Sequence[Row]) -> list[Row]:
-    """Passes apart for ops that memory bounds; together where compute does, since what is done in which is a choice."""
+    """Separate passes for memory-bound ops; both together for compute-bound ops, which may move work between them."""
     compute = {r["op"] for r in rows if r["bound"] == "compute"}
     return [r for r in rows if (r["pass"] == "fwd+bwd") == (r["op"] in compute)]
 
@@ -126,15 +126,15 @@ def _table(rows: Sequence[Row], words: Words) -> str:
         best = next((r for r in ours if r["backend"] != "torch"), ours[0] if ours else None)
         peers = [next((r for r in work if r["peer"] == p), None) for p in PEERS]
         name = f"`{op}`" if op != seen else ""
-        share = _share(best, [r for r in work if r["yardstick"]]) if best else ""
+        share = _fraction(best, [r for r in work if r["yardstick"]]) if best else ""
         cells = [f"**{_rate(best, words)}**" if best else "", share, *(_rate(p, words) for p in peers)]
         lines.append(_line([name, work[0]["shape"], step, *cells]))
         seen = op
     return "\n".join(lines)
 
 
-def _share(row: Row, yardsticks: Sequence[Row]) -> str:
-    """ "0.84 matmul, 1.10× four_gemms": of its ceiling, and its time in units of the yardsticks of the same run."""
+def _fraction(row: Row, yardsticks: Sequence[Row]) -> str:
+    """ "0.84 matmul, 1.10× four_gemms": the fraction of its ceiling, and its time relative to yardsticks of the run."""
     if row["share"] is None or row["fault"]:
         return ""
     times = [f"{row['median_s'] / y['median_s']:.2f}× {y['peer']}" for y in yardsticks if y["median_s"]]
@@ -165,16 +165,17 @@ def updated(text: str, inside: str, name: str, marks: tuple[str, str] = (BEGIN, 
     before, begin, rest = text.partition(first)
     _, end, after = rest.partition(last)
     if not begin or not end:
-        raise BaguError(f"{name} has no place for the table", hint=f"put the lines {first} and {last} where it belongs")
+        raise BaguError(f"{name} has no marks for the table", hint=f"add the lines {first} and {last}")
     return f"{before}{first}\n{inside}\n{last}{after}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite the documents, or with --check only compare. Exit status: 1 if one is stale, 2 if one cannot be read."""
+    """Rewrite the documents, or only compare with --check. Exit status 1: out of date, 2: a document is not
+    readable."""
     parser = argparse.ArgumentParser(
-        prog="python -m bagu.bench.tables", description="tables of numbers from benchmarks/results"
+        prog="python -m bagu.bench.tables", description="generate the tables in the documents from benchmarks/results"
     )
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a document is stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a document is out of date")
     parser.add_argument("--root", type=Path, default=Path(), help="the checkout (default: the current folder)")
     asked = parser.parse_args(argv)
     try:
@@ -193,7 +194,7 @@ def _update(root: Path, *, check: bool) -> int:
     for name, (words, every) in FILES.items():
         path = root / name
         if not path.exists():
-            raise BaguError(f"there is no {path}", hint="run it in the checkout, or give --root")
+            raise BaguError(f"{path} does not exist", hint="run it in the checkout, or give --root")
         text = path.read_text(encoding="utf-8")
         new = updated(text, render(rows, words, every=every), name)
         new = updated(new, train_table.render(trained, words.language), name, (TRAIN_BEGIN, TRAIN_END))
@@ -203,9 +204,7 @@ def _update(root: Path, *, check: bool) -> int:
             if not check:
                 path.write_text(new, encoding="utf-8")
     if check and stale:
-        print(
-            f"{' and '.join(stale)}: not what benchmarks/results says; run python -m bagu.bench.tables", file=sys.stderr
-        )
+        print(f"{' and '.join(stale)}: out of date; run python -m bagu.bench.tables", file=sys.stderr)
         return 1
     if not check:
         print(f"rewrote {' and '.join(stale)}" if stale else "nothing to rewrite")

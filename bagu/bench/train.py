@@ -1,7 +1,7 @@
-"""`bagu bench train`: how fast a whole optimizer step runs, beside peers in the same run.
+"""`bagu bench train`: the speed of a full optimizer step, with peers in the same run.
 
-An implementation is a function that makes one step on random tokens and returns when its loss is on the host. Each gets
-the same tokens a step, a warm-up, and the same clock: a sample is one step, the device idle at both ends.
+An implementation is a function that runs one step on random tokens and returns its loss on the host. All get the same
+tokens per step and a warmup. A sample is one step, with the device idle at both ends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["main"]
 def bagu_step(
     shape: Shape, device: torch.device, dtype: torch.dtype, *, micro_batches: int, compiled: bool, recompute: str
 ) -> Iterator[Callable[[], float]]:
-    """One step of bagu's trainer: fp32 masters, AdamW, clipping, the guard; all that a real run does but its data."""
+    """One step of bagu's trainer: fp32 master weights, AdamW, clipping, the guard; a real step except for its data."""
     config = TrainConfig(
         steps=10**6, compile=compiled, activation_checkpointing=recompute,  # type: ignore[arg-type]
         optimizer=OptimizerConfig(kind="adamw", lr=1e-4),
@@ -78,13 +78,13 @@ def main(
     out: Path | None = None,
     as_json: bool = False,
 ) -> int:
-    """Time bagu and the peers, `rounds` times in turn, print a table and append the rows to `out`.
+    """Time bagu and the peers, `rounds` times in turn; print a table and append the rows to `out`.
 
-    Without `dtype` they compute in the one that is fast here.
+    The default `dtype` is the faster one on this machine.
     """
     for name, value in [("steps", steps), ("rounds", rounds), *(("micro_batches", m) for m in micro_batches)]:
         if value < 1:
-            raise ArgumentError(f"{name} is {value}", hint="at least 1")
+            raise ArgumentError(f"{name} is {value}", hint="use at least 1")
     where = named_device(device)
     shape = shape or ("llama_1b" if where.type == "cuda" else "cpu_6m")
     if shape not in SHAPES:
@@ -127,4 +127,4 @@ def _table(shape: Shape, rows: Sequence[dict[str, Any]]) -> Table:
             f"{tflops:,.1f}" if tflops else "–", f"{peak / 2**30:.1f} GiB" if peak else "–",
             f"{row['tokens_per_s'] / max(peers):.2f}×" if peers else "–",
         ))  # fmt: skip
-    return table(f"{shape.why}; {shape.words()} a step", heads, lines)
+    return table(f"{shape.why}; {shape.words()} per step", heads, lines)

@@ -1,4 +1,4 @@
-"""The same training step by other libraries, for the benchmark. Each is written as its users write it."""
+"""The same training step with other libraries, for the benchmark. Each is written as its users write it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Implementation = Callable[[Shape, torch.device, torch.dtype], AbstractContextMan
 
 
 def _llama(config: ModelConfig) -> Any:
-    """The transformers config of the same model, where it is a Llama."""
+    """The transformers config of the same model, if it is a Llama."""
     from transformers import LlamaConfig
 
     rope, plain = config.positions, config.ffn == "swiglu" and config.norm.kind == "rms" and not config.qk_norm
     if not isinstance(rope, Rope) or not plain or config.moe is not None or config.mla is not None:
-        raise BaguError("the transformers peer is a Llama, and this shape is not", hint="leave the peer out")
+        raise BaguError("the transformers peer supports only Llama shapes", hint="leave the peer out")
     return LlamaConfig(
         vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim,
@@ -45,7 +45,7 @@ def _transformers(
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if len(set(shape.lengths)) > 1:
-        raise BaguError("the transformers peer takes documents of one length", hint="leave the peer out")
+        raise BaguError("the transformers peer needs documents of equal length", hint="leave the peer out")
     rows, length = len(shape.lengths), shape.lengths[0]
     ids = torch.randint(shape.model.vocab_size, (rows, length), device=device)
     run = torch.compile(model) if compiled else model

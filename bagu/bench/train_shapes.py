@@ -1,4 +1,4 @@
-"""What `bagu bench train` trains: a model, and the documents of one step."""
+"""The shapes of `bagu bench train`: a model, and the documents of one step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["SHAPES", "Shape"]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model and the documents of one step, by their lengths in tokens."""
+    """A model, and the lengths in tokens of the documents of one step."""
 
     why: str
     model: ModelConfig
@@ -23,7 +23,7 @@ class Shape:
         return sum(self.lengths)
 
     def words(self) -> str:
-        """The documents of a step: "16 × 2048 tokens" where they are equal, else their number and range."""
+        """The documents of a step: "16 × 2048 tokens" if they are equal, else their number and range."""
         low, high = min(self.lengths), max(self.lengths)
         count = len(self.lengths)
         return (
@@ -34,12 +34,10 @@ class Shape:
 
 
 SHAPES = {
-    "cpu_6m": Shape(
-        why="what a laptop trains in minutes: 5.9M parameters", model=preset("cpu_6m"), lengths=(256,) * 16
-    ),
+    "cpu_6m": Shape(why="5.9M parameters, trains on a laptop in minutes", model=preset("cpu_6m"), lengths=(256,) * 16),
     "llama_1b": Shape(why="TinyLlama's shape: 1.1B parameters", model=preset("llama_1b"), lengths=(2048,) * 16),
     "llama_1b_long": Shape(
-        why="TinyLlama's shape, long documents packed: attention counts",
+        why="TinyLlama's shape with long packed documents, where attention matters",
         model=replace(preset("llama_1b"), max_len=16_384),
         lengths=(16_384, 4096, 5120, 7168),
     ),

@@ -51,9 +51,9 @@ def render(rows: Sequence[Row], language: str) -> str:
 
 
 def _block(machine: str, run: Sequence[Row], words: Mapping[str, Any]) -> list[str]:
-    """Bagu's best and its leanest run, and each peer at its best."""
+    """Bagu's fastest run and the one with the least memory, and each peer at its best."""
     best: dict[tuple[str, Any], Row] = {}
-    for row in run:  # several rounds: the fastest of each
+    for row in run:  # of several rounds, the fastest of each
         key = (row["implementation"], row.get("micro_batches"))
         if key not in best or row["tokens_per_s"] > best[key]["tokens_per_s"]:
             best[key] = row

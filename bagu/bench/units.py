@@ -1,4 +1,4 @@
-"""Numbers with a prefix that a person can read: 8.01 MB, 52.3 GFLOP/s, 800.8 µs."""
+"""Numbers with a readable prefix: 8.01 MB, 52.3 GFLOP/s, 800.8 µs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def si(value: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Microseconds below 10 ms, milliseconds below 10 s, seconds from there on."""
+    """Microseconds below 10 ms, milliseconds below 10 s, else seconds."""
     if seconds < 1e-2:
         return f"{1e6 * seconds:,.1f} µs"
     return f"{1e3 * seconds:,.1f} ms" if seconds < 10 else f"{seconds:,.1f} s"

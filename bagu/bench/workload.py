@@ -1,7 +1,8 @@
-"""What a benchmark asks for: prompts of random tokens, how long each answer is to be, and when each request arrives.
+"""The requests of a benchmark: prompts of random tokens, the length of each output, and the arrival times.
 
-nano-vllm's is 256 requests, lengths in and out uniform over 100 to 1024, seed 0, at temperature 0.6. It is drawn here
-by Python's `random` in nano-vllm's order, so that the lengths are the very ones (142,827 tokens in, 133,966 out).
+nano-vllm's benchmark has 256 requests, input and output lengths uniform over 100 to 1024, seed 0, temperature 0.6. It
+is drawn here with Python's `random` in nano-vllm's order, so that the lengths are identical (142,827 tokens in, 133,966
+out).
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from bagu.errors import ArgumentError
 
 __all__ = ["TEMPERATURE", "Lengths", "Workload", "arrivals", "random_workload", "streams_workload"]
 
-HIGHEST_TOKEN, TEMPERATURE = 10_000, 0.6  # nano-vllm's
+HIGHEST_TOKEN, TEMPERATURE = 10_000, 0.6  # nano-vllm's values
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A uniform distribution over low to high, both included."""
+    """A uniform distribution from low to high, both included."""
 
     low: int
     high: int
 
     def __post_init__(self) -> None:
         if not 1 <= self.low <= self.high:
-            raise ArgumentError(f"lengths from {self.low} to {self.high}", hint="1 or more, the lower first")
+            raise ArgumentError(f"lengths from {self.low} to {self.high}", hint="use 1 or more, the lower first")
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """`100-1024`, or `64` for exactly 64."""
+        """Parse `100-1024`, or `64` for exactly 64."""
         found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
         if found is None:
             raise ArgumentError(f"lengths {text!r}", hint="write 100-1024, or 64 for exactly 64")
@@ -43,7 +44,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Request i is `prompts[i]` and is answered with exactly `max_tokens[i]` tokens (end-of-text is ignored)."""
+    """Request i is `prompts[i]` and generates exactly `max_tokens[i]` tokens (end-of-text is ignored)."""
 
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: tuple[int, ...]
@@ -52,7 +53,7 @@ class Workload:
         if not self.prompts or len(self.prompts) != len(self.max_tokens):
             raise ArgumentError(
                 f"a workload of {len(self.prompts)} prompts and {len(self.max_tokens)} answers",
-                hint="at least one request, and a length of answer for each",
+                hint="give at least one request, and an output length for each",
             )
 
     @property
@@ -81,17 +82,17 @@ def random_workload(
     shared_prefix: int = 0,
     seed: int = 0,
 ) -> Workload:
-    """`tokens` is what prompts are made of: a vocabulary's size, or the ids to draw from. `shared_prefix` tokens, the
-    same for all, come before each prompt."""
+    """`tokens` is the vocabulary size, or the ids to draw from. Each prompt starts with the same `shared_prefix`
+    tokens."""
     if requests < 1 or shared_prefix < 0:
         raise ArgumentError(
-            f"{requests} requests with a shared prefix of {shared_prefix} tokens", hint="1 or more, and 0 or more"
+            f"{requests} requests with a shared prefix of {shared_prefix} tokens", hint="use 1 or more, and 0 or more"
         )
     ids = range(tokens) if isinstance(tokens, int) else tokens
     draw = random.Random(seed)
 
     def text(length: int) -> list[int]:
-        # folded into a small vocabulary after the draw, so that the lengths are the same for every model
+        # mapped to a small vocabulary after the draw, so that the lengths are the same for every model
         return [ids[draw.randint(0, HIGHEST_TOKEN) % len(ids)] for _ in range(length)]
 
     prompts = [text(draw.randint(inputs.low, inputs.high)) for _ in range(requests)]
@@ -101,15 +102,15 @@ def random_workload(
 
 
 def streams_workload(streams: int, prompt: int, new: int, *, tokens: int, seed: int = 0) -> Workload:
-    """Requests of one shape, for a decode rate: the first token comes of the prefill, `new` of decode steps."""
+    """Requests of equal size, for a decode rate: the first token comes from the prefill, `new` from decode steps."""
     return random_workload(streams, Lengths(prompt, prompt), Lengths(new + 1, new + 1), tokens=tokens, seed=seed)
 
 
 def arrivals(requests: int, rate: float, seed: int = 0) -> list[float]:
-    """When each request arrives, in seconds from the start: a Poisson process of `rate` requests a second, whose gaps
-    are exponential with mean 1 / rate. An infinite rate has all arrive at 0."""
+    """The arrival time of each request in seconds from the start: a Poisson process of `rate` requests per second, with
+    exponential gaps of mean 1 / rate. With an infinite rate all requests arrive at 0."""
     if not rate > 0:
-        raise ArgumentError(f"a request rate of {rate} a second", hint="above 0, or inf for all at once")
+        raise ArgumentError(f"a request rate of {rate} per second", hint="use a rate above 0, or inf for all at once")
     draw, now, times = random.Random(seed), 0.0, []
     for _ in range(requests):
         times.append(now)

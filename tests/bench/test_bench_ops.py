@@ -1,4 +1,4 @@
-"""`bagu bench ops`: a real quick run, the rows it records, the shrink rule, and when a number is not believed."""
+"""`bagu bench ops`: a real quick run, its rows, the shrinking of sizes, and measurement faults."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ def run_cli(*argv: str) -> int:
 # --- a real run -------------------------------------------------------------------------------------------------------
 
 
-def test_quick_run_prints_json_alone_records_the_same_rows_and_draws(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quick_run_prints_json_records_rows_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = run_cli("bench", "ops", "rms_norm", "--quick", "--json", "--device", "cpu", "--out", str(tmp_path))
     printed = capsys.readouterr()
     rows = json.loads(printed.out)
@@ -68,7 +66,7 @@ def test_quick_run_without_out_records_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench, "measure_ceilings", lambda *_, **__: CEILINGS)  # 2 s, and tested above
+    monkeypatch.setattr(bench, "measure_ceilings", lambda *_, **__: CEILINGS)  # takes 2 s, and is tested above
     bench.main(["rms_norm"], quick=True, device="cpu")
     assert list(tmp_path.iterdir()) == []
     shown = capsys.readouterr().out
@@ -89,7 +87,7 @@ def test_quick_run_without_out_records_nothing(
         (["--backend", "triton", "--device", "cpu"], "runs on cpu", "timed on a CUDA device"),
     ],
 )
-def test_wrong_names_are_told_with_a_hint_and_no_traceback(
+def test_wrong_names_give_a_hint_and_no_traceback(
     argv: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_cli("bench", "ops", "--quick", *argv) == 2
@@ -107,26 +105,26 @@ def test_backends_are_chosen_by_device() -> None:
         chosen_backends([RMS], ["triton"], torch.device("cpu"))
 
 
-# --- the shrink rule --------------------------------------------------------------------------------------------------
+# --- shrinking sizes --------------------------------------------------------------------------------------------------
 
 
-def test_rows_give_first_and_keep_their_length() -> None:
+def test_the_number_of_rows_shrinks_first() -> None:
     small = sizing.shrink(RMS, Case("c", "", M=16384, N=4096), torch.float32, 8_000_000)
     assert small.params == {"M": 128, "N": 4096}
     assert sizing.forward_bytes(RMS, small, torch.float32) <= 8_000_000
 
 
-def test_a_row_gives_only_when_there_are_few() -> None:
+def test_rows_get_shorter_only_if_there_are_few() -> None:
     small = sizing.shrink(RMS, Case("c", "", M=64, N=1 << 20), torch.float32, 8_000_000)
     assert small.params == {"M": 16, "N": 1 << 15}
 
 
-def test_a_case_within_the_budget_stays() -> None:
+def test_a_case_within_the_budget_is_unchanged() -> None:
     case = Case("c", "", M=16, N=64, seed=7)
     assert sizing.shrink(RMS, case, torch.float32, 8_000_000).params == case.params
 
 
-def test_what_does_not_lower_the_bytes_stays_and_shapes_shrink_too() -> None:
+def test_shrinking_skips_sizes_that_do_not_lower_the_bytes() -> None:
     case = Case("c", "", lead=(4096, 4), N=1024, seed=1 << 40)
     small = sizing.shrink(RMS, case, torch.float32, 8_000_000)
     assert small.params == {"lead": (128, 4), "N": 1024, "seed": 1 << 40}
@@ -141,7 +139,7 @@ def test_every_bench_case_of_every_op_fits_the_quick_budget(name: str) -> None:
         assert sizing.forward_bytes(spec(name), small, torch.float32) <= CPU.budget, case
 
 
-def test_sizes_are_asked_for_by_name() -> None:
+def test_sizes_are_given_by_name() -> None:
     assert sizing.resize(RMS, TINY, {"N": 32}).params == {"M": 8, "N": 32}
     with pytest.raises(UnknownName, match="'n'"):
         sizing.resize(RMS, TINY, {"n": 32})
@@ -174,10 +172,10 @@ def test_bandwidth_meets_the_three_ceilings() -> None:
         (50.0, 500, 0, False),  # a copy at the copy ceiling
         (51.4, 500, 0, False),  # 2.8 % over
         (51.6, 500, 0, True),  # 3.2 % over
-        (99.0, 0, 0, False),  # reads alone may pass the copy ceiling
+        (99.0, 0, 0, False),  # reads alone may exceed the copy ceiling
         (104.0, 0, 0, True),  # but not the read ceiling
         (60.0, 500, 0, True),
-        (60.0, 500, 200, False),  # a fifth of it may have come from a cache
+        (60.0, 500, 200, False),  # a fifth may have come from a cache
         (60.0, 500, 100, True),
     ],
 )
@@ -189,24 +187,24 @@ def test_more_than_3_percent_over_the_ceiling_is_a_fault(
     assert roofline.is_fault(cost, written=written, seconds=seconds, ceilings=CEILINGS, cached=cached) is fault
 
 
-def test_a_fault_is_flagged_in_its_row_and_told() -> None:
+def test_a_fault_is_flagged_in_its_row_and_printed() -> None:
     slow, fast = _row(seconds=1.0), _row(seconds=1e-6)
     assert not slow["fault"] and list(ops_table.remarks([slow])) == []
     assert fast["fault"]
-    assert "fault of the measurement" in next(ops_table.remarks([fast]))
+    assert "measurement fault" in next(ops_table.remarks([fast]))
 
 
-def test_flops_convict_only_ours_and_rate_a_peer_over_both_passes() -> None:
+def test_flops_make_only_bagu_a_fault_and_rate_peers_over_both_passes() -> None:
     work = Cost(flops=10**12, bytes=10**6)  # 1 s of matmul
     ours = _row(seconds=0.5, cost=work)
-    peer, whole = (_row(seconds=0.5, cost=work, backend=False, step=step) for step in ("fwd", "fwd+bwd"))
+    peer, both = (_row(seconds=0.5, cost=work, backend=False, step=step) for step in ("fwd", "fwd+bwd"))
     assert (ours["fault"], ours["tflop_per_s"], ours["share"]) == (True, 2.0, 2.0)
     assert (peer["fault"], peer["tflop_per_s"], peer["share"]) == (False, None, None)
-    assert (whole["fault"], whole["tflop_per_s"]) == (False, 2.0)
-    assert list(ops_table.tables([ours, peer, whole]))
+    assert (both["fault"], both["tflop_per_s"]) == (False, 2.0)
+    assert list(ops_table.tables([ours, peer, both]))
 
 
-def test_of_two_measurements_the_higher_ceiling_counts() -> None:
+def test_the_higher_of_two_ceilings_is_used() -> None:
     other = Ceilings(read=1.0, write=90e9, copy=40e9, matmul=2e12, dtype="float32", device="cpu")
     found = roofline.higher(CEILINGS, other)
     assert (found.read, found.write, found.copy, found.matmul) == (100e9, 90e9, 50e9, 2e12)
@@ -231,7 +229,7 @@ def _timed(run: Any, *, backend: bool = False) -> list[dict[str, Any]]:
     return ops_timing.rows_of(list(ops_timing.time_job(job, CPU, BUFFER)), CEILINGS, CPU)
 
 
-def test_one_that_fails_becomes_a_row_with_the_reason() -> None:
+def test_a_failed_implementation_becomes_a_row_with_the_reason() -> None:
     def broken(**_: Any) -> None:
         raise RuntimeError("no such kernel\nsecond line")
 
@@ -241,7 +239,7 @@ def test_one_that_fails_becomes_a_row_with_the_reason() -> None:
     assert list(ops_table.tables([row]))
 
 
-def test_a_peer_that_is_not_installed_is_left_out_and_a_broken_one_is_not() -> None:
+def test_a_missing_peer_is_skipped_and_a_broken_one_is_not() -> None:
     def absent(**_: Any) -> None:
         import no_such_package_of_anyone.ops  # noqa: F401
 
@@ -250,13 +248,13 @@ def test_a_peer_that_is_not_installed_is_left_out_and_a_broken_one_is_not() -> N
 
     assert _timed(absent) == []
     assert [row["error"][:11] for row in _timed(broken)] == ["ImportError"]
-    assert _timed(absent, backend=True), "a backend of bagu is never left out silently"
+    assert _timed(absent, backend=True), "a backend of bagu is never skipped silently"
     assert not is_absent(ModuleNotFoundError("torch.gone", name="torch.gone"))
     assert is_absent(NotOffered("half the cases"))
     assert not is_absent(NotImplementedError("a kernel that torch lacks"))
 
 
-def test_a_yardstick_is_timed_whole_and_is_no_peer() -> None:
+def test_a_yardstick_is_timed_as_one_call_and_is_not_a_peer() -> None:
     rows = _timed(lambda **args: None)
     assert [(r["pass"], r["yardstick"], r["share"], r["fault"]) for r in rows] == [("fwd+bwd", True, None, False)]
     ours = _row(seconds=2 * rows[0]["median_s"]) | {"pass": "fwd+bwd", "fault": False}
@@ -280,7 +278,7 @@ def _shown(*rows: dict[str, Any]) -> str:
     return captured.get()
 
 
-def test_a_table_names_the_ceiling_that_its_shares_are_of() -> None:
+def test_a_table_names_the_ceiling_of_its_fractions() -> None:
     matmul = _row(seconds=2.0, cost=Cost(flops=10**12, bytes=10**6))
     assert "copy ceiling 50 GB/s" in _shown(_row(seconds=1.0)) and "matmul ceiling" not in _shown(_row(seconds=1.0))
     assert "matmul ceiling 1 TFLOP/s" in _shown(matmul)
@@ -292,7 +290,7 @@ def test_a_ratio_inside_the_spread_is_marked() -> None:
     peer = ours | {"backend": None, "peer": "eager", "median_s": 1.2, "low_s": 1.1, "high_s": 1.3}
     clear, hidden = _shown(ours, peer), _shown(ours | {"low_s": 0.8, "high_s": 1.15}, peer)
     assert "1.20× eager" in clear and "~" not in clear
-    assert "~1.20× eager" in hidden and "the ratio means nothing" in hidden
+    assert "~1.20× eager" in hidden and "the ratio is meaningless" in hidden
 
 
 def test_times_are_in_units_that_fit() -> None:
@@ -307,7 +305,7 @@ def test_peers_are_the_public_functions_of_the_folder(name: str) -> None:
     assert "eager" in [c.name for c in found] and "liger" not in [c.name for c in found]
 
 
-def test_compile_is_left_out_with_a_note_where_no_compiler_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_is_skipped_with_a_note_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr("bagu.bench.implementations.cxx_compiler", lambda: None)
     found, notes = implementations(RMS, ("torch",), cpu, compiled=True)
@@ -315,7 +313,7 @@ def test_compile_is_left_out_with_a_note_where_no_compiler_is(monkeypatch: pytes
 
 
 @pytest.mark.slow  # 15 s of torch.compile
-def test_compile_is_timed_where_a_compiler_is() -> None:
+def test_compile_is_timed_with_a_compiler() -> None:
     found, notes = implementations(RMS, ("torch",), torch.device("cpu"), compiled=True)
     compiled = next(c for c in found if c.name == "compile")
     job = ops_timing.Job(spec=RMS, case=TINY, implementation=compiled)

@@ -24,7 +24,7 @@ CEILINGS = Ceilings(read=20e9, write=20e9, copy=10e9, matmul=1e12, dtype="float3
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """A record of this machine: an older run, the latest full one, and a quick one that must not count."""
+    """Results of this machine: an older run, the latest full run, and a quick run that must be ignored."""
     rows = [
         {"quick": quick, "ceilings": asdict(CEILINGS) | {"copy": copy}, "env": {"time": f"2026-08-0{day}"}}
         for day, copy, quick in ((1, 1e9, False), (2, 10e9, False), (3, 2e9, True))
@@ -53,7 +53,7 @@ def test_show_has_formula_arguments_cases_backends_cost_and_time(results: Path) 
     assert "measured 2026-08-02" in text
 
 
-def test_show_json_holds_the_same(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_json_has_the_same_facts(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show.show_op("rms_norm", Console(), size="M=1000,N=1000", dtype="fp32", as_json=True, results=results)
     facts = json.loads(capsys.readouterr().out)
     assert facts["cost"]["fwd"]["predicted_s"] == pytest.approx(800.8e-6)
@@ -63,12 +63,12 @@ def test_show_json_holds_the_same(results: Path, capsys: pytest.CaptureFixture[s
     assert [a["name"] for a in facts["arguments"] if a["gradient"]] == ["x", "w"]
 
 
-def test_without_a_record_the_ceilings_are_measured(
+def test_without_results_the_ceilings_are_measured(
     tmp_path: Path, results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(show, "measure_ceilings", lambda *_, **__: CEILINGS)
-    assert "measured just now" in shown("rms_norm", tmp_path / "empty")
-    assert "measured just now" in shown("rms_norm", results, measure=True)  # type: ignore[arg-type]
+    assert "measured now" in shown("rms_norm", tmp_path / "empty")
+    assert "measured now" in shown("rms_norm", results, measure=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", sorted(SPECS))
@@ -83,7 +83,7 @@ def test_sizes_are_parsed_or_refused() -> None:
             show.parse_size(wrong)
 
 
-def test_unknown_names_suggest_the_nearest(results: Path) -> None:
+def test_unknown_names_suggest_the_closest(results: Path) -> None:
     with pytest.raises(UnknownName, match="no op 'rmsnorm'") as caught:
         shown("rmsnorm", results)
     assert "'rms_norm'" in caught.value.hint
@@ -123,7 +123,7 @@ def test_bagu_alone_prints_help_and_version_its_version(capsys: pytest.CaptureFi
         assert all(word in text for word in words)
 
 
-def test_an_error_is_told_without_a_traceback_unless_asked(
+def test_an_error_prints_no_traceback_unless_requested(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SystemExit) as left:

@@ -1,4 +1,4 @@
-"""The README tables: made from a small record, stale ones found, numbers of one line from one run."""
+"""The README tables: generated from small results, --check finds old ones, a line uses one run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def checkout(folder: Path, rows: list[dict[str, Any]]) -> Path:
     return folder
 
 
-def test_writes_both_pages_and_then_finds_them_fresh(tmp_path: Path) -> None:
+def test_it_writes_both_pages_and_check_then_passes(tmp_path: Path) -> None:
     root = checkout(tmp_path, [row(), row(backend=None, peer="eager", gb_per_s=1718.4)])
     assert tables.main(["--check", "--root", str(root)]) == 1
     assert (root / "README.md").read_text() == PAGE, "--check wrote"
@@ -65,14 +65,16 @@ def test_without_gpu_results_it_says_so() -> None:
     assert tables.render([], tables.CHINESE) == tables.CHINESE.nothing
 
 
-def test_a_line_takes_the_latest_run_and_only_that() -> None:
+def test_a_line_uses_only_the_latest_run() -> None:
     old = [row(gb_per_s=1000.0), row(backend=None, peer="liger", gb_per_s=900.0)]
     new = [row(gb_per_s=2000.0, time="2026-08-02T10:00:00+00:00")]
     torch_only = [row(gb_per_s=1.0, backend="torch", time="2026-08-03T10:00:00+00:00")]
     text = tables.render(old + new + torch_only, tables.ENGLISH)
     assert "2,000 GB/s" in text
-    assert "1,000 GB/s" not in text and "900 GB/s" not in text, "a peer of an older run beside a newer result"
-    assert "**1 GB/s**" not in text, "a run of the torch backend alone replaced the kernel's"
+    assert "1,000 GB/s" not in text and "900 GB/s" not in text, (
+        "a line mixes a peer of an older run with a newer result"
+    )
+    assert "**1 GB/s**" not in text, "a run of only the torch backend replaced that of the kernel"
 
 
 def test_the_short_table_has_the_first_case_and_the_folded_one_has_all() -> None:
@@ -95,7 +97,7 @@ def test_faults_and_failures_show_no_number() -> None:
     assert "3,947" not in text
 
 
-def test_a_yardstick_is_a_unit_of_time_and_no_line_of_its_own() -> None:
+def test_a_yardstick_has_no_line_of_its_own() -> None:
     work = {"op": "linear_cross_entropy", "pass": "fwd+bwd", "gb_per_s": None}
     rows = [
         row(**work, bound="compute", tflop_per_s=660.0, ceiling="matmul", share=0.84, median_s=1.1e-2),
@@ -125,7 +127,7 @@ def trained(implementation: str, rate: float, **changes: Any) -> dict[str, Any]:
     return made | changes
 
 
-def test_training_speed_is_set_against_the_fastest_peer_of_the_latest_run() -> None:
+def test_training_speed_is_relative_to_the_fastest_peer_of_the_run() -> None:
     rows = [
         trained("bagu", 1.0, time="2026-07-01T10:00:00"), trained("bagu", 75000.0, micro_batches=1),
         trained("bagu", 80000.0, micro_batches=1), trained("bagu", 70000.0, micro_batches=2),
@@ -151,7 +153,7 @@ def generated(implementation: str, rate: float, streams: int | None = 32, **chan
     } | changes  # fmt: skip
 
 
-def test_serving_speed_is_the_median_of_the_latest_run_beside_its_own_peer() -> None:
+def test_inference_speed_is_the_median_of_the_latest_run() -> None:
     rows = [
         generated("bagu", 1.0, time="2026-07-01T10:00:00"), generated("bagu", 90.0), generated("bagu", 120.0),
         generated("bagu", 100.0), generated("plain.py", 40.0), generated("plain.py", 50.0), generated("plain.py", 60.0),
@@ -166,7 +168,7 @@ def test_serving_speed_is_the_median_of_the_latest_run_beside_its_own_peer() -> 
     assert "bagu bench engine" in serve_table.render([], "en")
 
 
-def test_what_clients_wait_for_is_a_table_of_its_own() -> None:
+def test_latencies_have_their_own_table() -> None:
     waits = {f"{p}_{name}_ms": 1.5 for p in ("p50", "p99") for name in ("ttft", "tpot")}
     served = {
         "system": "serve", "model_id": "demo", "max_concurrency": 8, "request_rate": "inf", "inputs": "32-128",

@@ -152,7 +152,7 @@ def test_latencies_are_what_their_formulas_say() -> None:
     answers = [
         Answer(asked=10.0, times=(10.1, 10.2, 10.5), input_tokens=4, output_tokens=5),
         Answer(asked=10.0, times=(10.4,), input_tokens=2, output_tokens=1),
-        Answer(asked=10.0, times=(10.3,), error="broke off"),
+        Answer(asked=10.0, times=(10.3,), error="is incomplete"),
     ]
     found = samples(answers)
     assert found["ttft"] == pytest.approx([0.1, 0.4])
@@ -160,7 +160,7 @@ def test_latencies_are_what_their_formulas_say() -> None:
     assert found["tpot"] == pytest.approx([0.4 / 4])
     assert found["itl"] == pytest.approx([0.1, 0.3])
     row = summary(answers, 2.0, {"ttft": 200.0, "tpot": 120.0})
-    assert (row["completed"], row["failed"], row["errors"]) == (2, 1, ["broke off"])
+    assert (row["completed"], row["failed"], row["errors"]) == (2, 1, ["is incomplete"])
     assert row["request_throughput"] == 1.0 and row["output_throughput"] == 3.0 and row["total_token_throughput"] == 6.0
     assert row["request_goodput"] == 0.5  # the second's first token is late
     assert row["max_concurrent_requests"] == 2
