@@ -37,12 +37,12 @@ def draw(rows: Sequence[Row], folder: Path) -> str | None:
     size = (max(7.0, 1.5 + 1.25 * len(cases)), 1.6 + 1.9 * len(passes))
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": op}):  # the same rows give the same file
         figure = Figure(figsize=size, layout="constrained")
-        panels = figure.subplots(len(passes), 1, sharex=True, squeeze=False)[:, 0]
-        for axes, step in zip(panels, passes, strict=True):
+        subplots = figure.subplots(len(passes), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, step in zip(subplots, passes, strict=True):
             _draw_pass(axes, [r for r in rows if r["pass"] == step], cases, colours)
             axes.set_title(step)
         shapes = {r["case"]: r["shape"].replace(" ", "\n", 1) for r in rows}
-        panels[-1].set_xticks(range(len(cases)), [f"{case}\n{shapes[case]}" for case in cases])
+        subplots[-1].set_xticks(range(len(cases)), [f"{case}\n{shapes[case]}" for case in cases])
         handles = [Patch(color=colour, label=who) for who, colour in colours.items()]
         figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 5))
         r = rows[0]

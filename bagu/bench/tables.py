@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _update(root: Path, *, check: bool) -> int:
-    rows, trained, served = (
+    rows, trained, inference = (
         [row for path in sorted(root.glob(f"benchmarks/results/{where}*.jsonl")) for row in read_rows(path)]
         for where in ("", "train/", "serve/")
     )
@@ -198,7 +198,7 @@ def _update(root: Path, *, check: bool) -> int:
         text = path.read_text(encoding="utf-8")
         new = updated(text, render(rows, words, every=every), name)
         new = updated(new, train_table.render(trained, words.language), name, (TRAIN_BEGIN, TRAIN_END))
-        new = updated(new, serve_table.render(served, words.language), name, (SERVE_BEGIN, SERVE_END))
+        new = updated(new, serve_table.render(inference, words.language), name, (SERVE_BEGIN, SERVE_END))
         if new != text:
             stale.append(name)
             if not check:

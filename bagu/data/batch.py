@@ -32,7 +32,7 @@ def assemble(rows: Sequence[Row], *, context: int, max_segments: int, joined: bo
     total = len(rows) * context
     ids = np.full(total, PAD_ID, np.int64)
     targets = np.full(total, IGNORE, np.int64)
-    edges = [0]
+    offsets = [0]
     padding = target_bytes = 0
     for number, (store, pieces) in enumerate(rows):
         assert len(pieces) <= max_segments, "the layout was built with a larger max_segments"
@@ -48,18 +48,18 @@ def assemble(rows: Sequence[Row], *, context: int, max_segments: int, joined: bo
             targets[at : at + followers] = following
             target_bytes += int(store.token_bytes[following[following != IGNORE]].sum())
             at += n
-            edges.append(at)
+            offsets.append(at)
         row_end = (number + 1) * context
         if at < row_end:
             padding += row_end - at
-            edges.append(row_end)
+            offsets.append(row_end)
     if joined:
-        edges = list(range(0, total + 1, context))
-    starts = np.array(edges, np.int64)
+        offsets = list(range(0, total + 1, context))
+    starts = np.array(offsets, np.int64)
     positions = np.arange(total) - np.repeat(starts[:-1], np.diff(starts))
     num_segments = len(rows) if joined else len(rows) * (max_segments + 1)
     cu_seqlens = np.full(num_segments + 1, total, np.int32)
-    cu_seqlens[: len(edges)] = edges
+    cu_seqlens[: len(offsets)] = offsets
     return Batch(
         ids=torch.from_numpy(ids),
         targets=torch.from_numpy(targets),

@@ -155,9 +155,9 @@ class ChatEncoder:
 
 def _without_gaps(offsets: Sequence[Span], base: int) -> list[Span]:
     """Offsets without gaps: some tokenizers exclude the space before a word from the offsets of its token."""
-    whole: list[Span] = []
+    spans: list[Span] = []
     previous = 0
     for start, end in offsets:
-        whole.append((base + min(start, previous), base + end))
+        spans.append((base + min(start, previous), base + end))
         previous = max(previous, end)
-    return whole
+    return spans

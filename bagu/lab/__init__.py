@@ -1,1 +1,1 @@
-"""Labs: a textbook claim, the code that measures it on the real parts, and a verdict computed from the numbers."""
+"""Labs: a textbook claim, code that measures it with bagu's parts, and a verdict computed from the numbers."""

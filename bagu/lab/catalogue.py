@@ -1,4 +1,4 @@
-"""Which labs there are: every module of `bagu.lab.labs` that is there, by its `LAB`."""
+"""The list of labs: every module of `bagu.lab.labs`, which defines `LAB`."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Lab:
-    """The lab `name`. An unknown name raises UnknownName with the nearest one."""
+    """The lab `name`. An unknown name raises UnknownName with the closest one."""
     if name not in names():
         raise UnknownName.among("lab", name, names())
     module = importlib.import_module(f"{labs.__name__}.{name}")
     lab = getattr(module, "LAB", None)
     if not isinstance(lab, Lab):
-        raise BaguError(f"{module.__name__} has no LAB", hint="a lab module exposes LAB = Lab(...)")
+        raise BaguError(f"{module.__name__} has no LAB", hint="define LAB = Lab(...) in the module")
     if lab.name != name:
-        raise BaguError(f"{module.__name__} calls its lab {lab.name!r}", hint="the lab's name is its file's name")
+        raise BaguError(f"{module.__name__} names its lab {lab.name!r}", hint="the name must equal the file name")
     return lab
 
 
 def words(name: str) -> dict[str, Any]:
-    """What `LAB = Lab(...)` of a lab says in literals: its name, titles, claims, whether it needs a GPU.
+    """The literals in `LAB = Lab(...)` of a lab: its name, titles, claims, whether it needs a GPU.
 
-    Read from the source: a list of labs does not need to import what they measure, which takes seconds.
+    They are read from the source: listing labs must not import the code they measure, which takes seconds.
     """
     folder = Path(labs.__path__[0])
     file = folder / name / "__init__.py" if (folder / name).is_dir() else folder / f"{name}.py"
@@ -42,4 +42,4 @@ def words(name: str) -> dict[str, Any]:
         match statement:
             case ast.Assign(targets=[ast.Name(id="LAB")], value=ast.Call(keywords=keywords)):
                 return {k.arg: k.value.value for k in keywords if k.arg and isinstance(k.value, ast.Constant)}
-    raise BaguError(f"{file} has no LAB", hint="a lab module exposes LAB = Lab(...)")
+    raise BaguError(f"{file} has no LAB", hint="define LAB = Lab(...) in the module")

@@ -1,10 +1,10 @@
-"""What a lab is: a record (claim, regime, what varies, what is measured) and three functions.
+"""A lab: a record (claim, regime, variables, measurements) and three functions.
 
-    run(setting)   -> rows      measure, on the real parts of the package
-    verdict(rows)  -> Verdict   decide from the numbers alone, so that other numbers give another verdict
+    run(setting)   -> rows      measure with bagu's parts
+    verdict(rows)  -> Verdict   decide from the numbers only, so that other numbers give another verdict
     plot(fig, rows)             draw them on a matplotlib figure
 
-A row is a flat dict. A key that holds a quantity ends in its unit: `time_ns`, `traffic_bytes`, `broken_percent`.
+A row is a flat dict. A key of a quantity ends in its unit: `time_ns`, `traffic_bytes`, `broken_percent`.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ T = TypeVar("T")
 
 
 def number(row: Row, key: str) -> float:
-    """The number a row holds under `key`; for a verdict or a plot that cannot do without it."""
+    """The number under `key` in a row; raises if it is missing."""
     value = row[key]
     if not isinstance(value, int | float):
-        raise BaguError(f"{key} is {value!r} in the row {row}", hint="the lab's run() must give a number here")
+        raise BaguError(f"{key} is {value!r} in the row {row}", hint="the lab's run() must return a number here")
     return float(value)
 
 
 class Track(Protocol):
-    """Hands out the points of a sweep one by one and shows how far it is."""
+    """Iterates over the points of a sweep and shows the progress."""
 
     def __call__(self, points: Sequence[T]) -> Iterator[T]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a run is given: where it runs, whether to take the small sizes, and its progress line."""
+    """The arguments of a run: device, whether to use small sizes, and progress output."""
 
     device: str
     quick: bool
@@ -52,7 +52,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the numbers say about the claim."""
+    """The result of comparing the numbers with the claim."""
 
     kind: Kind
     sentence_en: str
@@ -60,12 +60,12 @@ class Verdict:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
-            raise BaguError(f"a verdict is one of {get_args(Kind)}, not {self.kind!r}")
+            raise BaguError(f"a verdict must be one of {get_args(Kind)}, got {self.kind!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The words of a lab: stored with each result, so that a report needs no code of the lab."""
+    """The texts of a lab. They are stored with each result, so that a report does not need the lab's code."""
 
     name: str
     title_en: str
@@ -80,7 +80,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Lab(Record):
-    """A record and the functions that fill it with numbers."""
+    """A record and the functions that measure it."""
 
     run: Callable[[Setting], list[Row]]
     verdict: Callable[[Sequence[Row]], Verdict]
@@ -104,12 +104,12 @@ class Result:
     seconds: float
 
     def to_json(self) -> str:
-        """Strict JSON: a NaN or an infinity in a row is a fault of the lab (None says that there is no number)."""
+        """Strict JSON: NaN or infinity in a row is a bug of the lab (use None for a missing number)."""
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> Result:
-        """The result stored at `path`. A file of another schema, or a broken one, is named in the error."""
+        """Read the result at `path`. A broken file, or one with another schema, raises an error that names it."""
         hint = f"run the lab again, or delete {path.parent}"
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -117,9 +117,9 @@ class Result:
             raise BaguError(f"{path} is not JSON: {error}", hint=hint) from error
         found = data.pop("schema", None) if isinstance(data, dict) else None
         if found != SCHEMA:
-            raise BaguError(f"{path} has schema {found!r}, this bagu reads {SCHEMA!r}", hint=hint)
+            raise BaguError(f"{path} has schema {found!r}, but this version reads {SCHEMA!r}", hint=hint)
         try:
             lab, verdict = Record(**data.pop("lab")), Verdict(**data.pop("verdict"))
             return cls(lab=lab, verdict=verdict, **data)
         except (KeyError, TypeError) as error:
-            raise BaguError(f"{path} does not hold a lab result: {error}", hint=hint) from error
+            raise BaguError(f"{path} is not a lab result: {error}", hint=hint) from error

@@ -1,4 +1,4 @@
-"""`bagu lab list`. Imports no lab, and not torch."""
+"""`bagu lab list`. Imports no lab and not torch."""
 
 from __future__ import annotations
 
@@ -23,4 +23,4 @@ def list_labs(console: Console) -> None:
         title = f"{escape(lab['title_en'])} · {escape(lab['title_zh'])}"
         table.add_row(f"[bold]{name}[/]", f"{title}\n[dim]{claim}[/]{need}")
     console.print(table)
-    console.print("bagu lab run NAME… measures them, bagu lab report writes one page with all results.")
+    console.print("Run labs with bagu lab run NAME…; bagu lab report writes one page with all results.")

@@ -1,7 +1,7 @@
-"""Plots: one quiet style, one SVG and one PNG per result, no global state of matplotlib.
+"""Plots: one style, one SVG and one PNG per result, without global state of matplotlib.
 
-The SVG has no background and draws its lines and words in INK and FAINT, which the report replaces by the colours of
-its light or dark page. Both stay readable on white, so the files are fine on their own.
+The SVG has no background. Its lines and text use INK and FAINT, which the report replaces with the colours of its light
+or dark page. Both are readable on white, so the files can also be used alone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["COLOURS", "FAINT", "FILES", "INK", "draw", "log_ticks"]
 
-# Okabe and Ito's palette for all kinds of colour vision, in an order where neighbours differ in lightness; its yellow
-# and black are left out, being too close to the paper of a light and of a dark page.
+# Okabe and Ito's colour-blind-safe palette, ordered so that neighbours differ in lightness. Its yellow and black are
+# left out: they are too close to a light and a dark background.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7")
 FILES = ("plot.svg", "plot.png")
 
@@ -34,7 +34,7 @@ def log_ticks(axis: Axis) -> None:
 
 
 def draw(lab: Lab, rows: Sequence[Row], folder: Path) -> str | None:
-    """Write plot.svg and plot.png into `folder`. Returns why they were not drawn, None when they were."""
+    """Write plot.svg and plot.png to `folder`. Returns the reason if they were not drawn, else None."""
     try:
         import matplotlib
         from cycler import cycler

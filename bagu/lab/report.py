@@ -1,7 +1,7 @@
-"""One page with every result of this machine: `<out>/<machine>/report.html`.
+"""One page with all results of this machine: `<out>/<machine>/report.html`.
 
-The page is self-contained (CSS and SVG inside, no script, no request) and follows the reader's light or dark setting.
-Every text that comes from a result is escaped; the SVG is the one the run drew, recoloured to the page's ink.
+The page is self-contained (CSS and SVG inside, no script, no request) and supports light and dark mode. Every text of a
+result is escaped; the SVG is the plot of the run, recoloured for the page.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ WORD_ZH = {"held": "成立", "did not hold": "不成立", "holds only where": "�
 
 
 def write_report(out: Path) -> Path:
-    """Write the page for the results under `out` that this machine made, and return its path."""
+    """Write the page for this machine's results under `out`, and return its path."""
     folder = out / this_machine().name
     results = [(Result.read(path), path.parent) for path in sorted(folder.glob("*/result.json"))]
     if not results:
-        raise BaguError(f"there is no result under {folder}", hint="bagu lab run --quick makes some in a few seconds")
+        raise BaguError(f"there is no result under {folder}", hint="run bagu lab run --quick first (a few seconds)")
     page = folder / "report.html"
     page.write_text(render(results, machine=folder.name), encoding="utf-8")
     return page
 
 
 def render(results: Sequence[tuple[Result, Path]], *, machine: str) -> str:
-    """The page. Each result comes with the folder that may hold its plot."""
+    """The page. Each result comes with its folder, which may have a plot."""
     css = (files("bagu.lab") / "report.css").read_text(encoding="utf-8")
     contents = "".join(
         f'<li><a href="#{escape(result.lab.name)}">{escape(result.lab.title_en)}</a>{badge(result)}</li>'
@@ -52,21 +52,21 @@ def render(results: Sequence[tuple[Result, Path]], *, machine: str) -> str:
 </head>
 <body>
 <header>
-<h1>What the textbook says, measured</h1>
+<h1>Textbook claims, measured</h1>
 <p class="soft">bagu labs on {escape(machine)} · <span lang="zh">八股，逐条实测</span></p>
 <ul class="contents">{contents}</ul>
 </header>
 <main>
 {articles}
 </main>
-<footer>Each verdict is computed from the rows under it. <code>bagu lab run NAME</code> measures a claim again.</footer>
+<footer>Each verdict is computed from the rows below it. <code>bagu lab run NAME</code> measures a claim again.</footer>
 </body>
 </html>
 """
 
 
 def article(result: Result, folder: Path) -> str:
-    """One lab: claim, verdict, plot, what was done, and the folded numbers."""
+    """One lab: claim, verdict, plot, description, and the numbers (collapsed)."""
     lab, kind, e = result.lab, result.verdict.kind, escape
     rows = f"<details><summary>{len(result.rows)} rows</summary>{table(result.rows)}</details>" if result.rows else ""
     machine = facts(result.environment.items())
@@ -106,7 +106,7 @@ def figure(result: Result, folder: Path) -> str:
 
 
 def inline(svg: str, *, prefix: str) -> str:
-    """The <svg> element alone, with ids of its own (a page holds many plots) and the page's ink."""
+    """The <svg> element with unique ids (a page has many plots) and the colours of the page."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
     svg = re.sub(r'href="#', f'href="#{prefix}-', svg)

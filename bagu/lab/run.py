@@ -1,4 +1,4 @@
-"""Running labs: measure, decide, write `<out>/<machine>/<lab>/result.json` and the plots, tell the reader.
+"""Run labs: measure, decide, write `<out>/<machine>/<lab>/result.json` and the plots, print the verdict.
 
 run_labs(names, out=..., quick=...)    run some or all; returns the exit status
 """
@@ -24,18 +24,18 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 def run_labs(names: Sequence[str], *, out: Path, quick: bool, console: Console | None = None) -> int:
-    """Run the named labs, all of them when `names` is empty. Returns 0 when each ran or was skipped for want of a GPU.
+    """Run the named labs, or all if `names` is empty. Returns 0 if each lab ran or was skipped because it needs a GPU.
 
-    A verdict is not a failure. A lab that raises stops the run; the results before it are on disk.
+    A verdict is not a failure. A lab that raises stops the run; earlier results are on disk.
     """
     console = console or Console(highlight=False)
-    labs = [catalogue.load(name) for name in names or catalogue.names()]  # a wrong name stops here, before any work
+    labs = [catalogue.load(name) for name in names or catalogue.names()]  # a wrong name raises before any work
     machine, device = this_machine().name, default_device().type
     for lab in labs:
         console.print(f"\n[bold]{escape(lab.title_en)}[/] · {escape(lab.title_zh)}")
         console.print(f"“{escape(lab.claim_en)}”\n“{escape(lab.claim_zh)}”", style="dim")
         if lab.needs_gpu and device != "cuda":
-            console.print("[yellow]skipped[/]: it needs a CUDA device and this machine has none")
+            console.print("[yellow]skipped[/]: this lab needs a CUDA device")
             continue
         folder = ensure_folder(out / machine / lab.name)
         result = run_lab(lab, machine=machine, device=device, quick=quick, console=console)
@@ -69,9 +69,9 @@ def run_lab(lab: Lab, *, machine: str, device: str, quick: bool, console: Consol
 
 
 def store(lab: Lab, result: Result, folder: Path) -> str | None:
-    """Write the result, then its plots. Returns why the plots were not drawn, None when they were."""
+    """Write the result, then its plots. Returns the reason if the plots were not drawn, else None."""
     text = result.to_json()
-    for name in plot.FILES:  # a plot of the run before would not match the new rows
+    for name in plot.FILES:  # an old plot would not match the new rows
         (folder / name).unlink(missing_ok=True)
     part = folder / "result.json.part"
     part.write_text(text, encoding="utf-8")

@@ -203,5 +203,5 @@ def _targets(model: Transformer, family: Family, chosen: list[str]) -> list[str]
     """target_modules: short names if every linear of that name is adapted, else full names."""
     names = [n for name, m in _linears(model).items() for n in _parts(family, model, name, m.weight.detach())]
     last = {n.rsplit(".", 1)[-1] for n in chosen}
-    whole = {n for n in names if n.rsplit(".", 1)[-1] in last} == set(chosen)
-    return sorted(last if whole else set(chosen))
+    by_last_name = {n for n in names if n.rsplit(".", 1)[-1] in last} == set(chosen)
+    return sorted(last if by_last_name else set(chosen))

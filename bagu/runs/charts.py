@@ -247,9 +247,9 @@ def _bands(scale: _Scale, lines: Sequence[Line], x_name: str, unit: str) -> str:
     count = min(BANDS, len(xs))
     chosen = [xs[(2 * i + 1) * len(xs) // (2 * count)] for i in range(count)]
     places = [scale.x(x) for x in chosen]
-    edges = [LEFT, *((a + b) / 2 for a, b in itertools.pairwise(places)), WIDTH - RIGHT]
+    borders = [LEFT, *((a + b) / 2 for a, b in itertools.pairwise(places)), WIDTH - RIGHT]
     parts = []
-    for x, place, left, right in zip(chosen, places, edges[:-1], edges[1:], strict=True):
+    for x, place, left, right in zip(chosen, places, borders[:-1], borders[1:], strict=True):
         values = [f"{line.name} {human(_nearest(line.points, x))}" for line in lines if _covers(line, x, scale)]
         words = f"{x_name} {x:,g}: {', '.join(values)} {unit}".rstrip()
         parts.append(

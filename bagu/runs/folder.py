@@ -246,9 +246,9 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _drop_torn_row(path: Path) -> None:
-    whole = sum(len(line) + 1 for line in _lines(path))
-    if path.exists() and path.stat().st_size != whole:
-        os.truncate(path, whole)
+    complete = sum(len(line) + 1 for line in _lines(path))
+    if path.exists() and path.stat().st_size != complete:
+        os.truncate(path, complete)
 
 
 def _truncate(path: Path, step: int) -> None:

@@ -1,4 +1,4 @@
-"""The lab of rules of thumb: known models, the crossing, and a verdict that follows the numbers."""
+"""The FLOP-rules lab: known models, the crossing, and verdicts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from bagu.lab.core import Row, number
 from bagu.lab.labs import flop_rules
 
 
-def test_the_rule_fits_the_shape_it_was_made_for() -> None:
+def test_the_rule_fits_the_shape_it_assumes() -> None:
     row = flop_rules.counted("GPT-3", flop_rules.gpt(12288, 4), 128)
     assert abs(number(row, "rule_error_of_blocks_percent")) < 0.1
     assert abs(number(row, flop_rules.RULE("blocks_and_head"))) < 0.2
-    assert number(row, flop_rules.RULE("blocks")) < -5  # the head is a good part of four layers
+    assert number(row, flop_rules.RULE("blocks")) < -5  # the head is large compared to four layers
 
 
-def test_a_context_of_a_width_is_a_twelfth_more() -> None:
-    """6·L·d·T of attention beside 72·L·d² of weights."""
+def test_a_context_of_length_d_adds_a_twelfth() -> None:
+    """6·L·d·T of attention besides 72·L·d² of weights."""
     no_head = flop_rules.gpt(768, 12, vocab_size=1)
     rows = [flop_rules.counted("gpt", no_head, T) for T in (128, 768, 2048)]
     assert number(rows[1], flop_rules.RULE("blocks")) == pytest.approx(100 * (12 / 13 - 1), abs=0.1)
@@ -25,10 +25,10 @@ def test_a_context_of_a_width_is_a_twelfth_more() -> None:
     assert limit / 768 == pytest.approx(12 / 9, rel=0.01)  # 1 / (1 + T/12d) = 0.9
 
 
-def test_the_counter_sees_the_products_that_are_counted() -> None:
+def test_pytorch_counts_the_same_products() -> None:
     row = flop_rules.measured("gpt", flop_rules.gpt(64, 2, vocab_size=512), 64)
     assert abs(number(row, "weight_difference_percent")) < 0.5
-    # a square instead of its half, and five products in the backward instead of four
+    # the full square instead of half, and five products in the backward instead of four
     assert number(row, "attention_ratio") == pytest.approx(2 * 64 / 65 * 7 / 6, rel=1e-6)
 
 

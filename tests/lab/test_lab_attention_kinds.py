@@ -1,4 +1,4 @@
-"""The attention lab: parameters are equal, caches are what they are said to be, the verdict follows the numbers."""
+"""The attention lab: equal parameters, correct cache sizes, and verdicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CACHE = {"MHA": 512, "GQA": 128, "MQA": 64, "MLA": 144, "fewer heads": 128, "its
 
 
 def made_up(percents: Mapping[str, float], *, noise: float = 0.1) -> list[Row]:
-    """Three seeds of each kind, so many percent above MHA."""
+    """Three seeds of each kind, with losses this many percent above MHA."""
     above = dict.fromkeys(CACHE, 0.0) | {"itself only": 15.0} | dict(percents)
     return [
         {
@@ -39,12 +39,12 @@ def test_the_verdict_flips() -> None:
     assert lab.verdict(made_up({"GQA": 3.0, "MQA": 3.0, "MLA": 3.0})).kind == "did not hold"
 
 
-def test_the_control_is_read() -> None:
-    assert "does not miss the heads" in lab.verdict(made_up({})).sentence_en
-    assert "does not miss the heads" not in lab.verdict(made_up({"fewer heads": 4.0})).sentence_en
+def test_the_control_is_reported() -> None:
+    assert "does not need the heads" in lab.verdict(made_up({})).sentence_en
+    assert "does not need the heads" not in lab.verdict(made_up({"fewer heads": 4.0})).sentence_en
 
 
-def test_seeds_that_disagree_show_nothing() -> None:
+def test_inconclusive_seeds_do_not_count() -> None:
     noisy = lab.verdict(made_up({}, noise=2.0))
     assert noisy.kind == "did not hold"
     assert noisy.sentence_en.count("(open)") == 3
@@ -57,14 +57,14 @@ def test_a_row_without_a_loss_is_named() -> None:
         lab.verdict(rows)
 
 
-def test_parameters_are_equal_and_caches_are_what_is_allocated() -> None:
+def test_parameters_are_equal_and_cache_sizes_match_allocation() -> None:
     rows = [lab.facts(name, config) for name, config in lab.kinds(lab.SMALL).items()]
     for row in rows:
         assert row["parameters"] == pytest.approx(rows[0]["parameters"], rel=0.002)
         assert row["kv_bytes_per_token"] == row["allocated_kv_bytes_per_token"] == CACHE[str(row["kind"])]
 
 
-def test_the_large_model_is_the_one_it_is_called() -> None:
-    """Llama 3 8B has 8.03 billion parameters, and 8 key heads."""
+def test_the_large_model_has_the_published_size() -> None:
+    """Llama 3 8B has 8.03 billion parameters and 8 KV heads."""
     config = replace(lab.LARGE, num_kv_heads=lab.LARGE.num_heads // 4)
     assert count.parameters(config).total == 8_030_261_248

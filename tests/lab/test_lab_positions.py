@@ -1,4 +1,4 @@
-"""The positions lab: its two losses are of the same tokens, and its verdict follows the numbers."""
+"""The positions lab: both losses are of the same tokens; verdicts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ L = lengths.L
 
 
 def made_up(percents: Mapping[str, float | None], *, window: float = 0.0, drift: float = 1e-6) -> list[Row]:
-    """Three seeds whose loss past L is so many percent above that in windows; None refuses."""
+    """Three seeds whose loss past L is this many percent above that in windows; None refuses."""
     rows: list[Row] = [
         {"part": "shift", "arithmetic": a, "shift_tokens": 1024, "drift_max_percent": drift} for a in shift.ARITHMETIC
     ]
@@ -48,13 +48,13 @@ def test_the_verdict_flips() -> None:
     assert positions.verdict(made_up(ALL_GOOD | {"RoPE": 9.0, "ALiBi": 9.0, "T5": 9.0})).kind == "did not hold"
 
 
-def test_products_that_move_with_the_shift_refute_it() -> None:
+def test_products_that_change_with_the_shift_refute_it() -> None:
     moved = positions.verdict(made_up(ALL_GOOD, drift=1.0))
     assert moved.kind == "did not hold"
-    assert "does not see distances alone" in moved.sentence_en
+    assert "depends on more than the distance" in moved.sentence_en
 
 
-def test_seeds_that_disagree_leave_it_open() -> None:
+def test_inconclusive_seeds_leave_it_open() -> None:
     rows = made_up(ALL_GOOD)
     for row in rows:
         if row.get("encoding") == "ALiBi" and row["seed"] == 3 and row["loss_nats"] != 2.0:
@@ -65,7 +65,7 @@ def test_seeds_that_disagree_leave_it_open() -> None:
 
 
 @pytest.mark.parametrize(("arithmetic", "most", "least"), [("fp64 angles", 1e-5, 0), ("bf16 angles", 100, 5)])
-def test_rope_sees_the_distance_as_far_as_the_arithmetic_goes(arithmetic: str, most: float, least: float) -> None:
+def test_rope_depends_on_the_distance_within_precision(arithmetic: str, most: float, least: float) -> None:
     for row in shift.measure(arithmetic, (1, 2**12, 2**20), "cpu"):
         assert least <= row["drift_max_percent"] <= most  # type: ignore[operator]
 
@@ -77,25 +77,25 @@ def pieces(count: int = 2) -> torch.Tensor:
 
 def test_both_losses_are_the_same_up_to_the_training_length() -> None:
     model = init_weights(Transformer(lengths.config(Rope())), 0)
-    whole, windows = lengths.whole(model, pieces()), lengths.in_windows(model, pieces())
-    assert whole.shape == windows.shape == (2, lengths.LONGER * L)
-    torch.testing.assert_close(whole[:, :L], windows[:, :L])
-    # the token at L + L/2 - 1 is the last of the window that begins at L/2
+    full, windows = lengths.full_context(model, pieces()), lengths.in_windows(model, pieces())
+    assert full.shape == windows.shape == (2, lengths.LONGER * L)
+    torch.testing.assert_close(full[:, :L], windows[:, :L])
+    # the token at L + L/2 - 1 is the last of the window that starts at L/2
     alone = lengths.losses(model, pieces()[:, L // 2 : L // 2 + L + 1])
     torch.testing.assert_close(windows[:, L : L + L // 2], alone[:, L // 2 :])
-    assert not torch.allclose(whole[:, L:], windows[:, L:])
+    assert not torch.allclose(full[:, L:], windows[:, L:])
 
 
-def test_a_window_shows_a_model_of_distances_nothing_new() -> None:
-    """One layer behind a window of L: the token at the end of a window sees just what it sees in the whole piece."""
+def test_a_window_gives_rope_the_same_context() -> None:
+    """One layer with a window of L: the last token of a window attends to the same tokens as in the full piece."""
     for encoding in (Rope(), Alibi()):
         config = lengths.readings(lengths.config(encoding))["window"]
         model = init_weights(Transformer(config), 0)
         model.blocks = model.blocks[:1]
         last = lengths.losses(model, pieces()[:, 3 * L : 4 * L + 1])[:, -1]
-        torch.testing.assert_close(lengths.whole(model, pieces())[:, -1], last, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lengths.full_context(model, pieces())[:, -1], last, rtol=1e-4, atol=1e-5)
 
 
-def test_a_learned_table_ends_where_training_did() -> None:
+def test_a_learned_table_ends_at_the_training_length() -> None:
     model = init_weights(Transformer(lengths.config(Learned())), 0)
-    assert lengths.whole(model, pieces()).shape == (2, L)
+    assert lengths.full_context(model, pieces()).shape == (2, L)

@@ -44,7 +44,7 @@ def result_of(name: str, words: str) -> Result:
 
 
 class Balance(HTMLParser):
-    """Raises on a tag that closes another than the one that is open."""
+    """Raises if a closing tag does not match the open one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,12 +71,12 @@ def test_every_text_is_escaped(tmp_path: Path) -> None:
     assert "script" not in parser.tags
 
 
-def test_numbers_read_well() -> None:
+def test_number_formats() -> None:
     texts = {0.00001234: "1.234e-05", 12345.6: "12,346", 12345: "12,345", True: "yes", None: "–", "a": "a"}
     assert {value: text_of(value) for value in texts} == texts
 
 
-def test_a_plot_is_inlined_with_ids_of_its_own_and_the_ink_of_the_page(tmp_path: Path) -> None:
+def test_a_plot_is_inlined_with_unique_ids_and_page_colours(tmp_path: Path) -> None:
     svg = f"""<?xml version="1.0"?><!DOCTYPE svg><svg><defs><path id="a"/></defs>
         <use xlink:href="#a" style="fill: {INK}; stroke: {FAINT}" clip-path="url(#a)"/></svg>"""
     pages = []
@@ -96,7 +96,7 @@ def test_a_plot_is_inlined_with_ids_of_its_own_and_the_ink_of_the_page(tmp_path:
     assert "var(--plot-ink)" in page
 
 
-def test_the_page_asks_nothing_of_the_network(tmp_path: Path) -> None:
+def test_the_page_makes_no_network_request(tmp_path: Path) -> None:
     page = report.render([(result_of("plain", "words"), tmp_path)], machine="test")
     assert not re.search(r"""(src|href)\s*=\s*["'](?!#)|@import|url\((?!#)""", page)
 
@@ -108,7 +108,7 @@ def test_all_verdicts_have_a_colour_and_a_word(tmp_path: Path) -> None:
         assert f'<span class="verdict {css}">{kind}</span>' in page
 
 
-def test_without_results_it_says_what_to_run(tmp_path: Path) -> None:
+def test_without_results_the_error_says_what_to_run(tmp_path: Path) -> None:
     with pytest.raises(BaguError, match="no result") as caught:
         write_report(tmp_path)
     assert "bagu lab run" in caught.value.hint

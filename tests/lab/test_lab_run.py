@@ -1,4 +1,4 @@
-"""Every lab runs, decides, writes and draws; what goes wrong is said."""
+"""Every lab runs, decides, writes and plots; errors are reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bagu.lab.report import write_report
 from bagu.lab.run import run_labs
 from bagu.machine.device import this_machine
 
-# What the numbers must say on any machine. A lab that is not here may come out either way: `fusion` is about speed.
+# Verdicts that are valid on any machine. Other labs may have any verdict: `fusion` depends on speed.
 EXPECTED: dict[str, set[str]] = {
     "batchnorm_layernorm": {"holds only where"},
     "numpy_lists": {"did not hold", "holds only where"},  # contiguity is never the largest factor at 1,000 elements
@@ -32,7 +32,7 @@ EXPECTED: dict[str, set[str]] = {
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of all labs, run once with the small sizes."""
+    """The results of all labs, run once with small sizes."""
     pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("labs")
     assert run_labs([], out=folder, quick=True, console=Console(file=io.StringIO())) == 0
@@ -48,14 +48,14 @@ def test_a_lab_runs_and_decides(out: Path, name: str) -> None:
     assert result.rows
     assert result.quick
     assert result.environment["torch"]
-    assert result.verdict == catalogue.load(name).verdict(result.rows)  # from the stored rows alone
+    assert result.verdict == catalogue.load(name).verdict(result.rows)  # from the stored rows only
     assert result.verdict.kind in EXPECTED.get(name, set(get_args(Kind)))
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (folder / "plot.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", catalogue.names())
-def test_a_record_has_words_in_both_languages(name: str) -> None:
+def test_a_record_has_text_in_both_languages(name: str) -> None:
     lab = catalogue.load(name)
     assert all((lab.claim_en, lab.regime, lab.varies, lab.measures))
     assert any("\u4e00" <= letter <= "\u9fff" for letter in lab.claim_zh)
@@ -69,7 +69,7 @@ def test_the_report_has_every_result(out: Path) -> None:
     assert page.count("<svg") == len(catalogue.names())
 
 
-def test_an_unknown_name_suggests_and_nothing_runs(tmp_path: Path) -> None:
+def test_an_unknown_name_gives_a_hint_and_nothing_runs(tmp_path: Path) -> None:
     with pytest.raises(UnknownName, match="no lab 'safe_softmx'") as caught:
         run_labs(["numpy_lists", "safe_softmx"], out=tmp_path, quick=True)
     assert "safe_softmax" in caught.value.hint
@@ -111,7 +111,7 @@ def test_a_row_that_is_not_finite_is_refused(out: Path) -> None:
         ("{", "is not JSON"),
         ("[]", "schema None"),
         ('{"schema": "bagu.lab/0"}', "bagu.lab/0"),
-        (f'{{"schema": "{SCHEMA}"}}', "does not hold a lab result"),
+        (f'{{"schema": "{SCHEMA}"}}', "is not a lab result"),
     ],
 )
 def test_a_broken_result_is_named(tmp_path: Path, text: str, says: str) -> None:

@@ -1,4 +1,4 @@
-"""Verdicts are computed: made-up rows of each kind give each kind."""
+"""Verdicts are computed: synthetic rows give each kind of verdict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bagu.lab.labs import batchnorm_layernorm, fusion, numpy_lists, safe_softmax
 
 
 def sum_times(n: int, *, loop: float, type_: float, layout: float) -> list[Row]:
-    """Times in which each factor multiplies the speed by a given number, whatever the others are."""
+    """Times in which each factor multiplies the speed by a given number, independent of the others."""
     rows: list[Row] = []
     for variant in numpy_lists.variants(1):
         corner = variant.corner or (None, None, None)
@@ -59,7 +59,7 @@ def test_safe_softmax_flips() -> None:
     assert safe_softmax.verdict([*half, softmax_row("fp32", 9, 1)]).kind == "did not hold"
 
 
-def test_safe_softmax_tells_overflow_from_underflow() -> None:
+def test_safe_softmax_distinguishes_overflow_and_underflow() -> None:
     over = safe_softmax.compare(torch.tensor([[1.0, 0.0], [1.0, 20.0]], dtype=torch.float16))
     under = safe_softmax.compare(torch.tensor([[-30.0, 0.0], [1.0, 2.0]], dtype=torch.float16))
     assert (over["overflow_percent"], over["underflow_percent"], over["naive_broken_percent"]) == (50, 0, 50)
@@ -68,7 +68,7 @@ def test_safe_softmax_tells_overflow_from_underflow() -> None:
 
 
 def test_a_sum_that_overflows_without_nan_is_broken() -> None:
-    # Each exp fits fp16, their sum does not: every probability is a finite 0.
+    # Each exp fits in fp16, their sum does not: every probability is 0.
     row = safe_softmax.compare(torch.full((2, 2), 11.0, dtype=torch.float16))
     assert row["naive_broken_percent"] == 50
 

@@ -1,4 +1,4 @@
-"""The forgetting lab: its two kinds of text are taken apart, and its verdict follows the numbers."""
+"""The forgetting lab: code and prose are separated; verdicts."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def only_words():
 '''
 
 
-def test_code_and_prose_are_taken_apart() -> None:
+def test_code_and_prose_are_separated() -> None:
     texts = lab.separate([Document(id="m", text=MODULE), Document(id="broken", text="def (:")])
     assert [d.text for d in texts["new"]] == ["Say it.", "Say more.", "Nothing else."]
     code = [d.text for d in texts["old"]]
-    # the outer function is left out: what is inside it is a document already
+    # the outer function is left out: the inner one is a document already
     assert code == ["def inner():\n    return x", "def bare():\n    return 1", "def only_words():\n    pass"]
 
 
 def rows(rises: dict[tuple[float, int], float]) -> list[Row]:
-    """By (learning rate, share): forgetting of about so many nats."""
+    """By (learning rate, share): forgetting of about this many nats."""
     return [
         {
             "seed": seed, "lr_of_first_percent": rate, "old_text_percent": share,
@@ -62,8 +62,8 @@ def test_a_learning_rate_that_forgets_nothing_has_nothing_to_stop() -> None:
     assert lab.verdict(rows(strong | weak)).kind == "holds only where"
 
 
-def test_the_price_is_what_is_not_learned_of_the_new() -> None:
+def test_the_cost_is_the_lost_gain_on_new_text() -> None:
     made = rows({(100.0, 0): 1.0, (100.0, 5): 0.5, (100.0, 10): 0.3, (100.0, 100): 0.125})
     told = lab.verdict(made).sentence_en
-    assert "10 % of old text costs 5 % of what is learned of the new" in told
+    assert "10 % of old text reduces the gain on new text by 5 %" in told
     assert "on old text alone it moves by +0.12" in told

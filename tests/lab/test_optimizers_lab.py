@@ -1,4 +1,4 @@
-"""The optimizers lab: its problems are what they say, Newton's method is Newton's, and other rows decide otherwise."""
+"""The optimizers lab: its problems, Newton's method, and verdicts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def problem(name: str, *, newton: tuple[int | None, float], adam: tuple[int | No
 def test_the_verdict_flips() -> None:
     valley = problem("Rosenbrock", newton=(5, 1000.0), adam=(500, 100.0))
     slow = problem("network", newton=(5, 1e6), adam=(50, 100.0))
-    more = problem("network", newton=(60, 1.0), adam=(50, 100.0))  # quick steps, and too many of them
+    more = problem("network", newton=(60, 1.0), adam=(50, 100.0))  # fast steps, but too many
     fast = problem("network", newton=(5, 100.0), adam=(50, 100.0))
     assert optimizers.verdict([*valley, *slow]).kind == "holds only where"
     assert optimizers.verdict(slow).kind == "did not hold"
@@ -46,13 +46,13 @@ def test_the_verdict_names_where_and_what_failed() -> None:
     sentence = optimizers.verdict(rows).sentence_en
     assert "fewest steps on quadratic κ = 100, network; the least time as well on quadratic κ = 100." in sentence
     assert "damped newton: 8 × 1e+03 ms" in sentence
-    assert "undamped it does not get there" in sentence
+    assert "undamped it does not reach the target" in sentence
     assert "138 TB" in sentence
     solved = optimizers.verdict([*rows[:3], row("network", "newton", 9, 1e6)]).sentence_en
     assert "undamped" not in solved
 
 
-def test_a_problem_only_one_solves_is_that_ones() -> None:
+def test_a_problem_that_only_one_solves_counts_for_it() -> None:
     (alone,) = optimizers.standings(problem("network", newton=(60, 1e6), adam=(None, 100.0)))
     assert alone.replaces
     (never,) = optimizers.standings(problem("network", newton=(None, 1e6), adam=(None, 100.0)))
@@ -78,7 +78,7 @@ def test_gradient_descent_takes_one_step_where_the_curvature_is_one() -> None:
     assert descent.best_lr(lambda: problems.Quadratic(10_000, seed=0), "sgd", budget=5, halves=True) is None
 
 
-def test_the_damped_form_leaves_a_maximum_and_the_plain_one_seeks_it() -> None:
+def test_damped_newton_leaves_a_maximum_and_plain_newton_does_not() -> None:
     class Cosine(problems.Problem):
         def __init__(self) -> None:
             super().__init__()
@@ -99,4 +99,4 @@ def test_the_network_has_matrices_and_the_state_is_counted() -> None:
     sizes = {name: optimizers.large_state_bytes(name) for name in ("sgd", "lion", "muon", "adam", "newton")}
     parameters = sizes["lion"] // 4
     assert (sizes["sgd"], sizes["adam"], sizes["newton"]) == (0, 8 * parameters, 4 * parameters**2)
-    assert sizes["lion"] < sizes["muon"] < sizes["adam"]  # AdamW's second state for the embedding and the vectors alone
+    assert sizes["lion"] < sizes["muon"] < sizes["adam"]  # AdamW's second state for the embedding and the vectors only

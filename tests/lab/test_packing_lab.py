@@ -1,4 +1,4 @@
-"""The packing lab: padding is what it says, and the verdict follows the numbers."""
+"""The packing lab: padding, and verdicts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def test_padding_is_computed_and_changes_no_loss() -> None:
     padded = packing.loader(store(), "padded", context=256, seed=0)
     assert isinstance(padded, packing.Padded)
     rows = padded.batch(0)[0]
-    apart = super(packing.Padded, padded).batch(0)[0]  # the same rows, their padding a segment of its own
-    assert rows.uniform and not apart.uniform
-    assert rows.num_padding == apart.num_padding > 0
+    separate = super(packing.Padded, padded).batch(0)[0]  # the same rows, with padding as a separate segment
+    assert rows.uniform and not separate.uniform
+    assert rows.num_padding == separate.num_padding > 0
     model = packing.model("cpu", 256, seed=0)
-    torch.testing.assert_close(nll_sum(model, rows), nll_sum(model, apart))
+    torch.testing.assert_close(nll_sum(model, rows), nll_sum(model, separate))
 
 
-def test_a_step_has_as_many_targets_whichever_way() -> None:
+def test_a_step_has_the_same_number_of_targets_in_each_way() -> None:
     targets = {
         way: sum(b.num_targets for s in range(8) for b in packing.loader(store(), way, context=256, seed=0).batch(s))
         for way in packing.WAYS
@@ -48,7 +48,7 @@ def test_functions_of_a_module_do_not_overlap() -> None:
 
 
 def rows(*, gains: dict[str, float], worse: dict[str, float]) -> list[Row]:
-    """Packed ways that are `gains` times as fast by documents, and lose `worse` nats by way, against padding."""
+    """Packed ways that are `gains` times as fast as padding (by documents) and have `worse` nats more loss (by way)."""
     made: list[Row] = []
     for documents, gain in gains.items():
         for way in packing.WAYS:
@@ -78,6 +78,6 @@ def test_the_verdict_follows_the_numbers(gains: dict[str, float], worse: dict[st
     assert packing.verdict(rows(gains=gains, worse=worse)).kind == kind
 
 
-def test_the_verdict_tells_what_sight_of_other_documents_does() -> None:
+def test_the_verdict_reports_the_effect_of_joined_documents() -> None:
     told = packing.verdict(rows(gains={"functions": 2.0}, worse={"joined": 0.25})).sentence_en
-    assert "+0.250 ± 0.000 nats on documents alone" in told
+    assert "+0.250 ± 0.000 nats on single documents" in told

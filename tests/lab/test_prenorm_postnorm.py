@@ -1,4 +1,4 @@
-"""The pre-norm lab: what it calls plain, stable and needed, and rows that decide otherwise."""
+"""The pre-norm lab: initialization, stability, warmup, and verdicts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bagu.lab.labs import prenorm_postnorm as lab
 from bagu.lab.labs.prenorm_postnorm import measure
 from bagu.lab.labs.prenorm_postnorm.measure import Variant
 
-Rates = tuple[list[float | None], list[float | None]]  # without and with warm-up, a seed each
+Rates = tuple[list[float | None], list[float | None]]  # without and with warmup, one per seed
 
 
 def variant_rows(variant: Variant, rates: Rates, *, gradient: float) -> list[Row]:
@@ -32,7 +32,7 @@ def variant_rows(variant: Variant, rates: Rates, *, gradient: float) -> list[Row
 
 NEEDS: Rates = ([0.003, 0.004, 0.005], [0.01, 0.02, 0.03])
 FREE: Rates = ([0.1, 0.2, 0.3], [0.1, 0.2, 0.3])
-NOISY: Rates = ([0.1, 0.1, 0.3], [0.2, 0.6, 0.6])  # a large gain of the medians, and seeds that differ as much
+NOISY: Rates = ([0.1, 0.1, 0.3], [0.2, 0.6, 0.6])  # a large gain of the medians, but the seeds differ as much
 
 
 def rows(
@@ -73,7 +73,7 @@ def test_plain_undoes_the_division_by_depth() -> None:
             assert a.std().item() == pytest.approx(measure.D**-0.5, rel=0.1)
 
 
-def test_gradients_before_training_go_as_the_theory_says() -> None:
+def test_gradients_before_training_match_the_theory() -> None:
     data = measure.batches((0, 1, 2))
 
     def last(placement: measure.Placement, depth: int) -> float:
@@ -82,11 +82,11 @@ def test_gradients_before_training_go_as_the_theory_says() -> None:
         return float(row["gradient_norm"])  # type: ignore[arg-type]
 
     post, pre = last("post", 32) / last("post", 8), last("pre", 32) / last("pre", 8)
-    assert 0.7 < post < 1.6  # the same at any depth, but for what the weights and the text do: ±0.3 a seed
+    assert 0.7 < post < 1.6  # the same at any depth, up to ±0.3 per seed from weights and text
     assert 0.35 < pre < 0.65  # as 1 / sqrt(depth): 0.5
 
 
-def test_a_learning_rate_is_stable_when_the_batch_is_learned() -> None:
+def test_a_learning_rate_is_stable_if_the_batch_is_learned() -> None:
     batch = measure.batches((0,))[0]
 
     def learns(lr: float) -> bool:

@@ -1,4 +1,4 @@
-"""The labs of serving: what they measure is what they say, and their verdicts follow the numbers."""
+"""The inference labs: their measurements and verdicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bagu.types import Completion
 # --- KV cache ---------------------------------------------------------------------------------------------------------
 
 
-def cache_rows(cached: list[float], whole: list[float], training: float = 0.1) -> list[Row]:
+def cache_rows(cached: list[float], uncached: list[float], training: float = 0.1) -> list[Row]:
     return [
         {
             "length_tokens": 64 * 4**i,
@@ -22,12 +22,12 @@ def cache_rows(cached: list[float], whole: list[float], training: float = 0.1) -
             "training_ms_per_token": training,
             "cache_bytes": 1 << 20,
         }
-        for i, (c, w) in enumerate(zip(cached, whole, strict=True))
+        for i, (c, w) in enumerate(zip(cached, uncached, strict=True))
     ]
 
 
 @pytest.mark.parametrize(
-    ("cached", "whole", "training", "kind"),
+    ("cached", "uncached", "training", "kind"),
     [
         ([1.0, 1.1, 1.2], [4.0, 16.0, 64.0], 0.1, "held"),
         ([1.0, 1.1, 3.0], [4.0, 16.0, 64.0], 0.1, "holds only where"),
@@ -35,23 +35,23 @@ def cache_rows(cached: list[float], whole: list[float], training: float = 0.1) -
         ([1.0, 1.0, 1.0], [4.0, 16.0, 64.0], 2.0, "did not hold"),
     ],
 )
-def test_kv_cache_flips(cached: list[float], whole: list[float], training: float, kind: str) -> None:
-    assert kv_cache.verdict(cache_rows(cached, whole, training)).kind == kind
+def test_kv_cache_flips(cached: list[float], uncached: list[float], training: float, kind: str) -> None:
+    assert kv_cache.verdict(cache_rows(cached, uncached, training)).kind == kind
 
 
 # --- paging -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_page_wastes_what_its_last_one_does() -> None:
-    """Requests that all hold 17 to 24 tokens: pages of 1 waste nothing, a reservation nearly all."""
+def test_waste_by_page_size() -> None:
+    """Requests of 17 to 24 tokens: pages of 1 waste nothing, a reservation nearly everything."""
     lengths = [(17, 8)] * (2 * paging.POOL // 17)
     none, some = (paging.serve(lengths, page) for page in (1, 64))
     assert none["waste_percent"] == 0.0
     assert 100 * (1 - 24 / 64) <= paging.number(some, "waste_percent") <= 100 * (1 - 17 / 64)
-    whole = paging.serve(lengths[:200], paging.LONGEST)
-    assert paging.number(whole, "waste_percent") > 98
-    assert whole["running_sequences"] == paging.POOL / paging.LONGEST
-    assert whole["recomputed_percent"] == whole["preemptions"] == 0, "who has reserved is never preempted"
+    reserved = paging.serve(lengths[:200], paging.LONGEST)
+    assert paging.number(reserved, "waste_percent") > 98
+    assert reserved["running_sequences"] == paging.POOL / paging.LONGEST
+    assert reserved["recomputed_percent"] == reserved["preemptions"] == 0, "a reservation is never preempted"
 
 
 def paging_rows(reserved: dict[str, float], paged: float) -> list[Row]:
@@ -83,7 +83,7 @@ def test_paging_flips(reserved: dict[str, float], paged: float, kind: str) -> No
 # --- continuous batching ----------------------------------------------------------------------------------------------
 
 
-def test_each_way_of_batching_gives_every_answer_its_tokens() -> None:
+def test_each_way_of_batching_generates_all_tokens() -> None:
     model = init_weights(Transformer(continuous_batching.MODEL), 0).eval()
     work = continuous_batching.jobs("uniform", 20, 0, None)
     rows = {way: continuous_batching.serve(model, work, way) for way in continuous_batching.WAYS}
@@ -97,7 +97,7 @@ def test_each_way_of_batching_gives_every_answer_its_tokens() -> None:
 
 
 def batching_rows(rate: dict[str, float], tail: float) -> list[Row]:
-    """Continuous batching with `rate` times the static throughput by spread, and its tail `tail` times as long."""
+    """Rows with `rate` times the static throughput (by spread) and a tail latency `tail` times as long."""
     rows: list[Row] = []
     for spread, gain in rate.items():
         for way in continuous_batching.WAYS:
@@ -123,7 +123,7 @@ def test_continuous_batching_flips(rate: dict[str, float], tail: float, kind: st
 # --- complexity of attention ------------------------------------------------------------------------------------------
 
 
-def test_all_ways_to_attend_in_a_window_are_the_same() -> None:
+def test_all_window_implementations_agree() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1024, 2, 64).unbind()
     found = {name: call() for name, call in attention_complexity.ways(q, k, v).items()}
@@ -132,9 +132,9 @@ def test_all_ways_to_attend_in_a_window_are_the_same() -> None:
     assert not torch.allclose(found["window, op"], found["blocked"])
 
 
-def test_peak_memory_is_what_is_held_at_once() -> None:
+def test_peak_memory() -> None:
     def call() -> None:
-        torch.zeros(1 << 20)  # 4 MiB, given back
+        torch.zeros(1 << 20)  # 4 MiB, freed at once
         a = torch.zeros(1 << 19)
         torch.zeros(1 << 19).add_(a)
 
@@ -162,19 +162,19 @@ def test_attention_complexity_flips() -> None:
 # --- batch invariance -------------------------------------------------------------------------------------------------
 
 
-def test_bits_apart() -> None:
+def test_differing_bits() -> None:
     one = torch.tensor(-1.0)
     next_to_it = torch.nextafter(one, torch.tensor(-2.0)).item()
-    assert batch_invariance.bits_apart(-1.0, -1.0) == 0
-    assert batch_invariance.bits_apart(-1.0, next_to_it) == 1
-    assert batch_invariance.bits_apart(-1.0, -2.0) == 24
+    assert batch_invariance.differing_bits(-1.0, -1.0) == 0
+    assert batch_invariance.differing_bits(-1.0, next_to_it) == 1
+    assert batch_invariance.differing_bits(-1.0, -2.0) == 24
 
 
 def completion(tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Completion:
     return Completion(prompt=0, choice=0, tokens=tokens, text=None, finish="length", logprobs=logprobs)
 
 
-def test_logprobs_are_compared_up_to_the_first_other_token() -> None:
+def test_logprobs_are_compared_up_to_the_first_different_token() -> None:
     row = batch_invariance.compare([completion((1, 2, 3), (-1.0, -1.0, -1.0))],
                                    [completion((1, 2, 4), (-1.0, -2.0, -9.0))])  # fmt: skip
     assert (row["compared_tokens"], row["other_texts"], row["changed_percent"]) == (2, 1, 50.0)
@@ -202,7 +202,7 @@ def test_batch_invariance_flips() -> None:
         assert batch_invariance.verdict(invariance_rows(bits)).kind == kind
 
 
-# --- a whole run ------------------------------------------------------------------------------------------------------
+# --- a full run -------------------------------------------------------------------------------------------------------
 
 
 def test_the_kv_cache_lab_runs() -> None:
@@ -215,7 +215,7 @@ def test_the_kv_cache_lab_runs() -> None:
 
 
 def prefix_rows(cost: float, gain: float) -> list[Row]:
-    """Pairs in a machine that is twice as slow at times, which a pair's two halves share."""
+    """Pairs on a machine that is at times twice as slow; both halves of a pair are affected."""
     return [
         {"shared_tokens": shared, "pair": i, "with_ms": slow * (cost if shared == 0 else 1 / gain), "without_ms": slow}
         for shared in prefix_cache.SHARED
@@ -235,7 +235,7 @@ def test_prefix_cache_flips(cost: float, gain: float, kind: str) -> None:
     assert middle == pytest.approx(cost)
 
 
-def test_prefix_cache_finds_what_is_shared_and_nothing_else() -> None:
+def test_prefix_cache_finds_exactly_the_shared_tokens() -> None:
     model = init_weights(Transformer(prefix_cache.MODEL), 0).eval()
     for shared in (0, 256):  # `measure` asserts the hits
         assert len(prefix_cache.measure(model, shared, pairs=2, blocks=512)) == 2

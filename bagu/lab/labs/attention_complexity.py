@@ -1,12 +1,12 @@
-"""Attention's complexity: time and memory against length, with and without a window.
+"""Complexity of attention: time and memory over the length, with and without a window.
 
-    scores          softmax(Q K^T) V with all scores in memory, the formula as it is written
-    blocked         ops.attention: blocks of keys and a running softmax, so that no row of scores is ever whole
-    window, op      ops.attention with window=W. On a CPU the same kernel, for 256 queries and their keys at a time
-    window, cut     the same result from segments of 2 W tokens that overlap by half: of each, the second W count
+    scores          softmax(Q K^T) V with all scores in memory, the formula as written
+    blocked         ops.attention: blocks of keys and an online softmax; no full row of scores is stored
+    window, op      ops.attention with window=W; on a CPU the same kernel, for 256 queries and their keys at a time
+    window, cut     the same result from segments of 2 W tokens that overlap by half; the second W of each are used
 
-An exponent is the slope over the last doubling of the length: cost ~ L^exponent. Short lengths are left out of it,
-since there the calls themselves cost more than their work.
+An exponent is the slope over the last doubling of the length: cost ~ L^exponent. Shorter lengths are excluded, because
+there the overhead of the calls dominates.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 
 from bagu import ops
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.interleaved import best_times
 from bagu.lab.plot import log_ticks
-from bagu.lab.turns import best_times
 from bagu.ops.attention import dense
 from bagu.ops.attention.shape import Shape
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WINDOW, HEADS, HEAD_SIZE = 256, 2, 64
-CLAIMED = {"scores": 2, "blocked": 2, "window, op": 1, "window, cut": 1}  # exponent, of time and of memory
-NEAR = 0.35  # an exponent that is above a claimed 1, or below a claimed 2, by no more than this meets it
+CLAIMED = {"scores": 2, "blocked": 2, "window, op": 1, "window, cut": 1}  # claimed exponent of time and memory
+NEAR = 0.35  # tolerance: an exponent may be above a claimed 1, or below a claimed 2, by this much
 MIB = 1 << 20
 
 
@@ -57,7 +57,7 @@ def run(setting: Setting) -> list[Row]:
 
 
 def ways(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
-    """The ways to attend in one causal segment; all give out[L, H, E]."""
+    """The implementations of attention in one causal segment; all return out[L, H, E]."""
     L, like = q.shape[0], q.new_empty(0, dtype=torch.float32)
     cu_seqlens = torch.tensor([0, L], dtype=torch.int32, device=q.device)
 
@@ -74,10 +74,10 @@ def ways(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callabl
 
 
 def cut(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-    """Attention in a window, of L tokens that are a multiple of it, at least two.
+    """Attention in a window, for L tokens that are a multiple of it, at least two.
 
-    Segment i is the tokens from i * window to (i + 2) * window. A token of its second half sees at most window - 1 back
-    and so stays inside it; the first half of the first segment has nothing before it.
+    Segment i has the tokens from i * window to (i + 2) * window. A token of its second half attends at most window - 1
+    tokens back, which is inside the segment. The first half of the first segment has no tokens before it.
     """
     count = q.shape[0] // window - 1
     q, k, v = (x.unfold(0, 2 * window, window).movedim(-1, 1).flatten(0, 1) for x in (q, k, v))
@@ -87,7 +87,7 @@ def cut(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch
 
 
 def peak_bytes(call: Callable[[], object], device: str) -> int:
-    """The most memory that a call holds at once beyond its inputs: on a CPU as the allocator tells the profiler."""
+    """Peak memory of a call beyond its inputs; on a CPU from the allocator events of the profiler."""
     if device == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -100,7 +100,7 @@ def peak_bytes(call: Callable[[], object], device: str) -> int:
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     level = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
-        level += event.nbytes()  # negative where memory is given back
+        level += event.nbytes()  # negative if memory is freed
         peak = max(peak, level)
     return peak
 
@@ -113,7 +113,7 @@ def exponent(rows: Sequence[Row], way: str, key: str) -> float:
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Held when time and memory of the full ways are at least square and of the windows at most linear, within NEAR."""
+    """Held if time and memory are at least quadratic without a window and at most linear with one, within NEAR."""
     found = {way: [exponent(rows, way, key) for key in ("time_ms", "peak_bytes")] for way in CLAIMED}
     met = {
         (way, what): value >= 2 - NEAR if CLAIMED[way] == 2 else value <= 1 + NEAR
@@ -131,15 +131,15 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     masked = number(at["window, op"], "time_ms") / number(at["blocked"], "time_ms")
     return Verdict(
         kind=kind,
-        sentence_en=f"{each}. Not as claimed: {', '.join(not_met) or 'nothing'}. At {last:,} tokens the window as an "
-        f"option of the op takes ×{masked:.1f} the time of no window; cut into segments it is ×{faster:.1f} faster.",
+        sentence_en=f"{each}. Not as claimed: {', '.join(not_met) or 'nothing'}. At {last:,} tokens the op's window "
+        f"option takes ×{masked:.1f} the time of no window; splitting into segments is ×{faster:.1f} faster.",
         sentence_zh=f"{each_zh}。与说法不符：{'、'.join(not_met_zh) or '无'}。长度 {last:,} 时，"
         f"用算子的窗口选项耗时是不开窗的 ×{masked:.1f}；切成小段则快 ×{faster:.1f}。",
     )
 
 
 def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    """Time and memory by length, with lines of slope 1 and 2 to compare with."""
+    """Time and memory over the length, with reference lines of slope 1 and 2."""
     left, right = fig.subplots(1, 2)
     for way in CLAIMED:
         chosen = [row for row in rows if row["way"] == way]
@@ -166,13 +166,13 @@ LAB = Lab(
     name="attention_complexity",
     title_en="Complexity of attention",
     title_zh="注意力的复杂度",
-    claim_en="Attention takes time and memory in the square of the length; a sliding window makes both linear.",
+    claim_en="Time and memory of attention grow with the square of the length; a sliding window makes both linear.",
     claim_zh="注意力的时间和内存与长度的平方成正比；滑动窗口使两者都变为线性。",
     regime=f"Forward, one causal sequence, {HEADS} heads of {HEAD_SIZE}, a window of {WINDOW}; fp32 on a CPU, bf16 on "
-    "a GPU. Attention alone: in a model of that length the matrix products around it are linear.",
-    varies="Length; all scores in memory, blocked, windowed by the op's option, windowed by cutting.",
-    measures="Best of three median times; most memory allocated at once beyond the inputs; the exponent over the last "
-    f"doubling of the length: square is {2 - NEAR} or more, linear is {1 + NEAR} or less.",
+    "a GPU. Attention only: in a model the matrix products around it are linear in the length.",
+    varies="Length; implementation: all scores in memory, blocked, the op's window option, splitting into segments.",
+    measures="Best of three median times; peak memory beyond the inputs; the exponent over the last "
+    f"doubling of the length: quadratic is {2 - NEAR} or more, linear is {1 + NEAR} or less.",
     needs_gpu=False,
     run=run,
     verdict=verdict,

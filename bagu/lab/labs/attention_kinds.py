@@ -1,12 +1,13 @@
-"""Attention kinds: what MHA, GQA, MQA and MLA keep of a token, and the loss of each at equal parameters.
+"""Kinds of attention: the KV cache of MHA, GQA, MQA and MLA, and the loss of each at equal parameters.
 
-    MHA             a key and a value for each of H heads             2 H D numbers a token and layer
+    MHA             a key and a value for each of H heads             2 H D numbers per token and layer
     GQA, MQA        a key and a value for 4 heads, for all heads      2 (H / 4) D, and 2 D
-    MLA             one latent and one key with the position          4 D + D / 2, in DeepSeek-V2's proportions
-    fewer heads     a control: MHA with the heads that GQA's cache pays for
-    itself only     a control: a window of 1, so that a token sees no other. What attention is worth is the loss it adds
+    MLA             one latent, and one key with the position         4 D + D / 2, in DeepSeek-V2's proportions
+    fewer heads     a control: MHA with as many heads as GQA's cache has room for
+    itself only     a control: a window of 1, so that a token attends to itself only; the added loss is the value of
+                    attention
 
-A kind that saves parameters in its attention has them back in a wider FFN. D = features of a head.
+A kind with fewer attention parameters gets a wider FFN, so that all models are equally large. D = head dim.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from bagu.data import (
     in_memory,
     tokenize,
 )
+from bagu.lab.confidence import interval
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.plot import COLOURS, INK
-from bagu.lab.seeds import interval
 from bagu.nn import ModelConfig, Transformer, count, init_weights
 from bagu.nn.config import MLAConfig
 from bagu.nn.kv import DenseKV
@@ -42,14 +43,14 @@ from bagu.train.evaluate import held_out_loss
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MARGIN = 1.0  # percent of the loss: a kind that loses no more gives MHA's loss
-VOCAB, CONTEXT, ROWS = 262, 128, 8  # bytes and six control tokens
+MARGIN = 1.0  # percent of the loss: a kind within this margin counts as having MHA's loss
+VOCAB, CONTEXT, ROWS = 262, 128, 8  # 256 bytes and six control tokens
 SMALL = ModelConfig(
     vocab_size=VOCAB, hidden_size=64, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8, intermediate_size=176,
     max_len=CONTEXT, tie_embeddings=True,
 )  # fmt: skip
 LARGE_NAME, LARGE_CONTEXT = "Llama 3 8B", 131072
-LARGE = ModelConfig(  # as it would be with MHA; it has GQA
+LARGE = ModelConfig(  # with MHA for comparison; the real model has GQA
     vocab_size=128256, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128,
     intermediate_size=14336, max_len=LARGE_CONTEXT,
 )  # fmt: skip
@@ -59,7 +60,7 @@ CONTROLS = (FEWER, NONE)
 
 
 def kinds(mha: ModelConfig) -> dict[str, ModelConfig]:
-    """Each kind of attention in the same model, with as many parameters in all."""
+    """Each kind of attention in the same model, with the same total number of parameters."""
     H, D = mha.num_heads, mha.head_dim
     mla = MLAConfig(kv_rank=4 * D, nope_dim=D, rope_dim=D // 2, v_dim=D)
     found = {
@@ -75,7 +76,7 @@ def kinds(mha: ModelConfig) -> dict[str, ModelConfig]:
 
 
 def widened(config: ModelConfig, parameters: int) -> ModelConfig:
-    """The config with the width of FFN that comes nearest to so many parameters."""
+    """The config with the FFN width that is closest to this number of parameters."""
     narrow = count.parameters(replace(config, intermediate_size=1)).total
     a_feature = count.parameters(replace(config, intermediate_size=2)).total - narrow
     return replace(config, intermediate_size=1 + round((parameters - narrow) / a_feature))
@@ -83,14 +84,14 @@ def widened(config: ModelConfig, parameters: int) -> ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Bytes of modules of the standard library, and of others that are held out."""
+    """Bytes of modules of the standard library, and of held-out modules."""
 
     train: TokenStore
     held: TokenStore
 
     @classmethod
     def read(cls, every: int) -> Text:
-        """Of every n-th module, the tables of `encodings` left out."""
+        """Read every n-th module, without the tables of `encodings`."""
         modules = (d for d in StdlibSource().documents() if not d.id.startswith("encodings/"))
         split = hold_out(islice(modules, 0, None, every), fraction=0.15)
         tokenizer = BpeTokenizer.train((), vocab_size=VOCAB)
@@ -109,12 +110,13 @@ def run(setting: Setting) -> list[Row]:
 
 
 def sized(name: str, config: ModelConfig) -> Row:
-    """What a large model of this kind would keep."""
+    """The KV cache of a large model of this kind."""
     return {"part": "size", "model": LARGE_NAME, "context_tokens": LARGE_CONTEXT, **facts(name, config)}
 
 
 def facts(name: str, config: ModelConfig) -> Row:
-    """Sizes of a model. The KV cache is in bf16, as counted and as allocated; none where a token sees itself only."""
+    """Sizes of a model. The KV cache is in bf16, as counted and as allocated; none if a token attends to itself
+    only."""
     cache = DenseKV(config, 1, config.max_len, device="meta", dtype=torch.bfloat16)
     return {
         "kind": name,
@@ -126,13 +128,13 @@ def facts(name: str, config: ModelConfig) -> Row:
 
 
 def trained(name: str, config: ModelConfig, seed: int, steps: int, text: Text, setting: Setting) -> Row:
-    """One model on the same batches as all others of this seed, and its loss on held-out modules."""
+    """Train one model on the same batches as all others of this seed, and measure its loss on held-out modules."""
     model = init_weights(Transformer(config, device=setting.device), seed)
     train = TrainConfig(
         steps=steps, seed=seed, optimizer=OptimizerConfig(kind="muon", lr=0.02),
         schedule=ScheduleConfig(kind="wsd", warmup_steps=steps // 20, decay_share=0.5),
     )  # fmt: skip
-    # whole: rows are shuffled, where a stream would show a short run a handful of modules
+    # packing "whole" shuffles rows; a stream would show a short run only a few modules
     data = DataConfig(context=CONTEXT, rows=ROWS, seed=seed, packing="whole")
     fit(train, model, Loader({"text": text.train}, data))
     model.eval()
@@ -149,14 +151,14 @@ def trained(name: str, config: ModelConfig, seed: int, steps: int, text: Text, s
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a kind's loss is above MHA's of the same seed, in percent of it; over the seeds."""
+    """The loss of a kind above MHA's of the same seed, in percent; mean and interval over the seeds."""
 
     percent: float
     half_width: float
 
     @property
     def same(self) -> bool:
-        """No worse than the margin, with 95 % confidence; better is as good."""
+        """Not worse than the margin, with 95 % confidence; a lower loss counts too."""
         return self.percent + self.half_width <= MARGIN
 
     @property
@@ -168,7 +170,7 @@ class Cost:
 
 
 def costs(rows: Sequence[Row]) -> dict[str, Cost]:
-    """Of every kind but MHA."""
+    """The cost of every kind except MHA."""
     losses = {(str(r["kind"]), r["seed"]): number(r, "val_loss_nats") for r in rows if r["part"] == "loss"}
     seeds = dict.fromkeys(seed for _, seed in losses)
     found = {}
@@ -179,35 +181,35 @@ def costs(rows: Sequence[Row]) -> dict[str, Cost]:
     return found
 
 
-def cache_share(rows: Sequence[Row], name: str) -> float:
-    """Its KV cache, in percent of MHA's."""
+def cache_percent(rows: Sequence[Row], name: str) -> float:
+    """The size of its KV cache in percent of MHA's."""
     size = {r["kind"]: number(r, "kv_bytes_per_token") for r in rows if r["part"] == "loss"}
     return 100 * size[name] / size[MHA]
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Held when each kind of the claim is no worse than MHA by the margin; only where, when some are.
+    """Held if each claimed kind is not worse than MHA by the margin; holds only where, if some are.
 
-    What the seeds leave open has not been shown, and does not count.
+    A kind for which the seeds are not conclusive does not count.
     """
     found = costs(rows)
-    same = [name for name in CLAIMED if found[name].same and cache_share(rows, name) < 100]
+    same = [name for name in CLAIMED if found[name].same and cache_percent(rows, name) < 100]
     kind: Kind = "held" if len(same) == len(CLAIMED) else "holds only where" if same else "did not hold"
     first = next(r for r in rows if r["part"] == "loss")
     seeds = len({r["seed"] for r in rows if r["part"] == "loss"})
-    spare = found[FEWER].same  # then it is not the sharing that keeps the loss: the heads themselves are not missed
+    spare = found[FEWER].same  # then sharing does not explain the loss: the model does not need the heads
     en, zh = [], []
     for name in CLAIMED:
-        cost, share = found[name], cache_share(rows, name)
+        cost, share = found[name], cache_percent(rows, name)
         standing = ("no worse", "不差于 MHA") if cost.same else ("worse", "更差") if cost.worse else ("open", "未定")
         en.append(f"{name} with {share:.0f} % of the cache {cost} ({standing[0]})")
         zh.append(f"{name} 用 {share:.0f} % 的缓存，{cost}（{standing[1]}）")
     return Verdict(
         kind=kind,
-        sentence_en=f"Loss against MHA's at {number(first, 'parameters'):,.0f} parameters, {first['steps']} steps, "
-        f"{seeds} seeds, where up to {MARGIN:g} % more counts as the same: {'; '.join(en)}. MHA with fewer heads and "
-        f"GQA's cache: {found[FEWER]}{', so a model of this size does not miss the heads' if spare else ''}; "
-        f"a token that sees itself only: {found[NONE]}.",
+        sentence_en=f"Loss relative to MHA at {number(first, 'parameters'):,.0f} parameters, {first['steps']} steps, "
+        f"{seeds} seeds (up to {MARGIN:g} % more counts as the same): {'; '.join(en)}. MHA with fewer heads and "
+        f"GQA's cache: {found[FEWER]}{', so a model of this size does not need the heads' if spare else ''}; "
+        f"a token that attends to itself only: {found[NONE]}.",
         sentence_zh=f"在 {number(first, 'parameters'):,.0f} 个参数、{first['steps']} 步、{seeds} 个种子下与 MHA "
         f"的损失相比（高出不超过 {MARGIN:g} % 视为相同）：{'；'.join(zh)}。头数更少、缓存与 GQA 相同的 MHA："
         f"{found[FEWER]}{'，可见这么小的模型并不缺头' if spare else ''}；每个 token 只看自己：{found[NONE]}。",
@@ -220,14 +222,14 @@ def plot(fig: Figure, rows: Sequence[Row]) -> None:
     size = {str(r["kind"]): number(r, "kv_bytes_per_token") for r in rows if r["part"] == "loss"}
     left.axhline(MARGIN, color=INK, lw=0.8, ls=":")
     for (name, cost), colour in zip(found.items(), COLOURS, strict=False):
-        x = size[name] * (0.94 if name == FEWER else 1)  # its cache is GQA's: beside, not on it
+        x = size[name] * (0.94 if name == FEWER else 1)  # its cache size equals GQA's: avoid overlap
         left.errorbar(x, cost.percent, yerr=cost.half_width, fmt="o", color=colour, elinewidth=1.2, capsize=2)
         ha, dx = ("right", -6) if name == FEWER else ("left", 6)
         left.annotate(name, (x, cost.percent), (dx, 5), textcoords="offset points", color=colour, ha=ha)
     left.set_xscale("log", base=2)
     left.xaxis.set_major_formatter("{x:g}")
     left.set(xlim=(min(s for s in size.values() if s) / 1.2, max(size.values()) * 1.5))
-    left.set(xlabel="KV cache, bytes a token (bf16)", ylabel="loss against MHA, %")
+    left.set(xlabel="KV cache, bytes per token (bf16)", ylabel="loss relative to MHA, %")
     left.set_title(f"Loss at equal parameters (dotted: {MARGIN:g} % more)")
     large = [r for r in rows if r["part"] == "size" and r["kind"] not in CONTROLS]
     gib = [number(r, "kv_bytes_per_token") * number(r, "context_tokens") / 2**30 for r in large]
@@ -244,15 +246,15 @@ LAB = Lab(
     name="attention_kinds",
     title_en="Kinds of attention",
     title_zh="注意力的种类",
-    claim_en="At equal parameters GQA, MQA and MLA give MHA's loss with a fraction of its KV cache.",
+    claim_en="At equal parameters GQA, MQA and MLA reach MHA's loss with a fraction of its KV cache.",
     claim_zh="参数量相同时，GQA、MQA 和 MLA 只用一小部分 KV 缓存就能得到与 MHA 相同的损失。",
-    regime="A model of 2 layers, 64 wide, 8 heads of 8, on the bytes of the standard library in contexts of "
+    regime="A model of 2 layers, width 64, 8 heads of 8, on the bytes of the standard library in contexts of "
     f"{CONTEXT}; one learning rate for all, chosen with MHA; FFN widths make parameters equal; held-out "
     "modules; 5 seeds.",
-    varies="The kind of attention: MHA, GQA (4 heads share), MQA, MLA (a latent of 4 heads' size and a key of half a "
-    "head's for the position, as in DeepSeek-V2), and as controls MHA with a quarter of the heads, and no view of "
+    varies="The kind of attention: MHA, GQA (4 heads share), MQA, MLA (a latent of the size of 4 heads and a position "
+    "key of half a head, as in DeepSeek-V2), and as controls MHA with a quarter of the heads, and no attention to "
     "other tokens.",
-    measures="Loss on held-out modules, seed by seed against MHA's; bytes of KV cache a token, counted and allocated.",
+    measures="Loss on held-out modules, per seed relative to MHA; bytes of KV cache per token, counted and allocated.",
     needs_gpu=False,
     run=run,
     verdict=verdict,

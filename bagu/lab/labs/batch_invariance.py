@@ -1,11 +1,10 @@
-"""Batch invariance: does a token's logprob depend on what else is in the batch?
+"""Batch invariance: does the logprob of a token depend on the other requests in the batch?
 
-In exact arithmetic it does not. A fast kernel chooses the order of its sums by the number of rows, and sums in another
-order round otherwise. The engine's invariant mode fixes the order (bagu.ops.invariant), and is slower for it.
+In exact arithmetic it does not. A fast kernel chooses the order of its sums by the number of rows, and another order
+rounds differently. The engine's invariant mode fixes the order (bagu.ops.invariant), which makes it slower.
 
-Requests are served alone, then in company, in chunks of their prompts, and with their prefixes in the cache. The
-logprobs of their tokens are compared as bits: two floats that are u units in the last place apart differ in
-bit_length(u) bits.
+Requests run alone, then in a batch, with chunked prefill, and with their prefixes in the cache. The logprobs of their
+tokens are compared bit by bit: two floats that differ by u units in the last place differ in bit_length(u) bits.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ MODEL = ModelConfig(
 )  # fmt: skip
 MODES = ("fast", "invariant")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PROMPT = (16, 81)  # tokens, the second not reached
-WATCHED = 8  # requests that are compared, or as many as the batch has
+PROMPT = (16, 81)  # range of tokens, end excluded
+WATCHED = 8  # number of compared requests, or the batch size if it is smaller
 
 
 class Case(NamedTuple):
-    """How requests are served: how many at once, at most so many tokens a step, each for the second time or not."""
+    """How requests run: batch size, token budget per step, and whether each prompt runs for the second time."""
 
     name: str
     batch: int
@@ -58,23 +57,23 @@ def cases(quick: bool) -> list[Case]:
 def run(setting: Setting) -> list[Row]:
     tokens = 12 if setting.quick else 64
     rows: list[Row] = []
-    # Where bf16 has no instructions its products are scalar loops, hours of them.
+    # Without bf16 instructions the products are scalar loops, which would take hours.
     dtypes = list(DTYPES) if compute_dtype(torch.device("cpu")) == torch.bfloat16 else ["fp32"]
     for mode, dtype in setting.track(list(product(MODES, dtypes))):
         model = init_weights(Transformer(MODEL, dtype=DTYPES[dtype]), 0).eval()
-        alone, _ = served(model, Case("alone", 1), mode, tokens)
+        alone, _ = completions(model, Case("alone", 1), mode, tokens)
         for case in cases(setting.quick):
-            found, rate = served(model, case, mode, tokens)
+            found, rate = completions(model, case, mode, tokens)
             row: Row = {"mode": mode, "dtype": dtype, "case": case.name, "batch_sequences": case.batch}
             rows.append(row | compare(alone, found) | {"generated_tokens_per_s": rate})
     return rows
 
 
-def served(model: Transformer, case: Case, mode: str, tokens: int) -> tuple[list[Completion], float]:
-    """The completions of the first requests, WATCHED at most, and the tokens/s of all. A batch of 1 is each alone."""
+def completions(model: Transformer, case: Case, mode: str, tokens: int) -> tuple[list[Completion], float]:
+    """The completions of the first requests, at most WATCHED, and the tokens/s of all. With batch 1 each runs alone."""
     stream = np.random.default_rng(0)
     prompts = [stream.integers(MODEL.vocab_size, size=stream.integers(*PROMPT)).tolist() for _ in range(64)]
-    # A seed's draws know no batch: another token comes of another probability alone.
+    # Random draws depend on the seed only, not on the batch: another token means another probability.
     asks = [Sampling(max_tokens=tokens, temperature=1.0, seed=i, logprobs=0) for i in range(64)]
     config = EngineConfig(
         num_blocks=16 * (WATCHED + case.batch), max_num_seqs=case.batch, max_num_batched_tokens=case.budget,
@@ -89,21 +88,21 @@ def served(model: Transformer, case: Case, mode: str, tokens: int) -> tuple[list
     for group in groups:
         found += engine.generate(prompts[group], asks[group])
     rate = len(found) * tokens / (time.perf_counter() - began)
-    assert not case.warm or engine.stats().prefix_hits, "the prefixes were to be found in the cache"
+    assert not case.warm or engine.stats().prefix_hits, "the prefixes are not in the cache"
     return found[:WATCHED], rate
 
 
 def compare(alone: Sequence[Completion], found: Sequence[Completion]) -> Row:
-    """Bits by which the logprobs differ, as far as the tokens are the same: what follows another token is another
-    question."""
+    """Differing bits of the logprobs, up to the first different token: after it the texts differ, and logprobs cannot
+    be compared."""
     pairs: list[tuple[float, float]] = []
     texts = 0
-    for a, b in zip(alone, found, strict=False):  # as many as the batch has
+    for a, b in zip(alone, found, strict=False):  # the smaller of the two
         assert a.logprobs is not None and b.logprobs is not None
         same = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)) if x != y), len(a.tokens))
         texts += same < len(a.tokens)
         pairs += zip(a.logprobs[:same], b.logprobs[:same], strict=True)
-    bits = [bits_apart(x, y) for x, y in pairs]
+    bits = [differing_bits(x, y) for x, y in pairs]
     return {
         "requests": min(len(alone), len(found)),
         "other_texts": texts,
@@ -115,14 +114,14 @@ def compare(alone: Sequence[Completion], found: Sequence[Completion]) -> Row:
     }
 
 
-def bits_apart(a: float, b: float) -> int:
-    """How many of the lowest bits two fp32 numbers of one sign differ in: 0 where they are the same number."""
+def differing_bits(a: float, b: float) -> int:
+    """The number of lowest bits in which two fp32 numbers of the same sign differ; 0 if they are equal."""
     x, y = (int(np.float32(n).view(np.int32)) for n in (a, b))
     return abs(x - y).bit_length()
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Held when no case of any mode changes a bit or a token; holds only where a whole mode does so."""
+    """Held if no case of any mode changes a bit or a token; holds only where, if this is true of one mode."""
     moved = {mode: [row for row in rows if row["mode"] == mode and changed(row)] for mode in MODES}
     clean = [mode for mode, changes in moved.items() if not changes]
     kind: Kind = "held" if len(clean) == len(MODES) else "holds only where" if clean else "did not hold"
@@ -133,7 +132,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
             sum(number(row, key) for row in rows if row["mode"] == mode) for key in ("other_texts", "requests")
         )
         if not changes:
-            en.append(f"{mode}: not a bit in {cases_of} cases")
+            en.append(f"{mode}: no bit changed in {cases_of} cases")
             zh.append(f"{mode}：{cases_of} 种情形中没有一位变化")
             continue
         parts = [
@@ -144,7 +143,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         ]
         en.append(
             f"{mode}: changed in {len(changes)} of {cases_of} cases, {', '.join(parts)}, and {texts:.0f} of "
-            f"{asked:.0f} texts became others"
+            f"{asked:.0f} texts changed"
         )
         in_zh = "、".join(parts).replace(" up to ", " 至多 ").replace(" of 32 bits", "/32 位")
         zh.append(
@@ -154,7 +153,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     price_zh = "，".join(f"批大小 {batch} 时慢 ×{cost:.1f}" for batch, cost in slower(rows).items())
     return Verdict(
         kind=kind,
-        sentence_en=f"{'; '.join(en)}. The invariant engine is slower by {price} (fp32).",
+        sentence_en=f"{'; '.join(en)}. The invariant engine is slower: {price} (fp32).",
         sentence_zh=f"{'；'.join(zh)}。不变模式的代价（fp32）：{price_zh}。",
     )
 
@@ -164,7 +163,7 @@ def changed(row: Row) -> bool:
 
 
 def slower(rows: Sequence[Row]) -> dict[int, float]:
-    """By batch: how many times the tokens/s of the fast mode are those of the invariant one, at its ends, in fp32."""
+    """By batch size: the tokens/s of the fast mode divided by those of the invariant mode, in fp32."""
     rate = {
         (str(row["mode"]), int(number(row, "batch_sequences"))): number(row, "generated_tokens_per_s")
         for row in rows
@@ -175,7 +174,7 @@ def slower(rows: Sequence[Row]) -> dict[int, float]:
 
 
 def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    """Bits that changed, case by case, and how often."""
+    """Differing bits per case, and how often they differ."""
     left, right = fig.subplots(1, 2, sharex=True)
     names = list(dict.fromkeys(str(row["case"]) for row in rows))
     dtypes = dict.fromkeys(str(row["dtype"]) for row in rows)
@@ -187,16 +186,16 @@ def plot(fig: Figure, rows: Sequence[Row]) -> None:
                 (place, number(row, key)) for place, row in zip(places, chosen, strict=True) if row[key] is not None
             ]
             axes.bar(*zip(*shown, strict=True), 0.18, color=f"C{i}", label=f"{mode}, {dtype}")
-            axes.plot(*zip(*shown, strict=True), ".", color=f"C{i}")  # a bar of 0 is seen as well
+            axes.plot(*zip(*shown, strict=True), ".", color=f"C{i}")  # makes a bar of 0 visible
         for place, row in zip(places, chosen, strict=True):
             if row["other_texts"]:
                 left.annotate(f"{row['other_texts']}", (place, number(row, "max_bits")), (0, 2), color=INK, ha="center",
                               textcoords="offset points", fontsize=7)  # fmt: skip
     left.set(
-        ylim=(0, 32), ylabel="lowest bits of 32, most of any token",
-        title=f"Bits that differ (above: other texts of {WATCHED})",
+        ylim=(0, 32), ylabel="lowest bits of 32, maximum over tokens",
+        title=f"Differing bits (above: changed texts of {WATCHED})",
     )  # fmt: skip
-    right.set(ylim=(0, 105), ylabel="logprobs with another bit, %", title="Logprobs that differ")
+    right.set(ylim=(0, 105), ylabel="logprobs that differ, %", title="Logprobs that differ")
     for axes in (left, right):
         axes.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=8)
         axes.grid(False, axis="x")
@@ -207,14 +206,14 @@ LAB = Lab(
     name="batch_invariance",
     title_en="Batch invariance",
     title_zh="批不变性",
-    claim_en="With the same seed a request gets the same tokens and logprobs whatever else is in the batch.",
+    claim_en="With the same seed a request gets the same tokens and logprobs, independent of the rest of the batch.",
     claim_zh="种子相同，请求得到的 token 和 logprob 就与同批的其他请求无关。",
     regime="The engine on a CPU, a Llama of 4 layers and 128 features with random weights; prompts of 16 to 80 tokens, "
-    "temperature 1, one number of threads. On another machine other shapes change other bits.",
-    varies="Mode (fast, invariant), dtype (bf16 where the CPU is fast in it), how many requests run at once, "
+    "temperature 1, a fixed number of threads. On another machine other shapes change other bits.",
+    varies="Mode (fast, invariant), dtype (bf16 if the CPU is fast in it), number of requests at once, "
     "chunked prefill, a warm prefix cache.",
-    measures="Bits of the fp32 logprobs that differ from the same request alone, up to the first token that differs; "
-    "texts in which one does; tokens/s of the whole batch, prompts included.",
+    measures="Bits of the fp32 logprobs that differ from the same request alone, up to the first different token; "
+    "number of changed texts; tokens/s of the batch, prompts included.",
     needs_gpu=False,
     run=run,
     verdict=verdict,

@@ -1,13 +1,13 @@
-"""Continuous batching: a new request begins when a sequence ends, or when all sequences of the batch have ended.
+"""Continuous batching: a new request starts when any sequence ends, or only when all sequences of the batch have ended.
 
-    static, padded    a batch is taken from the queue and runs until its longest answer is done; the sequences that end
-                      earlier are computed on, as a plain batched `generate` does
-    static            the same, but a sequence that has ended costs nothing any more
-    continuous        the engine as it is: a free seat is taken by the first of the queue, at any step
+    static, padded    a batch runs until its longest output is done; finished sequences are still computed, as in a
+                      simple batched `generate`
+    static            the same, but a finished sequence costs nothing
+    continuous        the engine's own scheduling: the first waiting request takes a free slot, at any step
 
-All three are one engine with the same number of seats and differ in when requests are handed to it. Time is what its
-steps take; waiting for an arrival takes none (the clock jumps), so a run is as short as its work. An answer is
-delivered with its last token in all three, not with the batch: that is kind to the static ones.
+All three use one engine with the same number of slots; they differ in when requests are submitted. Time is the sum of
+the step times; waiting for an arrival takes no time (the clock jumps), so a run is short. In all three an answer is
+delivered with its last token, not with its batch, which favours the static ones.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ MODEL = ModelConfig(
     max_len=512,
 )  # fmt: skip
 PADDED, STATIC, CONTINUOUS = WAYS = ("static, padded", "static", "continuous")
-SEATS, PROMPT, ANSWER = 16, 16, 32  # an answer's tokens are a mean
-LOAD = 0.6  # arrivals, of what continuous batching serves when it is never idle
+SLOTS, PROMPT, ANSWER = 16, 16, 32  # ANSWER is a mean number of tokens
+LOAD = 0.6  # arrival rate, as a fraction of the maximum throughput of continuous batching
 ROUNDS = 2
-FASTER = 1.5  # times the static throughput, from which the claim counts as met
+FASTER = 1.5  # the claim counts as met from this multiple of the static throughput
 
 
 class Job(NamedTuple):
@@ -48,7 +48,7 @@ class Job(NamedTuple):
 
 
 def answers(spread: str, n: int, stream: np.random.Generator) -> np.ndarray:
-    """Lengths of a mean of about ANSWER tokens: all equal, uniform, or a few long ones among many short."""
+    """Output lengths with a mean of about ANSWER tokens: all equal, uniform, or a few long ones and many short."""
     if spread == "equal":
         return np.full(n, ANSWER)
     if spread == "uniform":
@@ -60,7 +60,7 @@ SPREADS = ("equal", "uniform", "long tail")
 
 
 def jobs(spread: str, n: int, seed: int, per_s: float | None) -> list[Job]:
-    """Requests, all there at 0, or by a Poisson process of so many a second."""
+    """Requests that all arrive at 0, or as a Poisson process of `per_s` per second."""
     stream = np.random.default_rng(seed)
     lengths = answers(spread, n, stream)
     arrivals = np.zeros(n) if per_s is None else np.cumsum(stream.exponential(1 / per_s, n))
@@ -71,7 +71,7 @@ def jobs(spread: str, n: int, seed: int, per_s: float | None) -> list[Job]:
 def run(setting: Setting) -> list[Row]:
     n, seeds = (32, (0,)) if setting.quick else (96, (0, 1, 2))
     model = init_weights(Transformer(MODEL, device=setting.device), 0).eval()
-    serve(model, jobs("equal", SEATS, 0, None), CONTINUOUS)  # warm
+    serve(model, jobs("equal", SLOTS, 0, None), CONTINUOUS)  # warmup
     rows: list[Row] = []
     for spread, seed in setting.track(list(product(SPREADS, seeds))):
         full = quietest(model, jobs(spread, n, seed, None))
@@ -85,14 +85,14 @@ def run(setting: Setting) -> list[Row]:
 
 
 def quietest(model: Transformer, work: Sequence[Job]) -> dict[str, Row]:
-    """Each way's run of the least busy time, of ROUNDS in turns: what else the machine does can only add to it."""
+    """For each way, the fastest of ROUNDS interleaved runs: other load on the machine can only make a run slower."""
     rounds = [{way: serve(model, work, way) for way in WAYS} for _ in range(ROUNDS)]
     return {way: min((found[way] for found in rounds), key=lambda row: number(row, "busy_s")) for way in WAYS}
 
 
 def serve(model: Transformer, work: Sequence[Job], way: str) -> Row:
-    """Serve the jobs in one of the ways, and tell how long they took from their arrival."""
-    engine = Engine(model, None, EngineConfig(num_blocks=SEATS * 32, max_num_seqs=SEATS, prefix_cache=False))
+    """Run the jobs in one of the ways, and return the latencies from their arrival."""
+    engine = Engine(model, None, EngineConfig(num_blocks=SLOTS * 32, max_num_seqs=SLOTS, prefix_cache=False))
     queue = deque(sorted(enumerate(work), key=lambda job: job[1].arrival))
     clock, busy, steps, rows = 0.0, 0.0, 0, 0
     drawn, first, last = [0] * len(work), [0.0] * len(work), [0.0] * len(work)
@@ -100,7 +100,7 @@ def serve(model: Transformer, work: Sequence[Job], way: str) -> Row:
         if not engine.has_work:
             clock = max(clock, queue[0][1].arrival)
         if way == CONTINUOUS or not engine.has_work:
-            limit = len(queue) if way == CONTINUOUS else SEATS
+            limit = len(queue) if way == CONTINUOUS else SLOTS
             batch: list[tuple[int, Job]] = []
             while queue and queue[0][1].arrival <= clock and len(batch) < limit:
                 batch.append(queue.popleft())
@@ -137,14 +137,14 @@ def serve(model: Transformer, work: Sequence[Job], way: str) -> Row:
 
 
 def median(rows: Sequence[Row], key: str, **chosen: str) -> float:
-    """Over the seeds."""
+    """The median over the seeds."""
     found = [number(row, key) for row in rows if all(row[name] == value for name, value in chosen.items())]
     return float(np.median(found))
 
 
 def gains(rows: Sequence[Row], spread: str, base: str) -> tuple[float, float, float]:
-    """How many times the throughput is with all requests there, the tail latency under arrivals is shorter, and fewer
-    steps are taken with all requests there."""
+    """The factors by which continuous batching has a higher throughput with all requests at once, a lower tail latency
+    under arrivals, and fewer steps with all requests at once."""
     rate = {w: median(rows, "answer_tokens_per_s", spread=spread, way=w, load="all at once") for w in WAYS}
     tail = {w: median(rows, "latency_p99_ms", spread=spread, way=w, load="poisson") for w in WAYS}
     steps = {w: median(rows, "steps", spread=spread, way=w, load="all at once") for w in WAYS}
@@ -152,7 +152,7 @@ def gains(rows: Sequence[Row], spread: str, base: str) -> tuple[float, float, fl
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Held for a spread of lengths where continuous batching beats even the static one without padding in both."""
+    """Held if, for all distributions of lengths, continuous batching beats static batching without padding in both."""
     spreads = list(dict.fromkeys(str(row["spread"]) for row in rows))
     found = {spread: [gains(rows, spread, base) for base in (STATIC, PADDED)] for spread in spreads}
     good = [spread for spread, ((rate, tail, _), _) in found.items() if rate >= FASTER and tail > 1]
@@ -169,15 +169,15 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
     return Verdict(
         kind=kind,
-        sentence_en=f"Continuous against static, by lengths of answers: {en}. At least ×{FASTER} and a shorter tail: "
-        f"{', '.join(good) or 'none'}.",
+        sentence_en=f"Continuous relative to static batching, by output lengths: {en}. At least ×{FASTER} and a "
+        f"shorter tail: {', '.join(good) or 'none'}.",
         sentence_zh=f"连续批对静态批，按回答长度分布：{zh}。吞吐至少 ×{FASTER} 且尾延迟更短："
         f"{'、'.join(good) or '无'}。",
     )
 
 
 def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    """Throughput with all requests there, and latency under arrivals: bars to p50, whiskers to p99."""
+    """Throughput with all requests at once, and latency under arrivals: bars show p50, whiskers p99."""
     left, right = fig.subplots(1, 2)
     spreads = list(dict.fromkeys(str(row["spread"]) for row in rows))
     for i, way in enumerate(WAYS):
@@ -189,11 +189,11 @@ def plot(fig: Figure, rows: Sequence[Row]) -> None:
         right.bar(places, mid, 0.25, color=f"C{i}", label=way)
         up = [b - a for a, b in zip(mid, tail, strict=True)]
         right.errorbar(places, mid, yerr=[[0.0] * len(up), up], fmt="none", ecolor=INK, capsize=3, linewidth=1)
-    left.set(ylabel="tokens of answers, tokens/s", title="All requests at once")
+    left.set(ylabel="output tokens/s", title="All requests at once")
     right.set(ylabel="arrival to last token, ms", title=f"Poisson arrivals at {LOAD:.0%} (bar p50, whisker p99)")
     for axes in (left, right):
         axes.set_xticks(range(len(spreads)), spreads)
-        axes.set_xlabel("lengths of the answers")
+        axes.set_xlabel("output lengths")
         axes.grid(False, axis="x")
     fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
@@ -204,13 +204,13 @@ LAB = Lab(
     title_zh="连续批处理",
     claim_en="Continuous batching has a higher throughput than static batching, and a shorter tail latency.",
     claim_zh="连续批处理的吞吐高于静态批处理，尾延迟也更短。",
-    regime=f"The engine on a Llama of 2 layers and 128 features, {SEATS} seats, prompts of {PROMPT} tokens, answers of "
-    f"about {ANSWER}. On a CPU a step with a prompt in it leaves the short way of decodes and costs more, which "
-    "continuous batching pays more often.",
-    varies="How requests are handed over; spread of the answers' lengths; all at once, or Poisson arrivals at "
-    f"{LOAD:.0%} of what continuous batching serves.",
-    measures="Tokens of answers per second with all requests there; latency from arrival to last token, p50 and p99 "
-    f"over requests; medians over seeds. Met where the throughput is ×{FASTER} or more of static without padding.",
+    regime=f"The engine on a Llama of 2 layers and 128 features, {SLOTS} slots, prompts of {PROMPT} tokens, outputs of "
+    f"about {ANSWER}. On a CPU a step with a prompt does not use the fast decode path and costs more, and "
+    "continuous batching has more such steps.",
+    varies="When requests are submitted; distribution of output lengths; all at once, or Poisson arrivals at "
+    f"{LOAD:.0%} of the maximum throughput of continuous batching.",
+    measures="Output tokens per second with all requests at once; latency from arrival to last token, p50 and p99 "
+    f"over requests; medians over seeds. Met if the throughput is at least ×{FASTER} that of static without padding.",
     needs_gpu=False,
     run=run,
     verdict=verdict,

@@ -1,12 +1,11 @@
-"""Parameter and FLOP rules: 12·L·d² and 6ND against what `bagu.nn.count` counts.
+"""Rules for parameters and FLOPs: 12·L·d² and 6ND compared with the counts of `bagu.nn.count`.
 
     parameters of a block     4d² (q, k, v, out) + 8d² (an FFN of 4d, no gate)                 →  N = 12·L·d²
-    training FLOPs a token    2 of the forward and 4 of the backward for each weight            →  6N
-    left out of 6N            6·L·d·T of attention in a context of T, causal; a share T / 12d of 72·L·d²
+    training FLOPs per token  2 in the forward and 4 in the backward per weight                 →  6N
+    not included in 6N        6·L·d·T of attention in a context of T, causal; a fraction T / 12d of 72·L·d²
 
-Which N is meant differs by author: the blocks' (Kaplan), with the head, or all parameters, where an embedding that is
-looked up and an expert that is not visited cost no FLOP. The count itself is checked against PyTorch's FLOP counter on
-models small enough to run.
+Authors define N differently: the blocks only (Kaplan), with the head, or all parameters, although an embedding lookup
+and an unused expert cost no FLOPs. The count itself is checked against PyTorch's FLOP counter on small models.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-GOOD = 10.0  # percent: what a rule of thumb may be off by
+GOOD = 10.0  # percent: the tolerated error of a rule of thumb
 CONTEXTS = (128, 512, 2048, 8192, 32768, 131072)
-USUAL = 2048  # tokens: where the three meanings of N are compared
-RULES = ("blocks", "blocks_and_head", "all")  # what N may count; the second is what is multiplied
+USUAL = 2048  # tokens: the context at which the three definitions of N are compared
+RULES = ("blocks", "blocks_and_head", "all")  # definitions of N; the second is the set of multiplied weights
 RULE = "six_nd_error_{}_percent".format
 
 
 def gpt(width: int, layers: int, vocab_size: int = 50257) -> ModelConfig:
-    """The shape the rule was made for: an FFN of 4d without a gate, a key head for each head, a tied head."""
+    """The shape that the rule assumes: an FFN of 4d without a gate, MHA, a tied head."""
     heads = width // 64 if width < 4096 else width // 128
     return ModelConfig(
         vocab_size=vocab_size, hidden_size=width, num_layers=layers, num_heads=heads, num_kv_heads=heads,
@@ -56,7 +55,7 @@ def llama3(width: int, layers: int, heads: int, ffn: int) -> ModelConfig:
 
 
 def models() -> dict[str, ModelConfig]:
-    """From a laptop's to the largest, all with RoPE, so that the context has no end."""
+    """From a laptop-sized model to the largest, all with RoPE, so that any context is possible."""
     deepseek = ModelConfig(
         vocab_size=129280, hidden_size=7168, num_layers=61, num_heads=128, num_kv_heads=128, head_dim=192,
         intermediate_size=18432, max_len=4096,
@@ -93,7 +92,7 @@ def run(setting: Setting) -> list[Row]:
 
 
 def counted(name: str, config: ModelConfig, context: int) -> Row:
-    """The rules beside the count, for one model in one context. Errors are the rule's, in percent of the count."""
+    """The rules and the count for one model in one context. Errors are in percent of the count."""
     n, cost = count.parameters(config), count.flops(config, context)
     blocks, by_rule = n.attention + n.ffn + n.norm, 12 * config.num_layers * config.hidden_size**2
     six = (6 * (n.active - n.embedding - n.head), count.six_nd(config), 6 * n.total)
@@ -119,7 +118,7 @@ def off(rule: float, truth: float) -> float:
 
 
 def measured(name: str, config: ModelConfig, context: int) -> Row:
-    """A forward and backward that runs, under PyTorch's counter. It takes attention for a full square."""
+    """Run a forward and backward under PyTorch's counter, which counts attention as a full square."""
     model = init_weights(Transformer(replace(config, max_len=context)), seed=0)
     ids = torch.randint(config.vocab_size, (context,), generator=torch.Generator().manual_seed(0))
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -150,7 +149,7 @@ def measured(name: str, config: ModelConfig, context: int) -> Row:
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Held when both rules are within GOOD percent at every model and context; did not when neither ever is."""
+    """Held if both rules are within GOOD percent at every model and context; did not hold if neither ever is."""
     points = [row for row in rows if row["kind"] == "counted"]
     by_model = {str(row["model"]): row for row in points}
     sized = {name: number(row, "rule_error_of_blocks_percent") for name, row in by_model.items()}
@@ -172,12 +171,12 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     lowest, at = number(worst, RULE("blocks_and_head")), f"{worst['context_tokens']:,}"
     return Verdict(
         kind=kind,
-        sentence_en=f"12·L·d² is within {GOOD:g} % of the blocks' parameters in {len(fits)} of {len(sized)} models "
-        f"({odd}: {sized[odd]:+.0f} %). With N the blocks and the head, 6ND is within {GOOD:g} % of the count "
-        f"{upto_en}, and too low from there ({lowest:+.0f} % for {worst['model']} at {at} tokens). Within {GOOD:g} % "
-        f"are {good['blocks_and_head']} of {len(points)} points; {good['blocks']} with the blocks alone, "
-        f"{good['all']} with all parameters. PyTorch's counter agrees on the weights' products to {differ:.1g} %, and "
-        f"counts attention {square:.1f} times as high: the whole square, and scores made again.",
+        sentence_en=f"12·L·d² is within {GOOD:g} % of the parameters of the blocks in {len(fits)} of {len(sized)} "
+        f"models ({odd}: {sized[odd]:+.0f} %). If N is the blocks and the head, 6ND is within {GOOD:g} % of the count "
+        f"{upto_en}, and too low beyond ({lowest:+.0f} % for {worst['model']} at {at} tokens). Within {GOOD:g} % "
+        f"are {good['blocks_and_head']} of {len(points)} points; {good['blocks']} with the blocks only, "
+        f"{good['all']} with all parameters. PyTorch's counter agrees on the weight products to {differ:.1g} %, and "
+        f"counts attention {square:.1f} times as high: the full square, and recomputed scores.",
         sentence_zh=f"{len(sized)} 个模型中有 {len(fits)} 个的各层参数与 12·L·d² 相差不超过 {GOOD:g} %"
         f"（{odd}：{sized[odd]:+.0f} %）。N 取各层加输出头时，6ND {upto_zh}误差不超过 {GOOD:g} %，再长则偏低"
         f"（{worst['model']} 在 {at} 个 token 时为 {lowest:+.0f} %）。{len(points)} 个测点中误差不超过 {GOOD:g} % 的有 "
@@ -188,9 +187,9 @@ def verdict(rows: Sequence[Row]) -> Verdict:
 
 
 def limit(points: Sequence[Row], model: str) -> float | None:
-    """The context at which 6ND gets GOOD percent too low; None when it does not in these rows.
+    """The context at which 6ND becomes GOOD percent too low; None if it does not in these rows.
 
-    The count is a straight line over the context, so between two contexts it is known.
+    The count is linear in the context, so values between two contexts are interpolated.
     """
     line = [
         (number(row, "context_tokens"), 1 / (1 + number(row, RULE("blocks_and_head")) / 100))
@@ -227,20 +226,32 @@ def plot(fig: Figure, rows: Sequence[Row]) -> None:
 
 
 def dots(axes: Axes, by_model: dict[str, Row], keys: dict[str, str], title: str) -> None:
-    """A row of dots a model; one outside the axes is written at the edge."""
-    edge = 40.0
+    """A row of dots per model; a value outside the axes is printed at the border."""
+    limit_percent = 40.0
     for (key, label), marker, colour in zip(keys.items(), "os^", COLOURS, strict=False):
         errors = [number(row, key) for row in by_model.values()]
         heights = range(len(errors))
-        axes.plot([max(-edge, min(edge, e)) for e in errors], heights, marker, color=colour, label=label, alpha=0.9)
+        axes.plot(
+            [max(-limit_percent, min(limit_percent, e)) for e in errors],
+            heights,
+            marker,
+            color=colour,
+            label=label,
+            alpha=0.9,
+        )
         for y, error in enumerate(errors):
-            if abs(error) > edge:
+            if abs(error) > limit_percent:
                 side = 1 if error > 0 else -1
                 lift = 0.3 if marker == "o" else -0.3
-                axes.text(side * edge * 0.9, y + lift, f"{error:+,.0f} %", ha="right" if side > 0 else "left",
+                axes.text(side * limit_percent * 0.9, y + lift, f"{error:+,.0f} %", ha="right" if side > 0 else "left",
                           va="center", fontsize=6.5, color=INK)  # fmt: skip
     axes.axvspan(-GOOD, GOOD, color=COLOURS[2], alpha=0.15, lw=0)
-    axes.set(xlim=(-1.1 * edge, 1.1 * edge), ylim=(len(by_model) + 1.2, -0.7), xlabel="error, %", title=title)
+    axes.set(
+        xlim=(-1.1 * limit_percent, 1.1 * limit_percent),
+        ylim=(len(by_model) + 1.2, -0.7),
+        xlabel="error, %",
+        title=title,
+    )
     axes.set_yticks(range(len(by_model)), by_model, fontsize=7)
     axes.legend(fontsize=6.5, loc="lower center", ncols=1)
 
@@ -249,14 +260,14 @@ LAB = Lab(
     name="flop_rules",
     title_en="Parameter and FLOP rules",
     title_zh="参数量与计算量的经验公式",
-    claim_en="L layers of width d have N = 12·L·d² parameters, and training costs 6N FLOPs a token.",
+    claim_en="L layers of width d have N = 12·L·d² parameters, and training costs 6N FLOPs per token.",
     claim_zh="宽度为 d 的 L 层模型有 N = 12·L·d² 个参数，训练每个 token 需要 6N 次浮点运算。",
-    regime="Decoders from 6M to 671B parameters with causal attention over documents as long as the context; FLOPs are "
-    "those of products with weights, keys and values, a backward being twice its forward, nothing made again.",
-    varies="Model (GPT, Llama, a mixture of experts), context (128 to 131,072 tokens), what N counts: the blocks, "
+    regime="Decoders from 6M to 671B parameters with causal attention over documents as long as the context; FLOPs of "
+    "products with weights, keys and values; the backward is twice the forward; no recomputation.",
+    varies="Model (GPT, Llama, a mixture of experts), context (128 to 131,072 tokens), definition of N: the blocks, "
     "blocks and head, or all parameters.",
-    measures=f"Error of both rules against bagu.nn.count, and where it passes {GOOD:g} %; the count against PyTorch's "
-    "FLOP counter over a forward and backward that runs, for two small models.",
+    measures=f"Error of both rules relative to bagu.nn.count, and where it exceeds {GOOD:g} %; the count against "
+    "PyTorch's FLOP counter over a real forward and backward, for two small models.",
     needs_gpu=False,
     run=run,
     verdict=verdict,

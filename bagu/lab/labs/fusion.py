@@ -1,11 +1,11 @@
-"""Fusion: what a normalisation costs as separate steps and as one, in bytes and in time.
+"""Fusion: the bytes and the time of a normalization as separate steps and as one kernel.
 
     s = x + residual        y = s * w / sqrt(mean(s^2) + eps)        x, residual, s, y: [M, N]
 
-As five steps every intermediate goes to memory and comes back; fused, x and residual are read once and s and y are
-written once. The bytes of the steps are counted below, those of the fused op are the cost its spec states. On a CPU new
-memory costs more than the traffic (the system clears each page first), so results go into memory that is kept between
-calls and only the traffic differs; "steps, new memory" shows the code as it is usually written.
+As five steps every intermediate is written to memory and read back; fused, x and residual are read once and s and y are
+written once. The bytes of the steps are counted below; those of the fused op are the cost in its spec. On a CPU new
+memory costs more than the traffic (the system clears each page first), so results go to memory that is reused between
+calls, and only the traffic differs; "steps, new memory" is the code as it is usually written.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 
 from bagu import ops
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.interleaved import best_times
 from bagu.lab.plot import INK, log_ticks
-from bagu.lab.turns import best_times
 from bagu.machine.device import available_memory, cxx_compiler, this_machine
 from bagu.ops.catalogue import spec
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 EPS = 1e-6
 MIB = 1 << 20
-TILE_ELEMENTS = 128 * 1024  # 0.5 MiB of fp32: a few such tiles fit an L2, and a call is long against torch's own 1 µs
+TILE_ELEMENTS = 128 * 1024  # 0.5 MiB of fp32: several tiles fit in an L2, and a call is long compared to torch's 1 µs
 STEPS = {  # tensors of M x N elements that each step reads and writes
     "s = x + residual": (2, 1),
     "q = s * s": (1, 1),
@@ -37,7 +37,7 @@ STEPS = {  # tensors of M x N elements that each step reads and writes
     "n = s * rsqrt(m + eps)": (1, 1),
     "y = n * w": (1, 1),
 }
-CLOSE = 0.25  # a speedup within this share of the traffic saved counts as explained by it
+CLOSE = 0.25  # a speedup within this fraction of the saved traffic counts as explained by it
 
 
 class Buffers(NamedTuple):
@@ -61,7 +61,7 @@ class Buffers(NamedTuple):
 
 
 def steps(b: Buffers) -> None:
-    """One call per step, results into kept memory."""
+    """One call per step, results in reused memory."""
     torch.add(b.x, b.residual, out=b.s)
     torch.mul(b.s, b.s, out=b.q)
     torch.mean(b.q, -1, keepdim=True, out=b.m)
@@ -76,7 +76,7 @@ def steps_anew(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor) -> tupl
 
 
 def tiles(b: Buffers) -> Iterator[Buffers]:
-    """Views of a few rows each. Their intermediates share one small piece of memory, which stays in the cache."""
+    """Views of a few rows each. Their intermediates share one small buffer, which stays in the cache."""
     M, N = b.x.shape
     rows = max(1, TILE_ELEMENTS // N)
     for start, stop in pairwise([*range(0, M, rows), M]):
@@ -91,14 +91,14 @@ def tiled(parts: Sequence[Buffers]) -> None:
 
 
 def into(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, s: torch.Tensor, y: torch.Tensor) -> None:
-    """The steps with results into kept memory, for torch.compile to fuse."""
+    """The steps with results in reused memory, for torch.compile to fuse."""
     y_new, s_new = steps_anew(x, residual, w)
     s.copy_(s_new)
     y.copy_(y_new)
 
 
 def variants(b: Buffers, setting: Setting) -> dict[str, Callable[[], object]]:
-    """The ways to compute it on this device."""
+    """The implementations on this device."""
     ways: dict[str, Callable[[], object]] = {
         "steps": lambda: steps(b),
         "steps, new memory": lambda: steps_anew(b.x, b.residual, b.w),
@@ -108,7 +108,7 @@ def variants(b: Buffers, setting: Setting) -> dict[str, Callable[[], object]]:
         ways["tiled"] = lambda: tiled(parts)
     else:
         ways["bagu.ops"] = lambda: ops.add_rms_norm(b.x, b.residual, b.w, EPS, backend="triton")
-    # A cold compilation takes 10 to 20 s on two cores: not in a quick run. On a CPU it needs a C++ compiler.
+    # Compilation takes 10 to 20 s on two cores, so a quick run skips it. On a CPU it needs a C++ compiler.
     if not setting.quick and (setting.device != "cpu" or cxx_compiler() is not None):
         compiled = torch.compile(into, dynamic=True)
         ways["compiled"] = lambda: compiled(b.x, b.residual, b.w, b.s, b.y)
@@ -124,7 +124,7 @@ def working_sets(setting: Setting) -> tuple[int, list[int]]:
         cache, times, memory = gpu.l2_bytes, 16, gpu.memory_bytes
     if setting.quick:
         return cache, [MIB, 16 * MIB]
-    largest = min(times * cache, (memory or 4096 * MIB) // 8)  # with the intermediates it is three times as much
+    largest = min(times * cache, (memory or 4096 * MIB) // 8)  # three times as much with the intermediates
     return cache, [size for size in (4**i * MIB for i in range(10)) if size < largest / 2] + [largest]
 
 
@@ -156,7 +156,7 @@ def run(setting: Setting) -> list[Row]:
 
 
 def speedups(rows: Sequence[Row]) -> dict[int, tuple[float, float, str]]:
-    """By size: how much faster the best fused variant is than the steps, the traffic it saves, and its name."""
+    """By size: the speedup of the best fused variant over the steps, the traffic it saves, and its name."""
     found = {}
     for size in sorted({int(number(row, "working_set_bytes")) for row in rows}):
         here = [row for row in rows if row["working_set_bytes"] == size]
@@ -168,7 +168,7 @@ def speedups(rows: Sequence[Row]) -> dict[int, tuple[float, float, str]]:
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Held when at every size the speedup is the traffic saved, within CLOSE either way."""
+    """Held if at every size the speedup equals the saved traffic, within CLOSE."""
     found = speedups(rows)
     agree = [size for size, (faster, saved, _) in found.items() if abs(faster / saved - 1) <= CLOSE]
     kind: Kind = "held" if len(agree) == len(found) else "holds only where" if agree else "did not hold"
@@ -180,7 +180,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     where_zh = f"与之相差不超过 {CLOSE:.0%} 的规模：{'、'.join(map(mib, agree)) or '无'}"
     return Verdict(
         kind=kind,
-        sentence_en=f"The traffic saved is ×{saved:.2f}; the best fused variant is faster by {each_en}: {where_en}. "
+        sentence_en=f"The traffic falls by ×{saved:.2f}; the best fused variant is faster by {each_en}; {where_en}. "
         f"The last-level cache has {cache}.",
         sentence_zh=f"访存减少到 1/{saved:.2f}；最快的融合实现的加速比：{each_zh}。{where_zh}。末级缓存为 {cache}。",
     )
@@ -191,7 +191,7 @@ def mib(size: int) -> str:
 
 
 def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    """Speed against the steps, over the working set; the dashed line is the traffic saved."""
+    """Speedup over the steps, by working set; the dashed line is the saved traffic."""
     left, right = fig.subplots(1, 2)
     base = {row["working_set_bytes"]: number(row, "time_us") for row in rows if row["variant"] == "steps"}
     for name in dict.fromkeys(str(row["variant"]) for row in rows):
@@ -202,12 +202,12 @@ def plot(fig: Figure, rows: Sequence[Row]) -> None:
     best = speedups(rows).values()
     saved = next(iter(best))[1]
     left.axhline(saved, color=INK, linestyle="--", linewidth=1)
-    left.annotate(f"traffic saved: ×{saved:.2f}", (0.02, saved), (0, 4), xycoords=("axes fraction", "data"),
+    left.annotate(f"saved traffic: ×{saved:.2f}", (0.02, saved), (0, 4), xycoords=("axes fraction", "data"),
                   textcoords="offset points", fontsize=8)  # fmt: skip
     left.set(
         ylim=(0, 1.15 * max(saved, *(faster for faster, _, _ in best))),
-        ylabel="speed, × that of the steps",
-        title="Faster than the steps by",
+        ylabel="speedup over the steps, ×",
+        title="Speedup over the steps",
     )
     right.set(yscale="log", ylabel="counted traffic, GB/s", title="Rate of the counted traffic")
     log_ticks(right.yaxis)
@@ -225,10 +225,10 @@ LAB = Lab(
     claim_en="A fused kernel is faster by exactly the memory traffic it saves.",
     claim_zh="算子融合省下几倍的访存，就快几倍。",
     regime="Residual add and RMSNorm, forward, fp32 on a CPU (N = 1,024) and bf16 on a GPU (N = 4,096); repeated "
-    "calls, so what fits a cache stays in it.",
+    "calls, so data that fit in a cache stay there.",
     varies="Size of the data, from 1 MiB to several times the last-level cache; separate torch calls, the same calls "
-    "tile by tile (CPU), torch.compile (full run, where a compiler is), bagu.ops.add_rms_norm (GPU).",
-    measures="Counted traffic, and the best of three median times of a call. The claim counts as met where the two "
+    "tile by tile (CPU), torch.compile (full run, if there is a compiler), bagu.ops.add_rms_norm (GPU).",
+    measures="Counted traffic, and the best of three median times of a call. The claim counts as met if the two "
     f"ratios agree within {CLOSE:.0%}.",
     needs_gpu=False,
     run=run,

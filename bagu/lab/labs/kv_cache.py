@@ -1,11 +1,11 @@
-"""KV cache: what a new token costs with the keys and values of the past at hand, and without.
+"""KV cache: the cost of a new token with the keys and values of the past in a cache, and without.
 
-    no cache       a forward over the whole sequence for its last row                      Transformer.forward
+    no cache       a forward over the full sequence for its last row                       Transformer.forward
     cache          a forward over one token, which reads the keys and values of the past   Engine.step
-    training       a forward over the whole sequence, whose rows are all wanted            Transformer.forward
+    training       a forward over the full sequence; all of its rows are used              Transformer.forward
 
-Training has every token of the text beforehand, so it asks for all rows of one forward: nothing is computed twice, and
-there is nothing that a cache could save. It would only cut one product of L rows into L products of one.
+Training has every token of the text in advance, so it uses all rows of one forward: nothing is computed twice, and a
+cache could save nothing. It would only split one product of L rows into L products of one row.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MODEL = ModelConfig(
     vocab_size=2048, hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=704,
     max_len=4096 + 256,
 )  # fmt: skip
-ROUNDS = 3  # of all ways in turn; the best of them counts, since what else the machine does can only slow it
-FLAT = 0.25  # a time within this share of the shortest context's counts as independent of the length
+ROUNDS = 3  # interleaved; the best is used, because other load on the machine can only make a run slower
+FLAT = 0.25  # a time within this fraction of the one at the shortest context counts as independent of the length
 
 
 def run(setting: Setting) -> list[Row]:
@@ -61,7 +61,7 @@ def run(setting: Setting) -> list[Row]:
 
 
 def decode_s(model: Transformer, ids: torch.Tensor, steps: int) -> float:
-    """The median step of the engine that draws one token after `ids` and its own draws."""
+    """The median step of the engine when it generates one token at a time after `ids`."""
     config = EngineConfig(
         num_blocks=-(-(len(ids) + steps) // 16) + 1, max_num_seqs=1, max_num_batched_tokens=len(ids),
         prefix_cache=False,
@@ -73,14 +73,14 @@ def decode_s(model: Transformer, ids: torch.Tensor, steps: int) -> float:
     times = []
     while engine.has_work:
         began = time.perf_counter()
-        engine.step()  # ends with the drawn token on the host: nothing is left in flight
+        engine.step()  # returns when the token is on the host: nothing is pending
         times.append(time.perf_counter() - began)
     return statistics.median(times)
 
 
 @torch.inference_mode()
 def forward_s(model: Transformer, ids: torch.Tensor, *, every: bool) -> float:
-    """The faster of two forwards over all tokens, to the token that follows the last of them, or each of them."""
+    """The faster of two forwards over all tokens, including the choice of the next token (or of every next token)."""
     device, L = model.embedding.weight.device, len(ids)
     ids, positions = ids.to(device), torch.arange(L, device=device)
     cu_seqlens = torch.tensor([0, L], dtype=torch.int32, device=device)
@@ -94,8 +94,8 @@ def forward_s(model: Transformer, ids: torch.Tensor, *, every: bool) -> float:
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Held when the cached step takes as long at every length, beats the forward without a cache, and is beaten by
-    training's forward, per token. Did not hold when one of the latter two fails everywhere."""
+    """Held if the cached step takes the same time at every length, is faster than the forward without a cache, and
+    slower than training's forward, per token. Did not hold if one of the last two fails everywhere."""
     first = number(rows[0], "cache_ms")
     flat = [row for row in rows if number(row, "cache_ms") <= (1 + FLAT) * first]
     pays = [row for row in rows if number(row, "cache_ms") < number(row, "no_cache_ms")]
@@ -112,7 +112,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     return Verdict(
         kind=kind,
         sentence_en=f"From {low} to {high} tokens a cached step grows ×{grows:.2f} (it reads {mib:.1f} MiB at the "
-        f"end), and is ×{gain[0]:.1f} to ×{gain[1]:.0f} faster than computing the past again. A token of training's "
+        f"end), and is ×{gain[0]:.1f} to ×{gain[1]:.0f} faster than recomputing the past. A token of training's "
         f"forward is ×{parallel[0]:.0f} to ×{parallel[1]:.0f} cheaper than a cached step. All parts of the claim are "
         f"met at: {where}.",
         sentence_zh=f"长度从 {low} 到 {high}，带缓存的一步变为 ×{grows:.2f}（最后要读 {mib:.1f} MiB），"
@@ -122,7 +122,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
 
 
 def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    """Times by length, and the gain."""
+    """Times by length, and the speedup."""
     left, right = fig.subplots(1, 2)
     lengths = [number(row, "length_tokens") for row in rows]
     series = {
@@ -132,19 +132,19 @@ def plot(fig: Figure, rows: Sequence[Row]) -> None:
     }
     for name, key in series.items():
         left.plot(lengths, [number(row, key) for row in rows], "o-", label=name)
-    left.set(yscale="log", ylabel="time of a token, ms", title="One more token")
+    left.set(yscale="log", ylabel="time per token, ms", title="One more token")
     log_ticks(left.yaxis)
     right.plot(lengths, [number(row, "no_cache_ms") / number(row, "cache_ms") for row in rows], "o-",
-               label="cache, against none, for a new token")  # fmt: skip
+               label="cache relative to no cache, for a new token")  # fmt: skip
     right.plot(lengths, [number(row, "training_ms_per_token") / number(row, "cache_ms") for row in rows], "o-",
-               color="C2", label="cache, against one forward, for a known text")  # fmt: skip
+               color="C2", label="cache relative to one forward, for a known text")  # fmt: skip
     right.axhline(1, linestyle="--", linewidth=1, color="C1")
-    right.set(yscale="log", ylabel="speed of the cached step, ×", title="What the cache gains")
+    right.set(yscale="log", ylabel="speedup of the cached step, ×", title="Speedup of the cache")
     log_ticks(right.yaxis)
     right.legend(fontsize=8)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
-        axes.set(xlabel="tokens before it")
+        axes.set(xlabel="earlier tokens")
         axes.xaxis.set_major_formatter("{x:g}")
     left.legend(fontsize=8)
 
@@ -153,14 +153,14 @@ LAB = Lab(
     name="kv_cache",
     title_en="KV cache",
     title_zh="KV 缓存",
-    claim_en="A KV cache takes the length out of the time of a new token; training does without it because it would "
-    "gain nothing.",
+    claim_en="With a KV cache the time of a new token does not depend on the length; training does not use one because "
+    "it would gain nothing.",
     claim_zh="有了 KV 缓存，生成一个 token 的时间与长度无关；训练不用它，因为没有好处。",
-    regime="One sequence, a Llama of 4 layers and 256 features (GQA, 2 key heads of 64), greedy. The cached step is "
-    "the engine's, planning and sampling included. Training's forward is timed without its backward, which needs the "
-    "activations of all positions and so would need them from a cache as well.",
-    varies="Tokens before the new one; with a cache, without, and as one forward over a known text.",
-    measures="Best of three medians. The length counts as taken out where a cached step is within "
+    regime="One sequence, a Llama of 4 layers and 256 features (GQA, 2 KV heads of 64), greedy. The cached step is "
+    "the engine's, including planning and sampling. Training's forward is timed without its backward, which needs the "
+    "activations of all positions and would need them from a cache too.",
+    varies="Number of earlier tokens; with a cache, without, and as one forward over a known text.",
+    measures="Best of three medians. The time counts as independent of the length if a cached step is within "
     f"{FLAT:.0%} of the one at the shortest length.",
     needs_gpu=False,
     run=run,

@@ -1,12 +1,12 @@
-"""Mixing and forgetting: what continued pretraining on new text does to the old, by the share of old text in it.
+"""Mixing and forgetting: the effect of continued pretraining on the loss of old text, by the fraction of old text.
 
-    old     code: functions of the standard library, docstrings and comments taken out
+    old     code: functions of the standard library, without docstrings and comments
     new     prose: their docstrings
-    forgetting       rise of the loss on held-out old text over what it was before
-    left of it       that rise as a share of the rise without any old text
+    forgetting       the increase of the loss on held-out old text
+    left of it       that increase as a fraction of the increase without any old text
 
-A model is trained on old text until its learning rate is 0. It then goes on, with a new optimizer, on a mixture that
-`bagu.data` makes row by row. Text of both kinds is held out by module.
+A model is trained on old text until its learning rate is 0. Training then continues, with a new optimizer, on a mixture
+of rows from `bagu.data`. Text of both kinds is held out by module.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from bagu.data import (
     tokenize,
 )
 from bagu.data.stdlib import functions, parsed
+from bagu.lab.confidence import interval
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.plot import COLOURS, INK
-from bagu.lab.seeds import interval
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, fit
 from bagu.train.evaluate import held_out_loss
@@ -45,22 +45,22 @@ if TYPE_CHECKING:
 
 VOCAB, CONTEXT, ROWS = 1024, 128, 8
 FIRST_STEPS, MORE_STEPS = 300, 75
-PEAK = 0.02  # learning rate of the first training; continued training begins with all of it, or with a quarter
-SHARES = (0, 5, 10, 25, 50, 100)  # percent of old text; 100 is the control: the same steps, nothing new
+PEAK = 0.02  # learning rate of the first training; continued training starts with all of it, or with a quarter
+SHARES = (0, 5, 10, 25, 50, 100)  # percent of old text; 100 is the control: the same steps without new text
 CLAIMED = (5, 10)
-STOPPED = 10.0  # percent of the forgetting: when no more is left, it counts as stopped
+STOPPED = 10.0  # percent: forgetting counts as stopped if at most this much is left
 
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """Both kinds of text, to train on and held out."""
+    """Both kinds of text, for training and held out."""
 
     train: dict[str, TokenStore]
     held: dict[str, TokenStore]
 
     @classmethod
     def read(cls, every: int) -> Texts:
-        """Of every n-th module."""
+        """Read every n-th module."""
         split = hold_out(itertools.islice(StdlibSource().documents(), 0, None, every), fraction=0.1)
         train, held = (separate(part) for part in split)
         tokenizer = BpeTokenizer.train((d.text for part in train.values() for d in part), vocab_size=VOCAB)
@@ -72,7 +72,7 @@ class Texts:
 
 
 def separate(modules: Sequence[Document]) -> dict[str, list[Document]]:
-    """Code and prose of the functions and methods of modules. Short documents: a step holds text of many of them."""
+    """Code and prose of the functions and methods of modules. Documents are short, so a step has text of many."""
     old, new = [], []
     for module in modules:
         for function in functions(parsed(module.text)):
@@ -81,24 +81,24 @@ def separate(modules: Sequence[Document]) -> dict[str, list[Document]]:
                 new.append(Document(id=name, text=prose))
                 function.body = function.body[1:] or [ast.Pass()]
             if not any(isinstance(node, ast.FunctionDef) for node in ast.walk(function) if node is not function):
-                old.append(Document(id=name, text=ast.unparse(function)))  # which writes no comments
+                old.append(Document(id=name, text=ast.unparse(function)))  # unparse drops comments
     return {"old": old, "new": new}
 
 
 def train(model: Transformer, texts: Texts, *, share: float, lr: float, steps: int, seed: int) -> None:
-    """`share` percent of the rows are old text."""
+    """Train with `share` percent of the rows from old text."""
     mix = MixConfig(weights={"old": share, "new": 100 - share})
     config = TrainConfig(
         steps=steps, seed=seed, optimizer=OptimizerConfig(kind="muon", lr=lr),
         schedule=ScheduleConfig(kind="linear", warmup_steps=max(steps // 10, 1)),
     )  # fmt: skip
     done = fit(config, model, Loader(texts.train, DataConfig(context=CONTEXT, rows=ROWS, seed=seed, mix=mix)))
-    if done.interrupted:  # a Ctrl-C ends the lab, and not this training alone
+    if done.interrupted:  # Ctrl-C ends the lab, not only this training
         raise KeyboardInterrupt
 
 
 def losses(model: Transformer, texts: Texts, setting: Setting) -> dict[str, float]:
-    """In nats a token, on held-out text of each kind."""
+    """Loss in nats per token on held-out text of each kind."""
     shape, batches = DataConfig(context=CONTEXT, rows=ROWS), 4 if setting.quick else 30
     model.eval()
     found = {}
@@ -110,7 +110,7 @@ def losses(model: Transformer, texts: Texts, setting: Setting) -> dict[str, floa
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A model that has learned the old text, and its losses."""
+    """A model trained on the old text, and its losses."""
 
     model: Transformer
     seed: int
@@ -126,10 +126,10 @@ class Start:
         train(model, texts, share=100, lr=PEAK, steps=30 if setting.quick else FIRST_STEPS, seed=seed)
         return cls(model=model, seed=seed, before=losses(model, texts, setting))
 
-    def go_on(self, texts: Texts, share: int, lr: float, setting: Setting) -> Row:
-        """Continued pretraining from here, `share` percent of it on old text."""
+    def continue_training(self, texts: Texts, share: int, lr: float, setting: Setting) -> Row:
+        """Continue pretraining from here, with `share` percent of old text."""
         model, steps = copy.deepcopy(self.model), 10 if setting.quick else MORE_STEPS
-        # other rows than the first training began with: a seed of its own
+        # a different seed, so that the rows differ from the start of the first training
         train(model, texts, share=share, lr=lr, steps=steps, seed=self.seed + 1000)
         after = losses(model, texts, setting)
         return {
@@ -154,11 +154,11 @@ def run(setting: Setting) -> list[Row]:
     seeds = (1, 2) if setting.quick else (1, 2, 3)
     start = cache(lambda seed: Start.make(texts, seed, setting))
     points = list(itertools.product(seeds, rates, shares))
-    return [start(seed).go_on(texts, share, lr, setting) for seed, lr, share in setting.track(points)]
+    return [start(seed).continue_training(texts, share, lr, setting) for seed, lr, share in setting.track(points)]
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Held when each claimed share stops the forgetting at every learning rate; did not when none does at any."""
+    """Held if each claimed fraction stops forgetting at every learning rate; did not hold if none does at any."""
     rates = sorted({number(row, "lr_of_first_percent") for row in rows}, reverse=True)
     stops = {(rate, share): left(rows, rate, share) <= STOPPED for rate in rates for share in CLAIMED}
     kind: Kind = "held" if all(stops.values()) else "holds only where" if any(stops.values()) else "did not hold"
@@ -170,8 +170,8 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         price = 100 * (1 - mean(rows, rate, 10, "gain_nats")[0] / mean(rows, rate, 0, "gain_nats")[0])
         parts.append(
             f"with {rate:g} % of the first learning rate the old loss rises by {rise:.2f} ± {half:.2f} nats without "
-            f"old text (on old text alone it moves by {control:+.2f}); of that is left {listed}; "
-            f"10 % of old text costs {price:.0f} % of what is learned of the new"
+            f"old text (on old text alone it changes by {control:+.2f}); left of this rise: {listed}; "
+            f"10 % of old text reduces the gain on new text by {price:.0f} %"
         )
         listed = "，".join(
             f"旧数据 {share} % 时剩 {left(rows, rate, share):.0f} %" for share in shares_of(rows, rate)[1:]
@@ -190,18 +190,18 @@ def at(rows: Sequence[Row], rate: float, share: float) -> list[Row]:
 
 
 def shares_of(rows: Sequence[Row], rate: float) -> list[int]:
-    """What shares were tried at this learning rate; the control is none of them."""
+    """The fractions tested at this learning rate, without the control."""
     found = {int(number(row, "old_text_percent")) for row in rows if row["lr_of_first_percent"] == rate}
     return sorted(found - {100})
 
 
 def mean(rows: Sequence[Row], rate: float, share: float, key: str) -> tuple[float, float]:
-    """Over the seeds, and the half width of its 95 % interval."""
+    """The mean over the seeds, and the half width of its 95 % interval."""
     return interval([number(row, key) for row in at(rows, rate, share)])
 
 
 def left(rows: Sequence[Row], rate: float, share: float) -> float:
-    """What is left of the forgetting, in percent; 0 where nothing was forgotten."""
+    """The forgetting that is left, in percent; 0 if nothing was forgotten."""
     rise, all_of_it = (mean(rows, rate, s, "forgetting_nats")[0] for s in (share, 0))
     return 100 * max(rise, 0.0) / all_of_it if all_of_it > 0 else 0.0
 
@@ -218,18 +218,18 @@ def plot(fig: Figure, rows: Sequence[Row]) -> None:
             label=label,
         )  # fmt: skip
         control = mean(rows, rate, 100, "forgetting_nats")[0]
-        before.axhline(control, color=colour, ls=":", lw=1.2, label="old text only, as many steps")
+        before.axhline(control, color=colour, ls=":", lw=1.2, label="old text only, same number of steps")
         before.set_xticks(range(len(shares)), [f"{share}" for share in shares])
         losses = [[mean(rows, rate, share, key)[0] for key in ("old_after_nats", "new_after_nats")] for share in shares]
         trade.plot(*zip(*losses, strict=True), marker=marker, color=colour, label=label)
         for share, (old, new) in zip(shares, losses, strict=True):
             trade.annotate(f"{share} %", (old, new), (0, lift), textcoords="offset points", fontsize=8, color=colour)
     before.axhline(0, color=INK, lw=0.8)
-    before.set(xlabel="old text in the mixture, %", ylabel="rise of the old loss, nats", title="Forgetting")
+    before.set(xlabel="old text in the mixture, %", ylabel="increase of the old loss, nats", title="Forgetting")
     before.legend(fontsize=7.5)
     start = [mean(rows, rates[0], 0, key)[0] for key in ("old_before_nats", "new_before_nats")]
     trade.plot(*start, "*", color=INK, markersize=10, label="before")
-    trade.set(xlabel="loss on old text, nats", ylabel="loss on new text, nats", title="Old against new")
+    trade.set(xlabel="loss on old text, nats", ylabel="loss on new text, nats", title="Old and new")
     trade.margins(0.1)
     trade.legend(fontsize=7.5)
 
@@ -241,10 +241,10 @@ LAB = Lab(
     claim_en="5 to 10 % of old data is enough to stop forgetting in continued pretraining.",
     claim_zh="继续预训练时，掺入 5 % 至 10 % 的旧数据就足以防止遗忘。",
     regime=f"A decoder of width 64 with 2 layers, vocabulary {VOCAB:,}, fp32, Muon; first "
-    f"{FIRST_STEPS * ROWS * CONTEXT:,} tokens of code, the learning rate down to 0, then "
-    f"{MORE_STEPS * ROWS * CONTEXT:,} tokens of the mixture: a model that could still learn more of its code.",
-    varies="Share of old text in the mixture (0 to 50 %, and 100 % as control), learning rate of the continued "
-    "training (as high as at first, and a quarter), seed.",
+    f"{FIRST_STEPS * ROWS * CONTEXT:,} tokens of code, with the learning rate decayed to 0, then "
+    f"{MORE_STEPS * ROWS * CONTEXT:,} tokens of the mixture. The model could still learn more from the code.",
+    varies="Fraction of old text in the mixture (0 to 50 %, and 100 % as control), learning rate of the continued "
+    "training (equal to the first, and a quarter), seed.",
     measures=f"Loss on held-out code and held-out docstrings, before and after; at most {STOPPED:g} % of the rise "
     "without old text counts as stopped.",
     needs_gpu=False,

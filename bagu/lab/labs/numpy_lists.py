@@ -1,14 +1,14 @@
-"""NumPy against lists: which of three differences makes the sum of n floats fast.
+"""NumPy and lists: which of three differences makes the sum of n floats fast.
 
-A full factorial of three changes, each measured with and without the others (2 x 2 x 2 cells):
+A full factorial design of three factors, each measured with and without the others (2 x 2 x 2 cells):
 
-    loop      an interpreted `for`      against a loop in C
-    type      boxed float objects       against native float64
-    layout    scattered over memory     against next to each other
+    loop      an interpreted `for`      or a loop in C
+    type      boxed float objects       or native float64
+    layout    scattered in memory       or contiguous
 
-Going from the slowest corner to the fastest multiplies the speed by `total`. The three changes can be made in six
-orders; a factor's part is the mean over the orders of the logarithm of what it gains (its Shapley value), so the
-three parts add up to log(total) and no order is favoured.
+The change from the slowest cell to the fastest multiplies the speed by `total`. The three factors can be changed in six
+orders. The contribution of a factor is the mean over the orders of the logarithm of its speedup (its Shapley value), so
+the three contributions sum to log(total) and no order is preferred.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.interleaved import best_times
 from bagu.lab.plot import COLOURS, INK, log_ticks
-from bagu.lab.turns import best_times
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 FACTORS = ("loop", "type", "layout")
 SLOW, FAST = ("Python", "boxed", "scattered"), ("C", "native", "in order")
 LINE = 8  # float64 per cache line of 64 bytes: a view with this step uses one value of each line
-ELEMENTS_PER_SAMPLE = 50_000  # shorter calls are repeated, so that a sample is long against the clock's 0.1 µs
+ELEMENTS_PER_SAMPLE = 50_000  # shorter calls are repeated, so that a sample is long compared to the clock's 0.1 µs
 
 
 class Variant(NamedTuple):
-    """One way to sum, and the corner of the factorial it stands for (None: it is only shown beside them)."""
+    """One implementation of the sum, and its cell in the design (None: for comparison only)."""
 
     name: str
     corner: tuple[str, str, str] | None
@@ -99,7 +99,7 @@ def repeat(call: Callable[[], object], times: int) -> None:
 
 
 def gains(rows: Sequence[Row], n: int) -> dict[str, float]:
-    """By how much each factor multiplies the speed at `n`, averaged over the orders; the product is the whole gain."""
+    """The speedup of each factor at `n`, averaged over the orders; their product is the total speedup."""
     times = {
         tuple(row[factor] for factor in FACTORS): number(row, "time_ns_per_element")
         for row in rows
@@ -124,7 +124,7 @@ def sizes_of(rows: Sequence[Row]) -> list[int]:
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Held when contiguity is the largest factor at every size; only where, when it is so at some."""
+    """Held if contiguity is the largest factor at every size; holds only where, if it is at some."""
     sizes = sizes_of(rows)
     by_size = {n: gains(rows, n) for n in sizes}
     wins = [n for n in sizes if max(FACTORS, key=by_size[n].__getitem__) == "layout"]
@@ -156,21 +156,21 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     return Verdict(
         kind=kind,
         sentence_en=f"{head_en}: {'; '.join(parts_en)}. "
-        f"Contiguity alone, an array.array under the same Python loop, has ×{alone:.2f} the speed of a list.",
+        f"Contiguity alone (array.array with the same Python loop) has ×{alone:.2f} the speed of a list.",
         sentence_zh=f"{head_zh}：{'；'.join(parts_zh)}。"
         f"只有连续（array.array 加同样的 Python 循环）时，速度是列表的 ×{alone:.2f}。",
     )
 
 
 def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    """Left: what each factor brings, over n. Right: every variant at the largest n."""
+    """Left: the speedup of each factor, by n. Right: every variant at the largest n."""
     left, right = fig.subplots(1, 2, width_ratios=(1, 1.1))
     sizes, names = sizes_of(rows), ("loop in C", "native type", "contiguous")
     for index, (factor, name) in enumerate(zip(FACTORS, names, strict=True)):
         tops = [gains(rows, n)[factor] for n in sizes]
         left.bar([i + 0.27 * (index - 1) for i in range(len(sizes))], [t - 1 for t in tops], 0.25, bottom=1, label=name)
     left.axhline(1, color=INK, linewidth=0.8)
-    left.set(yscale="log", xlabel="elements", title="Speed multiplied by")
+    left.set(yscale="log", xlabel="elements", title="Speedup")
     left.set_xticks(range(len(sizes)), [short(n) for n in sizes])
     left.set_yticks((1, 2, 5, 10, 20), ("×1", "×2", "×5", "×10", "×20"))
     left.minorticks_off()
@@ -198,16 +198,16 @@ def short(n: int) -> str:
 
 LAB = Lab(
     name="numpy_lists",
-    title_en="NumPy against lists",
+    title_en="NumPy and lists",
     title_zh="NumPy 与列表",
     claim_en="NumPy is faster than lists because arrays are contiguous in memory.",
     claim_zh="NumPy 比列表快，是因为数组在内存中连续存放。",
-    regime="The sum of n float64 on one core, data left in the cache they fit into. Scattered means a shuffled list, "
+    regime="The sum of n float64 on one core; data stay in the cache they fit in. Scattered means a shuffled list, "
     "or one value per cache line of 64 bytes.",
     varies="n from 1,000 to 4,000,000; loop (Python, C), type (boxed, native) and layout (scattered, in order) in all "
-    "eight combinations; and seven neighbours for comparison.",
-    measures="Time per element, the best of three medians; a factor's gain is its mean over the six orders of the "
-    "three changes.",
+    "eight combinations; and seven other variants for comparison.",
+    measures="Time per element, the best of three medians; the speedup of a factor is its mean over the six orders of "
+    "the three changes.",
     needs_gpu=False,
     run=run,
     verdict=verdict,

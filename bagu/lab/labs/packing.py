@@ -1,13 +1,13 @@
-"""Packing against padding: tokens a second, and the loss at the same useful tokens.
+"""Packing and padding: tokens per second, and the loss after the same number of useful tokens.
 
-    padded    one document a row, the rest of the row padding; the row is one segment
-    whole     best fit: a document that fits a row is not cut; each document a segment of its own
-    stream    documents end to end, cut at the end of a row; each piece a segment of its own
-    joined    as stream, but a row is one segment: documents in it see each other
+    padded    one document per row, the rest of the row is padding; the row is one segment
+    whole     best fit: a document that fits in a row is not split; each document is a segment
+    stream    concatenated documents, split at the end of a row; each piece is a segment
+    joined    like stream, but a row is one segment: its documents attend to each other
 
-All are made by `bagu.data.Loader` and trained by `bagu.train`, for one epoch: every way sees the same tokens once. A
-step has as many targets whichever way (a padded one has more rows for it), so the updates are as many too. Every model
-is then measured on the same held-out documents, each alone, and in rows where unrelated ones stand before it.
+All use `bagu.data.Loader` and `bagu.train`, for one epoch: each way uses the same tokens once. A step has the same
+number of targets in each (padded has more rows for it), so the number of updates is equal too. Every model is then
+measured on the same held-out documents, each alone, and in rows after unrelated documents.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from bagu.data import (
 )
 from bagu.data.pack import Packing, shuffled
 from bagu.data.stdlib import functions, parsed
+from bagu.lab.confidence import interval
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.interleaved import best_times
 from bagu.lab.plot import COLOURS, INK
-from bagu.lab.seeds import interval
-from bagu.lab.turns import best_times
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, TrainState, fit, step
 from bagu.train.evaluate import held_out_loss
@@ -49,25 +49,25 @@ if TYPE_CHECKING:
 
 Way = Literal["padded", "whole", "stream", "joined"]
 WAYS: tuple[Way, ...] = get_args(Way)
-MASKED: tuple[Way, ...] = ("whole", "stream")  # packed, and no document sees another
-PLACES: dict[str, Packing] = {"alone": "whole", "behind_others": "joined"}  # of a held-out document
+MASKED: tuple[Way, ...] = ("whole", "stream")  # packed, and documents do not attend to each other
+PLACES: dict[str, Packing] = {"alone": "whole", "behind_others": "joined"}  # placement of a held-out document
 VOCAB, CONTEXT, ROWS = 1024, 256, 8
-SAME = 1.0  # percent of the loss: less is no difference worth a decision
-FASTER = 1.05  # times: less is no gain
+SAME = 1.0  # percent of the loss: a smaller difference is not relevant
+FASTER = 1.05  # a smaller speedup does not count
 
 
 class Padded(Loader):
-    """Rows as segments: what follows the document in its row is computed, and being behind it changes nothing."""
+    """Rows as segments: the padding after the document is computed, but does not affect the document."""
 
     def batch(self, step: int) -> tuple[Batch, ...]:
         context, tokens = self.config.context, self.config.rows * self.config.context
-        edges = torch.arange(0, tokens + 1, context, dtype=torch.int32)
+        cu_seqlens = torch.arange(0, tokens + 1, context, dtype=torch.int32)
         positions = torch.arange(context).repeat(self.config.rows)
-        return tuple(replace(b, cu_seqlens=edges, positions=positions) for b in super().batch(step))
+        return tuple(replace(b, cu_seqlens=cu_seqlens, positions=positions) for b in super().batch(step))
 
 
 def loader(store: TokenStore, way: Way, *, context: int, seed: int) -> Loader:
-    """Batches made this way; a step of any has about ROWS · context useful tokens."""
+    """Batches of this way; a step has about ROWS · context useful tokens in each."""
     if way != "padded":
         return Loader({"text": store}, DataConfig(context=context, rows=ROWS, seed=seed, packing=way))
     config = DataConfig(context=context, rows=ROWS, seed=seed, packing="whole")
@@ -78,7 +78,7 @@ def loader(store: TokenStore, way: Way, *, context: int, seed: int) -> Loader:
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """Functions and whole modules of the standard library as documents; held out are functions of other modules."""
+    """Functions and full modules of the standard library as documents; functions of other modules are held out."""
 
     functions: TokenStore
     modules: TokenStore
@@ -86,7 +86,7 @@ class Texts:
 
     @classmethod
     def read(cls, every: int) -> Texts:
-        """Of every n-th module. The held-out functions are shuffled: neighbours are of different modules."""
+        """Read every n-th module. The held-out functions are shuffled, so neighbours come from different modules."""
         split = hold_out(StdlibSource().documents(), fraction=0.1)
         split = split._replace(train=split.train[::every], validation=split.validation[::3])
         train, held = ([f for module in part for f in of_module(module)] for part in split)
@@ -99,7 +99,7 @@ class Texts:
 
 
 def of_module(module: Document) -> list[Document]:
-    """Its functions and methods; one inside another belongs to the outer."""
+    """The functions and methods of a module; a nested function belongs to the outer one."""
     found, lines, end = [], module.text.split("\n"), 0
     for f in functions(parsed(module.text)):
         if f.lineno > end:
@@ -135,7 +135,7 @@ def run(setting: Setting) -> list[Row]:
 
 
 def speed(name: str, store: TokenStore, context: int, setting: Setting) -> list[Row]:
-    """A step of each way, timed in turns, each over a few batches of its own."""
+    """A step of each way, with interleaved timing, each on a few batches of its own."""
     loaders: dict[str, Loader] = {way: loader(store, way, context=context, seed=0) for way in WAYS}
     batches = {way: [made.batch(i) for i in range(4)] for way, made in loaders.items()}
 
@@ -164,10 +164,10 @@ def speed(name: str, store: TokenStore, context: int, setting: Setting) -> list[
 
 
 def loss(way: Way, seed: int, texts: Texts, setting: Setting) -> list[Row]:
-    """Train on all functions once, then measure on the held-out ones: each alone, and in rows shared with others."""
+    """Train on all functions once, then measure on held-out functions: each alone, and in rows shared with others."""
     trained, feed = model(setting.device, CONTEXT, seed), loader(texts.functions, way, context=CONTEXT, seed=seed)
     steps = int(feed.layouts["text"].rows_per_epoch) // feed.config.rows
-    if fit(train_config(steps, seed), trained, feed).interrupted:  # a Ctrl-C ends the lab, and not this training alone
+    if fit(train_config(steps, seed), trained, feed).interrupted:  # Ctrl-C ends the lab, not only this training
         raise KeyboardInterrupt
     trained.eval()
     useful = sum(b.num_targets for s in range(steps) for b in feed.batch(s))
@@ -180,7 +180,8 @@ def loss(way: Way, seed: int, texts: Texts, setting: Setting) -> list[Row]:
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Held when both masked ways are faster everywhere and lose nothing; did not when none is faster, or both lose."""
+    """Held if both masked ways are faster everywhere without a higher loss; did not hold if neither is faster, or both
+    have a higher loss."""
     gains: dict[str, dict[Point, float]] = {way: speedups(rows, way) for way in WAYS[1:]}
     best = {point: max(gains[way][point] for way in MASKED) for point in gains["whole"]}
     faster = [point for point, gain in best.items() if gain >= FASTER]
@@ -196,17 +197,17 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "; ".join(f"{documents} {min(g):.2f} to {max(g):.2f}" for documents, g in ranges(best).items()),
         "；".join(f"{documents} {min(g):.2f} 至 {max(g):.2f}" for documents, g in ranges(best).items()),
     )
-    told = ", ".join(f"{way} {mean:+.3f} ± {half:.3f}" for way, (mean, half) in losses.items())
+    changes = ", ".join(f"{way} {mean:+.3f} ± {half:.3f}" for way, (mean, half) in losses.items())
     alone, behind = (differences(rows, "joined", "stream", place) for place in PLACES)
     mask = sum(gains["joined"][p] / gains["stream"][p] for p in best) / len(best)
     return Verdict(
         kind=kind,
-        sentence_en=f"Useful tokens a second, packed, in multiples of padding's over the contexts: {words}. "
-        f"Loss after one epoch, against padding at {base:.2f} nats: {told} nats (95 % of the "
-        f"seeds' mean). Letting documents see each other: {alone[0]:+.3f} ± {alone[1]:.3f} nats on documents alone, "
-        f"{behind[0]:+.3f} ± {behind[1]:.3f} behind unrelated ones, and {mask:.2f} times the speed.",
+        sentence_en=f"Useful tokens per second of packing relative to padding, over the contexts: {words}. "
+        f"Change of the loss after one epoch relative to padding ({base:.2f} nats): {changes} nats (95 % interval of "
+        f"the mean over seeds). Letting documents attend to each other: {alone[0]:+.3f} ± {alone[1]:.3f} nats on "
+        f"single documents, {behind[0]:+.3f} ± {behind[1]:.3f} after unrelated ones, and {mask:.2f} times the speed.",
         sentence_zh=f"打包后每秒有效 token 数与填充相比的倍数（随上下文长度）：{words_zh}。训练一轮"
-        f"后，与填充（{base:.2f} nats）相比损失变化：{told} nats（种子均值的 95 % 区间）。让文档互相可见："
+        f"后，与填充（{base:.2f} nats）相比损失变化：{changes} nats（种子均值的 95 % 区间）。让文档互相可见："
         f"单独 {alone[0]:+.3f} ± {alone[1]:.3f} nats，接在无关文档之后 {behind[0]:+.3f} ± {behind[1]:.3f} nats，"
         f"速度为 {mask:.2f} 倍。",
     )
@@ -216,7 +217,7 @@ Point = tuple[str, int]  # documents, context
 
 
 def speedups(rows: Sequence[Row], way: str) -> dict[Point, float]:
-    """Useful tokens a second, as a multiple of padding's."""
+    """Useful tokens per second, as a multiple of padding."""
     found: dict[str, dict[Point, float]] = {"padded": {}, way: {}}
     for row in rows:
         if row["kind"] == "speed" and row["way"] in found:
@@ -234,7 +235,7 @@ def of_way(rows: Sequence[Row], way: str) -> list[Row]:
 
 
 def differences(rows: Sequence[Row], way: str, base: str, place: str) -> tuple[float, float]:
-    """How much higher the loss of `way` is than that of `base` with the same seed: mean and half width, in nats."""
+    """The difference of the loss of `way` and `base` with the same seed: mean and half width, in nats."""
     first, second = (
         {row["seed"]: number(row, f"val_{place}_loss_nats") for row in of_way(rows, name)} for name in (way, base)
     )
@@ -248,34 +249,34 @@ def plot(fig: Figure, rows: Sequence[Row]) -> None:
             gains = {context: gain for (d, context), gain in speedups(rows, way).items() if d == documents}
             left.plot([*gains], [*gains.values()], dash, marker="o", color=colour, label=f"{way}, {documents}")
     contexts = sorted({int(number(row, "context_tokens")) for row in rows if row["kind"] == "speed"})
-    left.set(xscale="log", xlabel="context, tokens", ylabel="times padding's", title="Useful tokens a second")
+    left.set(xscale="log", xlabel="context, tokens", ylabel="relative to padding, ×", title="Useful tokens per second")
     left.set_xticks(contexts, map(str, contexts))
     left.xaxis.minorticks_off()
     left.axhline(1, color=INK, lw=0.8)
     left.set_ylim(bottom=0)
     left.legend(fontsize=7)
-    places = {"alone": "Loss, documents alone", "behind_others": "Loss, behind unrelated ones"}
+    places = {"alone": "Loss, single documents", "behind_others": "Loss, after unrelated ones"}
     for axes, (place, title) in zip((middle, right), places.items(), strict=True):
         values = [[number(row, f"val_{place}_loss_nats") for row in of_way(rows, way)] for way in WAYS]
         for x, found in enumerate(values):
             axes.plot([x] * len(found), found, "o", color=COLOURS[x - 1] if x else INK, alpha=0.5)
             axes.plot([x - 0.3, x + 0.3], [sum(found) / len(found)] * 2, color=COLOURS[x - 1] if x else INK)
-        axes.set(title=title, ylabel="nats a token" if place == "alone" else None, xlim=(-0.6, len(WAYS) - 0.4))
+        axes.set(title=title, ylabel="nats per token" if place == "alone" else None, xlim=(-0.6, len(WAYS) - 0.4))
         axes.set_xticks(range(len(WAYS)), WAYS, fontsize=8)
 
 
 LAB = Lab(
     name="packing",
-    title_en="Packing against padding",
+    title_en="Packing and padding",
     title_zh="打包与填充",
-    claim_en="Packing is free: the same loss, more tokens a second.",
+    claim_en="Packing is free: the same loss, more tokens per second.",
     claim_zh="打包是免费的：损失不变，每秒处理的 token 更多。",
     regime=f"A decoder of width 64 with 2 layers and a vocabulary of {VOCAB:,}, fp32, Muon; functions of the standard "
-    f"library as documents (many shorter than a row) and whole modules (most longer). Losses at context {CONTEXT}.",
-    varies="How rows are filled (padded, whole documents packed, a stream cut at row ends, the same with documents "
-    "that see each other), documents, context, seed.",
-    measures="Padding, time of an optimizer step, useful tokens a second; loss on held-out functions after one "
-    "epoch, each function alone or behind unrelated ones in one row.",
+    f"library as documents (many shorter than a row) and full modules (most longer). Losses at context {CONTEXT}.",
+    varies="How rows are filled (padded, full documents packed, a stream split at row ends, the same with documents "
+    "that attend to each other), documents, context, seed.",
+    measures="Padding, time of an optimizer step, useful tokens per second; loss on held-out functions after one "
+    "epoch, each function alone or after unrelated ones in one row.",
     needs_gpu=False,
     run=run,
     verdict=verdict,

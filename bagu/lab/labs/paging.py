@@ -1,11 +1,11 @@
-"""Paging: how much KV memory holds no token, when a sequence reserves its longest length and when it takes pages.
+"""Paging: how much KV memory holds no token, if a sequence reserves its maximum length and if it allocates pages.
 
-A contiguous cache cannot grow in place, so a sequence reserves all it may ever need: that is a page as long as the
-longest sequence, and one sweep over the page size covers both. The scheduler and the block accounting are those of the
-engine; only the model is left out, since no draw of it matters here. Requests are in the queue from the start, and what
-is averaged are the steps in which some still wait: memory is what they wait for.
+A contiguous cache cannot grow in place, so a sequence reserves all it may need. This equals one page as long as the
+maximum length, so one sweep over the page size covers both. The scheduler and the block accounting are the engine's;
+the model is left out, because its outputs do not matter here. All requests wait from the start. Averages are over the
+steps in which some requests wait, because then memory is the limit.
 
-A page has a price on either side: large ones are part empty, small ones make tables long and the gather scattered.
+Both directions have a cost: large pages are partly empty, small ones make tables long and the gather scattered.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 
 from bagu import ops
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.interleaved import best_times
 from bagu.lab.plot import FAINT, INK
-from bagu.lab.turns import best_times
 from bagu.serve.kv.blocks import Blocks
 from bagu.serve.request import Request, Sampling
 from bagu.serve.scheduler import Scheduler, SchedulerConfig
@@ -28,15 +28,15 @@ from bagu.serve.scheduler import Scheduler, SchedulerConfig
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LONGEST = 2048  # tokens of prompt and answer together
+LONGEST = 2048  # maximum tokens of prompt and output together
 POOL = 16 * LONGEST  # tokens
-PAGE = 16  # the engine's own
-RESERVED_WASTE, PAGED_WASTE = 60.0, 4.0  # percent: the claim, in the words of the PagedAttention paper
-Lengths = list[tuple[int, int]]  # of prompt and answer, in tokens
+PAGE = 16  # the engine's page size
+RESERVED_WASTE, PAGED_WASTE = 60.0, 4.0  # percent: the claim of the PagedAttention paper
+Lengths = list[tuple[int, int]]  # of prompt and output, in tokens
 
 
 def chat(n: int, stream: np.random.Generator) -> Lengths:
-    """Lognormal: medians of 100 and 150 tokens, and a few that are very long."""
+    """Lognormal: medians of 100 and 150 tokens, and a few very long ones."""
     prompt = np.clip(stream.lognormal(np.log(100), 1.0, n), 1, LONGEST // 2).astype(int)
     answer = np.clip(stream.lognormal(np.log(150), 0.8, n), 1, LONGEST // 2).astype(int)
     return list(zip(prompt.tolist(), answer.tolist(), strict=True))
@@ -55,14 +55,14 @@ LOADS: dict[str, Callable[[int, np.random.Generator], Lengths]] = {"chat": chat,
 
 
 def drawn(load: str, tokens: int) -> Lengths:
-    """Requests of this load, until they have so many tokens together."""
+    """Requests of this load, up to this total number of tokens."""
     many = LOADS[load](tokens // 100, np.random.default_rng(0))
     totals = np.cumsum([prompt + answer for prompt, answer in many])
     return many[: int(np.searchsorted(totals, tokens)) + 1]
 
 
 def run(setting: Setting) -> list[Row]:
-    pools = 4 if setting.quick else 12  # times that all tokens of a load would fill the pool
+    pools = 4 if setting.quick else 12  # the tokens of a load, as a multiple of the pool
     pages = (1, PAGE, 256, LONGEST) if setting.quick else (1, 4, PAGE, 64, 256, 1024, LONGEST)
     gathers = {page: gather(page, setting.device) for page in pages}
     calls = {str(page): call for page, call in gathers.items()}
@@ -76,8 +76,8 @@ def run(setting: Setting) -> list[Row]:
 
 
 def serve(lengths: Lengths, page: int) -> Row:
-    """Serve all requests, no two of which share a page, from one pool. Percentages and means are over the steps in
-    which requests wait."""
+    """Run all requests from one pool; no two share a page. Percentages and means are over the steps in which requests
+    wait."""
     blocks = Blocks(POOL // page, page, prefix_cache=True)
     config = SchedulerConfig(max_model_len=LONGEST, max_num_seqs=1024, max_num_batched_tokens=4096)
     scheduler = Scheduler(config, blocks)
@@ -86,14 +86,14 @@ def serve(lengths: Lengths, page: int) -> Row:
     held, reserved, running, computed, steps = [], [], [], 0, 0
     while scheduler.has_work:
         plan = scheduler.plan()
-        assert plan is not None, "work is left and nothing is in flight"
-        if scheduler.waiting:  # what the plan writes is held from now on: after the commit some have ended
+        assert plan is not None, "requests are left, but there is nothing to run"
+        if scheduler.waiting:  # measured before the commit, which frees finished sequences
             held.append(sum(s.planned for s in scheduler.running))
             reserved.append(blocks.used_count * page)
             running.append(len(scheduler.running))
         scheduler.commit(plan, [0] * len(plan.sampled))
         computed, steps = computed + plan.num_tokens, steps + 1
-    needed = sum(prompt + answer - 1 for prompt, answer in lengths)  # the last token is never read
+    needed = sum(prompt + answer - 1 for prompt, answer in lengths)  # the last token is not an input
     return {
         "waste_percent": 100 * (1 - sum(held) / sum(reserved)),
         "unreserved_percent": 100 * (1 - sum(reserved) / (POOL * len(reserved))),
@@ -105,7 +105,7 @@ def serve(lengths: Lengths, page: int) -> Row:
 
 
 def gather(page: int, device: str) -> Callable[[], object]:
-    """Attention of one new token in each of 16 sequences of 1,024, whose pages lie anywhere in the pool."""
+    """Attention of one new token in each of 16 sequences of 1,024, with pages scattered over the pool."""
     S, context, H, G, D = 16, 1024, 8, 2, 64
     N, P = POOL // page, -(-context // page)
     generator = torch.Generator().manual_seed(0)
@@ -122,7 +122,7 @@ def at(rows: Sequence[Row], load: str, page: int) -> Row:
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Held when for each load the reservation wastes as much as is claimed and the pages as little."""
+    """Held if for each load the reservation wastes at least as much as claimed, and pages at most."""
     loads = list(dict.fromkeys(str(row["load"]) for row in rows))
     waste = {load: [number(at(rows, load, page), "waste_percent") for page in (LONGEST, PAGE)] for load in loads}
     good = [load for load, (much, little) in waste.items() if much >= RESERVED_WASTE and little < PAGED_WASTE]
@@ -142,15 +142,15 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
     return Verdict(
         kind=kind,
-        sentence_en=f"Wasted of the memory handed out: {each_en}. As claimed for: {', '.join(good) or 'none'}. What is "
-        f"not reserved can run out: preemption computed up to {again:.1f} % of the tokens twice.",
+        sentence_en=f"Waste of the allocated memory: {each_en}. As claimed for: {', '.join(good) or 'none'}. Without a "
+        f"reservation memory can run out: preemption recomputed up to {again:.1f} % of the tokens.",
         sentence_zh=f"已分配显存中的浪费：{each_zh}。符合说法的负载：{'、'.join(good) or '无'}。"
         f"不预留就可能不够：抢占使至多 {again:.1f} % 的 token 被重算。",
     )
 
 
 def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    """Waste, and what it costs in sequences, over the page size; and what a small page costs the gather."""
+    """Waste and concurrent sequences over the page size, and the cost of small pages for the gather."""
     left, middle, right = fig.subplots(1, 3)
     for load in dict.fromkeys(str(row["load"]) for row in rows):
         chosen = [row for row in rows if row["load"] == load]
@@ -162,12 +162,12 @@ def plot(fig: Figure, rows: Sequence[Row]) -> None:
     left.annotate("claimed, reserved", (0.03, 70), xycoords=("axes fraction", "data"), fontsize=8, va="center")
     left.annotate(f"claimed, pages: {PAGED_WASTE:.0f} %", (0.03, PAGED_WASTE + 2), xycoords=("axes fraction", "data"),
                   fontsize=8)  # fmt: skip
-    left.set(ylim=(0, 100), ylabel="holds no token, % of handed out", title="Wasted memory")
-    middle.set(ylim=(0, None), ylabel="sequences, mean", title=f"Running at once in {POOL:,} tokens")
+    left.set(ylim=(0, 100), ylabel="holds no token, % of allocated", title="Wasted memory")
+    middle.set(ylim=(0, None), ylabel="sequences, mean", title=f"Concurrent in {POOL:,} tokens")
     chosen = [row for row in rows if row["load"] == rows[0]["load"]]
     right.plot([number(row, "page_tokens") for row in chosen], [number(row, "gather_us") for row in chosen], "o-",
                color=INK)  # fmt: skip
-    right.set(ylim=(0, None), ylabel="paged_attention, µs", title="One token each of 16 × 1,024")
+    right.set(ylim=(0, None), ylabel="paged_attention, µs", title="One token in each of 16 × 1,024")
     for axes in (left, middle, right):
         axes.set_xscale("log", base=4)
         axes.set(xlabel=f"page, tokens ({LONGEST:,}: contiguous)")
@@ -179,16 +179,16 @@ LAB = Lab(
     name="paging",
     title_en="Paged KV memory",
     title_zh="分页 KV 显存",
-    claim_en="Reserving room for the longest sequence wastes 60 to 80 % of the KV memory; pages of 16 tokens waste "
+    claim_en="Reserving memory for the longest sequence wastes 60 to 80 % of the KV memory; pages of 16 tokens waste "
     "less than 4 %.",
     claim_zh="按最大长度预留会浪费 60 % 到 80 % 的 KV 显存；每页 16 token 的分页浪费不到 4 %。",
     regime=f"The engine's scheduler and block accounting without a model, a pool of {POOL:,} tokens, sequences of at "
-    f"most {LONGEST:,}, all requests waiting from the start. The reservation is for the model's longest sequence: an "
-    "engine that knew each answer's length beforehand would reserve less.",
-    varies="Tokens a page, up to one page a sequence (contiguous); lengths: chat (lognormal), uniform, all longest.",
-    measures="Of the tokens' places that sequences hold, the share that no token is in, over the steps in which "
-    "requests wait (claimed: 60 % or more reserved, below 4 % in pages); sequences running at once; tokens computed "
-    "twice; time of ops.paged_attention.",
+    f"most {LONGEST:,}, all requests waiting from the start. The reservation is for the model's maximum length: an "
+    "engine that knew each output length in advance would reserve less.",
+    varies="Tokens per page, up to one page per sequence (contiguous); lengths: chat (lognormal), uniform, longest.",
+    measures="Fraction of the allocated token slots that hold no token, over the steps in which "
+    "requests wait (claimed: 60 % or more reserved, below 4 % in pages); concurrent sequences; recomputed "
+    "tokens; time of ops.paged_attention.",
     needs_gpu=False,
     run=run,
     verdict=verdict,

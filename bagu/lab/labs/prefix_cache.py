@@ -1,13 +1,13 @@
-"""The prefix cache: what it costs where nothing is shared, and what it saves where much is.
+"""The prefix cache: its cost if nothing is shared, and its savings if much is.
 
-Two engines on one model, one with a prefix cache and one without, are given the same prompts in turns; a part of each
-prompt is common to all, the rest its own. A pair's ratio is what one engine took over what the other took a moment
-earlier or later, so that what else the machine does falls on both, and the median of many pairs shows a percent where
-the times themselves vary by twenty.
+Two engines on one model, one with a prefix cache and one without, alternate on the same prompts. A part of each prompt
+is common to all, the rest is unique. The ratio of a pair is the time of one engine over the time of the other right
+before or after it, so that other load on the machine affects both. The median over many pairs resolves one percent,
+although the times themselves vary by twenty.
 
-Where nothing is shared the cache still hashes each block of a prompt, looks it up, and keeps it: freed blocks are used
-again last, not first, so that prompts walk through the whole pool, where without a cache they stay in the blocks that
-the processor's caches hold.
+If nothing is shared the cache still hashes each block of a prompt, looks it up, and keeps it. Freed blocks are reused
+last, not first, so prompts go through the full pool; without a cache they stay in a few blocks, which fit in the
+processor's caches.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 MODEL = preset("cpu_8m")
 PROMPT, REQUESTS = 512, 2  # tokens of a prompt, and prompts of a pair
-BLOCK, BLOCKS = 16, 4096  # tokens of a block, and blocks: 1 GiB, which no processor's caches hold
-SHARED = (0, 128, 256, 384, 496)  # tokens of a prompt that all have in common; never all of it: one must be computed
-FREE = 1.01  # times as long, up to which the cache counts as free
-GAIN = 1.5  # times the prompts where half of each is shared, from which sharing counts as saved; 2 is all of it
+BLOCK, BLOCKS = 16, 4096  # tokens per block, and blocks: 1 GiB, more than any processor cache
+SHARED = (0, 128, 256, 384, 496)  # leading tokens that all prompts share; not all, because one must be computed
+FREE = 1.01  # the cache counts as free up to this ratio of times
+GAIN = 1.5  # required speedup if half of each prompt is shared; the maximum is 2
 BOOTSTRAPS = 1000
 
 
@@ -57,7 +57,7 @@ def run(setting: Setting) -> list[Row]:
     model = init_weights(Transformer(MODEL, device=setting.device), 0).eval()
     rows: list[Row] = []
     for shared in setting.track(SHARED):
-        pairs = 3 if setting.quick else 30 if shared else 250  # to see a percent takes more than to see a half
+        pairs = 3 if setting.quick else 30 if shared else 250  # resolving one percent needs more pairs
         rows += [
             {"shared_tokens": shared, **row} for row in measure(model, shared, pairs, 512 if setting.quick else BLOCKS)
         ]
@@ -65,7 +65,7 @@ def run(setting: Setting) -> list[Row]:
 
 
 def measure(model: Transformer, shared: int, pairs: int, blocks: int) -> list[Row]:
-    """The pairs of one number of shared tokens, after three that warm up and put what is shared into the cache."""
+    """The pairs of one number of shared tokens, after three for warmup, which also fill the cache."""
     stream = np.random.default_rng(shared)
     common = stream.integers(MODEL.vocab_size, size=shared).tolist()
     engines = {
@@ -87,7 +87,7 @@ def measure(model: Transformer, shared: int, pairs: int, blocks: int) -> list[Ro
 
 
 def ratio(rows: Sequence[Row], shared: int) -> tuple[float, float, float]:
-    """With the cache over without it: the median over pairs, and where 95 % of its bootstraps lie."""
+    """Time with the cache over time without: the median over pairs, and its 95 % bootstrap interval."""
     found = np.array(
         [number(row, "with_ms") / number(row, "without_ms") for row in rows if row["shared_tokens"] == shared]
     )
@@ -97,7 +97,7 @@ def ratio(rows: Sequence[Row], shared: int) -> tuple[float, float, float]:
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Both halves of the claim: the cost where nothing is shared, and the gain where half is."""
+    """Both parts of the claim: the cost if nothing is shared, and the gain if half is."""
     middle, low, high = ratio(rows, 0)
     gains = {s: 1 / ratio(rows, s)[0] for s in SHARED[1:]}
     free, helps = middle <= FREE, gains[PROMPT // 2] >= GAIN
@@ -105,15 +105,15 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     listed = ", ".join(f"{100 * s // PROMPT} % ×{gain:.1f}" for s, gain in gains.items())
     return Verdict(
         kind=kind,
-        sentence_en=f"Nothing shared: {100 * (middle - 1):+.1f} % (95 % between {100 * (low - 1):+.1f} and "
-        f"{100 * (high - 1):+.1f}); shared part of a prompt, and prompts a second: {listed}.",
+        sentence_en=f"Nothing shared: {100 * (middle - 1):+.1f} % (95 % interval {100 * (low - 1):+.1f} to "
+        f"{100 * (high - 1):+.1f}); prompts per second by shared fraction: {listed}.",
         sentence_zh=f"无共享：{100 * (middle - 1):+.1f} %（95 % 在 {100 * (low - 1):+.1f} 与 {100 * (high - 1):+.1f} "
         f"之间）；共享比例与提示吞吐：{listed}。",
     )
 
 
 def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    """The pairs where nothing is shared, and the gain by what is."""
+    """The pairs without sharing, and the gain by the shared fraction."""
     left, right = fig.subplots(1, 2)
     found = [100 * (number(r, "with_ms") / number(r, "without_ms") - 1) for r in rows if r["shared_tokens"] == 0]
     middle, low, high = (100 * (v - 1) for v in ratio(rows, 0))
@@ -123,13 +123,13 @@ def plot(fig: Figure, rows: Sequence[Row]) -> None:
     left.axhline(0, color=INK, linewidth=0.6)
     spread = float(np.percentile(np.abs(found), 90)) * 1.5
     left.set(
-        xlabel="pair", ylabel="time with the cache over without, %", title="Nothing shared", ylim=(-spread, spread)
+        xlabel="pair", ylabel="time with over without the cache, %", title="Nothing shared", ylim=(-spread, spread)
     )
     left.legend(loc="upper right")
     shares = [100 * s / PROMPT for s in SHARED]
     right.plot(shares, [1 / ratio(rows, s)[0] for s in SHARED], "o-", color="C0", label="measured")
     right.plot(shares, [PROMPT / (PROMPT - s) for s in SHARED], "--", color=INK, linewidth=1, label="1 / (1 - shared)")
-    right.set(xlabel="shared part of a prompt, %", ylabel="prompts/s, times those without", yscale="log")
+    right.set(xlabel="shared part of a prompt, %", ylabel="prompts/s, relative to no cache", yscale="log")
     right.set_title("Much shared")
     log_ticks(right.yaxis)
     right.legend(loc="upper left")
@@ -139,13 +139,13 @@ LAB = Lab(
     name="prefix_cache",
     title_en="Prefix cache",
     title_zh="前缀缓存",
-    claim_en="A prefix cache costs nothing where nothing is shared, and saves what is shared.",
+    claim_en="A prefix cache costs nothing if nothing is shared, and saves the shared part.",
     claim_zh="没有共享时前缀缓存不花代价；有共享时省下共享的部分。",
     regime=f"The engine on a Llama of 8 layers and 256 features, prompts of {PROMPT} tokens, blocks of {BLOCK}; a pool "
-    "of 1 GiB that the prompts fill and then use again.",
-    varies="The tokens at the start of each prompt that all prompts share.",
-    measures="Time to the first tokens of two prompts, with the cache over without it, in turns; median over pairs. "
-    f"Met where it is at most {FREE:.2f} with nothing shared, and there are ×{GAIN} as many with half of each shared.",
+    "of 1 GiB that the prompts fill and then reuse.",
+    varies="The number of leading tokens that all prompts share.",
+    measures="Time to the first tokens of two prompts, with over without the cache, alternating; median over pairs. "
+    f"Met if it is at most {FREE:.2f} with nothing shared, and prompts/s at least ×{GAIN} with half of each shared.",
     needs_gpu=False,
     run=run,
     verdict=verdict,

@@ -1,12 +1,12 @@
-"""Safe softmax: does dividing the scores by √d spare us the subtraction of the maximum?
+"""Safe softmax: does dividing the scores by √d make subtracting the maximum unnecessary?
 
     naive     p[j] = exp(s[j]) / sum_i exp(s[i])
     safe      p[j] = exp(s[j] - max s) / sum_i exp(s[i] - max s)         bagu.ops.softmax
 
-With q and k of standard deviation σ a score has σ²√d, and σ² once divided: √d takes the head size out of it and leaves
-σ. exp overflows past ln of the dtype's largest value (11.1 in fp16, 88.7 in bf16 and fp32, 709.8 in fp64). Attention is
-causal here, as in a decoder: the first rows see few keys, and when all of their scores are very negative every exp is
-zero and the row is 0 / 0.
+With q and k of standard deviation σ, a score has a standard deviation of σ²√d, or σ² after the division: √d removes the
+head size and leaves σ. exp overflows above ln of the dtype's largest value (11.1 in fp16, 88.7 in bf16 and fp32, 709.8
+in fp64). Attention is causal here, as in a decoder: the first rows have few keys, and if all their scores are very
+negative, every exp is zero and the row is 0 / 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-OFF_BY = 0.1  # a row whose probabilities add up to 1 ± this much or worse is broken; rounding stays under 0.01
+OFF_BY = 0.1  # a row whose sum differs from 1 by this much is broken; rounding stays below 0.01
 
 
 def run(setting: Setting) -> list[Row]:
@@ -41,25 +41,25 @@ def run(setting: Setting) -> list[Row]:
 
 
 def scores(d: int, std: float, tokens: int, dtype: torch.dtype, device: str, *, divided: bool) -> torch.Tensor:
-    """Attention scores of random q and k. Only their last rounding, to `dtype`, is not exact to fp64."""
-    generator = torch.Generator().manual_seed(d)  # the same q and k at every std, dtype and division
+    """Attention scores of random q and k. They are exact in fp64 except for the last rounding, to `dtype`."""
+    generator = torch.Generator().manual_seed(d)  # the same q and k for every std, dtype and division
     q, k = (std * torch.randn(2, tokens, d, generator=generator, dtype=torch.float64)).to(dtype).double().unbind()
     return (q @ k.T / (d**0.5 if divided else 1)).to(dtype).to(device)
 
 
 def naive_softmax(s: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities and the sum they were divided by, all in the dtype of `s`."""
+    """Probabilities and their denominator, both in the dtype of `s`."""
     e = torch.exp(s).masked_fill(~seen, 0)
     total = e.sum(-1, keepdim=True)
     return (e / total).masked_fill(~seen, 0), total[:, 0]
 
 
 def compare(s: torch.Tensor) -> Row:
-    """Both softmaxes on the same scores, against fp64. Errors are of probabilities, over the rows that are right."""
+    """Both softmaxes on the same scores, compared with fp64. Errors are of probabilities, over correct rows."""
     lengths = torch.arange(1, s.shape[0] + 1, device=s.device)
     seen = torch.arange(s.shape[1], device=s.device) < lengths[:, None]
     truth = torch.softmax(s.double().masked_fill(~seen, -torch.inf), -1)
-    fits = (s.isfinite() | ~seen).all(-1)  # undivided scores can pass fp16's 65,504 by themselves
+    fits = (s.isfinite() | ~seen).all(-1)  # undivided scores can exceed fp16's 65,504
     p, total = naive_softmax(s, seen)
     safe = ops.softmax(s, lengths=lengths)
     broken, safe_broken = is_broken(p), is_broken(safe)
@@ -76,7 +76,7 @@ def compare(s: torch.Tensor) -> Row:
 
 
 def is_broken(p: torch.Tensor) -> torch.Tensor:
-    """Rows that are no distribution: something in them is not finite, or they do not add up to 1."""
+    """Rows that are not a distribution: a value is not finite, or the sum is not 1."""
     return ~((p.double().sum(-1) - 1).abs() < OFF_BY)
 
 
@@ -85,7 +85,7 @@ def max_error(p: torch.Tensor, truth: torch.Tensor, rows: torch.Tensor) -> float
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Held when no row of the naive softmax breaks once divided; only where, when some dtype never breaks."""
+    """Held if no row of the naive softmax breaks after the division; holds only where, if some dtype never breaks."""
     divided = [row for row in rows if row["divided"]]
     first = {dtype: breaks_from(divided, dtype) for dtype in dict.fromkeys(str(row["dtype"]) for row in divided)}
     broken = {dtype: std for dtype, std in first.items() if std is not None}
@@ -93,7 +93,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     tail_en = f"Subtracting the maximum breaks rows at {safe} of {len(divided)} points."
     tail_zh = f"减去最大值之后，{len(divided)} 个测点中有 {safe} 个出错。"
     if not broken:
-        clean = "No row breaks in any dtype at any scale once the scores are divided by √d"
+        clean = "No row breaks in any dtype at any scale if the scores are divided by √d"
         return Verdict(
             kind="held", sentence_en=f"{clean}. {tail_en}", sentence_zh=f"除以 √d 后没有任何一行出错。{tail_zh}"
         )
@@ -113,7 +113,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
 
 
 def breaks_from(rows: Sequence[Row], dtype: str) -> float | None:
-    """The smallest std at which any row breaks in `dtype`, None when none does."""
+    """The smallest std at which a row breaks in `dtype`; None if none does."""
     broken = [number(r, "std") for r in rows if r["dtype"] == dtype and number(r, "naive_broken_percent") > 0]
     return min(broken, default=None)
 
@@ -122,17 +122,17 @@ def plot(fig: Figure, rows: Sequence[Row]) -> None:
     left, right = fig.subplots(1, 2, sharey=True)
     heat(left, [row for row in rows if row["divided"]], "Scores divided by √d")
     heat(right, [row for row in rows if not row["divided"]], "Scores not divided")
-    fig.suptitle("Rows the naive softmax breaks, % (worst head size)", x=0.01, ha="left", fontsize=10)
+    fig.suptitle("Broken rows of the naive softmax, % (worst head size)", x=0.01, ha="left", fontsize=10)
 
 
 def heat(axes: Axes, rows: Sequence[Row], title: str) -> None:
-    """Share of broken rows, dtype down and std across."""
+    """Fraction of broken rows, by dtype (rows) and std (columns)."""
     dtypes = list(dict.fromkeys(str(row["dtype"]) for row in rows))
     stds = sorted({number(row, "std") for row in rows})
     for (y, dtype), (x, std) in product(enumerate(dtypes), enumerate(stds)):
         shares = [number(r, "naive_broken_percent") for r in rows if (r["dtype"], r["std"]) == (dtype, std)]
         share = max(shares)
-        # From blue (none) over orange to red: 1 % of broken rows already spoils a model, so the scale is a root.
+        # From blue (none) over orange to red. 1 % of broken rows already ruins a model, so the scale is a root.
         colour = "#0072b2" if share == 0 else (0.84, 0.37, 0.0, 0.35 + 0.65 * (share / 100) ** 0.5)
         axes.bar(x, 0.92, width=0.94, bottom=y - 0.46, color=colour)
         text = "0" if share == 0 else f"{share:.0f}" if share >= 1 else f"{share:.1f}"
@@ -154,8 +154,8 @@ LAB = Lab(
     claim_zh="注意力分数除以 √d 之后，softmax 就不必再减去最大值。",
     regime="Causal attention scores of normal q and k; softmax computed in the dtype itself, sums included.",
     varies="dtype (fp16, bf16, fp32, fp64), standard deviation of q and k (1 to 50), head size, divided by √d or not.",
-    measures="Share of rows that are no distribution (inf, NaN or a sum off by 0.1), by overflow and underflow; "
-    "largest error of a probability against fp64, of the naive softmax and of bagu.ops.softmax on the same scores.",
+    measures="Fraction of rows that are not a distribution (inf, NaN or a sum off by 0.1), by overflow and underflow; "
+    "largest error of a probability relative to fp64, of the naive softmax and of bagu.ops.softmax on the same scores.",
     needs_gpu=False,
     run=run,
     verdict=verdict,

@@ -155,7 +155,7 @@ def _torch_gpu_table(r: Report) -> Table:
 
 
 def _nccl_table(r: Report) -> Table:
-    table = _table("NCCL libraries", "version", "told by", "torch", "path")
+    table = _table("NCCL libraries", "version", "from", "torch", "path")
     for lib in r.nccl.libraries:
         row = _known(lib.version), _known(lib.told_by), "loaded" if lib.loaded else "", lib.path
         table.add_row(*(Text(cell, overflow="fold") for cell in row))

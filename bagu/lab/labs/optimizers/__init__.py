@@ -1,8 +1,8 @@
-"""Optimizers: the family of `bagu.train.optim` and Newton's method, in steps, in time and in memory.
+"""Optimizers: those of `bagu.train.optim` and Newton's method, compared in steps, time and memory.
 
-A quadratic with a condition number κ, Rosenbrock's valley, and a small network that guesses the next letter of the
-standard library's text: all without noise and with few parameters, where Newton's method is at its best. Weight decay
-is 0, so that all minimise the same function; AdamW then is Adam with other betas.
+The problems are a quadratic with condition number κ, Rosenbrock's function, and a small network that predicts the next
+letter of text from the standard library. All are without noise and have few parameters, which is the best case for
+Newton's method. Weight decay is 0, so that all minimize the same function; AdamW is then Adam with other betas.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 NEWTON = ("newton", "damped newton")
 NEWTON_BUDGET = 60
 SEARCH_SEED, SEEDS = 0, (1, 2, 3)
-LARGE = preset("cpu_6m")  # what a laptop trains in minutes
+LARGE = preset("cpu_6m")  # trains on a laptop in minutes
 UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "B": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A problem, to be made with any seed, and how many first-order updates it may take."""
+    """A problem, for any seed, and its maximum number of first-order updates."""
 
     name: str
     make: Callable[[int], Problem]
@@ -63,19 +63,19 @@ def cases(setting: Setting) -> list[Case]:
 def run(setting: Setting) -> list[Row]:
     points: list[tuple[Case, str]] = []
     for case in cases(setting):
-        has_matrix = Role.MATRIX in roles(case.make(SEARCH_SEED)).values()  # without one Muon is AdamW
+        has_matrix = Role.MATRIX in roles(case.make(SEARCH_SEED)).values()  # without a matrix Muon is AdamW
         points += [(case, name) for name in (*get_args(Rule), *NEWTON) if name != "muon" or has_matrix]
     with one_thread():
         return [point(case, name, setting) for case, name in setting.track(points)]
 
 
 def point(case: Case, name: str, setting: Setting) -> Row:
-    """One optimizer on one problem. The learning rate is chosen with one seed, and the rest measured with others."""
+    """One optimizer on one problem. The learning rate is chosen with one seed, and measured with others."""
     seeds = SEEDS[:1] if setting.quick else SEEDS
     lr, runs = descents(case, name, seeds, halves=not setting.quick)
     reached = [done.steps for done in runs if done.steps is not None]
     steps = statistics.median_low(reached) if len(reached) == len(seeds) else None
-    step_s = min(done.step_s for done in runs)  # the best median: what else the machine does can only slow it
+    step_s = min(done.step_s for done in runs)  # the best median: other load on the machine can only slow a step
     return {
         "problem": case.name,
         "condition": case.condition,
@@ -96,14 +96,14 @@ def point(case: Case, name: str, setting: Setting) -> Row:
 
 
 def descents(case: Case, name: str, seeds: Sequence[int], *, halves: bool) -> tuple[float | None, list[Descent]]:
-    """The learning rate, None where there is none to choose or none gets there, and a run for each seed."""
+    """The learning rate (None if there is none to choose, or none reaches the target), and a run for each seed."""
     if name in NEWTON:
         damped = name == "damped newton"
-        newton(case.make(SEARCH_SEED), damped=damped, budget=1)  # the first call is slow, and is not to be timed
+        newton(case.make(SEARCH_SEED), damped=damped, budget=1)  # warmup: the first call is slow
         return None, [newton(case.make(seed), damped=damped, budget=NEWTON_BUDGET) for seed in seeds]
     rule = cast("Rule", name)
     lr = best_lr(partial(case.make, SEARCH_SEED), rule, budget=case.budget, halves=halves)
-    if lr is None:  # still, a step has its time
+    if lr is None:  # the time of a step is still measured
         return None, [first_order(case.make(SEARCH_SEED), rule, lr=0.0, budget=20)]
     return lr, [first_order(case.make(seed), rule, lr=lr, budget=case.budget) for seed in seeds]
 
@@ -115,7 +115,7 @@ def large_parameters() -> int:
 
 @cache
 def large_state_bytes(name: str) -> int:
-    """What the optimizer would keep for the large model, beside parameters and gradients, in fp32."""
+    """Bytes of optimizer state for the large model, besides parameters and gradients, in fp32."""
     if name in NEWTON:
         return 4 * large_parameters() ** 2
     flat = FlatParameters(Transformer(LARGE, device="meta"))
@@ -125,7 +125,7 @@ def large_state_bytes(name: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """The best on one problem: Newton's, plain or damped; first-order rules by fewest steps and by least time."""
+    """The best on one problem: Newton's method, plain or damped; first-order rules by steps and by time."""
 
     label: str
     newton: Row | None
@@ -142,7 +142,7 @@ class Standing:
 
 
 def less(a: Row | None, b: Row | None, key: str) -> bool:
-    """Whether a has less; a problem that only one of them solves is that one's."""
+    """Whether a has less; a problem that only one of them solves counts for that one."""
     return a is not None and (b is None or number(a, key) < number(b, key))
 
 
@@ -168,7 +168,8 @@ def labelled(row: Row) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Held when Newton's method has fewer steps and less time on every problem, and fits for the large model."""
+    """Held if Newton's method has fewer steps and less time on every problem, and fits in memory for the large
+    model."""
     every = standings(rows)
     fewer, replaces = [s for s in every if s.fewer_steps], [s for s in every if s.replaces]
     state = {str(row["optimizer"]): number(row, "large_model_state_bytes") for row in rows}
@@ -178,17 +179,17 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     kind: Kind = "held" if fits and len(replaces) == len(every) else "holds only where" if replaces else "did not hold"
     size, small = number(plain, "large_model_parameters") / 1e6, plain["parameters"]
     adam, hessian = bytes_text(state["adam"]), bytes_text(state["newton"])
-    rivals = list(dict.fromkeys((told(network.fewest), told(network.fastest))))  # often one and the same
+    rivals = list(dict.fromkeys((described(network.fewest), described(network.fastest))))  # often the same
     fails = plain["steps"] is None
     return Verdict(
         kind=kind,
-        sentence_en=f"Newton's method takes the fewest steps on {listed(fewer, ', ', 'no problem')}; the least time as "
-        f"well on {listed(replaces, ', ', 'none')}. On the network of {small} parameters it is {told(network.newton)} "
-        f"against {' and '.join(rivals)}"
-        f"{', and undamped it does not get there' if fails else ''}. For {size:.1f}M parameters Adam's state is {adam} "
-        f"and the Hessian {hessian}, which {'fits' if fits else 'does not fit'} in the memory here.",
+        sentence_en=f"Newton's method takes the fewest steps on {listed(fewer, ', ', 'no problem')}; also the least "
+        f"time on {listed(replaces, ', ', 'none')}. On the network of {small} parameters: {described(network.newton)}; "
+        f"first-order methods: {' and '.join(rivals)}"
+        f"{'; undamped it does not reach the target' if fails else ''}. For {size:.1f}M parameters Adam's state is "
+        f"{adam} and the Hessian {hessian}, which {'fits' if fits else 'does not fit'} in the memory of this machine.",
         sentence_zh=f"牛顿法步数最少的问题：{listed(fewer, '、', '无')}；耗时也最短的：{listed(replaces, '、', '无')}。"
-        f"在 {small} 个参数的网络上：{told(network.newton)}；一阶方法：{'、'.join(rivals)}"
+        f"在 {small} 个参数的网络上：{described(network.newton)}；一阶方法：{'、'.join(rivals)}"
         f"{'；不加阻尼的牛顿法无法达到目标' if fails else ''}。对 {size:.1f}M 参数的模型，Adam 的状态为 {adam}，"
         f"海森矩阵为 {hessian}，本机内存{'放得下' if fits else '放不下'}。",
     )
@@ -198,7 +199,7 @@ def listed(found: Sequence[Standing], comma: str, none: str) -> str:
     return comma.join(s.label for s in found) or none
 
 
-def told(row: Row | None) -> str:
+def described(row: Row | None) -> str:
     if row is None:
         return "none"
     return f"{row['optimizer']}: {number(row, 'steps'):.0f} × {number(row, 'step_us') / 1e3:.3g} ms"
@@ -210,7 +211,7 @@ def bytes_text(size: float) -> str:
 
 
 def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    """Steps over the condition number; then steps, time and memory with a line for each optimizer."""
+    """Steps over the condition number; then steps, time and memory, with a line per optimizer."""
     left, *others = fig.subplots(1, 4, width_ratios=(1.6, 1, 1, 1))
     order = [name for name in (*get_args(Rule), *NEWTON) if any(row["optimizer"] == name for row in rows)]
     plot_quadratic(left, rows, order)
@@ -257,11 +258,11 @@ LAB = Lab(
     regime="Losses without noise, fp32, one CPU thread. A quadratic in 64 dimensions with log-spaced eigenvalues along "
     "random directions (target: 1e-4 of the first loss); Rosenbrock's function (1e-3); a network of 380 parameters on "
     f"{WINDOWS} windows of text (1.7 nats). No weight decay.",
-    varies="Condition number; optimizer: every kind of bagu.train.optim, Newton's method, plain and damped. A learning "
-    "rate is constant and the best with another seed (decades from 1e-4 to 100; in a full run then the half-decades "
-    "beside the best).",
-    measures="Steps until the loss is first at its target, median of three seeds (quick: one); median time of a step; "
-    "bytes of state for a model of 5.9M parameters. Newton's method counts by its better form.",
+    varies="Condition number; optimizer: every kind of bagu.train.optim, Newton's method, plain and damped. The "
+    "learning rate is constant; it is the best one for another seed (powers of ten from 1e-4 to 100; in a full run "
+    "also the half-decades next to the best).",
+    measures="Steps until the loss first reaches its target, median of three seeds (quick: one); median time of a "
+    "step; bytes of state for a model of 5.9M parameters. Of Newton's method the better form counts.",
     needs_gpu=False,
     run=run,
     verdict=verdict,

@@ -1,11 +1,11 @@
-"""Ways down, each counted and timed: the trainer's own optimizers, and Newton's method.
+"""Optimization runs, counted and timed: the trainer's optimizers, and Newton's method.
 
-    first order   θ ← θ - η · rule(g)          state: 0 to 2 numbers a parameter
-    Newton        θ ← θ - H⁻¹ g                state: the Hessian H, n numbers a parameter; n backward passes a step
-    damped        θ ← θ - (|H| + μI)⁻¹ g       |H|: away from saddles (https://arxiv.org/abs/1406.2572); μ grows until
-                                               the loss falls (Levenberg, Marquardt)
+    first order   θ ← θ - η · rule(g)          state: 0 to 2 numbers per parameter
+    Newton        θ ← θ - H⁻¹ g                state: the Hessian H, n numbers per parameter; n backwards per step
+    damped        θ ← θ - (|H| + μI)⁻¹ g       |H|: moves away from saddles (https://arxiv.org/abs/1406.2572); μ grows
+                                               until the loss decreases (Levenberg, Marquardt)
 
-A step of Newton's method is one Hessian, however many μ it tries.
+A step of Newton's method is one Hessian, for any number of tried μ.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from bagu.train.optim.config import Kind as Rule
 
 __all__ = ["Descent", "best_lr", "first_order", "newton", "one_thread"]
 
-DECADES = range(-4, 3)  # learning rates are searched among 1e-4, 1e-3, … 100
-DIVERGED = 1e6  # a loss so many times the first one does not come back
+DECADES = range(-4, 3)  # learning rates to search: 1e-4, 1e-3, … 100
+DIVERGED = 1e6  # a loss larger than the first by this factor counts as diverged
 
 
 @dataclass(frozen=True, kw_only=True)
 class Descent:
-    """How a run went: updates until the loss was first at the target (None: it was not), and a step's median time."""
+    """The result of a run: updates until the loss first reached the target (None: never), and the median step time."""
 
     steps: int | None
     step_s: float
@@ -41,7 +41,7 @@ class Descent:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """The tensors here are so small that threads only wait for each other."""
+    """Use one thread: the tensors are so small that more threads only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -67,7 +67,7 @@ def first_order(problem: Problem, kind: Rule, *, lr: float, budget: int) -> Desc
 
 
 def newton(problem: Problem, *, damped: bool, budget: int) -> Descent:
-    """Newton's method as it stands in a textbook; or damped, with the size of each curvature and not its sign."""
+    """Newton's method as in a textbook; or damped, with the absolute value of each curvature."""
     parameters = list(problem.parameters())
     damping = 1e-3
 
@@ -91,7 +91,7 @@ def newton(problem: Problem, *, damped: bool, budget: int) -> Descent:
 
 
 def gradient_and_hessian(loss: torch.Tensor, parameters: list[nn.Parameter]) -> tuple[torch.Tensor, torch.Tensor]:
-    """g[n] and H[n, n] in fp64, by one more backward pass for each entry of g."""
+    """g[n] and H[n, n] in fp64, with one more backward for each entry of g."""
     g = torch.cat([t.flatten() for t in torch.autograd.grad(loss, parameters, create_graph=True)])
     rows = torch.autograd.grad(g, parameters, torch.eye(len(g)), is_grads_batched=True)
     return g.detach().double(), torch.cat([r.flatten(1) for r in rows], 1).double()
@@ -105,7 +105,7 @@ def _descend(problem: Problem, update: Callable[[int, torch.Tensor], None], budg
         loss = problem()
         value = loss.item()
         first = value if made == 0 else first
-        arrived, lost = value <= problem.target, not value <= DIVERGED * first  # a NaN is lost too
+        arrived, lost = value <= problem.target, not value <= DIVERGED * first  # NaN counts as diverged
         if arrived or lost or made == budget:
             break
         update(made + 1, loss)
@@ -114,9 +114,9 @@ def _descend(problem: Problem, update: Callable[[int, torch.Tensor], None], budg
 
 
 def best_lr(make: Callable[[], Problem], kind: Rule, *, budget: int, halves: bool) -> float | None:
-    """The learning rate with the fewest steps: by decades, then with `halves` the half-decades beside the best one.
+    """The learning rate with the fewest steps: by decades, then with `halves` the half-decades next to the best one.
 
-    One is given up when it has taken as many steps as the best before it. None: no learning rate gets there.
+    A run stops when it has taken as many steps as the best one so far. None: no learning rate reaches the target.
     """
     best, fewest = None, budget + 1
 

@@ -1,4 +1,4 @@
-"""Functions to minimise: a quadratic, Rosenbrock's valley, and a small network on text. None has noise."""
+"""Functions to minimize: a quadratic, Rosenbrock's function, and a small network on text. None has noise."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from bagu.nn.linear import Linear
 
 __all__ = ["WINDOWS", "NextLetter", "Problem", "Quadratic", "Rosenbrock", "corpus_letters"]
 
-LETTERS, WINDOWS = 27, 256  # a to z and one for all else
+LETTERS, WINDOWS = 27, 256  # a to z, and one for all other characters
 
 
 class Problem(nn.Module):
-    """Called without arguments it gives the loss, which is to come down to `target`."""
+    """Calling it returns the loss; the goal is `target`."""
 
     target: float
 
 
 class Quadratic(Problem):
-    """½ θᵀAθ in 64 dimensions, eigenvalues from 1 down to 1/κ evenly in the logarithm, along random directions."""
+    """½ θᵀAθ in 64 dimensions, with log-spaced eigenvalues from 1 to 1/κ, along random directions."""
 
     A: torch.Tensor
 
@@ -42,7 +42,7 @@ class Quadratic(Problem):
 
 
 class Rosenbrock(Problem):
-    """(1 - x)² + 100 (y - x²)²: a curved valley, 2,500 times steeper across than along at its end (1, 1)."""
+    """(1 - x)² + 100 (y - x²)²: a curved valley, 2,500 times steeper across than along at its minimum (1, 1)."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Rosenbrock(Problem):
 
 
 class NextLetter(Problem):
-    """The next of 27 letters from the last two: embedding, linear, GELU, linear; mean loss of all windows, in nats."""
+    """Predict the next of 27 letters from the last two: embedding, linear, GELU, linear; mean loss in nats."""
 
     windows: torch.Tensor
 
@@ -78,7 +78,7 @@ class NextLetter(Problem):
 
 
 def corpus_letters() -> torch.Tensor:
-    """The first letters of the built-in corpus, a = 1; a run of anything else is one 0."""
+    """The first letters of the built-in corpus, a = 1; a run of other characters is one 0."""
     text = ""
     for document in StdlibSource().documents():
         text += re.sub("[^a-z]+", " ", document.text.lower())

@@ -1,7 +1,7 @@
-"""Positions: does an encoding that sees distances alone read on past the length it was trained at?
+"""Positions: does a relative encoding work past the length it was trained at?
 
-shift.py      RoPE's inner product under a common shift of both positions, in several arithmetics
-lengths.py    models of each encoding, trained at L tokens and read at 4 L
+shift.py      RoPE's inner product if both positions are shifted, in several precisions
+lengths.py    models of each encoding, trained at L tokens and evaluated at 4 L
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from itertools import product
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal, get_args
 
+from bagu.lab.confidence import interval
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.labs.positions import lengths, shift
 from bagu.lab.labs.positions.lengths import ABSOLUTE, AS_TRAINED, RELATIVE
 from bagu.lab.plot import COLOURS, INK
-from bagu.lab.seeds import interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-OFF = 1.0  # percent of the loss: a model that loses no more past L reads on
-EXACT = 1e-3  # percent of |q||k|: a product that moves no more with the shift depends on the distance alone
+OFF = 1.0  # percent of the loss: a model within this margin past L extrapolates
+EXACT = 1e-3  # percent of |q||k|: a product that changes less than this depends on the distance only
 
-Standing = Literal["reads on", "open", "breaks", "refuses"]
+Standing = Literal["extrapolates", "open", "breaks", "refuses"]
 
 
 def run(setting: Setting) -> list[Row]:
@@ -43,7 +43,7 @@ def run(setting: Setting) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Excess:
-    """What reading past L costs, as a share of the loss of the same tokens in windows of L; None: it is refused."""
+    """The increase of the loss past L, relative to the same tokens in windows of L; None: the model refuses."""
 
     percent: float | None
     half_width: float
@@ -53,7 +53,7 @@ class Excess:
         if self.percent is None:
             return "refuses"
         if self.percent + self.half_width <= OFF:
-            return "reads on"
+            return "extrapolates"
         return "breaks" if self.percent - self.half_width > OFF else "open"
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Excess:
 
 
 def excess(rows: Sequence[Row], encoding: str, reading: str) -> Excess | None:
-    """Over all positions past L, a number a seed; None where nobody reads this encoding that way."""
+    """Over all positions past L, one number per seed; None if this encoding is not evaluated this way."""
     past = [
         r for r in rows
         if (r.get("encoding"), r.get("reading")) == (encoding, reading)
@@ -87,16 +87,16 @@ def excesses(rows: Sequence[Row], reading: str) -> dict[str, Excess]:
 
 
 def drift(rows: Sequence[Row], arithmetic: str) -> float:
-    """The furthest a product moves, in percent of |q||k|."""
+    """The largest change of a product, in percent of |q||k|."""
     return max(number(r, "drift_max_percent") for r in rows if r.get("arithmetic") == arithmetic)
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Held when RoPE's product depends on the distance alone, every relative encoding reads on and no absolute does.
-    What the seeds leave open has not been shown, and does not count as reading on."""
+    """Held if RoPE's product depends on the distance only, every relative encoding extrapolates and no absolute one
+    does. An encoding for which the seeds are not conclusive does not count as extrapolating."""
     trained = excesses(rows, AS_TRAINED)
     sorts = {str(r["encoding"]): r["sort"] for r in rows if r["part"] == "length"}
-    reads_on = [name for name, e in trained.items() if e.standing == "reads on"]
+    reads_on = [name for name, e in trained.items() if e.standing == "extrapolates"]
     relative = [name for name in trained if sorts[name] == RELATIVE]
     good = [name for name in relative if name in reads_on]
     wrong = [name for name in reads_on if sorts[name] == ABSOLUTE]
@@ -109,28 +109,33 @@ def verdict(rows: Sequence[Row]) -> Verdict:
 
 
 def english(rows: Sequence[Row], trained: dict[str, Excess]) -> str:
-    words = {"reads on": "Reads on", "open": "Undecided", "breaks": "Gets worse", "refuses": "Refuses to go on"}
+    words = {
+        "extrapolates": "Extrapolates",
+        "open": "Inconclusive",
+        "breaks": "Gets worse",
+        "refuses": "Refuses longer inputs",
+    }
     groups = {words[s]: listed(found) for s, found in by_standing(trained).items()}
     first = next(r for r in rows if r["part"] == "length")
-    same = "the position itself is nothing new to it" if exact(rows) else "it does not see distances alone"
+    same = "the absolute position has no effect" if exact(rows) else "it depends on more than the distance"
     return (
-        f"Trained at {first['train_length_tokens']} tokens for {first['steps']} steps and read at "
-        f"{lengths.LONGER} times that, by the loss past the training length. "
+        f"Trained at {first['train_length_tokens']} tokens for {first['steps']} steps and evaluated at "
+        f"{lengths.LONGER} times that length, by the loss past the training length. "
         f"{' '.join(f'{word}: {names}.' for word, names in groups.items())} "
-        f"RoPE's products move by at most {drift(rows, 'fp64 angles'):.1g} % of |q||k| when both positions are shifted "
+        f"RoPE's products change by at most {drift(rows, 'fp64 angles'):.1g} % of |q||k| if both positions are shifted "
         f"by up to {furthest(rows):,} ({drift(rows, 'fp32 angles'):.1g} % with angles in fp32, "
-        f"{drift(rows, 'bf16 angles'):.2g} % in bf16): {same}. Behind a window of the training length: "
-        f"{listed(excesses(rows, 'window'))}. With YaRN, without more training: {listed(excesses(rows, 'YaRN'))}."
+        f"{drift(rows, 'bf16 angles'):.2g} % in bf16): {same}. With a window of the training length: "
+        f"{listed(excesses(rows, 'window'))}. With YaRN, without further training: {listed(excesses(rows, 'YaRN'))}."
     )
 
 
 def chinese(rows: Sequence[Row], trained: dict[str, Excess]) -> str:
-    words = {"reads on": "能外推", "open": "尚无定论", "breaks": "变差", "refuses": "拒绝继续"}
+    words = {"extrapolates": "能外推", "open": "尚无定论", "breaks": "变差", "refuses": "拒绝更长的输入"}
     groups = {words[s]: listed(found) for s, found in by_standing(trained).items()}
     first = next(r for r in rows if r["part"] == "length")
-    same = "位置本身对它并不新" if exact(rows) else "它并非只依赖距离"
+    same = "绝对位置没有影响" if exact(rows) else "它并非只依赖距离"
     return (
-        f"以 {first['train_length_tokens']} 个 token 训练 {first['steps']} 步，在 {lengths.LONGER} 倍长度上读取，"
+        f"以 {first['train_length_tokens']} 个 token 训练 {first['steps']} 步，在 {lengths.LONGER} 倍长度上评测，"
         f"看训练长度之外的损失。{''.join(f'{word}：{names}。' for word, names in groups.items())}"
         f"两个位置同时平移至多 {furthest(rows):,} 时，RoPE 内积的变化不超过 |q||k| 的 "
         f"{drift(rows, 'fp64 angles'):.1g} %（角度用 fp32 时 {drift(rows, 'fp32 angles'):.1g} %，用 bf16 时 "
@@ -149,7 +154,7 @@ def listed(found: dict[str, Excess]) -> str:
 
 
 def exact(rows: Sequence[Row]) -> bool:
-    """Whether RoPE's products, with tables as the model makes them, depend on the distance alone."""
+    """Whether RoPE's products, with the model's tables, depend on the distance only."""
     return drift(rows, "fp64 angles") <= EXACT
 
 
@@ -170,15 +175,15 @@ def plot_shift(axes: Axes, rows: Sequence[Row]) -> None:
         own = [r for r in rows if r.get("arithmetic") == name]
         x, y = ([number(r, key) for r in own] for key in ("shift_tokens", "drift_max_percent"))
         (line,) = axes.loglog(x, y)
-        below = name == "bf16 cos and sin"  # two lines lie close, and their names on either side of them
+        below = name == "bf16 cos and sin"  # two lines are close: put their names on different sides
         at = min(y[:8]) if below else max(y[:8])
         axes.annotate(name, (x[0], at), (0, -12 if below else 4), textcoords="offset points", color=line.get_color())
     axes.set(xlabel="shift of both positions, tokens", ylabel="change of <q, k>, % of |q||k|")
-    axes.set_title("RoPE: what a shift changes")
+    axes.set_title("RoPE: effect of a shift")
 
 
 def plot_lengths(axes: Axes, rows: Sequence[Row]) -> None:
-    """The loss past the training length, relative to that of the same tokens in windows of it; seeds averaged."""
+    """The loss past the training length, relative to the same tokens in windows of that length; mean over seeds."""
     own = [r for r in rows if r["part"] == "length" and r["reading"] == AS_TRAINED]
     names = list(dict.fromkeys(str(r["encoding"]) for r in own))
     span = number(own[0], "train_length_tokens")
@@ -198,13 +203,13 @@ def plot_lengths(axes: Axes, rows: Sequence[Row]) -> None:
             axes.annotate("refuses", (1, 0), (4, -12), textcoords="offset points", color=colour)
     axes.axvline(1, color=INK, lw=0.8, ls=":")
     axes.set_ylim(bottom=-4)
-    axes.set(xlabel="position, in training lengths", ylabel="loss against windows of the training length, %")
-    axes.set_title("Read past the training length")
+    axes.set(xlabel="position, in training lengths", ylabel="loss relative to windows of the training length, %")
+    axes.set_title("Past the training length")
     axes.legend()
 
 
 def plot_readings(axes: Axes, rows: Sequence[Row]) -> None:
-    """Each encoding's excess past L, read in each way."""
+    """The excess of each encoding past L, for each way to read it."""
     names = list(excesses(rows, AS_TRAINED))
     marks = {AS_TRAINED: "o", "window": "s", "YaRN": "^"}
     for (reading, mark), colour, beside in zip(marks.items(), COLOURS, (-0.2, 0.0, 0.2), strict=False):
@@ -213,14 +218,14 @@ def plot_readings(axes: Axes, rows: Sequence[Row]) -> None:
             if e.percent is not None:
                 at = names.index(name) + beside
                 axes.errorbar(e.percent, at, xerr=e.half_width, fmt=mark, color=colour, elinewidth=1, label=label)
-                label = None  # one line in the legend
+                label = None  # one entry in the legend
     for name, e in excesses(rows, AS_TRAINED).items():
         if e.percent is None:
             axes.text(0, names.index(name), "refuses", va="center", color=INK)
     axes.axvline(0, color=INK, lw=0.8, ls=":")
     axes.set_yticks(range(len(names)), names)
     axes.set(ylim=(len(names) - 0.5, -0.5), xlabel="loss past the training length, %")
-    axes.set_title("By how it is read")
+    axes.set_title("By reading")
     axes.legend()
 
 
@@ -228,15 +233,15 @@ LAB = Lab(
     name="positions",
     title_en="Position encodings",
     title_zh="位置编码",
-    claim_en="Relative encodings see distances alone, so they extrapolate past the training length; absolute ones do "
-    "not.",
+    claim_en="Relative encodings depend on distances only, so they extrapolate past the training length; absolute ones "
+    "do not.",
     claim_zh="相对位置编码只依赖距离，因此能外推到训练长度之外；绝对位置编码不能。",
-    regime=f"A model of 2 layers, 64 wide, on the bytes of the standard library, trained at {lengths.L} tokens and "
-    f"read at {lengths.LONGER * lengths.L}; held-out modules; 3 seeds. Products of RoPE with heads of {shift.HEAD}.",
-    varies="The encoding (learned, sinusoidal, RoPE, ALiBi, T5, none); how it is read: as trained, behind a window of "
-    "the training length, with YaRN. For RoPE's products the shift (to 1,048,576) and the arithmetic of the angles.",
-    measures="The loss of the same tokens by the same weights, with all of the text before them and with the last half "
-    "to whole training length of it; how far <R(m + s) q, R(n + s) k> moves with s.",
+    regime=f"A model of 2 layers, width 64, on the bytes of the standard library, trained at {lengths.L} tokens and "
+    f"evaluated at {lengths.LONGER * lengths.L}; held-out modules; 3 seeds. RoPE's products: heads of {shift.HEAD}.",
+    varies="The encoding (learned, sinusoidal, RoPE, ALiBi, T5, none); evaluation: as trained, with a window of "
+    "the training length, with YaRN. For RoPE's products the shift (to 1,048,576) and the precision of the angles.",
+    measures="The loss of the same tokens with the same weights, with all of the text before them and with only the "
+    "last half to full training length of it; the change of <R(m + s) q, R(n + s) k> with s.",
     needs_gpu=False,
     run=run,
     verdict=verdict,

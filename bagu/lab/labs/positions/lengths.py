@@ -1,8 +1,8 @@
-"""Past the training length: each encoding is trained at L tokens and read at 4 L.
+"""Past the training length: each encoding is trained at L tokens and evaluated at 4 L.
 
-A token far into a piece is predicted twice by the same weights: with all that stands before it in the piece, and with
-its last L/2 to L tokens alone, in a window that starts at position 0 as training did. The difference of the two losses
-is what the length does, and nothing else: the targets, the weights and the text near by are the same.
+A token far into a piece is predicted twice by the same weights: with all tokens before it in the piece, and with only
+the last L/2 to L tokens, in a window that starts at position 0 as in training. The difference of the two losses is the
+effect of the length: the targets, the weights and the nearby text are the same.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from bagu.nn.config import Alibi, Learned, NoPositions, Positions, Rope, Sinusoi
 from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, fit
 
 L, LONGER = 64, 4
-VOCAB, ROWS = 262, 16  # all bytes and six control tokens: order counts most where tokens are small
-GROUP = L // 4  # positions whose losses are averaged to one row
+VOCAB, ROWS = 262, 16  # 256 bytes and six control tokens: with small tokens the order matters most
+GROUP = L // 4  # number of positions averaged to one row
 
 AS_TRAINED = "as trained"
 ABSOLUTE, RELATIVE, NEITHER = "absolute", "relative", "neither"
@@ -39,7 +39,7 @@ TRAINED: dict[str, tuple[str, Positions]] = {
 
 
 def config(positions: Positions) -> ModelConfig:
-    """Tables that are computed are made as long as they are read; a table that is learned has what training shows."""
+    """Computed tables are as long as the evaluation; a learned table is as long as the training."""
     return ModelConfig(
         vocab_size=VOCAB, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16, intermediate_size=176,
         max_len=L if isinstance(positions, Learned) else LONGER * L, positions=positions, tie_embeddings=True,
@@ -47,8 +47,8 @@ def config(positions: Positions) -> ModelConfig:
 
 
 def readings(trained: ModelConfig) -> dict[str, ModelConfig]:
-    """Ways to read a trained model, without more training. Behind a window of L no token sees an untrained distance, or
-    more keys than in training; its position is still a new one."""
+    """Ways to evaluate a trained model, without more training. With a window of L no token has an untrained distance,
+    or more keys than in training; only its position is new."""
     found = {AS_TRAINED: trained}
     if trained.max_len > L:
         found["window"] = replace(trained, windows=(L,))
@@ -59,14 +59,14 @@ def readings(trained: ModelConfig) -> dict[str, ModelConfig]:
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Modules of the standard library to train on, and pieces [N, 4 L + 1] of others; bytes are the tokens."""
+    """Modules of the standard library for training, and pieces [N, 4 L + 1] of others; tokens are bytes."""
 
     train: TokenStore
     pieces: torch.Tensor
 
     @classmethod
     def read(cls, *, every: int, pieces: int) -> Text:
-        """Of every n-th module, the tables of `encodings` left out."""
+        """Read every n-th module, without the tables of `encodings`."""
         modules = (d for d in StdlibSource().documents() if not d.id.startswith("encodings/"))
         split = hold_out(islice(modules, 0, None, every), fraction=0.15)
         tokenizer = BpeTokenizer.train((), vocab_size=VOCAB)
@@ -76,7 +76,7 @@ class Text:
 
 
 def cut(store: TokenStore, size: int) -> Iterator[torch.Tensor]:
-    """Pieces of exactly `size` tokens, one of each document in turn until all are used up."""
+    """Pieces of exactly `size` tokens, one from each document in turn until all are used."""
     most = int(store.lengths.max()) // size
     for turn in range(most):
         for document in range(store.num_documents):
@@ -86,14 +86,14 @@ def cut(store: TokenStore, size: int) -> Iterator[torch.Tensor]:
 
 
 def measure(encoding: str, seed: int, steps: int, text: Text, device: str) -> list[Row]:
-    """Train one model; a row for each way to read it and each group of positions."""
+    """Train one model; return a row for each way to evaluate it and each group of positions."""
     sort, positions = TRAINED[encoding]
     model = init_weights(Transformer(config(positions), device=device), seed)
     train = TrainConfig(
         steps=steps, seed=seed, optimizer=OptimizerConfig(kind="muon", lr=0.02),
         schedule=ScheduleConfig(kind="wsd", warmup_steps=steps // 20, decay_share=0.5),
     )  # fmt: skip
-    # whole: rows are shuffled, where a stream would show 300 steps a handful of modules
+    # packing "whole" shuffles rows; a stream would show 300 steps only a few modules
     data = DataConfig(context=L, rows=ROWS, seed=seed, packing="whole")
     fit(train, model, Loader({"text": text.train}, data))
     pieces = text.pieces.to(device)
@@ -102,7 +102,7 @@ def measure(encoding: str, seed: int, steps: int, text: Text, device: str) -> li
     for reading, read_as in readings(model.config).items():
         reader = Transformer(read_as, device=device)
         reader.load_state_dict(model.state_dict())
-        loss = whole(reader, pieces)
+        loss = full_context(reader, pieces)
         for start in range(0, LONGER * L, GROUP):
             group = slice(start, start + GROUP)
             rows.append(
@@ -124,8 +124,8 @@ def measure(encoding: str, seed: int, steps: int, text: Text, device: str) -> li
     return rows
 
 
-def whole(model: Transformer, pieces: torch.Tensor) -> torch.Tensor:
-    """[N, 4 L] nats with all of the piece before each token; [N, L] of a model that refuses to go further."""
+def full_context(model: Transformer, pieces: torch.Tensor) -> torch.Tensor:
+    """[N, 4 L] nats with all earlier tokens of the piece; [N, L] for a model that refuses longer inputs."""
     try:
         return losses(model, pieces)
     except ArgumentError:
@@ -133,7 +133,7 @@ def whole(model: Transformer, pieces: torch.Tensor) -> torch.Tensor:
 
 
 def in_windows(model: Transformer, pieces: torch.Tensor) -> torch.Tensor:
-    """[N, 4 L] nats of the same tokens, from windows of L that begin every L/2: the second half of each is kept."""
+    """[N, 4 L] nats of the same tokens, from windows of L that start every L/2; the second half of each is used."""
     windows = pieces.unfold(1, L + 1, L // 2)  # [N, W, L + 1]
     found = losses(model, windows.flatten(0, 1)).unflatten(0, windows.shape[:2])
     return torch.cat((found[:, 0, : L // 2], found[:, :, L // 2 :].flatten(1)), 1)
@@ -147,9 +147,9 @@ def losses(model: Transformer, pieces: torch.Tensor, chunk: int = 4096) -> torch
     found = []
     for part in pieces.split(max(chunk // T, 1)):
         ids, targets = part[:, :-1].flatten(), part[:, 1:].flatten()
-        edges = torch.arange(0, len(ids) + 1, T, dtype=torch.int32, device=ids.device)
+        cu_seqlens = torch.arange(0, len(ids) + 1, T, dtype=torch.int32, device=ids.device)
         positions = torch.arange(T, device=ids.device).repeat(len(part))
-        hidden = model(ids, positions, edges, T).hidden
+        hidden = model(ids, positions, cu_seqlens, T).hidden
         logit, lse = ops.linear_cross_entropy(hidden, model.head_weight, targets)
         found.append((lse - logit).view(len(part), T))
     return torch.cat(found).double()

@@ -1,9 +1,9 @@
-"""RoPE's inner product depends on m - n alone, as far as the arithmetic lets it.
+"""RoPE's inner product depends on m - n only, within the precision of the arithmetic.
 
     <R(m) q, R(n) k> = <R(m + s) q, R(n + s) k>        for all shifts s
 
-What stands in the way is the angle, position times speed: its spacing grows with the position, and cos and sin of it
-are then those of another place. bf16 has 8 bits: it does not tell position 257 from 256.
+The error comes from the angle, position times frequency: its rounding error grows with the position, which makes cos
+and sin those of another angle. bf16 has 8 bits: it cannot represent position 257 and rounds it to 256.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from bagu.nn.positions import rope_speeds
 
 HEAD, DRAWS = 128, 256
 DISTANCES = (0, 1, 8, 64, 512)
-# what cos and sin are made from, what they are kept in, and what q and k are
+# dtype of the angles, dtype of cos and sin, dtype of q and k
 ARITHMETIC: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype]] = {
-    "fp64 angles": (torch.float64, torch.float32, torch.float32),  # as bagu.nn makes them
+    "fp64 angles": (torch.float64, torch.float32, torch.float32),  # as in bagu.nn
     "fp32 angles": (torch.float32, torch.float32, torch.float32),
     "bf16 angles": (torch.bfloat16, torch.bfloat16, torch.float32),
     "bf16 cos and sin": (torch.float64, torch.bfloat16, torch.float32),
@@ -28,7 +28,7 @@ ARITHMETIC: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype]] = {
 
 
 def measure(arithmetic: str, shifts: tuple[int, ...], device: str) -> list[Row]:
-    """How far the inner product moves with the shift, over random q and k at several distances."""
+    """The change of the inner product with the shift, over random q and k at several distances."""
     still = products(arithmetic, 0, device)
     rows: list[Row] = []
     for shift in shifts:
@@ -46,9 +46,9 @@ def measure(arithmetic: str, shifts: tuple[int, ...], device: str) -> list[Row]:
 
 
 def products(arithmetic: str, shift: int, device: str) -> torch.Tensor:
-    """[distances, draws]: <R(shift + distance) q, R(shift) k> / |q||k|, the sums in fp64."""
+    """[distances, draws]: <R(shift + distance) q, R(shift) k> / |q||k|, summed in fp64."""
     dtype = ARITHMETIC[arithmetic][2]
-    generator = torch.Generator().manual_seed(0)  # the same q and k at every shift and in every arithmetic
+    generator = torch.Generator().manual_seed(0)  # the same q and k for every shift and precision
     q, k = torch.randn(2, DRAWS, HEAD, generator=generator).to(device, dtype).unbind()
     distances = torch.tensor(DISTANCES, device=device)
     turned_q, turned_k = (
@@ -59,7 +59,7 @@ def products(arithmetic: str, shift: int, device: str) -> torch.Tensor:
 
 
 def tables(arithmetic: str, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) [positions, pairs] as `ops.rope` takes them: fp32, with what the narrower dtypes lost on the way."""
+    """(cos, sin) [positions, pairs] as `ops.rope` expects them: fp32, after rounding to the narrower dtypes."""
     made, kept, _ = ARITHMETIC[arithmetic]
     speeds, _ = rope_speeds(Rope(), HEAD)
     angle = positions.to(made).outer(speeds.to(positions.device, made))

@@ -1,15 +1,15 @@
-"""Pre-norm and post-norm: how large the gradients of each layer are before the first step, and what that asks of Adam.
+"""Pre-norm and post-norm: the gradients of each layer before the first step, and whether Adam needs warmup.
 
     post   x ← norm(x + f(x))          pre        x ← x + f(norm(x))
     none   x ← x + 0.2 f(x / β)        sandwich   x ← x + norm(f(norm(x)))
 
-Two initialisations: "plain" as in the first Transformers, deviation 1/√D for every matrix; "scaled" as in GPT-2, where
-the matrices that write to the stream are divided by √(2 · layers). A model without norms has one of its own.
+Two initializations: "plain" as in the first Transformers, standard deviation 1/√D for every matrix; "scaled" as in
+GPT-2, where the output projections are divided by √(2 · layers). A model without norms has its own initialization.
 Theory of the gradients: https://arxiv.org/abs/2002.04745.
 
-The learning rates belong to their depth and number of steps. A longer run gets over a bad start: after 16 to 20 steps
-(6 and 8 layers) pre-norm too is stable at 2.4 to 3.7 times the learning rate with warm-up, after 50 no longer. In a
-shallower model post-norm gains less: ×1.5 at 4 layers. So a quick run shows the gradients, and no more than a hint of
+The learning rates depend on depth and number of steps. A longer run recovers from a bad start: after 16 to 20 steps (6
+and 8 layers) pre-norm too is stable at 2.4 to 3.7 times the learning rate with warmup, after 50 steps no longer. In a
+shallower model post-norm gains less: ×1.5 at 4 layers. A quick run therefore shows the gradients, and only a hint of
 the rest.
 """
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NEEDS = 2.0  # a placement needs warm-up when it makes the largest stable learning rate so many times larger
-LARGER = 2.0  # post-norm's last gradient counts as larger from so many times pre-norm's on
+NEEDS = 2.0  # a placement needs warmup if it raises the largest stable learning rate by this factor
+LARGER = 2.0  # post-norm's last gradient counts as larger from this multiple of pre-norm's
 VARIANTS = (
     Variant("post", "plain"), Variant("pre", "plain"), Variant("post", "scaled"), Variant("pre", "scaled"),
     Variant("sandwich", "scaled"), Variant("none", "own"),
@@ -72,20 +72,20 @@ def run(setting: Setting) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What the rows say of one variant."""
+    """The measurements of one variant."""
 
     last_gradient: dict[int, float]  # of the last layer, by depth
-    without: list[float]  # largest stable learning rates, a seed each; LOWEST where none was
+    without: list[float]  # largest stable learning rate per seed; LOWEST if none was stable
     with_warmup: list[float]
 
     @property
     def gain(self) -> float:
-        """How many times larger the largest stable learning rate is with warm-up, by the medians of the seeds."""
+        """The factor by which warmup raises the largest stable learning rate, from the medians over seeds."""
         return statistics.median(self.with_warmup) / statistics.median(self.without)
 
     @property
     def needs_warmup(self) -> bool:
-        """Whether the gain is large, and larger than what the seed does: their ranges do not meet."""
+        """Whether the gain is large, and larger than the effect of the seed: their ranges do not overlap."""
         return self.gain >= NEEDS and min(self.with_warmup) > max(self.without)
 
 
@@ -114,8 +114,8 @@ def stable(row: Row) -> float:
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Held when for both initialisations post-norm needs warm-up, pre-norm does not, and post-norm's last gradient is
-    the larger in the deepest model."""
+    """Held if for both initializations post-norm needs warmup, pre-norm does not, and post-norm's last gradient is
+    larger in the deepest model."""
     found = findings(rows)
     deepest = max(found[RATED[0]].last_gradient)
     agree, parts_en, parts_zh = [], [], []
@@ -125,7 +125,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         if post.needs_warmup and not pre.needs_warmup and ratio >= LARGER:
             agree.append((init, zh))
         parts_en.append(
-            f"{init.capitalize()} initialisation: post-norm's last gradient is ×{ratio:.2g} pre-norm's at {deepest} "
+            f"{init.capitalize()} initialization: post-norm's last gradient is ×{ratio:.2g} pre-norm's at {deepest} "
             f"layers; the largest stable learning rate is {shown(post)} for post-norm and {shown(pre)} for pre-norm"
         )
         parts_zh.append(
@@ -135,21 +135,21 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     none = found[Variant("none", "own")]
     kind: Kind = ("did not hold", "holds only where", "held")[len(agree)]
     where_en = (
-        f"Only with the {agree[0][0]} initialisation" if len(agree) == 1 else "With both" if agree else "With neither"
+        f"Only with the {agree[0][0]} initialization" if len(agree) == 1 else "With both" if agree else "With neither"
     )
     where_zh = (
         "两种初始化都成立" if len(agree) == 2 else f"仅{agree[0][1]}初始化下成立" if agree else "两种初始化下都不成立"
     )
     return Verdict(
         kind=kind,
-        sentence_en=f"{where_en}. {'. '.join(parts_en)}. Without norms it is {shown(none)} (→: with warm-up; "
-        "medians and ranges of the seeds).",
+        sentence_en=f"{where_en}. {'. '.join(parts_en)}. Without norms it is {shown(none)} (→: with warmup; "
+        "medians and ranges over the seeds).",
         sentence_zh=f"{where_zh}。{'；'.join(parts_zh)}；无归一化时为 {shown(none)}（中位数与各种子的范围）。",
     )
 
 
 def shown(found: Finding) -> str:
-    """Without → with warm-up: the medians, and the seeds' ranges where they have one."""
+    """Without → with warmup: the medians, and the ranges over seeds if there are several."""
     each = []
     for rates in (found.without, found.with_warmup):
         low, high = f"{min(rates):.2g}", f"{max(rates):.2g}"
@@ -179,14 +179,14 @@ def plot(fig: Figure, rows: Sequence[Row]) -> None:
 
 
 def plot_rates(axes: Axes, rows: Sequence[Row]) -> None:
-    """A line a variant: the median with and without warm-up, and the seeds' range."""
+    """A line per variant: the median with and without warmup, and the range over seeds."""
     for at, (variant, found) in enumerate(findings(rows).items()):
         colour = COLOURS[VARIANTS.index(variant)]
         for rates, offset, fill in ((found.without, -0.12, "white"), (found.with_warmup, 0.12, colour)):
             axes.plot((min(rates), max(rates)), (at + offset,) * 2, color=colour)
             axes.plot(statistics.median(rates), at + offset, "o", color=colour, markerfacecolor=fill)
     axes.set_yticks(range(len(RATED)), [variant.label for variant in RATED])
-    axes.set(xscale="log", xlabel="hollow: no warm-up; filled: warm-up", title="Largest stable learning rate")
+    axes.set(xscale="log", xlabel="hollow: no warmup; filled: warmup", title="Largest stable learning rate")
     axes.invert_yaxis()
 
 
@@ -194,17 +194,17 @@ LAB = Lab(
     name="prenorm_postnorm",
     title_en="Pre-norm and post-norm",
     title_zh="Pre-norm 与 post-norm",
-    claim_en="Post-norm needs learning-rate warm-up and pre-norm does not, because post-norm's gradients near the "
-    "output stay large however deep the model is.",
+    claim_en="Post-norm needs learning-rate warmup and pre-norm does not, because post-norm's gradients near the "
+    "output stay large at any depth.",
     claim_zh="Post-norm 必须预热学习率而 pre-norm 不必：post-norm 靠近输出层的梯度不随深度减小，始终很大。",
     regime=f"LayerNorm, D = {D}, vocabulary {VOCAB}, fp32, one batch of {CONTEXT} tokens of the standard library. Adam "
-    "(0.9, 0.98), no clipping, no decay. Learning rates: 8 layers (quick: 4), 50 steps (20) after a warm-up of 20 (8).",
-    varies="Placement of the norm (post, pre, sandwich, none with scaled residuals); matrices that write to the stream "
-    "at 1/√D (plain) or divided by √(2 · layers) as in GPT-2 (scaled); depth, 8 to 128; with and without warm-up.",
+    "(0.9, 0.98), no clipping, no decay. Learning rates: 8 layers (quick: 4), 50 steps (20) after a warmup of 20 (8).",
+    varies="Placement of the norm (post, pre, sandwich, none with scaled residuals); output projections "
+    "at 1/√D (plain) or divided by √(2 · layers) as in GPT-2 (scaled); depth, 8 to 128; with and without warmup.",
     measures="Gradient norm of each layer before the first step; the largest learning rate (bisection from 1e-3 to 1) "
     f"with which the last five losses are below {LEARNED:.0%} of the entropy of the token frequencies. "
-    f"Three seeds (quick: one). Warm-up is needed where it makes the median at least ×{NEEDS:g} and "
-    "the seeds' ranges do not meet.",
+    f"Three seeds (quick: one). Warmup is needed if it raises the median at least ×{NEEDS:g} and "
+    "the ranges over seeds do not overlap.",
     needs_gpu=False,
     run=run,
     verdict=verdict,

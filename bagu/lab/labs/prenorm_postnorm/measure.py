@@ -1,8 +1,8 @@
-"""What is measured of one variant: gradient norms before training, and the largest stable learning rate.
+"""Measurements of one variant: gradient norms before training, and the largest stable learning rate.
 
-A learning rate is stable when a model learns one batch by heart with it. One that fails ends with the same prediction
-for every token, at the entropy of the batch's token frequencies, which is why LEARNED is a share of that entropy. One
-batch makes a run short and free of noise; nothing is clipped, since clipping would be another cure.
+A learning rate is stable if a model can overfit one batch with it. A failed run ends with the same prediction for every
+token, at the entropy of the batch's token frequencies; LEARNED is therefore a fraction of that entropy. One batch makes
+a run short and free of noise. There is no clipping, because clipping is another remedy.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from bagu.types import Batch
 __all__ = ["CONTEXT", "LEARNED", "LOWEST", "VOCAB", "D", "Variant", "batches", "gradient_rows", "largest_stable"]
 
 D, VOCAB, CONTEXT = 32, 512, 64
-LOWEST, HIGHEST = 1e-3, 1.0  # learning rates to bisect between
-LEARNED = 0.75  # of the entropy of the token frequencies: less than this is more than frequencies
+LOWEST, HIGHEST = 1e-3, 1.0  # range of learning rates for the bisection
+LEARNED = 0.75  # of the entropy of the token frequencies: a loss below it needs more than the frequencies
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def build(variant: Variant, layers: int, seed: int) -> Transformer:
         )
     )  # fmt: skip
     init_weights(model, seed)
-    if variant.init == "plain":  # undo the division of nn/init.py
+    if variant.init == "plain":  # undo the scaling of nn/init.py
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if name.endswith((".attention.out.weight", ".ffn.down.weight")):
@@ -69,8 +69,8 @@ def batches(seeds: Sequence[int]) -> dict[int, tuple[Batch, ...]]:
 
 
 def gradient_rows(variant: Variant, depth: int, data: Mapping[int, tuple[Batch, ...]]) -> list[Row]:
-    """The norm of the gradient of all parameters of a layer, for eight layers from the first to the last: the mean
-    over seeds."""
+    """The gradient norm over all parameters of a layer, for eight layers from the first to the last: the mean over
+    seeds."""
     norms = []
     for seed, batch in data.items():
         model = build(variant, depth, seed)
@@ -93,7 +93,7 @@ def gradient_rows(variant: Variant, depth: int, data: Mapping[int, tuple[Batch, 
 def largest_stable(
     variant: Variant, layers: int, batch: tuple[Batch, ...], seed: int, *, warmup: int, steps: int, halvings: int
 ) -> float | None:
-    """By bisection of the logarithm; None where no learning rate that was tried is stable."""
+    """By bisection of the logarithm; None if no tested learning rate is stable."""
     low, high, found = math.log(LOWEST), math.log(HIGHEST), None
     for _ in range(halvings):
         lr = math.exp((low + high) / 2)
@@ -105,9 +105,9 @@ def largest_stable(
 
 
 def learns(model: Transformer, batch: tuple[Batch, ...], lr: float, *, warmup: int, steps: int, seed: int) -> bool:
-    """Whether each of the last five losses on the batch is below LEARNED of its frequencies' entropy.
+    """Whether each of the last five losses on the batch is below LEARNED of the entropy of its frequencies.
 
-    `steps` are made after the warm-up, so that both kinds of run have as many at the full learning rate.
+    `steps` come after the warmup, so that both kinds of run have the same number at the full learning rate.
     """
     config = TrainConfig(
         steps=warmup + steps, seed=seed, clip=None, stability=StabilityConfig(spike_threshold=None),
@@ -126,6 +126,6 @@ def learns(model: Transformer, batch: tuple[Batch, ...], lr: float, *, warmup: i
 
 
 def entropy(targets: torch.Tensor) -> float:
-    """Of the frequencies of the tokens to predict, in nats."""
+    """Entropy of the frequencies of the target tokens, in nats."""
     counts = targets[targets >= 0].unique(return_counts=True)[1].double()
     return torch.special.entr(counts / counts.sum()).sum().item()

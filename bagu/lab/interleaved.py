@@ -1,4 +1,4 @@
-"""Several ways to do one thing, timed in turns: a busy moment of the machine does not hit one of them alone."""
+"""Interleaved timing: several implementations are timed in turn, so that other load on the machine affects all."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ ROUNDS = 3
 
 
 def best_times(ways: Mapping[str, Callable[[], object]], device: str, *, seconds: float) -> dict[str, float]:
-    """Seconds of a call of each: the best of three medians, since what else the machine does can only slow it.
+    """Seconds per call of each: the best of three medians, because other load can only make a call slower.
 
-    Each round samples a way for `seconds`, at least once. The caches are not flushed: data stay in the one they fit.
+    Each round samples an implementation for `seconds`, at least once. Caches are not flushed: data that fit stay there.
     """
     best = dict.fromkeys(ways, inf)
     for _ in range(ROUNDS):
