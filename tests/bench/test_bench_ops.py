@@ -91,9 +91,9 @@ def test_wrong_names_give_a_hint_and_no_traceback(
     argv: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_cli("bench", "ops", "--quick", *argv) == 2
-    told = capsys.readouterr()
-    assert message in told.err and hint in told.err
-    assert "Traceback" not in told.err and told.out == ""
+    output = capsys.readouterr()
+    assert message in output.err and hint in output.err
+    assert "Traceback" not in output.err and output.out == ""
 
 
 def test_backends_are_chosen_by_device() -> None:

@@ -170,9 +170,9 @@ def test_inference_speed_is_the_median_of_the_latest_run() -> None:
 
 def test_latencies_have_their_own_table() -> None:
     waits = {f"{p}_{name}_ms": 1.5 for p in ("p50", "p99") for name in ("ttft", "tpot")}
-    served = {
+    server = {
         "system": "serve", "model_id": "demo", "max_concurrency": 8, "request_rate": "inf", "inputs": "32-128",
         "output_throughput": 1234.0, "server_cpu_us_per_token": 38.4, "env": generated("bagu", 1.0)["env"], **waits,
     }  # fmt: skip
-    text = serve_table.render([generated("bagu", 1.0), served], "en")
+    text = serve_table.render([generated("bagu", 1.0), server], "en")
     assert "| h200 | `demo`: closed loop of 8 | 1,234 | 1.5 / 1.5 ms | 1.5 / 1.5 ms | 38 µs |" in text

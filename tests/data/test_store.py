@@ -124,8 +124,8 @@ def test_a_full_disk_is_an_error_and_other_stores_stay(tmp_path: Path, monkeypat
 def test_an_incomplete_store_is_refused(tmp_path: Path, name: str) -> None:
     on_disk(token_documents([[1, 2, 3], [4]]), tmp_path, token_bytes=ONES, facts={"source": "some text"})
     (folder,) = tmp_path.iterdir()
-    whole = (folder / name).read_bytes()
-    for content in (whole[:-2], whole[:20], b"", None):
+    complete = (folder / name).read_bytes()
+    for content in (complete[:-2], complete[:20], b"", None):
         if content is None:
             (folder / name).unlink()
         else:

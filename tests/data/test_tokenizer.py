@@ -172,8 +172,8 @@ def test_tokenizers_of_other_libraries_load(tmp_path: Path) -> None:
         "eos_token": {"content": "<|stop|>", "special": True},
         "chat_template": [{"name": "default", "template": "t"}],
     }
-    told = BpeTokenizer.load(save_foreign(tmp_path / "told", made, config))
-    assert (told.eos_id, told.chat_template) == (made.token_to_id("<|stop|>"), "t")
+    configured = BpeTokenizer.load(save_foreign(tmp_path / "configured", made, config))
+    assert (configured.eos_id, configured.chat_template) == (made.token_to_id("<|stop|>"), "t")
 
 
 def test_vocab_size_counts_unused_ids(tmp_path: Path) -> None:

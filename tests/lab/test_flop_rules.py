@@ -52,5 +52,5 @@ def test_the_verdict_follows_the_numbers() -> None:
 
 def test_the_crossing_is_in_the_sentence() -> None:
     # 6ND / count falls from 1 to 0.8 between 100 and 200 tokens, so count / 6ND is 1 / 0.9 at 144
-    told = flop_rules.verdict(rows(1, 0, -20)).sentence_en
-    assert "up to a context of 1.4·d to 1.4·d tokens" in told
+    sentence = flop_rules.verdict(rows(1, 0, -20)).sentence_en
+    assert "up to a context of 1.4·d to 1.4·d tokens" in sentence

@@ -43,7 +43,7 @@ def test_the_verdict_flips() -> None:
     some = positions.verdict(made_up(ALL_GOOD | {"RoPE": 20.0}))
     assert some.kind == "holds only where"
     assert "Gets worse: sinusoidal +20.0 ± 0.0 %, RoPE +20.0 ± 0.0 %" in some.sentence_en
-    assert "Refuses to go on: learned." in some.sentence_en
+    assert "Refuses longer inputs: learned." in some.sentence_en
     assert positions.verdict(made_up(ALL_GOOD | {"sinusoidal": 0.0})).kind == "holds only where"
     assert positions.verdict(made_up(ALL_GOOD | {"RoPE": 9.0, "ALiBi": 9.0, "T5": 9.0})).kind == "did not hold"
 

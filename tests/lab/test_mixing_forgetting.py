@@ -64,6 +64,6 @@ def test_a_learning_rate_that_forgets_nothing_has_nothing_to_stop() -> None:
 
 def test_the_cost_is_the_lost_gain_on_new_text() -> None:
     made = rows({(100.0, 0): 1.0, (100.0, 5): 0.5, (100.0, 10): 0.3, (100.0, 100): 0.125})
-    told = lab.verdict(made).sentence_en
-    assert "10 % of old text reduces the gain on new text by 5 %" in told
-    assert "on old text alone it moves by +0.12" in told
+    sentence = lab.verdict(made).sentence_en
+    assert "10 % of old text reduces the gain on new text by 5 %" in sentence
+    assert "on old text alone it changes by +0.12" in sentence

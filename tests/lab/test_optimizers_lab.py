@@ -44,7 +44,7 @@ def test_the_verdict_names_where_and_what_failed() -> None:
         row("network", "damped newton", 8, 1e6),
     ]
     sentence = optimizers.verdict(rows).sentence_en
-    assert "fewest steps on quadratic κ = 100, network; the least time as well on quadratic κ = 100." in sentence
+    assert "fewest steps on quadratic κ = 100, network; also the least time on quadratic κ = 100." in sentence
     assert "damped newton: 8 × 1e+03 ms" in sentence
     assert "undamped it does not reach the target" in sentence
     assert "138 TB" in sentence

@@ -54,7 +54,7 @@ def test_the_verdict_flips() -> None:
     assert lab.verdict(rows(gradient=0.6)).kind == "did not hold"  # the effect without the cause
     partly = lab.verdict(rows(scaled_post=NOISY))
     assert partly.kind == "holds only where"
-    assert partly.sentence_en.startswith("Only with the plain initialisation.")
+    assert partly.sentence_en.startswith("Only with the plain initialization.")
     assert "0.004 [0.003–0.005] → 0.02 [0.01–0.03] for post-norm" in partly.sentence_en
 
 

@@ -49,9 +49,9 @@ def test_cached_logits_equal_the_full_sequence(name: str) -> None:
     """A prefill in two chunks, single tokens, and a document that starts late."""
     model, lengths = make(CONFIGS[name], torch.float64).eval(), [11, 14, 3]
     batch = packed(lengths)
-    whole = model.logits(model(*batch).hidden).split(lengths)
+    full = model.logits(model(*batch).hidden).split(lengths)
     cut = in_steps(model, list(batch[0].split(lengths)), [[5, 1, 0], [1, 1, 0], [1, 2, 3], [4, 10, 0]])
-    for a, b in zip(whole, cut, strict=True):
+    for a, b in zip(full, cut, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
@@ -64,8 +64,8 @@ def test_any_chunking_gives_the_same_logits(cuts: list[tuple[int, int]]) -> None
     for i in range(2):
         steps[0][i] += lengths[i] - sum(s[i] for s in steps)
     model, batch = make(small(windows=(3, None)), torch.float64), packed(lengths)
-    whole = model.logits(model(*batch).hidden).split(lengths)
-    for a, b in zip(whole, in_steps(model, list(batch[0].split(lengths)), steps), strict=True):
+    full = model.logits(model(*batch).hidden).split(lengths)
+    for a, b in zip(full, in_steps(model, list(batch[0].split(lengths)), steps), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 

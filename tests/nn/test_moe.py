@@ -62,10 +62,10 @@ def test_a_token_has_the_same_bits_alone_and_in_a_batch_in_invariant_mode(moe: M
     module = make(small(num_layers=1, moe=moe), torch.float32, louder=20.0).blocks[0].ffn
     x = torch.randn(37, module.router.weight.shape[1], generator=torch.Generator().manual_seed(3))
     with ops.invariant(), torch.inference_mode():
-        whole = module(x)[0]
+        full = module(x)[0]
         for start, stop in [*((i, i + 1) for i in range(37)), (0, 16), (5, 36), (30, 37)]:
             part = module(x[start:stop])[0]
-            assert torch.equal(part, whole[start:stop]), f"tokens {start} to {stop}"
+            assert torch.equal(part, full[start:stop]), f"tokens {start} to {stop}"
 
 
 def test_the_sigmoid_of_invariant_mode_has_a_gradient_everywhere() -> None:
