@@ -118,7 +118,7 @@ def scripted(path: Path, environ: Mapping[str, str] | None = None) -> list[dict[
 
 
 def _streams(found: dict[str, Any]) -> int | None:
-    said = re.search(r"(\d+) streams?\b", str(found.get("what", "")))
+    match = re.search(r"(\d+) streams?\b", str(found.get("what", "")))
     if "streams" in found:
         return int(found["streams"])
-    return int(said[1]) if said else None
+    return int(match[1]) if match else None

@@ -70,9 +70,9 @@ class Server:
 
     def json(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON answer of `path`, to a POST if there is a `body`."""
-        said = self.read(path, body)
+        text = self.read(path, body)
         try:
-            return json.loads(said)
+            return json.loads(text)
         except ValueError as error:
             raise BaguError(f"cannot read {self.url}{path}: {error}") from error
 
@@ -84,8 +84,8 @@ class Server:
             with opener.open(request, timeout=60) as response:
                 return str(response.read().decode())
         except urllib.error.HTTPError as error:
-            said = error.read(300).decode(errors="replace")
-            raise NoAnswer(f"{self.url}{path} answered {error.code}: {said}") from error
+            text = error.read(300).decode(errors="replace")
+            raise NoAnswer(f"{self.url}{path} answered {error.code}: {text}") from error
         except (OSError, ValueError) as error:
             hint = "check that it is running; `bagu serve MODEL` starts one"
             raise BaguError(f"cannot read {self.url}{path}: {error}", hint=hint) from error
@@ -193,8 +193,8 @@ def _events(received: Received) -> Iterator[tuple[float, str]]:
     head, found, _ = raw.partition(b"\r\n\r\n")
     status = head.split(b" ", 2)[1:2]
     if not found or status != [b"200"]:
-        said = raw[len(head) + 4 :][:300].decode(errors="replace")
-        raise BaguError(f"status {b''.join(status).decode() or 'missing'}: {said or 'nothing'}")
+        text = raw[len(head) + 4 :][:300].decode(errors="replace")
+        raise BaguError(f"status {b''.join(status).decode() or 'missing'}: {text or 'nothing'}")
     chunked = b"transfer-encoding: chunked" in head.lower()
     pending = b""
     for end, data in _chunks(raw, len(head) + 4) if chunked else [(len(raw), raw[len(head) + 4 :])]:

@@ -67,9 +67,9 @@ def _block(key: tuple[str, str, str], rows: Sequence[Row]) -> list[list[str]]:
     for name, all_of in implementations.items():
         run = [r for r in all_of if r["env"]["time"] == max(r["env"]["time"] for r in all_of)]
         ours, rate = run[0]["implementation"] == "bagu", statistics.median(r["tokens_per_s"] for r in run)
-        beside = [r for r in rows if r["env"]["time"] == run[0]["env"]["time"] and r["implementation"] != "bagu"]
+        peers = [r for r in rows if r["env"]["time"] == run[0]["env"]["time"] and r["implementation"] != "bagu"]
         rivals: dict[str, list[float]] = {}
-        for r in beside:
+        for r in peers:
             rivals.setdefault(r["implementation"], []).append(r["tokens_per_s"])
         best = max(map(statistics.median, rivals.values()), default=None)
         step = [r["step_s"] for r in run if r.get("step_s")]

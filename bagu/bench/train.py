@@ -105,8 +105,8 @@ def main(
         for peer in peers:
             if peer not in PEERS:
                 found = script_rates(Path(peer))[-1]
-                said = {"tokens_per_s": float(found["tokens_per_s"]), "reported": found}
-                rows.add([common | {"implementation": Path(peer).name} | said])
+                rate = {"tokens_per_s": float(found["tokens_per_s"]), "reported": found}
+                rows.add([common | {"implementation": Path(peer).name} | rate])
                 continue
             reset_device(where)
             with PEERS[peer](chosen, where, as_dtype) as one_step:

@@ -60,7 +60,7 @@ class StdlibSource:
         """(relative path, path) of every module, sorted."""
         skipped = INSTALLED if self.include_tests else INSTALLED | TESTS
         if not self.folder.is_dir():
-            hint = "it may be inside a zip file; train on text of your own instead"
+            hint = "it may be inside a zip file; train on your own text instead"
             raise BaguError(f"this Python's library is not a folder of files: {self.folder}", hint=hint)
         return [
             (name, path)
@@ -70,7 +70,7 @@ class StdlibSource:
 
 
 def decoded(data: bytes) -> str | None:
-    """Source code as text by the rules Python reads it by (PEP 263, newlines to \\n); None if those fail."""
+    """Decode source code as Python does (PEP 263, newlines to \\n); None if that fails."""
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         return io.TextIOWrapper(io.BytesIO(data), encoding).read()
@@ -79,14 +79,14 @@ def decoded(data: bytes) -> str | None:
 
 
 def sft_pairs(documents: Iterable[Document], *, max_bytes: int = 1024) -> Iterator[Conversation]:
-    """Chats made from the functions of Python modules: asked by name and docstring, answered by the code.
+    """Chats from the functions of Python modules: the question has the name and docstring, the answer is the code.
 
-    Functions and methods that have a docstring and something after it, of at most `max_bytes` as an answer, in the
-    order of the file. It takes documents, not a source, so that the pairs of held-out files stay held out.
+    Uses functions and methods with a docstring and a body, with answers of at most `max_bytes`, in the order of the
+    file. The argument is documents, not a source, so that pairs of held-out files stay held out.
     """
     for document in documents:
-        lines = document.text.split("\n")  # as `ast` counts them; splitlines() also cuts at form feeds
-        answers: set[str] = set()  # a platform's two branches may define one function twice
+        lines = document.text.split("\n")  # line numbers as in `ast`; splitlines() also splits at form feeds
+        answers: set[str] = set()  # two branches of a module may define the same function
         for function in functions(parsed(document.text)):
             summary = (ast.get_docstring(function) or "").strip().split("\n\n")[0]
             answer = without_docstring(function, lines, max_bytes) if summary else None
@@ -99,7 +99,7 @@ def sft_pairs(documents: Iterable[Document], *, max_bytes: int = 1024) -> Iterat
 
 
 def functions(node: ast.AST | None) -> Iterator[ast.FunctionDef]:
-    """All functions and methods in file order. Only statements are looked into: there are fewer of them than nodes."""
+    """All functions and methods in file order. Visits statements only, which are fewer than nodes."""
     for block in ("body", "handlers", "orelse", "finalbody", "cases"):
         statements = getattr(node, block, None)
         for statement in statements if isinstance(statements, list) else ():
@@ -109,10 +109,10 @@ def functions(node: ast.AST | None) -> Iterator[ast.FunctionDef]:
 
 
 def without_docstring(function: ast.FunctionDef, lines: list[str], max_bytes: int) -> str | None:
-    """The function's code from `def` on, dedented, its docstring cut out.
+    """The function's code from `def` on, dedented, without its docstring.
 
-    None when nothing is left, when it is longer than `max_bytes`, or when cutting out lines changes the code: where the
-    docstring shares a line with code, or where a string spans lines and dedenting reaches into it.
+    None if nothing is left, if it is longer than `max_bytes`, or if removing lines changes the code: the docstring
+    shares a line with code, or a string spans lines and dedenting would change it.
     """
     docstring, *body = function.body
     kept = lines[function.lineno - 1 : docstring.lineno - 1] + lines[docstring.end_lineno : function.end_lineno]
@@ -124,9 +124,9 @@ def without_docstring(function: ast.FunctionDef, lines: list[str], max_bytes: in
 
 
 def parsed(text: str) -> ast.Module | None:
-    """The syntax tree; None when the text is not Python of this version."""
+    """The syntax tree; None if the text is not valid Python of this version."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old modules escape what needs no escape
+        warnings.simplefilter("ignore")  # old modules have invalid escape sequences
         try:
             return ast.parse(text)
         except (SyntaxError, ValueError, RecursionError):  # ValueError: a null byte

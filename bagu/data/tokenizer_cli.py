@@ -91,12 +91,12 @@ def stats_main(tokenizer: Path, *, path: Path | None = None, max_mb: float = 8) 
 
 def _texts(path: Path | None, max_mb: float) -> list[str]:
     if not 0 < max_mb < float("inf"):
-        raise BaguError(f"--max-mb is {max_mb}", hint="give a number above 0; 64 is usual")
+        raise BaguError(f"--max-mb is {max_mb}", hint="give a number above 0; 64 is common")
     source: Source = StdlibSource() if path is None else open_source(path)
-    total = source.describe()["bytes"]  # on disk: of a compressed corpus the sample leans to its first files
+    total = source.describe()["bytes"]  # on disk: in a compressed corpus the sample favours the first files
     texts = list(sample(source.documents(), max_bytes=int(max_mb * MB), total_bytes=total))
     if not texts:
-        raise BaguError(f"a sample of {max_mb} MB of {total / MB:.1f} MB chose no text", hint="ask for more MB")
+        raise BaguError(f"a sample of {max_mb} MB of {total / MB:.1f} MB has no text", hint="give a larger --max-mb")
     return texts
 
 

@@ -132,7 +132,7 @@ def status(source: str) -> str:
     """The state of a C++ file on this machine: loaded, disabled, or the reason why PyTorch replaces it."""
     if not wanted():
         return "off: BAGU_NATIVE=0"
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         loaded = library(source) is not None
-    return "built and loaded" if loaded else "; ".join(str(w.message) for w in said) or f"{source} cannot be loaded"
+    return "built and loaded" if loaded else "; ".join(str(w.message) for w in caught) or f"{source} cannot be loaded"

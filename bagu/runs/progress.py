@@ -72,8 +72,8 @@ class TrainProgress(Observer):
 
     def on_event(self, kind: str, step: int, **facts: Any) -> None:
         if kind not in self._quiet:
-            said = ", ".join(f"{name} {_short(value)}" for name, value in facts.items())
-            text = f"{self.name} step {step}: {kind.replace('_', ' ')}" + (f" ({said})" if said else "")
+            details = ", ".join(f"{name} {_short(value)}" for name, value in facts.items())
+            text = f"{self.name} step {step}: {kind.replace('_', ' ')}" + (f" ({details})" if details else "")
             self.console.print(Text(text, style="yellow"), soft_wrap=True)  # style= would also colour the live line
 
     def on_sample(self, step: int, texts: Sequence[str]) -> None:

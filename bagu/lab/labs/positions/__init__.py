@@ -212,11 +212,11 @@ def plot_readings(axes: Axes, rows: Sequence[Row]) -> None:
     """The excess of each encoding past L, for each way to read it."""
     names = list(excesses(rows, AS_TRAINED))
     marks = {AS_TRAINED: "o", "window": "s", "YaRN": "^"}
-    for (reading, mark), colour, beside in zip(marks.items(), COLOURS, (-0.2, 0.0, 0.2), strict=False):
+    for (reading, mark), colour, offset in zip(marks.items(), COLOURS, (-0.2, 0.0, 0.2), strict=False):
         label: str | None = reading
         for name, e in excesses(rows, reading).items():
             if e.percent is not None:
-                at = names.index(name) + beside
+                at = names.index(name) + offset
                 axes.errorbar(e.percent, at, xerr=e.half_width, fmt=mark, color=colour, elinewidth=1, label=label)
                 label = None  # one entry in the legend
     for name, e in excesses(rows, AS_TRAINED).items():
