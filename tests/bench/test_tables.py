@@ -112,7 +112,7 @@ def test_a_page_without_marks_is_an_error_that_names_it(tmp_path: Path, capsys: 
     root = checkout(tmp_path, [])
     (root / "README.zh.md").write_text("no marks")
     assert tables.main(["--root", str(root)]) == 2
-    assert "README.zh.md has no place for the table" in capsys.readouterr().err
+    assert "README.zh.md has no marks for the table" in capsys.readouterr().err
     with pytest.raises(BaguError, match="README"):
         tables.updated(tables.END + tables.BEGIN, "", "README.md")
 

@@ -200,7 +200,7 @@ def test_bad_chats_and_templates_are_refused(tokenizer: BpeTokenizer) -> None:
         enc.encode([{"role": "user", "content": "\ud800"}])
     with pytest.raises(BaguError, match="line 2 of the chat template"):
         ChatTemplate(source="\n{% if %}").render([])
-    with pytest.raises(BaguError, match="refuses this chat: can only concatenate"):
+    with pytest.raises(BaguError, match="rejects this chat: can only concatenate"):
         ChatTemplate(source=CHATML).render([{"role": "user", "content": None}])
     with pytest.raises(BaguError, match="unsafe"):
         ChatTemplate(source="{{ messages.__class__.__mro__ }}").render([])

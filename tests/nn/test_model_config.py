@@ -82,7 +82,7 @@ def test_invalid_models_are_refused(changes: dict[str, Any], says: str) -> None:
         (lambda: MoEConfig(num_experts=4, top_k=1, expert_size=8, num_groups=4), "1 expert per group"),
         (lambda: MLAConfig(kv_rank=0, nope_dim=4, rope_dim=4, v_dim=6), "kv_rank = 0"),
         (lambda: Llama3Scaling(factor=8.0, low_freq_factor=4.0, high_freq_factor=1.0), "not below"),
-        (lambda: YarnScaling(factor=4.0, original_max_len=8, beta_fast=1.0, beta_slow=2.0), "not below"),
+        (lambda: YarnScaling(factor=4.0, original_max_len=8, beta_fast=1.0, beta_slow=2.0), "beta_slow <= beta_fast"),
         (lambda: T5Relative(buckets=6), "buckets = 6"),
         (lambda: T5Relative(buckets=32, max_distance=16), "max_distance = 16"),
     ],

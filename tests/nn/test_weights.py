@@ -237,14 +237,17 @@ def test_old_files_are_read(checkpoint: Callable[[str], Path], tmp_path: Path) -
         ),
         (
             lambda t: t | {"model.layers.0.self_attn.q_norm.weight": torch.ones(16)},
-            "q_norm.weight is not of this model",
+            "q_norm.weight is not in this model",
         ),
-        (lambda t: t | {"model.norm.weight": torch.ones(65)}, r"model.norm.weight \[65\] for \[64\] has another shape"),
+        (
+            lambda t: t | {"model.norm.weight": torch.ones(65)},
+            r"model.norm.weight \[65\] for \[64\] has a different shape",
+        ),
         (
             lambda t: (
                 t | {"model.layers.1.self_attn.k_proj.weight": torch.ones(64, 32)}
             ),  # the right number of elements
-            r"k_proj.weight \[64, 32\] for \[32, 64\] has another shape",
+            r"k_proj.weight \[64, 32\] for \[32, 64\] has a different shape",
         ),
     ],
 )

@@ -74,5 +74,5 @@ def test_without_a_login_it_says_what_to_do(tmp_path: Path) -> None:
     environ = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     environ |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_SILENT": "true"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
-    assert "BackendError: Weights & Biases did not begin a run" in done.stderr and "wandb login" in done.stderr
+    assert "BackendError: Weights & Biases could not start a run" in done.stderr and "wandb login" in done.stderr
     assert list(tmp_path.iterdir()) == []
