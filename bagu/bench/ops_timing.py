@@ -37,7 +37,7 @@ class Setting:
 
     @property
     def budget(self) -> int:
-        """Bytes that a forward may move. A GPU runs the cases unchanged, unless one needs an eighth of its memory."""
+        """Bytes that a forward may move. A GPU runs the cases unchanged, unless one moves an eighth of its memory."""
         if self.device.type != "cuda":
             return (8 if self.quick else 64) * MB
         return 256 * MB if self.quick else gpu(self.device).memory_bytes // 8

@@ -54,8 +54,8 @@ def deduplicate(
 ) -> tuple[list[Document], DedupReport]:
     """Remove documents that are near-duplicates of an earlier, kept document.
 
-    Every removed document is similar to a kept one by at least `threshold`. Similarity is not transitive: documents are
-    compared with kept ones only, so chains of similar documents are not removed.
+    Every removed document has a kept one with a similarity of at least `threshold`. Similarity is not transitive;
+    comparing with kept documents only prevents removals through chains of similar documents.
     """
     if not 0.5 <= threshold <= 1.0:  # at 0.5 LSH finds 87 % of the pairs, and fewer below
         raise BaguError(f"the similarity threshold is {threshold}", hint="use 0.5 to 1; 0.8 is common")
@@ -80,7 +80,7 @@ class Index:
         self.signatures: list[np.ndarray] = []
         self.digests: dict[bytes, int] = {}  # digest of a text -> index in kept
         self.buckets: dict[tuple[int, int], list[int]] = defaultdict(list)  # (band, key) -> indices
-        # Documents of one similar group are compared with the same few documents.
+        # A small cache is enough: documents of one similar group are compared with the same few documents.
         self.shingles_of = lru_cache(maxsize=64)(lambda place: self.shingler.shingles(self.kept[place].text))
 
     def add(self, document: Document) -> Duplicate | None:

@@ -115,7 +115,7 @@ class Mixture:
         due = np.floor(self.ideal(steps) + SLACK)
         ahead = np.maximum(self.ideal(steps) - due, 0)  # the fraction of the next row that is already due
         with np.errstate(divide="ignore", invalid="ignore"):
-            wait = np.where(ahead > SLACK, (1 - ahead) / self._shares_at(steps), np.inf)  # steps until that row is due
+            wait = np.where(ahead > SLACK, (1 - ahead) / self._shares_at(steps), np.inf)  # rows until it is due
         plan = zip(steps.tolist(), due.astype(np.int64).tolist(), wait.tolist(), strict=True)
         counts = [self._kept[block]]
         for step, step_due, step_wait in list(plan)[1:]:

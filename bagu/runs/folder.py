@@ -154,7 +154,7 @@ class RunRecorder(Observer):
         self.folder = folder
         self.others = [*([progress] if progress else []), *trackers]
         if tensorboard is None and environment.package_version("tensorboard") is None:
-            print("bagu: TensorBoard is not installed (pip install 'bagu[tensorboard]')", file=sys.stderr)
+            print("bagu: no event files: TensorBoard is missing (pip install 'bagu[tensorboard]')", file=sys.stderr)
         elif tensorboard is not False:
             self.others.append(TensorBoard(folder.tensorboard))
 

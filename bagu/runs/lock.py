@@ -80,7 +80,7 @@ def _is_running(owner: Mapping[str, Any]) -> bool:
 
 
 def _start_time(pid: int) -> str | None:
-    """The start time of a process in ticks since boot; None if unknown, or if the process is a zombie."""
+    """The start time of a process in ticks since boot; "zombie" if it is dead but not reaped; None if unknown."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:

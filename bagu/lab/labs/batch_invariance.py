@@ -163,7 +163,7 @@ def changed(row: Row) -> bool:
 
 
 def slower(rows: Sequence[Row]) -> dict[int, float]:
-    """By batch size: the tokens/s of the fast mode divided by those of the invariant mode, in fp32."""
+    """Tokens/s of the fast mode over those of the invariant mode in fp32, for the smallest and the largest batch."""
     rate = {
         (str(row["mode"]), int(number(row, "batch_sequences"))): number(row, "generated_tokens_per_s")
         for row in rows
