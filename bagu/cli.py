@@ -182,12 +182,12 @@ def serve(
     device: Device = None,
 ) -> None:
     """Start an OpenAI-compatible server, with a chat page at /."""
-    from bagu.recipes import serving
+    from bagu.recipes.serve import Loader, serve_main
     from bagu.serve.config import parse_bytes
 
-    serving.serve_main(
+    serve_main(
         model,
-        loader=serving.Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device),
+        loader=Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device),
         engine={
             "block_size": block_size, "gpu_memory_utilization": gpu_memory_utilization,
             "kv_memory": None if kv_memory is None else parse_bytes(kv_memory), "num_blocks": num_blocks,
@@ -217,12 +217,12 @@ def chat(
     device: Device = None,
 ) -> None:
     """Chat with a model in the terminal."""
-    from bagu.recipes import serving
+    from bagu.recipes.serve import Loader, chat_main
 
     given: dict[str, float | int | None] = {"temperature": temperature, "max_tokens": max_tokens}
     settings = {name: value for name, value in given.items() if value is not None}
-    loader = serving.Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device)
-    status = serving.chat_main(model, loader=loader, system=system, settings=settings, prompt=prompt, api_key=api_key)
+    loader = Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device)
+    status = chat_main(model, loader=loader, system=system, settings=settings, prompt=prompt, api_key=api_key)
     raise typer.Exit(status)
 
 
@@ -337,7 +337,7 @@ def bench_engine(
     """Measure the offline throughput of the engine. The default workload on a GPU is nano-vllm's."""
     user_environ = wait_briefly()  # must run before torch is imported
     from bagu.bench import engine as part
-    from bagu.recipes.serving import Loader
+    from bagu.recipes.serve import Loader
 
     load = None if model is None else Loader(model=model, dtype=dtype or "auto", device=device)
     status = part.main(
@@ -366,11 +366,11 @@ def bench_serve(
 ) -> None:
     """Measure latency under load: TTFT, TPOT, ITL and end to end, at p50, p90 and p99, as vLLM defines them."""
     from bagu.bench import serve as part
-    from bagu.recipes.served import served
+    from bagu.recipes.demo_server import running_server
 
     is_url = target.startswith(("http://", "https://"))
     status = part.main(
-        target if is_url else None, server=None if is_url else served(Path(target)), api_key=api_key,
+        target if is_url else None, server=None if is_url else running_server(Path(target)), api_key=api_key,
         requests=requests, inputs=inputs, outputs=outputs, shared_prefix=shared_prefix,
         max_concurrency=max_concurrency, request_rate=float("inf") if request_rate is None else request_rate,
         plot=plot, seed=seed, out=out, as_json=as_json,

@@ -30,9 +30,9 @@ from bagu.nn.sample import generate
 from bagu.recipes.demo_eval import eval_words, evaluate_stage
 from bagu.recipes.demo_plan import Pace, Plan, measured, revised, sft_steps
 from bagu.recipes.demo_report import Finished, farewell, report
+from bagu.recipes.demo_server import ask, can_serve, running_server, wait_for_interrupt
 from bagu.recipes.demo_sizes import CPU_SIZES, GPU, QUICK, Demo
 from bagu.recipes.run import Run
-from bagu.recipes.served import ask, can_serve, served, stay
 from bagu.recipes.tokenizer import train_tokenizer
 from bagu.recipes.training import Trained, train
 from bagu.recipes.yardsticks import Compressors, compressors, judge_code
@@ -125,12 +125,12 @@ def demo(
         return page
     with ExitStack() as up:
         with stages.stage("Serve it and ask it a question") as stage:
-            address = up.enter_context(served(out / "sft"))
+            address = up.enter_context(running_server(out / "sft"))
             answer = ask(address, str(asked[0].messages[0]["content"]), size.new_tokens)
             stage.result = f"{address} answered: {' '.join(answer.split())[:60]}"
         farewell(console, page, out, done, clock.spent())
         if console.is_terminal if keep is None else keep:
-            stay(address, console)
+            wait_for_interrupt(address, console)
     return page
 
 

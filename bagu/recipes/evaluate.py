@@ -36,7 +36,7 @@ def model_of(
         if tokenizer or device or dtype != "auto" or invariant:
             raise ArgumentError("--tokenizer, --device, --dtype and --invariant are the server's to choose")
         return ServerModel(model, api_key=api_key), {"url": model}
-    from bagu.recipes.serving import Loader
+    from bagu.recipes.serve import Loader
     from bagu.serve.config import EngineConfig
     from bagu.serve.engine import Engine
 

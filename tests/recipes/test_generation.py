@@ -14,9 +14,9 @@ from bagu.data.chat import DEFAULT_TEMPLATE
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.nn.hub import WeightsError
+from bagu.recipes.demo_server import running_server
 from bagu.recipes.generation import read_generation
 from bagu.recipes.models import save_model
-from bagu.recipes.served import served
 from bagu.serve.config import GenerationDefaults
 
 PROMPT = "def f(x):"
@@ -70,7 +70,7 @@ def test_a_server_stops_where_transformers_does_and_samples_as_the_file_says(tmp
     told = judge.generate(ids, do_sample=False, max_new_tokens=40)[0, ids.shape[1] :].tolist()
     assert told == free[: free.index(end) + 1]
 
-    with served(tmp_path) as address:
+    with running_server(tmp_path) as address:
 
         def ask(path: str, **body: Any) -> Any:
             data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}

@@ -19,7 +19,7 @@ from bagu.data.tokenizer import BpeTokenizer
 from bagu.recipes.catalogue import recipe, with_data
 from bagu.recipes.models import load_model
 from bagu.recipes.run import Run
-from bagu.recipes.serving import Loader
+from bagu.recipes.serve import Loader
 from bagu.recipes.training import train
 from bagu.runs.folder import Observer, RunFolder
 from bagu.serve.http.worker import embed

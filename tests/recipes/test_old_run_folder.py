@@ -17,7 +17,7 @@ from bagu.errors import BaguError
 from bagu.recipes.evaluate import training_texts
 from bagu.recipes.models import find_model, load_model
 from bagu.recipes.run import Run, load_run
-from bagu.recipes.serving import Loader
+from bagu.recipes.serve import Loader
 from bagu.recipes.training import train
 from bagu.runs.folder import RunFolder
 from bagu.train import checkpoint

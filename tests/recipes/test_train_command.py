@@ -96,7 +96,7 @@ def test_a_recipe_beside_a_config_is_refused(texts: Path, tmp_path: Path, capsys
 
 def test_a_chat_with_a_server_takes_no_options_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert bagu("chat", "http://localhost:1", "--device", "cpu", "--dtype", "fp32", "--prompt", "hello") == 2
-    assert "--device, --dtype: given with the address of a server" in capsys.readouterr().err
+    assert "--device, --dtype cannot be used with a server's URL" in capsys.readouterr().err
 
 
 def test_a_folder_of_two_kinds_of_files_needs_a_glob(

@@ -19,7 +19,7 @@ from tiny_server import MODEL, Running
 
 from bagu.errors import ArgumentError, BaguError
 from bagu.nn import ModelConfig, Transformer, init_weights
-from bagu.recipes.serving import Loader, chat_main
+from bagu.recipes.serve import Loader, chat_main
 from bagu.serve.chat import terminal
 from bagu.serve.chat.clients import EngineChat, HttpChat, Piece
 from bagu.serve.config import EngineConfig

@@ -1,4 +1,4 @@
-"""From MODEL to a server or a chat: the one place where models, tokenizers and the engine meet."""
+"""`bagu serve` and `bagu chat`: load the model and its tokenizer, then start the server or the terminal chat."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from bagu.machine.openmp import wait_briefly
 
 __all__ = ["Loader", "chat_main", "serve_main"]
 
-TEMPERATURE = 0.7  # of `bagu chat` with a model here, where neither the user nor the model says another
+TEMPERATURE = 0.7  # default of `bagu chat` with a local model, if neither the user nor generation_config.json sets one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loader:
-    """What the engine's process calls to get its model, tokenizer and chat encoder. Plain values: it is pickled."""
+    """Loads (model, tokenizer, chat encoder) in the engine process. It is pickled, so its fields are plain values."""
 
     model: str
     tokenizer: str | None = None
@@ -25,7 +25,6 @@ class Loader:
     device: str | None = None
 
     def __call__(self) -> tuple[Any, Any, Any]:
-
         from bagu.data.chat import ChatEncoder
         from bagu.data.tokenizer import BpeTokenizer
         from bagu.machine.device import named_device, named_dtype
@@ -38,7 +37,7 @@ class Loader:
         model = load_model(found, dtype=dtype, device=device)
         place = Path(self.tokenizer) if self.tokenizer else tokenizer_folder(found)
         if place is None:
-            raise BaguError(f"there is no tokenizer.json in {found}", hint="name one with --tokenizer")
+            raise BaguError(f"there is no tokenizer.json in {found}", hint="pass its folder with --tokenizer")
         tokenizer = BpeTokenizer.load(place)
         return model, tokenizer, ChatEncoder(tokenizer) if tokenizer.chat_template is not None else None
 
@@ -46,9 +45,9 @@ class Loader:
 def serve_main(
     model: str, *, loader: Loader, engine: dict[str, Any], server: dict[str, Any], generation_config: str = "auto"
 ) -> None:
-    """`bagu serve`: the HTTP server, with the engine in a process of its own. `generation_config` is a folder that has
-    one, "auto" for the model's own, or "none"."""
-    wait_briefly()  # inherited by the engine
+    """Run the HTTP server, with the engine in a separate process. `generation_config` is "auto" (read
+    generation_config.json from the model's folder), "none", or a folder that contains the file."""
+    wait_briefly()  # the engine process inherits this environment
     from bagu.recipes.generation import GENERATION_CONFIG, read_generation
     from bagu.recipes.models import find_model
     from bagu.serve.config import EngineConfig
@@ -58,9 +57,11 @@ def serve_main(
     if generation_config != "none":
         folder = found if generation_config == "auto" else Path(generation_config)
         if generation_config != "auto" and not (folder / GENERATION_CONFIG).is_file():
-            raise BaguError(f"there is no {folder / GENERATION_CONFIG}", hint="auto, none, or a folder that has one")
+            raise BaguError(
+                f"there is no {folder / GENERATION_CONFIG}", hint="use auto, none, or a folder with the file"
+            )
         engine = {**engine, "generation": read_generation(folder)}
-    threads = max(1, (os.cpu_count() or 2) - 1)  # one core is the server's and the tokenizer's
+    threads = max(1, (os.cpu_count() or 2) - 1)  # one core is left for the HTTP server and the tokenizer
     main(Path(model).name or model, load=loader, config=EngineConfig(threads=threads, **engine), **server)
 
 
@@ -73,8 +74,8 @@ def chat_main(
     prompt: str | None,
     api_key: str | None,
 ) -> int:
-    """`bagu chat`: MODEL, or the address of a server, in the terminal. What `settings` leave out is the server's
-    default, or the model's own, as its generation_config.json has it."""
+    """Chat in the terminal with a local model, or with a server if `model` is a URL. A setting that is not in
+    `settings` takes the server's default, or for a local model that of its generation_config.json."""
     wait_briefly()
     from bagu.recipes.generation import read_generation
     from bagu.recipes.models import find_model
@@ -84,7 +85,9 @@ def chat_main(
     if model.startswith(("http://", "https://")):
         given = [f"--{k}" for k in ("tokenizer", "device", "dtype") if getattr(loader, k) not in (None, "auto")]
         if given:
-            raise BaguError(f"{', '.join(given)}: given with the address of a server", hint="the server has chosen it")
+            raise BaguError(
+                f"{', '.join(given)} cannot be used with a server's URL", hint="set it where the server is started"
+            )
         return terminal.main(HttpChat(model, api_key=api_key), system=system, settings=settings, prompt=prompt)
     from bagu.serve.config import EngineConfig
     from bagu.serve.engine import Engine
@@ -92,7 +95,9 @@ def chat_main(
 
     loaded, tokenizer, encoder = loader()
     if encoder is None:
-        raise BaguError(f"the tokenizer of {model} has no chat template", hint="fine-tune it on chats first")
+        raise BaguError(
+            f"the tokenizer of {model} has no chat template", hint="use a chat model, or fine-tune this one"
+        )
     generation = read_generation(find_model(model))
     engine = Engine(loaded, tokenizer, EngineConfig(generation=generation))
     settings = {"temperature": TEMPERATURE, **generation.sampling, **settings}

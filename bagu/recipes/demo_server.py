@@ -1,4 +1,4 @@
-"""The last stage of the demo: the model it trained, served, and asked one question as any client would."""
+"""Run `bagu serve` in a child process, as the demo and the benchmark need it, and ask it one question over HTTP."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from rich.console import Console
 
 from bagu.errors import BaguError
 
-__all__ = ["ask", "can_serve", "served", "stay"]
+__all__ = ["ask", "can_serve", "running_server", "wait_for_interrupt"]
 
-START_S = 120.0  # a loaded machine takes its time to import torch twice
+START_S = 120.0  # the server and the engine process both import torch, which is slow on a loaded machine
 
 
 def can_serve() -> bool:
-    """Whether the libraries of `bagu[serve]` are here."""
+    """Whether the dependencies of `bagu[serve]` are installed."""
     return all(importlib.util.find_spec(name) is not None for name in ("fastapi", "uvicorn"))
 
 
 @contextmanager
-def served(model: Path) -> Iterator[str]:
-    """The address of a server of `model`, on a free port of this machine, that ends with the block."""
+def running_server(model: Path) -> Iterator[str]:
+    """Start a server for `model` on a free local port, yield its URL, and stop it when the block ends."""
     command = [sys.executable, "-m", "bagu", "serve", str(model), "--port", "0", "--shutdown-timeout", "5"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        yield _ready(process)
+        yield _wait_until_ready(process)
     finally:
         process.terminate()
         try:
@@ -45,19 +45,19 @@ def served(model: Path) -> Iterator[str]:
             process.wait()
 
 
-def _ready(process: subprocess.Popen[str]) -> str:
-    """Wait until the server says where it is, and is warm."""
+def _wait_until_ready(process: subprocess.Popen[str]) -> str:
+    """Wait until the server has printed its URL and `/health` returns 200; return the URL."""
     out: IO[str] | None = process.stdout
     assert out is not None
-    said: list[str] = []
+    lines: list[str] = []
     address = None
     for line in out:
-        said.append(line)
+        lines.append(line)
         if found := re.search(r"http://\S+?:\d+", line):
             address = found[0]
             break
     if address is None:
-        raise BaguError(f"the server did not start: {''.join(said).strip()[-400:]}")
+        raise BaguError(f"the server did not start: {''.join(lines).strip()[-400:]}")
     began = time.monotonic()
     while time.monotonic() - began < START_S:
         if process.poll() is not None:
@@ -66,12 +66,12 @@ def _ready(process: subprocess.Popen[str]) -> str:
             with urllib.request.urlopen(f"{address}/health", timeout=5):
                 return address
         except (urllib.error.URLError, OSError):
-            time.sleep(0.1)  # not warm yet: it says 503
+            time.sleep(0.1)  # 503: the model is still loading
     raise BaguError(f"the server at {address} was not ready after {START_S:.0f} s")
 
 
 def ask(address: str, question: str, max_tokens: int) -> str:
-    """One question through the official client where it is installed, else as plain HTTP: the same bytes."""
+    """Ask one question with the `openai` client if it is installed, otherwise with urllib; the request is the same."""
     messages = [{"role": "user", "content": question}]
     if importlib.util.find_spec("openai") is not None:
         import openai
@@ -90,11 +90,11 @@ def ask(address: str, question: str, max_tokens: int) -> str:
         return str(json.load(response)["choices"][0]["message"]["content"])
 
 
-def stay(address: str, console: Console) -> None:
-    """Leave the page up until Ctrl-C, where somebody is there to press it."""
-    console.print(f"Talk to it: {address}   (Ctrl-C ends)", highlight=False, soft_wrap=True)
+def wait_for_interrupt(address: str, console: Console) -> None:
+    """Print the address of the chat page and block until Ctrl-C."""
+    console.print(f"Chat with the model at {address}   (Ctrl-C to stop)", highlight=False, soft_wrap=True)
     try:
         while True:
             time.sleep(3600)
     except KeyboardInterrupt:
-        console.print("served no more", highlight=False)
+        console.print("server stopped", highlight=False)
