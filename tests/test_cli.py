@@ -68,7 +68,7 @@ def test_serve_help_lists_kv_and_log_options(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        (["--kv-memory", "lots"], "'lots' is no size"),
+        (["--kv-memory", "lots"], "'lots' is not a size"),
         (["--log-level", "loud"], "there is no log level 'loud'"),
         (["--num-blocks", "0"], "num_blocks"),
         (["--generation-config", "nowhere"], "nowhere/generation_config.json"),

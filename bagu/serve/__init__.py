@@ -1,1 +1,1 @@
-"""Serving: requests, block accounting and scheduling, the paged cache, the sampler, the engine, and its HTTP server."""
+"""Serving: the engine (scheduler, paged KV cache, model runner, sampler), its HTTP server, and the chat clients."""

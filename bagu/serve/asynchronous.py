@@ -1,7 +1,7 @@
-"""The engine for asyncio: any number of tasks generate at once, and one of them at a time drives the steps.
+"""The engine for asyncio: any number of tasks generate at the same time, and one background task runs the steps.
 
-Steps run in a thread, so that the event loop goes on. What tasks ask for is applied between steps: the engine itself
-is never touched by two threads.
+Steps run in a thread, so the event loop is not blocked. Submits and aborts are applied between steps, so only one
+thread at a time uses the engine.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ __all__ = ["AsyncEngine"]
 
 
 class AsyncEngine:
-    """`stream` and `generate` of an engine that nobody else steps."""
+    """Async `stream` and `generate`. No other code may call the engine's `step`."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._ids = itertools.count()
-        self._mail: dict[str, asyncio.Queue[Event | BaseException]] = {}
-        self._asked: list[Callable[[], object]] = []  # done between steps
-        self._driver: asyncio.Task[None] | None = None
+        self._queues: dict[str, asyncio.Queue[Event | BaseException]] = {}  # by request id
+        self._calls: list[Callable[[], object]] = []  # submits and aborts to apply before the next step
+        self._stepper: asyncio.Task[None] | None = None
 
     async def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
-        """All choices of all prompts, prompt by prompt."""
-        found = await asyncio.gather(*(self._whole(p, i, sampling) for i, p in enumerate(prompts)))
+        """All choices of all prompts, in the order of the prompts."""
+        found = await asyncio.gather(*(self._complete(p, i, sampling) for i, p in enumerate(prompts)))
         return [choice for each in found for choice in each]
 
     async def stream(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Completion, None]:
-        """What each token adds. A task that stops listening, or is cancelled, aborts its request."""
+        """Yield the tokens and text of every event. Closing the generator or cancelling the task aborts the request."""
         request = Request(
             id=f"async-{next(self._ids)}", prompt=tuple(prompt), sampling=sampling, arrival=time.monotonic()
         )
         grown, left = choices(request, 0, self.engine.tokenizer), sampling.n
-        mail = self._mail[request.id] = asyncio.Queue()
-        self._ask(lambda: self._submit(request))
+        queue = self._queues[request.id] = asyncio.Queue()
+        self._call_before_step(lambda: self._submit(request))
         try:
             while left:
-                event = await mail.get()
+                event = await queue.get()
                 if isinstance(event, BaseException):
                     raise event
                 if isinstance(event, TokenEvent):
                     left -= event.finish is not None
                     yield grown[event.index].push(event)
         finally:
-            del self._mail[request.id]
+            del self._queues[request.id]
             if left:
-                self._ask(lambda: self.engine.abort(request.id))
+                self._call_before_step(lambda: self.engine.abort(request.id))
 
-    async def _whole(self, prompt: Sequence[int], number: int, sampling: Sampling) -> list[Completion]:
+    async def _complete(self, prompt: Sequence[int], number: int, sampling: Sampling) -> list[Completion]:
         pieces: list[list[Completion]] = [[] for _ in range(sampling.n)]
         async with contextlib.aclosing(self.stream(prompt, sampling)) as stream:
             async for piece in stream:
@@ -66,26 +66,26 @@ class AsyncEngine:
     def _submit(self, request: Request) -> None:
         try:
             self.engine.submit(request)
-        except Exception as error:  # of this request alone: whoever asked is told, if still there
-            if (mail := self._mail.get(request.id)) is not None:
-                mail.put_nowait(error)
+        except Exception as error:  # only this request fails; its stream raises the error if it is still open
+            if (queue := self._queues.get(request.id)) is not None:
+                queue.put_nowait(error)
 
-    def _ask(self, what: Callable[[], object]) -> None:
-        self._asked.append(what)
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
+    def _call_before_step(self, call: Callable[[], object]) -> None:
+        self._calls.append(call)
+        if self._stepper is None or self._stepper.done():
+            self._stepper = asyncio.create_task(self._run_steps())
 
-    async def _drive(self) -> None:
-        """Step while there is work. A step that fails ends every stream with its error."""
+    async def _run_steps(self) -> None:
+        """Step while there is work. If a step fails, every open stream raises its error."""
         try:
-            while self._asked or self.engine.has_work:
-                asked, self._asked = self._asked, []
-                for what in asked:
-                    what()
+            while self._calls or self.engine.has_work:
+                calls, self._calls = self._calls, []
+                for call in calls:
+                    call()
                 for event in await asyncio.to_thread(self.engine.step):
-                    if event.request_id in self._mail:
-                        self._mail[event.request_id].put_nowait(event)
+                    if event.request_id in self._queues:
+                        self._queues[event.request_id].put_nowait(event)
         except BaseException as error:
-            for mail in self._mail.values():
-                mail.put_nowait(error)
+            for queue in self._queues.values():
+                queue.put_nowait(error)
             raise

@@ -1,4 +1,4 @@
-"""From the events of an engine to completions: whole ones, and pieces as they come."""
+"""Turn the engine's events into `Completion`s: one per event for streaming, joined when a choice has finished."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Choice", "choices", "join"]
 
 @dataclass(kw_only=True)
 class Choice:
-    """One choice while it grows."""
+    """One choice of a request, filled event by event."""
 
     prompt: int
     index: int
@@ -22,7 +22,7 @@ class Choice:
     pieces: list[Completion] = field(default_factory=list)
 
     def push(self, event: TokenEvent) -> Completion:
-        """What this event adds. `finish` is empty until the last."""
+        """Add an event and return its tokens and text. `finish` is empty except in the last piece."""
         token, logprob = event.token, event.logprob
         piece = Completion(
             prompt=self.prompt,
@@ -37,13 +37,13 @@ class Choice:
         self.pieces.append(piece)
         return piece
 
-    def whole(self) -> Completion:
-        """All that came."""
+    def joined(self) -> Completion:
+        """All pieces so far as one completion."""
         return join(self.pieces, self.prompt)
 
 
 def join(pieces: Sequence[Completion], prompt: int) -> Completion:
-    """The pieces of one choice as one completion of prompt number `prompt`."""
+    """Join the pieces of one choice into one completion of prompt number `prompt`."""
     first, last = pieces[0], pieces[-1]
     return Completion(
         prompt=prompt,
@@ -58,7 +58,7 @@ def join(pieces: Sequence[Completion], prompt: int) -> Completion:
 
 
 def choices(request: Request, prompt: int, tokenizer: Tokenizer | None) -> list[Choice]:
-    """The choices of a request, none of which has begun."""
+    """The choices of a new request."""
     sampling = request.sampling
     return [
         Choice(prompt=prompt, index=i, text=None if tokenizer is None else TextStream(tokenizer, sampling))

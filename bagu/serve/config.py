@@ -1,4 +1,4 @@
-"""How an engine is set up: one frozen value, of plain types, that can cross to the engine's process."""
+"""The engine's configuration: frozen dataclasses of plain types, which can be pickled to the engine process."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "M
 
 
 def parse_bytes(text: str) -> int:
-    """`2GB` is 2 * 10**9, `512MiB` 512 * 2**20, `1000000` itself."""
+    """Parse a size in bytes: `2GB` is 2 * 10**9, `512MiB` is 512 * 2**20, `1000000` is 10**6."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", text.strip().upper())
     if found is None:
-        raise ArgumentError(f"{text!r} is no size", hint="write 512MiB, 2GB, or a number of bytes")
+        raise ArgumentError(f"{text!r} is not a size", hint="write 512MiB, 2GB, or a number of bytes")
     return int(float(found[1]) * UNITS[found[2] or ""])
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """What holds where a request says nothing, as a model's generation_config.json gives it. None is the default of
-    `Sampling`."""
+    """Defaults for fields that a request leaves out, read from the model's generation_config.json. None means the
+    default of `Sampling`."""
 
-    eos_ids: tuple[int, ...] = ()  # tokens that end an answer, beside the tokenizer's own
+    eos_ids: tuple[int, ...] = ()  # end-of-text tokens in addition to the tokenizer's
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -40,7 +40,7 @@ class GenerationDefaults:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The fields of `Sampling` that have a default of their own."""
+        """The fields of `Sampling` for which the model sets a default."""
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "eos_ids"}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -62,22 +62,22 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Names are vLLM's where they mean the same. `None` is "decide for this model and machine"."""
+    """Options of an engine, with vLLM's names for the same options. None means: chosen for this model and machine."""
 
-    block_size: int | None = None  # positions of a KV block; None: by pool.py
-    num_blocks: int | None = None  # of the pool; None: as many as `kv_memory`, or the GPU's memory, holds
-    kv_memory: int | None = None  # bytes of the pool; None: by pool.py
-    gpu_memory_utilization: float = 0.9  # of the GPU's memory, weights and work space included
-    max_model_len: int | None = None  # None: what the model was made for, as far as the pool holds it
-    max_num_seqs: int = 256  # choices that run at once
-    max_num_batched_tokens: int | None = None  # of a step, prefill and decode together; None: 2048, on a GPU 16384
+    block_size: int | None = None  # positions per KV block; None: chosen in kv/pool.py
+    num_blocks: int | None = None  # KV blocks of the pool; None: as many as fit `kv_memory` or the GPU's memory
+    kv_memory: int | None = None  # bytes of the KV pool; None: chosen in kv/pool.py
+    gpu_memory_utilization: float = 0.9  # fraction of the GPU's memory for weights, KV pool and workspace
+    max_model_len: int | None = None  # None: the model's maximum, or the size of the pool if that is smaller
+    max_num_seqs: int = 256  # choices that run at the same time
+    max_num_batched_tokens: int | None = None  # prefill and decode tokens per step; None: 2048 on a CPU, 16384 on a GPU
     prefix_cache: bool = True
-    quantization: Literal["int8"] | None = None  # of linear layers and head, on a CPU
-    threads: int | None = None  # of a CPU; None leaves what torch has, and a server says cores - 1
-    async_scheduling: bool | None = None  # plan a step while the one before runs; None: on a GPU
-    cuda_graphs: bool = True  # replay decode steps; no effect on a CPU
-    invariant: bool = False  # a row's bits do not depend on its batch (bagu.ops.invariant)
-    seed: int = 0  # from which requests without a seed get theirs
+    quantization: Literal["int8"] | None = None  # of the linear layers and the head; CPU only
+    threads: int | None = None  # CPU threads; None: torch's setting (`bagu serve` sets the number of cores - 1)
+    async_scheduling: bool | None = None  # plan the next step while one runs; None: only on a GPU
+    cuda_graphs: bool = True  # run decode steps as CUDA graphs; no effect on a CPU
+    invariant: bool = False  # the bits of a row do not depend on its batch (bagu.ops.invariant)
+    seed: int = 0  # seeds the requests that have no seed
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     def __post_init__(self) -> None:
@@ -89,20 +89,22 @@ class EngineConfig:
             raise ArgumentError(
                 f"engine: max_num_batched_tokens = {self.max_num_batched_tokens} is below "
                 f"max_num_seqs = {self.max_num_seqs}",
-                hint="each running sequence needs one token of a step: raise the first, or lower the second",
+                hint="every running sequence needs one token per step: raise the first, or lower the second",
             )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ArgumentError(
-                f"engine: gpu_memory_utilization = {self.gpu_memory_utilization}", hint="it is a share, above 0 up to 1"
+                f"engine: gpu_memory_utilization = {self.gpu_memory_utilization}",
+                hint="it is a fraction: above 0 and at most 1",
             )
         if self.quantization not in (None, "int8"):
-            raise ArgumentError(f"engine: quantization = {self.quantization!r}", hint="int8, or none")
+            raise ArgumentError(f"engine: quantization = {self.quantization!r}", hint='use "int8" or None')
         if self.quantization is not None and self.invariant:
             raise ArgumentError(
-                "engine: invariant with quantization", hint="int8 logits are not the trainer's: choose one of the two"
+                "engine: invariant cannot be combined with quantization",
+                hint="int8 logits differ from the trainer's: choose one of the two",
             )
 
     def step_tokens(self, device: str) -> int:
-        """Tokens of a step on this kind of device. A step with a prompt in it is not a graph on a GPU, so few and large
-        ones are wanted there; on a CPU a step of 2048 already takes a second or two, and decodes wait for it."""
+        """The token budget of a step on this device type. On a GPU a step with prefill tokens runs without a CUDA
+        graph, so few large steps are better. On a CPU 2048 tokens already take one or two seconds, and decodes wait."""
         return self.max_num_batched_tokens or max(16384 if device == "cuda" else 2048, self.max_num_seqs)

@@ -1,14 +1,14 @@
-"""The engine: requests in, tokens out. `Engine.step` is the architecture.
+"""The engine: it takes requests and produces tokens. `Engine.step` shows the architecture.
 
-    plan    scheduler.py   which tokens of which sequences are computed now, and in which blocks
-    run     runner.py      one forward over all of them
-    sample  sample.py      a token for each sequence whose last one was among them
-    commit  scheduler.py   tokens appended, ends found, blocks registered or released
+    plan    scheduler.py   choose the tokens to compute in this step, and their KV blocks
+    run     runner.py      one forward pass over all of them
+    sample  sample.py      one token for every sequence whose last known token was computed
+    commit  scheduler.py   append the tokens, detect finished choices, register or release blocks
 
-On a GPU two steps overlap: the host plans step n + 1 and launches its forward before it reads what step n drew; the
-tokens go from one step to the next on the device. So `step` returns the events of the step before.
+On a GPU two steps overlap: the host plans step n + 1 and launches its forward before it reads the tokens of step n;
+the tokens go from one step to the next on the device. So `step` returns the events of the previous step.
 
-The engine is not a thread and not a server: `step` is called by whoever wants progress. It satisfies `types.Generate`.
+The engine starts no thread: the caller runs `step` in a loop. It satisfies `types.Generate`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bagu.serve.kv.pool import size_pool
 from bagu.serve.plan import Plan
 from bagu.serve.request import Event, PromptLogprobs, Request, Sampling, TokenEvent
 from bagu.serve.runner import Runner
-from bagu.serve.sampler import Drawn, Sampler
+from bagu.serve.sampler import Sampler, SamplerOutput
 from bagu.serve.scheduler import Scheduler, SchedulerConfig
 from bagu.serve.stats import WINDOW_S, EngineStats
 from bagu.types import Completion, Tokenizer
@@ -41,12 +41,12 @@ from bagu.types import Completion, Tokenizer
 __all__ = ["Engine"]
 
 
-class Flight(NamedTuple):
-    """A step whose tokens are drawn, and not read yet."""
+class PendingStep(NamedTuple):
+    """A step whose tokens are sampled but not committed."""
 
     plan: Plan
-    drawn: Drawn
-    tokens: torch.Tensor  # on the host, once `copied`
+    output: SamplerOutput
+    tokens: torch.Tensor  # on the host; valid after the event `copied`
     copied: torch.cuda.Event | None
     began: float
 
@@ -74,71 +74,73 @@ class Engine:
             self.blocks,
         )
         table = model.embedding.weight
-        spare = int(table.is_cuda)  # a block that no table holds, for the rows that pad a CUDA graph
+        spare = int(table.is_cuda)  # one more block, in no block table: the padding rows of CUDA graphs write to it
         kv = PagedKV(model.config, pool.num_blocks + spare, pool.block_size, device=table.device, dtype=table.dtype)
         self.runner = Runner(model, kv, config, pool.max_model_len)
         self.sampler = Sampler(self.runner, tokenizer, config.seed, eos_ids)
         self._overlaps = table.is_cuda if config.async_scheduling is None else config.async_scheduling
-        self._flight: Flight | None = None
-        self._held: list[Event] = []  # of a step that was read out of turn
+        self._pending: PendingStep | None = None
+        self._unreturned: list[Event] = []  # events of a step that `update_weights` committed
         self._ids = itertools.count()
-        self._drawn: deque[tuple[float, int]] = deque()  # (when, how many tokens) of the last steps
+        self._sampled: deque[tuple[float, int]] = deque()  # (time, number of tokens) of the last steps
         self._steps = self._tokens = self._batch_size = 0
         self._last_step_s = 0.0
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
-        """Advance every running sequence; what came of it. Nothing where there is no work."""
+        """Run one step for every running sequence and return its events; an empty list if there is nothing to run.
+        With overlapping steps, the events are those of the previous step."""
         began = time.perf_counter()
         with torch.inference_mode(), self._arithmetic():
             plan = self.scheduler.plan()
-            if plan is None and self._flight is None:
+            if plan is None and self._pending is None:
                 return self._idle()
-            step = None if plan is None else self.runner.run(plan, self._late())
-            events = self._land()  # the step before, while this one runs; drawing may need what it drew
-            if plan is not None and step is not None:
-                self._flight = self._launched(plan, self.sampler.draw(plan, step), began)
+            output = None if plan is None else self.runner.run(plan, self._late_tokens())
+            events = self._commit_pending()  # the previous step, while this one runs; sampling may need its tokens
+            if plan is not None and output is not None:
+                self._pending = self._pending_step(plan, self.sampler.sample(plan, output), began)
             if not self._overlaps:
-                events += self._land()
+                events += self._commit_pending()
         return events
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._held)
+        return self.scheduler.has_work or bool(self._unreturned)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; raises Unservable where it can never run, and ArgumentError where it makes no sense."""
+        """Queue a request. Raises Unservable if it can never run here, and ArgumentError if it is invalid."""
         outside = [t for t in request.prompt if not 0 <= t < self.model.config.vocab_size]
         if outside:
             raise ArgumentError(
-                f"request {request.id!r}: the prompt has token {outside[0]}, and the vocabulary is "
-                f"{self.model.config.vocab_size}",
-                hint="the prompt was made with another tokenizer",
+                f"request {request.id!r}: the prompt has token {outside[0]}, and the vocabulary has "
+                f"{self.model.config.vocab_size} tokens",
+                hint="tokenize the prompt with the model's own tokenizer",
             )
         if request.sampling.stop and self.tokenizer is None:
             raise ArgumentError(
-                f"request {request.id!r}: stop strings, and the engine has no tokenizer", hint="use stop_token_ids"
+                f"request {request.id!r}: stop strings need a tokenizer, and the engine has none",
+                hint="use stop_token_ids, or pass a tokenizer to Engine",
             )
         self.scheduler.add(request)
-        self.sampler.open(request)
+        self.sampler.add(request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request now; False where it is not alive. Its blocks are free on return, or as soon as the step is read
-        that is in flight."""
-        self.sampler.close(request_id)
+        """End a request now; False if there is no unfinished request of this id. Its blocks are free on return, or when
+        the pending step that uses them is committed."""
+        self.sampler.remove(request_id)
         return self.scheduler.abort(request_id)
 
     def update_weights(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Replace weights in place, all or some by their names in the model's state dict. What was computed with the
-        old ones is forgotten: the prefix cache is emptied, and running sequences are computed anew."""
+        """Replace weights in place, all or some of them, by their names in the model's state dict. KV computed with the
+        old weights is dropped: the prefix cache is emptied, and running sequences are recomputed."""
         own = self.model.state_dict()
         for name, tensor in state.items():
             if name not in own or own[name].shape != tensor.shape:
-                found = f"of shape {list(tensor.shape)}" if name in own else "which the model does not have"
-                hint = f"it is {list(own[name].shape)} here" if name in own else "names are those of its state dict"
-                raise ArgumentError(f"update_weights: {name}, {found}", hint=hint)
-        self._held += self._land()
+                found = f"has shape {list(tensor.shape)}" if name in own else "is not in the model's state dict"
+                hint = f"its shape is {list(own[name].shape)}" if name in own else "use the names of model.state_dict()"
+                raise ArgumentError(f"update_weights: {name} {found}", hint=hint)
+        self._unreturned += self._commit_pending()
         with torch.no_grad():
             for name, tensor in state.items():
                 own[name].copy_(tensor)
@@ -148,45 +150,45 @@ class Engine:
     # --- Generate -----------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> list[Completion]:
-        """All choices of all prompts, prompt by prompt. `sampling` is one for all, or one a prompt."""
+        """All choices of all prompts, in the order of the prompts. `sampling` is one for all, or one per prompt."""
         each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         requests = [self._request(p, s) for p, s in zip(prompts, each, strict=True)]
-        grown = {r.id: choices(r, i, self.tokenizer) for i, r in enumerate(requests)}
-        for event in self._serve(requests):
+        by_request = {r.id: choices(r, i, self.tokenizer) for i, r in enumerate(requests)}
+        for event in self._run(requests):
             if isinstance(event, TokenEvent):
-                grown[event.request_id][event.index].push(event)
-        return [choice.whole() for r in requests for choice in grown[r.id]]
+                by_request[event.request_id][event.index].push(event)
+        return [choice.joined() for r in requests for choice in by_request[r.id]]
 
     def stream(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[Completion]:
-        """The same as it grows: what each token added, the last of a choice with its finish. A caller that stops
-        listening aborts the request."""
+        """Yield the token and text of every event; the last of a choice has its `finish`. Closing the generator aborts
+        the request."""
         request = self._request(prompt, sampling)
         grown = choices(request, 0, self.tokenizer)
         try:
-            for event in self._serve([request]):
+            for event in self._run([request]):
                 if isinstance(event, TokenEvent):
                     yield grown[event.index].push(event)
         finally:
             self.abort(request.id)
 
     def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[float]]:
-        """For each sequence the logprobs of ids[start:]. A prefix that several share is computed once, as far as it
-        lies before their starts."""
+        """For each sequence the logprobs of ids[start:]. A prefix that several sequences share is computed once, if it
+        ends before their starts."""
         for ids, start in zip(sequences, starts, strict=True):
             if not 1 <= start < len(ids):
-                hint = "the first token has nothing before it, and at least one is scored: 1 to length - 1"
-                raise ArgumentError(f"score: start = {start} of {len(ids)} tokens", hint=hint)
-        asks = Sampling(max_tokens=0, prompt_logprobs=0)
-        requests = [self._request(ids, asks, score_start=s) for ids, s in zip(sequences, starts, strict=True)]
+                hint = "start is 1 to length - 1: the first token has no logprob, and at least one token is scored"
+                raise ArgumentError(f"score: start = {start} for a sequence of {len(ids)} tokens", hint=hint)
+        only_score = Sampling(max_tokens=0, prompt_logprobs=0)
+        requests = [self._request(ids, only_score, score_start=s) for ids, s in zip(sequences, starts, strict=True)]
         found: dict[str, list[float]] = {}
-        for event in self._serve(requests):
+        for event in self._run(requests):
             if isinstance(event, PromptLogprobs):
                 found[event.request_id] = [t.logprob for t in event.tokens]
         return [found[r.id] for r in requests]
 
     def stats(self) -> EngineStats:
-        while self._drawn and self._drawn[0][0] < time.perf_counter() - WINDOW_S:
-            self._drawn.popleft()
+        while self._sampled and self._sampled[0][0] < time.perf_counter() - WINDOW_S:
+            self._sampled.popleft()
         scheduler, blocks = self.scheduler, self.blocks
         return EngineStats(
             running=len(scheduler.running),
@@ -196,7 +198,7 @@ class Engine:
             blocks_used=blocks.used_count,
             blocks_cached=blocks.cached_count,
             block_map=blocks.map(),
-            tokens_per_s=sum(n for _, n in self._drawn) / WINDOW_S,
+            tokens_per_s=sum(n for _, n in self._sampled) / WINDOW_S,
             last_step_s=self._last_step_s,
             steps=self._steps,
             generated_tokens=self._tokens,
@@ -205,55 +207,56 @@ class Engine:
             prefix_hits=scheduler.hit_tokens,
         )
 
-    # --- inside -------------------------------------------------------------------------------------------------------
+    # --- internals ----------------------------------------------------------------------------------------------------
 
     def _arithmetic(self) -> AbstractContextManager[None]:
         return ops.invariant() if self.config.invariant else nullcontext()
 
     def _idle(self) -> list[Event]:
         if self.scheduler.has_work:
-            raise IntegrityError("requests wait, nothing runs, and nothing can be planned")
-        return self._land()
+            raise IntegrityError("requests are waiting, but none is running and none can be planned")
+        return self._commit_pending()
 
-    def _late(self) -> torch.Tensor | None:
-        return None if self._flight is None else self._flight.drawn.tokens
+    def _late_tokens(self) -> torch.Tensor | None:
+        """The tokens of the pending step, on the device."""
+        return None if self._pending is None else self._pending.output.tokens
 
-    def _launched(self, plan: Plan, drawn: Drawn, began: float) -> Flight:
-        """A step in flight: its tokens are on their way to the host."""
-        if not drawn.tokens.is_cuda:
-            return Flight(plan, drawn, drawn.tokens, None, began)
-        tokens = drawn.tokens.to("cpu", non_blocking=True)  # pinned, and not to be read before the event
+    def _pending_step(self, plan: Plan, output: SamplerOutput, began: float) -> PendingStep:
+        """Start the copy of the sampled tokens to the host."""
+        if not output.tokens.is_cuda:
+            return PendingStep(plan, output, output.tokens, None, began)
+        tokens = output.tokens.to("cpu", non_blocking=True)  # pinned memory, valid after the event
         copied = torch.cuda.Event()
         copied.record()
-        return Flight(plan, drawn, tokens, copied, began)
+        return PendingStep(plan, output, tokens, copied, began)
 
-    def _land(self) -> list[Event]:
-        """Commit the step in flight, if there is one; what came of it."""
-        held, self._held = self._held, []
-        flight, self._flight = self._flight, None
-        if flight is None:
-            return held
-        if flight.copied is not None:
-            flight.copied.synchronize()
-        events = self.scheduler.commit(flight.plan, flight.tokens.tolist(), flight.drawn.logprobs)
-        self._count(flight)
-        reads = self.sampler.reads
-        read = (e if e.finish is None and not reads else self._read(e) for e in events)
-        return [*held, *flight.drawn.prompts, *read]
+    def _commit_pending(self) -> list[Event]:
+        """Commit the pending step, if there is one, and return its events."""
+        earlier, self._unreturned = self._unreturned, []
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return earlier
+        if pending.copied is not None:
+            pending.copied.synchronize()
+        events = self.scheduler.commit(pending.plan, pending.tokens.tolist(), pending.output.logprobs)
+        self._count(pending)
+        check_all = self.sampler.has_stop_strings
+        checked = (e if e.finish is None and not check_all else self._check_stop(e) for e in events)
+        return [*earlier, *pending.output.prompts, *checked]
 
-    def _read(self, event: TokenEvent) -> TokenEvent:
-        """An event as the scheduler made it, ended where its text ends."""
-        read = self.sampler.read(event)
-        if read.finish is not None and event.finish is None:
+    def _check_stop(self, event: TokenEvent) -> TokenEvent:
+        """Finish the choice if its text contains a stop string."""
+        checked = self.sampler.check_stop(event)
+        if checked.finish is not None and event.finish is None:
             self.scheduler.stop(event.request_id, event.index)
-        return read
+        return checked
 
-    def _count(self, flight: Flight) -> None:
-        now, plan = time.perf_counter(), flight.plan
-        self._last_step_s, self._batch_size = now - flight.began, len(plan.slices)
+    def _count(self, step: PendingStep) -> None:
+        now, plan = time.perf_counter(), step.plan
+        self._last_step_s, self._batch_size = now - step.began, len(plan.slices)
         self._steps += 1
         self._tokens += len(plan.sampled)
-        self._drawn.append((now, len(plan.sampled)))
+        self._sampled.append((now, len(plan.sampled)))
 
     def _request(self, prompt: Sequence[int], sampling: Sampling, *, score_start: int = 0) -> Request:
         return Request(
@@ -261,9 +264,9 @@ class Engine:
             score_start=score_start,
         )  # fmt: skip
 
-    def _serve(self, requests: Sequence[Request]) -> Iterator[Event]:
-        """The events of these requests, until the last has ended. Others in the engine advance beside them, and their
-        events are lost: one caller at a time, or `submit` and `step`."""
+    def _run(self, requests: Sequence[Request]) -> Iterator[Event]:
+        """Submit these requests and yield their events until all have finished. Other requests in the engine also
+        advance, and their events are dropped: for several callers use `submit` and `step`."""
         try:
             for request in requests:
                 self.submit(request)
@@ -280,6 +283,6 @@ class Engine:
 
 
 def _eos_ids(model: Transformer, tokenizer: Tokenizer | None, config: EngineConfig) -> tuple[int, ...]:
-    """The tokens that end an answer: the tokenizer's and the model's own, those that the vocabulary has."""
+    """The end-of-text tokens of the tokenizer and of generation_config.json that are in the vocabulary."""
     own = () if tokenizer is None else (tokenizer.eos_id,)
     return tuple(id for id in dict.fromkeys((*own, *config.generation.eos_ids)) if id < model.config.vocab_size)

@@ -1,4 +1,4 @@
-"""From a plan to hidden states: host lists become tensors, and the model runs over them.
+"""The model runner: it turns a plan's host lists into tensors and runs the model on them.
 
 A step is one forward of the packed new tokens of all sequences, prompts and decodes together. What differs is who runs
 it: a decode on a CPU takes the short way of decode.py where the model has one, a decode on a GPU replays a CUDA graph
@@ -28,19 +28,19 @@ from bagu.serve.graphs import GraphDecode
 from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
 
-__all__ = ["Forward", "Runner", "Step"]
+__all__ = ["Forward", "Runner", "RunnerOutput"]
 
-Forward = Callable[[Batch], torch.Tensor]  # the hidden state of each of T tokens
-Project = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]  # logits, and the likeliest token of each
+Forward = Callable[[Batch], torch.Tensor]  # returns the hidden states [T, D]
+Project = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]  # logits, and their argmax or None
 
 
-class Step(NamedTuple):
-    """What a plan came to."""
+class RunnerOutput(NamedTuple):
+    """The result of running a plan."""
 
     hidden: torch.Tensor  # [T, D]
-    sampled: torch.Tensor  # [N, D]: the rows from which a token is drawn
+    sampled: torch.Tensor  # [N, D]: the rows from which a token is sampled
     logits: torch.Tensor  # [N, V]
-    likeliest: torch.Tensor | None  # [N] int64: the first of the largest of each row, where the head gives it too
+    argmax: torch.Tensor | None  # [N] int64: the first largest logit of each row, if the head also computes it
 
 
 class Runner:
@@ -54,7 +54,7 @@ class Runner:
         self.prepare()
 
     def prepare(self) -> None:
-        """Lay the weights out for serving; again when they have changed."""
+        """Pack or quantize the weights for inference. Call it again after the weights change."""
         model, rounds = self.source, self.config.quantization == "int8"
         self.model = quantized(model) if rounds else model
         self.project: Project
@@ -72,7 +72,7 @@ class Runner:
             head = head if rounds else pack(model.head_weight)
         self.project = lambda hidden: (head(hidden), None)
 
-    def run(self, plan: Plan, late: torch.Tensor | None = None) -> Step:
+    def run(self, plan: Plan, late: torch.Tensor | None = None) -> RunnerOutput:
         """Compute the plan. Its tokens' keys and values are in the pool afterwards. `late` are the tokens that the plan
         before drew, on the device, where `plan.late` asks for some of them."""
         if plan.copies:
@@ -87,9 +87,9 @@ class Runner:
             batch = self.batch(plan, late)
             hidden = self.decode(batch) if self.decode is not None and batch.max_len == 1 else self.forward(batch)
         rows = plan.sample_rows
-        every = len(rows) == len(plan.ids) and rows == list(range(len(rows)))
-        sampled = hidden if every else hidden.index_select(0, *self.to_device(np.array(rows, dtype=np.int64)))
-        return Step(hidden, sampled, *self.project(sampled))
+        all_rows = len(rows) == len(plan.ids) and rows == list(range(len(rows)))
+        sampled = hidden if all_rows else hidden.index_select(0, *self.to_device(np.array(rows, dtype=np.int64)))
+        return RunnerOutput(hidden, sampled, *self.project(sampled))
 
     def forward(self, batch: Batch) -> torch.Tensor:
         self.kv.load(batch)
@@ -97,15 +97,15 @@ class Runner:
         return hidden
 
     def decodes(self, plan: Plan, late: torch.Tensor | None) -> Decodes:
-        """A plan of one token a sequence."""
+        """The arrays of a plan with one token per sequence."""
         new = np.array((plan.ids, plan.context_lens, plan.seats))
         for row, which in plan.late:
-            assert late is not None, "a plan with late tokens comes after one that draws them"
+            assert late is not None, "a plan with late tokens needs the tokens of the previous plan"
             new[0, row] = late[which]
         return Decodes(new, self.tables)
 
     def batch(self, plan: Plan, late: torch.Tensor | None) -> Batch:
-        """The plan on the device."""
+        """The plan as tensors on the device."""
         B = self.kv.block_size
         n = plan.num_decodes
         if plan.max_len == 1:  # as many tokens as sequences: one conversion of lists for all
@@ -121,7 +121,7 @@ class Runner:
         ids, positions, into = self.to_device(words, places, slots)
         cu_seqlens, context_lens, block_tables = self.to_device(offsets, lengths.astype(np.int32), tables)
         if plan.late:
-            assert late is not None, "a plan with late tokens comes after one that draws them"
+            assert late is not None, "a plan with late tokens needs the tokens of the previous plan"
             where, which = self.to_device(*np.array(plan.late, dtype=np.int64).T)
             ids.index_copy_(0, where, late.index_select(0, which))
         return Batch(
@@ -138,8 +138,7 @@ class Runner:
         )
 
     def to_device(self, *values: np.ndarray) -> list[torch.Tensor]:
-        """Host arrays of one dtype on the model's device; to a GPU as one copy from pinned memory, behind which the
-        host goes on."""
+        """Move host arrays of one dtype to the model's device; to a GPU with one async copy from pinned memory."""
         if self.device.type != "cuda":
             return [torch.from_numpy(v) for v in values]
         flat = torch.from_numpy(np.concatenate([v.ravel() for v in values])).pin_memory()
@@ -147,8 +146,8 @@ class Runner:
         return [piece.view(v.shape) for piece, v in zip(pieces, values, strict=True)]
 
     def logprobs(self, hidden: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """log p of each row's target, by the one function that training and scoring use, on the model's own head. Where
-        the head is rounded to int8 it is of those logits instead: of the distribution that the token was drawn from."""
+        """log p of each row's target, by the function that training and scoring use. With int8 weights it is computed
+        from the int8 logits instead: the distribution from which the token was sampled."""
         if self.config.quantization is not None:
             wide = logits.float()
             return wide.gather(1, targets.unsqueeze(1)).squeeze(1) - wide.logsumexp(1)

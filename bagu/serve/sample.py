@@ -1,11 +1,10 @@
-"""From logits to tokens: a row a sequence, each by its own `Sampling`.
+"""Sampling: logits to tokens, one row per sequence, each with its own `Sampling` parameters.
 
-    logits -> bias, penalties, forbidden tokens -> / temperature -> softmax -> min-p, top-k, top-p -> draw
+    logits -> bias, penalties, masked stop tokens -> / temperature -> softmax -> min-p, top-k, top-p -> sample
 
-The draw is by inverse CDF in the order of the vocabulary: the token at height u of the stacked probabilities, where u
-is a function of (seed, choice, place in the output). A row is drawn by its own numbers alone, so that a seed gives the
-same text in any batch. Rows of the common kinds take a short way: greedy rows an argmax, and a sort is paid by the rows
-that have top-k or top-p.
+A token is sampled by inverse CDF over the vocabulary: the first token whose cumulative probability exceeds u, where u
+depends only on (seed, choice, position in the output). A row uses no number of another row, so a seed gives the same
+text in any batch. Greedy rows need only an argmax, and only rows with top-k or top-p are sorted.
 
 Dims: R = rows, V = vocabulary.
 """
@@ -22,16 +21,16 @@ from bagu import ops
 from bagu.nn.sample import uniform
 from bagu.serve.request import Sampling, TokenLogprob
 
-__all__ = ["Row", "best", "greedy", "probabilities", "sample", "top_logprobs"]
+__all__ = ["Row", "argmax", "greedy", "probabilities", "sample", "top_logprobs"]
 
-COLDEST = 1e-6  # of a draw: below it the quotients leave fp32
+MIN_TEMPERATURE = 1e-6  # smaller ones overflow fp32 in logits / temperature
 
 
 class Row(NamedTuple):
-    """What sampling needs to know of a sequence."""
+    """The state of a sequence that sampling needs."""
 
     sampling: Sampling
-    seed: int  # the request's, or one that the engine chose for it
+    seed: int  # the request's seed, or the one that the engine chose
     choice: int
     tokens: Sequence[int]  # prompt and output
     num_prompt: int
@@ -39,12 +38,12 @@ class Row(NamedTuple):
 
     @property
     def drawn(self) -> int:
-        """Tokens of the output so far: the number of the one to draw now."""
+        """Number of output tokens so far, which is the position of the token to sample."""
         return len(self.tokens) - self.num_prompt
 
     @property
     def adjusted(self) -> bool:
-        """Whether anything is done to the logits before the temperature."""
+        """Whether bias, penalties or masked tokens change the logits of this row."""
         s = self.sampling
         penalised = s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
         return penalised or bool(s.logit_bias) or self.drawn < s.min_tokens
@@ -56,81 +55,81 @@ class Row(NamedTuple):
 
 
 def greedy(rows: Sequence[Row]) -> bool:
-    """Whether an argmax of the logits as they are is all that these rows want."""
+    """Whether every row is the argmax of its unmodified logits."""
     return all(r.sampling.temperature == 0.0 and not r.adjusted for r in rows)
 
 
-def best(logits: torch.Tensor) -> torch.Tensor:
-    """The first of the likeliest tokens of each row. On a CPU by numpy: 32 rows of 8192 take it 21 us (86 in a step,
-    whose weights have been through the cache), torch 600."""
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The first largest logit of each row. On a CPU with numpy: 32 rows of 8192 take 21 us (86 us inside a step, after
+    the weights have evicted them from the CPU's caches); torch takes 600 us."""
     if logits.device.type != "cpu":
         return logits.argmax(-1)
     return torch.from_numpy(logits.float().numpy().argmax(-1))
 
 
 def sample(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """A token for each row of logits[R, V], as [R] int64 on their device. The logits are left as they are."""
+    """Sample a token for each row of logits[R, V]: [R] int64 on their device. Does not change `logits`."""
     if greedy(rows):
-        return best(logits)
+        return argmax(logits)
     logits = _adjust(logits, rows)
-    drawn = [i for i, r in enumerate(rows) if r.sampling.temperature > 0.0]
-    if not drawn:
-        return best(logits)
-    some = len(drawn) < len(rows)
-    at = torch.tensor(drawn, device=logits.device) if some else None
-    picked = [rows[i] for i in drawn]
+    random = [i for i, r in enumerate(rows) if r.sampling.temperature > 0.0]
+    if not random:
+        return argmax(logits)
+    at = torch.tensor(random, device=logits.device) if len(random) < len(rows) else None
+    picked = [rows[i] for i in random]
     p = probabilities(logits if at is None else logits.index_select(0, at), picked)
     u = torch.tensor([uniform(r.seed, r.choice, r.drawn) for r in picked], dtype=p.dtype, device=p.device)
-    tokens = _invert(p, u)
-    return tokens if at is None else best(logits).index_copy(0, at, tokens)
+    tokens = _inverse_cdf(p, u)
+    return tokens if at is None else argmax(logits).index_copy(0, at, tokens)
 
 
 def probabilities(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """[R, V] fp32: what each row draws from, not normalised where something was filtered out."""
-    heat = torch.tensor([max(r.sampling.temperature, COLDEST) for r in rows], dtype=torch.float32, device=logits.device)
-    p = ops.softmax(logits.float() / heat.unsqueeze(1))
-    narrow = [i for i, r in enumerate(rows) if r.filtered]
-    if not narrow:
+    """[R, V] fp32: the distribution of each row, not normalised after min-p, top-k or top-p."""
+    temperatures = [max(r.sampling.temperature, MIN_TEMPERATURE) for r in rows]
+    p = ops.softmax(logits.float() / torch.tensor(temperatures, dtype=torch.float32, device=logits.device).unsqueeze(1))
+    filtered = [i for i, r in enumerate(rows) if r.filtered]
+    if not filtered:
         return p
-    if len(narrow) == len(rows):
+    if len(filtered) == len(rows):
         return _filter(p, [r.sampling for r in rows])
-    at = torch.tensor(narrow, device=p.device)
-    return p.index_copy(0, at, _filter(p.index_select(0, at), [rows[i].sampling for i in narrow]))
+    at = torch.tensor(filtered, device=p.device)
+    return p.index_copy(0, at, _filter(p.index_select(0, at), [rows[i].sampling for i in filtered]))
 
 
 def top_logprobs(
     logits: torch.Tensor, logprobs: torch.Tensor, targets: torch.Tensor, counts: Sequence[int]
 ) -> list[TokenLogprob]:
-    """The logprob of each row's target and its `counts[i]` likeliest tokens.
+    """The logprob of each row's target, and its `counts[i]` most probable tokens with their logprobs.
 
-    `logprobs[R]` of the targets come from the one logprob function (ops.linear_cross_entropy); their logsumexp, and
-    with it every other logprob of the row, follows from the target's logit.
+    `logprobs[R]` are those of the targets, from ops.linear_cross_entropy. The target's logit minus its logprob is the
+    row's logsumexp, which gives the other logprobs.
     """
     k = max(counts, default=0)
-    best, words = logits.float().topk(min(k, logits.shape[1])) if k else (logits[:, :0], targets.unsqueeze(1)[:, :0])
+    top, ids = logits.float().topk(min(k, logits.shape[1])) if k else (logits[:, :0], targets.unsqueeze(1)[:, :0])
     lse = logits.float().gather(1, targets.unsqueeze(1)) - logprobs.unsqueeze(1)
-    columns = zip(logprobs.tolist(), (best - lse).tolist(), words.tolist(), counts, strict=True)
-    return [TokenLogprob(own, tuple(zip(w[:n], ls[:n], strict=True))) for own, ls, w, n in columns]
+    columns = zip(logprobs.tolist(), (top - lse).tolist(), ids.tolist(), counts, strict=True)
+    return [TokenLogprob(own, tuple(zip(i[:n], ls[:n], strict=True))) for own, ls, i, n in columns]
 
 
-# --- the steps --------------------------------------------------------------------------------------------------------
+# --- the stages -------------------------------------------------------------------------------------------------------
 
 
 def _adjust(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """A copy of the logits with bias, penalties and forbidden tokens in; the logits themselves where no row has any."""
+    """A copy of the logits with bias, penalties and masked stop tokens; `logits` itself if no row has any of them."""
     if not any(r.adjusted for r in rows):
         return logits
     logits = logits.float().clone() if logits.dtype == torch.float32 else logits.float()
     for x, row in zip(logits, rows, strict=True):
         if row.adjusted:
-            _penalise(x, row)
-            _forbid(x, row)
+            _apply_penalties(x, row)
+            _mask_stop_tokens(x, row)
     return logits
 
 
-def _penalise(x: torch.Tensor, row: Row) -> None:
-    """In place on one row x[V]. Repetition divides a positive logit and multiplies a negative one (CTRL,
-    https://arxiv.org/abs/1909.05858), over prompt and output; presence and frequency are taken off, over the output."""
+def _apply_penalties(x: torch.Tensor, row: Row) -> None:
+    """In place on one row x[V]. The repetition penalty divides a positive logit and multiplies a negative one (CTRL,
+    https://arxiv.org/abs/1909.05858), for tokens of prompt and output; presence and frequency penalties are subtracted,
+    for tokens of the output."""
     s = row.sampling
     if s.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(set(row.tokens)), device=x.device)
@@ -138,25 +137,26 @@ def _penalise(x: torch.Tensor, row: Row) -> None:
         x[seen] = torch.where(old > 0, old / s.repetition_penalty, old * s.repetition_penalty)
     if row.drawn and (s.presence_penalty or s.frequency_penalty):
         output = torch.tensor(row.tokens[row.num_prompt :], device=x.device)
-        words, counts = output.unique(return_counts=True)
-        x[words] -= s.frequency_penalty * counts.to(x.dtype) + s.presence_penalty
+        ids, counts = output.unique(return_counts=True)
+        x[ids] -= s.frequency_penalty * counts.to(x.dtype) + s.presence_penalty
     for token, bias in s.logit_bias.items():
         if token < len(x):
             x[token] += bias
 
 
-def _forbid(x: torch.Tensor, row: Row) -> None:
-    """Before min_tokens, no token that would end the output."""
+def _mask_stop_tokens(x: torch.Tensor, row: Row) -> None:
+    """Before min_tokens, set the logits of tokens that would end the output to -inf."""
     s = row.sampling
     if row.drawn < s.min_tokens:
         ends = {*s.stop_token_ids, *(() if s.ignore_eos else row.eos_ids)}
         found = [t for t in ends if t < len(x)]
-        if len(found) < len(x):  # else no token would be left to draw
+        if len(found) < len(x):  # otherwise no token would be left to sample
             x[found] = -torch.inf
 
 
 def _filter(p: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """p with what min-p, top-k and top-p leave out set to 0, in this order, each over what the one before left."""
+    """p with tokens outside min-p, top-k and top-p set to 0. The filters apply in this order, each to the result of the
+    previous one."""
     if any(s.min_p > 0.0 for s in samplings):
         least = torch.tensor([s.min_p for s in samplings], dtype=p.dtype, device=p.device).unsqueeze(1)
         p = p.masked_fill(p < least * p.amax(-1, keepdim=True), 0.0)
@@ -165,26 +165,26 @@ def _filter(p: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     V = p.shape[1]
     k = torch.tensor([V if s.top_k is None else min(s.top_k, V) for s in samplings], device=p.device).unsqueeze(1)
     share = torch.tensor([s.top_p for s in samplings], dtype=p.dtype, device=p.device).unsqueeze(1)
-    ranked = _ranked(p)
-    beyond = torch.arange(V, device=p.device) >= k
-    height = ranked.masked_fill(beyond, 0.0).cumsum(-1)
-    out = beyond | ((share < 1.0) & (height - ranked >= share * height[:, -1:]))
-    out[:, 0] = False  # the likeliest stays, also where top_p is 0 in fp32
-    least = ranked.gather(1, V - 1 - out.sum(-1, keepdim=True))  # the last that stays: what is out is out to the end
-    return p.masked_fill(p < least, 0.0)  # tokens as likely as the last one stay with it
+    ranked = _sort_descending(p)
+    beyond_k = torch.arange(V, device=p.device) >= k
+    cumulative = ranked.masked_fill(beyond_k, 0.0).cumsum(-1)
+    out = beyond_k | ((share < 1.0) & (cumulative - ranked >= share * cumulative[:, -1:]))
+    out[:, 0] = False  # keep the most probable token, also if top_p rounds to 0 in fp32
+    least = ranked.gather(1, V - 1 - out.sum(-1, keepdim=True))  # the smallest kept: `out` is False, then True
+    return p.masked_fill(p < least, 0.0)  # tokens as probable as the last one kept are kept too
 
 
-def _ranked(p: torch.Tensor) -> torch.Tensor:
-    """Each row from the likeliest down. On a CPU by numpy, whose sort is vectorised."""
+def _sort_descending(p: torch.Tensor) -> torch.Tensor:
+    """Each row in descending order. On a CPU with numpy, whose sort is vectorised."""
     if p.device.type != "cpu":
         return p.sort(-1, descending=True).values
     return torch.from_numpy(-np.sort(-p.numpy(), axis=-1))
 
 
-def _invert(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """The token at height u of the stacked probabilities; never one of probability 0."""
-    height = p.cumsum(-1)
-    total = height[:, -1:].contiguous()
-    place = torch.searchsorted(height, u.unsqueeze(1) * total, right=True)
-    # u * total may round up to the total, past the last token that has a probability
-    return torch.minimum(place, torch.searchsorted(height, total)).squeeze(1)
+def _inverse_cdf(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """The first token whose cumulative probability exceeds u times the total; never one of probability 0."""
+    cumulative = p.cumsum(-1)
+    total = cumulative[:, -1:].contiguous()
+    token = torch.searchsorted(cumulative, u.unsqueeze(1) * total, right=True)
+    # u * total may round up to the total, which would select a token after the last one with a probability above 0
+    return torch.minimum(token, torch.searchsorted(cumulative, total)).squeeze(1)

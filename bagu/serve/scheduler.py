@@ -208,7 +208,7 @@ class Scheduler:
                 return
             hits = self.blocks.match(sequence.tokens, sequence.keys, limit=self._hit_limit(sequence, known))
             dead = self.config.dead_blocks(len(hits) * B, B)
-            most = self.config.most_blocks(known, B)
+            most = self.config.max_blocks(known, B)
             idle = sum(not self.blocks.refs[b] for b in hits[dead:])
             if min(most, -(-known // B) - dead) - (len(hits) - dead) > self.blocks.available - idle:
                 return

@@ -1,4 +1,4 @@
-"""The engine at one moment, as it tells the server's process, which has no torch: hence a file without it."""
+"""The engine's statistics. The HTTP server's process reads them and does not import torch, so this file does not."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from dataclasses import dataclass
 
 __all__ = ["WINDOW_S", "EngineStats"]
 
-WINDOW_S = 2.0  # over which tokens/s are taken
+WINDOW_S = 2.0  # tokens/s are averaged over this time
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """The engine at one moment; counters are since it was made."""
+    """A snapshot of the engine; counters start at 0 when the engine is created."""
 
     running: int  # choices
-    waiting: int  # requests, and choices that were preempted
-    batch_size: int  # sequences of the last step
+    waiting: int  # requests, and preempted choices
+    batch_size: int  # sequences in the last step
     blocks_total: int
     blocks_used: int
     blocks_cached: int
-    block_map: str  # one character a block: u used, c cached, . free
-    tokens_per_s: float  # drawn (of an encoder: read), over the last WINDOW_S
-    last_step_s: float  # how long the last step took
+    block_map: str  # one character per block: u used, c cached, . free
+    tokens_per_s: float  # generated (for an encoder: read) over the last WINDOW_S
+    last_step_s: float  # duration of the last step
     steps: int
     generated_tokens: int
     preemptions: int
-    prefix_queries: int  # tokens looked for in the prefix cache
+    prefix_queries: int  # tokens looked up in the prefix cache
     prefix_hits: int  # tokens found there

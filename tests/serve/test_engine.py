@@ -127,9 +127,9 @@ def test_new_weights_change_the_text_and_empty_the_cache() -> None:
     assert engine.stats().blocks_cached == 0
     after = engine.generate(prompt, sampling)[0].tokens
     assert after == want.generate(prompt, sampling)[0].tokens != before
-    with pytest.raises(ArgumentError, match="does not have"):
+    with pytest.raises(ArgumentError, match="not in the model's state dict"):
         engine.update_weights({"nonsense": torch.zeros(1)})
-    with pytest.raises(ArgumentError, match="of shape"):
+    with pytest.raises(ArgumentError, match="has shape"):
         engine.update_weights({"embedding.weight": torch.zeros(1)})
 
 
@@ -190,7 +190,7 @@ def test_bad_requests_are_refused_at_the_door_and_harm_nobody() -> None:
         engine.submit(Request(id="a", prompt=(1,) * 30, sampling=Sampling(max_tokens=30)))
     with pytest.raises(ArgumentError, match="token 97"):
         engine.submit(Request(id="a", prompt=(97,)))
-    with pytest.raises(ArgumentError, match="no tokenizer"):
+    with pytest.raises(ArgumentError, match="need a tokenizer"):
         engine.submit(Request(id="a", prompt=(1,), sampling=Sampling(stop=("x",))))
     assert not engine.has_work and engine.step() == []
     assert len(engine.generate([[1]], Sampling(max_tokens=3))[0].tokens) == 3

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bagu.serve.request import Sampling
-from bagu.serve.sample import Row, _adjust, _filter, _invert, best, probabilities, sample, top_logprobs
+from bagu.serve.sample import Row, _adjust, _filter, _inverse_cdf, argmax, probabilities, sample, top_logprobs
 
 V = 40
 
@@ -74,7 +74,7 @@ def test_tokens_as_likely_as_the_last_one_stay_with_it() -> None:
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=6).filter(any), st.floats(0, 1, width=32))
 def test_the_draw_is_at_height_u_and_never_of_probability_0(p: list[float], u: float) -> None:
-    token = int(_invert(torch.tensor([p]), torch.tensor([u])))
+    token = int(_inverse_cdf(torch.tensor([p]), torch.tensor([u])))
     assert p[token] > 0
     assert sum(p[:token]) <= u * sum(p) + 1e-6 and (u * sum(p) <= sum(p[: token + 1]) + 1e-6)
 
@@ -135,7 +135,7 @@ def test_best_is_the_first_of_the_likeliest(dtype: torch.dtype) -> None:
     x = torch.zeros(3, V, dtype=dtype)
     x[1, [4, 9]] = 1.0
     x[2, 9] = 1.0
-    assert best(x).tolist() == [0, 4, 9]
+    assert argmax(x).tolist() == [0, 4, 9]
 
 
 def test_top_logprobs_are_those_of_a_log_softmax() -> None:

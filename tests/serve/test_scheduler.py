@@ -206,7 +206,7 @@ def test_restart_recomputes_everything_and_empties_the_cache() -> None:
 
 def test_what_can_never_fit_is_refused_with_the_reason() -> None:
     scheduler = engine(num_blocks=4, block_size=4, max_num_seqs=2).scheduler
-    with pytest.raises(Unservable, match="make 266 tokens, and the model serves 256"):
+    with pytest.raises(Unservable, match="make 266 tokens, more than max_model_len = 256"):
         scheduler.add(ask("r", 10, max_tokens=256))
     with pytest.raises(Unservable, match="need 5 KV blocks of 4 tokens, and the pool has 4"):
         scheduler.add(ask("r", 10, max_tokens=8))
