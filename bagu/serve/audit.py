@@ -1,4 +1,4 @@
-"""The scheduler's invariants, checked from outside: what must be true between any two calls."""
+"""The scheduler's invariants: conditions that hold between any two calls of its methods."""
 
 from __future__ import annotations
 
@@ -21,30 +21,32 @@ def audit(
     requests: Mapping[str, Seq[Sequence]],
     free_seats: Seq[int],
 ) -> None:
-    """Raise IntegrityError, with all that does not hold. `holders` run, or are named by a plan in flight."""
+    """Raise IntegrityError with the names of all violated invariants. `holders` are the sequences that run or are in a
+    plan in flight."""
     queues, B = (running, waiting), blocks.block_size
     seats = [s.seat for h in holders for s in (h, *h.forks)]
     queued = {s for queue in queues for h in queue for s in (h, *h.forks)}
     tables = {h: h.table for h in holders if h.table is not None}
     checks = {
-        "who runs has a table, and no one else": len(tables) == len(holders) and set(tables.values()) == blocks.tables,
+        "exactly the running sequences have a table": len(tables) == len(holders)
+        and set(tables.values()) == blocks.tables,
         "seats are taken once": sorted([*seats, *free_seats]) == list(range(config.max_num_seqs)),
-        "queues are in the order of rank": all(list(q) == sorted(q, key=lambda s: s.rank) for q in queues),
-        "who is alive runs or waits": queued == {s for choices in requests.values() for s in choices},
-        "who waits holds nothing": all(s.table is None and not s.planned and not s.in_flight for s in waiting),
-        "tables cover what is planned": all(h.planned <= len(t.blocks) * B for h, t in tables.items()),
-        "only what no window sees is given back": all(
+        "queues are sorted by rank": all(list(q) == sorted(q, key=lambda s: s.rank) for q in queues),
+        "every unfinished sequence is in a queue": queued == {s for choices in requests.values() for s in choices},
+        "waiting sequences hold no blocks": all(s.table is None and not s.planned and not s.in_flight for s in waiting),
+        "tables cover all planned positions": all(h.planned <= len(t.blocks) * B for h, t in tables.items()),
+        "only blocks outside the window are released": all(
             t.dead <= config.dead_blocks(h.computed, B) for h, t in tables.items()
         ),
-        "blocks hold the tokens of their sequence": all(_holds_its_tokens(blocks, h) for h in tables),
+        "registered blocks have the tokens of their sequence": all(_holds_its_tokens(blocks, h) for h in tables),
     }
     broken = [name for name, holds in checks.items() if not holds]
     if broken:
-        raise IntegrityError(f"the scheduler contradicts itself: not true that {'; '.join(broken)}")
+        raise IntegrityError(f"the scheduler's state is inconsistent; violated: {'; '.join(broken)}")
 
 
 def _holds_its_tokens(blocks: Blocks, sequence: Sequence) -> bool:
-    """Whether every registered block of its table was computed from its tokens."""
+    """Whether every registered block of the sequence's table was computed from the sequence's tokens."""
     table, B = sequence.table, blocks.block_size
     assert table is not None
     for at in range(table.dead, len(table.blocks)):

@@ -1,7 +1,7 @@
-"""Embeddings of an encoder: the texts of all calls that wait, a batch under a token budget at a time.
+"""Embeddings: the texts of all waiting calls are encoded in batches with a token budget.
 
-Calls take turns text by text, so a call of one text does not wait for one of two thousand. Between two batches the
-engine's process answers what else is asked.
+A batch takes one text of each call in turn, so a call with one text does not wait for a call with two thousand. Between
+two batches the engine process handles other messages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from bagu.serve.stats import WINDOW_S, EngineStats
 
-if TYPE_CHECKING:  # the server's process has no need of it
+if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.nn.model import Transformer
 
 __all__ = ["Encoder", "embed"]
@@ -27,19 +27,19 @@ Vector = list[float]
 class _Call:
     id: int
     texts: Sequence[Text]
-    next: int = 0  # the first text that is in no batch yet
+    next: int = 0  # index of the next text to encode
     vectors: list[Vector] = field(default_factory=list)
 
 
 class Encoder:
-    """Texts in, vectors out; `step` runs one batch."""
+    """Encodes texts into vectors; `step` runs one batch."""
 
     def __init__(self, model: Transformer, max_num_batched_tokens: int) -> None:
         self.model, self.max_num_batched_tokens = model, max_num_batched_tokens
-        self._calls: deque[_Call] = deque()  # in the order of their turns
+        self._calls: deque[_Call] = deque()  # round robin: the first one is next
         self._batch_size = self._steps = 0
         self._last_step_s = 0.0
-        self._read: deque[tuple[float, int]] = deque()  # (when, how many tokens) of the last steps
+        self._read: deque[tuple[float, int]] = deque()  # (time, number of tokens) of the last steps
 
     @property
     def has_work(self) -> bool:
@@ -49,11 +49,11 @@ class Encoder:
         self._calls.append(_Call(id=call, texts=texts))
 
     def cancel(self, call: int) -> None:
-        """Forget a call nobody waits for."""
+        """Remove a call whose client has disconnected."""
         self._calls = deque(c for c in self._calls if c.id != call)
 
     def step(self) -> list[tuple[int, list[Vector]]]:
-        """Embed one batch; the calls that are done, with a vector for each of their texts."""
+        """Encode one batch. Returns (id, vectors) of the calls that are now complete."""
         began = time.perf_counter()
         batch = self._batch()
         texts = [text for _, text in batch]
@@ -67,7 +67,7 @@ class Encoder:
         return list(done.items())
 
     def stats(self) -> EngineStats:
-        """An encoder has no KV blocks and generates nothing; `tokens_per_s` are those it reads."""
+        """An encoder has no KV blocks and generates no tokens; `tokens_per_s` counts input tokens."""
         while self._read and self._read[0][0] < time.perf_counter() - WINDOW_S:
             self._read.popleft()
         return EngineStats(
@@ -78,7 +78,7 @@ class Encoder:
         )  # fmt: skip
 
     def _batch(self) -> list[tuple[_Call, Text]]:
-        """A text of each call in turn while the budget lasts; at least one."""
+        """One text of each call in turn until the token budget is used; at least one text."""
         batch: list[tuple[_Call, Text]] = []
         left = self.max_num_batched_tokens
         while self._calls:
@@ -96,7 +96,7 @@ class Encoder:
 
 
 def embed(model: Transformer, texts: Sequence[Text]) -> list[Vector]:
-    """A unit vector a text: the mean of its tokens' hidden states. All texts go through the model packed."""
+    """One unit vector per text: the normalized mean of its tokens' hidden states. The texts are packed in one batch."""
     import torch
 
     lengths = torch.tensor([len(t) for t in texts])
@@ -108,4 +108,4 @@ def embed(model: Transformer, texts: Sequence[Text]) -> list[Vector]:
         hidden = model(ids, positions, cu_seqlens, int(lengths.max())).hidden.float()
         segment = torch.repeat_interleave(torch.arange(len(texts)), lengths).to(device)
         total = hidden.new_zeros(len(texts), hidden.shape[1]).index_add_(0, segment, hidden)
-        return (total / total.norm(dim=1, keepdim=True)).tolist()  # the length of the text divides out
+        return (total / total.norm(dim=1, keepdim=True)).tolist()  # the norm cancels the text's length

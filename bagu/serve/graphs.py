@@ -1,8 +1,9 @@
-"""Decode steps on a GPU as CUDA graphs: a launch a step instead of hundreds.
+"""Decode steps on a GPU as CUDA graphs: one launch per step instead of hundreds.
 
-A graph is of a fixed shape, so steps are padded up to a bucket: sequences to a power of two (and multiples of 32 above
-32), contexts to a power of two. A row of padding is a sequence of one token in a block that no table holds; rows do not
-see each other, so it changes nothing. A graph is captured when its bucket is first met, and all share one memory pool.
+A graph has fixed shapes, so a step is padded to a bucket: the number of sequences to a power of two (above 32 to a
+multiple of 32), the context to a power of two. A padding row is a sequence of one token in a block that is in no table;
+rows are independent, so it does not change other rows. A graph is captured at the first step of its bucket, and all
+graphs share one memory pool.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ __all__ = ["GraphDecode", "bucket", "pad"]
 
 class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    batch: Batch  # what the graph reads: filled before each replay
-    hidden: torch.Tensor  # what it writes
+    batch: Batch  # the inputs, filled before each replay
+    hidden: torch.Tensor  # the output
 
 
 def bucket(count: int, *, coarse: bool = False) -> int:
@@ -30,7 +31,7 @@ def bucket(count: int, *, coarse: bool = False) -> int:
 
 
 def pad(batch: Batch, rows: int, context: int, block_size: int, spare: int) -> Batch:
-    """The batch with `rows` sequences and tables of `context` positions; the new ones live in block `spare`."""
+    """Pad the batch to `rows` sequences and tables of `context` positions; the new sequences use block `spare`."""
     extra, blocks = rows - len(batch.ids), -(-context // block_size)
 
     def grow(x: torch.Tensor, value: int) -> torch.Tensor:
@@ -52,7 +53,7 @@ def pad(batch: Batch, rows: int, context: int, block_size: int, spare: int) -> B
 
 
 class GraphDecode:
-    """`forward` of a batch of one token a sequence, by replay. Satisfies runner.Forward."""
+    """The forward of a batch with one token per sequence, as a graph replay. Satisfies runner.Forward."""
 
     def __init__(self, model: torch.nn.Module, kv: PagedKV, max_model_len: int) -> None:
         self.model, self.kv, self.max_model_len = model, kv, max_model_len
@@ -77,7 +78,7 @@ class GraphDecode:
         self.kv.load(batch)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # what is made on first use (cuBLAS, tables, kernels) must not be in the graph
+        with torch.cuda.stream(side):  # warm up: initialization (cuBLAS, tables, kernels) must not be in the graph
             self._forward(batch)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()

@@ -1,7 +1,7 @@
-"""What one step computes: a `Plan` of slices of sequences, made by the scheduler and run by the engine.
+"""The plan of one step: slices of sequences, chosen by the scheduler and run by the engine.
 
-There is no prefill and no decode here, only sequences whose KV is behind their tokens: a slice is the next tokens of
-one of them. A slice that reaches the last token yields a sample; a chunk of a long prompt does not.
+Prefill and decode have the same form: a slice is the next tokens of a sequence whose KV is not computed yet. A token is
+sampled after a slice that includes the last known token; after a chunk of a long prompt it is not.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from bagu.serve.request import Request
 
 __all__ = ["LATE", "Draft", "Plan", "Sequence", "Slice"]
 
-LATE = -1  # stands in `Plan.ids` for a token that the plan before is still to draw
+LATE = -1  # placeholder in `Plan.ids` for a token that the previous plan has not sampled yet
 
 
 class Sequence:
-    """One choice of a request: its tokens, how far its KV is, and where it lives. Changed by the scheduler alone."""
+    """One choice of a request: its tokens, its progress and its blocks. Only the scheduler changes it."""
 
     __slots__ = (
         "cached", "computed", "draws", "end", "finished", "forks", "hit_tokens", "in_flight", "index", "keys",
@@ -31,28 +31,28 @@ class Sequence:
         self.request, self.index, self.rank = request, index, rank
         self.tokens = list(request.prompt)
         self.num_prompt = len(request.prompt)
-        self.end = self.num_prompt + max(sampling.max_tokens - 1, 0)  # positions of KV: the last token is never read
+        self.end = self.num_prompt + max(sampling.max_tokens - 1, 0)  # KV positions: the last token needs none
         self.draws = sampling.max_tokens > 0
         self.stops = stops
-        self.planned = 0  # positions that are computed or in a plan
-        self.computed = 0  # positions whose KV is there
-        self.pending = 0  # tokens that plans in flight are to draw
-        self.late_at = 0  # where in the last plan's samples the pending token will be
-        self.in_flight = 0  # plans not committed that use this sequence's blocks
+        self.planned = 0  # positions computed or in a plan in flight
+        self.computed = 0  # positions whose KV is computed
+        self.pending = 0  # tokens that plans in flight will sample
+        self.late_at = 0  # index of the pending token among the samples of the last plan
+        self.in_flight = 0  # plans in flight that use this sequence's blocks
         self.finished = False
         self.table: Table | None = None  # while it runs
         self.seat = -1  # while it runs: its row in a table of max_num_seqs rows, unchanged until it stops running
-        self.forks: list[Sequence] = []  # choices that wait for this one's prefill, to share its blocks
-        self.keys: list[bytes] = []  # of its full blocks
-        self.hit_tokens = 0  # found in the prefix cache when it last began to run
-        self.cached: int | None = None  # the same when it first began to run, before anything was drawn or preempted
-        self.started: float | None = None  # when it first began to run, by time.perf_counter; None of a fork
+        self.forks: list[Sequence] = []  # choices that will share this one's blocks after its prefill
+        self.keys: list[bytes] = []  # prefix cache keys of its full blocks
+        self.hit_tokens = 0  # tokens found in the prefix cache at its last admission
+        self.cached: int | None = None  # the same at its first admission, before any token or preemption
+        self.started: float | None = None  # time.perf_counter at its first admission; None for a fork
         self.scores = sampling.prompt_logprobs is not None and index == 0
-        self.score_next = max(request.score_start - 1, 0)  # the first position whose logits are still wanted
+        self.score_next = max(request.score_start - 1, 0)  # first position whose logits are needed for a prompt logprob
 
     @property
     def output(self) -> list[int]:
-        """The tokens drawn so far (a copy)."""
+        """The tokens sampled so far (a copy)."""
         return self.tokens[self.num_prompt :]
 
     @property
@@ -65,18 +65,18 @@ class Sequence:
 
 
 class Slice(NamedTuple):
-    """Positions `start` to `start + length` of a sequence are computed now."""
+    """Positions `start` to `start + length` of a sequence, to be computed in this step."""
 
     sequence: Sequence
     start: int
     length: int
-    samples: bool  # whether it reaches the last token, so that its last row yields the next one
+    samples: bool  # whether it includes the last known token, so that the next one is sampled from its last row
 
     @property
     def scored(self) -> range:
-        """The positions of this slice whose logits give a prompt logprob that is wanted (of the token after each).
+        """The positions of this slice whose logits give a requested prompt logprob (of the token after each).
 
-        To be read before the plan is committed. A sequence that was preempted is not asked twice.
+        Read it before the plan is committed. After a preemption, positions that were already scored are left out.
         """
         s = self.sequence
         if not s.scores:
@@ -89,22 +89,22 @@ class Plan:
     """One step, as host lists. T = tokens, S = slices, N = samples.
 
     Slices of one token come first (`num_decodes` of them), so that decodes can run as one batch of equal shape.
-    `block_tables` are the lists of the scheduler itself, without a copy: read them before the next `plan()`. An engine
+    `block_tables` are the scheduler's own lists, not copies: read them before the next `plan()`. An engine
     that keeps block tables on the device writes `table_writes` to rows `seats` instead, a few entries a step.
     """
 
     number: int
     slices: list[Slice]
-    copies: list[tuple[int, int]]  # blocks (source, destination): done before anything is written, in this order
-    ids: list[int]  # [T]; LATE where the plan before is still to draw the token
+    copies: list[tuple[int, int]]  # blocks (source, destination) to copy in this order, before the step writes KV
+    ids: list[int]  # [T]; LATE for a token that the previous plan has not sampled yet
     positions: list[int]  # [T]
     cu_seqlens: list[int]  # [S + 1]
     context_lens: list[int]  # [S]: past and new tokens
     seats: list[int]  # [S]
     table_writes: list[tuple[int, int, int]]  # (seat, entry, block): what changed in the tables since the last plan
-    sampled: list[Sequence]  # [N]: whose next token is drawn; the n choices of one prompt share a row the first time
+    sampled: list[Sequence]  # [N]: sequences to sample; the n choices of one prompt share a row for their first token
     sample_rows: list[int]  # [N]: rows of T
-    late: list[tuple[int, int]]  # (row of T, sample of the plan before): where ids is LATE
+    late: list[tuple[int, int]]  # (row of T, index among the previous plan's samples), where ids is LATE
     num_decodes: int
     max_len: int
     max_context: int
@@ -115,20 +115,20 @@ class Plan:
 
     @property
     def block_tables(self) -> list[list[int]]:
-        """[S]; entries before the window of a windowed model are DEAD."""
+        """[S]; with a sliding window, entries before the window are DEAD."""
         return [s.sequence.table.blocks for s in self.slices if s.sequence.table is not None]
 
 
 @dataclass(kw_only=True, slots=True)
 class Draft:
-    """The slices of a plan while it is made."""
+    """The slices of a plan under construction."""
 
     decodes: list[Slice] = field(default_factory=list)
     chunks: list[Slice] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
     def finish(self, number: int, table_writes: list[tuple[int, int, int]]) -> Plan:
-        """Lay the slices out flat, and mark their sequences as planned."""
+        """Flatten the slices into a plan, and mark their sequences as planned."""
         slices = self.decodes + self.chunks
         ids: list[int] = []
         positions: list[int] = []

@@ -1,24 +1,26 @@
-"""The scheduler: which tokens of which sequences are computed in the next step.
+"""The scheduler: chooses the tokens to compute in the next step.
 
-One token budget serves prompts and decodes alike. Every running sequence gets one token of it; what is spare goes to
-prompts, in chunks, in the order of rank. So a long prompt slows no decode, and no decode stops a long prompt.
+Prefill and decode share one token budget. Every running sequence gets one token of it; the rest goes to prompts, in
+chunks, in order of rank. So a long prompt does not delay decodes, and decodes do not block a long prompt.
 
-Rank is priority, then age: `priority + arrival / aging_s`, lower first. One step of priority is worth `aging_s` seconds
-of waiting, so an old request cannot be passed for ever; and since all requests age alike the order never changes, which
-is why nothing is ever preempted back and forth. Requests are admitted strictly in this order (a large one that does not
-fit yet is not passed by small ones), a sequence that needs a block takes it from the lowest rank, and so the first in
-rank always advances: that is the proof that work ends. A waiting request does not preempt a running one.
+Rank combines priority and age: `priority + arrival / aging_s`, lower first. One step of priority equals `aging_s`
+seconds of waiting, so a low priority delays a request but cannot starve it. The rank of a request never changes, so two
+requests cannot preempt each other in turn. Requests are admitted strictly by rank: small requests do not overtake a
+large one that does not fit yet. A sequence that needs a block preempts the running sequence of lowest rank. So the
+first in rank always advances, and therefore all requests finish. A waiting request does not preempt a running one.
 
-Preemption is by recompute: the blocks are released but stay findable, so the sequence mostly finds them again.
+Preemption is by recompute: the blocks are released but stay in the prefix cache, where the sequence usually finds them
+again.
 
-The blocks that a chunk of a prompt fills are registered when it is planned, so that prompts which begin alike share
-them from the same step on: 64 of them that arrive together compute their common beginning once. That is sound since
-every plan is run, in order, and a forward writes the keys of all its tokens in a layer before a query reads any; who
-is planned is neither preempted nor released before its plan is committed. An engine whose forward fails is at its end.
+The blocks that a prompt chunk fills are registered when the chunk is planned, so requests in the same step already
+share them: 64 prompts that arrive together compute their common prefix once. This is correct for two reasons. Every
+plan is run, in order, and in each layer a forward writes the keys of all its tokens before a query reads them. And a
+planned sequence is neither preempted nor released before its plan is committed. If a forward raises, the engine cannot
+be used any more.
 
-Two plans may be in flight: `plan()` may be called once before the last plan is committed. Tokens still to be drawn are
-LATE in the new plan, a sequence that turns out finished has computed one token for nothing, and blocks go back to the
-pool only when the last plan that uses them is committed.
+Two plans may be in flight: `plan()` may be called once more before the last plan is committed. Tokens that are not
+sampled yet are LATE in the new plan. A sequence that turns out to be finished has computed one token too many. Blocks
+return to the pool when the last plan that uses them is committed.
 """
 
 from __future__ import annotations
@@ -44,17 +46,17 @@ RANK = attrgetter("rank")
 
 
 class Scheduler:
-    """Requests in, plans out; then drawn tokens in, events out."""
+    """Turns requests into plans, and the sampled tokens of a plan into events."""
 
     def __init__(self, config: SchedulerConfig, blocks: Blocks) -> None:
         self.config, self.blocks = config, blocks
         self.running: list[Sequence] = []  # by rank: they hold a table and a seat
-        self.waiting: list[Sequence] = []  # by rank: they hold nothing
-        self.requests: dict[str, list[Sequence]] = {}  # the choices alive, also those that wait to fork
+        self.waiting: list[Sequence] = []  # by rank: they hold no blocks
+        self.requests: dict[str, list[Sequence]] = {}  # unfinished choices, including those that are not forked yet
         self.in_flight: deque[Plan] = deque()
         self.preemptions = 0
-        self.prompt_tokens = 0  # tokens of sequences that began to run, and
-        self.hit_tokens = 0  # how many of them were in the prefix cache
+        self.prompt_tokens = 0  # tokens of all admitted sequences
+        self.hit_tokens = 0  # those of them found in the prefix cache
         self._seats = list(range(config.max_num_seqs - 1, -1, -1))
         self._writes: list[tuple[int, int, int]] = []
         self._serial = count()
@@ -65,9 +67,9 @@ class Scheduler:
         return bool(self.requests or self.in_flight)
 
     def add(self, request: Request) -> None:
-        """Queue a request, or raise Unservable if it could not run even alone. It holds nothing until it is planned."""
+        """Queue a request; raises Unservable if it could not run even alone. It takes no block until it is planned."""
         if request.id in self.requests:
-            raise ArgumentError(f"request {request.id!r} is already being served", hint="ids are unique")
+            raise ArgumentError(f"there is already a request {request.id!r}", hint="use a unique id")
         check_servable(request, self.config, num_blocks=self.blocks.num_blocks, block_size=self.blocks.block_size)
         sampling, serial = request.sampling, next(self._serial)
         age = request.priority + request.arrival / self.config.aging_s
@@ -78,15 +80,15 @@ class Scheduler:
         insort(self.waiting, choices[0], key=RANK)
 
     def abort(self, request_id: str) -> bool:
-        """End all choices of a request; False where none is alive. No event: the caller knows. Blocks that no plan in
-        flight uses are free on return, the others when that plan is committed."""
+        """End all choices of a request, without an event; False if none is unfinished. Blocks that no plan in flight
+        uses are free on return, the others when that plan is committed."""
         choices = list(self.requests.get(request_id, ()))
         for sequence in choices:
             self._finish(sequence)
         return bool(choices)
 
     def stop(self, request_id: str, index: int) -> bool:
-        """End one choice as `abort` does, for what its text says; False where it is not alive or has no token yet."""
+        """End one choice, as `abort` does, after a stop string; False if it has already ended or has no token yet."""
         for sequence in self.requests.get(request_id, ()):
             if sequence.index == index and sequence.num_output:
                 self._finish(sequence)
@@ -94,9 +96,9 @@ class Scheduler:
         return False
 
     def plan(self) -> Plan | None:
-        """The next step, or None: nothing waits, or what waits needs a plan in flight to be committed first.
+        """The next step; None if there is nothing to run, or a plan in flight must be committed first.
 
-        Run it, before any later one: others are already planned to read what it writes.
+        Every plan must be run, in order: later plans read the KV that it writes.
         """
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return None
@@ -104,7 +106,7 @@ class Scheduler:
         spare = self.config.max_num_batched_tokens - len(self.running)
         preempted = self.preemptions
         spare = self._advance(draft, spare)
-        if preempted == self.preemptions:  # otherwise the blocks just taken from a running one would go to a new one
+        if preempted == self.preemptions:  # after a preemption its blocks are for the running sequences, not a new one
             self._admit(draft, spare)
         if not draft.decodes and not draft.chunks:
             return None
@@ -116,32 +118,32 @@ class Scheduler:
     def commit(
         self, plan: Plan, tokens: Seq[int], logprobs: Seq[TokenLogprob | None] | None = None
     ) -> list[TokenEvent]:
-        """The plan was computed and drew `tokens`, one for each of `plan.sampled`. Returns their events.
+        """Record that a plan was run and sampled `tokens`, one for each of `plan.sampled`. Returns their events.
 
-        Sequences that end, and those that ended while the plan was in flight, have released what they held on return.
+        On return, sequences that finish here or were aborted while the plan was in flight have released their blocks.
         """
         if not self.in_flight or self.in_flight[0] is not plan:
             raise ArgumentError(
-                f"plan {plan.number} is not the oldest in flight", hint="commit plans in the order they were made"
+                f"plan {plan.number} is not the oldest in flight", hint="commit plans in the order of their creation"
             )
         if len(tokens) != len(plan.sampled):
             raise ArgumentError(f"{len(tokens)} tokens for a plan that samples {len(plan.sampled)}")
         self.in_flight.popleft()
-        events = [event for piece in plan.slices if (event := self._computed(piece)) is not None]
+        events = [event for piece in plan.slices if (event := self._commit_slice(piece)) is not None]
         for i, (sequence, token) in enumerate(zip(plan.sampled, tokens, strict=True)):
             sequence.pending -= 1
             if not sequence.finished:
                 detail = logprobs[i] if logprobs is not None else None
-                events.append(self._drawn(sequence, token, detail))
+                events.append(self._append_token(sequence, token, detail))
         return events
 
     def restart(self) -> None:
-        """Compute everything anew: running sequences go back to the queue and the prefix cache is emptied."""
+        """Preempt all running sequences and empty the prefix cache, so that all KV is computed again."""
         if self.in_flight:
             raise ArgumentError(f"{len(self.in_flight)} plans are in flight", hint="commit them first")
         while self.running:
             self._preempt(self.running[-1])
-        self.blocks.forget()
+        self.blocks.reset_prefix_cache()
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless blocks, tables, seats and queues agree. For tests, and when idle."""
@@ -150,14 +152,14 @@ class Scheduler:
         audit(self.config, self.blocks, holders, self.running, self.waiting, self.requests, self._seats)
 
     def _advance(self, draft: Draft, spare: int) -> int:
-        """Plan what the running sequences need, by rank; returns the tokens left."""
+        """Plan the next tokens of the running sequences, by rank; returns the rest of the token budget."""
         running, cap, B, i = self.running, self.config.max_prefill_chunk, self.blocks.block_size, 0
-        while i < len(running):  # preemption shortens it from the end
+        while i < len(running):  # preemption removes sequences from the end
             sequence = running[i]
             i += 1
             start, known = sequence.planned, len(sequence.tokens) + sequence.pending
             todo = (known if known < sequence.end else sequence.end) - start
-            if todo <= 0 or (sequence.forks and sequence.pending):  # its last token is in flight; or its forks are
+            if todo <= 0 or (sequence.forks and sequence.pending):  # the last token is in flight, or the fork is
                 continue
             length = 1 if todo == 1 else min(todo, spare + 1, todo if cap is None else cap)
             table = sequence.table
@@ -167,23 +169,23 @@ class Scheduler:
                 if not length:
                     continue
             spare -= length - 1
-            self._take_up(draft, table, Slice(sequence, start, length, start + length == known and sequence.draws))
+            self._add_slice(draft, table, Slice(sequence, start, length, start + length == known and sequence.draws))
         return spare
 
-    def _take_up(self, draft: Draft, table: Table, piece: Slice) -> None:
-        if piece.length == 1:  # its token may be LATE: what it fills is registered when it is computed
+    def _add_slice(self, draft: Draft, table: Table, piece: Slice) -> None:
+        if piece.length == 1:  # its token may be LATE, so a block that it fills is registered in `commit`
             draft.decodes.append(piece)
             return
         draft.chunks.append(piece)
         self.blocks.register(table, piece.sequence.tokens, piece.sequence.keys, piece.start + piece.length)
 
     def _make_room(self, draft: Draft, sequence: Sequence, table: Table, length: int) -> int:
-        """Reserve blocks for the next `length` tokens, or for as many as can be had, preempting lower ranks."""
+        """Reserve blocks for the next `length` tokens, preempting lower ranks. Returns how many tokens have room."""
         start = sequence.planned
-        while self.blocks.need(table, start, start + length) > self.blocks.available:
+        while self.blocks.blocks_needed(table, start, start + length) > self.blocks.available:
             victim = next((s for s in reversed(self.running) if not s.in_flight or s is sequence), sequence)
             if victim.rank <= sequence.rank:
-                length = max(0, min(length, self.blocks.room(table, start)))
+                length = max(0, min(length, self.blocks.positions_available(table, start)))
                 break
             self._preempt(victim)
         if length:
@@ -217,16 +219,17 @@ class Scheduler:
             table = sequence.table
             assert table is not None
             start = sequence.planned
-            length = min(known - start, spare, known if cap is None else cap, self.blocks.room(table, start))
-            assert length > 0, "admitted without room for a token"
+            room = self.blocks.positions_available(table, start)
+            length = min(known - start, spare, known if cap is None else cap, room)
+            assert length > 0, "admitted a sequence without room for a token"
             self._reserve(draft, sequence, table, start + length)
             spare -= length
             samples = start + length == len(sequence.tokens) and sequence.draws
-            self._take_up(draft, table, Slice(sequence, start, length, samples))
+            self._add_slice(draft, table, Slice(sequence, start, length, samples))
 
     def _begin(self, sequence: Sequence, hits: list[int], dead: int) -> None:
-        """Seat a sequence (and those that will fork from it) on the blocks of a match."""
-        sequence.table = self.blocks.open(hits, dead=dead)
+        """Start to run a sequence, with the blocks `hits` of the prefix cache at the beginning of its table."""
+        sequence.table = self.blocks.new_table(hits, dead=dead)
         sequence.planned = sequence.computed = sequence.hit_tokens = len(hits) * self.blocks.block_size
         for choice in (sequence, *sequence.forks):
             choice.seat = self._seats.pop()
@@ -239,14 +242,14 @@ class Scheduler:
         insort(self.running, sequence, key=RANK)
 
     def _hit_limit(self, sequence: Sequence, known: int) -> int:
-        """How many leading tokens may come from the cache: all but the last, whose logits are needed, and none whose
-        prompt logprob is still wanted."""
+        """How many leading tokens may come from the prefix cache: not the last one, whose logits are needed, and none
+        from the first position on whose prompt logprob is still to be computed."""
         limit = known - 1
         return min(limit, sequence.score_next) if sequence.scores else limit
 
-    def _computed(self, piece: Slice) -> TokenEvent | None:
-        """The slice's KV exists now: register what a decode has filled, give back what the window has passed, fork. An
-        event where this was all: the request wants logprobs of its prompt and no token."""
+    def _commit_slice(self, piece: Slice) -> TokenEvent | None:
+        """Record that a slice's KV is computed: register full blocks, release blocks outside the window, fork. Returns
+        an event if this ends the choice: with max_tokens = 0 it ends without a token."""
         sequence, start, length, samples = piece
         sequence.in_flight -= 1
         if sequence.finished:
@@ -259,7 +262,7 @@ class Scheduler:
         if computed // self.blocks.block_size > table.registered:
             self.blocks.register(table, sequence.tokens, sequence.keys, computed)
         if self.config.window is not None:
-            self.blocks.drop(table, self.config.dead_blocks(computed, self.blocks.block_size))
+            self.blocks.release_leading(table, self.config.dead_blocks(computed, self.blocks.block_size))
         if sequence.scores and computed > sequence.score_next:
             sequence.score_next = computed
         if samples and sequence.forks:
@@ -278,8 +281,8 @@ class Scheduler:
             insort(self.running, child, key=RANK)
         sequence.forks = []
 
-    def _drawn(self, sequence: Sequence, token: int, detail: TokenLogprob | None) -> TokenEvent:
-        """Append a drawn token, and end the choice if it is the last."""
+    def _append_token(self, sequence: Sequence, token: int, detail: TokenLogprob | None) -> TokenEvent:
+        """Append a sampled token, and end the choice if it is the last."""
         request, tokens = sequence.request, sequence.tokens
         tokens.append(token)
         drawn, reason = len(tokens) - sequence.num_prompt, None
@@ -287,18 +290,18 @@ class Scheduler:
         if token in sequence.stops and drawn >= request.sampling.min_tokens:
             finish = "stop"
             reason = token if token in request.sampling.stop_token_ids else None
-        elif len(tokens) > sequence.end:  # all of max_tokens: the last one has no place in the cache
+        elif len(tokens) > sequence.end:  # max_tokens is reached; the KV of the last token is not computed
             finish = "length"
         if finish is not None:
             self._finish(sequence)
         logprob, top = (None, None) if detail is None else detail
         if drawn > 1:
             return TokenEvent(request.id, sequence.index, token, logprob, top, finish, reason)
-        cached, started = sequence.cached or 0, sequence.started  # choices that forked have none of their own
+        cached, started = sequence.cached or 0, sequence.started  # a forked choice has neither
         return TokenEvent(request.id, sequence.index, token, logprob, top, finish, reason, cached, started)
 
     def _finish(self, sequence: Sequence) -> None:
-        """Take a sequence out of the queues; release it unless a plan in flight still uses it."""
+        """Remove a sequence from the queues; release it unless a plan in flight still uses it."""
         sequence.finished = True
         choices = self.requests[sequence.request.id]
         choices.remove(sequence)
@@ -323,8 +326,8 @@ class Scheduler:
         sequence.planned = sequence.computed = 0
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue. What was computed stays in the prefix cache until someone needs the blocks."""
-        assert not sequence.in_flight, "a plan in flight writes to its blocks"
+        """Return a sequence to the waiting queue. Its full blocks stay in the prefix cache until they are reused."""
+        assert not sequence.in_flight, "a sequence in a plan in flight was preempted"
         self.running.remove(sequence)
         self._release(sequence)
         insort(self.waiting, sequence, key=RANK)

@@ -27,7 +27,7 @@ class Writer:
         idle = sum(not self.blocks.refs[b] for b in hits)
         if -(-len(tokens) // self.blocks.block_size) - len(hits) > self.blocks.available - idle:
             return None
-        table = self.blocks.open(hits)
+        table = self.blocks.new_table(hits)
         self.lists[table] = tokens[: len(hits) * self.blocks.block_size]
         self.write(table, tokens[len(self.lists[table]) :])
         return table
@@ -35,8 +35,8 @@ class Writer:
     def write(self, table: Table, tokens: list[int]) -> bool:
         start = len(self.lists[table])
         upto = start + len(tokens)
-        if self.blocks.need(table, start, upto) > self.blocks.available:
-            assert self.blocks.room(table, start) < len(tokens)
+        if self.blocks.blocks_needed(table, start, upto) > self.blocks.available:
+            assert self.blocks.positions_available(table, start) < len(tokens)
             return False
         copy = self.blocks.reserve(table, start, upto)
         if copy is not None:
@@ -88,7 +88,7 @@ def test_tables_read_what_was_written_whatever_is_done(
         if action == "begin":
             writer.begin([1] * which + [2] * length)
         elif action == "forget":
-            blocks.forget()
+            blocks.reset_prefix_cache()
         elif tables:
             table = tables[which % len(tables)]
             if action == "write":
@@ -98,7 +98,7 @@ def test_tables_read_what_was_written_whatever_is_done(
             elif action == "release":
                 writer.release(table)
             else:
-                blocks.drop(table, min(length, len(writer.lists[table]) // block_size))
+                blocks.release_leading(table, min(length, len(writer.lists[table]) // block_size))
         writer.check()
         assert blocks.free_count + blocks.cached_count + blocks.used_count == num_blocks == len(blocks.map())
         assert prefix_cache or blocks.cached_count == 0
@@ -149,7 +149,7 @@ def test_keys_that_collide_are_told_apart_by_their_tokens(monkeypatch: pytest.Mo
 
 def test_the_same_prefix_computed_twice_is_registered_once() -> None:
     writer = pool()
-    first, second = (writer.blocks.open() for _ in range(2))
+    first, second = (writer.blocks.new_table() for _ in range(2))
     for table in (first, second):
         writer.lists[table] = []
         writer.write(table, [1, 2, 3])
@@ -163,7 +163,7 @@ def test_a_fork_copies_only_when_it_writes_into_a_shared_block() -> None:
     writer = pool()
     table = begun(writer, [1, 2, 3])
     twin = writer.fork(table)
-    assert writer.blocks.used_count == 2 and writer.blocks.need(twin, 3, 4) == 1
+    assert writer.blocks.used_count == 2 and writer.blocks.blocks_needed(twin, 3, 4) == 1
     assert writer.write(twin, [7]) and writer.write(table, [8])
     assert writer.blocks.used_count == 3 and twin.blocks[0] == table.blocks[0] and twin.blocks[1] != table.blocks[1]
     full = begun(writer, [5, 6])
@@ -176,7 +176,7 @@ def test_a_fork_copies_only_when_it_writes_into_a_shared_block() -> None:
 def test_what_a_window_has_passed_is_given_back_and_marked() -> None:
     writer = pool()
     table = begun(writer, [1, 2, 3, 4, 5])
-    writer.blocks.drop(table, 2)
+    writer.blocks.release_leading(table, 2)
     assert table.blocks[:2] == [DEAD, DEAD] and writer.blocks.used_count == 1 and writer.blocks.cached_count == 2
     writer.check()
     writer.release(table)
@@ -194,13 +194,16 @@ def test_a_table_is_released_once() -> None:
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("refs count", lambda b, t: b.refs.__setitem__(t.blocks[0], 2)),
-        ("all, once", lambda b, t: b.free.append(t.blocks[0])),
-        ("all, once", lambda b, t: b.free.pop()),
-        ("the index finds", lambda b, t: b.index.clear()),
-        ("a key is that of its tokens", lambda b, t: b.contents.__setitem__(0, b.contents[0]._replace(tokens=(9, 9)))),
+        ("refs are", lambda b, t: b.refs.__setitem__(t.blocks[0], 2)),
+        ("every block is free", lambda b, t: b.free.append(t.blocks[0])),
+        ("every block is free", lambda b, t: b.free.pop()),
+        ("the index has", lambda b, t: b.index.clear()),
+        (
+            "a key is the hash of its tokens",
+            lambda b, t: b.contents.__setitem__(0, b.contents[0]._replace(tokens=(9, 9))),
+        ),
         ("a free block has no content", lambda b, t: b.contents.__setitem__(b.free[0], b.contents[0])),
-        ("entries are marked", lambda b, t: setattr(t, "dead", 1)),
+        ("entries are DEAD", lambda b, t: setattr(t, "dead", 1)),
     ],
 )
 def test_integrity_sees_a_planted_fault(name: str, fault: Callable[[Blocks, Table], object]) -> None:

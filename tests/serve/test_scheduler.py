@@ -213,7 +213,7 @@ def test_what_can_never_fit_is_refused_with_the_reason() -> None:
     with pytest.raises(Unservable, match="n = 3, and 2 choices"):
         scheduler.add(ask("r", 4, n=3, max_tokens=2))
     scheduler.add(ask("r", 10, max_tokens=7))
-    with pytest.raises(ArgumentError, match="already being served"):
+    with pytest.raises(ArgumentError, match="already a request"):
         scheduler.add(ask("r", 4, max_tokens=2))
     with pytest.raises(ArgumentError, match="max_num_batched_tokens = 4"):
         SchedulerConfig(max_model_len=10, max_num_seqs=8, max_num_batched_tokens=4)

@@ -40,7 +40,7 @@ class Choice:
         self.finish: str | None = None
         self.stop_reason: str | int | None = None
         self._stream = TextStream(ready.tokenizer, request.sampling)
-        self.each = self._stream.each
+        self.push_token = self._stream.push_token
         self.silent = ready.special_ids if skip_special_tokens else frozenset()
 
     def push(self, event: TokenEvent) -> str:
@@ -52,7 +52,7 @@ class Choice:
             if event.logprob is not None:
                 self.scored.append((token, TokenLogprob(event.logprob, event.top or ())))
             if finish is None and token not in self.silent:
-                return self.each(token)
+                return self.push_token(token)
         if finish in ("abort", "error"):
             raise ApiError(500, f"the engine ended this request: {event.stop_reason or finish}")
         self.finish, self.stop_reason = finish, event.stop_reason
@@ -112,7 +112,7 @@ class Reply:
                 text = choice.push(event)
             else:  # what `push` comes to for nearly all tokens, without the call
                 choice.tokens += 1
-                text = choice.each(token)
+                text = choice.push_token(token)
             if event.finish is None and not choice.scored:
                 if text:
                     out.append(f"{choice.head}{quoted(text)}{self._plain}")

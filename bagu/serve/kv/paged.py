@@ -1,10 +1,10 @@
-"""The paged KV cache: a pool of blocks a layer, and the view of it that one step attends through.
+"""The paged KV cache: one pool of blocks per layer, and the attention of a step over it.
 
-A sequence's positions live in the blocks of its table, in order: position p is place p % B of block table[p // B]. The
-accounting is blocks.py's; here are the tensors. `PagedKV` satisfies `nn.kv.KV`; MLA's pool holds the latent as one key
-head, and values are its first features.
+The positions of a sequence are stored in the blocks of its table, in order: position p is slot p % B of block
+table[p // B]. blocks.py allocates the blocks; this file has the tensors. `PagedKV` satisfies `nn.kv.KV`. With MLA the
+pool holds the latent as one key head, and the values are its first features.
 
-Dims: N = blocks, B = positions of a block, G = key heads, D = features of a key, T = new tokens, S = sequences of a
+Dims: N = blocks, B = positions per block, G = key heads, D = features of a key, T = new tokens, S = sequences of a
 step, P = blocks of the longest table.
 """
 
@@ -23,22 +23,22 @@ __all__ = ["Batch", "PagedKV", "block_bytes"]
 
 
 class Batch(NamedTuple):
-    """One step on the device: where its tokens go and what they see."""
+    """The tensors of one step: its tokens, their slots in the pool, and the block tables to attend to."""
 
     ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
-    slots: torch.Tensor  # [T] int64: block * B + place
+    slots: torch.Tensor  # [T] int64: block * B + position within the block
     cu_seqlens: torch.Tensor  # [S + 1] int32
-    context_lens: torch.Tensor  # [S] int32: past and new
+    context_lens: torch.Tensor  # [S] int32: past and new tokens
     block_tables: torch.Tensor  # [S, P] int32
     max_len: int  # most new tokens of a sequence
     max_context: int
-    num_decodes: int  # the first sequences, of one new token each
-    decode_context: int  # max_context of those
+    num_decodes: int  # number of leading sequences with one new token each
+    decode_context: int  # max_context of the decodes
 
     def parts(self) -> list[Part]:
-        """Sequences that are attended to together. On a GPU decodes and prompts each have a way of their own; on a CPU
-        the op tells them apart itself."""
+        """Split the sequences into attention calls. On a GPU decodes and prompts run different kernels, so they are
+        separate calls; on a CPU the op separates them itself."""
         n, S, T = self.num_decodes, len(self.context_lens), len(self.ids)
         if not self.ids.is_cuda or n in (0, S):
             return [
@@ -69,7 +69,7 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int
 
 
 class PagedKV:
-    """The pool. `load` says what the next forward is about; each layer then calls `attend` once."""
+    """The KV pool of all layers. `load` sets the batch of the next forward; each layer then calls `attend` once."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class PagedKV:
         dtype: torch.dtype | None = None,
     ) -> None:
         if not config.causal or config.attention == "linear":
-            what = "linear attention" if config.causal else "a bidirectional model"
-            raise CacheError(f"{what} has no KV cache", hint="serve a causal model with softmax attention")
+            found = "linear attention" if config.causal else "a bidirectional model"
+            raise CacheError(f"{found} has no KV cache", hint="use a causal model with softmax attention")
         heads, key, value = _widths(config)
         layers = range(config.num_layers)
         shape = (num_blocks, block_size, heads)
@@ -98,7 +98,7 @@ class PagedKV:
 
     @property
     def max_len(self) -> int:
-        assert self.batch is not None, "PagedKV.load comes before a forward"
+        assert self.batch is not None, "call PagedKV.load before a forward"
         return self.batch.max_context
 
     def load(self, batch: Batch) -> None:
@@ -124,12 +124,12 @@ class PagedKV:
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         b, keys = self.batch, self.keys[layer]
-        assert b is not None, "PagedKV.load comes before a forward"
+        assert b is not None, "call PagedKV.load before a forward"
         ops.kv_write(keys, k, b.slots)
         if v is None:
             values = keys[..., :v_dim]
         else:
-            assert self.values is not None, "values for a pool of latents"
+            assert self.values is not None, "an MLA pool stores no values"
             values = self.values[layer]
             ops.kv_write(values, v, b.slots)
         outs = [
@@ -143,7 +143,7 @@ class PagedKV:
 
 
 def _widths(config: ModelConfig) -> tuple[int, int, int]:
-    """Key heads of the pool, features of a key, and of a value (0: values are a part of the keys)."""
+    """(key heads, features of a key, features of a value). 0 value features: the values are a part of the keys."""
     if config.mla is not None:
         return 1, config.mla.kv_rank + config.mla.rope_dim, 0
     return config.num_kv_heads, config.head_dim, config.head_dim

@@ -1,4 +1,4 @@
-"""How large the KV pool and its blocks are: as many blocks as the memory holds that is left beside the weights."""
+"""The size of the KV pool: block size, number of blocks that fit the memory, and the longest sequence."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from bagu.serve.kv.paged import block_bytes
 
 __all__ = ["Pool", "size_pool"]
 
-# A small block wastes less and is found in the prefix cache more often; ops/paged_attention/cuda.py reads one of 128
-# positions or more where it lies, and gathers smaller ones.
+# Small blocks waste less memory and give more prefix cache hits. ops/paged_attention/cuda.py reads blocks of 128
+# positions or more in place, and gathers smaller ones first.
 BLOCK_SIZES = {"cpu": 16, "cuda": 256}
-CPU_SHARE, CPU_MOST = 4, 1 << 30  # a quarter of the free memory, 1 GiB at most: 65k tokens of the 8M model in fp32
-WORK_BYTES = 1 << 30  # on a GPU, left for activations, logits and CUDA graphs
+CPU_SHARE, CPU_MAX = 4, 1 << 30  # a quarter of the free memory, at most 1 GiB: 65k tokens of the 8M model in fp32
+WORKSPACE_BYTES = 1 << 30  # on a GPU, reserved for activations, logits and CUDA graphs
 
 
 class Pool(NamedTuple):
@@ -28,22 +28,22 @@ class Pool(NamedTuple):
 
 
 def size_pool(model: Transformer, config: EngineConfig) -> Pool:
-    """Blocks of the pool, never more than `max_num_seqs` sequences of full length use, and the longest sequence."""
+    """Size the pool. It has at most as many blocks as `max_num_seqs` sequences of full length can use."""
     table = model.embedding.weight
     B = config.block_size or BLOCK_SIZES[table.device.type]
     longest = min(model.config.max_len, config.max_model_len or model.config.max_len)
     if config.max_model_len is not None and config.max_model_len > model.config.max_len:
         raise ArgumentError(
             f"engine: max_model_len = {config.max_model_len}, and the model has positions for {model.config.max_len}",
-            hint="ask for that many at most",
+            hint=f"max_model_len is at most {model.config.max_len} for this model",
         )
     each = block_bytes(model.config, B, table.dtype)
     useful = config.max_num_seqs * -(-longest // B)
     blocks = config.num_blocks or min(useful, _memory(table.device, config) // each)
     if blocks < 1:
         raise ArgumentError(
-            f"engine: the memory for the KV pool holds no block of {each} bytes",
-            hint="give kv_memory or gpu_memory_utilization more, or take a smaller block_size",
+            f"engine: no block of {each} bytes fits into the memory for the KV pool",
+            hint="raise kv_memory or gpu_memory_utilization, or use a smaller block_size",
         )
     return Pool(blocks, longest if config.max_model_len else min(longest, blocks * B), B)
 
@@ -53,6 +53,6 @@ def _memory(device: torch.device, config: EngineConfig) -> int:
         return config.kv_memory
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return int(total * config.gpu_memory_utilization) - (total - free) - WORK_BYTES
+        return int(total * config.gpu_memory_utilization) - (total - free) - WORKSPACE_BYTES
     free_bytes = available_memory()
-    return CPU_MOST if free_bytes is None else min(CPU_MOST, free_bytes // CPU_SHARE)
+    return CPU_MAX if free_bytes is None else min(CPU_MAX, free_bytes // CPU_SHARE)
