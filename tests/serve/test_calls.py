@@ -11,10 +11,11 @@ import pytest
 
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.serve.http.calls import SEND, EventStream
+from bagu.serve.http.errors import ApiError
 from bagu.serve.http.metrics import Metrics
 from bagu.serve.http.openai import Job
-from bagu.serve.http.responses import CompletionReply
-from bagu.serve.http.tickets import ApiError, Tickets
+from bagu.serve.http.pending import PendingCalls
+from bagu.serve.http.responses import CompletionResponse
 from bagu.serve.http.worker import Ready
 from bagu.serve.request import Request, Sampling, TokenEvent
 
@@ -45,18 +46,18 @@ class Client:
 
 
 class Open:
-    """The part of a `Call` that a stream needs, with no engine behind it."""
+    """The part of a `ClientCall` that a stream needs, with no engine behind it."""
 
     def __init__(self) -> None:
-        self.tickets = Tickets(4, Metrics("m"))
+        self.calls = PendingCalls(4, Metrics("m"))
         self.request = Request(id="a", prompt=(1,), sampling=Sampling(max_tokens=9))
-        self.ticket, self.closed = self.tickets.open([self.request]), False
+        self.pending, self.closed = self.calls.open([self.request]), False
 
     def close(self) -> None:
         self.closed = True
 
     def draw(self, text: str, finish: Any = None) -> None:
-        self.tickets.deliver([TokenEvent("a", 0, TOKENIZER.encode(text)[0], finish=finish)])
+        self.calls.deliver([TokenEvent("a", 0, TOKENIZER.encode(text)[0], finish=finish)])
 
 
 def run(scene: Callable[[Open, Client], Coroutine[Any, Any, None]]) -> tuple[Open, Client]:
@@ -67,7 +68,7 @@ def run(scene: Callable[[Open, Client], Coroutine[Any, Any, None]]) -> tuple[Ope
         ready = Ready(tokenizer=TOKENIZER, chat=None, generates=True, max_model_len=9, vocab_size=300)
         job = Job("cmpl-1", (call.request,), None, True, False, True)
         stream = asyncio.create_task(
-            EventStream(CompletionReply(job, ready, "m"), call)({SEND: client.send}, None, client.send)  # type: ignore[arg-type]
+            EventStream(CompletionResponse(job, ready, "m"), call)({SEND: client.send}, None, client.send)  # type: ignore[arg-type]
         )
         await asyncio.sleep(0)
         await scene(call, client)
@@ -110,7 +111,7 @@ def test_a_failure_while_a_client_does_not_read_comes_after_what_was_there() -> 
         client.gate.clear()
         call.draw("a")
         call.draw("b")
-        call.tickets.fail("a", ApiError(503, "gone"))
+        call.calls.fail("a", ApiError(503, "gone"))
         await asyncio.sleep(0)
         client.gate.set()
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from tiny_server import MAX_LEN, Running, eventually, serving
 
-from bagu.serve.http.answers import EmbeddingList
+from bagu.serve.http.schemas import EmbeddingList
 
 BUDGET = 512  # tokens of a batch, tiny_server's max_num_batched_tokens
 JSON = {"Content-Type": "application/json"}

@@ -90,7 +90,7 @@ def test_health_is_the_age_of_the_last_tick(mortal: Running) -> None:
     os.kill(engine, signal.SIGSTOP)
     try:
         said = eventually(lambda: reason(mortal), "a stopped engine is seen")
-        assert "last tick" in said
+        assert "last step" in said
     finally:
         os.kill(engine, signal.SIGCONT)
     eventually(lambda: healthy(mortal), "it ticks again")

@@ -1,4 +1,4 @@
-"""Tickets, which must all end; and the engine's process where it embeds and where its server dies."""
+"""Pending calls and their latencies; and the engine process: it embeds, and it exits with its server."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import openai
 import pytest
 from tiny_server import MODEL, eventually, serving
 
+from bagu.serve.http.errors import ApiError
 from bagu.serve.http.metrics import Histogram, Metrics
-from bagu.serve.http.tickets import ApiError, Tickets
+from bagu.serve.http.pending import PendingCalls
 from bagu.serve.request import Request, Sampling, TokenEvent
 
 
@@ -21,56 +22,56 @@ def request(id: str, n: int = 1) -> Request:
     return Request(id=id, prompt=(1, 2), sampling=Sampling(n=n))
 
 
-def test_a_ticket_reads_all_that_came_and_ends_with_its_last_choice() -> None:
+def test_a_call_reads_all_new_events_and_ends_with_its_last_choice() -> None:
     async def scene() -> None:
-        tickets = Tickets(4, metrics := Metrics("m"))
-        ticket = tickets.open([request("a", n=2)])
-        reader = asyncio.create_task(ticket.read())
+        calls = PendingCalls(4, metrics := Metrics("m"))
+        call = calls.open([request("a", n=2)])
+        reader = asyncio.create_task(call.read())
         await asyncio.sleep(0)
-        tickets.deliver([TokenEvent("a", 0, 5), TokenEvent("a", 1, 6), TokenEvent("stranger", 0, 7)])
+        calls.deliver([TokenEvent("a", 0, 5), TokenEvent("a", 1, 6), TokenEvent("stranger", 0, 7)])
         assert [e.token for e in await reader] == [5, 6]  # type: ignore[union-attr]
-        tickets.deliver([TokenEvent("a", 0, 8, finish="length")])
-        tickets.deliver([TokenEvent("a", 1, 9, finish="stop")])
-        assert len(await ticket.read()) == 2 and await ticket.read() == []
-        assert tickets.close(ticket) == [] and tickets.choices == 0
+        calls.deliver([TokenEvent("a", 0, 8, finish="length")])
+        calls.deliver([TokenEvent("a", 1, 9, finish="stop")])
+        assert len(await call.read()) == 2 and await call.read() == []
+        assert calls.close(call) == [] and calls.choices == 0
         assert metrics.finished == {"length": 1, "stop": 1, "abort": 0} and metrics.generation_tokens == 4
         assert sum(metrics.first_token.counts) == sum(metrics.between_tokens.counts) == 2
 
     asyncio.run(scene())
 
 
-def test_a_failure_comes_after_what_was_already_there() -> None:
+def test_a_failure_is_raised_after_the_events_before_it() -> None:
     async def scene() -> None:
-        tickets = Tickets(4, metrics := Metrics("m"))
-        ticket = tickets.open([request("a"), request("b")])
-        tickets.deliver([TokenEvent("a", 0, 5)])
-        assert tickets.fail("a", ApiError(503, "gone")) == ["b"]
-        assert len(await ticket.read()) == 1
+        calls = PendingCalls(4, metrics := Metrics("m"))
+        call = calls.open([request("a"), request("b")])
+        calls.deliver([TokenEvent("a", 0, 5)])
+        assert calls.fail("a", ApiError(503, "gone")) == ["b"]
+        assert len(await call.read()) == 1
         with pytest.raises(ApiError, match="gone"):
-            await ticket.read()
-        assert tickets.choices == 0 and metrics.finished["error"] == 2
+            await call.read()
+        assert calls.choices == 0 and metrics.finished["error"] == 2
 
     asyncio.run(scene())
 
 
-def test_a_ticket_closed_early_names_what_still_runs() -> None:
-    tickets = Tickets(4, metrics := Metrics("m"))
-    ticket = tickets.open([request("a"), request("b", n=2)])
-    tickets.deliver([TokenEvent("a", 0, 5, finish="stop"), TokenEvent("b", 0, 5, finish="stop")])
-    assert tickets.close(ticket) == ["b"] and tickets.close(ticket) == []
-    assert metrics.finished == {"stop": 2, "abort": 1} and tickets.choices == 0
+def test_closing_a_call_returns_its_unfinished_requests() -> None:
+    calls = PendingCalls(4, metrics := Metrics("m"))
+    call = calls.open([request("a"), request("b", n=2)])
+    calls.deliver([TokenEvent("a", 0, 5, finish="stop"), TokenEvent("b", 0, 5, finish="stop")])
+    assert calls.close(call) == ["b"] and calls.close(call) == []
+    assert metrics.finished == {"stop": 2, "abort": 1} and calls.choices == 0
 
 
 def test_the_queue_is_bounded() -> None:
-    tickets = Tickets(4, Metrics("m"))
-    tickets.open([request("a", n=3)])
+    calls = PendingCalls(4, Metrics("m"))
+    calls.open([request("a", n=3)])
     with pytest.raises(ApiError) as full:
-        tickets.open([request("b", n=2)])
+        calls.open([request("b", n=2)])
     assert full.value.status == 429 and int(full.value.headers["Retry-After"]) >= 1
     with pytest.raises(ApiError) as never:
-        tickets.open([request("c", n=5)])
+        calls.open([request("c", n=5)])
     assert never.value.status == 400  # it would not fit into an empty queue either
-    tickets.open([request("d")])
+    calls.open([request("d")])
 
 
 def test_a_histogram_is_cumulative() -> None:

@@ -1,6 +1,7 @@
-"""The HTTP server's routes: OpenAI's API, what operators ask (health, metrics), and the chat page.
+"""The HTTP routes: the OpenAI API, health and metrics for operators, and the chat page.
 
-A call to generate is `generate`: body -> job -> ticket -> reply. Nothing here waits for the engine but `await`.
+`Api.generate` handles completions and chats: body -> job -> pending call -> response. Waiting for the engine never
+blocks the event loop.
 """
 
 from __future__ import annotations
@@ -22,35 +23,44 @@ from starlette.types import Scope
 import bagu
 from bagu.serve.config import GenerationDefaults
 from bagu.serve.http import reference
-from bagu.serve.http.calls import Call, Edge, EventStream, read_json, reply_error, reply_json, unless_gone
+from bagu.serve.http.calls import (
+    ApiMiddleware,
+    ClientCall,
+    EventStream,
+    cancel_on_disconnect,
+    error_response,
+    json_response,
+    read_json,
+)
+from bagu.serve.http.errors import ApiError
 from bagu.serve.http.metrics import CONTENT_TYPE, KEPT, Metrics
 from bagu.serve.http.openai import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody, parse
 from bagu.serve.http.openapi import OPERATIONS, describe
 from bagu.serve.http.process import EngineProcess
-from bagu.serve.http.responses import ChatReply, CompletionReply, Reply
-from bagu.serve.http.tickets import ApiError
+from bagu.serve.http.responses import ChatResponse, CompletionResponse, GenerationResponse
 from bagu.serve.page import HEADERS, Asset, assets
 from bagu.serve.stats import EngineStats
 
-__all__ = ["Served", "make_app"]
+__all__ = ["ApiConfig", "make_app"]
 
-LARGE_BODY = 64 * 2**10  # bytes from which tokenizing (1.8 MB/s) leaves the event loop
+LARGE_BODY = 64 * 2**10  # bytes; larger bodies are tokenized (1.8 MB/s) in a thread, not in the event loop
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
-    """What is served, and to whom."""
+class ApiConfig:
+    """The model's names and the limits of the API."""
 
-    names: tuple[str, ...]  # the model answers to each; the first is what replies say
+    names: tuple[str, ...]  # names of the model that requests may use; responses contain the first
     api_key: str | None = None
-    allowed_origins: tuple[str, ...] = ()  # of pages elsewhere that may read answers; "*" is every page
-    created: int = 0  # seconds since 1970
+    allowed_origins: tuple[str, ...] = ()  # CORS: origins whose pages may read responses; "*" is every page
+    created: int = 0  # Unix time, reported by /v1/models
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
-    request_timeout: float = 20.0  # seconds that a client has for the body of a request, beside those for its size
+    request_timeout: float = 20.0  # seconds for the body of a request, plus one per calls.MIN_RATE bytes
 
 
-class Named(Route):
-    """A route that says in the scope which it is, for the count of calls: FastAPI's router leaves that to its own."""
+class CountedRoute(Route):
+    """A route that adds itself to the scope, where `ApiMiddleware` reads it to count requests per route. FastAPI does
+    this only for its own APIRoute."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, child = super().matches(scope)
@@ -58,131 +68,134 @@ class Named(Route):
 
 
 class Api:
-    """The routes; each returns a response or raises ApiError."""
+    """The endpoints; each returns a response or raises ApiError."""
 
-    def __init__(self, engine: EngineProcess, metrics: Metrics, served: Served) -> None:
-        self.engine, self.metrics, self.served = engine, metrics, served
+    def __init__(self, engine: EngineProcess, metrics: Metrics, config: ApiConfig) -> None:
+        self.engine, self.metrics, self.config = engine, metrics, config
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self.generate(request, ChatBody, ChatReply)
+        return await self.generate(request, ChatBody, ChatResponse)
 
     async def completions(self, request: Request) -> Response:
-        return await self.generate(request, CompletionBody, CompletionReply)
+        return await self.generate(request, CompletionBody, CompletionResponse)
 
     async def generate(
-        self, request: Request, kind: type[ChatBody] | type[CompletionBody], reply_kind: type[Reply]
+        self,
+        request: Request,
+        body_type: type[ChatBody] | type[CompletionBody],
+        response_type: type[GenerationResponse],
     ) -> Response:
-        """Nothing is sent before the engine has accepted the call: a refusal there is still an HTTP status."""
-        ready = self.engine.require()
+        """A stream starts only after the engine has accepted the requests, so that a refusal has an HTTP status."""
+        ready = self.engine.require_ready()
         raw = await self.read(request)
-        body = parse(kind, raw)
+        body = parse(body_type, raw)
         self.check_model(body.model)
         if not ready.generates:
             raise ApiError(400, "this model embeds text and does not generate", hint="use /v1/embeddings")
-        self.engine.tickets.check_room(body.num_choices)  # before anything is built for each of them
+        self.engine.pending.check_capacity(body.num_choices)  # before memory is allocated for each choice
         job = await asyncio.to_thread(body.to_job, ready) if len(raw) > LARGE_BODY else body.to_job(ready)
-        reply = reply_kind(job, ready, self.served.names[0])
-        call = Call(self.engine, job.requests, request.receive)
+        response = response_type(job, ready, self.config.names[0])
+        call = ClientCall(self.engine, job.requests, request.receive)
         try:
             if job.stream:
-                await call.ticket.accepted()
-                return EventStream(reply, call)
-            while events := await call.ticket.read():
-                reply.take(events)
+                await call.pending.wait_until_accepted()
+                return EventStream(response, call)
+            while events := await call.pending.read():
+                response.add(events)
         except BaseException:
             call.close()
             raise
         call.close()
-        return reply_json(reply.body())
+        return json_response(response.body())
 
     async def embeddings(self, request: Request) -> Response:
-        ready = self.engine.require()
+        ready = self.engine.require_ready()
         raw = await self.read(request)
         body = parse(EmbeddingBody, raw)
         self.check_model(body.model)
-        with self.engine.tickets.embedding_call():
+        with self.engine.pending.embedding_call():
             texts = await asyncio.to_thread(body.texts, ready) if len(raw) > LARGE_BODY else body.texts(ready)
-            vectors = await unless_gone(self.engine.embed(texts), request.receive)
+            vectors = await cancel_on_disconnect(self.engine.embed(texts), request.receive)
         encode = _base64 if body.encoding_format == "base64" else list
         data = [{"object": "embedding", "index": i, "embedding": encode(v)} for i, v in enumerate(vectors)]
         count = sum(map(len, texts))
         usage = {"prompt_tokens": count, "total_tokens": count}
-        return reply_json({"object": "list", "data": data, "model": self.served.names[0], "usage": usage})
+        return json_response({"object": "list", "data": data, "model": self.config.names[0], "usage": usage})
 
     async def models(self, request: Request) -> Response:
-        return reply_json({"object": "list", "data": [self._model(name) for name in self.served.names]})
+        return json_response({"object": "list", "data": [self._model(name) for name in self.config.names]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         self.check_model(name)
-        return reply_json(self._model(name))
+        return json_response(self._model(name))
 
     async def tokenize(self, request: Request) -> Response:
-        ready = self.engine.require()
+        ready = self.engine.require_ready()
         raw = await self.read(request)
         body = parse(TokenizeBody, raw)
         self.check_model(body.model)
         ids = await asyncio.to_thread(body.ids, ready) if len(raw) > LARGE_BODY else body.ids(ready)
-        return reply_json({"tokens": ids, "count": len(ids), "max_model_len": ready.max_model_len})
+        return json_response({"tokens": ids, "count": len(ids), "max_model_len": ready.max_model_len})
 
     async def detokenize(self, request: Request) -> Response:
-        ready = self.engine.require()
+        ready = self.engine.require_ready()
         body = parse(DetokenizeBody, await self.read(request))
         self.check_model(body.model)
-        return reply_json({"prompt": body.text(ready)})
+        return json_response({"prompt": body.text(ready)})
 
     async def health(self, request: Request) -> Response:
-        """200 when warm and ticking; 503 with the reason otherwise."""
-        ill = self.engine.ill()
-        if ill is None:
-            return reply_json({"status": "ok"})
-        return reply_json({"status": "unhealthy", "reason": ill}, 503)
+        """200 if the engine is ready and makes progress; otherwise 503 with the reason."""
+        reason = self.engine.unhealthy_reason()
+        if reason is None:
+            return json_response({"status": "ok"})
+        return json_response({"status": "unhealthy", "reason": reason}, 503)
 
     async def metrics_text(self, request: Request) -> Response:
         return Response(self.metrics.text(await self.engine.stats()), media_type=CONTENT_TYPE)
 
     async def version(self, request: Request) -> Response:
-        return reply_json({"version": bagu.__version__})
+        return json_response({"version": bagu.__version__})
 
     async def engine_stats(self, request: Request) -> Response:
-        """What the page's panel shows: the engine's numbers, and the median times to first token of the last requests,
-        `?last=N` of them."""
-        self.engine.require()
+        """The statistics for the engine panel of the chat page, with the median times to first token of the last
+        requests (`?last=N`: of the last N)."""
+        self.engine.require_ready()
         given = request.query_params.get("last", str(KEPT))
         if not (given.isascii() and given.isdigit() and len(given) < 10):
-            raise ApiError(400, f"last is {given[:80]!r}", param="last", hint=f"a count of requests, up to {KEPT}")
+            raise ApiError(400, f"last is {given[:80]!r}", param="last", hint=f"a number of requests, up to {KEPT}")
         stats = await self.engine.stats()
         if stats is None:
             raise ApiError(503, "the engine did not answer within 1 s", code="engine_busy")
-        return reply_json(panel(stats, self.metrics, int(given)))
+        return json_response(engine_state(stats, self.metrics, int(given)))
 
     async def openapi(self, request: Request) -> Response:
-        return reply_json(self._description())
+        return json_response(self._description())
 
     async def docs(self, request: Request) -> Response:
         return Response(reference.page(self._description()), headers=reference.HEADERS)
 
     def _description(self) -> dict[str, Any]:
-        return describe(self.served.names, self.engine.ready, has_key=self.served.api_key is not None)
+        return describe(self.config.names, self.engine.ready, has_key=self.config.api_key is not None)
 
     async def read(self, request: Request) -> bytes:
-        return await read_json(request, self.served.request_timeout)
+        return await read_json(request, self.config.request_timeout)
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.served.names:
-            hint = f"served here: {', '.join(self.served.names)}"
+        if name is not None and name not in self.config.names:
+            hint = f"this server has: {', '.join(self.config.names)}"
             raise ApiError(404, f"there is no model {name!r}", param="model", code="model_not_found", hint=hint)
 
     def _model(self, name: str) -> dict[str, Any]:
         ready = self.engine.ready
         known: dict[str, Any] = {} if ready is None else {"max_model_len": ready.max_model_len}
         if ready is None or ready.generates:
-            known["default_sampling"] = self.served.generation.effective
-        return {"id": name, "object": "model", "created": self.served.created, "owned_by": "bagu", **known}
+            known["default_sampling"] = self.config.generation.effective
+        return {"id": name, "object": "model", "created": self.config.created, "owned_by": "bagu", **known}
 
 
-def make_app(engine: EngineProcess, metrics: Metrics, served: Served) -> Edge:
-    """The application; the engine's process lives as long as it does."""
+def make_app(engine: EngineProcess, metrics: Metrics, config: ApiConfig) -> ApiMiddleware:
+    """The ASGI application. Its lifespan starts and stops the engine process."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -193,23 +206,23 @@ def make_app(engine: EngineProcess, metrics: Metrics, served: Served) -> Edge:
     app = FastAPI(
         title="bagu", version=bagu.__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )
-    api = Api(engine, metrics, served)
+    api = Api(engine, metrics, config)
     for operation in OPERATIONS:
         endpoint = getattr(api, operation.name)
-        app.router.routes.append(Named(operation.route, endpoint, methods=[operation.method]))
+        app.router.routes.append(CountedRoute(operation.route, endpoint, methods=[operation.method]))
     for path, endpoint in (("/openapi.json", api.openapi), ("/docs", api.docs)):
-        app.router.routes.append(Named(path, endpoint, methods=["GET"]))
+        app.router.routes.append(CountedRoute(path, endpoint, methods=["GET"]))
     for path, asset in assets().items():
-        app.router.routes.append(Named(path, _page(asset), methods=["GET"]))
+        app.router.routes.append(CountedRoute(path, _page(asset), methods=["GET"]))
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_exception)
-    return Edge(app, metrics, api_key=served.api_key, allowed_origins=served.allowed_origins)
+    return ApiMiddleware(app, metrics, api_key=config.api_key, allowed_origins=config.allowed_origins)
 
 
-def panel(stats: EngineStats, metrics: Metrics, last: int) -> dict[str, Any]:
-    """The engine as the page's panel reads it; a number that there is not yet is null. `ttft_ms_p50` is what the server
-    sees, and `engine_ttft_ms_p50` the engine's part of it."""
+def engine_state(stats: EngineStats, metrics: Metrics, last: int) -> dict[str, Any]:
+    """The body of `/engine`; a number without data is null. `ttft_ms_p50` is measured in the server's process, and
+    `engine_ttft_ms_p50` is the engine's part of it."""
     queries = stats.prefix_queries
     server_s, engine_s = metrics.first_token.quantile(0.5, last), metrics.engine_first_token.quantile(0.5, last)
     return {
@@ -228,19 +241,19 @@ def panel(stats: EngineStats, metrics: Metrics, last: int) -> dict[str, Any]:
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return reply_error(error)
+    return error_response(error)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own: no such path, or not with this method."""
+    """An error of Starlette: unknown path, or wrong method."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return reply_error(ApiError(error.status_code, message, headers=error.headers))
+    return error_response(ApiError(error.status_code, message, headers=error.headers))
 
 
 async def _on_exception(request: Request, error: Exception) -> Response:
-    """A fault of the server: the client learns its kind, the log the rest (the server logs what it re-raises)."""
-    return reply_error(ApiError(500, f"the server failed on this request: {type(error).__name__}"))
+    """A bug in the server: the client gets the exception's type, and uvicorn logs the traceback."""
+    return error_response(ApiError(500, f"the server failed on this request: {type(error).__name__}"))
 
 
 def _page(asset: Asset) -> Any:

@@ -1,7 +1,7 @@
-"""Around the routes: bodies with a limit, keys, counts, streams, and clients that hang up.
+"""HTTP around the routes: body limits, the API key, request counts, event streams, and clients that disconnect.
 
-While a call waits, `Call` listens for the end of its connection, and then takes the ticket out of the engine at once:
-its blocks are free after the step that runs. Nothing is polled.
+While a call waits, `ClientCall` watches for its disconnect and then aborts its requests at once: their blocks are free
+after the current step. Nothing is polled.
 """
 
 from __future__ import annotations
@@ -18,123 +18,128 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from bagu.serve.http.errors import ApiError
 from bagu.serve.http.metrics import Metrics
+from bagu.serve.http.pending import PendingCall
 from bagu.serve.http.process import EngineProcess
-from bagu.serve.http.responses import Reply, error_event, to_json
-from bagu.serve.http.tickets import ApiError, Ticket
+from bagu.serve.http.responses import GenerationResponse, error_event, to_json
 from bagu.serve.request import Request as EngineRequest
 
-__all__ = ["Call", "Edge", "EventStream", "read_json", "reply_error", "reply_json", "unless_gone"]
+__all__ = [
+    "ApiMiddleware", "ClientCall", "EventStream", "cancel_on_disconnect", "error_response", "json_response",
+    "read_json",
+]  # fmt: skip
 
 MAX_BODY = 8 * 2**20  # bytes; a prompt of 1M tokens is about 4 MB
-MIN_RATE = 16 * 2**10  # bytes a second of a body that is slow to come
-GUARDED = ("/v1", "/tokenize", "/detokenize")  # what needs the API key begins with one of them
-SEND = "bagu.send"  # in the scope: the server's `send`, without the middlewares around it
+MIN_RATE = 16 * 2**10  # bytes per second that a body must arrive with
+GUARDED = ("/v1", "/tokenize", "/detokenize")  # path prefixes that need the API key
+SEND = "bagu.send"  # key in the scope: the server's `send`, without the middlewares around it
 T = TypeVar("T")
 STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-class Call:
-    """A ticket, and a listener that gives it back when the client hangs up."""
+class ClientCall:
+    """Requests submitted to the engine for one HTTP call, aborted when the client disconnects."""
 
     def __init__(self, engine: EngineProcess, requests: tuple[EngineRequest, ...], receive: Receive) -> None:
-        self.ticket: Ticket = engine.submit(requests)
+        self.pending: PendingCall = engine.submit(requests)
         self._engine = engine
         self._watcher = asyncio.create_task(self._watch(receive))
 
     def close(self) -> None:
         self._watcher.cancel()
-        self._engine.close(self.ticket)
+        self._engine.close(self.pending)
 
     async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._engine.close(self.ticket)
-        self.ticket.fail(ApiError(499, "the client hung up"))
+        await _disconnected(receive)
+        self._engine.close(self.pending)
+        self.pending.fail(ApiError(499, "the client disconnected"))
 
 
-async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """What `work` returns; it is cancelled when the client hangs up."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = asyncio.create_task(work), asyncio.create_task(gone())
+async def cancel_on_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """Await `work`; cancel it and raise 499 if the client disconnects first."""
+    tasks = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
-            raise ApiError(499, "the client hung up")
+            raise ApiError(499, "the client disconnected")
         return tasks[0].result()
     finally:
         for task in tasks:
             task.cancel()
 
 
-class EventStream(Response):
-    """A reply as server-sent events; each `send` carries all that is there.
+async def _disconnected(receive: Receive) -> None:
+    """Wait until the client disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
-    A token is written in the callback that brought it from the engine, with no future, no task and no turn of the event
-    loop between the two. Only where the client reads too slowly does a task wait for it, and what comes meanwhile lies
-    in the mailbox. Messages go to the server's `send` itself: what lies before it is for the beginning of a reply.
+
+class EventStream(Response):
+    """Server-sent events of a generation; each `send` carries all new events.
+
+    A token is written in the callback that delivers it from the engine process, without a future, a task or another
+    iteration of the event loop in between. Only if the client reads too slowly, a task waits for it, and new events
+    collect in the pending call. Body messages go directly to the server's `send`: middlewares only need the start of
+    the response.
     """
 
-    def __init__(self, reply: Reply, call: Call) -> None:
+    def __init__(self, response: GenerationResponse, call: ClientCall) -> None:
         super().__init__(headers=STREAM)
-        del self.headers["content-length"]  # nobody knows it yet
-        self.reply, self.call = reply, call
-        self._blocked: asyncio.Task[None] | None = None  # waits for the client
-        self._last: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        del self.headers["content-length"]  # the length is not known
+        self.response, self.call = response, call
+        self._blocked: asyncio.Task[None] | None = None  # waits for the client to read
+        self._last_chunk: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = scope[SEND]
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            if opening := self.reply.opening():
-                await self._send({"type": "http.response.body", "body": opening, "more_body": True})
-            self.call.ticket.listen(self._write)
+            if first := self.response.first_chunks():
+                await self._send({"type": "http.response.body", "body": first, "more_body": True})
+            self.call.pending.set_callback(self._write)
             self._write()
-            await self._send({"type": "http.response.body", "body": await self._last})
+            await self._send({"type": "http.response.body", "body": await self._last_chunk})
         finally:
             self.call.close()
 
     def _write(self) -> None:
-        """Send what is there, and see whether it is the end."""
-        ticket = self.call.ticket
-        if self._blocked is not None or self._last.done():
+        """Send the new events; set `_last_chunk` if the call has ended."""
+        pending = self.call.pending
+        if self._blocked is not None or self._last_chunk.done():
             return
         try:
-            events, ticket.mail = ticket.mail, []
-            if data := self.reply.chunks(events):
+            events, pending.events = pending.events, []
+            if data := self.response.chunks(events):
                 sending = self._send({"type": "http.response.body", "body": data, "more_body": True})
                 try:
                     waits_for = sending.send(None)  # runs to its end, unless the client is slow
                 except StopIteration:
                     pass
                 else:
-                    self._blocked = asyncio.create_task(go_on(sending, waits_for))
+                    self._blocked = asyncio.create_task(resume(sending, waits_for))
                     self._blocked.add_done_callback(self._unblocked)
                     return
-            if ticket.failure is not None:
-                raise ticket.failure
-            if not ticket.clocks:
-                self._last.set_result(self.reply.closing())
-        except ApiError as error:  # the status is sent: the error is an event
-            self._last.set_result(error_event(error))
-        except Exception as error:  # a fault of the server: raised where the reply is awaited
-            self._last.set_exception(error)
+            if pending.failure is not None:
+                raise pending.failure
+            if not pending.unfinished:
+                self._last_chunk.set_result(self.response.last_chunk())
+        except ApiError as error:  # the status is already sent, so the error is an event
+            self._last_chunk.set_result(error_event(error))
+        except Exception as error:  # a bug in the server: raised where the response is awaited
+            self._last_chunk.set_exception(error)
 
     def _unblocked(self, task: asyncio.Task[None]) -> None:
         self._blocked = None
-        if task.cancelled() or self._last.done():  # the call is over
+        if task.cancelled() or self._last_chunk.done():  # the call is over
             return
         if (error := task.exception()) is not None:
-            self._last.set_exception(error)
+            self._last_chunk.set_exception(error)
         self._write()
 
 
-async def go_on(coroutine: Coroutine[Any, None, None], waits_for: Any) -> None:
-    """The rest of a coroutine that was begun, and waits for something."""
+async def resume(coroutine: Coroutine[Any, None, None], waits_for: Any) -> None:
+    """Run the rest of a started coroutine that is suspended at `waits_for`."""
 
     @types.coroutine
     def rest() -> Generator[Any, None, None]:
@@ -144,17 +149,17 @@ async def go_on(coroutine: Coroutine[Any, None, None], waits_for: Any) -> None:
     await rest()
 
 
-class Edge:
-    """Around every route: the key, the request's id, the count, the origins whose pages may read an answer, and no
-    error that is not in OpenAI's shape."""
+class ApiMiddleware:
+    """Around every route: checks the API key, applies CORS, returns the client's X-Request-Id, counts requests, and
+    answers 503 in OpenAI's shape to calls that a shutdown cancels."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, *, api_key: str | None, allowed_origins: Sequence[str]) -> None:
         self.app, self.metrics = app, metrics
         self.digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
-        self.checked: ASGIApp = self._checked
-        if allowed_origins:  # around the check of the key: a page is to read that its key is wrong
-            self.checked = CORSMiddleware(
-                self._checked, allow_origins=allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        self.guarded_app: ASGIApp = self._check_key
+        if allowed_origins:  # outside the key check, so that a page can read the 401 of a wrong key
+            self.guarded_app = CORSMiddleware(
+                self._check_key, allow_origins=allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -174,32 +179,32 @@ class Edge:
             await send(message)
 
         try:
-            await self.checked(scope, receive, count)
-        except asyncio.CancelledError:  # the last moment of a shutdown, e.g. of a client that does not read
+            await self.guarded_app(scope, receive, count)
+        except asyncio.CancelledError:  # uvicorn cancels at the end of a shutdown, e.g. a client that does not read
             if not began:
-                await reply_error(ApiError(503, "the server is shutting down"))(scope, receive, count)
+                await error_response(ApiError(503, "the server is shutting down"))(scope, receive, count)
         finally:
             route = scope.get("route")
             self.metrics.http[getattr(route, "path", "unmatched"), scope["method"], status] += 1
 
-    async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._allowed(scope):
+    async def _check_key(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._is_authorized(scope):
             await self.app(scope, receive, send)
         else:
             error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-            await reply_error(error)(scope, receive, send)
+            await error_response(error)(scope, receive, send)
 
-    def _allowed(self, scope: Scope) -> bool:
+    def _is_authorized(self, scope: Scope) -> bool:
         if self.digest is None or not scope["path"].startswith(GUARDED) or scope["method"] == "OPTIONS":
             return True
         scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()  # of equal length, so that the comparison tells nothing
+        digest = hashlib.sha256(key.strip()).digest()  # equal lengths: the time of the comparison reveals nothing
         return secrets.compare_digest(digest, self.digest) and scheme.lower() == b"bearer"
 
 
 async def read_json(request: Request, timeout: float) -> bytes:
-    """The body of a request that says it is JSON, else 415: a page of another origin can send any other type without
-    asking first."""
+    """The body of a request with the content type application/json; raises 415 for others. A page of another origin can
+    send the simple content types without a CORS preflight request."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         hint = "send the header Content-Type: application/json"
@@ -208,8 +213,8 @@ async def read_json(request: Request, timeout: float) -> bytes:
 
 
 async def read_body(request: Request, timeout: float) -> bytes:
-    """The body, 408 where it takes more than `timeout` seconds beside a second for every MIN_RATE bytes, or 413. What
-    is too much is read and dropped, for a client that sends before it listens."""
+    """The body. Raises 408 if it takes more than `timeout` seconds plus one second per MIN_RATE bytes, and 413 if it is
+    too large. Excess bytes are read and dropped, since many clients send the whole body before they read."""
     parts, size = [], 0
     due = asyncio.get_running_loop().time() + timeout
     try:
@@ -222,7 +227,7 @@ async def read_body(request: Request, timeout: float) -> bytes:
                 elif size > 8 * MAX_BODY:
                     break
     except ClientDisconnect as error:
-        raise ApiError(499, "the client hung up within its body") from error
+        raise ApiError(499, "the client disconnected while it sent the body") from error
     except TimeoutError as error:
         found = f"the body was not complete after {timeout:g} s and {size} bytes"
         raise ApiError(408, found, headers={"connection": "close"}) from error
@@ -231,9 +236,9 @@ async def read_body(request: Request, timeout: float) -> bytes:
     return b"".join(parts)
 
 
-def reply_json(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(to_json(data), status, headers, media_type="application/json")
 
 
-def reply_error(error: ApiError) -> Response:
-    return reply_json(error.body, error.status, error.headers)
+def error_response(error: ApiError) -> Response:
+    return json_response(error.body, error.status, error.headers)

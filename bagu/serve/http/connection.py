@@ -1,11 +1,11 @@
-"""uvicorn's server and its connections, with four things that it leaves open.
+"""uvicorn's server and connections, with four additions.
 
-a request that never ends   its head is due `request_timeout` seconds after the connection or its first byte, and in
-                            64 KiB; the body has the same time and a least rate (edge.read_body)
-an answer before the end    of a request is not lost: the connection is closed after the client could read it
-                            (`LingeringTransport`)
-a client of HTTP/1.0        knows no chunks: a stream ends with its connection
-the end of a shutdown       calls that still run are failed (`on_deadline`) before uvicorn cancels their tasks
+incomplete requests   the head must arrive within `request_timeout` seconds and 64 KiB; the body has the same time plus
+                      a minimum rate (calls.read_body)
+early responses       a response before the end of a request is not lost: the connection stays open until the client
+                      could read it (`LingeringTransport`)
+HTTP/1.0 clients      a stream is sent without chunked encoding and ends with the connection
+shutdown              calls that still run are failed (`on_deadline`) before uvicorn cancels their tasks
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from bagu.serve.http.errors import ApiError
 from bagu.serve.http.responses import to_json
-from bagu.serve.http.tickets import ApiError
 
 __all__ = ["HttpServer", "connection_class"]
 
 MAX_HEAD = 64 * 2**10  # bytes of a request line and headers
-LINGER_S = 2.0  # how long a client may go on sending after the answer to a request that it has not finished
-LINGER_BYTES = 2**20  # and how much
-Base: type[Any] = AutoHTTPProtocol  # httptools' or h11's: both have `cycle`, `transport` and `loop`
+LINGER_S = 2.0  # how long a client may keep sending after the response to its incomplete request
+LINGER_BYTES = 2**20  # and how many bytes
+Base: type[Any] = AutoHTTPProtocol  # of httptools or h11: both have `cycle`, `transport` and `loop`
 
 
 class HttpServer(uvicorn.Server):
-    """Calls `on_deadline` `shutdown_timeout` seconds after a shutdown began, unless it has ended by then."""
+    """Calls `on_deadline` if a shutdown takes more than `shutdown_timeout` seconds."""
 
     def __init__(self, config: uvicorn.Config, shutdown_timeout: float, on_deadline: Callable[[], None]) -> None:
         super().__init__(config)
@@ -46,17 +46,16 @@ class HttpServer(uvicorn.Server):
 
 
 def connection_class(request_timeout: float) -> type[Any]:
-    """The protocol of a connection, for `uvicorn.Config(http=...)`."""
+    """The protocol class for `uvicorn.Config(http=...)`."""
     return type("TimedConnection", (Connection,), {"request_timeout": request_timeout})
 
 
 class LingeringTransport:
-    """A transport whose `close` lets a client that still sends read the last answer.
+    """A transport whose `close` gives a client that is still sending time to read the last response.
 
-    A socket that is closed with unread data, or that gets data after it was closed, sends a reset, and a reset makes
-    the client's kernel drop the answer if the client has not read it yet. So while a request is incomplete, `close`
-    shuts down the writing side only. What still comes is dropped until the client closes, for at most LINGER_S and
-    LINGER_BYTES.
+    A socket that is closed with unread data, or receives data after it was closed, sends a reset, and a reset makes the
+    client's kernel drop a response that the client has not read yet. So while a request is incomplete, `close` shuts
+    down only the writing side. Further data is dropped until the client closes, for at most LINGER_S and LINGER_BYTES.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class LingeringTransport:
             return
         self.lingering = True
         self._transport.write_eof()
-        self._transport.resume_reading()  # uvicorn pauses it at 64 KiB of a body that nobody has taken
+        self._transport.resume_reading()  # uvicorn pauses it at 64 KiB of unread body
         self._loop.call_later(LINGER_S, self._transport.close)
 
     def drop(self, data: bytes) -> None:
@@ -88,15 +87,15 @@ class LingeringTransport:
 
 
 class Connection(Base):
-    """One connection. Its timer runs while the head of a request is due, and other data does not set it back."""
+    """One connection. The timer runs while the head of a request is incomplete; further bytes do not restart it."""
 
     request_timeout: float
     _timer: asyncio.TimerHandle | None = None
-    _received = 0  # bytes of the head that is due
+    _received = 0  # bytes of the incomplete head
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(LingeringTransport(transport, self.loop, self._is_request_incomplete))
-        self._expect_head()
+        self._start_timer()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.lingering:
@@ -108,41 +107,41 @@ class Connection(Base):
         if self.cycle is not before:
             _end_by_close(self.cycle)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._forget_head()
+            self._stop_timer()
             return
-        self._expect_head()
+        self._start_timer()
         if self._received > MAX_HEAD and not self._answered_early:
             self._refuse(ApiError(431, f"the head of the request has more than {MAX_HEAD} bytes"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget_head()
+        self._stop_timer()
         super().connection_lost(exc)
 
     @property
     def _answered_early(self) -> bool:
-        """What comes is the rest of a body whose request has its answer: no other answer fits."""
+        """Whether the data is the rest of a body whose request is already answered, so that no error can be sent."""
         return self.cycle is not None and self.cycle.more_body
 
     def _is_request_incomplete(self) -> bool:
         return self._received > 0 or (self.cycle is not None and self.cycle.more_body)
 
-    def _expect_head(self) -> None:
+    def _start_timer(self) -> None:
         if self._timer is None:
-            self._timer = self.loop.call_later(self.request_timeout, self._too_late)
+            self._timer = self.loop.call_later(self.request_timeout, self._on_timeout)
 
-    def _forget_head(self) -> None:
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._received = None, 0
 
-    def _too_late(self) -> None:
+    def _on_timeout(self) -> None:
         if self._received and not self._answered_early:
             self._refuse(ApiError(408, f"the request was not complete after {self.request_timeout:g} s"))
         else:
             self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what is not a request yet, and close."""
+        """Send an error for an incomplete request, and close."""
         if self.transport.is_closing():
             return
         body = to_json(error.body).encode()
@@ -156,8 +155,8 @@ class Connection(Base):
 
 
 def _end_by_close(cycle: Any) -> None:
-    """Have uvicorn send no chunks to a client of HTTP/1.0 (h11 knows that itself). It wants to know a length instead:
-    each piece is announced as all that is left, and after the last the connection is closed."""
+    """Turn off chunked encoding for an HTTP/1.0 client (h11 does this itself). uvicorn then checks the content length:
+    it is set to the length of every piece, and the connection closes after the last one."""
     if cycle is None or cycle.scope["http_version"] != "1.0" or not hasattr(cycle, "chunked_encoding"):
         return
     send, cycle.chunked_encoding = cycle.send, False

@@ -1,8 +1,8 @@
-"""Fields that OpenAI, vLLM, SGLang, llama.cpp and other servers take, and that this server does not have.
+"""Fields that OpenAI, vLLM, SGLang, llama.cpp and other servers support and this server does not.
 
-Each would change the answer, so a body that sets one is refused with its name; the values listed beside a field are the
-ones that ask for what this server does anyway. null always is. A field that is in no list here passes: `user`,
-`metadata` and the like change no answer, and clients send fields of servers that nobody here knows.
+Each of them would change the response, so a body that sets one is refused. The values listed for a field are accepted,
+because they ask for the behaviour that this server has; null is always accepted. Other unknown fields are ignored:
+`user`, `metadata` and the like do not change the response, and clients send fields of many other servers.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bagu.serve.http.tickets import ApiError
+from bagu.serve.http.errors import ApiError
 
 __all__ = ["CHAT", "COMPLETION", "DETOKENIZE", "EMBEDDING", "STREAM_OPTIONS", "TOKENIZE", "refuse_unsupported"]
 
-Fields = Mapping[str, tuple[Any, ...]]  # name -> the values that change nothing
+Fields = Mapping[str, tuple[Any, ...]]  # name -> the accepted values
 
 
 def _never(names: str) -> dict[str, tuple[Any, ...]]:
@@ -43,11 +43,11 @@ _SAMPLERS: Fields = _never(
     "adaptive_target": (), "adaptive_decay": (), "watermark": (False,), "random_seed": (), "no_stop_trim": (False,),
     "spaces_between_special_tokens": (True,),
 }  # fmt: skip
-_LENGTHS: Fields = _never(  # max_tokens by other names, and prompts that are to be cut
+_LENGTHS: Fields = _never(  # other names of max_tokens, and truncation of prompts
     "n_predict max_new_tokens max_length num_predict min_new_tokens min_length t_max_predict_ms t_max_prompt_ms n_keep "
     "n_discard n_indent truncate truncate_prompt_tokens truncation truncation_side max_prompt_tokens context_length"
 )
-_REPLIES: Fields = {  # what else the reply is to say
+_OUTPUTS: Fields = {  # more fields in the response
     "n_probs": (0,), "top_n_tokens": (0,), "return_token_ids": (False,), "return_tokens": (False,),
     "return_tokens_as_token_ids": (False,), "return_hidden_states": (False,), "return_routed_experts": (False,),
     "return_cached_tokens_details": (False,), "return_full_text": (False,), "return_progress": (False,),
@@ -65,7 +65,7 @@ _MODELS: Fields = _never(
     "include_reasoning": (True,), "separate_reasoning": (False,), "stream_reasoning": (True,),
     "reasoning_format": ("none",), "id_slot": (-1,), "thinking_forced_open": (False,), "parse_tool_calls": (False,),
 }  # fmt: skip
-_GENERATION: Fields = {**_CONSTRAINTS, **_TOOLS, **_SAMPLERS, **_LENGTHS, **_REPLIES, **_MODELS}
+_GENERATION: Fields = {**_CONSTRAINTS, **_TOOLS, **_SAMPLERS, **_LENGTHS, **_OUTPUTS, **_MODELS}
 
 COMPLETION: Fields = {
     **_GENERATION, **_never("messages input max_completion_tokens chat_template system raw template"),
@@ -94,15 +94,15 @@ STREAM_OPTIONS: Fields = {"continuous_usage_stats": (False,)}
 
 
 def refuse_unsupported(sent: Mapping[str, Any], fields: Fields, *, within: str = "") -> None:
-    """400 with the name of the first field of `sent`, inside the object `within`, that asks for what is not done."""
-    for name, harmless in fields.items():
+    """Raise 400 for the first unsupported field of `sent`; `within` is the name of the object that contains it."""
+    for name, accepted in fields.items():
         value = sent.get(name)
-        if value is not None and not _is_one_of(value, harmless):
-            hint = f"leave {name} out" + (f", or send {' or '.join(map(repr, harmless))}" if harmless else "")
+        if value is not None and not _is_one_of(value, accepted):
+            hint = f"leave {name} out" + (f", or send {' or '.join(map(repr, accepted))}" if accepted else "")
             param = f"{within}.{name}" if within else name
             raise ApiError(400, f"{param} is not supported by this server", param=param, hint=hint)
 
 
 def _is_one_of(value: Any, allowed: Iterable[Any]) -> bool:
-    """As JSON compares: true is not 1."""
+    """Compare JSON values: true is not 1."""
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed)

@@ -1,7 +1,7 @@
-"""What the server counts, in Prometheus' text format at `/metrics`.
+"""The server's metrics, in the Prometheus text format at `/metrics`.
 
-Names are vLLM's where they mean the same, so that dashboards made for it work. Times are what the server sees: a
-token's time is when its event came over the pipe from the engine's process.
+Metrics that vLLM also has use its names, so that its dashboards work. Times are measured in the server's process: a
+token's time is the arrival of its event from the engine process.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Protocol
 __all__ = ["CONTENT_TYPE", "KEPT", "Gauges", "Histogram", "Metrics"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# upper bounds in seconds, those of vLLM's dashboards
+# upper bounds of the buckets in seconds, as in vLLM
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 REQUEST = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
-KEPT = 512  # times to first token of which quantiles are given
+KEPT = 512  # last times to first token that are kept for quantiles
 
 
 class Gauges(Protocol):
-    """What of `EngineStats` becomes a metric."""
+    """The fields of `EngineStats` that are metrics."""
 
     @property
     def running(self) -> int: ...
@@ -45,7 +45,7 @@ class Gauges(Protocol):
 
 
 class Histogram:
-    """Counts by upper bound, as Prometheus wants them (cumulative when written), and the last `keep` values."""
+    """A Prometheus histogram: counts by upper bound (written cumulatively), and the last `keep` values."""
 
     def __init__(self, bounds: Sequence[float], *, keep: int = 0) -> None:
         self.bounds = bounds
@@ -59,7 +59,7 @@ class Histogram:
         self.recent.append(value)
 
     def quantile(self, q: float, last: int | None = None) -> float | None:
-        """Of the `last` values that are kept, or of all of them, the nearest rank; None where there is none."""
+        """The quantile, by nearest rank, of the `last` kept values or of all of them; None if there is no value."""
         recent = list(self.recent)
         ordered = sorted(recent if last is None else recent[max(0, len(recent) - last) :])
         return ordered[min(int(q * len(ordered)), len(ordered) - 1)] if ordered else None
@@ -75,7 +75,7 @@ class Histogram:
 
 @dataclass
 class Metrics:
-    """Everything the server counts since it started."""
+    """All metrics since the start of the server."""
 
     model: str
     prompt_tokens: int = 0
@@ -95,11 +95,11 @@ class Metrics:
 
     @property
     def generation_tokens(self) -> int:
-        """Every token is the first of its choice, or comes after another."""
+        """Every token is counted in one of two histograms: the first token of a choice, or the others."""
         return sum(self.first_token.counts) + sum(self.between_tokens.counts)
 
     def text(self, engine: Gauges | None) -> str:
-        """The page Prometheus reads; without the engine's gauges while there is no engine to ask."""
+        """The text that Prometheus reads; `engine` None leaves out the engine's gauges."""
         label = f'model_name="{_escaped(self.model)}"'
         lines = [*self._counters(label), *self._histograms(label)]
         if engine is not None:
@@ -114,9 +114,11 @@ class Metrics:
         yield from _metric("vllm:request_success_total", "counter", "Choices finished, by reason.")
         for reason in ("stop", "length", "abort", "error"):
             yield f'vllm:request_success_total{{{label},finished_reason="{reason}"}} {self.finished[reason]}'
-        yield from _metric("bagu:engine_restarts_total", "counter", "Times the engine's process was started again.")
+        yield from _metric("bagu:engine_restarts_total", "counter", "Restarts of the engine process.")
         yield f"bagu:engine_restarts_total{{{label}}} {self.engine_restarts}"
-        yield from _metric("process_cpu_seconds_total", "counter", "CPU time of the server, without the engine's.")
+        yield from _metric(
+            "process_cpu_seconds_total", "counter", "CPU time of the server's process, without the engine process."
+        )
         yield f"process_cpu_seconds_total {time.process_time():.6f}"
         yield from _metric("http_requests_total", "counter", "HTTP requests answered.")
         for (handler, method, status), count in sorted(self.http.items()):
@@ -127,7 +129,7 @@ class Metrics:
             ("vllm:time_to_first_token_seconds", "From arrival to the first token.", self.first_token),
             (
                 "bagu:engine_time_to_first_token_seconds",
-                "The same inside the engine: from its queue to the first token.",
+                "From the engine's queue to the first token, measured in the engine process.",
                 self.engine_first_token,
             ),
             ("vllm:inter_token_latency_seconds", "Between two tokens of a choice.", self.between_tokens),
@@ -139,12 +141,12 @@ class Metrics:
             ("vllm:e2e_request_latency_seconds", "From arrival to the end of a choice.", self.end_to_end),
             (
                 "vllm:request_queue_time_seconds",
-                "From the engine's queue to the first step with the request.",
+                "From the engine's queue to the first step of the request.",
                 self.queue_time,
             ),
             (
                 "vllm:request_prefill_time_seconds",
-                "From the first step with the request to its first token.",
+                "From the first step of the request to its first token.",
                 self.prefill_time,
             ),
             ("vllm:request_decode_time_seconds", "From the first token of a choice to its last.", self.decode_time),
@@ -160,8 +162,8 @@ def _gauges(engine: Gauges, label: str) -> Iterator[str]:
     for name, kind, help, value in (
         ("vllm:num_requests_running", "gauge", "Sequences in the batch.", engine.running),
         ("vllm:num_requests_waiting", "gauge", "Requests in the queue.", engine.waiting),
-        ("vllm:kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1.", used),
-        ("vllm:num_preemptions_total", "counter", "Sequences put back into the queue.", engine.preemptions),
+        ("vllm:kv_cache_usage_perc", "gauge", "Fraction of KV blocks in use, 0 to 1.", used),
+        ("vllm:num_preemptions_total", "counter", "Preempted sequences.", engine.preemptions),
         ("vllm:prefix_cache_queries_total", "counter", "Prompt tokens looked up.", engine.prefix_queries),
         ("vllm:prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache.", engine.prefix_hits),
     ):

@@ -1,8 +1,8 @@
-"""What clients may send: the bodies of OpenAI's API with vLLM's extras, checked, and turned into `Request`s.
+"""Request bodies of the OpenAI API with vLLM's extra parameters: validation, and conversion to `Request`s.
 
-A body is strict about types ("0.7" is no temperature), takes null for "the default", and lets unknown fields pass, as
-clients of other servers send them. A field that another server has and this one cannot honour is refused (fields.py):
-an answer that ignores what was asked is worse than none.
+Types are strict ("0.7" is not a temperature), null means the default, and unknown fields are ignored, since clients of
+other servers send them. A field that other servers support and this one does not is refused (fields.py), because a
+response that ignores it would be wrong.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bagu.errors import ArgumentError
 from bagu.serve.http import fields
+from bagu.serve.http.errors import ApiError
 from bagu.serve.http.fields import refuse_unsupported
-from bagu.serve.http.texts import SHORT, check_tokens, each, encode, encode_each, render, room
-from bagu.serve.http.tickets import ApiError
+from bagu.serve.http.texts import SHORT, as_list, check_tokens, encode, encode_all, render, tokens_left
 from bagu.serve.http.worker import Ready
 from bagu.serve.request import BIASES, PENALTIES, REPETITIONS, Request, Sampling
 
 __all__ = ["ChatBody", "CompletionBody", "DetokenizeBody", "EmbeddingBody", "Job", "TokenizeBody", "parse"]
 
-# formats of schemas, in place of which openapi.py writes the limits of the model that is served
+# schema formats that openapi.py replaces with the limits of the loaded model
 TOKEN_ID, NUM_TOKENS, MODEL_NAME = "token-id", "num-tokens", "model-name"
 LARGEST = 2**63 - 1
 INT64 = Annotated[int, Field(ge=-LARGEST - 1, le=LARGEST)]
@@ -35,11 +35,11 @@ TokenId = Annotated[int, Field(ge=0, le=LARGEST, json_schema_extra={"format": TO
 Count = Annotated[int, Field(ge=0, le=LARGEST, json_schema_extra={"format": NUM_TOKENS})]
 ModelName = Annotated[str, Field(json_schema_extra={"format": MODEL_NAME})]
 Word = Annotated[str, Field(min_length=1)]
-# fail_fast: without it a list of a million wrong values is a million errors, forty seconds and 5 GB of them
+# fail_fast: without it, a list of a million wrong values makes a million errors, which take 40 s and 5 GB
 Ids = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 MAX_TOP_LOGPROBS = 20
-MAX_PROMPTS = 2048  # of one call, as OpenAI has it for embeddings
-DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI has it; a chat goes on to the end of the context
+MAX_PROMPTS = 2048  # per call, OpenAI's limit for embeddings
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may use the rest of the context
 Texts = Annotated[
     Word
     | Ids
@@ -50,25 +50,26 @@ Texts = Annotated[
         f"empty; up to {MAX_PROMPTS} prompts"
     ),
 ]
-CLOSED: dict[str, Any] = {"additionalProperties": False}  # no key but those of the pattern
-TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,19}$")]  # a token id, as a key of JSON
+CLOSED: dict[str, Any] = {"additionalProperties": False}  # only keys that match the pattern
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,19}$")]  # a token id as a JSON key
 Bias = Annotated[float, Field(ge=BIASES[0], le=BIASES[1])]
 Penalty = Annotated[float, Field(ge=PENALTIES[0], le=PENALTIES[1])]
 
 
 class Job(NamedTuple):
-    """A call, ready for the engine. Choice i of prompt p has the index p * n + i in the reply."""
+    """The engine requests of a call and its response options. Choice i of prompt p has index p * n + i in the
+    response."""
 
     id: str
     requests: tuple[Request, ...]
-    echo: tuple[str, ...] | None  # the prompts as text, where the reply is to begin with them
+    echo: tuple[str, ...] | None  # the prompts as text, if the response begins with them
     stream: bool
     include_usage: bool
     skip_special_tokens: bool
 
 
 class Body(BaseModel):
-    """`unsupported` are fields of other servers' bodies that would change the answer (fields.py)."""
+    """A request body. `unsupported` are fields of other servers that would change the response (fields.py)."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     unsupported: ClassVar[fields.Fields] = {}
@@ -85,22 +86,24 @@ class StreamOptions(Body):
 
 
 class Generation(Body):
-    """The fields that `/v1/completions` and `/v1/chat/completions` share. None is the default of `Sampling`."""
+    """The fields that `/v1/completions` and `/v1/chat/completions` share. None means the model's default."""
 
     model: ModelName | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=LARGEST)] | None = Field(
-        None, description="a count, or 0 or -1 for all tokens"
+        None, description="a number of tokens, or 0 or -1 for all tokens"
     )
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Annotated[
         Word | Annotated[list[Word], Field(max_length=16)] | None,
-        Field(description="a text, or a list of up to 16, none of them empty"),
+        Field(description="a non-empty string, or a list of up to 16 of them"),
     ] = None
-    stop_token_ids: Annotated[list[AnyId], Field(fail_fast=True)] | None = None  # an id outside is never drawn
+    stop_token_ids: Annotated[list[AnyId], Field(fail_fast=True)] | None = (
+        None  # ids outside the vocabulary have no effect
+    )
     seed: INT64 | None = None
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024, json_schema_extra=CLOSED)] | None = None
     presence_penalty: Penalty | None = None
@@ -121,21 +124,24 @@ class Generation(Body):
 
     @property
     def num_choices(self) -> int:
-        """Of all prompts together."""
+        """The choices of all prompts together."""
         return self.num_prompts * (self.n or 1)
 
     def check(self) -> None:
-        """Refuse what contradicts itself, and what this server cannot do."""
+        """Raise 400 for contradictory and unsupported fields."""
         self.refuse_unsupported()
         if self.stream_options is not None:
             refuse_unsupported(self.stream_options.model_extra or {}, fields.STREAM_OPTIONS, within="stream_options")
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options without stream", param="stream_options", hint='add "stream": true')
+            raise ApiError(400, "stream_options needs stream", param="stream_options", hint='add "stream": true')
         if self.stream and self.prompt_logprobs is not None:
-            raise ApiError(400, "prompt_logprobs with stream", param="prompt_logprobs", hint="leave one of them out")
+            raise ApiError(
+                400, "prompt_logprobs cannot be streamed", param="prompt_logprobs", hint="leave one of them out"
+            )
 
     def sampling(self, ready: Ready, **changes: Any) -> Sampling:
-        """These fields as `Sampling`, `changes` on top; what was not sent is the model's default, or `Sampling`'s."""
+        """`Sampling` from these fields, overridden by `changes`. A missing field has the model's default, or that of
+        `Sampling`."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         given = {
             "temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p, "n": self.n, "seed": self.seed,
@@ -147,7 +153,7 @@ class Generation(Body):
             "include_stop": self.include_stop_str_in_output, "prompt_logprobs": self.prompt_logprobs, **changes,
         }  # fmt: skip
         chosen = {**ready.defaults.sampling, **{name: value for name, value in given.items() if value is not None}}
-        if self.top_k in (-1, 0):  # vLLM's "all", whatever the default
+        if self.top_k in (-1, 0):  # all tokens, as in vLLM, also if the model has another default
             chosen["top_k"] = None
         try:
             return Sampling(**chosen)
@@ -156,7 +162,7 @@ class Generation(Body):
             raise ApiError(400, str(error), param=field and field[1], hint=error.hint) from error
 
     def job(self, kind: str, prompts: list[list[int]], sampling: Sampling, echo: list[str] | None) -> Job:
-        id, now = f"{kind}-{uuid.uuid4().hex}", time.monotonic()  # one clock for all processes of a machine
+        id, now = f"{kind}-{uuid.uuid4().hex}", time.monotonic()  # the same clock in all processes of a machine
         requests = tuple(
             Request(id=f"{id}-{i}", prompt=tuple(prompt), sampling=sampling, priority=self.priority or 0, arrival=now)
             for i, prompt in enumerate(prompts)
@@ -175,9 +181,11 @@ class CompletionBody(Generation):
     def to_job(self, ready: Ready) -> Job:
         self.check()
         if self.echo and self.stream and self.logprobs is not None:
-            raise ApiError(400, "echo with logprobs and stream", param="echo", hint="leave one of the three out")
-        prompts = encode_each(self.prompt, ready, "prompt")
-        left = room(prompts, self.max_tokens, ready.max_model_len, "prompt")
+            raise ApiError(
+                400, "echo, logprobs and stream cannot be combined", param="echo", hint="leave one of the three out"
+            )
+        prompts = encode_all(self.prompt, ready, "prompt")
+        left = tokens_left(prompts, self.max_tokens, ready.max_model_len, "prompt")
         default = min(DEFAULT_MAX_TOKENS, left, ready.defaults.max_tokens or left)
         max_tokens = default if self.max_tokens is None else self.max_tokens
         changes: dict[str, Any] = {"max_tokens": max_tokens}
@@ -190,7 +198,7 @@ class CompletionBody(Generation):
 
     @property
     def num_prompts(self) -> int:
-        return len(each(self.prompt))
+        return len(as_list(self.prompt))
 
 
 class TextPart(Body):
@@ -203,7 +211,7 @@ class Message(Body):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As a template reads it: parts joined to one text, unknown fields kept."""
+        """The message as a dict for the template: text parts are joined, unknown fields are kept."""
         parts = self.content
         text = "\n".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
         return {**(self.model_extra or {}), "role": self.role, "content": text}
@@ -218,7 +226,7 @@ class ChatBody(Generation):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def refuse_unsupported(self) -> None:
-        """Tools may be listed where none is to be called; the prompt does not name them then."""
+        """Tools are accepted with tool_choice "none"; the prompt does not contain them then."""
         sent = dict(self.model_extra or {})
         for choice, listed in (("tool_choice", "tools"), ("function_call", "functions")):
             if sent.get(choice) == "none":
@@ -228,10 +236,10 @@ class ChatBody(Generation):
     def to_job(self, ready: Ready) -> Job:
         self.check()
         if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError(400, "top_logprobs without logprobs", param="top_logprobs", hint='add "logprobs": true')
+            raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs", hint='add "logprobs": true')
         prompt = self.prompt_ids(ready)
         asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        left = room([prompt], asked, ready.max_model_len, "messages")
+        left = tokens_left([prompt], asked, ready.max_model_len, "messages")
         stops = {*(self.stop_token_ids or ()), *(() if self.ignore_eos else ready.turn_ends)}
         sampling = self.sampling(
             ready, max_tokens=min(left, ready.defaults.max_tokens or left) if asked is None else asked,
@@ -244,29 +252,29 @@ class ChatBody(Generation):
 
 
 def _given(one: str, other: str) -> dict[str, Any]:
-    """The schema of a body that has one of two fields; null is as good as nothing."""
+    """The schema of a body with `one` and without `other`; null counts as missing."""
     return {"required": [one], "properties": {one: {"not": {"type": "null"}}, other: {"type": "null"}}}
 
 
 class TokenizeBody(Body):
-    """Text, or messages as a chat renders them."""
+    """A text, or messages for the chat template."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [_given("prompt", "messages"), _given("messages", "prompt")]})
     unsupported: ClassVar[fields.Fields] = fields.TOKENIZE
     model: ModelName | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
-    add_special_tokens: bool | None = None  # of a prompt; a chat's are its template's
+    add_special_tokens: bool | None = None  # only for a prompt; the chat template adds its own
 
     def ids(self, ready: Ready) -> list[int]:
         self.refuse_unsupported()
         if (self.prompt is None) == (self.messages is None):
-            raise ApiError(400, "one of prompt and messages is to be given", param="prompt")
+            raise ApiError(400, "send either prompt or messages", param="prompt")
         if self.prompt is not None:
             return encode(self.prompt, ready, "prompt", add_special_tokens=self.add_special_tokens is not False)
         if self.add_special_tokens:
-            hint = "the chat template writes them: leave it out"
-            raise ApiError(400, "add_special_tokens with messages", param="add_special_tokens", hint=hint)
+            hint = "leave it out: the chat template adds special tokens"
+            raise ApiError(400, "add_special_tokens needs a prompt", param="add_special_tokens", hint=hint)
         return render(ready, [m.plain() for m in self.messages or ()], {})
 
 
@@ -294,20 +302,22 @@ class EmbeddingBody(Body):
     def texts(self, ready: Ready) -> list[list[int]]:
         self.refuse_unsupported()
         if ready.generates:
-            raise ApiError(400, "this model generates text and has no embeddings", hint="serve an encoder, as BERT is")
-        texts = encode_each(self.input, ready, "input")
-        room(texts, 0, ready.max_model_len, "input")
+            raise ApiError(400, "this model generates text and has no embeddings", hint="use an encoder such as BERT")
+        texts = encode_all(self.input, ready, "input")
+        tokens_left(texts, 0, ready.max_model_len, "input")
         return texts
 
 
 def parse(kind: type[B], raw: bytes) -> B:
-    """A body from its bytes; 400 with what is wrong and where."""
+    """Parse and validate a body. Raises 400 with the field and the reason."""
     try:
         data = json.loads(raw, parse_constant=_no_constant, parse_float=_number)
         if b"\\u" in raw:
-            json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair is no text, and no reply can say it
+            json.dumps(
+                data, ensure_ascii=False
+            ).encode()  # fails for an unpaired surrogate, which no response could contain
     except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply to be read") from error
+        raise ApiError(400, "the body is nested too deeply") from error
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise ApiError(400, f"the body is not UTF-8 text: {error.reason} at {error.start}") from error
     except ValueError as error:
@@ -318,11 +328,11 @@ def parse(kind: type[B], raw: bytes) -> B:
         first = error.errors(include_url=False, include_context=False)[0]
         loc = first["loc"]
         known = kind.model_fields.get(str(loc[0])) if loc else None
-        if first["type"] != "missing" and known is not None and known.description:  # of several kinds: none fits
-            message = f"{loc[0]} is {known.description}, and {_short(data[loc[0]])} was sent"
+        if first["type"] != "missing" and known is not None and known.description:  # a union: no member matches
+            message = f"{loc[0]} is {known.description}; {_short(data[loc[0]])} was sent"
             raise ApiError(400, message, param=str(loc[0])) from error
         where = ".".join(str(part) for part in loc[:2]) or None
-        found = "" if first["type"] == "missing" else f", and {_short(first['input'])} was sent"
+        found = "" if first["type"] == "missing" else f"; {_short(first['input'])} was sent"
         raise ApiError(400, f"{where or 'the body'}: {first['msg']}{found}", param=where) from error
 
 
@@ -330,22 +340,22 @@ def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, fl
     if given is None:
         return None
     if bad := [key for key in given if int(key) >= vocab_size]:
-        raise ApiError(400, f"logit_bias: {bad[0]} is no token id below {vocab_size}", param="logit_bias")
+        raise ApiError(400, f"logit_bias: {bad[0]} is not a token id below {vocab_size}", param="logit_bias")
     return {int(key): value for key, value in given.items()}
 
 
 def _number(text: str) -> float | int:
-    """JSON has one kind of number: 16.0 is an integer, as schemas and other servers have it."""
+    """JSON has one number type: 16.0 is an integer, as in JSON Schema and other servers."""
     value = float(text)
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _short(value: Any) -> str:
-    """In at most 80 characters; what is left out is not written first, which for a body of 6 MB took 0.2 s."""
+    """The value in at most 80 characters. `reprlib` does not format the rest, which took 0.2 s for a body of 6 MB."""
     brief = reprlib.Repr()
     brief.maxstring = 80
     text = brief.repr(value)

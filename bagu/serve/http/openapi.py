@@ -1,7 +1,7 @@
-"""The server's routes as data, and `/openapi.json` made of them: one list says what is routed and what is described.
+"""The routes as data, and `/openapi.json` generated from them: one list for routing and documentation.
 
-The schemas of bodies are those of the models that check them (openai.py), with the limits of the model that is served
-in place of those that hold for any: its names, its vocabulary, its longest sequence.
+The schemas of request bodies come from the pydantic models that validate them (openai.py), with the limits of the
+loaded model filled in: its names, vocabulary size and longest sequence.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import bagu
-from bagu.serve.http import answers
+from bagu.serve.http import schemas
 from bagu.serve.http.openai import (
     MODEL_NAME,
     NUM_TOKENS,
@@ -31,23 +31,23 @@ from bagu.serve.http.worker import Ready
 __all__ = ["OPERATIONS", "Operation", "describe"]
 
 STREAM = (
-    'With "stream": true, server-sent events: `data: ` and a JSON object with `choices[].{piece}`, an `error` where '
-    "the answer breaks off, `data: [DONE]` at the end."
+    'With "stream": true, server-sent events: `data: ` and a JSON object with `choices[].{piece}`, or with `error` if '
+    "the generation fails; `data: [DONE]` at the end."
 )
 READING = {
-    400: "The body is wrong, or asks for what this server or model does not have; `param` is the field.",
+    400: "The body is invalid, or this server or model does not support it; `param` is the field.",
     408: "The body took too long to arrive.",
     413: "The body is too large.",
-    415: "The body does not say that it is JSON.",
+    415: "The content type is not application/json.",
 }
 NO_MODEL = {404: "There is no model of this name."}
 NOT_READY = {503: "The model is loading, the engine is restarting, or the server is shutting down."}
-QUEUE_FULL = {429: "The queue is full; Retry-After says when to come back."}
+QUEUE_FULL = {429: "The queue is full; Retry-After is the number of seconds to wait."}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """A route. `name` is the method of api.Api that answers it."""
+    """A route. `name` is the method of api.Api that handles it."""
 
     path: str
     name: str
@@ -57,15 +57,15 @@ class Operation:
     description: str = ""
     failures: Mapping[int, str]
     parameters: Sequence[Mapping[str, Any]] = ()
-    guarded: bool = False  # by the API key, where there is one
-    needs: Literal["chat", "generation", "embedding"] | None = None  # of the model
+    guarded: bool = False  # needs the API key, if the server has one
+    needs: Literal["chat", "generation", "embedding"] | None = None  # capability that the model must have
 
     @property
     def method(self) -> str:
         return "GET" if self.body is None else "POST"
 
     def is_offered(self, ready: Ready | None) -> bool:
-        """Whether the served model has what this needs; of a model that is loading nobody knows."""
+        """Whether the model supports this route; True while the model is loading."""
         if self.needs is None or ready is None:
             return True
         if self.needs == "chat" and ready.chat is None:
@@ -74,7 +74,7 @@ class Operation:
 
     @property
     def route(self) -> str:
-        """As Starlette writes it: a model's name may have slashes."""
+        """The path in Starlette's syntax: a model's name may contain slashes."""
         return self.path.replace("{name}", "{name:path}")
 
 
@@ -101,61 +101,61 @@ def _reads(
 MODEL = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "format": MODEL_NAME}}
 LAST = {
     "name": "last", "in": "query", "required": False, "schema": {"type": "integer", "minimum": 0, "maximum": 10**9 - 1},
-    "description": "Of how many of the last requests the median times are.",
+    "description": "Number of most recent requests for the median times.",
 }  # fmt: skip
 OPERATIONS = (
     _generates(
-        "/v1/chat/completions", "chat_completions", "Answer a chat", ChatBody, answers.ChatCompletion, "delta", "chat"
+        "/v1/chat/completions", "chat_completions", "Complete a chat", ChatBody, schemas.ChatCompletion, "delta", "chat"
     ),
     _generates(
-        "/v1/completions", "completions", "Continue a text", CompletionBody, answers.Completion, "text", "generation"
+        "/v1/completions", "completions", "Complete a text", CompletionBody, schemas.Completion, "text", "generation"
     ),
-    _reads("/v1/embeddings", "embeddings", "Embed texts (encoders)", EmbeddingBody, answers.EmbeddingList, "embedding"),
+    _reads("/v1/embeddings", "embeddings", "Embed texts (encoders)", EmbeddingBody, schemas.EmbeddingList, "embedding"),
     Operation(
-        path="/v1/models", name="models", summary="The names of the served model", answer=answers.ModelList,
+        path="/v1/models", name="models", summary="List the names of the model", answer=schemas.ModelList,
         failures={}, guarded=True,
     ),
     Operation(
-        path="/v1/models/{name}", name="model", summary="One of them", answer=answers.Model, parameters=(MODEL,),
+        path="/v1/models/{name}", name="model", summary="Get one model", answer=schemas.Model, parameters=(MODEL,),
         failures=NO_MODEL, guarded=True,
     ),
-    _reads("/tokenize", "tokenize", "Text or messages to token ids", TokenizeBody, answers.Tokenized),
-    _reads("/detokenize", "detokenize", "Token ids to text", DetokenizeBody, answers.Detokenized),
+    _reads("/tokenize", "tokenize", "Text or messages to token ids", TokenizeBody, schemas.Tokenized),
+    _reads("/detokenize", "detokenize", "Token ids to text", DetokenizeBody, schemas.Detokenized),
     Operation(
-        path="/health", name="health", summary="Whether the engine is ready and alive", answer=answers.Health,
-        failures={503: "It is not; `reason` says why."},
+        path="/health", name="health", summary="Whether the engine is ready and alive", answer=schemas.Health,
+        failures={503: "The engine is not ready or not alive; see `reason`."},
     ),
     Operation(
         path="/metrics", name="metrics_text", summary="Counters and histograms for Prometheus", answer="text/plain",
         failures={},
     ),
-    Operation(path="/version", name="version", summary="bagu's version", answer=answers.Version, failures={}),
+    Operation(path="/version", name="version", summary="bagu's version", answer=schemas.Version, failures={}),
     Operation(
-        path="/engine", name="engine_stats", summary="The engine's state, as the page's panel shows it",
-        answer=answers.EngineState, parameters=(LAST,),
-        failures={400: "`last` is no count.", **NOT_READY},
+        path="/engine", name="engine_stats", summary="The engine's state, for the engine panel of the chat page",
+        answer=schemas.EngineState, parameters=(LAST,),
+        failures={400: "`last` is not a number.", **NOT_READY},
     ),
 )  # fmt: skip
 
 
 def describe(names: Sequence[str], ready: Ready | None, *, has_key: bool) -> dict[str, Any]:
-    """The OpenAPI document of a server of the model `names`; `ready` None while the model is loading."""
+    """The OpenAPI document of a server whose model has these names; `ready` is None while the model is loading."""
     offered = [o for o in OPERATIONS if o.is_offered(ready)]
     bodies = [o.body for o in offered if o.body is not None]
-    replies = [o.answer for o in offered if not isinstance(o.answer, str)]
-    models: list[Any] = [(model, "validation") for model in (*bodies, *replies, answers.Failure, answers.Unhealthy)]
+    responses = [o.answer for o in offered if not isinstance(o.answer, str)]
+    models: list[Any] = [(model, "validation") for model in (*bodies, *responses, schemas.Failure, schemas.Unhealthy)]
     _, found = models_json_schema(models, ref_template="#/components/schemas/{model}")
-    schemas = found["$defs"]
+    definitions = found["$defs"]
     for body in bodies:
-        _add_unsupported(schemas[body.__name__], body)
+        _add_unsupported(definitions[body.__name__], body)
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
             "title": "bagu", "version": bagu.__version__,
-            "description": "OpenAI's API with vLLM's extras. Fields that no schema names are ignored.",
+            "description": "The OpenAI API with vLLM's extra parameters. Fields that are in no schema are ignored.",
         },
         "paths": {o.path: {o.method.lower(): _operation(o, has_key)} for o in offered},
-        "components": {"schemas": schemas},
+        "components": {"schemas": definitions},
     }  # fmt: skip
     if has_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -168,7 +168,7 @@ def _operation(o: Operation, has_key: bool) -> dict[str, Any]:
     found: dict[str, Any] = {
         "operationId": o.name, "summary": o.summary,
         "responses": {
-            "200": {"description": "The answer.", "content": _content(o)},
+            "200": {"description": "The response.", "content": _content(o)},
             **{str(status): _failure(o, status, why) for status, why in sorted(failures.items())},
         },
     }  # fmt: skip
@@ -191,7 +191,7 @@ def _content(o: Operation) -> dict[str, Any]:
 
 
 def _failure(o: Operation, status: int, why: str) -> dict[str, Any]:
-    kind = answers.Unhealthy if o.path == "/health" else answers.Failure
+    kind = schemas.Unhealthy if o.path == "/health" else schemas.Failure
     found: dict[str, Any] = {"description": why, "content": {"application/json": {"schema": _ref(kind)}}}
     if status in (429, 503) and o.path != "/health":
         found["headers"] = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string"}}}
@@ -203,16 +203,16 @@ def _ref(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _add_unsupported(schema: dict[str, Any], body: type[Body]) -> None:
-    """Fields of other servers, with the values that are taken; tools also beside `tool_choice: none`."""
-    for name, harmless in body.unsupported.items():
-        said: dict[str, Any] = {"description": "Not supported; taken where it asks for nothing.", "x-unsupported": True}
+    """Add the fields of other servers with their accepted values; tools are also accepted with `tool_choice: none`."""
+    for name, accepted in body.unsupported.items():
+        field: dict[str, Any] = {"description": "Not supported; only the listed values.", "x-unsupported": True}
         if name not in ("tools", "functions"):
-            said["enum"] = [None, *harmless]
-        schema["properties"][name] = said
+            field["enum"] = [None, *accepted]
+        schema["properties"][name] = field
 
 
 def _set_limits(node: Any, names: Sequence[str], ready: Ready | None) -> None:
-    """Write the limits of the served model where a schema's format says that they hold."""
+    """Replace the formats MODEL_NAME, TOKEN_ID and NUM_TOKENS with the limits of the model."""
     for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
         _set_limits(child, names, ready)
     if not isinstance(node, dict) or node.get("format") not in (MODEL_NAME, TOKEN_ID, NUM_TOKENS):

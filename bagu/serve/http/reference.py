@@ -1,4 +1,4 @@
-"""`/docs`: the OpenAPI document as one page of HTML, without scripts and without anything from the network."""
+"""`/docs`: the OpenAPI document as one HTML page, without scripts and without external resources."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ LIMITS = {
 
 
 def page(document: dict[str, Any]) -> str:
-    """The document for people."""
+    """The OpenAPI document as HTML."""
     info = document["info"]
     return "".join(
         (
             f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(info['title'])} API</title>",
             f"<meta name=viewport content='width=device-width'><style>{STYLE}</style>",
             f"<h1>{escape(info['title'])} {escape(info['version'])}</h1><p>{escape(info['description'])}</p>",
-            "<p>The same for programs: <a href=/openapi.json>/openapi.json</a></p>",
+            "<p>OpenAPI document: <a href=/openapi.json>/openapi.json</a></p>",
             *(line for path, item in document["paths"].items() for line in _operations(path, item, document)),
             "</html>",
         )
@@ -52,7 +52,7 @@ def _operations(path: str, item: dict[str, Any], document: dict[str, Any]) -> It
             yield _table((p["name"], p["required"], p["schema"], p.get("description", "")) for p in parameters)
         if "requestBody" in operation:
             yield from _body(operation["requestBody"]["content"]["application/json"]["schema"], document)
-        yield "<h3>Answers</h3><table>"
+        yield "<h3>Responses</h3><table>"
         for status, answer in operation["responses"].items():
             kinds = ", ".join(answer["content"])
             yield f"<tr><td>{escape(status)}<td>{escape(answer['description'])}<td><code>{escape(kinds)}</code>"
@@ -62,27 +62,27 @@ def _operations(path: str, item: dict[str, Any], document: dict[str, Any]) -> It
 def _body(schema: dict[str, Any], document: dict[str, Any]) -> Iterator[str]:
     fields = document["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]]
     required = fields.get("required", ())
-    refused = {
+    unsupported = {
         n for n, field in fields["properties"].items() if field.get("description", "").startswith("Not supported")
     }
-    known = {name: field for name, field in fields["properties"].items() if name not in refused}
+    known = {name: field for name, field in fields["properties"].items() if name not in unsupported}
     yield "<h3>Body</h3>"
     yield _table((name, name in required, field, field.get("description", "")) for name, field in known.items())
-    names = ", ".join(f"<code>{escape(name)}</code>" for name in sorted(refused))
-    yield f"<details><summary>Refused where they would change the answer</summary><p>{names}</p></details>"
+    names = ", ".join(f"<code>{escape(name)}</code>" for name in sorted(unsupported))
+    yield f"<details><summary>Unsupported fields</summary><p>{names}</p></details>"
 
 
 def _table(rows: Any) -> str:
     found = ["<table><tr><th>field<th>type<th>"]
-    for name, required, schema, words in rows:
+    for name, required, schema, description in rows:
         mark = " <b>required</b>" if required else ""
         kind = escape(_kind(schema))
-        found.append(f"<tr><td><code>{escape(name)}</code>{mark}<td><code>{kind}</code><td>{escape(words)}")
+        found.append(f"<tr><td><code>{escape(name)}</code>{mark}<td><code>{kind}</code><td>{escape(description)}")
     return "".join([*found, "</table>"])
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """A type in a few words, with its limits; null, which every optional field takes, is left out."""
+    """A short type description with its limits; null, which every optional field accepts, is left out."""
     if "$ref" in schema:
         return str(schema["$ref"].rsplit("/", 1)[1])
     if "anyOf" in schema:

@@ -1,8 +1,8 @@
-"""What clients get: the bodies and the server-sent events of OpenAI's API, from the events of the engine.
+"""Responses of the OpenAI API, as one body or as server-sent events, from the engine's events.
 
-A streamed chunk is put together from text that is the same for every token of a choice, made once, and the JSON of what
-is new: 0.2 µs, where a dict and `json.dumps` take 5.6 µs. `finish_reason: null` is in every chunk but the last
-of a choice, because clients look for the key.
+A streamed chunk is a constant JSON prefix and suffix, built once per choice, around the JSON of the new text: 0.2 µs,
+where a dict and `json.dumps` take 5.6 µs. `finish_reason: null` is in every chunk but the last of a choice, because
+clients read the key.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from bagu.serve.http.errors import ApiError
 from bagu.serve.http.openai import Job
-from bagu.serve.http.tickets import ApiError
 from bagu.serve.http.worker import Ready
 from bagu.serve.request import Event, PromptLogprobs, Request, TokenEvent, TokenLogprob
 from bagu.serve.stream import TextStream
 
-__all__ = ["DONE", "ChatReply", "CompletionReply", "Reply", "error_event", "to_json"]
+__all__ = ["DONE", "ChatResponse", "CompletionResponse", "GenerationResponse", "error_event", "to_json"]
 
 DONE = b"data: [DONE]\n\n"
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-quoted = json.encoder.encode_basestring  # `to_json` of a text, without the two calls around it
-Scored = tuple[int, TokenLogprob | None]  # a token; None: the first of a prompt has no logprob
+quoted = json.encoder.encode_basestring  # `to_json` of a string, with two calls less
+Scored = tuple[int, TokenLogprob | None]  # a token and its logprob; None for the first token of a prompt
 
 
 class Choice:
-    """The state of one choice: its text so far, and what has not been sent of it."""
+    """The state of one choice: its text, token count, and logprobs that are not sent yet."""
 
     def __init__(self, index: int, request: Request, ready: Ready, skip_special_tokens: bool, head: str) -> None:
         self.index, self.request, self.head = index, request, head
         self.text: list[str] = []
         self.scored: list[Scored] = []
-        self.tokens = self.cached = 0  # drawn; of the prompt, from the prefix cache
-        self.offset = 0  # characters before `scored`, for text_offset; they may be several tokens each
+        self.tokens = self.cached = 0  # generated tokens; prompt tokens from the prefix cache
+        self.offset = 0  # characters before `scored`, for text_offset; a character may be several tokens
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.finish: str | None = None
         self.stop_reason: str | int | None = None
         self._stream = TextStream(ready.tokenizer, request.sampling)
         self.push_token = self._stream.push_token
-        self.silent = ready.special_ids if skip_special_tokens else frozenset()
+        self.silent = ready.special_ids if skip_special_tokens else frozenset()  # tokens without text
 
     def push(self, event: TokenEvent) -> str:
-        """Take an event; returns the text it sets free."""
+        """Add an event; returns the text that can be sent now."""
         token, finish = event.token, event.finish
         self.cached += event.cached
         if token is not None:
@@ -59,11 +59,12 @@ class Choice:
         return self._stream.read(event, silent=token in self.silent)
 
 
-class Reply:
-    """One call's reply. `take` events as they come, then `body`; or stream `opening`, `chunks` of events, `closing`."""
+class GenerationResponse:
+    """The response to one call. For one body: `add` events as they arrive, then `body`. For a stream: `first_chunks`,
+    then `chunks` of the events, then `last_chunk`."""
 
-    whole = chunk = ""  # the names of the objects
-    before, after = "", ""  # around a chunk's text
+    object_name = chunk_name = ""  # the field "object" of the body and of a chunk
+    before, after = "", ""  # the JSON around the text of a chunk
 
     def __init__(self, job: Job, ready: Ready, model: str) -> None:
         self.job, self.ready = job, ready
@@ -76,7 +77,7 @@ class Reply:
             for index, (request, i) in enumerate((r, i) for r in job.requests for i in range(r.sampling.n))
         }
 
-    def take(self, events: Iterable[Event]) -> None:
+    def add(self, events: Iterable[Event]) -> None:
         for event in events:
             if isinstance(event, PromptLogprobs):
                 self.prompt_logprobs[event.request_id] = event
@@ -86,7 +87,7 @@ class Reply:
 
     def body(self) -> dict[str, Any]:
         choices = sorted(self.choices.values(), key=lambda choice: choice.index)
-        common = {"id": self.job.id, "object": self.whole, "created": self.created, "model": self.model}
+        common = {"id": self.job.id, "object": self.object_name, "created": self.created, "model": self.model}
         return {**common, "choices": [self._choice(choice) for choice in choices], "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
@@ -97,20 +98,20 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": sum(c.cached for c in choices)},
         }  # fmt: skip
 
-    def opening(self) -> bytes:
-        """What comes before the first token."""
+    def first_chunks(self) -> bytes:
+        """The chunks before the first token."""
         raise NotImplementedError
 
     def chunks(self, events: Iterable[Event]) -> bytes:
-        """The chunks of these events; none for a token whose text must wait."""
+        """The chunks of these events; a token whose text is held back has none."""
         out = []
         for event in events:
             if isinstance(event, PromptLogprobs):
-                continue  # never asked for with a stream
+                continue  # cannot be requested with a stream
             choice, token = self.choices[event[:2]], event.token
             if token is None or event.finish or event.logprob is not None or event.cached or token in choice.silent:
                 text = choice.push(event)
-            else:  # what `push` comes to for nearly all tokens, without the call
+            else:  # the common case of `push`, inlined
                 choice.tokens += 1
                 text = choice.push_token(token)
             if event.finish is None and not choice.scored:
@@ -125,83 +126,83 @@ class Reply:
             )
         return "".join(out).encode()
 
-    def closing(self) -> bytes:
+    def last_chunk(self) -> bytes:
         if not self.job.include_usage:
             return DONE
         return f'{self._envelope()}],"usage":{to_json(self.usage())}}}\n\n'.encode() + DONE
 
     def logprobs(self, choice: Choice) -> dict[str, Any] | None:
-        """Of the tokens in `choice.scored`, in the endpoint's shape."""
+        """The logprobs of the tokens in `choice.scored`, in the endpoint's format."""
         raise NotImplementedError
 
-    def piece(self, token: int) -> str:
-        """The text of one token; U+FFFD in it where it is part of a character."""
+    def token_text(self, token: int) -> str:
+        """The text of one token, with U+FFFD for an incomplete character."""
         return self.ready.tokenizer.bytes_of(token).decode(errors="replace")
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _end(self, choice: Choice) -> dict[str, Any]:
+    def _common_fields(self, choice: Choice) -> dict[str, Any]:
         return {
             "logprobs": self.logprobs(choice), "finish_reason": choice.finish, "stop_reason": choice.stop_reason,
             **self._prompt_logprobs(choice.request),
         }  # fmt: skip
 
     def _prompt_logprobs(self, request: Request) -> dict[str, Any]:
-        """In vLLM's shape: a mapping from token id a position, null where there is none."""
+        """In vLLM's format: one mapping from token ids per position, null where there is no logprob."""
         found = self.prompt_logprobs.get(request.id)
         if found is None or self.job.echo is not None:
             return {}
         rows: list[dict[str, Any] | None] = [None] * found.start
         for token, scored in zip(request.prompt[found.start :], found.tokens, strict=True):
             pairs = {token: scored.logprob, **dict(scored.top)}
-            rows.append({str(t): {"logprob": p, "decoded_token": self.piece(t)} for t, p in pairs.items()})
+            rows.append({str(t): {"logprob": p, "decoded_token": self.token_text(t)} for t, p in pairs.items()})
         return {"prompt_logprobs": rows}
 
     def _envelope(self) -> str:
-        model = to_json(self.model)
+        name, model = self.chunk_name, to_json(self.model)
         return (
-            f'data: {{"id":"{self.job.id}","object":"{self.chunk}","created":{self.created},"model":{model},"choices":['
-        )
+            f'data: {{"id":"{self.job.id}","object":"{name}","created":{self.created},"model":{model},"choices":['
+        )  # fmt: skip
 
     def _head(self, index: int) -> str:
         return f'{self._envelope()}{{"index":{index},{self.before}'
 
 
-class ChatReply(Reply):
-    whole, chunk = "chat.completion", "chat.completion.chunk"
+class ChatResponse(GenerationResponse):
+    object_name, chunk_name = "chat.completion", "chat.completion.chunk"
     before, after = '"delta":{"content":', "}"
 
-    def opening(self) -> bytes:
+    def first_chunks(self) -> bytes:
         role = '"delta":{"role":"assistant","content":'
         heads = (choice.head.removesuffix(self.before) + role for choice in self.choices.values())
         return "".join(f'{head}""{self._plain}' for head in heads).encode()
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(choice.text)}
-        return {"index": choice.index, "message": message, **self._end(choice)}
+        return {"index": choice.index, "message": message, **self._common_fields(choice)}
 
     def logprobs(self, choice: Choice) -> dict[str, Any] | None:
         if choice.request.sampling.logprobs is None:
             return None
         rows = []
         for token, scored in choice.scored:
-            assert scored is not None, "a drawn token has a logprob"
+            assert scored is not None, "a generated token has a logprob"
             top = [self._entry(t, p) for t, p in scored.top]
             rows.append({**self._entry(token, scored.logprob), "top_logprobs": top})
         return {"content": rows}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        """`bytes` lets a client put characters together that are spread over tokens."""
-        said = self.ready.tokenizer.bytes_of(token)
-        return {"token": said.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(said)}
+        """With `bytes` a client can join characters that span several tokens."""
+        data = self.ready.tokenizer.bytes_of(token)
+        return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
 
 
-class CompletionReply(Reply):
-    whole = chunk = "text_completion"
+class CompletionResponse(GenerationResponse):
+    object_name = chunk_name = "text_completion"
     before = '"text":'
 
-    def opening(self) -> bytes:
+    def first_chunks(self) -> bytes:
         if self.job.echo is None:
             return b""
         n = len(self.choices) // len(self.job.requests)
@@ -213,10 +214,10 @@ class CompletionReply(Reply):
         text = "".join(choice.text)
         if self.job.echo is not None:
             text = self.job.echo[self.job.requests.index(choice.request)] + text
-            choice.scored = self._prompt(choice.request) + choice.scored
-        return {"index": choice.index, "text": text, **self._end(choice)}
+            choice.scored = self._scored_prompt(choice.request) + choice.scored
+        return {"index": choice.index, "text": text, **self._common_fields(choice)}
 
-    def _prompt(self, request: Request) -> list[Scored]:
+    def _scored_prompt(self, request: Request) -> list[Scored]:
         found = self.prompt_logprobs.get(request.id)
         if found is None:
             return []
@@ -226,17 +227,17 @@ class CompletionReply(Reply):
     def logprobs(self, choice: Choice) -> dict[str, Any] | None:
         if choice.request.sampling.logprobs is None:
             return None
-        pieces = [self.piece(token) for token, _ in choice.scored]
+        texts = [self.token_text(token) for token, _ in choice.scored]
         offsets = []
         for token, _ in choice.scored:
             offsets.append(choice.offset)
             if token not in choice.silent:
                 choice.offset += len(choice.decoder.decode(self.ready.tokenizer.bytes_of(token)))
         return {
-            "tokens": pieces,
+            "tokens": texts,
             "token_logprobs": [None if scored is None else _finite(scored.logprob) for _, scored in choice.scored],
             "top_logprobs": [
-                None if scored is None else {self.piece(t): _finite(p) for t, p in scored.top}
+                None if scored is None else {self.token_text(t): _finite(p) for t, p in scored.top}
                 for _, scored in choice.scored
             ],
             "text_offset": offsets,
@@ -244,10 +245,10 @@ class CompletionReply(Reply):
 
 
 def error_event(error: ApiError) -> bytes:
-    """A failure after the status was sent."""
+    """An error after the status was sent: an event and the end of the stream."""
     return f"data: {to_json(error.body)}\n\n".encode() + DONE
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no -inf; -9999 is what OpenAI's API says for a token that cannot be."""
+    """JSON has no -inf; OpenAI's API writes -9999 for a token of probability 0."""
     return max(logprob, -9999.0)

@@ -1,8 +1,8 @@
-"""`bagu serve MODEL`: the HTTP server's process.
+"""`bagu serve MODEL`: the main function of the HTTP server's process.
 
-It listens at once and answers 503 until the model is warm. SIGTERM or Ctrl-C drain: no new connection is taken, what
-runs may finish for `shutdown_timeout` seconds and then fails with 503 (a stream with an error event), and the engine's
-process is ended. A second signal ends it now.
+It listens at once and answers 503 until the model is warmed up. SIGTERM or Ctrl-C starts a graceful shutdown: no new
+connection is accepted, running calls have `shutdown_timeout` seconds and then fail with 503 (a stream with an error
+event), and the engine process is stopped. A second signal stops the server at once.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.serve.config import EngineConfig
 from bagu.serve.http.metrics import Metrics
+from bagu.serve.http.pending import PendingCalls
 from bagu.serve.http.process import EngineProcess
-from bagu.serve.http.tickets import Tickets
 from bagu.serve.http.worker import Load
 
 __all__ = ["main"]
 
-GRACE_S = 2  # for clients to read that their calls have failed, before their connections are cut
+GRACE_S = 2  # after calls were failed at shutdown, for clients to read the errors before connections are closed
 LOG_LEVELS = ("debug", "info", "warning", "error")
 ORIGIN = "e.g. http://localhost:3000, without a path, or * for every page"
 
@@ -49,57 +49,55 @@ def main(
     request_timeout: float = 20.0,
     log_level: str = "warning",
 ) -> None:
-    """Serve until a signal says stop.
+    """Run the server until SIGINT or SIGTERM.
 
-    `load` makes (model, tokenizer, chat encoder or None); it is pickled, and called in the engine's process.
-    `max_queue` is how many choices (of an encoder: calls) may wait beside the `config.max_num_seqs` that run; further
-    calls get 429.
-    `allowed_origins` are those of pages elsewhere that may read answers (CORS): `https://name[:port]`, "*" for all, or
-    JSON lists of them. `stall_timeout` is the age in seconds of the engine's last step from which `/health` says 503:
-    more than the longest step takes. `request_timeout` is the seconds that a client has for the head of a request, and
-    for its body beside a second for every 16 KiB. Port 0 takes a free one; the address is printed once the server
-    listens.
+    `load` returns (model, tokenizer, chat encoder or None); it is pickled and called in the engine process.
+    `max_queue` is the number of choices (for an encoder: calls) that may wait in addition to the `config.max_num_seqs`
+    that run; further calls get 429. `allowed_origins` are the origins whose pages may read responses (CORS):
+    `https://name[:port]`, "*" for all, or JSON lists of them. `/health` answers 503 if the engine's last step is older
+    than `stall_timeout` seconds; the longest step must take less. A client has `request_timeout` seconds to send the
+    head of a request, and the same for its body plus a second for every 16 KiB. Port 0 selects a free port. The URL is
+    printed when the server listens.
     """
     if max_queue < 0:
-        raise ArgumentError(f"{max_queue} choices that may wait", hint="0 or more, as --max-num-queued-reqs")
+        raise ArgumentError(f"max_queue = {max_queue}", hint="--max-num-queued-reqs is 0 or more")
     if not (math.isfinite(shutdown_timeout) and shutdown_timeout >= 0):
-        raise ArgumentError(
-            f"a shutdown timeout of {shutdown_timeout} s", hint="0 or more seconds, and a finite number"
-        )
+        raise ArgumentError(f"a shutdown timeout of {shutdown_timeout} s", hint="it is a finite number, 0 or more")
     if not (math.isfinite(request_timeout) and request_timeout > 0):
-        raise ArgumentError(f"a request timeout of {request_timeout} s", hint="above 0, and a finite number")
+        raise ArgumentError(f"a request timeout of {request_timeout} s", hint="it is a finite number above 0")
     if log_level not in LOG_LEVELS:
         raise UnknownName.among("log level", log_level, LOG_LEVELS)
-    parts = _server_parts()
+    parts = _import_server()
     config = config or EngineConfig()
     names = tuple(served_model_name) or (model,)
     metrics = Metrics(names[0])
-    tickets = Tickets(config.max_num_seqs + max_queue, metrics)
+    pending = PendingCalls(config.max_num_seqs + max_queue, metrics)
     listener = _listen(host, port)
 
-    def give_up() -> None:
+    def exit_server() -> None:
         server.should_exit = True
 
-    engine = EngineProcess(load, config, tickets, stall_s=stall_timeout, on_failure=give_up)
-    served = parts.Served(
+    engine = EngineProcess(load, config, pending, stall_s=stall_timeout, on_failure=exit_server)
+    api_config = parts.ApiConfig(
         names=names, api_key=api_key, allowed_origins=_origins(allowed_origins), created=int(time.time()),
         request_timeout=request_timeout, generation=config.generation,
     )  # fmt: skip
     settings = parts.uvicorn.Config(
-        parts.make_app(engine, metrics, served), http=parts.connection_class(request_timeout), log_level=log_level,
+        parts.make_app(engine, metrics, api_config), http=parts.connection_class(request_timeout), log_level=log_level,
         access_log=False, server_header=False, ws="none", lifespan="on", proxy_headers=False,
         timeout_graceful_shutdown=math.ceil(shutdown_timeout) + GRACE_S,
     )  # fmt: skip
-    server = parts.HttpServer(settings, shutdown_timeout, engine.end_calls)
+    server = parts.HttpServer(settings, shutdown_timeout, engine.fail_calls)
     bound = listener.getsockname()[1]
-    print(f"bagu serve: {names[0]} at http://{_written(host)}:{bound} (the page is /, the API /v1)", flush=True)
+    print(f"bagu serve: {names[0]} at http://{_url_host(host)}:{bound} (the page is /, the API /v1)", flush=True)
     _run(server, listener)
     if engine.state == "failed":
-        raise BaguError(f"the engine did not start: {engine.why}", hint="what its process printed is above")
+        raise BaguError(f"the engine did not start: {engine.failure}", hint="the output of its process is above")
 
 
 def _run(server: Any, listener: socket.socket) -> None:
-    """uvicorn raises the signal that ended it once more when it is done; by then the work is done and it means 0."""
+    """Run uvicorn. After a graceful shutdown uvicorn raises the signal again; it is ignored, so that the exit status
+    is 0."""
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         server.run(sockets=[listener])
@@ -109,7 +107,7 @@ def _run(server: Any, listener: socket.socket) -> None:
 
 
 def _origins(given: Sequence[str]) -> tuple[str, ...]:
-    """Each is an origin as browsers send it, or a JSON list of such, as vLLM takes it."""
+    """Parse origins: each value is an origin in the browsers' format, or a JSON list of origins, as in vLLM."""
     found: list[Any] = []
     for value in given:
         try:
@@ -129,31 +127,35 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except (OSError, OverflowError) as error:  # OverflowError: no such port
+    except (OSError, OverflowError) as error:  # OverflowError: the port is out of range
         listener.close()
-        hint = "choose another with --port, or end what listens there; --port 0 takes a free one"
-        why = error.strerror if isinstance(error, OSError) else error
-        raise BaguError(f"cannot listen on {host}:{port}: {why}", hint=hint) from error
+        hint = "choose another port with --port, or stop the process that uses it; --port 0 selects a free one"
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise BaguError(f"cannot listen on {host}:{port}: {reason}", hint=hint) from error
     listener.listen(1024)
     return listener
 
 
-def _written(host: str) -> str:
+def _url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _server_parts() -> Any:
-    """What needs uvicorn and FastAPI, which are asked for when a server is, not when bagu is imported."""
+def _import_server() -> Any:
+    """Import the modules that need uvicorn and FastAPI, which are optional dependencies of bagu."""
     try:
         import uvicorn
 
-        from bagu.serve.http.api import Served, make_app
+        from bagu.serve.http.api import ApiConfig, make_app
         from bagu.serve.http.connection import HttpServer, connection_class
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("bagu"):
             raise
-        hint = f"pip install 'bagu[serve]' into {sys.prefix}"
+        hint = f"run pip install 'bagu[serve]' in {sys.prefix}"
         raise BaguError(f"bagu serve needs {error.name}, which is not installed", hint=hint) from error
     return SimpleNamespace(
-        uvicorn=uvicorn, Served=Served, make_app=make_app, HttpServer=HttpServer, connection_class=connection_class
+        uvicorn=uvicorn,
+        ApiConfig=ApiConfig,
+        make_app=make_app,
+        HttpServer=HttpServer,
+        connection_class=connection_class,
     )

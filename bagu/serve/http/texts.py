@@ -1,8 +1,8 @@
-"""Text to prompt tokens, with the limits that hold before and after tokenizing.
+"""Tokenize prompts, with length checks before and after.
 
-Tokenizing is where a client decides how much work and memory the server spends: 8 MB of text are about 3 million tokens
-and 1.2 GB while they are made. So a text that cannot fit the model's longest sequence is refused by its length in
-characters, or by the tokens of its beginning, before the whole of it is tokenized.
+Tokenizing costs what the client sends: 8 MB of text are about 3 million tokens and need 1.2 GB of memory. So a text
+that cannot fit the model's longest sequence is refused by its number of characters, or by the tokens of its beginning,
+before all of it is tokenized.
 """
 
 from __future__ import annotations
@@ -10,37 +10,37 @@ from __future__ import annotations
 from typing import Any
 
 from bagu.errors import BaguError
-from bagu.serve.http.tickets import ApiError
+from bagu.serve.http.errors import ApiError
 from bagu.serve.http.worker import Ready
 
-__all__ = ["SHORT", "check_length", "check_tokens", "each", "encode", "encode_each", "render", "room"]
+__all__ = ["SHORT", "as_list", "check_length", "check_tokens", "encode", "encode_all", "render", "tokens_left"]
 
-SHORT = 2**14  # characters or tokens that are always taken: a millisecond or so of work
-USUAL_CHARACTERS = 8  # of a token; English has 4 to 5. Longer texts have their beginning counted first.
+SHORT = 2**14  # characters or tokens that are accepted without a check: about a millisecond of work
+USUAL_CHARACTERS = 8  # per token; English has 4 to 5. For longer texts, the tokens of the beginning are counted first.
 
 
-def each(texts: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
-    """The texts of a field that takes one or several."""
+def as_list(texts: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+    """The prompts of a field that accepts one or several."""
     one = isinstance(texts, str) or isinstance(texts[0], int)
     return [texts] if one else texts  # type: ignore[list-item, return-value]
 
 
-def encode_each(
+def encode_all(
     texts: str | list[int] | list[str] | list[list[int]], ready: Ready, param: str
 ) -> list[list[int]]:  # fmt: skip
-    """The tokens of every text, at least one each; token ids are checked and passed on."""
+    """The tokens of every prompt. Raises 400 for an empty prompt; token ids are checked and returned unchanged."""
     found = []
-    for text in each(texts):
+    for text in as_list(texts):
         ids = encode(text, ready, param) if isinstance(text, str) else text
         if not ids:
-            raise ApiError(400, "the prompt is empty", param=param, hint="give at least one token")
+            raise ApiError(400, "the prompt is empty", param=param, hint="send at least one token")
         check_tokens(ids, ready, param)
         found.append(ids)
     return found
 
 
 def encode(text: str, ready: Ready, param: str, *, add_special_tokens: bool = True) -> list[int]:
-    """The tokens of a text, or 400 where it is too long or no text."""
+    """The tokens of a text. Raises 400 if it is too long or not valid Unicode."""
     check_length(text, ready, param)
     try:
         return ready.tokenizer.encode_prompt(text) if add_special_tokens else ready.tokenizer.encode(text)
@@ -49,13 +49,13 @@ def encode(text: str, ready: Ready, param: str, *, add_special_tokens: bool = Tr
 
 
 def check_tokens(ids: list[int], ready: Ready, param: str) -> None:
-    """Refuse an id that the vocabulary does not have."""
+    """Raise 400 for an id outside the vocabulary."""
     if ids and max(ids) >= ready.vocab_size:
-        raise ApiError(400, f"token {max(ids)} in a vocabulary of {ready.vocab_size}", param=param)
+        raise ApiError(400, f"token {max(ids)} is outside the vocabulary of {ready.vocab_size} tokens", param=param)
 
 
 def check_length(text: str, ready: Ready, param: str) -> None:
-    """Refuse a text that has more tokens than the model's longest sequence, without tokenizing the whole of it."""
+    """Raise 400 if a text has more tokens than the model's longest sequence, without tokenizing all of it."""
     longest = ready.max_model_len
     if len(text) <= max(SHORT, longest * min(USUAL_CHARACTERS, ready.longest_token)):
         return
@@ -64,13 +64,13 @@ def check_length(text: str, ready: Ready, param: str) -> None:
         raise _too_long(f"the text has {len(text)} characters", param, hint)
     head = text[: max(SHORT, longest * USUAL_CHARACTERS)]
     count = len(ready.tokenizer.encode(head))
-    if count - ready.longest_token > longest:  # where the text was cut, one token of the whole may have become several
+    if count - ready.longest_token > longest:  # the cut may split one token of the text into several
         message = f"the first {len(head)} of the text's {len(text)} characters are {count} tokens"
         raise _too_long(message, param, f"this model's longest sequence is {longest} tokens")
 
 
-def room(prompts: list[list[int]], max_tokens: int | None, longest: int, param: str) -> int:
-    """The tokens left beside the longest prompt, or 400 where `max_tokens` (at least one) are more."""
+def tokens_left(prompts: list[list[int]], max_tokens: int | None, longest: int, param: str) -> int:
+    """How many tokens fit after the longest prompt. Raises 400 if `max_tokens` (None: one token) do not fit."""
     length = max(map(len, prompts))
     if length + (1 if max_tokens is None else max_tokens) <= longest:
         return longest - length
@@ -82,10 +82,10 @@ def room(prompts: list[list[int]], max_tokens: int | None, longest: int, param: 
 
 
 def render(ready: Ready, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
-    """The prompt of a chat."""
+    """The tokens of a chat, rendered with the chat template."""
     if not ready.generates or ready.chat is None:
-        what = "has no chat template" if ready.generates else "embeds text and does not generate"
-        raise ApiError(400, f"this model {what}", param="messages", hint="use /v1/completions or /v1/embeddings")
+        reason = "has no chat template" if ready.generates else "embeds text and does not generate"
+        raise ApiError(400, f"this model {reason}", param="messages", hint="use /v1/completions or /v1/embeddings")
     if taken := variables.keys() & {"messages", "add_generation_prompt", "self"}:
         raise ApiError(400, f"chat_template_kwargs may not set {min(taken)}", param="chat_template_kwargs")
     roles = {"developer": ready.system_role}
@@ -94,8 +94,8 @@ def render(ready: Ready, messages: list[dict[str, Any]], variables: dict[str, An
     try:
         ids: list[int] = ready.chat.prompt(messages, **variables)
     except RecursionError as error:
-        raise ApiError(400, "the messages are nested too deeply to be read", param="messages") from error
-    except BaguError as error:  # the template refuses the chat
+        raise ApiError(400, "the messages are nested too deeply", param="messages") from error
+    except BaguError as error:  # the template raised an error
         raise ApiError(400, str(error), param="messages", hint=error.hint) from error
     return ids
 

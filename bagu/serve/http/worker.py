@@ -1,13 +1,13 @@
-"""The engine's process, and the messages between it and the server (process.py).
+"""The engine process, and the messages between it and the HTTP server's process (process.py).
 
     server process (asyncio)                        engine process
-    EngineProcess.submit   -> Submit, Abort, ... ->  `_drain` empties the socket, the loop applies what came and steps
-    Tickets.deliver        <- Step(events)       <-  all events of a step, or of several short ones (`Outbox`)
+    EngineProcess.submit   -> Submit, Abort, ... ->  `_receive` reads the socket; the main loop handles messages, steps
+    PendingCalls.deliver   <- StepEvents         <-  the events of a step, or of several short steps (`EventBuffer`)
 
-A message is what `multiprocessing.connection.Connection` reads and writes: 4 bytes of length, then the content.
+A message has the format of `multiprocessing.connection.Connection`: 4 bytes of length, then the content.
 
-`Step` is also the heartbeat: it is sent after each step, or each `HOLD_S` where steps are shorter, and each second when
-idle. When the server dies the socket ends, and so does this process: no orphan holds the GPU.
+`StepEvents` is also the heartbeat: it is sent after every step, or every `HOLD_S` if steps are shorter, and every
+second when idle. If the server dies, the socket closes and this process exits, so that it does not hold the GPU.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from bagu.serve.embedding import Encoder, embed
 from bagu.serve.request import Event, Request, Sampling, TokenEvent, Unservable
 from bagu.types import Tokenizer
 
-if TYPE_CHECKING:  # the server's process has no need of them
+if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.nn.model import Transformer
     from bagu.serve.engine import Engine
 
 __all__ = [
-    "STEP", "Abort", "Accepted", "Answer", "AskStats", "Cancel", "Chat", "Embed", "Failed", "Load", "Ready", "Refused",
-    "Step", "Stop", "Submit", "packed", "run",
+    "STEP_TAG", "Abort", "Accepted", "Cancel", "Chat", "Embed", "Failed", "GetStats", "Load", "Ready", "Refused",
+    "Result", "StepEvents", "Stop", "Submit", "framed", "run",
 ]  # fmt: skip
 
 Load = Callable[[], "tuple[Transformer, Tokenizer, Chat | None]"]  # model, tokenizer, chat encoder or None; picklable
-Inbox = queue.SimpleQueue[tuple[float, Any]]  # messages, and when they came by `time.perf_counter`
+Messages = queue.SimpleQueue[tuple[float, Any]]  # (arrival by `time.perf_counter`, message)
 HEARTBEAT_S = 1.0
-HOLD_S = 0.004  # how long a token may wait for those of the next steps; a display draws every 0.016
-STEP = b"S"  # a `Step` by marshal begins with it, and no pickle does
+HOLD_S = 0.004  # how long a token may wait for the tokens of the next steps; a display refreshes every 0.016 s
+STEP_TAG = b"S"  # first byte of a `StepEvents` encoded with marshal; no pickle begins with it
 
 
 class Submit(NamedTuple):
@@ -64,12 +64,12 @@ class Embed(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Nobody waits for the answer of this call any more."""
+    """The client of this call has disconnected; its result is not needed."""
 
     call: int
 
 
-class AskStats(NamedTuple):
+class GetStats(NamedTuple):
     call: int
 
 
@@ -78,14 +78,14 @@ class Stop(NamedTuple):
 
 
 class Template(Protocol):
-    """The part of `data.ChatTemplate` that a server reads."""
+    """The part of `data.ChatTemplate` that the server uses."""
 
     @property
     def source(self) -> str: ...
 
 
 class Chat(Protocol):
-    """The part of `data.ChatEncoder` that a server calls."""
+    """The part of `data.ChatEncoder` that the server uses."""
 
     @property
     def template(self) -> Template: ...
@@ -95,48 +95,48 @@ class Chat(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """The engine is warm: what the server needs to know of it."""
+    """Sent when the engine is warmed up, with the properties of the model that the server needs."""
 
     tokenizer: Tokenizer
     chat: Chat | None
-    generates: bool  # a causal model; the others embed
+    generates: bool  # True for a causal model, False for an encoder
     max_model_len: int
     vocab_size: int
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     @cached_property
     def turn_ends(self) -> tuple[int, ...]:
-        """The token the assistant's turn ends with, as the template writes it: a chat stops there, not only at the end
-        of text. None where the template does not say what is the assistant's."""
+        """The token that ends the assistant's turn in the chat template: a chat stops there too, not only at the
+        end-of-text token. Empty if the template does not mark the assistant's tokens."""
         if self.chat is None:
             return ()
         try:
-            said = self.chat.encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+            encoded = self.chat.encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
         except BaguError:
             return ()
-        return (said.ids[max(i for i, mine in enumerate(said.mask) if mine)],)
+        return (encoded.ids[max(i for i, in_answer in enumerate(encoded.mask) if in_answer)],)
 
     @cached_property
     def longest_token(self) -> int:
-        """Bytes of the token that stands for the most text: no text of n tokens has more than n times as many
-        characters. 0.1 s for a vocabulary of 150,000; the engine's process asks first, and the answer is sent along."""
+        """Bytes of the longest token: a text of n tokens has at most n times as many characters. It takes 0.1 s for a
+        vocabulary of 150,000, so the engine process computes it before it sends `Ready`."""
         tokenizer = self.tokenizer
         return max(1, max(len(tokenizer.bytes_of(token)) for token in range(tokenizer.vocab_size)))
 
     @property
     def system_role(self) -> str:
-        """The role by which the chat template knows OpenAI's `developer`: most templates have only `system`."""
+        """The chat template's role for OpenAI's `developer` messages: most templates have only `system`."""
         return "developer" if self.chat is not None and "developer" in self.chat.template.source else "system"
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Control tokens, which have no text in a reply. The protocol `Tokenizer` has no word for them."""
+        """Control tokens, which have no text in a response. The protocol `Tokenizer` does not include them."""
         return frozenset(getattr(self.tokenizer, "special_ids", {}).values())
 
 
-class Step(NamedTuple):
-    """What came of one step, and for each request whose first token is in it the seconds that it waited for the first
-    step with it, and from there to the token (plain pairs, for marshal)."""
+class StepEvents(NamedTuple):
+    """The events of a step. `first_tokens` has a pair for each request whose first token is among them: the seconds in
+    the queue, and from its first step to the token. (Plain tuples, for marshal.)"""
 
     events: list[Event]
     first_tokens: Sequence[tuple[float, float]] = ()
@@ -153,8 +153,8 @@ class Refused(NamedTuple):
     param: str | None
 
 
-class Answer(NamedTuple):
-    """What `Embed` or `AskStats` asked for; an error is its message."""
+class Result(NamedTuple):
+    """The result of `Embed` or `GetStats`, or an error message."""
 
     call: int
     value: Any
@@ -162,39 +162,40 @@ class Answer(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The process is about to end, and why."""
+    """The process is about to end because of an error."""
 
     reason: str
 
 
 def run(ours: socket.socket, load: Load, config: EngineConfig) -> None:
-    """The process: load, warm up, say so, serve until told to stop. Any exception is reported, then ends it."""
+    """The main function of the process: load, warm up, send `Ready`, then serve until `Stop`. An exception is sent to
+    the server as `Failed` and ends the process."""
     pipe = Connection(ours.detach())
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals the whole group; the server decides when
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals the whole process group; the server sends Stop
         signal.signal(number, signal.SIG_IGN)
-    inbox: Inbox = queue.SimpleQueue()
-    threading.Thread(target=_drain, args=(pipe, inbox), daemon=True).start()
+    messages: Messages = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(pipe, messages), daemon=True).start()
     try:
         model, tokenizer, chat = load()
         if model.config.causal:
-            serve_generation(pipe, inbox, model, tokenizer, chat, config)
+            serve_generation(pipe, messages, model, tokenizer, chat, config)
         else:
-            serve_embeddings(pipe, inbox, model, tokenizer, chat, config)
+            serve_embeddings(pipe, messages, model, tokenizer, chat, config)
     except Exception as error:
-        if isinstance(error, BaguError):  # it says itself what is wrong
-            why = f"{error}" + (f" ({error.hint})" if error.hint else "")
+        if isinstance(error, BaguError):  # its message is enough
+            reason = f"{error}" + (f" ({error.hint})" if error.hint else "")
         else:
             traceback.print_exc()
-            why = f"{type(error).__name__}: {error}, in {traceback.extract_tb(error.__traceback__)[-1].name}"
-        send(pipe, Failed(why))
+            reason = f"{type(error).__name__}: {error}, in {traceback.extract_tb(error.__traceback__)[-1].name}"
+        send(pipe, Failed(reason))
         sys.exit(1)
 
 
 def serve_generation(
-    pipe: Connection, inbox: Inbox, model: Transformer, tokenizer: Tokenizer, chat: Chat | None,
+    pipe: Connection, messages: Messages, model: Transformer, tokenizer: Tokenizer, chat: Chat | None,
     config: EngineConfig,
 ) -> None:  # fmt: skip
-    """Apply what came, step, send what came out: until Stop."""
+    """Handle messages, run steps and send their events, until `Stop`."""
     from bagu.serve.engine import Engine
 
     engine = Engine(model, tokenizer, config)
@@ -205,59 +206,59 @@ def serve_generation(
     )  # fmt: skip
     _ = ready.longest_token
     send(pipe, ready)
-    waiting: dict[str, float] = {}  # requests without a token: when they came
-    outbox = Outbox(pipe)
+    waiting: dict[str, float] = {}  # arrival times of requests without a token
+    buffer = EventBuffer(pipe)
     while True:
-        found = _messages(inbox, wait=not engine.has_work)
-        if found:
-            outbox.flush()
-        for came, message in found:
+        received = _take_messages(messages, wait=not engine.has_work)
+        if received:
+            buffer.flush()
+        for arrival, message in received:
             if isinstance(message, Submit):
                 for request in message.requests:
                     try:
                         engine.submit(request)
-                        waiting[request.id] = came
+                        waiting[request.id] = arrival
                         send(pipe, Accepted(request.id))
-                    except BaguError as error:  # what can never be served: the others go on
+                    except BaguError as error:  # only this request is refused
                         param = error.param if isinstance(error, Unservable) else None
                         send(pipe, Refused(request.id, str(error), error.hint, param))
             elif isinstance(message, Abort):
                 for id in message.request_ids:
                     engine.abort(id)
                     waiting.pop(id, None)
-            elif isinstance(message, AskStats):
-                send(pipe, Answer(message.call, engine.stats()))
+            elif isinstance(message, GetStats):
+                send(pipe, Result(message.call, engine.stats()))
             elif isinstance(message, Embed):
-                send(pipe, Answer(message.call, None, "this model generates text; embeddings are of encoder models"))
+                send(pipe, Result(message.call, None, "this model generates text; only encoder models embed"))
             elif isinstance(message, Stop):
                 return
         if not engine.has_work:
-            send_step(pipe, Step([]))
+            send_step(pipe, StepEvents([]))
             continue
         events = engine.step()
-        firsts = _first_tokens(events, waiting) if waiting else ()
-        outbox.add(events, firsts, hurry=bool(firsts or waiting or engine.scheduler.waiting))
+        first_tokens = _first_tokens(events, waiting) if waiting else ()
+        buffer.add(events, first_tokens, send_now=bool(first_tokens or waiting or engine.scheduler.waiting))
 
 
-class Outbox:
-    """What steps bring, on its way to the server.
+class EventBuffer:
+    """Collects the events of short steps and sends them to the server in one message.
 
-    Every message wakes the server, which costs it 0.1 ms of a cold core however little is in it. Steps of a small model
-    take less than a millisecond: their events go together, every HOLD_S. Whatever is not the plain next token of a
-    stream goes at once, and so does everything while a prompt waits, since the step that computes it may be long.
+    Every message costs the server 0.1 ms to wake up, however small it is. Steps of a small model take less than a
+    millisecond, so their events are sent together every HOLD_S. Two kinds of events are sent at once: those that are
+    not the plain next token of a choice, and all events while a prompt waits, since its prefill step may be long.
     """
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe, self.events = pipe, list[Event]()
         self.sent = self.stepped = time.perf_counter()
 
-    def add(self, events: Sequence[Event], first_tokens: Sequence[tuple[float, float]], *, hurry: bool) -> None:
-        """The events of a step that has just ended."""
+    def add(self, events: Sequence[Event], first_tokens: Sequence[tuple[float, float]], *, send_now: bool) -> None:
+        """Add the events of a step that has just ended; send them now or later."""
         self.events += events
         now, before = time.perf_counter(), self.stepped
         self.stepped = now
         plain = all(isinstance(event, TokenEvent) and event.finish is None for event in events)
-        if hurry or not plain or now - before >= HOLD_S or now - self.sent >= HOLD_S:
+        if send_now or not plain or now - before >= HOLD_S or now - self.sent >= HOLD_S:
             self._send(first_tokens)
 
     def flush(self) -> None:
@@ -265,16 +266,16 @@ class Outbox:
             self._send(())
 
     def _send(self, first_tokens: Sequence[tuple[float, float]]) -> None:
-        send_step(self.pipe, Step(self.events, first_tokens))
+        send_step(self.pipe, StepEvents(self.events, first_tokens))
         self.events, self.sent = [], time.perf_counter()
 
 
 def serve_embeddings(
-    pipe: Connection, inbox: Inbox, model: Transformer, tokenizer: Tokenizer, chat: Chat | None,
+    pipe: Connection, messages: Messages, model: Transformer, tokenizer: Tokenizer, chat: Chat | None,
     config: EngineConfig,
 ) -> None:  # fmt: skip
     """The same for an encoder: a step is a batch of texts."""
-    model.mlm = None  # the head that predicts words is not part of what a text means
+    model.mlm = None  # embeddings do not use the masked language modelling head
     embed(model, [(0,)])
     longest = min(model.config.max_len, config.max_model_len or model.config.max_len)
     vocab_size = model.config.vocab_size
@@ -283,57 +284,57 @@ def serve_embeddings(
     send(pipe, ready)
     encoder = Encoder(model, config.step_tokens(model.embedding.weight.device.type))
     while True:
-        for _, message in _messages(inbox, wait=not encoder.has_work):
+        for _, message in _take_messages(messages, wait=not encoder.has_work):
             if isinstance(message, Embed):
                 encoder.add(message.call, message.texts)
             elif isinstance(message, Cancel):
                 encoder.cancel(message.call)
-            elif isinstance(message, AskStats):
-                send(pipe, Answer(message.call, encoder.stats()))
+            elif isinstance(message, GetStats):
+                send(pipe, Result(message.call, encoder.stats()))
             elif isinstance(message, Stop):
                 return
         for call, vectors in encoder.step() if encoder.has_work else ():
-            send(pipe, Answer(call, vectors))
-        send_step(pipe, Step([]))
+            send(pipe, Result(call, vectors))
+        send_step(pipe, StepEvents([]))
 
 
-def _messages(inbox: Inbox, *, wait: bool) -> list[tuple[float, Any]]:
-    """What has come, and when; with `wait`, nothing only after a heartbeat's time."""
+def _take_messages(messages: Messages, *, wait: bool) -> list[tuple[float, Any]]:
+    """All received messages. With `wait`, waits up to HEARTBEAT_S for the first one."""
     found = []
     try:
         if wait:
-            found.append(inbox.get(timeout=HEARTBEAT_S))
+            found.append(messages.get(timeout=HEARTBEAT_S))
         while True:
-            found.append(inbox.get_nowait())
+            found.append(messages.get_nowait())
     except queue.Empty:
         return found
 
 
-def _drain(pipe: Connection, inbox: Inbox) -> None:
-    """Empty the pipe while a step runs, and note when a message came."""
+def _receive(pipe: Connection, messages: Messages) -> None:
+    """Read messages from the pipe, also while a step runs, and record their arrival times."""
     try:
         while True:
             message = pipe.recv()
-            inbox.put((time.perf_counter(), message))
-    except (EOFError, OSError):  # the server is gone: so is the need for this process
+            messages.put((time.perf_counter(), message))
+    except (EOFError, OSError):  # the server has exited
         os._exit(0)
 
 
 def _first_tokens(events: Sequence[Event], waiting: dict[str, float]) -> list[tuple[float, float]]:
-    """How long requests waited for their first token and how long that took, of those whose first event is here; they
-    wait no more. A request that wants its prompt scored and no token has none."""
+    """(seconds in the queue, seconds from the first step to the token) of the requests whose first token is here.
+    Removes every request with an event from `waiting`; one with max_tokens = 0 has no first token."""
     now, found = time.perf_counter(), []
     for event in events:
         if not isinstance(event, TokenEvent):
             continue
-        came = waiting.pop(event.request_id, None)
-        if came is not None and event.token is not None and event.started is not None:
-            found.append((event.started - came, now - event.started))
+        arrival = waiting.pop(event.request_id, None)
+        if arrival is not None and event.token is not None and event.started is not None:
+            found.append((event.started - arrival, now - event.started))
     return found
 
 
-def packed(message: Any) -> bytes:
-    """A message with its length before it, as `Connection.recv` reads it."""
+def framed(message: Any) -> bytes:
+    """A message preceded by its length, in the format of `Connection.recv`."""
     content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return len(content).to_bytes(4, "big") + content
 
@@ -342,16 +343,16 @@ def send(pipe: Connection, message: Any) -> None:
     pipe.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
-def send_step(pipe: Connection, step: Step) -> None:
-    """`Step` as plain tuples by `marshal`, which looks up no class: the one message there is for every token."""
+def send_step(pipe: Connection, step: StepEvents) -> None:
+    """Send `StepEvents` as plain tuples with `marshal`, which is faster than pickle: it is sent for every token."""
     if all(isinstance(event, TokenEvent) for event in step.events):
-        pipe.send_bytes(STEP + marshal.dumps(([tuple(event) for event in step.events], tuple(step.first_tokens))))
+        pipe.send_bytes(STEP_TAG + marshal.dumps(([tuple(event) for event in step.events], tuple(step.first_tokens))))
     else:
         send(pipe, step)
 
 
 def _warm_up(engine: Engine) -> None:
-    """One short request through every stage, so that the first client does not pay for what is made on first use."""
+    """Run one short request, so that the first client does not wait for kernels and buffers to be initialized."""
     engine.submit(Request(id="warm-up", prompt=(0,), sampling=Sampling(max_tokens=2, temperature=0.5, ignore_eos=True)))
     while engine.has_work:
         engine.step()

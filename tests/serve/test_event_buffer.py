@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from bagu.serve.http import worker
-from bagu.serve.http.worker import STEP, Outbox
+from bagu.serve.http.worker import STEP_TAG, EventBuffer
 from bagu.serve.request import PromptLogprobs, TokenEvent
 
 
@@ -22,58 +22,58 @@ def received(pipe: Connection) -> list[list[int]]:
     found = []
     while pipe.poll():
         data = pipe.recv_bytes()
-        assert data[:1] == STEP
+        assert data[:1] == STEP_TAG
         found.append([event[2] for event in marshal.loads(data[1:])[0]])
     return found
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> tuple[Outbox, Connection]:
-    """An outbox for which every step is short."""
+def held(monkeypatch: pytest.MonkeyPatch) -> tuple[EventBuffer, Connection]:
+    """An buffer for which every step is short."""
     monkeypatch.setattr(worker, "HOLD_S", 1e9)
     theirs, ours = Pipe()
-    return Outbox(ours), theirs
+    return EventBuffer(ours), theirs
 
 
-def test_tokens_of_short_steps_go_together_and_in_order(held: tuple[Outbox, Connection]) -> None:
-    outbox, pipe = held
+def test_tokens_of_short_steps_go_together_and_in_order(held: tuple[EventBuffer, Connection]) -> None:
+    buffer, pipe = held
     for i in range(3):
-        outbox.add([token(i)], (), hurry=False)
+        buffer.add([token(i)], (), send_now=False)
     assert received(pipe) == []
-    outbox.flush()
-    outbox.flush()
+    buffer.flush()
+    buffer.flush()
     assert received(pipe) == [[0, 1, 2]]
 
 
-def test_the_last_token_takes_those_before_it_along(held: tuple[Outbox, Connection]) -> None:
-    outbox, pipe = held
-    outbox.add([token(0)], (), hurry=False)
-    outbox.add([token(1, "stop")], (), hurry=False)
+def test_the_last_token_takes_those_before_it_along(held: tuple[EventBuffer, Connection]) -> None:
+    buffer, pipe = held
+    buffer.add([token(0)], (), send_now=False)
+    buffer.add([token(1, "stop")], (), send_now=False)
     assert received(pipe) == [[0, 1]]
 
 
-def test_a_first_token_goes_at_once_with_its_time(held: tuple[Outbox, Connection]) -> None:
-    outbox, pipe = held
-    outbox.add([token(0)], [(0.25, 0.5)], hurry=True)
+def test_a_first_token_goes_at_once_with_its_time(held: tuple[EventBuffer, Connection]) -> None:
+    buffer, pipe = held
+    buffer.add([token(0)], [(0.25, 0.5)], send_now=True)
     events, first_tokens = marshal.loads(pipe.recv_bytes()[1:])
     assert [event[2] for event in events] == [0] and first_tokens == ((0.25, 0.5),)
 
 
-def test_prompt_logprobs_go_at_once(held: tuple[Outbox, Connection]) -> None:
-    outbox, pipe = held
-    outbox.add([PromptLogprobs("a", 0, ())], (), hurry=False)
+def test_prompt_logprobs_go_at_once(held: tuple[EventBuffer, Connection]) -> None:
+    buffer, pipe = held
+    buffer.add([PromptLogprobs("a", 0, ())], (), send_now=False)
     assert pipe.recv().events == [PromptLogprobs("a", 0, ())]
 
 
 def test_a_long_step_goes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "HOLD_S", 0.0)
     theirs, ours = Pipe()
-    Outbox(ours).add([token(0)], (), hurry=False)
+    EventBuffer(ours).add([token(0)], (), send_now=False)
     assert received(theirs) == [[0]]
 
 
 def test_a_long_step_without_events_is_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "HOLD_S", 0.0)
     theirs, ours = Pipe()
-    Outbox(ours).add([], (), hurry=False)
+    EventBuffer(ours).add([], (), send_now=False)
     assert received(theirs) == [[]]

@@ -1,7 +1,7 @@
-"""The bodies of answers as models, for `/openapi.json`: responses.py and api.py write them without.
+"""Response bodies as pydantic models, only for `/openapi.json`: responses.py and api.py build the JSON directly.
 
-A stream's events are chunks of the same names; they are described in words (openapi.py), since OpenAPI 3.1 has no word
-for a sequence of events.
+The chunks of a stream have the same fields; openapi.py describes them in text, since OpenAPI 3.1 has no schema for a
+sequence of events.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ __all__ = [
 ]  # fmt: skip
 
 
-class Answer(BaseModel):
+class Schema(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class FailureDetail(Answer):
+class FailureDetail(Schema):
     message: str
     type: str
     param: str | None  # the field to change
     code: str | int
 
 
-class Failure(Answer):
+class Failure(Schema):
     error: FailureDetail
 
 
-class CachedTokens(Answer):
-    cached_tokens: int  # of the prompt, found in the prefix cache
+class CachedTokens(Schema):
+    cached_tokens: int  # prompt tokens found in the prefix cache
 
 
-class Usage(Answer):
+class Usage(Schema):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
 
 
-class ScoredToken(Answer):
+class ScoredToken(Schema):
     logprob: float
     decoded_token: str
 
 
-class Choice(Answer):
+class Choice(Schema):
     index: int
     finish_reason: Literal["stop", "length"]
-    stop_reason: str | int | None  # the stop string or stop token; null for the end of text
-    prompt_logprobs: list[dict[str, ScoredToken] | None] = []  # where they were asked for; by token id
+    stop_reason: str | int | None  # the stop string or stop token; null for the end-of-text token
+    prompt_logprobs: list[dict[str, ScoredToken] | None] = []  # only if requested; by token id
 
 
-class TokenLogprob(Answer):
+class TokenLogprob(Schema):
     token: str
     logprob: float
     bytes: list[int]
@@ -64,11 +64,11 @@ class ChosenToken(TokenLogprob):
     top_logprobs: list[TokenLogprob]
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(Schema):
     content: list[ChosenToken]
 
 
-class AssistantMessage(Answer):
+class AssistantMessage(Schema):
     role: Literal["assistant"]
     content: str
 
@@ -78,7 +78,7 @@ class ChatChoice(Choice):
     logprobs: ChatLogprobs | None
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(Schema):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -87,7 +87,7 @@ class ChatCompletion(Answer):
     usage: Usage
 
 
-class TextLogprobs(Answer):
+class TextLogprobs(Schema):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
@@ -99,7 +99,7 @@ class TextChoice(Choice):
     logprobs: TextLogprobs | None
 
 
-class Completion(Answer):
+class Completion(Schema):
     id: str
     object: Literal["text_completion"]
     created: int
@@ -108,26 +108,26 @@ class Completion(Answer):
     usage: Usage
 
 
-class EmbeddingUsage(Answer):
+class EmbeddingUsage(Schema):
     prompt_tokens: int
     total_tokens: int
 
 
-class Embedding(Answer):
+class Embedding(Schema):
     object: Literal["embedding"]
     index: int
-    embedding: list[float] | str  # a text where encoding_format is base64: little-endian fp32
+    embedding: list[float] | str  # a string if encoding_format is base64: little-endian fp32
 
 
-class EmbeddingList(Answer):
+class EmbeddingList(Schema):
     object: Literal["list"]
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
 
 
-class DefaultSampling(Answer):
-    """What holds where a chat does not set a field."""
+class DefaultSampling(Schema):
+    """The defaults for fields that a chat request leaves out."""
 
     temperature: float
     top_k: int | None
@@ -136,54 +136,54 @@ class DefaultSampling(Answer):
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
-    max_tokens: int | None  # None: what fits
+    max_tokens: int | None  # None: up to the model's longest sequence
 
 
-class Model(Answer):
+class Model(Schema):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int = 0  # once the model is loaded
-    default_sampling: DefaultSampling | None = None  # not of an encoder
+    max_model_len: int = 0  # only after the model is loaded
+    default_sampling: DefaultSampling | None = None  # None for an encoder
 
 
-class ModelList(Answer):
+class ModelList(Schema):
     object: Literal["list"]
     data: list[Model]
 
 
-class Tokenized(Answer):
+class Tokenized(Schema):
     tokens: list[int]
     count: int
     max_model_len: int
 
 
-class Detokenized(Answer):
+class Detokenized(Schema):
     prompt: str
 
 
-class Health(Answer):
+class Health(Schema):
     status: Literal["ok"]
 
 
-class Unhealthy(Answer):
+class Unhealthy(Schema):
     status: Literal["unhealthy"]
     reason: str
 
 
-class Version(Answer):
+class Version(Schema):
     version: str
 
 
-class Blocks(Answer):
+class Blocks(Schema):
     total: int
     used: int
     cached: int
-    map: str  # one character a block: u used, c cached, . free
+    map: str  # one character per block: u used, c cached, . free
 
 
-class EngineState(Answer):
+class EngineState(Schema):
     tokens_per_s: float
     running: int
     waiting: int

@@ -1,0 +1,30 @@
+"""The errors that the API returns, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bagu.errors import BaguError
+
+__all__ = ["ApiError"]
+
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+
+
+class ApiError(BaguError):
+    """An error for the client: an HTTP status, and a body in OpenAI's shape."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, hint: str = "",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message, hint=hint)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        message = f"{self.message} ({self.hint})" if self.hint else self.message
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code or self.status}}
