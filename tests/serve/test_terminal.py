@@ -156,7 +156,7 @@ def test_a_stream_that_is_cut_is_no_answer() -> None:
         with pytest.raises(BaguError, match="within the answer"):
             list(chat.answer([{"role": "user", "content": "a"}], {}))
         server.join()
-    with pytest.raises(ArgumentError, match="no address"):
+    with pytest.raises(ArgumentError, match="not a URL"):
         HttpChat("http://127.0.0.1:abc")
 
 
@@ -170,7 +170,7 @@ def test_ctrl_c_stops_an_answer_keeps_what_came_and_leaves_the_server(server: St
             raise KeyboardInterrupt
 
     took = terminal.stream(session, show)
-    assert took.finish == "abort" and took.tokens is None and "tokens" not in took.words().replace("first token", "")
+    assert took.finish == "abort" and took.tokens is None and "tokens" not in took.describe().replace("first token", "")
     assert session.messages[-1] == {"role": "assistant", "content": "".join(shown)}
     assert server.left.wait(10)
 

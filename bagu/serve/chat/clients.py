@@ -1,4 +1,4 @@
-"""What answers a chat, piece by piece: a server over HTTP, or an engine in this process."""
+"""Chat clients that stream answers: from a server over HTTP, or from an engine in this process."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Chat", "EngineChat", "HttpChat", "Message", "Piece", "Settings", "sa
 
 Message = Mapping[str, str]  # role and content
 Settings = Mapping[str, float | int]  # fields of Sampling by name
-TIMEOUT_S = 600.0  # for one piece: a long prompt on a CPU takes minutes before its first token
+TIMEOUT_S = 600.0  # per read: the prefill of a long prompt on a CPU takes minutes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """What one token, or one event of a stream, adds to an answer. `finish` says in the last why it ended. A server's
-    event has text of any number of tokens; it says how many there were in its last one."""
+    """The part of an answer from one token or one event of a stream. The last piece has the `finish` reason. An event
+    of a server has the text of any number of tokens; the server reports their number at the end."""
 
     text: str = ""
     tokens: int = 0
@@ -32,7 +32,7 @@ class Piece:
 
 
 class Chat(Protocol):
-    """What answers. Closing the iterator before its end aborts the request."""
+    """A chat client. Closing the iterator of `answer` before its end aborts the request."""
 
     @property
     def name(self) -> str: ...
@@ -41,7 +41,7 @@ class Chat(Protocol):
 
 
 class EngineChat:
-    """An engine in this process. `encode` makes a prompt of messages (`ChatEncoder.prompt`)."""
+    """An engine in this process. `encode` turns messages into a prompt (`ChatEncoder.prompt`)."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class EngineChat:
         max_len: int,
         turn_ends: Sequence[int] = (),
     ) -> None:
-        """`turn_ends` are the tokens a chat template ends the assistant's turn with, beside the end of a document."""
+        """`turn_ends` are the tokens that end the assistant's turn, in addition to the end-of-text token."""
         self.engine, self.encode, self.name, self.max_len = engine, encode, name, max_len
         self.turn_ends = tuple(turn_ends)
 
@@ -60,15 +60,16 @@ class EngineChat:
         prompt = self.encode(messages)
         room = self.max_len - len(prompt)
         if room < 1:
-            hint = "begin again with /new"
-            raise ArgumentError(f"the conversation has {len(prompt)} tokens, the model {self.max_len}", hint=hint)
+            hint = "start a new conversation with /new"
+            message = f"the conversation has {len(prompt)} tokens, and the model's longest sequence is {self.max_len}"
+            raise ArgumentError(message, hint=hint)
         sampling = replace(sampling_of({"max_tokens": room, **settings}), stop_token_ids=self.turn_ends)
         for part in self.engine.stream(prompt, sampling):
             yield Piece(text=part.text or "", tokens=len(part.tokens), finish=part.finish or None)
 
 
 class HttpChat:
-    """A server that speaks OpenAI's API at `url`, e.g. http://127.0.0.1:8000; `model` is its first by default."""
+    """A server with the OpenAI API at `url`, e.g. http://127.0.0.1:8000; `model` defaults to its first model."""
 
     def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -80,12 +81,12 @@ class HttpChat:
         self.name = model or self._first_model()
 
     def answer(self, messages: Sequence[Message], settings: Settings) -> Generator[Piece, None, None]:
-        asked = {
+        body = {
             "model": self.name, "messages": list(messages), "stream": True, "stream_options": {"include_usage": True},
             **settings,
         }  # fmt: skip
-        said = 0  # tokens
-        with self._call("POST", "/v1/chat/completions", asked) as response:
+        counted = 0  # tokens of the pieces so far
+        with self._call("POST", "/v1/chat/completions", body) as response:
             for line in response:
                 data = line.removeprefix(b"data:").strip()
                 if data == b"[DONE]":
@@ -98,10 +99,10 @@ class HttpChat:
                 for choice in chunk["choices"]:
                     yield Piece(text=choice["delta"].get("content") or "", finish=choice["finish_reason"])
                 if usage := chunk.get("usage"):
-                    made = usage["completion_tokens"]  # so far, of servers that say it in every event
-                    yield Piece(tokens=made - said)
-                    said = made
-            raise BaguError("the server closed the connection within the answer", hint="/retry asks again")
+                    total = usage["completion_tokens"]  # so far; some servers send it in every event
+                    yield Piece(tokens=total - counted)
+                    counted = total
+            raise BaguError("the server closed the connection within the answer", hint="use /retry to ask again")
 
     def _first_model(self) -> str:
         with self._call("GET", "/v1/models") as response:
@@ -114,7 +115,7 @@ class HttpChat:
         try:
             connection = kind(where.netloc, timeout=TIMEOUT_S)
         except http.client.InvalidURL as error:
-            raise ArgumentError(f"{self.url!r} is no address: {error}", hint="e.g. http://127.0.0.1:8000") from error
+            raise ArgumentError(f"{self.url!r} is not a URL: {error}", hint="e.g. http://127.0.0.1:8000") from error
         try:
             connection.request(method, where.path + path, None if body is None else json.dumps(body), self._headers)
             response = connection.getresponse()
@@ -122,14 +123,14 @@ class HttpChat:
                 raise BaguError(f"{self.url} answered {response.status}: {_message(response.read())}")
             yield response
         except (OSError, http.client.HTTPException) as error:
-            hint = "is it running? `bagu serve MODEL` starts one"
+            hint = "check that the server is running; `bagu serve MODEL` starts one"
             raise BaguError(f"{self.url} cannot be reached: {error or type(error).__name__}", hint=hint) from error
         finally:
-            connection.close()  # the server sees it and frees the request
+            connection.close()  # the server then aborts the request
 
 
 def _message(body: bytes) -> str:
-    """Of an OpenAI-shaped error; of anything else, its text."""
+    """The message of an error in OpenAI's shape; for any other body, its text."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -137,5 +138,5 @@ def _message(body: bytes) -> str:
 
 
 def sampling_of(settings: Settings) -> Sampling:
-    """Checks them: a bad value is refused where it is typed, not when a server is asked."""
+    """Validate the settings locally, before a request is sent."""
     return Sampling(**settings)  # type: ignore[arg-type]

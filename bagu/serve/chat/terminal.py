@@ -1,11 +1,11 @@
-"""`bagu chat`: the chat page's conversation in a terminal, with a server over HTTP or an engine in this process.
+"""`bagu chat`: a chat in the terminal, with a server over HTTP or an engine in this process.
 
-    Chat        answers messages, piece by piece (chat.py)
+    Chat        streams the answer to a list of messages (clients.py)
     Session     the conversation, its settings, and the commands that begin with "/"
-    main        reads a line, streams the answer, says what it took
+    main        reads a line, streams the answer, prints its token count and speed
 
-Ctrl-C stops an answer and keeps what came; at the prompt it clears the line. Ctrl-D ends. What a model writes is shown,
-never obeyed: control characters appear as pictures of themselves.
+Ctrl-C stops an answer and keeps the text so far; at the prompt it clears the line. Ctrl-D ends the chat. Control
+characters in the model's output are printed as symbols, so the terminal does not execute them.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from bagu.serve.chat.clients import Chat, Message, Settings, sampling_of
 
 __all__ = ["Session", "main"]
 
-SETTINGS = {  # what /set knows, and the type of each
+SETTINGS = {  # the settings of /set and their types
     "temperature": float, "top_p": float, "top_k": int, "min_p": float, "max_tokens": int, "seed": int,
     "repetition_penalty": float, "presence_penalty": float, "frequency_penalty": float,
 }  # fmt: skip
-PICTURES = (
+CONTROL_SYMBOLS = (  # control characters to Unicode's control pictures
     {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"}
     | {0x7F: 0x2421}
     | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 )
 HELP = """\
-  /new              begin again
-  /system TEXT      how the assistant should behave; alone, none
-  /set NAME=VALUE   {names}; alone, what is set
+  /new              start a new conversation
+  /system TEXT      set the system prompt; without TEXT, remove it
+  /set NAME=VALUE   {names}; without NAME, show the settings
   /retry            answer the last message again
   /save FILE        write the conversation as JSON
-  /quit             or Ctrl-D
-  A line that ends with \\ goes on. Ctrl-C stops an answer."""
+  /quit             end the chat, as Ctrl-D does
+  End a line with \\ to continue it on the next line. Ctrl-C stops an answer."""
 
 
 @dataclass
 class Session:
-    """A conversation and how it is sampled."""
+    """A conversation and its sampling settings."""
 
     chat: Chat
     system: str = ""
@@ -57,7 +57,7 @@ class Session:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
 
     def command(self, line: str) -> str | None:
-        """Obey a line that begins with "/"; what to tell. None ends the session."""
+        """Run a command line that begins with "/". Returns the text to print; None ends the session."""
         name, _, rest = line[1:].partition(" ")
         known = {"new": self._new, "system": self._system, "set": self._set, "save": self._save, "help": self._help}
         if name in ("quit", "exit"):
@@ -89,10 +89,10 @@ class Session:
 
     def _save(self, path: str) -> str:
         if not path:
-            raise ArgumentError("/save: where to?", hint="/save chat.json")
-        whole = {"model": self.chat.name, "settings": self.settings, "messages": self.prompt()}
+            raise ArgumentError("/save needs a file name", hint="/save chat.json")
+        content = {"model": self.chat.name, "settings": self.settings, "messages": self.prompt()}
         try:
-            Path(path).write_text(json.dumps(whole, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            Path(path).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         except OSError as error:
             raise BaguError(f"{path} cannot be written: {error.strerror}") from error
         return f"{len(self.messages)} messages written to {path}."
@@ -102,15 +102,15 @@ class Session:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Took:
-    """What an answer took."""
+class AnswerStats:
+    """Token count and times of an answer."""
 
-    tokens: int | None  # None where a server did not say: it is asked to at the end of an answer
-    first_s: float | None  # to the first token
+    tokens: int | None  # None if a server did not report it, e.g. for a stopped answer
+    first_s: float | None  # time to the first token
     decode_s: float  # from the first token to the last
     finish: str
 
-    def words(self) -> str:
+    def describe(self) -> str:
         parts = [] if self.tokens is None else [f"{self.tokens} tokens"]
         if self.tokens is not None and self.tokens > 1 and self.decode_s > 0:
             parts.append(f"{(self.tokens - 1) / self.decode_s:.1f} tokens/s")
@@ -121,8 +121,10 @@ class Took:
         )
 
 
-def stream(session: Session, show: Callable[[str], None], clock: Callable[[], float] = time.perf_counter) -> Took:
-    """Have the last message answered: each text goes to `show`, the whole into the conversation."""
+def stream(
+    session: Session, show: Callable[[str], None], clock: Callable[[], float] = time.perf_counter
+) -> AnswerStats:
+    """Answer the last message: pass each piece of text to `show`, and append the answer to the conversation."""
     began, first, last = clock(), None, 0.0
     texts, tokens, finish = [], 0, "stop"
     with contextlib.closing(session.chat.answer(session.prompt(), session.settings)) as pieces:
@@ -134,18 +136,18 @@ def stream(session: Session, show: Callable[[str], None], clock: Callable[[], fl
                 if piece.tokens or piece.text:
                     last = clock()
                     first = first or last
-                show(piece.text.translate(PICTURES))
+                show(piece.text.translate(CONTROL_SYMBOLS))
         except KeyboardInterrupt:
             finish = "abort"
     if "".join(texts):
         session.messages.append({"role": "assistant", "content": "".join(texts)})
     first_s = None if first is None else first - began
     counted = tokens if tokens or not any(texts) else None
-    return Took(tokens=counted, first_s=first_s, decode_s=last - first if first else 0.0, finish=finish)
+    return AnswerStats(tokens=counted, first_s=first_s, decode_s=last - first if first else 0.0, finish=finish)
 
 
 def read_message(read: Callable[[str], str]) -> str | None:
-    """A message from the prompt, of several lines where they end with a backslash; None at the end of the input."""
+    """Read a message; a line that ends with a backslash continues on the next. None at the end of the input."""
     lines: list[str] = []
     try:
         while (line := read("… " if lines else "› ")).endswith("\\"):
@@ -166,7 +168,7 @@ def main(
     console: Console | None = None,
     read: Callable[[str], str] | None = None,
 ) -> int:
-    """Talk until the input ends; with `prompt`, answer that alone. Returns the exit status."""
+    """Chat until the input ends; with `prompt`, answer only that. Returns the exit status."""
     console = console or Console(highlight=False)
     session = Session(chat=chat, system=system)
     session.settings = dict(settings or {})
@@ -179,19 +181,19 @@ def main(
     while (line := read_message(read)) is not None:
         try:
             if line.startswith("/") and not line.startswith("/retry"):
-                told = session.command(line)
-                if told is None:
+                text = session.command(line)
+                if text is None:
                     break
-                console.print(told, style="dim", markup=False)
-            elif line and _take(session, line):
+                console.print(text, style="dim", markup=False)
+            elif line and _add_message(session, line):
                 _answer(session, console)
         except BaguError as error:
-            _tell(console, error)
+            _print_error(console, error)
     return 0
 
 
-def _take(session: Session, line: str) -> bool:
-    """Put the conversation into a state that ends with the user's message; whether there is one."""
+def _add_message(session: Session, line: str) -> bool:
+    """Append the user's message; for /retry remove the last answer instead. False if there is nothing to answer."""
     if line != "/retry":
         session.messages.append({"role": "user", "content": line})
     elif session.messages and session.messages[-1]["role"] == "assistant":
@@ -200,30 +202,30 @@ def _take(session: Session, line: str) -> bool:
 
 
 def _answer(session: Session, console: Console) -> bool:
-    """Stream an answer; False where it failed, which is told. The message stays, for /retry."""
+    """Stream an answer. On an error, print it and return False; the user's message stays for /retry."""
 
     def show(text: str) -> None:
-        console.file.write(text)  # not through rich: it would wrap and style what a model wrote
+        console.file.write(text)  # not console.print, which would wrap and style the model's text
         console.file.flush()
 
     try:
-        took = stream(session, show)
+        stats = stream(session, show)
     except BaguError as error:
-        _tell(console, error)
+        _print_error(console, error)
         return False
     console.print()
-    console.print(took.words(), style="dim")
+    console.print(stats.describe(), style="dim")
     return True
 
 
-def _tell(console: Console, error: BaguError) -> None:
+def _print_error(console: Console, error: BaguError) -> None:
     console.print(f"bagu: {error}" + (f"\n  -> {error.hint}" if error.hint else ""), style="red", markup=False)
 
 
 def _reader() -> Callable[[str], str]:
-    """`input`, with line editing and history where the platform has them, and without a prompt for a pipe."""
+    """`input`, with line editing and history if the platform supports them, and without a prompt for a pipe."""
     if not sys.stdin.isatty():
         return lambda _: input()
-    with contextlib.suppress(ImportError):  # Windows has none; input() works there too
+    with contextlib.suppress(ImportError):  # Windows has no readline; input() works there too
         import readline  # noqa: F401
     return input

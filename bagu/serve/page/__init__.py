@@ -1,7 +1,7 @@
-"""The chat page: plain HTML, CSS and JavaScript modules, served from the package as they are.
+"""The chat page: plain HTML, CSS and JavaScript modules, sent from the package without a build step.
 
-There is no build step and no outside request; `HEADERS` make the browser hold the page to that. What a model writes
-becomes DOM text nodes and never a string of HTML: `require-trusted-types-for` forbids the other way.
+The page loads nothing from other servers; the Content-Security-Policy in `HEADERS` enforces this. The model's output
+becomes DOM text nodes, never an HTML string; `require-trusted-types-for` enforces this too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HEADERS: Mapping[str, str] = {
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # a new version of the package is seen at the next load
+    "Cache-Control": "no-cache",  # the browser checks for a new version at every load
 }
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -31,14 +31,14 @@ MEDIA_TYPES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asset:
-    """A file of the page, ready to be sent with `HEADERS`."""
+    """A file of the page; send it with `HEADERS`."""
 
     body: bytes
     media_type: str
 
 
 def assets() -> dict[str, Asset]:
-    """Every file of the page by the path it is served at: index.html at "/", the others at "/NAME"."""
+    """The files of the page by URL path: index.html at "/", the others at "/NAME"."""
     found = {}
     for file in files(__name__).iterdir():
         suffix = file.name[file.name.rfind(".") :]

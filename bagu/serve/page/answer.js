@@ -1,4 +1,4 @@
-// One answer as it comes in: its text, its tokens, and what it took.
+// One streamed answer: its text, its tokens, and its speed.
 
 import { parts } from "./think.js";
 import { readToken } from "./tokens.js";
@@ -7,7 +7,7 @@ const SHORTEST_S = 0.1;
 
 export const newAnswer = () => ({ role: "assistant", content: "", _tokens: [] });
 
-/** Adds the chunks of a stream to `message`; `changed` is called at most once a frame, however many tokens came. */
+/** Adds the chunks of a stream to `message`; calls `changed` at most once per frame, for any number of tokens. */
 export async function receive(message, chunks, changed) {
   const clock = { began: performance.now(), first: null, count: 0, thoughts: [] };
   let scheduled = false;
@@ -30,7 +30,7 @@ function add(message, chunk, clock) {
   const now = performance.now();
   if (text || tokens.length) {
     clock.first ??= now;
-    clock.count += tokens.length || 1; // a chunk is a token unless the server says more; usage corrects it
+    clock.count += tokens.length || 1; // one per chunk without logprobs; the usage at the end corrects it
   }
   message.content += text;
   message._tokens.push(...tokens.map((token, at) => readToken(token, at === tokens.length - 1 ? text : "")));
@@ -40,13 +40,13 @@ function add(message, chunk, clock) {
   clock.last = text || tokens.length ? now : clock.last;
   message.ttft_ms = clock.first - clock.began;
   timeThoughts(message, text, clock, now);
-  // The first token is the prefill's: what comes after it is decoding. Of a burst there is no rate.
+  // The first token belongs to the prefill, the others to decoding. A very short time gives no meaningful rate.
   const seconds = (clock.last - clock.first) / 1000;
   message.tokens_per_s = message.tokens > 1 && seconds > SHORTEST_S ? (message.tokens - 1) / seconds : null;
 }
 
-/** Sets `thoughts_ms`, the duration of each thought. One that is first seen when it ends had its <think> from the chat
- * template, and began with the answer. */
+/** Sets `thoughts_ms`, the duration of each thought. If only the end of a thought is in the answer, the chat template
+ * wrote its <think>, and the thought began with the answer. */
 function timeThoughts(message, text, clock, now) {
   if (text.includes(">")) {
     for (const { thought, open } of parts(message.content).filter((part) => part.thought !== null)) {

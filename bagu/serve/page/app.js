@@ -1,5 +1,5 @@
-// The chat page: its state, and what happens on each wish. A conversation may answer while another is read, so answers
-// belong to conversations; several at once make the engine batch them.
+// The chat page: its state and the user's actions. A conversation may stream an answer while another one is shown, so
+// answers belong to conversations; the engine batches several answers.
 
 import { newAnswer, receive } from "./answer.js";
 import * as client from "./client.js";
@@ -64,7 +64,7 @@ function grown(here, message) {
 
 const stop = () => running.get(chat.id)?.abort();
 
-// ---- wishes
+// ---- actions
 
 function send(text) {
   if (!text || running.has(chat.id) || model === null) return;
@@ -76,13 +76,13 @@ function send(text) {
   answer(chat);
 }
 
-/** The beginning of a message, whole words where there are spaces. */
+/** The beginning of a message, cut at a space if there is one. */
 function titleOf(text) {
   const line = text.replace(/\s+/g, " ");
   return line.length <= TITLE_LENGTH ? line : `${line.slice(0, TITLE_LENGTH).replace(/ [^ ]*$/, "")}…`;
 }
 
-/** Drops everything from `message` on; false while an answer is still coming. */
+/** Removes `message` and everything after it; false while an answer is streaming. */
 function cut(message) {
   if (running.has(chat.id)) return false;
   chat.messages.splice(chat.messages.indexOf(message));
@@ -154,7 +154,7 @@ function show(other) {
   $("input").focus();
 }
 
-/** The page goes, by a reload say: what has come of the answers is kept, and where the reader is. */
+/** The page is closed or reloaded: saves the answers so far and the scroll position. */
 function leave() {
   savePlace(chat.id, scroll, $("messages"));
   for (const one of chats.filter(({ id }) => running.has(id))) {
@@ -164,7 +164,7 @@ function leave() {
 }
 
 function keep(one) {
-  if (!chats.includes(one)) return; // deleted while it answered
+  if (!chats.includes(one)) return; // deleted while its answer streamed
   one.updated = Date.now();
   try {
     store.saveChat(one);
@@ -173,7 +173,7 @@ function keep(one) {
   }
 }
 
-// ---- what is shown
+// ---- rendering
 
 function refreshChats() {
   view.showChats(chats, chat, running, renaming, act);
@@ -218,7 +218,7 @@ async function findModels() {
   try {
     const found = await client.models(store.loadKey());
     const ids = found.map(({ id }) => id);
-    defaults = found[0].default_sampling ?? {}; // the names are those of one model
+    defaults = found[0].default_sampling ?? {}; // all names are of the same model
     showSampling();
     model = ids.includes(model) ? model : ids[0];
     $("model").replaceChildren(...ids.map((id) => new Option(id, id)));
@@ -251,7 +251,7 @@ function submit() {
 }
 
 function keys(event) {
-  if (event.isComposing) return; // Enter there chooses a character
+  if (event.isComposing) return; // in an input method, Enter selects a character
   if (event.key === "Escape") {
     if (running.has(chat.id)) stop();
     else if (closeOverlay()) showEngine();
@@ -297,7 +297,7 @@ function listen() {
   window.addEventListener("popstate", () => show(chats.find(({ id }) => id === openId()) ?? store.newChat()));
   window.addEventListener("pagehide", leave);
   window.addEventListener("storage", (event) => {
-    if (!store.isChatKey(event.key) || running.size) return; // another tab wrote; not under an answer that streams
+    if (!store.isChatKey(event.key) || running.size) return; // another tab wrote; not while an answer streams
     chats = store.loadChats();
     chat = chats.find(({ id }) => id === chat.id) ?? chat;
     refresh();
@@ -308,7 +308,7 @@ new TokenCard($("scroll"));
 listen();
 applyLook();
 startShell(showEngine);
-setOpen(chats.includes(chat) ? chat.id : null, { replace: true }); // the address may name one that was deleted
+setOpen(chats.includes(chat) ? chat.id : null, { replace: true }); // the URL may contain a deleted one
 restorePlace(chat.id, scroll, $("messages"));
 $("key").value = store.loadKey();
 $("input").focus();

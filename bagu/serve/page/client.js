@@ -1,6 +1,6 @@
-// The server, as the page sees it: /v1/models, /v1/chat/completions as a stream, /engine.
+// The page's HTTP client: /v1/models, /v1/chat/completions as a stream, /engine.
 
-/** The server answered with an error: its status, and the message of its OpenAI-shaped body. */
+/** An error response of the server: its status, and the message of its body in OpenAI's shape. */
 export class ApiError extends Error {
   constructor(status, message) {
     super(message);
@@ -18,7 +18,7 @@ async function refuse(response) {
   try {
     message = JSON.parse(text).error.message;
   } catch {
-    // Not the server's own error (a proxy's page, say): its text is the message.
+    // Not in OpenAI's shape, e.g. a proxy's page: the text is the message.
   }
   throw new ApiError(response.status, message);
 }
@@ -35,7 +35,7 @@ export async function engine(key, signal) {
   return response.json();
 }
 
-/** The chunks of one answer, parsed, until [DONE]. Aborting `signal` closes the connection, which frees the request. */
+/** The parsed chunks of one answer until [DONE]. Aborting `signal` closes the connection, which aborts the request. */
 export async function* chat(body, { key, signal }) {
   const response = await fetch("v1/chat/completions", {
     method: "POST",
@@ -53,7 +53,7 @@ export async function* chat(body, { key, signal }) {
   throw new ApiError(0, "the stream ended early");
 }
 
-/** The data of each server-sent event of a byte stream. A chunk may end anywhere, inside a character too. */
+/** The data of each server-sent event of a byte stream. A chunk may end anywhere, even inside a character. */
 export async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -77,6 +77,6 @@ export async function* events(stream) {
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // already broken, where it cannot be cancelled
+    reader.cancel().catch(() => {}); // it rejects if the stream has already failed
   }
 }

@@ -1,7 +1,7 @@
 // A block of code: its language, a copy button, and highlighting by one small tokenizer for all languages.
 //
-// Comments, strings, numbers and keywords are found by their look. That is wrong in corners (a regular expression
-// literal, a heredoc) and costs 60 lines; the text itself is never changed.
+// Comments, strings, numbers and keywords are matched by regular expressions. This is wrong in rare cases (a regular
+// expression literal, a heredoc) but takes only 60 lines; the text itself never changes.
 
 import { copy, el } from "./dom.js";
 import { t } from "./words.js";

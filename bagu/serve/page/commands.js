@@ -1,8 +1,8 @@
-// The commands of TeX with arguments: each takes the parser, and gives the nodes that stand for it.
+// The TeX commands with arguments: each is a function of the parser that returns MathML nodes.
 
 import { Unsupported, fence, m, space, table } from "./mathml.js";
 
-/** Words as they are read: escapes undone; other commands inside words are not known. */
+/** Plain text with TeX escapes resolved; throws Unsupported for other commands. */
 export function plain(text) {
   const read = text.replace(/\\([%$#&_{} ])/g, "$1").replaceAll("\\,", "\u2009").replaceAll("~", "\u00a0");
   if (/\\/.test(read) || /(?<!\\)[${}]/.test(text)) throw new Unsupported(text); // a formula or a command inside
@@ -16,7 +16,7 @@ function words(text, style) {
 const mstyle = (name) => (parser) => [m("mrow", { class: name }, parser.argument())];
 const text = (style) => (parser) => [words(parser.raw(), style)];
 
-/** Letters of a word, or a formula in which the style goes down to every letter. */
+/** One word in a letter style, or a formula whose letters all get the style. */
 const letters = (style) => (parser) => {
   const start = parser.at;
   const word = parser.peek() === "{" ? parser.raw() : parser.next();
@@ -36,7 +36,7 @@ const modulo = (brackets) => (parser) => {
   return [space(0.5), ...(brackets ? [fence("("), ...inner, fence(")")] : inner)];
 };
 
-/** By name: (parser, the nodes before it in the row, the tokens that end the row) to nodes. */
+/** By name: functions (parser, the previous nodes of the row, the tokens that end the row) => nodes. */
 export const COMMANDS = {
   frac: (parser) => [parser.fraction()],
   dfrac: (parser) => [m("mstyle", { displaystyle: "true" }, parser.fraction())],
@@ -69,7 +69,7 @@ export const COMMANDS = {
   mod: modulo(false),
   tag: (parser) => [space(2), words(`(${parser.raw()})`, "")],
   overline: mstyle("overline"),
-  overbrace: mstyle("overbrace limits"), // drawn: few systems have a font whose braces grow
+  overbrace: mstyle("overbrace limits"), // drawn with CSS: few systems have a font with stretchable braces
   underbrace: mstyle("underbrace limits"),
   underline: mstyle("underline"),
   boxed: mstyle("boxed"),
@@ -90,7 +90,7 @@ export const COMMANDS = {
   hline: nothing,
 };
 
-// The same by another name.
+// Aliases.
 const SAME = {
   cfrac: "dfrac", dbinom: "binom", tbinom: "binom", stackrel: "overset", textrm: "text", textsf: "text", mbox: "text",
   textnormal: "text", mathsf: "mathrm", mathnormal: "mathit", bm: "boldsymbol", pmb: "boldsymbol", mathrel: "mathbin",

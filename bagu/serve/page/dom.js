@@ -1,8 +1,8 @@
-// Elements without HTML strings: text becomes text nodes, so nothing a model or a user writes is ever parsed.
+// Builds elements without HTML strings: text becomes text nodes, so text of a model or a user is never parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An element. `on` holds listeners, `class` the class list; a value of null, undefined or false leaves it out. */
+/** An element. `on` has the event listeners, `class` the class list; a null, undefined or false value is left out. */
 export function el(tag, props = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
@@ -26,13 +26,13 @@ export function icon(name) {
   return svg;
 }
 
-/** A button that shows an icon and is called `label`. */
+/** A button with an icon and the accessible name `label`. */
 export function iconButton(name, label, click, props = {}) {
   const more = { type: "button", class: "icon-button", "aria-label": label, title: label, on: { click }, ...props };
   return el("button", more, icon(name));
 }
 
-/** Text to the clipboard: over plain HTTP from another machine a browser has only the older way. */
+/** Copies text to the clipboard; over plain HTTP from another machine, browsers only have execCommand. */
 export async function copy(text) {
   if (navigator.clipboard && window.isSecureContext) return navigator.clipboard.writeText(text);
   const area = el("textarea", { class: "hidden-text", value: text });
@@ -43,7 +43,7 @@ export async function copy(text) {
   if (!done) throw new Error("the browser refused to copy");
 }
 
-/** Hands `text` to the user as a file. */
+/** Downloads `text` as a file. */
 export function download(name, text, type) {
   const url = URL.createObjectURL(new Blob([text], { type }));
   el("a", { href: url, download: name }).click();

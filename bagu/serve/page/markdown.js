@@ -1,7 +1,7 @@
-// Markdown to DOM nodes: the part of it that models write. There is no HTML string anywhere, so there is nothing to
-// escape wrongly: "<b>" in the source is the text "<b>". Images are links, since loading one would tell its host.
+// Markdown to DOM nodes, for the subset that models write. No HTML strings are used, so nothing needs escaping: "<b>" in
+// the source is the text "<b>". Images become links, since loading one would reveal the reader to its host.
 //
-// While an answer streams in, only the blocks whose source changed are made again (`render` keeps the others).
+// While an answer streams, only the blocks whose source changed are rendered again (`render` keeps the others).
 
 import { el } from "./dom.js";
 import { codeBlock } from "./code.js";
@@ -12,10 +12,10 @@ const HEADING = /^(#{1,6})\s+(.*?)\s*#*$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const TABLE_RULE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
-const TOO_DEEP = /^(>\s?){9,}/; // quotes in quotes: one more call each
+const TOO_DEEP = /^(>\s?){9,}/; // nested quotes: each level is a recursive call
 const SAFE_LINK = /^(https?:|mailto:)/i;
 
-/** Makes `root` show `source`. */
+/** Renders `source` into `root`. */
 export function render(root, source) {
   const blocks = split(source);
   const old = root._blocks ?? [];
@@ -54,7 +54,7 @@ function blockEnd(lines, start) {
   while (end < lines.length && lines[end].trim()) {
     if (quote !== lines[end].startsWith(">")) break;
     if (FENCE.test(lines[end]) || HEADING.test(lines[end]) || RULE.test(lines[end]) || ITEM.test(lines[end])) break;
-    if (displayEnd(lines, end) > 0) break; // a line of it may begin with "+" or "-" and is no item
+    if (displayEnd(lines, end) > 0) break; // its lines may begin with "+" or "-" without being list items
     end += 1;
   }
   return end;
@@ -72,7 +72,7 @@ function closes(line, mark) {
   return found.length >= mark.length && found === mark[0].repeat(found.length);
 }
 
-/** A list goes on over indented lines, and over one blank line if an item or an indented line follows. */
+/** A list continues over indented lines, and over one blank line before an item or an indented line. */
 function listEnd(lines, start) {
   const belongs = (line) => line !== undefined && (ITEM.test(line) || /^\s{2,}\S/.test(line));
   let end = start + 1;
@@ -116,7 +116,7 @@ function list(lines) {
   return el(ordered ? "ol" : "ul", { start: start === 1 ? null : start }, items.map(listItem));
 }
 
-/** A line of an item without the space that only puts it under its item. */
+/** A line of an item without the indentation of the item. */
 function outdent(line, by) {
   const space = line.length - line.trimStart().length;
   return line.slice(Math.min(space, by));
@@ -147,7 +147,7 @@ function table(lines) {
   return el("div", { class: "table" }, el("table", {}, el("thead", {}, row(lines[0], "th")), el("tbody", {}, body)));
 }
 
-// One alternative each; the run of backticks is taken whole, so a long one is not tried in all its lengths.
+// One alternative per syntax. A run of backticks matches as a whole, so that a long run is not tried at every length.
 const INLINE = new RegExp(
   [
     /\\([\\`*_{}\])#+.!|~<>$-])/, // an escaped sign
@@ -162,8 +162,8 @@ const INLINE = new RegExp(
   "g",
 );
 
-/** The nodes of a run of text: code, links, emphasis, formulas; a line break is one. Two underscores belong to a name like
- * __init__ and are not bold: models write ** for that. */
+/** The nodes of inline text: code, links, emphasis, formulas; a newline is a line break. Double underscores are part of
+ * names like __init__, not bold: models write ** for bold. */
 export function inline(text) {
   const nodes = [];
   let at = 0;
@@ -189,7 +189,7 @@ export function inline(text) {
   return nodes.filter((node) => node !== "");
 }
 
-/** Where the emphasis that begins at `start` ends, or -1. An underscore inside a word is a letter of it. */
+/** The end of the emphasis that begins at `start`, or -1. An underscore inside a word is a letter. */
 function closing(text, start, mark) {
   const letter = /[\p{L}\p{N}]/u;
   if (mark[0] === "_" && letter.test(text[start - 1] ?? " ")) return -1;
@@ -206,6 +206,6 @@ function emphasis(mark, nodes) {
 }
 
 function link(target, nodes, whole) {
-  if (!SAFE_LINK.test(target)) return whole; // javascript:, data: and the like stay what they are: text
+  if (!SAFE_LINK.test(target)) return whole; // javascript:, data: and the like stay text
   return el("a", { href: target, target: "_blank", rel: "noopener noreferrer" }, nodes);
 }

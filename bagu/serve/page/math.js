@@ -1,15 +1,15 @@
-// Formulas in a text: where one begins and ends, and what is shown of it. `tex.js` makes the MathML.
+// Formulas in a text: finds where they begin and end, and renders them. `tex.js` makes the MathML.
 
 import { el } from "./dom.js";
 import { toMathML } from "./tex.js";
 
 const CLOSING = { $: "$", $$: "$$", "\\(": "\\)", "\\[": "\\]" };
-const LONGEST = 10000; // characters that are searched for the end
+const LONGEST = 10000; // characters searched for the end
 const MOST_LINES = 100;
 const SENTENCE = /(?<![\\A-Za-z])[A-Za-z]{3,} +[A-Za-z]{2,}/; // two words: prose between two prices
 const NAMED = /\\(?:text\w*|mathrm|operatorname\*?|mbox|begin|end)\s*\{[^{}]*\}/g;
 
-/** The formula that `open` begins at `start`: its TeX, and where it ends; null if it is none. */
+/** The formula that begins with `open` at `start`: its TeX and its end; null if there is none. */
 export function formulaAt(text, start, open) {
   const from = start + open.length;
   const close = CLOSING[open];
@@ -20,8 +20,8 @@ export function formulaAt(text, start, open) {
   return { tex, display: open === "$$" || open === "\\[", end: from + length + close.length };
 }
 
-/** Where `$…$` ends, or -1 for a dollar sign that is a price or a variable of a shell: a formula touches both its signs,
- * no letter or digit touches them from outside (but "$n$th" is fine), and it is no sentence. */
+/** The end of `$…$`, or -1 if the dollar sign is a price or a shell variable. A formula has no space inside its dollar
+ * signs, no letter or digit directly outside them (except "$n$th"), and is not a sentence. */
 function dollarEnd(text, start, found) {
   const length = /^(?!\s)(?:\\[^\n]|[^$`\\\n])+?(?<!\s)(?=\$)/.exec(found)?.[0].length ?? -1;
   const after = found.slice(length + 1);
@@ -30,7 +30,7 @@ function dollarEnd(text, start, found) {
   return SENTENCE.test(found.slice(0, length).replace(NAMED, "")) ? -1 : length;
 }
 
-/** Where the lines end that are one displayed formula beginning at line `start`, or -1. */
+/** The end of the displayed formula that begins at line `start`, or -1. */
 export function displayEnd(lines, start) {
   const open = /^\s*(\$\$|\\\[)/.exec(lines[start])?.[1];
   if (!open) return -1;
@@ -42,7 +42,7 @@ export function displayEnd(lines, start) {
   return -1;
 }
 
-/** MathML, or the source where it uses what the page does not know. */
+/** MathML, or the source if it uses unsupported TeX. */
 export function formula({ tex, display }, source) {
   const math = toMathML(tex, display);
   if (math === null) return el("code", { class: "tex" }, source);

@@ -2,7 +2,7 @@
 
 const MATHML = "http://www.w3.org/1998/Math/MathML";
 
-/** The formula uses what is not known here. */
+/** The formula uses unsupported TeX. */
 export class Unsupported extends Error {}
 
 /** A MathML element; an empty attribute is left out. */

@@ -1,4 +1,4 @@
-// The engine, live: asked every 500 ms while the panel is open and the tab is visible, and not otherwise.
+// The engine panel: polls /engine every 500 ms, only while the panel is open and the tab is visible.
 
 import { el } from "./dom.js";
 import { engine } from "./client.js";
@@ -6,14 +6,14 @@ import { t, translate } from "./words.js";
 
 const EVERY_MS = 500;
 const HISTORY = 120; // a minute of samples
-const SHORTEST = 20; // samples over the whole width at first: a minute's scale would show a dot in a corner
-const MAP_HEIGHT = 220; // px; more blocks than fit share squares
+const SHORTEST = 20; // minimum samples over the whole width: at the scale of a minute, the first ones would be a dot
+const MAP_HEIGHT = 220; // px; if more blocks than fit, several share a square
 
 const number = (value, digits = 0) =>
   value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 const milliseconds = (value) => `${number(value, value < 10 ? 1 : 0)} ms`;
 
-// Rows of the table: the word, the field of /engine, how it is written. A field the server does not send has no row.
+// Rows of the table: label, field of /engine, format. A field that the server does not send has no row.
 const ROWS = [
   ["batch", "batch_size", number],
   ["running", "running", number],
@@ -84,7 +84,7 @@ export class EnginePanel {
   }
 }
 
-/** A canvas of CSS size width × height, sharp on this screen; its 2d context, and the page's colours by name. */
+/** Sets a canvas to the CSS size width × height at the screen's resolution; its 2d context, and the colours by name. */
 function prepare(canvas, width, height) {
   const scale = window.devicePixelRatio || 1;
   canvas.width = Math.round(width * scale);
@@ -122,7 +122,8 @@ function spark(canvas, rates) {
   context.fill();
 }
 
-/** One square a block while they fit, then several; how many. A shared square is as strong as its blocks on average. */
+/** Draws one square per block, or per several if they do not fit; returns how many. A shared square has the mean
+ * opacity of its blocks. */
 export function blockMap(canvas, map) {
   const width = canvas.clientWidth;
   if (!width) return 1;
@@ -134,7 +135,7 @@ export function blockMap(canvas, map) {
   const columns = Math.floor(width / cell);
   const { context, colours } = prepare(canvas, width, Math.max(1, rows(cell, perCell)) * cell);
   const gap = cell > 6 ? 2 : 1;
-  const step = (width + gap) / columns; // the last column ends where the panel's text does
+  const step = (width + gap) / columns; // aligns the last column with the panel's text
   for (let at = 0; at * perCell < map.length; at += 1) {
     const here = map.slice(at * perCell, (at + 1) * perCell);
     const [left, top] = [Math.round((at % columns) * step), Math.floor(at / columns) * cell];

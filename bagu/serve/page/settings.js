@@ -1,9 +1,9 @@
-// The sampling controls, made from one table; `request` turns them into fields of the API.
+// The sampling controls, generated from one table; `request` turns them into fields of the API.
 
 import { el } from "./dom.js";
 import { t } from "./words.js";
 
-// Field of the API, its range, and what an empty field means where the server has no default; the others have a slider.
+// API field, range, and the label of an empty field without a server default; fields without a label have a slider.
 const CONTROLS = [
   { name: "temperature", min: 0, max: 2, step: 0.05, hint: "temperature_hint" },
   { name: "top_p", min: 0.01, max: 1, step: 0.01 },
@@ -18,8 +18,8 @@ const CONTROLS = [
 
 export const UNSET = Object.fromEntries(CONTROLS.map(({ name }) => [name, null]));
 
-/** Fills `root` with the controls; `changed(settings)` is called with every valid change. A field that is not set is
- * empty and shows the server's default as its placeholder; its slider stands there too. */
+/** Fills `root` with the controls; calls `changed(settings)` at every valid change. A field that is not set is empty
+ * and shows the server's default as its placeholder and slider position. */
 export function showControls(root, settings, defaults, changed) {
   root.replaceChildren(
     ...CONTROLS.map(({ name, min, max, step, empty, hint }) => {
@@ -46,7 +46,7 @@ export function showControls(root, settings, defaults, changed) {
   );
 }
 
-/** The fields that the user has set: what is left out is the server's default. */
+/** The fields that the user has set; the server applies its defaults to the others. */
 export function request(settings) {
   return Object.fromEntries(Object.entries(settings).filter(([name, value]) => name in UNSET && value !== null));
 }

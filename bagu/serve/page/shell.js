@@ -1,5 +1,5 @@
-// The parts around the conversation: the list at the left, the panels at the right, and which of them are open. In a
-// narrow window they lie over it, with a shade between.
+// The sidebar with the conversations, the panels at the right, and which of them are open. In a narrow window they
+// overlay the conversation, which is dimmed.
 
 import { loadLook, saveLook } from "./store.js";
 
@@ -37,7 +37,7 @@ export function openPanel(name) {
   shade();
 }
 
-/** Whether something lay over the conversation, which is closed now. */
+/** Closes what overlays the conversation; returns whether there was anything. */
 export function closeOverlay() {
   if ($("shade").hidden) return false;
   if (overlaid()) openPanel(null);
@@ -48,7 +48,7 @@ export function closeOverlay() {
 /** `panelChanged` is called when a panel opens or closes. */
 export function startShell(panelChanged) {
   const open = (name) => (openPanel(name), panelChanged());
-  const close = (name) => (open(null), $(`open-${name}`).focus()); // else the focus is lost with the button
+  const close = (name) => (open(null), $(`open-${name}`).focus()); // otherwise the focus is lost with the button
   $("menu").addEventListener("click", () => showSidebar(!sidebarOpen()));
   $("shade").addEventListener("click", () => (closeOverlay(), panelChanged()));
   for (const one of PANELS) {

@@ -1,7 +1,7 @@
-// Conversations and settings, kept in this browser's localStorage and nowhere else.
+// Conversations and settings, stored only in this browser's localStorage.
 //
-// A conversation has a key of its own, so two tabs that write different ones do not undo each other. What the page
-// shows of tokens (probabilities) is large and stays in memory: names that begin with "_" are not written.
+// Every conversation has its own key, so two tabs that write different ones do not overwrite each other. Token
+// probabilities are large and stay in memory: fields whose names begin with "_" are not stored.
 
 const CHAT = "bagu.chat.";
 const SETTINGS = "bagu.sampling";
@@ -11,7 +11,7 @@ function read(key, fallback) {
   try {
     return { ...fallback, ...JSON.parse(localStorage.getItem(key) ?? "{}") };
   } catch {
-    return { ...fallback }; // not JSON: someone else's, or cut off
+    return { ...fallback }; // not JSON: written by something else, or truncated
   }
 }
 
@@ -25,14 +25,14 @@ export function newChat(system = "") {
   return { id, title: "", system, created: now, updated: now, messages: [] };
 }
 
-/** All conversations, the one changed last first. */
+/** All conversations, most recently changed first. */
 export function loadChats() {
   const keys = Object.keys(localStorage).filter((key) => key.startsWith(CHAT));
   const chats = keys.map((key) => read(key, {})).filter((chat) => chat.id && Array.isArray(chat.messages));
   return chats.sort((a, b) => b.updated - a.updated);
 }
 
-/** Throws when the browser's storage is full. */
+/** Throws if the browser's storage is full. */
 export function saveChat(chat) {
   write(CHAT + chat.id, chat);
 }
@@ -43,7 +43,7 @@ export function deleteChat(chat) {
 
 export const isChatKey = (key) => key === null || key.startsWith(CHAT);
 
-// Only what the user has set, by the name of the API's field; null is a field that was cleared.
+// Only the fields that the user has set, by the API's names; null is a cleared field.
 export const loadSettings = () => read(SETTINGS, {});
 export const saveSettings = (settings) => write(SETTINGS, settings);
 
@@ -51,6 +51,6 @@ export const loadLook = () =>
   read(LOOK, { theme: null, language: null, probabilities: false, panel: null, sidebar: true });
 export const saveLook = (look) => write(LOOK, look);
 
-// The API key lives as long as the tab.
+// The API key is kept until the tab is closed.
 export const loadKey = () => sessionStorage.getItem("bagu.key") ?? "";
 export const saveKey = (key) => sessionStorage.setItem("bagu.key", key);

@@ -1,4 +1,4 @@
-// The commands of TeX that stand for one sign: what `tex.js` looks up. Every table is name to character.
+// The TeX commands for single symbols, used by `tex.js`. Every table maps names to characters.
 
 /** "alpha α beta β" as an object. */
 function table(...lines) {
@@ -13,7 +13,7 @@ export const LETTERS = table(
   "psi ψ omega ω ell ℓ imath ı jmath ȷ",
 );
 
-/** Letters and signs that stay upright. */
+/** Letters and symbols that are upright. */
 export const UPRIGHT = table(
   "Gamma Γ Delta Δ Theta Θ Lambda Λ Xi Ξ Pi Π Sigma Σ Upsilon Υ Phi Φ Psi Ψ Omega Ω infty ∞ partial ∂ nabla ∇",
   "emptyset ∅ varnothing ∅ hbar ℏ Re ℜ Im ℑ aleph ℵ wp ℘ angle ∠ triangle △ square □ blacksquare ■ degree °",
@@ -35,27 +35,27 @@ export const OPERATORS = table(
   "searrow ↘ swarrow ↙ nwarrow ↖ rightharpoonup ⇀ rightleftharpoons ⇌ leadsto ⇝ lhd ⊲ rhd ⊳",
 );
 
-/** Large operators; limits stand above and below in a displayed formula. */
+/** Large operators; in a displayed formula, limits are above and below. */
 export const LARGE = table(
   "sum ∑ prod ∏ coprod ∐ bigcup ⋃ bigcap ⋂ bigoplus ⨁ bigotimes ⨂ bigodot ⨀ bigvee ⋁ bigwedge ⋀ biguplus ⨄ bigsqcup ⨆",
 );
 
-/** Integrals; their limits stand beside them. */
+/** Integrals; their limits are at the right. */
 export const INTEGRALS = table("int ∫ iint ∬ iiint ∭ oint ∮ oiint ∯");
 
-/** Functions written upright, and those of them whose subscript stands below in a displayed formula. */
+/** Upright function names, and those of them whose subscript is below in a displayed formula. */
 export const FUNCTIONS = new Set(
   "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh coth log ln lg exp arg deg dim hom ker".split(" "),
 );
 export const LIMITS = new Set("lim max min sup inf det gcd Pr limsup liminf argmax argmin".split(" "));
 
-/** What may follow \left, \right and \big, beside single characters. */
+/** Delimiters for \left, \right and \big, in addition to single characters. */
 export const DELIMITERS = table(
   "{ { } } lbrace { rbrace } | ‖ langle ⟨ rangle ⟩ lfloor ⌊ rfloor ⌋ lceil ⌈ rceil ⌉ lvert | rvert | vert | lVert ‖",
   "rVert ‖ Vert ‖ lbrack [ rbrack ] backslash \\ uparrow ↑ downarrow ↓ lgroup ⟮ rgroup ⟯",
 );
 
-/** Accents over (or under) what follows. Those that stretch cover the whole of it. */
+/** Accents over (or under) the argument. Stretched ones cover all of it. */
 export const ACCENTS = table(
   "hat ^ widehat ^ bar ¯ tilde ~ widetilde ~ vec → dot ˙ ddot ¨ dddot ⃛ check ˇ breve ˘ acute ´ grave ` mathring ˚",
   "overrightarrow → overleftarrow ←",
@@ -65,7 +65,7 @@ export const STRETCHED = new Set(
   "widehat widetilde overrightarrow overleftarrow underrightarrow underleftarrow".split(" "),
 );
 
-/** Arrows with words over them. */
+/** Arrows with text above. */
 export const ARROWS = table("xrightarrow → xleftarrow ← xRightarrow ⇒ xLeftarrow ⇐ xleftrightarrow ↔ xmapsto ↦");
 
 /** Widths of spaces, in em. */
@@ -80,12 +80,12 @@ export const MATRICES = {
   vmatrix: ["|", "|"], Vmatrix: ["‖", "‖"], array: ["", ""], cases: ["{", ""], dcases: ["{", ""], rcases: ["", "}"],
 };
 
-/** Environments of lines that are aligned at "&", or centred. */
+/** Environments whose lines are aligned at "&", or centred. */
 export const LINES = new Set("aligned align alignedat alignat split eqnarray".split(" "));
 export const CENTRED = new Set("gathered gather equation multline".split(" "));
 
-// Alphabets of Unicode's "Mathematical Alphanumeric Symbols" for A and a; letters that were encoded before it stand
-// elsewhere.
+// The first letters (A and a) of Unicode's "Mathematical Alphanumeric Symbols"; letters that Unicode had before have
+// other code points.
 export const ALPHABETS = {
   mathbb: { upper: 0x1d538, lower: 0x1d552, digit: 0x1d7d8, other: table("C ℂ H ℍ N ℕ P ℙ Q ℚ R ℝ Z ℤ") },
   mathcal: { upper: 0x1d49c, lower: 0x1d4b6, other: table("B ℬ E ℰ F ℱ H ℋ I ℐ L ℒ M ℳ R ℛ e ℯ g ℊ o ℴ") },

@@ -1,6 +1,6 @@
-// TeX to MathML: the part of TeX's math that models write. Elements and text nodes only, no HTML string, no styles and
-// no links. What is not known here makes `toMathML` return null, and the caller shows the source: a formula that is
-// half right would be worse than its source.
+// TeX to MathML, for the subset of TeX math that models write. It creates elements and text nodes only: no HTML
+// strings, styles or links. For unsupported TeX `toMathML` returns null, and the caller shows the source, which is better than a
+// partly wrong formula.
 
 import { COMMANDS, plain } from "./commands.js";
 import { Unsupported, fence, m, padded, row, space, table } from "./mathml.js";
@@ -10,16 +10,16 @@ import {
 } from "./symbols.js";
 
 const MAX_LENGTH = 10000; // characters of a formula
-const MAX_DEPTH = 60; // groups in groups: each is a few calls on the stack
+const MAX_DEPTH = 60; // nested groups: each takes a few stack frames
 const BIG = { big: 1.2, Big: 1.8, bigg: 2.4, Bigg: 3 }; // em, as in plain TeX
 const FENCES = /^[()[\]|/.<>]$/;
 const MAIN = { "-": "−", "*": "∗", "`": "‘" };
 
-// A "+" or "-" after one of these has nothing before it to add to.
+// After one of these, "+" and "-" are unary.
 const isOperator = (node) => node?.localName === "mo" && !/[)\]}⟩!]/.test(node.textContent);
 const has = (map, name) => Object.hasOwn(map, name);
 
-/** A <math> element, or null where `source` uses what is not known here. */
+/** A <math> element, or null if `source` uses unsupported TeX. */
 export function toMathML(source, display) {
   if (source.length > MAX_LENGTH) return null;
   try {
@@ -60,7 +60,7 @@ class Parser {
     return true;
   }
 
-  /** What stands between braces, as it is written. */
+  /** The source between braces. */
   raw() {
     if (!this.take("{")) throw new Unsupported("a group is missing");
     const start = this.at;
@@ -73,7 +73,7 @@ class Parser {
     return this.source.slice(start, this.at - 1);
   }
 
-  /** What stands between brackets, or null. */
+  /** The source between brackets, or null. */
   optional() {
     if (!this.take("[")) return null;
     const nodes = this.row(["]"]);
@@ -117,7 +117,7 @@ class Parser {
     return row(nodes);
   }
 
-  /** The argument of a command: a group, or one sign ("\frac12" is a half). */
+  /** The argument of a command: a group, or one symbol ("\frac12" is a half). */
   argument() {
     const token = this.peek();
     if (token === "{") return (this.next(), this.group());
@@ -130,7 +130,7 @@ class Parser {
     return node;
   }
 
-  // ---- one sign with its scripts
+  // ---- one symbol with its scripts
 
   scripted(before, stops) {
     const bare = ["^", "_", "'"].includes(this.peek());
@@ -154,7 +154,7 @@ class Parser {
     return [...nodes.slice(0, -1), m(tag[parts.length === 2 ? 2 : under ? 0 : 1], {}, base, ...parts)];
   }
 
-  /** The nodes of the next sign or command; `before` are those of the row so far. */
+  /** The nodes of the next symbol or command; `before` are the previous nodes of the row. */
   atom(before, stops) {
     const token = this.next();
     if (token[0] === "\\") return this.command(token.slice(1), before, stops);
@@ -198,7 +198,7 @@ class Parser {
     return COMMANDS[name](this, before, stops);
   }
 
-  /** A function's name, with the thin spaces TeX puts around it. */
+  /** A function's name with TeX's thin spaces. */
   named(text, before, more) {
     const rspace = ["(", "[", "^", "\\left"].includes(this.peek()) ? "0" : "0.167em";
     const last = before.at(-1);
@@ -268,7 +268,7 @@ class Parser {
     return m("mrow", attributes, m("mo", { ...signs, form: "prefix" }, "("), inner, m("mo", { ...signs, form: "postfix" }, ")"));
   }
 
-  /** All that follows in this row, in the style of a displayed formula or of text. */
+  /** The rest of the row, in display style or text style. */
   style(displaystyle, stops) {
     return [m("mstyle", { displaystyle: String(displaystyle) }, ...this.row([...stops, "&", "\\\\"]))];
   }

@@ -1,14 +1,14 @@
-// What a model thinks before it answers: the text between <think> and </think>.
+// A model's thoughts: the text between <think> and </think>.
 
 const OPEN = "<think>";
 const CLOSE = "</think>";
 const BEGINS = /^[ \t]*<think>/gm;
-const ONLY_CLOSED = /^[ \t]*<\/think>/m; // the chat template wrote <think>, the model the rest
+const ONLY_CLOSED = /^[ \t]*<\/think>/m; // the chat template wrote <think>, so the answer has only </think>
 const FENCE = /^ {0,3}(`{3,}|~{3,})/;
 
-/** The parts of an answer in order: `{thought, text, open}`. `thought` is the number of a thought, null for what is said;
- * `open` is a thought that has not ended. Tags count at the beginning of a line and outside code blocks. With
- * `streaming`, a tag of which only the beginning has come is left out. */
+/** The parts of an answer in order: `{thought, text, open}`. `thought` is the number of a thought, or null for the
+ * answer itself; `open` is true for a thought without an end. Tags are recognized at the beginning of a line and outside code
+ * blocks. With `streaming`, an incomplete tag at the end is left out. */
 export function parts(content, streaming = false) {
   const found = [];
   let count = 0;

@@ -1,33 +1,33 @@
-// The probability view of an answer: every token is coloured by how surprising it was, and hovering (or the arrow keys,
-// or a tap) shows its probability and what else could have come.
+// The probability view of an answer: every token is coloured by its probability; hovering (or the arrow keys, or a tap)
+// shows the probability and the most likely alternatives.
 
 import { el } from "./dom.js";
 import { t } from "./words.js";
 
-/** A token of the API's `logprobs.content`, as it is kept. `text` is what came with it: all there is to show of a token
- * that is part of a character, where the server does not tell its bytes. */
+/** A token of the API's `logprobs.content`, in the page's format. `text` is the text of its chunk; it is shown for a
+ * token that is part of a character if the server does not send `bytes`. */
 export function readToken({ token, bytes, logprob, top_logprobs: top = [] }, text) {
   const alternatives = top.map((other) => ({ token: other.token, bytes: other.bytes, p: Math.exp(other.logprob) }));
   return { token, bytes, text, p: Math.exp(logprob), logprob, alternatives };
 }
 
-/** Six steps of colour, 0 for a token that was nearly certain: each step is a factor of about three. */
+/** A colour index from 0 (nearly certain) to 5; each step is a factor of about three in probability. */
 export function surprise(p) {
   const limits = [0.9, 0.5, 0.2, 0.05, 0.01];
   const step = limits.findIndex((limit) => p >= limit);
   return step < 0 ? limits.length : step;
 }
 
-/** Spaces and line ends as signs; bytes of an unfinished character as numbers. */
+/** Spaces and newlines as visible symbols; bytes of an incomplete character as numbers. */
 export function visible(token, bytes) {
   if (token.includes("\ufffd") && bytes) return bytes.map((byte) => byte.toString(16).padStart(2, "0")).join(" ");
   return token.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
 }
 
-/** Makes `root` show `tokens`; tokens only ever come at the end, so those already there stay. */
+/** Renders `tokens` into `root`. Tokens are only appended, so rendered ones are kept. */
 export function renderTokens(root, tokens) {
   if (!root._decoder) {
-    root._decoder = new TextDecoder(); // a character may be split over tokens: it belongs to the one that ends it
+    root._decoder = new TextDecoder(); // a character may span several tokens: it is shown with the last one
     root._shown = 0;
     root.setAttribute("tabindex", "0");
     root.setAttribute("role", "group");

@@ -1,5 +1,5 @@
-// The list of conversations and the messages of one, as elements. It shows state and reports wishes through `act`;
-// it changes nothing itself.
+// Renders the list of conversations and the messages of one. It only shows state; the user's actions are passed to
+// `act`.
 
 import { copy, el, iconButton } from "./dom.js";
 import { render } from "./markdown.js";
@@ -9,7 +9,7 @@ import { t } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
 
-/** The conversations, `current` marked. `renaming` is the one whose title is being typed. */
+/** Shows the conversations, with `current` marked. The title of `renaming` is being edited. */
 export function showChats(chats, current, running, renaming, act) {
   const rows = chats.map((chat) => {
     const name = chat.title || t("untitled");
@@ -42,7 +42,7 @@ function renameField(chat, act) {
   return field;
 }
 
-/** All messages of a conversation, made anew. */
+/** Renders all messages of a conversation again. */
 export function showMessages(chat, look, running, act) {
   const empty = chat.messages.length === 0;
   $("empty").hidden = !empty;
@@ -60,7 +60,7 @@ function messageElement(chat, message, at, look, running, act) {
   return article;
 }
 
-/** Shows what `message` has become; for the answer that is streaming in. */
+/** Updates a message that is streaming. */
 export function updateMessage(chat, message, look, running, act) {
   const article = [...$("messages").children].find((child) => child._message === message);
   if (article) fill(article, chat, chat.messages.indexOf(message), look, running, act);
@@ -91,7 +91,7 @@ function fill(article, chat, at, look, running, act) {
   }
 }
 
-/** Only an answer that was asked for with probabilities, since the page was loaded, has them. */
+/** An answer has probabilities only if it was requested with them since the page was loaded. */
 const showsTokens = (message, look) => look.probabilities && message._tokens?.length > 0;
 
 function fillAnswer(body, message, look, busy) {
@@ -107,7 +107,7 @@ function fillAnswer(body, message, look, busy) {
   if (mode === "empty" && !busy) body.replaceChildren();
 }
 
-/** What is said as Markdown, what is thought folded away; elements stay while their part grows. */
+/** Renders the answer as Markdown and thoughts folded; elements are kept while their part grows. */
 function renderParts(body, message, busy) {
   body.querySelector(".caret")?.remove();
   const found = parts(message.content, busy);
@@ -124,7 +124,7 @@ function renderParts(body, message, busy) {
   if (busy && found.at(-1)?.thought === null) addCaret(body.lastChild);
 }
 
-/** A thought stays as the reader left it, open or folded, when the messages are made anew. */
+/** A thought stays open or folded, as the reader left it, when the messages are rendered again. */
 function thoughtElement(message, thought) {
   message._unfolded ??= new Set();
   const details = el("details", { class: "thought", open: message._unfolded.has(thought) });
@@ -150,14 +150,14 @@ function duration(seconds) {
 
 const BLOCKS = "p, ul, ol, li, blockquote, div, pre, pre > code, table, tbody, tr, td, th, h2, h3, h4, h5, h6";
 
-/** A caret behind the last letter of `root`: in its last block, wherever that is nested. */
+/** Puts a caret after the last letter of `root`, in its innermost last block. */
 function addCaret(root) {
   let block = root;
   while (block.lastElementChild?.matches(BLOCKS)) block = block.lastElementChild;
   block.append(el("span", { class: "caret", "aria-hidden": "true" }));
 }
 
-/** What an answer took, and why it ended unless it ended by itself. */
+/** The speed of an answer, and why it ended if it was cut or stopped. */
 function meta({ tokens, tokens_per_s: rate, ttft_ms: ttft, finish }) {
   const parts = [];
   if (tokens) parts.push(t("meta_tokens", { n: tokens }));
@@ -172,7 +172,7 @@ function scale() {
   return el("span", { class: "scale meta" }, el("span", {}, t("likely")), ...steps, el("span", {}, t("surprising")));
 }
 
-/** A message of the user's as a field; sending it drops what came after. */
+/** The editor of a user's message; sending it removes the messages after it. */
 function edited(article, message, act) {
   const area = el("textarea", { value: message.content, "aria-label": t("edit") });
   const done = () => act.edit(message, area.value.trim());
@@ -190,7 +190,7 @@ function edited(article, message, act) {
   area.focus();
 }
 
-/** Opens the editor of the last message of the user's, if there is one. */
+/** Opens the editor of the user's last message, if there is one. */
 export function editLast() {
   const own = $("messages").querySelectorAll(".message.user");
   own[own.length - 1]?.querySelector(".foot .icon-button:last-child")?.click();
@@ -198,7 +198,7 @@ export function editLast() {
 
 let toastTimer;
 
-/** A line at the bottom for five seconds, with something to press if `action` is given. */
+/** Shows a notice at the bottom for five seconds, with a button if `action` is given. */
 export function toast(text, action) {
   const box = $("toast");
   const click = () => {

@@ -1,4 +1,4 @@
-// What the page says, in English and Chinese. `{name}` is filled in by `t(key, {name})`.
+// The texts of the page in English and Chinese. `t(key, {name})` replaces `{name}`.
 
 const WORDS = {
   new_chat: ["New chat", "新对话"],
@@ -114,7 +114,7 @@ export function t(key, values = {}) {
   return WORDS[key][column].replace(/\{(\w+)\}/g, (_, name) => values[name]);
 }
 
-/** Words into the marked elements under `root`: data-t is the text, data-t-label the name, data-t-hint the placeholder. */
+/** Translates the elements under `root`: data-t is the text, data-t-label the name, data-t-hint the placeholder. */
 export function translate(root = document) {
   for (const node of root.querySelectorAll("[data-t]")) node.textContent = t(node.dataset.t);
   for (const node of root.querySelectorAll("[data-t-label]")) {
