@@ -1,0 +1,169 @@
+"""Requests that the API refuses: every one with a status and an error in OpenAI's shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from api_client import ASK, CHAT, TEXT, get, post
+from conftest import KEY
+from tiny_server import MAX_LEN, Running
+
+from bagu.serve.http import fields
+from bagu.serve.http.calls import ApiError
+from bagu.serve.http.openai import CompletionBody, parse
+
+DEEP = b'{"messages": [{"role": "user", "content": "a", "x": ' + b"[" * 600 + b"]" * 600 + b"}]}"
+REFUSED: list[tuple[str, Any, int, str]] = [
+    (TEXT, b'{"prompt": "hi"', 400, "not JSON"),
+    (TEXT, b'{"prompt": "\xff"}', 400, "UTF-8"),
+    (TEXT, b"[" * 100_000, 400, ""),
+    (TEXT, b'{"prompt": "\\ud800"}', 400, "UTF-8"),
+    (TEXT, b'{"prompt": "a", "temperature": NaN}', 400, "NaN"),
+    (TEXT, b"x" * 10_000_000, 413, "bytes"),
+    (TEXT, [], 400, "dictionary"),
+    (TEXT, {}, 400, "prompt"),
+    (TEXT, {"prompt": 5}, 400, "prompt"),
+    (TEXT, {"prompt": []}, 400, "prompt"),
+    (TEXT, {"prompt": ""}, 400, "empty"),
+    (TEXT, {"prompt": [10**9]}, 400, "vocabulary"),
+    (TEXT, {"prompt": [-1]}, 400, "token ids (0 or more)"),
+    (TEXT, {"prompt": ["a", 1]}, 400, "a list of texts"),
+    (TEXT, {"prompt": [5] * MAX_LEN}, 400, f"the prompt has {MAX_LEN} tokens (this"),
+    (TEXT, {"prompt": "a" * 9000, "max_tokens": 1}, 400, str(MAX_LEN)),
+    (TEXT, {"prompt": "a" * 50_000}, 400, "the first 32768 of the text's 50000 characters are"),
+    (TEXT, {"prompt": "a" * 7_000_000}, 400, "the text has 7000000 characters"),
+    (TEXT, {"prompt": [[10**9]] * 2048, "n": 128}, 400, "262144 choices"),  # before any of the prompts is looked at
+    (TEXT, {"prompt": "a", "max_tokens": MAX_LEN}, 400, str(MAX_LEN)),
+    (TEXT, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
+    (TEXT, {"prompt": "a", "max_tokens": "5"}, 400, "max_tokens"),
+    (TEXT, {"prompt": "a", "temperature": -0.1}, 400, "temperature"),
+    (TEXT, {"prompt": "a", "temperature": "hot"}, 400, "temperature"),
+    (TEXT, {"prompt": "a", "top_p": 0}, 400, "top_p"),
+    (TEXT, {"prompt": "a", "n": 10**9}, 400, "n"),
+    (TEXT, {"prompt": "a", "n": 17}, 400, "17 choices (this server takes 16 at a time"),
+    (TEXT, {"prompt": "a", "n": True}, 400, "n"),
+    (TEXT, {"prompt": "a", "logprobs": 10**6}, 400, "logprobs"),
+    (TEXT, {"prompt": "a", "stop": [""]}, 400, "stop"),
+    (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias"),
+    (TEXT, {"prompt": "a", "logit_bias": {"1" * 5000: 1}}, 400, "logit_bias"),
+    (TEXT, b'{"prompt": "a", "max_tokens": ' + b"9" * 4300 + b"}", 400, "max_tokens"),
+    (TEXT, {"prompt": ["a"] * 3000}, 400, "2048"),
+    (TEXT, {"prompt": "a", "repetition_penalty": 1e-300}, 400, "repetition_penalty"),
+    (TEXT, {"prompt": "a", "seed": 2**70}, 400, "seed"),
+    (TEXT, {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream"),
+    (TEXT, {"prompt": "a", "stream": True, "prompt_logprobs": 1}, 400, "prompt_logprobs"),
+    (TEXT, {"prompt": "a", "model": "gpt-9"}, 404, "gpt-9"),
+    (CHAT, {"messages": []}, 400, "messages"),
+    (CHAT, DEEP, 400, "nested"),
+    (CHAT, {"messages": [*ASK, {"role": "user", "content": "a" * 60_000}]}, 400, "characters"),
+    (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, 400, "wizard"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+    (CHAT, {"messages": ASK, "top_logprobs": 2}, 400, "logprobs"),
+    (CHAT, {"messages": ASK, "tools": [{}]}, 400, "tools"),
+    (CHAT, {"messages": ASK, "response_format": {"type": "json_object"}}, 400, "response_format"),
+    (CHAT, {"messages": ASK, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
+    ("/v1/embeddings", {"input": "a"}, 400, "embeddings"),
+    ("/v1/nothing", {}, 404, "nothing"),
+    ("/v1/models", {}, 405, "models"),
+    ("/tokenize", {"prompt": "a" * 7_000_000}, 400, "the text has 7000000 characters"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a" * 60_000}]}, 400, "characters"),
+    ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+    ("/detokenize", {"tokens": [5] * 20_000}, 400, "20000 tokens (at most 16384; "),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "says"), REFUSED, ids=lambda v: str(v)[:40])
+def test_refusals_are_openai_shaped(tiny: Running, path: str, body: Any, status: int, says: str) -> None:
+    answer = post(tiny, path, body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and says in error["message"]
+
+
+def test_a_million_wrong_values_are_one_error() -> None:
+    """Each of them as an error of its own took forty seconds, and the loop stands still for that."""
+    with pytest.raises(ApiError, match="token ids") as found:
+        parse(CompletionBody, b'{"prompt": [' + b",".join([b"-1"] * 1_000_000) + b"]}")
+    assert len(str(found.value)) < 1000
+
+
+def test_no_number_ends_the_engine(client: openai.OpenAI, tiny: Running) -> None:
+    """Each of these is in range, and once ended the engine under every other request."""
+    for ask in ({"top_p": 1e-50}, {"temperature": 1e-46, "logprobs": 2}, {"temperature": 1e-46, "presence_penalty": 1},
+                {"min_tokens": 3, "stop_token_ids": list(range(4096)), "logprobs": 1}):  # fmt: skip
+        answer = post(tiny, TEXT, {"prompt": "a", "max_tokens": 4, "ignore_eos": True, **ask})
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_more_choices_than_can_run_are_refused_with_the_limit_and_its_flag(tiny: Running, stream: bool) -> None:
+    answer = post(tiny, TEXT, {"prompt": "a", "n": 9, "stream": stream})  # 8 run, and 8 more may wait
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", "n")
+    assert error["message"].startswith("n = 9, and 8 choices can run at once") and "--max-num-seqs" in error["message"]
+    assert "cmpl-" not in error["message"]  # the engine's own name for the request means nothing to a client
+
+
+SILENT = {  # fields of other servers that were once taken and ignored
+    "guided_choice", "guided_grammar", "grammar", "regex", "ebnf", "json_schema", "echo", "logits_processors",
+    "repeat_penalty", "typical_p", "reasoning_effort", "prediction", "audio", "web_search_options",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "listed"), [(CHAT, fields.CHAT), (TEXT, fields.COMPLETION)])
+def test_a_field_of_another_server_is_refused_by_its_name(tiny: Running, path: str, listed: fields.Fields) -> None:
+    assert path == TEXT or not SILENT - listed.keys()
+    body = {"messages": ASK} if path == CHAT else {"prompt": "a"}
+    for name, harmless in listed.items():
+        answer = post(tiny, path, {**body, "max_tokens": 1, name: ["wanted"]})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, name) and name in error["message"], answer.text
+        for value in (None, *harmless):
+            assert post(tiny, path, {**body, "max_tokens": 1, name: value}).status_code == 200, (name, value)
+
+
+def test_true_is_not_one(tiny: Running) -> None:
+    assert post(tiny, TEXT, {"prompt": "a", "best_of": True}).status_code == 400
+
+
+def test_other_bodies_refuse_what_they_would_ignore(tiny: Running) -> None:
+    stream = {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    for path, body, name in (
+        (TEXT, stream, "stream_options.continuous_usage_stats"),
+        ("/tokenize", {"prompt": "a", "return_token_strs": True}, "return_token_strs"),
+        ("/tokenize", {"messages": ASK, "add_special_tokens": True}, "add_special_tokens"),
+        ("/detokenize", {"tokens": [5], "skip_special_tokens": True}, "skip_special_tokens"),
+    ):
+        answer = post(tiny, path, body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"tools": []}, {"tools": [], "tool_choice": "auto"}, {"tools": [TOOL], "tool_choice": "none"},
+     {"functions": [TOOL["function"]], "function_call": "none"}],
+)  # fmt: skip
+def test_tools_that_are_not_to_be_called_change_nothing(tiny: Running, asked: dict[str, Any]) -> None:
+    ask = {"messages": ASK, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    assert post(tiny, CHAT, {**ask, **asked}).json()["choices"] == post(tiny, CHAT, ask).json()["choices"]
+
+
+@pytest.mark.parametrize("last", ["-1", "x", "9" * 5000])
+def test_the_panel_refuses_what_is_no_count(tiny: Running, last: str) -> None:
+    assert get(tiny, f"/engine?last={last}").status_code == 400
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonp"])
+def test_a_body_that_does_not_say_it_is_json_is_refused(tiny: Running, kind: str | None) -> None:
+    """A page of any origin may send such a body without asking first."""
+    headers = {"Authorization": f"Bearer {KEY}"} | ({} if kind is None else {"Content-Type": kind})
+    for path, body in ((TEXT, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
+        answer = post(tiny, path, body, headers=headers)
+        assert answer.status_code == 415 and "application/json" in answer.json()["error"]["message"]
+    spelled = {**headers, "Content-Type": "Application/JSON; charset=utf-8"}
+    assert post(tiny, "/tokenize", {"prompt": "a"}, headers=spelled).status_code == 200
