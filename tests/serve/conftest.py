@@ -1,14 +1,16 @@
-"""One tiny server for all tests of a worker that need a running one."""
+"""Fixtures: one tiny server for all tests that need one, and a browser with the chat page."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:  # httpx, uvicorn and openai are not on every machine with a GPU, where only the engine is tested
     import openai
+    from page_stub import Stub
     from tiny_server import Running
 
 KEY = "sk-test"
@@ -33,3 +35,47 @@ def client(tiny: Running) -> Iterator[openai.OpenAI]:
 
     with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from page_driver import missing
+
+    try:
+        from playwright.sync_api import Error, sync_playwright
+    except ModuleNotFoundError:
+        missing("playwright is not installed (pip install playwright)")
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        missing("there is no chromium, chromium-browser or google-chrome on the path (apt-get install chromium)")
+    with sync_playwright() as playwright:
+        try:
+            found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])  # CI is root in a container
+        except Error as error:
+            missing(f"{path} does not start: {error}")
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def one_server() -> Iterator[Stub]:
+    from page_stub import stub
+
+    with stub() as found:
+        yield found
+
+
+@pytest.fixture
+def server(one_server: Stub) -> Iterator[Stub]:
+    one_server.reset()
+    yield one_server
+    one_server.go_on.set()  # an answer that a failed test left waiting
+
+
+@pytest.fixture
+def page(browser: Any, server: Stub) -> Iterator[Any]:
+    from page_driver import opened
+
+    context = browser.new_context(viewport={"width": 1360, "height": 860}, locale="en-US")
+    yield opened(context, server.url)
+    context.close()

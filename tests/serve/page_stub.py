@@ -38,6 +38,7 @@ def blocks_needed(tokens: int, block_size: int = 16) -> int:
 块表把逻辑块映射到物理块 👍 <img src=x onerror=alert(1)>"""
 PIECE = 11  # bytes of a write
 DEFAULT_SAMPLING = GenerationDefaults(temperature=0.6, top_k=20).effective
+THOUGHT = "<think>\nTwo and two <b>is</b>\n\n- four\n</think>\n\nIt is **4**."
 BLOCKS = "u" * 37 + "c" * 61 + "." * 158
 
 

@@ -1,0 +1,51 @@
+"""Drives the chat page in a real browser: chromium, through playwright, with a stub server.
+
+Without chromium or playwright the tests are skipped with a warning; BAGU_REQUIRE_BROWSER=1 makes them fail instead.
+BAGU_SCREENSHOTS=FOLDER saves screenshots.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHOTS = os.environ.get("BAGU_SCREENSHOTS")
+
+
+def missing(what: str) -> None:
+    if os.environ.get("BAGU_REQUIRE_BROWSER", "0") not in ("", "0"):
+        pytest.fail(f"the browser tests cannot run: {what}")
+    warnings.warn(f"THE CHAT PAGE IS NOT TESTED: {what}", stacklevel=2)
+    pytest.skip(what)
+
+
+def opened(context: Any, url: str) -> Any:
+    """A page of `context`, ready to be asked; any error or outside request in it fails the test."""
+    page = context.new_page()
+    page.set_default_timeout(30_000)
+    page.on("pageerror", lambda error: pytest.fail(f"the page threw: {error}"))
+    page.on("request", lambda r: r.url.startswith((url, "blob:")) or pytest.fail(f"outside request: {r.url}"))
+    page.goto(url)
+    page.wait_for_selector("#model option", state="attached")
+    return page
+
+
+def ask(page: Any, text: str) -> None:
+    page.fill("#input", text)
+    page.press("#input", "Enter")
+
+
+def finished(page: Any) -> Any:
+    """The last answer, when it is whole."""
+    page.wait_for_selector(".message.assistant:last-child[aria-busy=false]")
+    return page.locator(".message.assistant").last
+
+
+def shot(page: Any, name: str) -> None:
+    if SHOTS:
+        Path(SHOTS).mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=f"{SHOTS}/{name}.png")
