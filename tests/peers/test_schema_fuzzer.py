@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_server import Running, serving
+from tiny_server import Running, running_server
 
 pytest.importorskip("schemathesis")
 
@@ -37,7 +37,7 @@ def fuzz(server: Running, *options: str) -> None:
 @pytest.mark.parametrize("kind", [(), ("--encoder",)], ids=["generates", "embeds"])
 def test_the_description_is_true(tmp_path: Path, kind: tuple[str, ...]) -> None:
     flags = ("--api-key", KEY, "--max-model-len", "64", *kind)  # short: a chat without max_tokens goes on to the end
-    with serving(tmp_path / "stderr", *flags) as server:
+    with running_server(tmp_path / "stderr", *flags) as server:
         fuzz(server, "--exclude-checks", UNSAID)
         said = ("/detokenize", "/engine", "/health", "/metrics", "/version", "/v1/models", "/v1/models/{name}")
         fuzz(server, *(word for path in said for word in ("--include-path", path)))

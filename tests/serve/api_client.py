@@ -10,7 +10,7 @@ from conftest import KEY
 from tiny_server import Running
 
 ASK = [{"role": "user", "content": "hello world, 你好"}]
-ALL: dict[str, Any] = {"extra_body": {"ignore_eos": True}}  # a random model may say the end at any time
+ALL: dict[str, Any] = {"extra_body": {"ignore_eos": True}}  # a random model may sample the end of text at any time
 LONG: dict[str, Any] = {"max_tokens": 3000, **ALL}
 JSON = {"Content-Type": "application/json"}
 HEADERS = {"Authorization": f"Bearer {KEY}", **JSON}
@@ -23,7 +23,7 @@ def post(tiny: Running, path: str, body: Any, **options: Any) -> httpx.Response:
 
 
 def head(path: str, length: int, version: str = "1.1") -> bytes:
-    """Of a request on a raw socket, with a JSON body of this length."""
+    """The head of a request on a raw socket, for a JSON body of this length."""
     lines = [f"POST {path} HTTP/{version}", "Host: x", *(f"{name}: {value}" for name, value in HEADERS.items())]
     return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
 

@@ -14,16 +14,16 @@ if TYPE_CHECKING:  # httpx, uvicorn and openai are not on every machine with a G
     from tiny_server import Running
 
 KEY = "sk-test"
-ORIGIN = "http://localhost:3000"  # of a page that may call the server
+ORIGIN = "http://localhost:3000"  # an allowed origin
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """8 choices run, 8 wait. A test that breaks it waits until it is well again."""
-    from tiny_server import serving
+    """A server where 8 choices run and 8 more wait. A test that breaks it must wait until it is healthy again."""
+    from tiny_server import running_server
 
     log = tmp_path_factory.mktemp("server") / "stderr"
-    with serving(
+    with running_server(
         log, "--api-key", KEY, "--max-num-seqs", "8", "--max-queue", "8", "--allowed-origins", ORIGIN
     ) as running:
         yield running
@@ -69,7 +69,7 @@ def one_server() -> Iterator[Stub]:
 def server(one_server: Stub) -> Iterator[Stub]:
     one_server.reset()
     yield one_server
-    one_server.go_on.set()  # an answer that a failed test left waiting
+    one_server.resume.set()  # a failed test may have left an answer paused
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
-"""An engine for tests of the scheduler, whose KV is real and whose model is a hash.
+"""An engine for tests of the scheduler: a real KV pool, and a hash function as the model.
 
-A pool of blocks is written and read through the plan alone (ids, positions, block tables, copies). The value stored for
-a token is made from the value stored before it, and the drawn token from all values in sight: a wrong block, a stale
-one or one given away too early changes the text.
+The pool is read and written only through the plan (ids, positions, block tables, copies). The value stored for a token
+is computed from the previous value, and the next token from all visible values: a wrong block, a stale one or one
+released too early changes the text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def draw(seen: list[int], choice: int) -> int:
 
 
 def alone(request: Request, window: int | None) -> list[list[int]]:
-    """The reference: one contiguous list of values for each choice, no pool, no batch."""
+    """The reference: one contiguous list of values per choice, without pool and batch."""
     texts = []
     for choice in range(request.sampling.n):
         values: list[int] = []
@@ -42,7 +42,7 @@ def alone(request: Request, window: int | None) -> list[list[int]]:
 
 @dataclass
 class FakeEngine:
-    """Runs plans on a pool of values. `depth` 2 plans a step ahead, as an engine on a GPU does."""
+    """Runs plans on a pool of values. With `depth` 2 it plans one step ahead, as the engine does on a GPU."""
 
     scheduler: Scheduler
     depth: int = 1
@@ -59,9 +59,10 @@ class FakeEngine:
         self.drawn: list[tuple[Plan, list[int]]] = []
 
     def step(self) -> bool:
-        """Plan until `depth` are in flight, then commit the oldest. False when there was nothing to do."""
+        """Plan until `depth` plans are in flight, then commit the oldest. False if there is nothing to do."""
         while len(self.drawn) < self.depth and (plan := self.scheduler.plan()) is not None:
-            self.drawn.append((plan, self.run(plan)))  # a stream runs in order: what is planned may as well run now
+            # A CUDA stream runs in order, so running the plan now is equivalent.
+            self.drawn.append((plan, self.run(plan)))
             self.check()
         if not self.drawn:
             return False
@@ -85,9 +86,9 @@ class FakeEngine:
         for row, sample in plan.late:
             assert ids[row] == LATE
             ids[row] = before[sample]
-        outputs: dict[int, list[int]] = {}  # row -> what its token sees
-        # A model writes the keys of all tokens of a layer before any is read, so a slice may read what another writes
-        # in this plan. Here a value is made from the one before it: whoever is read begins earlier, and goes first.
+        outputs: dict[int, list[int]] = {}  # row -> the values that its token attends to
+        # In each layer a model writes the keys of all tokens before any is read, so a slice may read blocks that
+        # another slice of the plan writes. Here a value needs the previous one: slices of earlier positions run first.
         for s, piece in sorted(enumerate(plan.slices), key=lambda at: at[1].start):
             low, high = plan.cu_seqlens[s], plan.cu_seqlens[s + 1]
             table, seat = plan.block_tables[s], plan.seats[s]

@@ -16,15 +16,15 @@ import pytest
 SHOTS = os.environ.get("BAGU_SCREENSHOTS")
 
 
-def missing(what: str) -> None:
+def missing(reason: str) -> None:
     if os.environ.get("BAGU_REQUIRE_BROWSER", "0") not in ("", "0"):
-        pytest.fail(f"the browser tests cannot run: {what}")
-    warnings.warn(f"THE CHAT PAGE IS NOT TESTED: {what}", stacklevel=2)
-    pytest.skip(what)
+        pytest.fail(f"the browser tests cannot run: {reason}")
+    warnings.warn(f"THE CHAT PAGE IS NOT TESTED: {reason}", stacklevel=2)
+    pytest.skip(reason)
 
 
 def opened(context: Any, url: str) -> Any:
-    """A page of `context`, ready to be asked; any error or outside request in it fails the test."""
+    """Open the chat page in `context`; any script error or external request fails the test."""
     page = context.new_page()
     page.set_default_timeout(30_000)
     page.on("pageerror", lambda error: pytest.fail(f"the page threw: {error}"))
@@ -40,7 +40,7 @@ def ask(page: Any, text: str) -> None:
 
 
 def finished(page: Any) -> Any:
-    """The last answer, when it is whole."""
+    """Wait until the last answer is complete, and return it."""
     page.wait_for_selector(".message.assistant:last-child[aria-busy=false]")
     return page.locator(".message.assistant").last
 

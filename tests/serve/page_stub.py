@@ -1,6 +1,6 @@
-"""A server for tests of the chat page: the page's files, and the four routes it calls with answers that are known.
+"""A stub server for tests of the chat page: the page's files, and the four routes it calls, with fixed answers.
 
-What it answers depends on the last message: "count" is a stream that ends only when the client leaves, "refuse" an HTTP
+The answer depends on the last message: "count" is a stream that ends only when the client disconnects, "refuse" an HTTP
 error, "break" an error inside the stream, anything else `Stub.answer`. The stream is written a few bytes at a time, so
 that events and characters arrive in pieces.
 """
@@ -36,15 +36,15 @@ def blocks_needed(tokens: int, block_size: int = 16) -> int:
 | 256 | 12.4 % |
 
 块表把逻辑块映射到物理块 👍 <img src=x onerror=alert(1)>"""
-PIECE = 11  # bytes of a write
+PIECE = 11  # bytes per write
 DEFAULT_SAMPLING = GenerationDefaults(temperature=0.6, top_k=20).effective
 THOUGHT = "<think>\nTwo and two <b>is</b>\n\n- four\n</think>\n\nIt is **4**."
 BLOCKS = "u" * 37 + "c" * 61 + "." * 158
 
 
 class Stub(ThreadingHTTPServer):
-    """`bodies` are the chat requests in order; `left` is set when a client leaves in the middle of an answer. An answer
-    stops after the text `pause_after`, if that is set, until `go_on` is."""
+    """`bodies` are the chat requests in order; `left` is set when a client disconnects during an answer. An answer
+    pauses after the text `pause_after`, if it is set, until `resume` is set."""
 
     daemon_threads = True
 
@@ -54,14 +54,14 @@ class Stub(ThreadingHTTPServer):
         self.reset()
 
     def reset(self) -> None:
-        """As it was made: one server serves all tests."""
+        """Restore the initial state: all tests use the same server."""
         self.bodies: list[dict[str, Any]] = []
         self.left = threading.Event()
         self.engine_calls = 0
         self.key: str | None = None
         self.answer = ANSWER
         self.pause_after: str | None = None
-        self.go_on = threading.Event()
+        self.resume = threading.Event()
 
     @property
     def url(self) -> str:
@@ -82,7 +82,7 @@ def stub() -> Iterator[Stub]:
 
 
 def tokens(text: str) -> list[bytes]:
-    """Words with the space before them; what is not ASCII by its bytes, so characters are split over tokens."""
+    """Words with the space before them; other than ASCII is split into bytes, so that characters span tokens."""
     parts = re.findall(r"[^\x00-\x7f]|[ ]?[A-Za-z0-9_]+|\s|[^\w\s]", text)
     split: list[bytes] = []
     for part in parts:
@@ -198,7 +198,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         held, sent = b"", ""
         parts = tokens(self.server.answer)
-        pause_after, go_on = self.server.pause_after, self.server.go_on
+        pause_after, resume = self.server.pause_after, self.server.resume
         for at, token in enumerate(parts):
             held += token
             try:
@@ -211,7 +211,7 @@ class Handler(BaseHTTPRequestHandler):
                 {"content": text}, None, {"content": [logprob(token, at, top)]} if body.get("logprobs") else None
             )
             if pause_after and sent.endswith(pause_after):
-                go_on.wait(60)
+                resume.wait(60)
         yield chunk({}, "stop")
         usage = {"prompt_tokens": 9, "completion_tokens": len(parts), "total_tokens": 9 + len(parts)}
         yield {**chunk({}), "choices": [], "usage": usage}

@@ -1,4 +1,4 @@
-"""Small models of every kind of attention, and engines of a few blocks on them."""
+"""Small models with every kind of attention, and engines with a few blocks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def small_model(kind: str = "gqa", dtype: torch.dtype = torch.float32) -> Transformer:
-    """97 words, 3 layers, 128 positions; loud weights, so that the likeliest token is likeliest by a margin."""
+    """97 tokens, 3 layers, 128 positions; large weights, so that the most probable token leads by a margin."""
     sizes: dict[str, Any] = {
         "vocab_size": 97, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
         "intermediate_size": 48, "max_len": 128, "init_std": 0.2,

@@ -20,7 +20,7 @@ def test_models(client: openai.OpenAI) -> None:
     assert (found["default_sampling"]["temperature"], found["default_sampling"]["max_tokens"]) == (1.0, None)
 
 
-def test_a_chat_streamed_and_whole_say_the_same(client: openai.OpenAI) -> None:
+def test_a_streamed_chat_equals_an_unstreamed_one(client: openai.OpenAI) -> None:
     ask: dict[str, Any] = {"model": MODEL, "messages": ASK, "max_tokens": 24, "seed": 7, "n": 2} | ALL
     whole = client.chat.completions.create(**ask)
     texts = ["", ""]
@@ -29,12 +29,12 @@ def test_a_chat_streamed_and_whole_say_the_same(client: openai.OpenAI) -> None:
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
     assert texts == [c.message.content for c in whole.choices]
-    assert texts[0] != texts[1]  # a seed has a draw for each choice
+    assert texts[0] != texts[1]  # the choices of a seed differ
     assert whole.usage is not None and whole.usage.completion_tokens == 48
     assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
 
 
-def test_chunks_have_every_key_and_one_finish_reason_a_choice(tiny: Running) -> None:
+def test_chunks_have_all_keys_and_one_finish_reason_per_choice(tiny: Running) -> None:
     ask = {"messages": ASK, "max_tokens": 5, "stream": True, "n": 3, "ignore_eos": True}
     answer = post(tiny, "/v1/chat/completions", ask)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -56,7 +56,7 @@ def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
     for entry in whole.content:
         assert len(entry.top_logprobs) == 3
         best = max(t.logprob for t in entry.top_logprobs)
-        assert entry.logprob == pytest.approx(best, abs=1e-5) and best < 0  # greedy takes the likeliest
+        assert entry.logprob == pytest.approx(best, abs=1e-5) and best < 0  # greedy takes the most probable token
     streamed = []
     for chunk in client.chat.completions.create(**ask, temperature=0, stream=True):
         found = chunk.choices[0].logprobs
@@ -64,8 +64,8 @@ def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
     assert streamed == whole.content
 
 
-def test_the_bytes_of_logprobs_make_the_text(client: openai.OpenAI) -> None:
-    """Also of tokens that are a part of a character: a random model writes many."""
+def test_the_bytes_of_logprobs_join_to_the_text(client: openai.OpenAI) -> None:
+    """Also for tokens that are a part of a character: a random model generates many of them."""
     ask: dict[str, Any] = {"model": MODEL, "messages": ASK, "max_tokens": 40, "seed": 3, "logprobs": True}
     choice = client.chat.completions.create(**ask, extra_body={"ignore_eos": True, "skip_special_tokens": False})
     assert choice.choices[0].logprobs is not None and choice.choices[0].logprobs.content is not None
@@ -78,7 +78,7 @@ def test_the_bytes_of_logprobs_make_the_text(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("chat", [False, True])
-def test_usage_says_what_the_prefix_cache_gave(client: openai.OpenAI, chat: bool, stream: bool) -> None:
+def test_usage_reports_cached_prompt_tokens(client: openai.OpenAI, chat: bool, stream: bool) -> None:
     words = f"{chat} {stream} " + "hello world, " * 20
 
     def cached() -> tuple[int, int]:
@@ -91,7 +91,7 @@ def test_usage_says_what_the_prefix_cache_gave(client: openai.OpenAI, chat: bool
         usage = [*answer][-1].usage if stream else answer.usage
         return usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens
 
-    assert cached()[0] <= 16  # the head of a chat may be there
+    assert cached()[0] <= 16  # the beginning of the chat template may be cached
     found, prompt = cached()
     assert found == (prompt - 1) // 16 * 16  # all full blocks but the one of the last token, whose logits are needed
 
@@ -119,7 +119,7 @@ def test_echo_scores_a_prompt(client: openai.OpenAI) -> None:
     assert more.text.startswith(text) and len(more.logprobs.token_logprobs) == len(tokens) + 3
 
 
-def test_text_offsets_count_characters_that_are_spread_over_tokens(client: openai.OpenAI) -> None:
+def test_text_offsets_count_characters_that_span_tokens(client: openai.OpenAI) -> None:
     text = "日本語 é def"
     scored = client.completions.create(model=MODEL, prompt=text, max_tokens=0, echo=True, logprobs=0).choices[0]
     assert (
@@ -131,7 +131,7 @@ def test_text_offsets_count_characters_that_are_spread_over_tokens(client: opena
     assert scored.logprobs.text_offset == sorted(scored.logprobs.text_offset)
 
 
-def test_stop_strings_are_cut_in_both_modes(client: openai.OpenAI) -> None:
+def test_stop_strings_are_removed_with_and_without_streaming(client: openai.OpenAI) -> None:
     ask: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 40, "temperature": 0} | ALL
     whole = client.completions.create(**ask).choices[0].text
     stop = whole[11:13]
@@ -148,7 +148,7 @@ def test_tokenize_and_detokenize(tiny: Running) -> None:
     assert tokens["count"] == len(tokens["tokens"]) and tokens["max_model_len"] == MAX_LEN
     assert post(tiny, "/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": text}
     chat = post(tiny, "/tokenize", {"messages": ASK}).json()["tokens"]
-    assert post(tiny, "/tokenize", {"prompt": "a" * 9000}).json()["count"] > MAX_LEN  # to be told how much too long
+    assert post(tiny, "/tokenize", {"prompt": "a" * 9000}).json()["count"] > MAX_LEN  # a too long text is counted
     assert "<|assistant|>" in post(tiny, "/detokenize", {"tokens": chat}).json()["prompt"]
 
 
@@ -163,7 +163,7 @@ def test_the_developer_role_is_the_templates_system_role(tiny: Running) -> None:
     assert answer.status_code == 200
 
 
-def test_null_is_the_default_and_unknown_fields_pass(tiny: Running) -> None:
+def test_null_means_default_and_unknown_fields_are_ignored(tiny: Running) -> None:
     body = {
         "prompt": "a",
         "max_tokens": 2,
@@ -183,7 +183,7 @@ def test_a_number_without_a_fraction_is_an_integer(tiny: Running) -> None:
         assert post(tiny, TEXT, b'{"prompt": "a", "max_tokens": ' + wrong + b"}").status_code == 400
 
 
-def test_without_max_tokens_an_answer_ends_where_the_context_does(tiny: Running) -> None:
+def test_without_max_tokens_a_chat_can_use_the_whole_context(tiny: Running) -> None:
     answer = post(tiny, TEXT, {"prompt": [5] * (MAX_LEN - 3), "ignore_eos": True}).json()
     assert answer["usage"]["completion_tokens"] == 3 and answer["choices"][0]["finish_reason"] == "length"
 

@@ -22,8 +22,8 @@ def preflight(tiny: Running, origin: str) -> httpx.Response:
     return tiny.http.options(CHAT, headers={"Origin": origin, **asked})
 
 
-def test_pages_of_allowed_origins_may_call_and_no_others(tiny: Running) -> None:
-    answer = preflight(tiny, ORIGIN)  # a browser sends it without the key
+def test_only_pages_of_allowed_origins_can_call(tiny: Running) -> None:
+    answer = preflight(tiny, ORIGIN)  # browsers send it without the key
     assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == ORIGIN
     assert "POST" in answer.headers["access-control-allow-methods"]
     assert {"authorization", "content-type"} <= set(answer.headers["access-control-allow-headers"].split(","))
@@ -38,7 +38,7 @@ def test_pages_of_allowed_origins_may_call_and_no_others(tiny: Running) -> None:
     assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
 
 
-def test_origins_come_one_by_one_or_as_a_json_list() -> None:
+def test_origins_are_single_values_or_json_lists() -> None:
     assert server._origins(['["http://a", "http://b:1"]', "https://c"]) == ("http://a", "http://b:1", "https://c")
     for wrong in ("localhost", "http://a/path", "[1]", '["http://a"'):
         with pytest.raises(ArgumentError, match="allowed origins"):
@@ -46,14 +46,14 @@ def test_origins_come_one_by_one_or_as_a_json_list() -> None:
 
 
 @pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}])
-def test_the_key_guards_what_costs(tiny: Running, header: dict[str, str]) -> None:
+def test_the_api_key_guards_expensive_routes(tiny: Running, header: dict[str, str]) -> None:
     for path, body in ((TEXT, {"prompt": "a"}), ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
         answer = post(tiny, path, body, headers=header)
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
     assert get(tiny, "/health", headers=header).status_code == 200
 
 
-def test_a_full_queue_says_429_and_when_to_come_back(client: openai.OpenAI, tiny: Running) -> None:
+def test_a_full_queue_returns_429_with_retry_after(client: openai.OpenAI, tiny: Running) -> None:
     ask: dict[str, Any] = {"model": MODEL, "prompt": "hello", **LONG}
     streams = [client.completions.create(**ask, n=8, stream=True) for _ in range(2)]
     try:
@@ -67,7 +67,7 @@ def test_a_full_queue_says_429_and_when_to_come_back(client: openai.OpenAI, tiny
     assert client.completions.create(model=MODEL, prompt="now").choices
 
 
-def test_a_client_that_hangs_up_frees_its_blocks_streaming_or_not(client: openai.OpenAI, tiny: Running) -> None:
+def test_a_disconnect_frees_the_blocks_with_and_without_streaming(client: openai.OpenAI, tiny: Running) -> None:
     with client.completions.create(model=MODEL, prompt="hello", stream=True, **LONG) as stream:
         next(iter(stream))
         assert tiny.get("/engine")["blocks"]["used"] > 0
@@ -78,7 +78,7 @@ def test_a_client_that_hangs_up_frees_its_blocks_streaming_or_not(client: openai
     eventually(lambda: idle(tiny), "the blocks of a call without a stream are free")
 
 
-def test_metrics_count_what_happened(client: openai.OpenAI, tiny: Running) -> None:
+def test_metrics_count_requests_and_tokens(client: openai.OpenAI, tiny: Running) -> None:
     def value(name: str) -> float:
         text = get(tiny, "/metrics").text
         return sum(float(v) for v in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.M))
@@ -94,7 +94,7 @@ def test_metrics_count_what_happened(client: openai.OpenAI, tiny: Running) -> No
         assert re.fullmatch(r'# (HELP|TYPE) .+|[a-z0-9_:]+(\{([a-z_]+="[^"]*",?)+\})? [-+0-9.e]+', line), line
 
 
-def test_a_stream_to_a_client_of_http_1_0_has_no_chunks_and_ends_with_its_connection(tiny: Running) -> None:
+def test_an_http_1_0_stream_is_not_chunked_and_ends_with_the_connection(tiny: Running) -> None:
     body = json.dumps({"prompt": "hello", "max_tokens": 5, "stream": True, "ignore_eos": True}).encode()
     with tiny.raw(head(TEXT, len(body), "1.0") + body) as connection:
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -107,7 +107,7 @@ def test_a_stream_to_a_client_of_http_1_0_has_no_chunks_and_ends_with_its_connec
     assert b"content-length: %d" % len(whole) in top.lower() and json.loads(whole)["version"]
 
 
-def test_queue_prefill_and_decode_times_are_parts_of_the_whole(client: openai.OpenAI, tiny: Running) -> None:
+def test_queue_prefill_and_decode_times_add_up(client: openai.OpenAI, tiny: Running) -> None:
     def total(name: str) -> tuple[float, float]:
         text = get(tiny, "/metrics").text
         found = [re.search(rf"^vllm:{name}_seconds_{part}{{.*}} (\S+)$", text, re.M) for part in ("sum", "count")]
@@ -116,7 +116,7 @@ def test_queue_prefill_and_decode_times_are_parts_of_the_whole(client: openai.Op
 
     names = ["request_queue_time", "request_prefill_time", "request_decode_time", "e2e_request_latency"]
     before = [total(name) for name in names]
-    # eight run at once: of nine requests one waits until another has ended
+    # eight run at the same time: one of nine requests waits until another has finished
     client.completions.create(model=MODEL, prompt=[[5] * 300] * 9, max_tokens=40, **ALL)
     spent = [(s - b, c - n) for (s, c), (b, n) in zip(map(total, names), before, strict=True)]
     assert [count for _, count in spent] == [9] * 4
@@ -124,7 +124,7 @@ def test_queue_prefill_and_decode_times_are_parts_of_the_whole(client: openai.Op
     assert min(queue, prefill, decode) > 0 and queue + prefill + decode <= whole
 
 
-def test_the_page_and_the_panel(tiny: Running) -> None:
+def test_the_page_and_engine_stats_are_served(tiny: Running) -> None:
     page = get(tiny, "/")
     assert page.status_code == 200 and "<html" in page.text and "Content-Security-Policy" in page.headers
     for name in re.findall(r'(?:src|href)="/?([\w.]+)"', page.text):
@@ -138,5 +138,5 @@ def test_the_page_and_the_panel(tiny: Running) -> None:
 
 def test_an_idle_engine_makes_no_step(tiny: Running) -> None:
     eventually(lambda: idle(tiny), "nothing runs")
-    steps = {tiny.get("/engine")["steps"] for _ in range(20)}  # each question wakes the engine's loop
+    steps = {tiny.get("/engine")["steps"] for _ in range(20)}  # every call wakes the engine's loop
     assert len(steps) == 1

@@ -34,7 +34,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     (TEXT, {"prompt": "a" * 9000, "max_tokens": 1}, 400, str(MAX_LEN)),
     (TEXT, {"prompt": "a" * 50_000}, 400, "the first 32768 of the text's 50000 characters are"),
     (TEXT, {"prompt": "a" * 7_000_000}, 400, "the text has 7000000 characters"),
-    (TEXT, {"prompt": [[10**9]] * 2048, "n": 128}, 400, "262144 choices"),  # before any of the prompts is looked at
+    (TEXT, {"prompt": [[10**9]] * 2048, "n": 128}, 400, "262144 choices"),  # refused before a prompt is checked
     (TEXT, {"prompt": "a", "max_tokens": MAX_LEN}, 400, str(MAX_LEN)),
     (TEXT, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
     (TEXT, {"prompt": "a", "max_tokens": "5"}, 400, "max_tokens"),
@@ -75,22 +75,22 @@ REFUSED: list[tuple[str, Any, int, str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "says"), REFUSED, ids=lambda v: str(v)[:40])
-def test_refusals_are_openai_shaped(tiny: Running, path: str, body: Any, status: int, says: str) -> None:
+def test_refusals_have_openais_error_shape(tiny: Running, path: str, body: Any, status: int, says: str) -> None:
     answer = post(tiny, path, body)
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"} and says in error["message"]
 
 
-def test_a_million_wrong_values_are_one_error() -> None:
-    """Each of them as an error of its own took forty seconds, and the loop stands still for that."""
+def test_a_million_wrong_values_give_one_error() -> None:
+    """One error for each of them took forty seconds, which blocks the event loop."""
     with pytest.raises(ApiError, match="token ids") as found:
         parse(CompletionBody, b'{"prompt": [' + b",".join([b"-1"] * 1_000_000) + b"]}")
     assert len(str(found.value)) < 1000
 
 
-def test_no_number_ends_the_engine(client: openai.OpenAI, tiny: Running) -> None:
-    """Each of these is in range, and once ended the engine under every other request."""
+def test_no_number_crashes_the_engine(client: openai.OpenAI, tiny: Running) -> None:
+    """Each of these is in range, and once crashed the engine and with it all other requests."""
     for ask in ({"top_p": 1e-50}, {"temperature": 1e-46, "logprobs": 2}, {"temperature": 1e-46, "presence_penalty": 1},
                 {"min_tokens": 3, "stop_token_ids": list(range(4096)), "logprobs": 1}):  # fmt: skip
         answer = post(tiny, TEXT, {"prompt": "a", "max_tokens": 4, "ignore_eos": True, **ask})
@@ -99,21 +99,23 @@ def test_no_number_ends_the_engine(client: openai.OpenAI, tiny: Running) -> None
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_more_choices_than_can_run_are_refused_with_the_limit_and_its_flag(tiny: Running, stream: bool) -> None:
-    answer = post(tiny, TEXT, {"prompt": "a", "n": 9, "stream": stream})  # 8 run, and 8 more may wait
+    answer = post(tiny, TEXT, {"prompt": "a", "n": 9, "stream": stream})  # 8 choices run, and 8 more may wait
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", "n")
     assert error["message"].startswith("n = 9, and 8 choices can run at once") and "--max-num-seqs" in error["message"]
-    assert "cmpl-" not in error["message"]  # the engine's own name for the request means nothing to a client
+    assert "cmpl-" not in error["message"]  # the client does not know the engine's request id
 
 
-SILENT = {  # fields of other servers that were once taken and ignored
+SILENT = {  # fields of other servers that earlier versions ignored
     "guided_choice", "guided_grammar", "grammar", "regex", "ebnf", "json_schema", "echo", "logits_processors",
     "repeat_penalty", "typical_p", "reasoning_effort", "prediction", "audio", "web_search_options",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "listed"), [(CHAT, fields.CHAT), (TEXT, fields.COMPLETION)])
-def test_a_field_of_another_server_is_refused_by_its_name(tiny: Running, path: str, listed: fields.Fields) -> None:
+def test_unsupported_fields_of_other_servers_are_refused_by_name(
+    tiny: Running, path: str, listed: fields.Fields
+) -> None:
     assert path == TEXT or not SILENT - listed.keys()
     body = {"messages": ASK} if path == CHAT else {"prompt": "a"}
     for name, harmless in listed.items():
@@ -128,7 +130,7 @@ def test_true_is_not_one(tiny: Running) -> None:
     assert post(tiny, TEXT, {"prompt": "a", "best_of": True}).status_code == 400
 
 
-def test_other_bodies_refuse_what_they_would_ignore(tiny: Running) -> None:
+def test_other_endpoints_refuse_unsupported_fields(tiny: Running) -> None:
     stream = {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}}
     for path, body, name in (
         (TEXT, stream, "stream_options.continuous_usage_stats"),
@@ -148,19 +150,19 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
     [{"tools": []}, {"tools": [], "tool_choice": "auto"}, {"tools": [TOOL], "tool_choice": "none"},
      {"functions": [TOOL["function"]], "function_call": "none"}],
 )  # fmt: skip
-def test_tools_that_are_not_to_be_called_change_nothing(tiny: Running, asked: dict[str, Any]) -> None:
+def test_tools_are_accepted_with_tool_choice_none(tiny: Running, asked: dict[str, Any]) -> None:
     ask = {"messages": ASK, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     assert post(tiny, CHAT, {**ask, **asked}).json()["choices"] == post(tiny, CHAT, ask).json()["choices"]
 
 
 @pytest.mark.parametrize("last", ["-1", "x", "9" * 5000])
-def test_the_panel_refuses_what_is_no_count(tiny: Running, last: str) -> None:
+def test_engine_stats_refuse_an_invalid_count(tiny: Running, last: str) -> None:
     assert get(tiny, f"/engine?last={last}").status_code == 400
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonp"])
-def test_a_body_that_does_not_say_it_is_json_is_refused(tiny: Running, kind: str | None) -> None:
-    """A page of any origin may send such a body without asking first."""
+def test_a_body_without_the_json_content_type_is_refused(tiny: Running, kind: str | None) -> None:
+    """A page of any origin can send such a body without a CORS preflight request."""
     headers = {"Authorization": f"Bearer {KEY}"} | ({} if kind is None else {"Content-Type": kind})
     for path, body in ((TEXT, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
         answer = post(tiny, path, body, headers=headers)

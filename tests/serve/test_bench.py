@@ -15,7 +15,7 @@ from conftest import KEY
 from hypothesis import given
 from hypothesis import strategies as st
 from small_engine import small_engine, small_model
-from tiny_server import Running, serving
+from tiny_server import Running, running_server
 
 from bagu.bench import engine as bench_engine
 from bagu.bench import serve as bench_serve
@@ -261,7 +261,7 @@ def test_default_lengths_need_room_for_a_token() -> None:
 
 
 def test_a_server_of_a_short_model_is_loaded_with_what_it_takes(tmp_path: Path) -> None:
-    with serving(tmp_path / "stderr", "--max-model-len", "40") as short:
+    with running_server(tmp_path / "stderr", "--max-model-len", "40") as short:
         assert bench_serve.main(short.url, requests=3, out=tmp_path) == 0
     (row,) = rows_of(tmp_path)
     assert (row["inputs"], row["outputs"], row["completed"]) == ("20", "20", 3)

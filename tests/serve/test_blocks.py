@@ -1,4 +1,4 @@
-"""Block accounting against a reference that is a dict of lists, and one test per promise."""
+"""The block allocator against a reference that is a dict of lists, and one test per guarantee."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bagu.serve.kv.blocks import DEAD, Blocks, IntegrityError, Table
 
 
 class Writer:
-    """Sequences that write their tokens to a pool through `Blocks`. `lists` is the reference: each one's tokens."""
+    """Sequences that write their tokens to a pool through `Blocks`. `lists` is the reference: the tokens by table."""
 
     def __init__(self, blocks: Blocks) -> None:
         self.blocks = blocks
@@ -78,7 +78,7 @@ actions = st.tuples(
     prefix_cache=st.booleans(),
     todo=st.lists(actions, max_size=40),
 )
-def test_tables_read_what_was_written_whatever_is_done(
+def test_tables_read_what_was_written_after_any_operations(
     num_blocks: int, block_size: int, prefix_cache: bool, todo: list[tuple[str, int, int]]
 ) -> None:
     blocks = Blocks(num_blocks, block_size, prefix_cache=prefix_cache)
@@ -118,7 +118,7 @@ def begun(writer: Writer, tokens: list[int]) -> Table:
     return table
 
 
-def test_a_prefix_is_found_by_whole_blocks_and_by_what_comes_before_them() -> None:
+def test_a_prefix_matches_by_whole_blocks_and_the_blocks_before() -> None:
     writer = pool()
     table = begun(writer, [1, 2, 3, 4, 5])
     assert writer.blocks.match([1, 2, 3, 4, 5, 6]) == table.blocks[:2], "the third block is not full"
@@ -129,17 +129,17 @@ def test_a_prefix_is_found_by_whole_blocks_and_by_what_comes_before_them() -> No
     assert begun(writer, [1, 2, 3, 4, 7]).blocks[:2] == table.blocks[:2]
 
 
-def test_what_was_used_longest_ago_goes_first_and_from_its_end() -> None:
+def test_the_least_recently_used_prefix_is_evicted_first_from_its_end() -> None:
     writer = pool(num_blocks=4)
     for first in (1, 5):
         writer.release(begun(writer, [first, first, first + 1, first + 1]))
-    writer.release(begun(writer, [1, 1, 2, 2]))  # used again: now the other is the older one
+    writer.release(begun(writer, [1, 1, 2, 2]))  # used again: now the other prefix is the least recently used
     begun(writer, [9])
     assert len(writer.blocks.match([5, 5, 6, 6])) == 1, "its last block was taken, its first can still be found"
     assert len(writer.blocks.match([1, 1, 2, 2])) == 2
 
 
-def test_keys_that_collide_are_told_apart_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colliding_keys_are_distinguished_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_key", lambda parent, tokens: b"always the same")
     writer = pool()
     begun(writer, [1, 2])
@@ -169,11 +169,11 @@ def test_a_fork_copies_only_when_it_writes_into_a_shared_block() -> None:
     full = begun(writer, [5, 6])
     other = writer.fork(full)
     assert writer.blocks.reserve(other, 2, 3) is None, "a full block is only read"
-    writer.lists[other].append(-1)  # position 2 is reserved, and was never written
+    writer.lists[other].append(-1)  # position 2 is reserved but not written
     writer.blocks.check_integrity()
 
 
-def test_what_a_window_has_passed_is_given_back_and_marked() -> None:
+def test_blocks_before_the_window_are_released_and_marked() -> None:
     writer = pool()
     table = begun(writer, [1, 2, 3, 4, 5])
     writer.blocks.release_leading(table, 2)
@@ -206,7 +206,7 @@ def test_a_table_is_released_once() -> None:
         ("entries are DEAD", lambda b, t: setattr(t, "dead", 1)),
     ],
 )
-def test_integrity_sees_a_planted_fault(name: str, fault: Callable[[Blocks, Table], object]) -> None:
+def test_check_integrity_finds_a_planted_fault(name: str, fault: Callable[[Blocks, Table], object]) -> None:
     writer = pool()
     begun(writer, [7, 8])
     table = begun(writer, [1, 2, 3])
@@ -216,7 +216,7 @@ def test_integrity_sees_a_planted_fault(name: str, fault: Callable[[Blocks, Tabl
         writer.blocks.check_integrity()
 
 
-def test_a_pool_has_blocks_and_blocks_have_room() -> None:
+def test_a_pool_without_blocks_or_positions_is_refused() -> None:
     for num_blocks, block_size in ((0, 16), (16, 0)):
         with pytest.raises(ArgumentError, match=f"{num_blocks} blocks of {block_size}"):
             Blocks(num_blocks, block_size, prefix_cache=True)

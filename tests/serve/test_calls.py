@@ -1,4 +1,4 @@
-"""A stream towards clients that read at once, slowly, or not to the end."""
+"""Event streams to clients that read at once, slowly, or not to the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENIZER = BpeTokenizer.train(["abc"], vocab_size=300)
 
 
 class Client:
-    """An ASGI server's `send`, which waits while `gate` is shut, and what came through it."""
+    """An ASGI server's `send`, which waits while `gate` is closed, and the bodies it has sent."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -46,7 +46,7 @@ class Client:
 
 
 class Open:
-    """The part of a `ClientCall` that a stream needs, with no engine behind it."""
+    """The part of a `ClientCall` that a stream needs, without an engine."""
 
     def __init__(self) -> None:
         self.calls = PendingCalls(4, Metrics("m"))
@@ -61,7 +61,7 @@ class Open:
 
 
 def run(scene: Callable[[Open, Client], Coroutine[Any, Any, None]]) -> tuple[Open, Client]:
-    """Stream the reply of a call while `scene` plays; both must end."""
+    """Stream the response of a call while `scene` runs; both must end."""
 
     async def play() -> tuple[Open, Client]:
         call, client = Open(), Client()
@@ -84,13 +84,13 @@ def test_a_token_is_written_in_the_call_that_delivers_it() -> None:
             call.draw(letter, finish="length" if letter == "c" else None)
             assert (
                 client.texts()[1:] == list("abc")[:n]
-            )  # no turn of the event loop lies between; the first is the head
+            )  # without an iteration of the event loop in between; the first is the head
 
     call, client = run(scene)
     assert client.bodies[-1] == b"data: [DONE]\n\n" and call.closed
 
 
-def test_what_comes_while_a_client_does_not_read_is_one_write_later() -> None:
+def test_events_for_a_slow_client_are_sent_in_one_write_later() -> None:
     async def scene(call: Open, client: Client) -> None:
         client.gate.clear()
         for letter in "abca":
@@ -106,7 +106,7 @@ def test_what_comes_while_a_client_does_not_read_is_one_write_later() -> None:
     assert client.texts() == ["", "a", "bca", "b", ""]
 
 
-def test_a_failure_while_a_client_does_not_read_comes_after_what_was_there() -> None:
+def test_a_failure_is_sent_to_a_slow_client_after_the_events_before_it() -> None:
     async def scene(call: Open, client: Client) -> None:
         client.gate.clear()
         call.draw("a")
@@ -119,7 +119,7 @@ def test_a_failure_while_a_client_does_not_read_comes_after_what_was_there() -> 
     assert client.texts() == ["", "a", "b", "gone"] and call.closed
 
 
-def test_an_error_of_the_server_below_ends_the_stream() -> None:
+def test_an_error_of_the_asgi_server_ends_the_stream() -> None:
     async def scene(call: Open, client: Client) -> None:
         client.gate.clear()
         call.draw("a")

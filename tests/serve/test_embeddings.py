@@ -1,4 +1,4 @@
-"""A server of an encoder: vectors, batches under a token budget, and the routes an operator asks."""
+"""A server with an encoder: vectors, batches with a token budget, statistics and metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tiny_server import MAX_LEN, Running, eventually, serving
+from tiny_server import MAX_LEN, Running, eventually, running_server
 
 from bagu.serve.http.schemas import EmbeddingList
 
@@ -21,7 +21,7 @@ JSON = {"Content-Type": "application/json"}
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("encoder") / "stderr", "--encoder") as running:
+    with running_server(tmp_path_factory.mktemp("encoder") / "stderr", "--encoder") as running:
         yield running
 
 
@@ -36,7 +36,7 @@ def large_call() -> bytes:
     return head.encode() + b"\r\n\r\n" + body
 
 
-def test_texts_are_cut_into_batches_under_the_token_budget(encoder: Running) -> None:
+def test_texts_are_split_into_batches_within_the_token_budget(encoder: Running) -> None:
     before = encoder.get("/engine")["steps"]
     texts = [[1 + i] * 200 for i in range(8)]  # two fit
     answer = embed(encoder, texts).json()
@@ -48,7 +48,7 @@ def test_texts_are_cut_into_batches_under_the_token_budget(encoder: Running) -> 
         assert math.isclose(sum(x * x for x in alone), 1, rel_tol=1e-5)
 
 
-def test_a_text_longer_than_the_budget_is_a_batch_of_its_own(encoder: Running) -> None:
+def test_a_text_longer_than_the_budget_is_its_own_batch(encoder: Running) -> None:
     before = encoder.get("/engine")["steps"]
     assert embed(encoder, [[5] * (BUDGET + 1), [6]]).status_code == 200
     assert encoder.get("/engine")["steps"] - before == 2
@@ -56,14 +56,14 @@ def test_a_text_longer_than_the_budget_is_a_batch_of_its_own(encoder: Running) -
 
 
 @pytest.mark.parametrize("name", ["dimensions", "truncate_prompt_tokens", "task", "messages"])
-def test_a_field_that_would_be_ignored_is_refused(encoder: Running, name: str) -> None:
+def test_an_unsupported_field_is_refused(encoder: Running, name: str) -> None:
     answer = embed(encoder, "hello", **{name: 8})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
     assert embed(encoder, "hello", user="me", normalize=True).status_code == 200
 
 
-def test_a_client_that_hangs_up_ends_its_call(encoder: Running) -> None:
-    """2,000 batches are cut short, and while they run a call of one text takes its turn between them."""
+def test_a_disconnect_cancels_the_call(encoder: Running) -> None:
+    """2,000 batches are cancelled; while they run, a call with one text gets its turn between them."""
     before = encoder.get("/engine")["steps"]
     with encoder.raw(large_call()):
         eventually(lambda: encoder.get("/engine")["waiting"], "the batches wait")
@@ -73,10 +73,10 @@ def test_a_client_that_hangs_up_ends_its_call(encoder: Running) -> None:
     assert encoder.get("/engine")["steps"] - before < 2000
 
 
-def test_a_full_queue_says_429_and_when_to_come_back(tmp_path: Path) -> None:
+def test_a_full_queue_returns_429_with_retry_after(tmp_path: Path) -> None:
     """As for completions: `max_num_seqs` calls and `max_queue` more."""
     flags = ("--encoder", "--max-num-seqs", "2", "--max-queue", "1")
-    with serving(tmp_path / "stderr", *flags) as small, ExitStack() as stack:
+    with running_server(tmp_path / "stderr", *flags) as small, ExitStack() as stack:
         calls = [stack.enter_context(small.raw(large_call())) for _ in range(3)]
         eventually(lambda: embed(small, "hello").status_code == 429, "three calls wait")
         full = embed(small, "hello")
@@ -91,14 +91,14 @@ def test_a_full_queue_says_429_and_when_to_come_back(tmp_path: Path) -> None:
         eventually(lambda: embed(small, "hello").status_code == 200, "a call that is gone leaves its place")
 
 
-def test_the_description_is_of_an_encoder(encoder: Running) -> None:
+def test_openapi_describes_an_encoder(encoder: Running) -> None:
     paths = encoder.get("/openapi.json")["paths"]
     assert "/v1/embeddings" in paths and "/v1/completions" not in paths
     answer = embed(encoder, ["hello", "world"], encoding_format="base64")
     EmbeddingList.model_validate_json(answer.content, strict=True)
 
 
-def test_the_panel_and_the_metrics_of_an_encoder(encoder: Running) -> None:
+def test_engine_stats_and_metrics_of_an_encoder(encoder: Running) -> None:
     stats = encoder.get("/engine")
     assert stats["blocks"] == {"total": 0, "used": 0, "cached": 0, "map": ""} and stats["waiting"] == 0
     text = encoder.http.get("/metrics").text

@@ -1,4 +1,4 @@
-"""The engine from outside: what a request asks for is what it gets, and nothing is left behind."""
+"""The engine's interface: requests get what they ask for, and release everything at the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL = small_model()
 
 
 def true_logprobs(ids: list[int], model: Transformer = MODEL) -> torch.Tensor:
-    """[len(ids) - 1]: of each token after the first, by the trainer's function."""
+    """[len(ids) - 1]: the logprob of each token after the first, by the trainer's function."""
     with torch.no_grad():
         T = len(ids)
         hidden = model(torch.tensor(ids), torch.arange(T), torch.tensor([0, T], dtype=torch.int32), T).hidden
@@ -34,7 +34,7 @@ def true_logprobs(ids: list[int], model: Transformer = MODEL) -> torch.Tensor:
 
 
 def byte_engine(**settings: int) -> Engine:
-    """A model over bytes, so that its text can be stopped by strings."""
+    """A model over bytes, so that stop strings can end its text."""
     config = ModelConfig(
         vocab_size=257, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48,
         max_len=128, init_std=0.2,
@@ -42,7 +42,7 @@ def byte_engine(**settings: int) -> Engine:
     return small_engine(init_weights(Transformer(config), 1), Bytes(), **settings)
 
 
-def test_a_seed_gives_the_same_text_alone_and_in_company() -> None:
+def test_a_seed_gives_the_same_text_alone_and_in_a_batch() -> None:
     sampling = Sampling(max_tokens=12, temperature=0.8, top_p=0.9, seed=7)
     alone = small_engine(MODEL).generate([[3, 4, 5]], sampling)[0]
     crowd = [[i] * (i + 1) for i in range(6)]
@@ -54,16 +54,16 @@ def test_a_seed_gives_the_same_text_alone_and_in_company() -> None:
     assert engine.generate([[3, 4, 5]], Sampling(max_tokens=12, seed=8))[0].tokens != alone.tokens
 
 
-def test_requests_without_a_seed_differ_and_the_engine_repeats_itself() -> None:
+def test_requests_without_a_seed_differ_but_are_reproducible() -> None:
     sampling = Sampling(max_tokens=10)
     first, again = (small_engine(MODEL).generate([[1], [1]], sampling) for _ in range(2))
     assert first[0].tokens != first[1].tokens
     assert [c.tokens for c in first] == [c.tokens for c in again]
 
 
-def test_n_choices_share_a_prefill_and_are_those_of_n_seeds() -> None:
+def test_n_choices_share_a_prefill_and_have_their_own_seeds() -> None:
     engine = small_engine(MODEL)
-    prompt = list(range(1, 11))  # two blocks and a half: the half is copied when written
+    prompt = list(range(1, 11))  # two and a half blocks: the half one is copied on write
     found = engine.generate([prompt], Sampling(max_tokens=8, n=3, seed=5))
     assert [(c.prompt, c.choice) for c in found] == [(0, 0), (0, 1), (0, 2)]
     assert len({c.tokens for c in found}) == 3
@@ -86,7 +86,7 @@ def test_logprobs_are_the_models_own_before_temperature() -> None:
 
 
 @pytest.mark.parametrize("budget", [64, 8])
-def test_prompt_logprobs_come_once_and_whole(budget: int) -> None:
+def test_prompt_logprobs_are_returned_once_and_complete(budget: int) -> None:
     engine = small_engine(MODEL, max_num_batched_tokens=budget)
     prompt = tuple(range(2, 22))
     engine.submit(Request(id="r", prompt=prompt, sampling=Sampling(max_tokens=2, prompt_logprobs=2)))
@@ -101,7 +101,7 @@ def test_prompt_logprobs_come_once_and_whole(budget: int) -> None:
 
 
 @pytest.mark.parametrize("length", [2, 8, 9, 17])
-def test_score_is_the_trainers_and_shares_prefixes(length: int) -> None:
+def test_score_equals_the_trainers_and_shares_prefixes(length: int) -> None:
     engine = small_engine(MODEL, max_num_batched_tokens=8)
     base = list(range(5, 5 + length))
     texts = [[*base, t] for t in (1, 2, 3)]
@@ -142,10 +142,10 @@ def test_new_weights_in_the_middle_of_a_text() -> None:
     while engine.has_work:
         tokens += [e.token for e in engine.step() if isinstance(e, TokenEvent)]
         engine.scheduler.check_integrity()
-    assert len(tokens) == 5  # the first came before
+    assert len(tokens) == 5  # the first one was returned before
 
 
-def test_stop_strings_end_the_choice_that_says_them() -> None:
+def test_a_stop_string_ends_only_its_choice() -> None:
     engine = byte_engine()
     sampling = Sampling(max_tokens=40, seed=3, n=2)
     free = engine.generate([[65, 66]], sampling)
@@ -175,7 +175,7 @@ def test_stop_tokens_and_min_tokens() -> None:
     assert end not in engine.generate([[1, 2]], late)[0].tokens[:8]
 
 
-def test_a_stream_that_is_left_is_aborted() -> None:
+def test_closing_a_stream_aborts_its_request() -> None:
     engine = small_engine(MODEL)
     stream = engine.stream([1, 2, 3], Sampling(max_tokens=50))
     next(stream)
@@ -184,7 +184,7 @@ def test_a_stream_that_is_left_is_aborted() -> None:
     assert engine.stats().blocks_used == 0 and not engine.has_work
 
 
-def test_bad_requests_are_refused_at_the_door_and_harm_nobody() -> None:
+def test_bad_requests_are_refused_and_do_not_affect_others() -> None:
     engine = small_engine(MODEL, num_blocks=8, max_model_len=100)
     with pytest.raises(Unservable, match="pool has 8"):
         engine.submit(Request(id="a", prompt=(1,) * 30, sampling=Sampling(max_tokens=30)))
@@ -197,7 +197,7 @@ def test_bad_requests_are_refused_at_the_door_and_harm_nobody() -> None:
     assert engine.abort("a") is False
 
 
-def test_aborts_at_any_moment_leave_nothing() -> None:
+def test_aborts_at_any_moment_release_all_blocks() -> None:
     engine = small_engine(MODEL, num_blocks=20, max_num_batched_tokens=8)
     for moment in range(8):
         for i in range(4):
@@ -211,7 +211,7 @@ def test_aborts_at_any_moment_leave_nothing() -> None:
         assert engine.stats().blocks_used == 0 and not engine.has_work
 
 
-def test_stats_tell_what_happened() -> None:
+def test_stats_count_steps_tokens_and_blocks() -> None:
     engine = small_engine(MODEL)
     engine.generate([[1, 2, 3]] * 3, Sampling(max_tokens=4))
     stats = engine.stats()
@@ -221,7 +221,7 @@ def test_stats_tell_what_happened() -> None:
     assert stats.tokens_per_s > 0 and stats.last_step_s > 0
 
 
-def test_tasks_generate_at_once_and_get_their_own() -> None:
+def test_tasks_generate_concurrently_and_get_their_own_events() -> None:
     greedy = Sampling(max_tokens=6, temperature=0.0)
     prompts = [[i + 1, i + 2] for i in range(5)]
     want = [c.tokens for c in small_engine(MODEL).generate(prompts, greedy)]

@@ -1,4 +1,4 @@
-"""The engine on a GPU: graphs, blocks read where they lie, steps that overlap. None of it may change what is said."""
+"""The engine on a GPU: CUDA graphs, blocks read in place, overlapping steps. None of them may change the text."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def engine(kind: str, dtype: torch.dtype, **settings: Any) -> Engine:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_greedy_text_is_that_of_the_naive_loop(kind: str, way: str) -> None:
+def test_greedy_text_equals_the_naive_loop(kind: str, way: str) -> None:
     it = engine(kind, torch.float32, **WAYS[way])
     want = generate(it.model, PROMPTS, 40, temperature=0.0)
-    for _ in range(2):  # the second time with graphs captured and a warm cache
+    for _ in range(2):  # the second time with captured graphs and a warm prefix cache
         assert [list(c.tokens) for c in it.generate(PROMPTS, GREEDY)] == want
         assert it.blocks.used_count == 0
         it.scheduler.check_integrity()
@@ -46,7 +46,7 @@ def test_greedy_text_is_that_of_the_naive_loop(kind: str, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["gqa", "mqa, QK norm", "windows in all layers", "mla"])
 def test_bf16_logprobs_are_near_the_exact_ones(kind: str, way: str) -> None:
-    """In 16 bits attention is another kernel. The exact model scores the text that was drawn."""
+    """In 16 bits attention is another kernel. The exact model scores the sampled text."""
     it = engine(kind, torch.bfloat16, **WAYS[way])
     drawn = it.generate(PROMPTS, Sampling(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True, logprobs=0))
     exact = Engine(small_model(kind).cuda(), None, EngineConfig(num_blocks=64, max_num_seqs=8))
@@ -54,11 +54,11 @@ def test_bf16_logprobs_are_near_the_exact_ones(kind: str, way: str) -> None:
     for mine, true in zip(drawn, told, strict=True):
         assert mine.logprobs is not None
         off = torch.tensor(mine.logprobs) - torch.tensor(true)
-        assert off.abs().mean() < 0.1  # three loud layers in 8 bits: 0.02 to 0.05 here
+        assert off.abs().mean() < 0.1  # three layers of large weights in 8 bits: 0.02 to 0.05 measured
 
 
-def test_a_seed_says_the_same_in_any_company_and_in_overlapped_steps() -> None:
-    """In fp32, where the batch moves a probability by 1e-7 and a draw by that much of a chance."""
+def test_a_seed_gives_the_same_text_in_any_batch_and_with_overlapping_steps() -> None:
+    """In fp32, where the batch changes a probability by 1e-7, and so a sample with about that probability."""
     asks = [Sampling(max_tokens=30, temperature=0.8, top_p=0.9, seed=i, repetition_penalty=1.1) for i in range(4)]
     alone = [engine("gqa", torch.float32).generate([p], s)[0].tokens for p, s in zip(PROMPTS, asks, strict=True)]
     for settings in ({}, {"async_scheduling": False}):

@@ -1,4 +1,4 @@
-"""What the engine's process sends when: plain tokens of short steps together, everything else at once."""
+"""When the engine process sends events: plain tokens of short steps together, everything else at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def token(number: int, finish: str | None = None) -> TokenEvent:
 
 
 def received(pipe: Connection) -> list[list[int]]:
-    """The tokens of each message that has come."""
+    """The tokens of each received message."""
     found = []
     while pipe.poll():
         data = pipe.recv_bytes()
@@ -29,13 +29,13 @@ def received(pipe: Connection) -> list[list[int]]:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> tuple[EventBuffer, Connection]:
-    """An buffer for which every step is short."""
+    """A buffer for which every step is short."""
     monkeypatch.setattr(worker, "HOLD_S", 1e9)
     theirs, ours = Pipe()
     return EventBuffer(ours), theirs
 
 
-def test_tokens_of_short_steps_go_together_and_in_order(held: tuple[EventBuffer, Connection]) -> None:
+def test_tokens_of_short_steps_are_sent_together_and_in_order(held: tuple[EventBuffer, Connection]) -> None:
     buffer, pipe = held
     for i in range(3):
         buffer.add([token(i)], (), send_now=False)
@@ -45,27 +45,27 @@ def test_tokens_of_short_steps_go_together_and_in_order(held: tuple[EventBuffer,
     assert received(pipe) == [[0, 1, 2]]
 
 
-def test_the_last_token_takes_those_before_it_along(held: tuple[EventBuffer, Connection]) -> None:
+def test_the_last_token_is_sent_at_once_with_those_before_it(held: tuple[EventBuffer, Connection]) -> None:
     buffer, pipe = held
     buffer.add([token(0)], (), send_now=False)
     buffer.add([token(1, "stop")], (), send_now=False)
     assert received(pipe) == [[0, 1]]
 
 
-def test_a_first_token_goes_at_once_with_its_time(held: tuple[EventBuffer, Connection]) -> None:
+def test_a_first_token_is_sent_at_once_with_its_times(held: tuple[EventBuffer, Connection]) -> None:
     buffer, pipe = held
     buffer.add([token(0)], [(0.25, 0.5)], send_now=True)
     events, first_tokens = marshal.loads(pipe.recv_bytes()[1:])
     assert [event[2] for event in events] == [0] and first_tokens == ((0.25, 0.5),)
 
 
-def test_prompt_logprobs_go_at_once(held: tuple[EventBuffer, Connection]) -> None:
+def test_prompt_logprobs_are_sent_at_once(held: tuple[EventBuffer, Connection]) -> None:
     buffer, pipe = held
     buffer.add([PromptLogprobs("a", 0, ())], (), send_now=False)
     assert pipe.recv().events == [PromptLogprobs("a", 0, ())]
 
 
-def test_a_long_step_goes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_events_of_a_long_step_are_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "HOLD_S", 0.0)
     theirs, ours = Pipe()
     EventBuffer(ours).add([token(0)], (), send_now=False)

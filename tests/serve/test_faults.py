@@ -1,4 +1,4 @@
-"""What must not break the server: clients and engines that are killed, engines that hang, signals, and any JSON."""
+"""Faults that the server must survive: killed clients and engines, engines that hang, signals, and any JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import tiny_server
 from conftest import KEY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_server import MODEL, Running, eventually, healthy, serving
+from tiny_server import MODEL, Running, eventually, healthy, running_server
 
 HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 3000, "extra_body": {"ignore_eos": True}}
@@ -33,14 +33,14 @@ def idle(tiny: Running) -> bool:
 
 
 def reason(tiny: Running) -> str:
-    """Why /health says no; empty when it says yes."""
+    """The reason of /health; empty if the server is healthy."""
     answer = tiny.http.get("/health")
     assert (answer.status_code, "reason" in answer.json()) in ((200, False), (503, True))
     return str(answer.json().get("reason", ""))
 
 
 def gone(pid: int) -> bool:
-    """Ended, or a zombie that nobody has waited for yet."""
+    """Whether the process has ended, or is a zombie."""
     status = Path(f"/proc/{pid}/status")
     return not status.exists() or "State:\tZ" in status.read_text()
 
@@ -79,13 +79,13 @@ def test_an_engine_killed_mid_stream_is_reported_and_started_again(client: opena
 
 @pytest.fixture(scope="module")
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server to be ended."""
+    """A server that tests may kill."""
     flags = ("--stall-timeout", "5", "--request-timeout", "2", "--shutdown-timeout", "60")
-    with serving(tmp_path_factory.mktemp("mortal") / "stderr", *flags) as running:
+    with running_server(tmp_path_factory.mktemp("mortal") / "stderr", *flags) as running:
         yield running
 
 
-def test_health_is_the_age_of_the_last_tick(mortal: Running) -> None:
+def test_health_depends_on_the_age_of_the_last_step(mortal: Running) -> None:
     engine = mortal.engine_pid()
     os.kill(engine, signal.SIGSTOP)
     try:
@@ -106,8 +106,8 @@ HALF_SENT = {
 
 
 @pytest.mark.parametrize("drip", [False, True])
-def test_half_sent_requests_are_given_up(mortal: Running, drip: bool) -> None:
-    """Also those that go on by a byte at a time, as a slow-loris does."""
+def test_incomplete_requests_time_out(mortal: Running, drip: bool) -> None:
+    """Also requests that send one byte at a time, as in a Slowloris attack."""
     began = time.monotonic()
     opened = {f"{kind} {i}": mortal.raw(data) for kind, data in HALF_SENT.items() for i in range(10)}
     answers = dict.fromkeys(opened, b"")
@@ -126,7 +126,7 @@ def test_half_sent_requests_are_given_up(mortal: Running, drip: bool) -> None:
     finally:
         for connection in opened.values():
             connection.close()
-    assert time.monotonic() - began >= 1.5  # not cut at once
+    assert time.monotonic() - began >= 1.5  # not disconnected at once
     for name, answer in answers.items():
         if name.startswith("half"):
             assert b" 408 " in answer.split(b"\r\n")[0] and b"was not complete after 2 s" in answer, name
@@ -134,12 +134,14 @@ def test_half_sent_requests_are_given_up(mortal: Running, drip: bool) -> None:
 
 
 @pytest.mark.parametrize("piece, pause_s", [(b"x", 0.05), (b"x" * 2**16, 0.0)])
-def test_a_client_that_goes_on_after_its_answer_is_cut(mortal: Running, piece: bytes, pause_s: float) -> None:
+def test_a_client_that_keeps_sending_after_its_response_is_disconnected(
+    mortal: Running, piece: bytes, pause_s: float
+) -> None:
     """After 2 seconds, or after 1 MiB."""
     began = time.monotonic()
     with mortal.raw(HALF_SENT["half a head"]) as connection:
         assert b" 408 " in connection.recv(65536).split(b"\r\n")[0]
-        assert connection.recv(65536) == b""  # the server says that it writes no more, and still reads
+        assert connection.recv(65536) == b""  # the server has shut down its writing side, and still reads
         answered, sent = time.monotonic(), 0
         with pytest.raises(ConnectionError):  # a reset or a broken pipe
             while time.monotonic() - began < 30:
@@ -152,13 +154,13 @@ def test_a_client_that_goes_on_after_its_answer_is_cut(mortal: Running, piece: b
     assert mortal.get("/health")
 
 
-def test_a_head_without_end_is_refused(mortal: Running) -> None:
+def test_an_endless_head_is_refused(mortal: Running) -> None:
     with mortal.raw(b"GET / HTTP/1.1\r\nX: " + b"x" * 70_000) as connection:
         assert b" 431 " in connection.recv(65536).split(b"\r\n")[0]
 
 
-def test_past_the_shutdown_timeout_calls_are_told(tmp_path: Path) -> None:
-    """A stream by an event, a call without one by a status; a client that does not read is cut; and no traceback."""
+def test_calls_get_an_error_after_the_shutdown_timeout(tmp_path: Path) -> None:
+    """A stream gets an event, another call a status; a client that does not read is disconnected; no traceback."""
     body = {"prompt": "hello", "max_tokens": 4000, "ignore_eos": True}
 
     def head(length: int) -> bytes:
@@ -170,7 +172,7 @@ def test_past_the_shutdown_timeout_calls_are_told(tmp_path: Path) -> None:
         )
         return "\r\n".join([*lines, "", ""]).encode()
 
-    with serving(tmp_path / "stderr", "--shutdown-timeout", "0.5") as running, ExitStack() as stack:
+    with running_server(tmp_path / "stderr", "--shutdown-timeout", "0.5") as running, ExitStack() as stack:
         stream, plain, deaf = (
             stack.enter_context(running.raw(head(len(sent)) + sent))
             for sent in (
@@ -196,7 +198,8 @@ def test_past_the_shutdown_timeout_calls_are_told(tmp_path: Path) -> None:
 def test_sigterm_lets_running_calls_finish(mortal: Running) -> None:
     engine = mortal.engine_pid()
     with openai.OpenAI(base_url=f"{mortal.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        stream = client.completions.create(stream=True, **LONG | {"max_tokens": 1500})  # uvicorn looks up every 0.1 s
+        # 1500 tokens: uvicorn checks for a shutdown only every 0.1 s
+        stream = client.completions.create(stream=True, **LONG | {"max_tokens": 1500})
         first = next(iter(stream))
         mortal.process.send_signal(signal.SIGTERM)
         chunks = [first, *stream]
@@ -220,7 +223,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 TOKEN = st.integers(-1, 400)
-NEAR: dict[str, st.SearchStrategy[Any]] = {  # values that come further than types do
+NEAR: dict[str, st.SearchStrategy[Any]] = {  # values that pass the type checks
     "prompt": st.text(max_size=20) | st.lists(TOKEN, max_size=6) | st.lists(st.text(max_size=5), max_size=4),
     "messages": st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "system", "x"]), "content": JSON})),
     "max_tokens": st.integers(-1, 5),
@@ -256,7 +259,7 @@ BODIES = st.fixed_dictionaries(
 def test_no_json_breaks_the_server(tiny: Running, path: str, body: dict[str, Any]) -> None:
     body.setdefault("max_tokens", 3)
     if body["max_tokens"] is None:
-        body["max_tokens"] = 3  # a chat would go on to the end of the context
+        body["max_tokens"] = 3  # otherwise a chat would use the whole context
     engine = tiny.engine_pid()
     answer = tiny.http.post(path, content=json.dumps(body), headers=HEADERS)
     assert answer.status_code in (200, 400, 404), answer.text

@@ -1,4 +1,4 @@
-"""`/openapi.json` and `/docs` of a real server: every route, the limits of the served model, and what is answered."""
+"""`/openapi.json` and `/docs` of a real server: every route, the limits of the model, and the responses."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def test_every_operation_is_routed(tiny: Running, document: dict[str, Any]) -> N
             assert other.status_code == 405 and other.headers["allow"]
 
 
-def test_what_the_model_cannot_do_is_not_offered(document: dict[str, Any]) -> None:
+def test_routes_that_the_model_does_not_support_are_left_out(document: dict[str, Any]) -> None:
     assert "/v1/embeddings" not in document["paths"] and "/v1/chat/completions" in document["paths"]
 
 
-def test_every_guarded_route_says_so(tiny: Running, document: dict[str, Any]) -> None:
+def test_every_guarded_route_declares_its_key(tiny: Running, document: dict[str, Any]) -> None:
     for path, item in document["paths"].items():
         for method, operation in item.items():
             answer = tiny.http.request(method, path.replace("{name}", MODEL))
             assert (answer.status_code == 401) == ("security" in operation), path
 
 
-def test_the_schemas_have_the_served_models_limits(tiny: Running, document: dict[str, Any]) -> None:
+def test_the_schemas_have_the_limits_of_the_model(tiny: Running, document: dict[str, Any]) -> None:
     schemas = document["components"]["schemas"]
     chat = schemas["ChatBody"]["properties"]
     assert chat["model"]["anyOf"][0]["enum"] == [MODEL]
@@ -74,7 +74,7 @@ ASKED: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_answers_are_what_their_models_say(tiny: Running, name: str) -> None:
+def test_responses_match_their_schemas(tiny: Running, name: str) -> None:
     (operation,) = (o for o in OPERATIONS if o.name == name)
     path, body = ASKED[name]
     if body is None:

@@ -9,12 +9,12 @@ from typing import Any
 
 from page_driver import ask, finished, opened, shot
 from page_stub import ANSWER, BLOCKS, DEFAULT_SAMPLING, Stub, tokens
-from tiny_server import serving
+from tiny_server import running_server
 
 from bagu.serve.page import HEADERS, assets
 
 
-def test_the_page_is_in_the_package_and_asks_nothing_from_outside() -> None:
+def test_the_page_is_in_the_package_and_loads_nothing_external() -> None:
     found = assets()
     assert {"/", "/app.js", "/style.css", "/markdown.js", "/favicon.svg"} <= found.keys()
     assert "connect-src 'self'" in HEADERS["Content-Security-Policy"]
@@ -24,7 +24,7 @@ def test_the_page_is_in_the_package_and_asks_nothing_from_outside() -> None:
         assert not re.search(r"\son\w+=[\"']|innerHTML|insertAdjacentHTML|document\.write", text), path
 
 
-def test_an_answer_streams_in_as_markdown_and_is_never_obeyed(page: Any, server: Stub) -> None:
+def test_an_answer_is_rendered_as_markdown_and_never_as_html(page: Any, server: Stub) -> None:
     ask(page, "Explain **PagedAttention** <i>please</i>")
     answer = finished(page)
     assert page.locator(".message.user .body").inner_text() == "Explain **PagedAttention** <i>please</i>"
@@ -41,7 +41,7 @@ def test_an_answer_streams_in_as_markdown_and_is_never_obeyed(page: Any, server:
     shot(page, "light")
 
 
-def test_escape_stops_an_answer_and_the_server_sees_the_client_leave(page: Any, server: Stub) -> None:
+def test_escape_stops_an_answer_and_disconnects(page: Any, server: Stub) -> None:
     ask(page, "count")
     page.wait_for_selector(".assistant .markdown:has-text('4 5 6')")
     assert page.locator("#stop").is_visible()
@@ -52,7 +52,7 @@ def test_escape_stops_an_answer_and_the_server_sees_the_client_leave(page: Any, 
     assert page.locator("#send").is_visible()
 
 
-def test_edit_and_regenerate_cut_what_came_after(page: Any, server: Stub) -> None:
+def test_edit_and_regenerate_remove_later_messages(page: Any, server: Stub) -> None:
     ask(page, "first")
     finished(page)
     page.keyboard.press("ArrowUp")
@@ -65,14 +65,14 @@ def test_edit_and_regenerate_cut_what_came_after(page: Any, server: Stub) -> Non
     assert [[m["content"] for m in body["messages"]] for body in server.bodies] == [["first"], ["second"], ["second"]]
 
 
-def test_settings_and_the_system_prompt_reach_the_request(page: Any, server: Stub) -> None:
+def test_settings_and_the_system_prompt_are_sent(page: Any, server: Stub) -> None:
     page.click("#open-settings")
     page.fill("#system", "Answer in verse.")
     wanted = {"temperature": 0.3, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "max_tokens": 77, "seed": 7,
               "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5}  # fmt: skip
     for name, value in wanted.items():
         page.fill(f"#{name}", str(value))
-    page.fill("#top_p", "7")  # outside its range: the last good value stays
+    page.fill("#top_p", "7")  # out of range: the last valid value stays
     shot(page, "settings")
     ask(page, "go")
     finished(page)
@@ -85,7 +85,7 @@ def test_settings_and_the_system_prompt_reach_the_request(page: Any, server: Stu
     assert (page.input_value("#seed"), page.input_value("#temperature")) == ("", "")
 
 
-def test_sampling_is_the_servers_until_the_user_sets_it(page: Any, server: Stub) -> None:
+def test_sampling_uses_the_servers_defaults_until_the_user_sets_it(page: Any, server: Stub) -> None:
     page.click("#open-settings")
     slider = page.locator("#temperature + input")
     assert page.locator("#temperature").get_attribute("placeholder") == "0.6" == slider.input_value()
@@ -171,13 +171,13 @@ def test_the_engine_panel_polls_only_while_it_is_open(page: Any, server: Stub) -
         pass
     shot(page, "engine")
     page.click("#engine .close")
-    page.wait_for_timeout(100)  # an answer that was under way
+    page.wait_for_timeout(100)  # a response may still be on its way
     calls = server.engine_calls
     page.wait_for_timeout(800)
     assert server.engine_calls == calls
 
 
-def test_errors_are_shown_and_can_be_tried_again(page: Any, server: Stub) -> None:
+def test_errors_are_shown_and_can_be_retried(page: Any, server: Stub) -> None:
     ask(page, "refuse")
     assert "the prompt has 9000 tokens and the model 4096" in finished(page).locator(".error").inner_text()
     page.keyboard.press("Control+k")
@@ -206,7 +206,7 @@ def test_an_api_key_is_asked_for(browser: Any, server: Stub) -> None:
 
 
 def test_with_the_real_server(browser: Any, tmp_path: Path) -> None:
-    with serving(tmp_path / "log") as running:
+    with running_server(tmp_path / "log") as running:
         context = browser.new_context(viewport={"width": 1360, "height": 860}, locale="en-US")
         page = opened(context, f"{running.url}/")
         page.click("#open-settings")

@@ -93,5 +93,5 @@ def test_everything_has_a_name_and_enough_contrast(browser: Any, server: Stub, s
     finished(page)
     assert page.evaluate(CONTRAST) == []
     page.click("#engine .close")
-    assert page.evaluate("document.activeElement.id") == "open-engine"  # not lost with the button that had it
+    assert page.evaluate("document.activeElement.id") == "open-engine"  # the focus is not lost with the button
     context.close()

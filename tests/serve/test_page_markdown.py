@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-MARKDOWN = {  # source: text of the whole, and of what the selector finds
+MARKDOWN = {  # source: the whole text, and the text of the elements that the selector finds
     "a_b_c and __init__": ("a_b_c and __init__", "em", []),
     "*a* **b** ~~c~~ `d*e*`": ("a b c d*e*", "em, strong, s, code", ["a", "b", "c", "d*e*"]),
     "[x](javascript:alert(1)) [y](https://e.org)": ("[x](javascript:alert(1)) y", "a", ["y"]),
@@ -20,7 +20,7 @@ MARKDOWN = {  # source: text of the whole, and of what the selector finds
     "- a\n  ```py\n  x = 1\n  ```\n- b": ("a\nx = 1\nb", "li pre", ["x = 1"]),
     "| a | b |\n|:-:|---|\n| 1 | `x\\|y` |": ("a\tb\n1\tx|y", "td.center", ["1"]),
 }
-MATH = {  # source: what it becomes, with "|" between the children of an element
+MATH = {  # source: the rendered text, with "|" between the children of an element
     r"$x_1^2$": "msubsup(mi(x)|mn(1)|mn(2))",
     r"$\frac12$": "mfrac(mn(1)|mn(2))",
     r"\(\frac{a+b}{\sqrt{c}}\)": "mfrac(mrow(mi(a)|mo(+)|mi(b))|msqrt(mi(c)))",
@@ -46,7 +46,7 @@ MATH = {  # source: what it becomes, with "|" between the children of an element
     r"$\operatorname{softmax}(x)$": "mrow(mo(softmax)|mo(()|mi(x)|mo()))",
     r"$\binom{n}{k} \not= \{1\}$": "mrow(mrow(mo(()|mfrac(mi(n)|mi(k))|mo()))|mo(≠)|mo({)|mn(1)|mo(}))",
 }
-STAYS = [  # not a formula, or one with something unknown: shown as it is written
+STAYS = [  # not a formula, or unsupported TeX: shown as source
     "$5 and $6",
     "between $5-$6, or US$7 and 8$",
     "$20 for adults and 10$ for children",
@@ -61,7 +61,7 @@ STAYS = [  # not a formula, or one with something unknown: shown as it is writte
 ]
 
 
-def test_math_becomes_mathml_and_what_is_unknown_stays_as_source(page: Any) -> None:
+def test_math_becomes_mathml_and_unsupported_tex_stays_source(page: Any) -> None:
     show = """async (source) => {
         const { render } = await import('/markdown.js');
         const root = document.createElement('div');
@@ -84,7 +84,7 @@ def test_math_becomes_mathml_and_what_is_unknown_stays_as_source(page: Any) -> N
     found, text = page.evaluate(show, r"$\text{<img src=x onerror=alert(1)>}$")
     assert found == [["inline", "mtext(<img src=x onerror=alert(1)>)"]]
     height = "document.querySelector('math mfrac').getBoundingClientRect().height"
-    assert page.evaluate(height) > 20  # drawn as a fraction, one above the other
+    assert page.evaluate(height) > 20  # a fraction, with the numerator above the denominator
 
 
 def test_no_formula_breaks_a_message(page: Any) -> None:
@@ -110,7 +110,7 @@ def test_no_formula_breaks_a_message(page: Any) -> None:
     assert page.evaluate(tried, [pieces, 5000]) > 100  # 464 of them are formulas
 
 
-def test_what_a_broken_model_repeats_does_not_hang_the_page(page: Any) -> None:
+def test_endless_repetition_does_not_hang_the_page(page: Any) -> None:
     time = """async (sources) => {
         const { render } = await import('/markdown.js');
         const began = performance.now();
@@ -122,7 +122,7 @@ def test_what_a_broken_model_repeats_does_not_hang_the_page(page: Any) -> None:
     milliseconds = page.evaluate(
         time, ["x" + piece * (4000 // len(piece)) for piece in pieces] + [p * 3000 for p in pieces]
     )
-    assert milliseconds < 20_000  # 0.7 s measured; tried in all lengths, 1,000 backticks took 2 s, 500 took 0.35 s
+    assert milliseconds < 20_000  # 0.7 s measured; trying all lengths, 1,000 backticks took 2 s, 500 took 0.35 s
 
 
 def test_markdown_case_by_case(page: Any) -> None:

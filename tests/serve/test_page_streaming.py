@@ -10,7 +10,7 @@ from page_driver import ask, finished, shot
 from page_stub import ANSWER, THOUGHT, Stub
 
 
-def test_a_thought_is_folded_and_timed_while_it_streams_and_after(page: Any, server: Stub) -> None:
+def test_a_thought_is_folded_and_timed_during_and_after_streaming(page: Any, server: Stub) -> None:
     server.answer, server.pause_after = THOUGHT, "<b>is"
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     ask(page, "2 + 2")
@@ -22,7 +22,7 @@ def test_a_thought_is_folded_and_timed_while_it_streams_and_after(page: Any, ser
     thought.locator("summary").focus()
     page.keyboard.press("Enter")
     assert thought.locator("p").inner_text() == "Two and two <b>is"
-    server.go_on.set()
+    server.resume.set()
     answer = finished(page)
     assert re.fullmatch(r"Thought for \d+\.\d s", thought.locator("summary").inner_text())
     assert thought.locator("li").is_visible()  # still as the reader left it
@@ -36,7 +36,7 @@ def test_a_thought_is_folded_and_timed_while_it_streams_and_after(page: Any, ser
     assert not thought.locator("li").is_visible()
 
 
-PARTS = {  # content: its thoughts and what is said
+PARTS = {  # content: its thoughts, and the other parts
     "<think>a</think>b": (["a"], ["b"]),
     "<think>a": (["a"], []),
     "a\n</think>\nb": (["a"], ["b"]),  # the template wrote <think>
@@ -50,13 +50,13 @@ PARTS = {  # content: its thoughts and what is said
 }
 
 
-def test_thoughts_are_found_in_every_place_models_put_them(page: Any) -> None:
+def test_thoughts_are_found_wherever_models_write_them(page: Any) -> None:
     split = """async ([content, streaming]) => (await import('/think.js')).parts(content, streaming)"""
     for content, (thoughts, said) in PARTS.items():
         parts = page.evaluate(split, [content, False])
         assert [part["text"].strip() for part in parts if part["thought"] is not None] == thoughts, content
         assert [part["text"].strip() for part in parts if part["thought"] is None] == said, content
-    for end in range(1, len(THOUGHT)):  # no part of a tag is shown while it comes
+    for end in range(1, len(THOUGHT)):  # no part of a tag is shown while it streams
         for part in page.evaluate(split, [THOUGHT[:end], True]):
             assert not re.search(r"<(?!/?b)", part["text"]), THOUGHT[:end]
 
@@ -66,7 +66,7 @@ def test_a_caret_follows_the_text_while_it_streams(page: Any, server: Stub) -> N
     # In this answer (those before it have the text too), and before the pause is over: each text makes a new caret.
     here = "text => document.querySelector('.message:last-child:has(.caret)')?.textContent.includes(text)"
     for after, parent in (("*block table", "li"), ("last block", "code"), ("0.8 %", "td"), ("逻辑块", "p")):
-        server.pause_after, server.go_on = after, threading.Event()
+        server.pause_after, server.resume = after, threading.Event()
         ask(page, "go")
         page.wait_for_function(here, arg=after)
         [(name, text)] = page.locator(".caret").evaluate_all(last)
@@ -74,18 +74,18 @@ def test_a_caret_follows_the_text_while_it_streams(page: Any, server: Stub) -> N
         assert page.locator(".caret").evaluate("node => getComputedStyle(node).animationName") == "blink"
         if parent == "code":
             shot(page, "caret")
-        server.go_on.set()
+        server.resume.set()
         finished(page)
         assert page.locator(".caret").count() == 0
     page.emulate_media(reduced_motion="reduce")
-    server.go_on = threading.Event()
+    server.resume = threading.Event()
     ask(page, "go")
     page.wait_for_function(here, arg=after)
     assert page.locator(".caret").evaluate("node => getComputedStyle(node).animationName") == "none"
     assert page.locator(".caret").is_visible()
 
 
-def test_a_reload_returns_to_the_chat_and_its_place(page: Any, server: Stub) -> None:
+def test_a_reload_returns_to_the_chat_and_its_scroll_position(page: Any, server: Stub) -> None:
     top = "document.getElementById('scroll').scrollTop"
     server.answer = THOUGHT + "\n\n" + ANSWER
     for text in ("alpha", "again"):
@@ -110,7 +110,7 @@ def test_a_reload_returns_to_the_chat_and_its_place(page: Any, server: Stub) -> 
     page.reload()
     assert page.locator(".message.user .body").all_inner_texts() == ["alpha", "again"]
     assert abs(page.evaluate(top) - 333) <= 1
-    page.locator("details summary").first.click()  # a reload folds it again: the same message stays at the edge
+    page.locator("details summary").first.click()  # a reload folds it again: the same message stays at the top
     page.evaluate("document.querySelectorAll('.message.user')[1].scrollIntoView()")
     edge = "document.querySelectorAll('.message.user')[1].getBoundingClientRect().top"
     before = page.evaluate(edge)
@@ -128,7 +128,7 @@ def test_a_reload_returns_to_the_chat_and_its_place(page: Any, server: Stub) -> 
     assert page.url == server.url
 
 
-def test_a_reload_in_the_middle_of_an_answer_keeps_what_has_come(page: Any, server: Stub) -> None:
+def test_a_reload_during_an_answer_keeps_its_text_so_far(page: Any, server: Stub) -> None:
     server.pause_after = "*block table"
     ask(page, "go")
     page.wait_for_selector("li:has-text('block table')")
@@ -138,7 +138,7 @@ def test_a_reload_in_the_middle_of_an_answer_keeps_what_has_come(page: Any, serv
     assert "stopped" in answer.locator(".meta").inner_text()
 
 
-def test_without_a_connection_the_page_stays_readable_and_says_so(page: Any, server: Stub) -> None:
+def test_without_a_connection_the_page_stays_readable_with_a_notice(page: Any, server: Stub) -> None:
     ask(page, "alpha")
     finished(page)
     page.context.set_offline(True)

@@ -1,4 +1,4 @@
-"""The pool: how large it is, and copies of blocks."""
+"""The KV pool: its size, copies of blocks, and the padding of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bagu.serve.runner import Runner
 
 
 @pytest.mark.parametrize(("kind", "floats"), [("gqa", 2 * 2 * 8), ("mla", 8 + 4)])
-def test_a_block_costs_what_its_tensors_take(kind: str, floats: int) -> None:
+def test_block_bytes_equal_the_size_of_the_tensors(kind: str, floats: int) -> None:
     config = small_model(kind).config
     kv = PagedKV(config, 5, 4, dtype=torch.bfloat16)
     assert kv.num_bytes == 5 * block_bytes(config, 4, torch.bfloat16) == 5 * 3 * 4 * floats * 2
@@ -34,11 +34,11 @@ def test_blocks_are_copied_in_all_layers_and_in_order() -> None:
         assert (pool == layer + 1.0).all()
 
 
-def test_the_pool_holds_what_memory_allows_and_no_more_than_can_be_used() -> None:
+def test_the_pool_fits_the_memory_and_has_no_unusable_blocks() -> None:
     model = small_model()
     each = block_bytes(model.config, 16, torch.float32)
     assert size_pool(model, EngineConfig(kv_memory=10 * each)) == (10, 128, 16)
-    assert size_pool(model, EngineConfig(kv_memory=5 * each)) == (5, 80, 16)  # nothing longer than the pool
+    assert size_pool(model, EngineConfig(kv_memory=5 * each)) == (5, 80, 16)  # no sequence longer than the pool
     assert size_pool(model, EngineConfig(kv_memory=1 << 40, max_num_seqs=3)) == (3 * 8, 128, 16)
     assert size_pool(model, EngineConfig(num_blocks=7, max_model_len=100)) == (7, 100, 16)
     with pytest.raises(ArgumentError, match="no block"):
@@ -52,7 +52,7 @@ def test_a_bidirectional_model_has_no_cache() -> None:
         PagedKV(dataclasses.replace(small_model().config, causal=False), 3, 2)
 
 
-def test_settings_that_cannot_be_are_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     for wrong in ({"block_size": 0}, {"max_num_batched_tokens": 8}, {"gpu_memory_utilization": 1.5}):
         with pytest.raises(ArgumentError, match=next(iter(wrong))):
             EngineConfig(**wrong)
@@ -60,13 +60,13 @@ def test_settings_that_cannot_be_are_refused() -> None:
         EngineConfig(quantization="int8", invariant=True)
 
 
-def test_rows_that_pad_a_graph_change_nothing() -> None:
-    """The padding of graphs.py, run here without a graph: the real rows' hidden states are the same."""
+def test_padding_rows_of_a_graph_do_not_change_the_others() -> None:
+    """The padding of graphs.py, run without a graph: the hidden states of the real rows do not change."""
     model = small_model()
     kv = PagedKV(model.config, 9, 4)  # block 8 is spare
     for pool in (*kv.keys, *(kv.values or ())):
         pool[:8].normal_(generator=torch.Generator().manual_seed(0))
-        pool[8] = torch.nan  # nobody may read what is there
+        pool[8] = torch.nan  # must not be read
     batch = Batch(
         ids=torch.tensor([1, 2, 3]), positions=torch.tensor([5, 2, 8]), slots=torch.tensor([5, 10, 20]),
         cu_seqlens=torch.arange(4, dtype=torch.int32), context_lens=torch.tensor([6, 3, 9], dtype=torch.int32),
@@ -83,8 +83,8 @@ def test_rows_that_pad_a_graph_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("block", [-1, 3])
-def test_a_block_outside_the_pool_never_gets_into_a_table(block: int) -> None:
-    """Kernels read the pool by the table without a check."""
+def test_a_block_outside_the_pool_is_refused_in_a_table(block: int) -> None:
+    """Kernels index the pool with the table without a check."""
     model = small_model()
     runner = Runner(model, PagedKV(model.config, 3, 4), EngineConfig(max_num_seqs=2), 8)
     plan = Plan(

@@ -1,4 +1,4 @@
-"""The engine says what the model says: its text is that of nn.sample.generate, its logits those of a dense cache."""
+"""The engine equals the model: its text is that of nn.sample.generate, its logits those of a dense cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GREEDY = Sampling(max_tokens=20, temperature=0.0)
 
 
 def run(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    """Greedy text of all prompts, the accounting checked after each step."""
+    """Greedy text of all prompts; the scheduler's integrity is checked after each step."""
     requests = [Request(id=str(i), prompt=tuple(p), sampling=GREEDY) for i, p in enumerate(prompts)]
     for request in requests:
         engine.submit(request)
@@ -35,11 +35,11 @@ def run(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_greedy_text_is_that_of_the_naive_loop(kind: str) -> None:
+def test_greedy_text_equals_the_naive_loop(kind: str) -> None:
     model = small_model(kind)
     want = generate(model, PROMPTS, 20, temperature=0.0)
     assert run(small_engine(model)) == want
-    assert run(small_engine(model, max_num_batched_tokens=8)) == want  # prompts in chunks, beside decodes
+    assert run(small_engine(model, max_num_batched_tokens=8)) == want  # prompts in chunks, together with decodes
 
 
 @pytest.mark.parametrize(
@@ -63,16 +63,16 @@ def test_pool_and_chunks_do_not_change_the_text(kind: str, settings: dict[str, A
     want = generate(model, PROMPTS, 20, temperature=0.0)
     assert run(engine) == want
     if settings.get("num_blocks") == 14 and kind == "gqa":
-        assert engine.stats().preemptions > 0, "the pool was to be too small"
+        assert engine.stats().preemptions > 0, "the pool should be too small for this"
     assert run(engine) == want  # now with a warm cache
-    if not engine.config.prefix_cache or engine.config.block_size == 16:  # the others evict what they might have found
+    if not engine.config.prefix_cache or engine.config.block_size == 16:  # smaller pools evict the blocks before
         assert (engine.stats().prefix_hits > 0) == engine.config.prefix_cache
 
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_of_every_step_are_those_of_a_dense_cache(kind: str, dtype: torch.dtype) -> None:
-    """Sequences of three lengths, so that decodes see different numbers of keys. The dense cache is asked in fp32."""
+def test_logits_of_every_step_equal_those_of_a_dense_cache(kind: str, dtype: torch.dtype) -> None:
+    """Sequences of three lengths, so that decodes attend to different numbers of keys. The dense cache is in fp32."""
     model, exact = small_model(kind, dtype), small_model(kind, dtype).float()
     engine = small_engine(model)
     dense = DenseKV(model.config, 3, 40, dtype=torch.float32)
@@ -108,7 +108,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["gqa", "windows in some", "mla", "biases, gelu"])
 def test_invariant_logprobs_have_the_trainers_bits_whatever_the_batch(kind: str) -> None:
-    """Alone or in company, in chunks, with a warm prefix, after preemption: and all equal the packed forward's."""
+    """Alone or in a batch, in chunks, with a cached prefix, after preemption: all equal those of the packed forward."""
     model = small_model(kind)
     sampling = Sampling(max_tokens=8, temperature=1.0, seed=4, logprobs=0)
     runs: dict[str, tuple[float, ...]] = {}
@@ -141,7 +141,7 @@ def test_invariant_logprobs_have_the_trainers_bits_whatever_the_batch(kind: str)
     assert {name: bits == runs["alone"] for name, bits in runs.items()} == dict.fromkeys(runs, True)
 
 
-def test_int8_is_near_and_refuses_what_it_cannot_be() -> None:
+def test_int8_is_near_and_cannot_be_invariant() -> None:
     model = small_model()
     for kind in ("gqa", "mla"):
         engine = small_engine(small_model(kind), quantization="int8")

@@ -1,4 +1,4 @@
-"""What a request may say, and that what it may not say is refused by name."""
+"""Validation of requests: allowed values, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ def test_a_bad_value_is_refused_with_its_name(name: str, value: Any) -> None:
         Sampling(**{name: value})
 
 
-def test_edges_that_are_allowed() -> None:
+def test_extreme_values_that_are_allowed() -> None:
     Sampling(temperature=0.0, top_k=1, top_p=1e-9, min_p=1.0, seed=-(2**63), logit_bias={0: -100.0, 7: 100}, logprobs=0)
     Sampling(max_tokens=0, prompt_logprobs=0)
     with pytest.raises(ArgumentError, match="max_tokens"):
         Sampling(max_tokens=0, prompt_logprobs=0, n=2)
 
 
-def test_a_logit_bias_is_kept_as_it_was_given() -> None:
+def test_a_logit_bias_is_copied() -> None:
     mine = {3: 1.0}
     sampling = Sampling(logit_bias=mine)
     mine[3] = 2.0
     assert sampling.logit_bias == {3: 1.0}
 
 
-def test_a_prompt_is_not_empty_and_scores_begin_inside_it() -> None:
+def test_an_empty_prompt_and_an_outside_score_start_are_refused() -> None:
     with pytest.raises(ArgumentError, match="empty prompt"):
         Request(id="r", prompt=())
     with pytest.raises(ArgumentError, match="score_start = 2 in a prompt of 2"):
         Request(id="r", prompt=(1, 2), score_start=2)
 
 
-def test_requests_and_events_cross_a_process_border() -> None:
+def test_requests_and_events_can_be_pickled() -> None:
     request = Request(
         id="r", prompt=(1, 2), sampling=Sampling(stop=("x",), logit_bias={1: 2.0}), priority=1, arrival=2.0
     )

@@ -1,4 +1,4 @@
-"""Drawing tokens: each filter by its definition, and a seed's text whatever else is in the batch."""
+"""Sampling: each filter by its definition, and the same tokens for a seed in any batch."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ SAMPLINGS = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(SAMPLINGS, min_size=1, max_size=5))
-def test_a_row_draws_the_same_alone_and_in_any_batch(samplings: list[Sampling]) -> None:
+def test_a_row_samples_the_same_alone_and_in_any_batch(samplings: list[Sampling]) -> None:
     x = logits(len(samplings))
     rows = [row(s, seed=i, output=(3, 3, 7)) for i, s in enumerate(samplings)]
     together = sample(x, rows).tolist()
     assert together == [int(sample(x[i : i + 1], [r])) for i, r in enumerate(rows)]
-    assert torch.equal(x, logits(len(samplings)))  # they are still needed for the logprobs
+    assert torch.equal(x, logits(len(samplings)))  # unchanged: the logprobs still need them
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 99), st.sampled_from([None, 1, 5, V]), st.sampled_from([0.2, 0.9, 1.0]), st.sampled_from([0.0, 0.3])
 )
-def test_filters_keep_what_their_definitions_say(seed: int, top_k: int | None, top_p: float, min_p: float) -> None:
+def test_filters_match_their_definitions(seed: int, top_k: int | None, top_p: float, min_p: float) -> None:
     p = logits(1, seed).softmax(-1)
     kept = _filter(p, [Sampling(top_k=top_k, top_p=top_p, min_p=min_p)])[0]
     ranked = sorted(range(V), key=lambda i: -p[0, i].item())
@@ -66,20 +66,20 @@ def test_filters_keep_what_their_definitions_say(seed: int, top_k: int | None, t
     assert torch.equal(kept[kept > 0], p[0][kept > 0])
 
 
-def test_tokens_as_likely_as_the_last_one_stay_with_it() -> None:
+def test_tokens_as_probable_as_the_last_kept_one_are_kept() -> None:
     p = torch.tensor([[0.4, 0.2, 0.2, 0.2]])
     assert int((_filter(p, [Sampling(top_k=2)]) > 0).sum()) == 4
     assert int((_filter(p, [Sampling(top_p=0.4)]) > 0).sum()) == 1
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=6).filter(any), st.floats(0, 1, width=32))
-def test_the_draw_is_at_height_u_and_never_of_probability_0(p: list[float], u: float) -> None:
+def test_inverse_cdf_selects_at_u_and_never_probability_0(p: list[float], u: float) -> None:
     token = int(_inverse_cdf(torch.tensor([p]), torch.tensor([u])))
     assert p[token] > 0
     assert sum(p[:token]) <= u * sum(p) + 1e-6 and (u * sum(p) <= sum(p[: token + 1]) + 1e-6)
 
 
-def test_draws_follow_the_probabilities() -> None:
+def test_samples_follow_the_probabilities() -> None:
     x = torch.tensor([[0.0, 1.0, 2.0]]).expand(4000, 3)
     rows = [Row(Sampling(temperature=0.5), i, 0, (0,), 1) for i in range(4000)]
     found = torch.bincount(sample(x, rows), minlength=3) / 4000
@@ -87,7 +87,7 @@ def test_draws_follow_the_probabilities() -> None:
     torch.testing.assert_close(found, want, atol=0.03, rtol=0)  # 4 sigma of 4000 draws is 0.03
 
 
-def test_penalties_bias_and_forbidden_ends_by_their_formulas() -> None:
+def test_penalties_bias_and_masked_stop_tokens_match_their_formulas() -> None:
     x = logits(1)
     penalties = {"repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     s = Sampling(max_tokens=9, logit_bias={5: 4.0}, min_tokens=4, stop_token_ids=(8,), **penalties)
@@ -118,20 +118,20 @@ def test_temperature_sharpens() -> None:
         Sampling(max_tokens=1, temperature=1e-46, repetition_penalty=0.01, presence_penalty=2.0),
     ],
 )
-def test_the_smallest_numbers_draw_the_likeliest(sampling: Sampling) -> None:
+def test_extreme_settings_sample_the_most_probable_token(sampling: Sampling) -> None:
     x = logits(1)
-    x[0, 1] = -30.0  # the prompt's token, which the penalty meets
+    x[0, 1] = -30.0  # the prompt's token, to which the penalty applies
     assert sample(x, [row(sampling)]).tolist() == [int(x.argmax())]
 
 
-def test_where_every_token_would_end_the_output_none_is_forbidden() -> None:
+def test_no_token_is_masked_if_all_would_end_the_output() -> None:
     every = Sampling(max_tokens=8, min_tokens=3, stop_token_ids=tuple(range(V)), temperature=1.0)
     p = probabilities(_adjust(logits(1), [row(every)]), [row(every)])
     assert torch.isfinite(p).all() and p.sum() > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_best_is_the_first_of_the_likeliest(dtype: torch.dtype) -> None:
+def test_argmax_is_the_first_largest(dtype: torch.dtype) -> None:
     x = torch.zeros(3, V, dtype=dtype)
     x[1, [4, 9]] = 1.0
     x[2, 9] = 1.0

@@ -1,4 +1,4 @@
-"""The scheduler, one behaviour at a time, on the fake engine of fake_engine.py."""
+"""The scheduler, one behaviour per test, with the engine of fake_engine.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_decodes_and_chunks_of_prompts_share_one_budget() -> None:
     assert plan.num_tokens == 16 and plan.num_decodes == 1 and plan.sample_rows == [0]
 
 
-def test_a_capped_chunk_lets_a_short_prompt_go_along_with_a_long_one() -> None:
+def test_max_prefill_chunk_lets_a_short_prompt_run_beside_a_long_one() -> None:
     fake = engine(max_num_batched_tokens=16, max_prefill_chunk=8)
     fake.scheduler.add(ask("long", [2 + i % 19 for i in range(100)]))
     fake.scheduler.add(ask("short", [20] * 5, arrival=1.0))
@@ -33,7 +33,7 @@ def test_a_capped_chunk_lets_a_short_prompt_go_along_with_a_long_one() -> None:
     assert plan is not None and [s.length for s in plan.slices] == [8, 5]
 
 
-def test_priority_goes_first_and_age_catches_up() -> None:
+def test_priority_runs_first_and_age_catches_up() -> None:
     def order(*requests: Request) -> list[str]:
         fake = engine(max_num_seqs=1)
         for r in requests:
@@ -45,7 +45,7 @@ def test_priority_goes_first_and_age_catches_up() -> None:
     assert order(ask("a", 3), ask("b", 3), ask("c", 3)) == ["a", "b", "c"]
 
 
-def test_a_request_that_does_not_fit_yet_is_not_passed_by_a_smaller_one() -> None:
+def test_a_smaller_request_does_not_overtake_one_that_does_not_fit_yet() -> None:
     fake = engine(num_blocks=8, block_size=4)
     fake.scheduler.add(ask("first", 12, max_tokens=8, min_tokens=8))
     fake.step()
@@ -97,7 +97,7 @@ def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
     assert plan is not None and [(s.start, s.length) for s in plan.slices] == [(4, 4)]
 
 
-def test_cached_blocks_that_a_prompt_hits_do_not_count_as_room_for_its_rest() -> None:
+def test_hit_blocks_do_not_count_as_available_for_the_same_prompt() -> None:
     fake = engine(num_blocks=6, block_size=2)
     fake.scheduler.add(ask("cold", 8, max_tokens=1))
     drain(fake)
@@ -111,7 +111,7 @@ def test_cached_blocks_that_a_prompt_hits_do_not_count_as_room_for_its_rest() ->
     assert_empty(fake)
 
 
-def test_prompts_of_one_plan_share_what_the_first_of_them_computes() -> None:
+def test_prompts_of_one_plan_share_the_blocks_of_the_first() -> None:
     fake = engine(block_size=4, max_num_batched_tokens=24)
     requests = [ask(name, [*range(2, 14), *own], max_tokens=2, min_tokens=2) for name, own in
                 {"a": [3, 4], "b": [5, 6, 7], "c": [3, 4, 8]}.items()]  # fmt: skip
@@ -125,7 +125,7 @@ def test_prompts_of_one_plan_share_what_the_first_of_them_computes() -> None:
     assert {r.id: [fake.texts[r.id][0]] for r in requests} == {r.id: alone(r, None) for r in requests}
 
 
-def test_what_an_aborted_owner_computes_is_there_for_those_that_share_it() -> None:
+def test_blocks_of_an_aborted_sequence_are_computed_for_its_sharers() -> None:
     fake = engine(block_size=4)
     follower = ask("follower", 14, max_tokens=3, min_tokens=3, arrival=1.0)
     fake.scheduler.add(ask("owner", 13, max_tokens=1))
@@ -134,13 +134,13 @@ def test_what_an_aborted_owner_computes_is_there_for_those_that_share_it() -> No
     assert plan is not None and [(s.start, s.length) for s in plan.slices] == [(0, 13), (12, 2)]
     assert fake.scheduler.abort("owner")
     fake.scheduler.check_integrity()
-    fake.drawn.append((plan, fake.run(plan)))  # the plan stands: it runs whoever is still there
+    fake.drawn.append((plan, fake.run(plan)))  # the plan still runs
     drain(fake)
     assert [fake.texts["follower"][0]] == alone(follower, None)
     assert_empty(fake)
 
 
-def test_wanted_prompt_logprobs_are_computed_though_cached() -> None:
+def test_requested_prompt_logprobs_are_computed_although_cached() -> None:
     fake = engine(block_size=4)
     fake.scheduler.add(ask("cold", 16, max_tokens=1))
     drain(fake)
@@ -152,7 +152,7 @@ def test_wanted_prompt_logprobs_are_computed_though_cached() -> None:
     assert fake.ends["tail"] == {0: "length"} and "tail" not in fake.texts
 
 
-def test_a_windowed_model_serves_a_text_longer_than_the_pool() -> None:
+def test_a_windowed_model_generates_a_text_longer_than_the_pool() -> None:
     fake = engine(num_blocks=4, block_size=4, window=8)
     request = ask("r", 40, max_tokens=100, min_tokens=100)
     fake.scheduler.add(request)
@@ -204,7 +204,7 @@ def test_restart_recomputes_everything_and_empties_the_cache() -> None:
     assert [fake.texts["r"][0]] == alone(request, None)
 
 
-def test_what_can_never_fit_is_refused_with_the_reason() -> None:
+def test_a_request_that_can_never_fit_is_refused_with_the_reason() -> None:
     scheduler = engine(num_blocks=4, block_size=4, max_num_seqs=2).scheduler
     with pytest.raises(Unservable, match="make 266 tokens, more than max_model_len = 256"):
         scheduler.add(ask("r", 10, max_tokens=256))

@@ -1,5 +1,5 @@
-"""The scheduler under random load, against a small reference: every request gets the text it would get alone, whatever
-else is going on; and nothing is left when ten thousand have come and gone.
+"""The scheduler under random load, against a small reference: every request gets the same text as alone, and ten
+thousand requests release everything.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from bagu.serve.request import Request, Unservable
 
 arrivals = st.fixed_dictionaries({
     "at": st.integers(0, 12),
-    "family": st.integers(0, 2),  # prompts of one family share their beginning
+    "family": st.integers(0, 2),  # prompts of one family share a prefix
     "shared": st.integers(0, 20),
     "own": st.integers(1, 12),
-    "repeat": st.booleans(),  # the same prompt as the arrival before
+    "repeat": st.booleans(),  # the same prompt as the previous arrival
     "max_tokens": st.integers(0, 12),
     "min_tokens": st.integers(0, 3),
     "n": st.integers(1, 3),
@@ -111,7 +111,7 @@ def assert_unservable(fake: FakeEngine, request: Request) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_ten_thousand_requests_with_random_aborts_leave_nothing(depth: int) -> None:
+def test_ten_thousand_requests_with_random_aborts_release_everything(depth: int) -> None:
     rng = random.Random(depth)
     fake = engine(num_blocks=20, max_num_seqs=16, max_num_batched_tokens=64, depth=depth, audit=False)
     scheduler, alive = fake.scheduler, []

@@ -1,4 +1,4 @@
-"""Text as it grows: whole characters, nothing lost, and nothing that a stop string takes back."""
+"""Incremental detokenization: whole characters, no lost text, and no text of a stop string."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kind = type[ByteDetokenizer] | type[SpanDetokenizer]
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes; 256 ends a text."""
+    """A tokenizer whose tokens are bytes; 256 is the end of text."""
 
     vocab_size, eos_id, byte_level = 257, 256, True
 
@@ -37,7 +37,7 @@ class Bytes:
 
 @pytest.mark.parametrize("kind", [ByteDetokenizer, SpanDetokenizer])
 @given(tokens=st.lists(st.integers(0, 256), max_size=40))
-def test_deltas_of_any_bytes_sum_to_the_whole_decode(kind: Kind, tokens: list[int]) -> None:
+def test_deltas_of_any_bytes_join_to_the_full_decode(kind: Kind, tokens: list[int]) -> None:
     grows = kind(Bytes())
     deltas = [grows.push(t) for t in tokens] + [grows.flush()]
     assert "".join(deltas) == Bytes().decode(tokens)
@@ -45,7 +45,7 @@ def test_deltas_of_any_bytes_sum_to_the_whole_decode(kind: Kind, tokens: list[in
 
 @pytest.mark.parametrize("kind", [ByteDetokenizer, SpanDetokenizer])
 @given(text=st.text(max_size=20))
-def test_no_delta_of_valid_text_shows_half_a_character(kind: Kind, text: str) -> None:
+def test_no_delta_of_valid_text_has_an_incomplete_character(kind: Kind, text: str) -> None:
     grows = kind(Bytes())
     deltas = [grows.push(t) for t in Bytes().encode(text)]
     assert "".join(deltas) == text and grows.flush() == ""
@@ -69,15 +69,15 @@ SPACES = tokenizer(
 
 
 @given(st.lists(st.integers(0, BYTE_LEVEL.vocab_size - 1), max_size=12))
-def test_deltas_of_a_byte_level_tokenizer_sum_to_its_decode(tokens: list[int]) -> None:
+def test_deltas_of_a_byte_level_tokenizer_join_to_its_decode(tokens: list[int]) -> None:
     grows = detokenizer(BYTE_LEVEL)
     assert isinstance(grows, ByteDetokenizer)
     assert "".join([*map(grows.push, tokens), grows.flush()]) == BYTE_LEVEL.decode(tokens)
 
 
 @given(st.lists(st.sampled_from(["▁", "▁a", "b", "é"]) | st.characters(exclude_categories=["Cs"]), max_size=12))
-def test_deltas_of_bytes_and_spaces_sum_to_the_decode(pieces: list[str]) -> None:
-    """SentencePiece's way: characters that the vocabulary lacks are written as their bytes."""
+def test_deltas_of_bytes_and_spaces_join_to_the_decode(pieces: list[str]) -> None:
+    """As in SentencePiece: a character that is not in the vocabulary is encoded as its bytes."""
     ids = dict(zip(SPACES_VOCAB, range(len(SPACES_VOCAB)), strict=True))
     tokens = [i for p in pieces for i in ([ids[p]] if p in ids else [ids[f"<0x{b:02X}>"] for b in p.encode()])]
     grows = detokenizer(SPACES)
@@ -89,18 +89,18 @@ TRAINED = BpeTokenizer.train(["def f(x):\n    return x\n", "hello world, 你好�
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
-def test_the_bytes_of_the_tokens_of_a_text_are_the_text(text: str) -> None:
+def test_the_bytes_of_the_tokens_join_to_the_text(text: str) -> None:
     assert b"".join(map(TRAINED.bytes_of, TRAINED.encode(text))) == text.encode()
 
 
-def test_bytes_of_what_is_no_plain_text() -> None:
+def test_bytes_of_special_and_unknown_tokens() -> None:
     assert TRAINED.bytes_of(TRAINED.eos_id) == b"<|endoftext|>" and TRAINED.bytes_of(10**6) == b""
     ids = dict(zip(SPACES_VOCAB, range(len(SPACES_VOCAB)), strict=True))
     said = [SPACES.bytes_of(ids[piece]) for piece in ("<0xE4>", "▁a", "▁", "é", "</s>")]
     assert said == [b"\xe4", b" a", b" ", "é".encode(), b"</s>"]
 
 
-def test_output_that_begins_inside_a_character_shows_nothing_of_the_prompt() -> None:
+def test_output_that_begins_inside_a_character_has_no_text_of_the_prompt() -> None:
     head, tail = list("é".encode())
     assert head == 0xC3  # the prompt ends here
     stream = TextStream(Bytes(), Sampling())
@@ -123,7 +123,7 @@ def test_stop_strings_are_found_however_the_text_is_cut(text: str, stops: list[s
     if not ends:
         assert (sent, stop) == (text, None)
         return
-    first = min(end for end, _ in ends)  # the letter with which the first stop string is complete
+    first = min(end for end, _ in ends)  # the end of the first complete stop string
     assert stop is not None and text[:first].endswith(stop)
     assert sent == text[: first if include else first - len(stop)]
 
@@ -134,7 +134,7 @@ def test_text_before_min_tokens_cannot_begin_a_stop_string() -> None:
     assert stream.stop == "ab"
 
 
-def test_the_token_that_ends_a_text_is_not_shown_unless_asked() -> None:
+def test_the_token_that_ends_a_text_is_left_out_unless_requested() -> None:
     end = TokenEvent("r", 0, ord("."), finish="stop", stop_reason=ord("."))
     shown = []
     for include in (False, True):

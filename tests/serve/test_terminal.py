@@ -1,4 +1,4 @@
-"""`bagu chat`: over HTTP with a server whose answers are known, and with a real engine in this process."""
+"""`bagu chat`: over HTTP with a stub server, and with a real engine in this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def server() -> Iterator[Stub]:
 
 
 def typed(*lines: str) -> Callable[[str], str]:
-    """What a user types, then Ctrl-D."""
+    """The lines that a user types, then Ctrl-D."""
     rest = iter(lines)
 
     def read(prompt: str) -> str:
@@ -83,8 +83,8 @@ def test_bagu_chat_sends_a_server_only_the_sampling_that_was_given(server: Stub,
     assert {k: v for k, v in server.bodies[0].items() if k in terminal.SETTINGS} == settings
 
 
-def test_tokens_over_http_are_those_the_server_counts(server: Stub) -> None:
-    """A chunk is no token: of a character that is spread over two tokens only the second has text."""
+def test_token_counts_over_http_are_the_servers(server: Stub) -> None:
+    """A chunk is not a token: of a character that spans two tokens, only the second has text."""
     made = len(tokens(ANSWER))
     assert f"{made} tokens" in talk(HttpChat(server.url), "hello")
     assert {body["stream_options"]["include_usage"] for body in server.bodies} == {True}
@@ -102,7 +102,7 @@ def test_tokens_of_a_real_server_are_its_usage(tiny: Running) -> None:
     assert took.tokens == usage["completion_tokens"] != sum(map(bool, pieces))
 
 
-def test_what_goes_wrong_is_told_and_the_session_goes_on(server: Stub) -> None:
+def test_errors_are_printed_and_the_session_continues(server: Stub) -> None:
     shown = talk(
         HttpChat(server.url),
         "refuse",
@@ -124,7 +124,7 @@ def test_what_goes_wrong_is_told_and_the_session_goes_on(server: Stub) -> None:
     assert len(server.bodies) == 3
 
 
-def test_the_server_may_be_gone_or_ask_for_a_key(server: Stub) -> None:
+def test_an_unreachable_server_and_a_missing_key_are_errors(server: Stub) -> None:
     with pytest.raises(BaguError, match="cannot be reached"):
         HttpChat("http://127.0.0.1:1")
     with pytest.raises(ArgumentError, match="not the address"):
@@ -135,8 +135,8 @@ def test_the_server_may_be_gone_or_ask_for_a_key(server: Stub) -> None:
     assert HttpChat(server.url, api_key="secret").name == "tiny"
 
 
-def test_a_stream_that_is_cut_is_no_answer() -> None:
-    """A server that goes away after the first piece."""
+def test_an_interrupted_stream_is_an_error() -> None:
+    """A server that closes the connection after the first piece."""
 
     def serve(listener: socket.socket) -> None:
         answers = (
@@ -160,7 +160,7 @@ def test_a_stream_that_is_cut_is_no_answer() -> None:
         HttpChat("http://127.0.0.1:abc")
 
 
-def test_ctrl_c_stops_an_answer_keeps_what_came_and_leaves_the_server(server: Stub) -> None:
+def test_ctrl_c_stops_an_answer_and_keeps_its_text(server: Stub) -> None:
     session = terminal.Session(chat=HttpChat(server.url), messages=[{"role": "user", "content": "count"}])
     shown: list[str] = []
 
@@ -175,7 +175,7 @@ def test_ctrl_c_stops_an_answer_keeps_what_came_and_leaves_the_server(server: St
     assert server.left.wait(10)
 
 
-def test_control_characters_are_shown_and_not_obeyed() -> None:
+def test_control_characters_are_printed_as_symbols() -> None:
     class Escapes:
         name = "bad"
 
@@ -204,7 +204,7 @@ def test_with_an_engine_in_this_process() -> None:
 
 
 class Bytes:
-    """Bytes as tokens; 0 ends."""
+    """Tokens are bytes; 0 is the end of text."""
 
     vocab_size, eos_id, byte_level = 256, 0, True
 

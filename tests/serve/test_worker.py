@@ -10,7 +10,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from tiny_server import MODEL, eventually, serving
+from tiny_server import MODEL, eventually, running_server
 
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.metrics import Histogram, Metrics
@@ -70,7 +70,7 @@ def test_the_queue_is_bounded() -> None:
     assert full.value.status == 429 and int(full.value.headers["Retry-After"]) >= 1
     with pytest.raises(ApiError) as never:
         calls.open([request("c", n=5)])
-    assert never.value.status == 400  # it would not fit into an empty queue either
+    assert never.value.status == 400  # it does not even fit into an empty queue
     calls.open([request("d")])
 
 
@@ -80,12 +80,12 @@ def test_a_histogram_is_cumulative() -> None:
         histogram.observe(value)
     lines = [line.split()[-1] for line in histogram.lines("h", 'a="b"')]
     assert lines == ["2", "3", "4", "12.0", "4"]
-    assert histogram.quantile(0.5) == 1.5 and histogram.quantile(0.5, last=1) == 9  # of the last three, of the last
+    assert histogram.quantile(0.5) == 1.5 and histogram.quantile(0.5, last=1) == 9  # of the last three; of the last one
     assert histogram.quantile(0.5, last=0) is None
 
 
-def test_an_encoder_embeds_and_its_process_does_not_outlive_the_server(tmp_path: Path) -> None:
-    with serving(tmp_path / "stderr", "--encoder") as running:
+def test_an_encoder_embeds_and_its_process_exits_with_the_server(tmp_path: Path) -> None:
+    with running_server(tmp_path / "stderr", "--encoder") as running:
         with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
             both = client.embeddings.create(model=MODEL, input=["hello world", "def f(x)"])
             alone = client.embeddings.create(model=MODEL, input="def f(x)", encoding_format="float")

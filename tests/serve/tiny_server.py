@@ -1,4 +1,4 @@
-"""A real server on a real socket, with its engine in a real process, of a tiny random model: for the tests of serving.
+"""A real server with a tiny random model, for tests: a real socket, and a real engine process.
 
 >>> python tests/serve/tiny_server.py --max-num-seqs 4
 """
@@ -26,11 +26,11 @@ from bagu.serve.config import EngineConfig
 from bagu.serve.http import server
 
 MODEL = "tiny"
-MAX_LEN = 4096  # long, so that a stream can be caught while it runs
+MAX_LEN = 4096  # long, so that tests can act while a stream runs
 
 
 def load(*, causal: bool = True, broken: bool = False) -> tuple[Any, Any, Any]:
-    """What the engine's process loads; the server's process has no need of these imports (1.4 s)."""
+    """Called in the engine process; the server's process does not need these imports (1.4 s)."""
     if broken:
         raise BaguError("the weights are torn", hint="download them again")
     import torch
@@ -50,7 +50,7 @@ def load(*, causal: bool = True, broken: bool = False) -> tuple[Any, Any, Any]:
 
 
 class Running:
-    """A server that runs: its address, its process, and what it printed."""
+    """A running server: its URL, its process, and its output."""
 
     def __init__(self, process: subprocess.Popen[str], url: str, log: Path) -> None:
         self.process, self.url, self.log = process, url, log
@@ -61,11 +61,11 @@ class Running:
         return int(self.url.rsplit(":", 1)[1])
 
     def get(self, path: str) -> Any:
-        """The JSON at `path`; raises httpx.HTTPError where there is none."""
+        """The JSON at `path`; raises httpx.HTTPError on an error status."""
         return self.http.get(path).raise_for_status().json()
 
     def engine_pid(self) -> int:
-        """The engine's process: the child of the server that is no resource tracker."""
+        """The engine process: the child of the server that is not the resource tracker."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         threads = [
             c for t in Path(f"/proc/{self.process.pid}/task").iterdir() for c in (t / "children").read_text().split()
@@ -76,15 +76,15 @@ class Running:
         raise AssertionError("the server has no engine process")
 
     def raw(self, data: bytes) -> socket.socket:
-        """A connection on which these bytes were sent."""
+        """Open a connection and send these bytes."""
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         connection.sendall(data)
         return connection
 
 
 @contextmanager
-def serving(log: Path, *flags: str, ready: bool = True) -> Iterator[Running]:
-    """A server in a process of its own, killed in the end. `ready`: wait until it is warm."""
+def running_server(log: Path, *flags: str, ready: bool = True) -> Iterator[Running]:
+    """Start a server process, and kill it at the end. With `ready`, wait until it is warmed up."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     with log.open("w") as errors:
         process = subprocess.Popen(
@@ -114,7 +114,7 @@ def healthy(running: Running) -> bool:
 
 
 def eventually(condition: Callable[[], Any], what: str, timeout: float = 60.0) -> Any:
-    """Wait for something that must happen; fails with its name when it does not within `timeout` seconds."""
+    """Wait until `condition` is true; fails with its name after `timeout` seconds."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         if result := condition():
