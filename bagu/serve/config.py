@@ -46,17 +46,11 @@ class GenerationDefaults:
 
     @property
     def effective(self) -> dict[str, Any]:
-        """What a chat that says nothing is sampled with. `max_tokens` is None where that is what fits."""
+        """The sampling of a chat request that sets no field. `max_tokens` None: limited only by the context."""
         sampling = Sampling(**self.sampling)
         names = (
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        )
+            "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        )  # fmt: skip
         return {**{name: getattr(sampling, name) for name in names}, "max_tokens": self.max_tokens}
 
 

@@ -37,7 +37,7 @@ class Row(NamedTuple):
     eos_ids: Sequence[int] = ()
 
     @property
-    def drawn(self) -> int:
+    def num_output(self) -> int:
         """Number of output tokens so far, which is the position of the token to sample."""
         return len(self.tokens) - self.num_prompt
 
@@ -46,7 +46,7 @@ class Row(NamedTuple):
         """Whether bias, penalties or masked tokens change the logits of this row."""
         s = self.sampling
         penalised = s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
-        return penalised or bool(s.logit_bias) or self.drawn < s.min_tokens
+        return penalised or bool(s.logit_bias) or self.num_output < s.min_tokens
 
     @property
     def filtered(self) -> bool:
@@ -78,7 +78,7 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     at = torch.tensor(random, device=logits.device) if len(random) < len(rows) else None
     picked = [rows[i] for i in random]
     p = probabilities(logits if at is None else logits.index_select(0, at), picked)
-    u = torch.tensor([uniform(r.seed, r.choice, r.drawn) for r in picked], dtype=p.dtype, device=p.device)
+    u = torch.tensor([uniform(r.seed, r.choice, r.num_output) for r in picked], dtype=p.dtype, device=p.device)
     tokens = _inverse_cdf(p, u)
     return tokens if at is None else argmax(logits).index_copy(0, at, tokens)
 
@@ -135,7 +135,7 @@ def _apply_penalties(x: torch.Tensor, row: Row) -> None:
         seen = torch.tensor(sorted(set(row.tokens)), device=x.device)
         old = x[seen]
         x[seen] = torch.where(old > 0, old / s.repetition_penalty, old * s.repetition_penalty)
-    if row.drawn and (s.presence_penalty or s.frequency_penalty):
+    if row.num_output and (s.presence_penalty or s.frequency_penalty):
         output = torch.tensor(row.tokens[row.num_prompt :], device=x.device)
         ids, counts = output.unique(return_counts=True)
         x[ids] -= s.frequency_penalty * counts.to(x.dtype) + s.presence_penalty
@@ -147,7 +147,7 @@ def _apply_penalties(x: torch.Tensor, row: Row) -> None:
 def _mask_stop_tokens(x: torch.Tensor, row: Row) -> None:
     """Before min_tokens, set the logits of tokens that would end the output to -inf."""
     s = row.sampling
-    if row.drawn < s.min_tokens:
+    if row.num_output < s.min_tokens:
         ends = {*s.stop_token_ids, *(() if s.ignore_eos else row.eos_ids)}
         found = [t for t in ends if t < len(x)]
         if len(found) < len(x):  # otherwise no token would be left to sample

@@ -285,9 +285,9 @@ class Scheduler:
         """Append a sampled token, and end the choice if it is the last."""
         request, tokens = sequence.request, sequence.tokens
         tokens.append(token)
-        drawn, reason = len(tokens) - sequence.num_prompt, None
+        num_output, reason = len(tokens) - sequence.num_prompt, None
         finish: Finish | None = None
-        if token in sequence.stops and drawn >= request.sampling.min_tokens:
+        if token in sequence.stops and num_output >= request.sampling.min_tokens:
             finish = "stop"
             reason = token if token in request.sampling.stop_token_ids else None
         elif len(tokens) > sequence.end:  # max_tokens is reached; the KV of the last token is not computed
@@ -295,7 +295,7 @@ class Scheduler:
         if finish is not None:
             self._finish(sequence)
         logprob, top = (None, None) if detail is None else detail
-        if drawn > 1:
+        if num_output > 1:
             return TokenEvent(request.id, sequence.index, token, logprob, top, finish, reason)
         cached, started = sequence.cached or 0, sequence.started  # a forked choice has neither
         return TokenEvent(request.id, sequence.index, token, logprob, top, finish, reason, cached, started)

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's routes, the engine's process, metrics, and connections."""
+"""The HTTP server: the OpenAI API, the engine process, metrics and connections."""

@@ -1,1 +1,1 @@
-"""The KV cache: its pool of blocks, who holds which block, and the view a step attends through."""
+"""The paged KV cache: its size, the block allocator with the prefix cache, and the tensors."""
