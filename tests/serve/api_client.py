@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 import httpx
-from conftest import KEY
-from tiny_server import Running
+from tiny_server import KEY, Running
 
 ASK = [{"role": "user", "content": "hello world, 你好"}]
 ALL: dict[str, Any] = {"extra_body": {"ignore_eos": True}}  # a random model may sample the end of text at any time

@@ -13,14 +13,11 @@ if TYPE_CHECKING:  # httpx, uvicorn and openai are not on every machine with a G
     from page_stub import Stub
     from tiny_server import Running
 
-KEY = "sk-test"
-ORIGIN = "http://localhost:3000"  # an allowed origin
-
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server where 8 choices run and 8 more wait. A test that breaks it must wait until it is healthy again."""
-    from tiny_server import running_server
+    from tiny_server import KEY, ORIGIN, running_server
 
     log = tmp_path_factory.mktemp("server") / "stderr"
     with running_server(
@@ -32,6 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture
 def client(tiny: Running) -> Iterator[openai.OpenAI]:
     import openai
+    from tiny_server import KEY
 
     with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
         yield client

@@ -10,8 +10,7 @@ import httpx
 import openai
 import pytest
 from api_client import ALL, ASK, CHAT, JSON, LONG, TEXT, get, head, idle, post
-from conftest import KEY, ORIGIN
-from tiny_server import MODEL, Running, eventually
+from tiny_server import KEY, MODEL, ORIGIN, Running, eventually
 
 from bagu.errors import ArgumentError
 from bagu.serve.http import server

@@ -7,8 +7,7 @@ from typing import Any
 import openai
 import pytest
 from api_client import ASK, CHAT, TEXT, get, post
-from conftest import KEY
-from tiny_server import MAX_LEN, Running
+from tiny_server import KEY, MAX_LEN, Running
 
 from bagu.serve.http import fields
 from bagu.serve.http.calls import ApiError

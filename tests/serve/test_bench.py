@@ -11,11 +11,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from conftest import KEY
 from hypothesis import given
 from hypothesis import strategies as st
 from small_engine import small_engine, small_model
-from tiny_server import Running, running_server
+from tiny_server import KEY, Running, running_server
 
 from bagu.bench import engine as bench_engine
 from bagu.bench import serve as bench_serve

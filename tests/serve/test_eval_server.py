@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import KEY
-from tiny_server import Running, load
+from tiny_server import KEY, Running, load
 
 from bagu.errors import BaguError
 from bagu.eval.model import Decoding

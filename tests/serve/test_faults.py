@@ -18,10 +18,9 @@ from typing import Any
 import openai
 import pytest
 import tiny_server
-from conftest import KEY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_server import MODEL, Running, eventually, healthy, running_server
+from tiny_server import KEY, MODEL, Running, eventually, healthy, running_server
 
 HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 3000, "extra_body": {"ignore_eos": True}}

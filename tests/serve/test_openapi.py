@@ -6,8 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from conftest import KEY
-from tiny_server import MAX_LEN, MODEL, Running
+from tiny_server import KEY, MAX_LEN, MODEL, Running
 
 from bagu.serve.http.openapi import OPERATIONS, describe
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import KEY
 from page_stub import ANSWER, Stub, stub, tokens
 from rich.console import Console
-from tiny_server import MODEL, Running
+from tiny_server import KEY, MODEL, Running
 
 from bagu.errors import ArgumentError, BaguError
 from bagu.nn import ModelConfig, Transformer, init_weights

@@ -26,6 +26,8 @@ from bagu.serve.config import EngineConfig
 from bagu.serve.http import server
 
 MODEL = "tiny"
+KEY = "sk-test"  # of the fixture `tiny`
+ORIGIN = "http://localhost:3000"  # allowed by it
 MAX_LEN = 4096  # long, so that tests can act while a stream runs
 
 
