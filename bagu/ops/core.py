@@ -194,6 +194,13 @@ class OpSpec:
     def _admitted(self) -> set[tuple[Any, ...]]:
         return set()
 
+    def empty_results(self, args: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Outputs and residuals of a call, of the right shapes and dtypes and with nothing in them."""
+        dims = self.sig.measure(args, {s.name: args[s.name] for s in self.sig.scalars})
+        dims |= self.derive(args, dims) if self.derive is not None else {}
+        x, given = args[self.sig.tensors[0].name], args.get("dtype")
+        return [x.new_empty(r.shape(dims), dtype=r.result_dtype(x.dtype, given)) for r in self.sig.results]
+
     def module(self, backend: str) -> ModuleType:
         if backend not in self.backends:
             raise UnknownName.among(f"backend of {self.name}", backend, self.backends)

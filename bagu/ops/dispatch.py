@@ -20,7 +20,7 @@ import torch
 
 from bagu.errors import ArgumentError, BackendError, UnknownName
 from bagu.machine.device import triton_interprets
-from bagu.ops import scope
+from bagu.ops import recording, scope
 from bagu.ops.core import OpSpec
 from bagu.ops.custom import Run, node, register, watched
 from bagu.ops.eager import autocasting, constant, traced, transformed
@@ -70,7 +70,9 @@ def call(spec: OpSpec, backend: str | None, /, **args: Any) -> Any:
     first = args[spec.sig.tensors[0].name]  # the first tensor is never optional
     if spec.check_values is not None and not traced(first) and debugging() and first.device.type != "meta":
         spec.check_values(args, spec.bind(args))
-    if autocasting(first):
+    if (recorder := recording.active()) is not None:
+        results = recorder.call(spec, args)
+    elif autocasting(first):
         with torch.autocast(first.device.type, enabled=False):
             results = _run(spec, backend, first, args, explicit=True)
     else:

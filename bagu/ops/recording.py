@@ -1,0 +1,119 @@
+"""What a piece of code computes, written down by running it on meta tensors: every op, and PyTorch between the ops.
+
+>>> with recording.Recorder() as recorder:
+...     hidden = model(ids, positions, cu_seqlens, max_len).hidden  # everything on the meta device
+>>> [call.name for call in recorder.calls]
+['aten.embedding.default', …, 'rms_norm', 'matmul', …]
+
+While a recorder is open in a thread, an op (`dispatch.call`) runs no backend. Its results are empty tensors of the
+shapes in its signature, made by one autograd node that saves what the op's spec says its backward reads. So a recording
+is the same on every machine, and `torch.autograd.graph.saved_tensors_hooks` sees what a backward would keep.
+
+A tensor is identified by its storage (`storage_id`) and by offset, shape and strides, which the meta device has too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bagu.ops.core import OpSpec
+from bagu.ops.signature import Dims
+
+__all__ = ["Call", "Recorder", "active", "storage_id"]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of an op, or of an ATen operator."""
+
+    name: str  # "rms_norm", "aten.view.default"
+    args: Mapping[str, Any]  # by the names of the signature or schema; an ATen argument left out is at its default
+    results: tuple[torch.Tensor, ...]  # of an op: outputs and residuals
+    spec: OpSpec | None = None  # of an op,
+    dims: Dims | None = None  # and its sizes and scalars
+    operator: torch._ops.OpOverload | None = None  # of ATen
+
+
+_current: ContextVar[Recorder | None] = ContextVar("bagu.ops.recording", default=None)
+
+
+def active() -> Recorder | None:
+    """The recorder of this thread or asyncio task; None in compiled code."""
+    return None if torch.compiler.is_compiling() else _current.get()
+
+
+def storage_id(x: torch.Tensor) -> int:
+    """The same number for all views of one piece of memory, on the meta device too; unique while one of them lives."""
+    return x.untyped_storage()._cdata
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self._inside_op = False
+        self._before: Recorder | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports its compiler at the first call, 0.9 s, to keep it from compiling this class."""
+        return False
+
+    def __enter__(self) -> Recorder:
+        self._before = _current.get()
+        _current.set(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        super().__exit__(kind, error, at)
+        _current.set(self._before)
+
+    def call(self, spec: OpSpec, args: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+        """Outputs and residuals of an op, without values; its arguments are checked."""
+        assert args[spec.sig.tensors[0].name].is_meta, f"{spec.name}: a recording is of meta tensors"
+        dims, values = spec.bind(args), [args[a.name] for a in spec.sig.inputs]
+        wanted = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+        self._inside_op = True
+        try:
+            results = _Node.apply(spec, *values) if spec.grads and wanted else tuple(spec.empty_results(args))
+        finally:
+            self._inside_op = False
+        self.calls.append(Call(spec.name, dict(args), results, spec=spec, dims=dims))
+        return results
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self._inside_op:
+            names = [a.name for a in func._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            results = tuple(t for t in tree_leaves(out) if isinstance(t, torch.Tensor))
+            self.calls.append(Call(str(func), given, results, operator=func))
+        return out
+
+
+class _Node(torch.autograd.Function):
+    """Empty results, and what a backward of the op would receive."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: OpSpec, *values: Any) -> tuple[torch.Tensor, ...]:
+        known = dict(zip((a.name for a in spec.sig.inputs), values, strict=True))
+        results = spec.empty_results(known)
+        known |= zip((r.name for r in spec.sig.results), results, strict=True)
+        ctx.mark_non_differentiable(*(known[r.name] for r in spec.sig.results if r.name not in spec.differentiable))
+        ctx.save_for_backward(*(known[name] for name in spec.saves))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *douts: torch.Tensor) -> Any:
+        raise AssertionError("a recording has no values to take gradients of")
