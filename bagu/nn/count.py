@@ -9,15 +9,19 @@ the context when causal, the window where there is one. Two conventions for trai
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+from bagu.errors import ArgumentError
 from bagu.nn.config import ModelConfig
 from bagu.nn.model import Transformer
 from bagu.nn.moe import MoE
 from bagu.nn.norm import Norm
-from bagu.nn.tape import record
+from bagu.nn.trace import Trace
 
 __all__ = ["Flops", "Parameters", "activation_bytes", "flops", "kv_bytes", "mfu", "parameters", "six_nd"]
 
@@ -79,14 +83,15 @@ def parameters(config: ModelConfig) -> Parameters:
     return Parameters(**sizes, active=sum(sizes.values()) - idle)
 
 
+@functools.cache
 def flops(config: ModelConfig, context: int) -> Flops:
     """Of a token in documents of `context` tokens, the head included."""
-    tape = record(Transformer(config, device="meta"), context, itemsize=2)
+    forward, backward = Trace(_on_meta(config, 2), context).flops()
     return Flops(
-        linear=tape.forward["linear"] / context,
-        attention=tape.forward["attention"] / context,
-        other=tape.forward["other"] / context,
-        op_training=(tape.forward.total() + tape.backward.total()) / context,
+        linear=forward["linear"] / context,
+        attention=forward["attention"] / context,
+        other=forward["other"] / context,
+        op_training=(forward.total() + backward.total()) / context,
     )
 
 
@@ -116,14 +121,19 @@ def activation_bytes(
 ) -> float:
     """Bytes a token that one forward keeps for the backward, up to the head's input.
 
-    "block" keeps the inputs of each block and makes the rest again, so what one block keeps comes on top once.
+    "block" keeps the inputs of each block and computes the rest again, so what one block keeps comes on top once.
+    They are what a second document adds: what does not grow with the tokens, such as a cast weight, is not counted.
     """
-    tape = record(Transformer(config, device="meta"), context, itemsize)
+    model = _on_meta(config, itemsize)
+    one, two = (Trace(model, context, documents) for documents in (1, 2))
     if recompute == "none":
-        return sum(tape.bytes[name] for name in tape.kept) / context
-    blocks: Counter[str] = Counter()
-    for name in tape.kept:
-        blocks[".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""] += tape.bytes[name]
-    entering = {name for names in tape.entering for name in names}
-    outside = blocks.pop("", 0)
-    return (outside + sum(tape.bytes[name] for name in entering) + max(blocks.values())) / context
+        return (two.kept_bytes() - one.kept_bytes()) / context
+    pairs = zip(one.kept_bytes_recomputing(), two.kept_bytes_recomputing(), strict=True)
+    return max(more - less for less, more in pairs) / context
+
+
+def _on_meta(config: ModelConfig, itemsize: int) -> Transformer:
+    dtypes = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+    if itemsize not in dtypes:
+        raise ArgumentError(f"a model of {itemsize} bytes a number", hint="itemsize is 2, 4 or 8")
+    return Transformer(config, device="meta", dtype=dtypes[itemsize])

@@ -39,6 +39,7 @@ MODELS = {
     "scale_norm": dataclasses.replace(LLAMA, norm=NormConfig(kind="scale"), ffn="geglu"),
     "group_norm": dataclasses.replace(LLAMA, norm=NormConfig(kind="group", groups=4, bias=True)),
     "no_norm": dataclasses.replace(LLAMA, norm=NormConfig(placement="none", alpha=0.2)),
+    "dropout": dataclasses.replace(LLAMA, dropout=0.1),
     "moe": dataclasses.replace(LLAMA, moe=MOE),
     "deepseek": dataclasses.replace(
         LLAMA, mla=MLA, head_dim=24, num_kv_heads=4,
@@ -201,7 +202,8 @@ def kept_bytes(model: Transformer, tokens: int) -> int:
 # What is kept and does not grow with the tokens, or is a detour of PyTorch's attention: it wants q, k, v of one width,
 # so MLA's narrower values are filled up, and the output is kept both wide and narrow.
 BESIDE = {
-    "bert": 101 * (64 + 8) * 4 + 12 * 8,  # the head's weight with its bias in it, and the token types
+    "bert": 101 * (64 + 8) * 4,  # the head's weight with its bias in it
+    "dropout": 5 * 12 * 64 * (4 - 1),  # a CPU keeps a mask as numbers, a GPU as bytes
     "moe": 8 * 4,  # where each expert's rows end
     "deepseek": 8 * 4 + 2 * 12 * 4 * 24 * 4,
     "mla_no_q_rank": 2 * 12 * 4 * 24 * 4,
