@@ -19,18 +19,18 @@ def audit(
     running: Seq[Sequence],
     waiting: Seq[Sequence],
     requests: Mapping[str, Seq[Sequence]],
-    free_seats: Seq[int],
+    free_rows: Seq[int],
 ) -> None:
     """Raise IntegrityError with the names of all violated invariants. `holders` are the sequences that run or are in a
     plan in flight."""
     queues, B = (running, waiting), blocks.block_size
-    seats = [s.seat for h in holders for s in (h, *h.forks)]
+    rows = [s.table_row for h in holders for s in (h, *h.forks)]
     queued = {s for queue in queues for h in queue for s in (h, *h.forks)}
     tables = {h: h.table for h in holders if h.table is not None}
     checks = {
         "exactly the running sequences have a table": len(tables) == len(holders)
         and set(tables.values()) == blocks.tables,
-        "seats are taken once": sorted([*seats, *free_seats]) == list(range(config.max_num_seqs)),
+        "rows of the block tables are taken once": sorted([*rows, *free_rows]) == list(range(config.max_num_seqs)),
         "queues are sorted by rank": all(list(q) == sorted(q, key=lambda s: s.rank) for q in queues),
         "every unfinished sequence is in a queue": queued == {s for choices in requests.values() for s in choices},
         "waiting sequences hold no blocks": all(s.table is None and not s.planned and not s.in_flight for s in waiting),

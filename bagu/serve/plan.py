@@ -22,8 +22,8 @@ class Sequence:
 
     __slots__ = (
         "cached", "computed", "draws", "end", "finished", "forks", "hit_tokens", "in_flight", "index", "keys",
-        "late_at", "num_prompt", "pending", "planned", "rank", "request", "score_next", "scores", "seat",
-        "started", "stops", "table", "tokens",
+        "late_at", "num_prompt", "pending", "planned", "rank", "request", "score_next", "scores",
+        "started", "stops", "table", "table_row", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, rank: tuple[float, int, int], stops: frozenset[int]) -> None:
@@ -41,7 +41,7 @@ class Sequence:
         self.in_flight = 0  # plans in flight that use this sequence's blocks
         self.finished = False
         self.table: Table | None = None  # while it runs
-        self.seat = -1  # while it runs: its row in a table of max_num_seqs rows, unchanged until it stops running
+        self.table_row = -1  # while it runs: its row in a table of max_num_seqs rows, unchanged until it stops running
         self.forks: list[Sequence] = []  # choices that will share this one's blocks after its prefill
         self.keys: list[bytes] = []  # prefix cache keys of its full blocks
         self.hit_tokens = 0  # tokens found in the prefix cache at its last admission
@@ -90,7 +90,7 @@ class Plan:
 
     Slices of one token come first (`num_decodes` of them), so that decodes can run as one batch of equal shape.
     `block_tables` are the scheduler's own lists, not copies: read them before the next `plan()`. An engine
-    that keeps block tables on the device writes `table_writes` to rows `seats` instead, a few entries a step.
+    that keeps block tables on the device writes `table_writes` to rows `table_rows` instead, a few entries a step.
     """
 
     number: int
@@ -100,8 +100,8 @@ class Plan:
     positions: list[int]  # [T]
     cu_seqlens: list[int]  # [S + 1]
     context_lens: list[int]  # [S]: past and new tokens
-    seats: list[int]  # [S]
-    table_writes: list[tuple[int, int, int]]  # (seat, entry, block): what changed in the tables since the last plan
+    table_rows: list[int]  # [S]
+    table_writes: list[tuple[int, int, int]]  # (table_row, entry, block): changes since the last plan
     sampled: list[Sequence]  # [N]: sequences to sample; the n choices of one prompt share a row for their first token
     sample_rows: list[int]  # [N]: rows of T
     late: list[tuple[int, int]]  # (row of T, index among the previous plan's samples), where ids is LATE
@@ -168,7 +168,7 @@ class Draft:
             positions=positions,
             cu_seqlens=cu_seqlens,
             context_lens=context_lens,
-            seats=[s.sequence.seat for s in slices],
+            table_rows=[s.sequence.table_row for s in slices],
             table_writes=table_writes,
             sampled=sampled,
             sample_rows=sample_rows,

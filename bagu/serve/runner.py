@@ -44,8 +44,8 @@ class RunnerOutput(NamedTuple):
 
 
 class Runner:
-    """Runs plans on one model and one pool. The block tables live here, a row a seat, and change by a few entries a
-    step; a step allocates what it returns and small index tensors."""
+    """Runs plans on one model and one pool. The block tables live here, a row for each running sequence, and change by
+    a few entries a step; a step allocates what it returns and small index tensors."""
 
     def __init__(self, model: Transformer, kv: PagedKV, config: EngineConfig, max_model_len: int) -> None:
         self.source, self.kv, self.config = model, kv, config
@@ -77,10 +77,10 @@ class Runner:
         before drew, on the device, where `plan.late` asks for some of them."""
         if plan.copies:
             self.kv.copy(plan.copies)
-        for seat, entry, block in plan.table_writes:
+        for row, entry, block in plan.table_writes:
             if not 0 <= block < self.kv.num_blocks:  # kernels read the pool by this table without a check
                 raise CacheError(f"a block table names block {block}, and the pool has 0 to {self.kv.num_blocks - 1}")
-            self.tables[seat, entry] = block
+            self.tables[row, entry] = block
         if self.compiled is not None and plan.max_len == 1:
             hidden = self.compiled(self.decodes(plan, late))
         else:
@@ -98,7 +98,7 @@ class Runner:
 
     def decodes(self, plan: Plan, late: torch.Tensor | None) -> Decodes:
         """The arrays of a plan with one token per sequence."""
-        new = np.array((plan.ids, plan.context_lens, plan.seats))
+        new = np.array((plan.ids, plan.context_lens, plan.table_rows))
         for row, which in plan.late:
             assert late is not None, "a plan with late tokens needs the tokens of the previous plan"
             new[0, row] = late[which]
@@ -109,15 +109,15 @@ class Runner:
         B = self.kv.block_size
         n = plan.num_decodes
         if plan.max_len == 1:  # as many tokens as sequences: one conversion of lists for all
-            words, places, lengths, seats = np.array((plan.ids, plan.positions, plan.context_lens, plan.seats))
-            owner, offsets = seats, np.arange(len(seats) + 1, dtype=np.int32)
+            words, places, lengths, rows = np.array((plan.ids, plan.positions, plan.context_lens, plan.table_rows))
+            owner, offsets = rows, np.arange(len(rows) + 1, dtype=np.int32)
         else:
-            words, places, lengths, seats = map(np.array, (plan.ids, plan.positions, plan.context_lens, plan.seats))
+            words, places, lengths, rows = map(np.array, (plan.ids, plan.positions, plan.context_lens, plan.table_rows))
             offsets = np.array(plan.cu_seqlens, dtype=np.int32)
-            owner = seats.repeat(np.diff(offsets))
+            owner = rows.repeat(np.diff(offsets))
         block, place = np.divmod(places, B)
         slots = self.tables[owner, block] * np.int64(B) + place
-        tables = self.tables[seats, : -(-plan.max_context // B)]
+        tables = self.tables[rows, : -(-plan.max_context // B)]
         ids, positions, into = self.to_device(words, places, slots)
         cu_seqlens, context_lens, block_tables = self.to_device(offsets, lengths.astype(np.int32), tables)
         if plan.late:

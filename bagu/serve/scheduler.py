@@ -50,14 +50,14 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, blocks: Blocks) -> None:
         self.config, self.blocks = config, blocks
-        self.running: list[Sequence] = []  # by rank: they hold a table and a seat
+        self.running: list[Sequence] = []  # by rank: they hold a table and a row of the block tables
         self.waiting: list[Sequence] = []  # by rank: they hold no blocks
         self.requests: dict[str, list[Sequence]] = {}  # unfinished choices, including those that are not forked yet
         self.in_flight: deque[Plan] = deque()
         self.preemptions = 0
         self.prompt_tokens = 0  # tokens of all admitted sequences
         self.hit_tokens = 0  # those of them found in the prefix cache
-        self._seats = list(range(config.max_num_seqs - 1, -1, -1))
+        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._writes: list[tuple[int, int, int]] = []
         self._serial = count()
         self._number = count()
@@ -146,10 +146,10 @@ class Scheduler:
         self.blocks.reset_prefix_cache()
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless blocks, tables, seats and queues agree. For tests, and when idle."""
+        """Raise IntegrityError unless blocks, tables, rows and queues agree. For tests, and when idle."""
         self.blocks.check_integrity()
         holders = {s.sequence for plan in self.in_flight for s in plan.slices} | set(self.running)
-        audit(self.config, self.blocks, holders, self.running, self.waiting, self.requests, self._seats)
+        audit(self.config, self.blocks, holders, self.running, self.waiting, self.requests, self._free_rows)
 
     def _advance(self, draft: Draft, spare: int) -> int:
         """Plan the next tokens of the running sequences, by rank; returns the rest of the token budget."""
@@ -197,16 +197,16 @@ class Scheduler:
         copy = self.blocks.reserve(table, start, upto)
         if copy is not None:
             draft.copies.append(copy)
-            self._writes.append((sequence.seat, start // self.blocks.block_size, copy[1]))
-        self._writes.extend((sequence.seat, at, table.blocks[at]) for at in range(before, len(table.blocks)))
+            self._writes.append((sequence.table_row, start // self.blocks.block_size, copy[1]))
+        self._writes.extend((sequence.table_row, at, table.blocks[at]) for at in range(before, len(table.blocks)))
 
     def _admit(self, draft: Draft, spare: int) -> None:
-        """Begin to run what waits, by rank, while there are tokens, seats and blocks for the first of the queue."""
+        """Begin to run what waits, by rank, while there are tokens, rows and blocks for the first of the queue."""
         cap, B = self.config.max_prefill_chunk, self.blocks.block_size
         while self.waiting and spare > 0:
             sequence = self.waiting[0]
             known = min(len(sequence.tokens), sequence.end)
-            if 1 + len(sequence.forks) > len(self._seats):
+            if 1 + len(sequence.forks) > len(self._free_rows):
                 return
             hits = self.blocks.match(sequence.tokens, sequence.keys, limit=self._hit_limit(sequence, known))
             dead = self.config.dead_blocks(len(hits) * B, B)
@@ -232,8 +232,8 @@ class Scheduler:
         sequence.table = self.blocks.new_table(hits, dead=dead)
         sequence.planned = sequence.computed = sequence.hit_tokens = len(hits) * self.blocks.block_size
         for choice in (sequence, *sequence.forks):
-            choice.seat = self._seats.pop()
-        self._writes.extend((sequence.seat, at, block) for at, block in enumerate(sequence.table.blocks))
+            choice.table_row = self._free_rows.pop()
+        self._writes.extend((sequence.table_row, at, block) for at, block in enumerate(sequence.table.blocks))
         self.prompt_tokens += len(sequence.tokens)
         self.hit_tokens += sequence.hit_tokens
         if sequence.cached is None:
@@ -277,7 +277,7 @@ class Scheduler:
             child.table = self.blocks.fork(table)
             child.planned = child.computed = sequence.computed
             child.keys = sequence.keys.copy()
-            self._writes.extend((child.seat, at, block) for at, block in enumerate(child.table.blocks))
+            self._writes.extend((child.table_row, at, block) for at, block in enumerate(child.table.blocks))
             insort(self.running, child, key=RANK)
         sequence.forks = []
 
@@ -315,14 +315,14 @@ class Scheduler:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        """Give back blocks and seats, those of the choices that did not fork yet included."""
+        """Give back blocks and rows, those of the choices that did not fork yet included."""
         if sequence.table is None:
             return
         self.blocks.release(sequence.table)
         sequence.table = None
         for choice in (sequence, *sequence.forks):
-            self._seats.append(choice.seat)
-            choice.seat = -1
+            self._free_rows.append(choice.table_row)
+            choice.table_row = -1
         sequence.planned = sequence.computed = 0
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -80,7 +80,7 @@ class FakeEngine:
         B, window = self.scheduler.blocks.block_size, self.scheduler.config.window
         for source, target in plan.copies:
             self.pool[target] = list(self.pool[source])
-        self.rows.update({(seat, at): block for seat, at, block in plan.table_writes})
+        self.rows.update({(row, at): block for row, at, block in plan.table_writes})
         before = self.drawn[-1][1] if self.drawn else []
         ids = list(plan.ids)
         for row, sample in plan.late:
@@ -91,7 +91,7 @@ class FakeEngine:
         # another slice of the plan writes. Here a value needs the previous one: slices of earlier positions run first.
         for s, piece in sorted(enumerate(plan.slices), key=lambda at: at[1].start):
             low, high = plan.cu_seqlens[s], plan.cu_seqlens[s + 1]
-            table, seat = plan.block_tables[s], plan.seats[s]
+            table, table_row = plan.block_tables[s], plan.table_rows[s]
             assert plan.positions[low:high] == list(range(piece.start, piece.start + piece.length))
             assert plan.context_lens[s] == piece.start + piece.length <= plan.max_context
             assert high - low == piece.length <= plan.max_len and (piece.length == 1) == (s < plan.num_decodes)
@@ -100,7 +100,7 @@ class FakeEngine:
                 last = self.pool[table[(p - 1) // B]][(p - 1) % B] if p else 0
                 self.pool[table[p // B]][p % B] = hash((last, ids[row]))
                 first = 0 if window is None else max(0, p - window + 1)
-                assert all(self.rows[seat, at] == table[at] for at in range(first // B, p // B + 1))
+                assert all(self.rows[table_row, at] == table[at] for at in range(first // B, p // B + 1))
                 seen = [self.pool[table[q // B]][q % B] for q in range(first, p + 1)]
                 assert None not in seen
                 outputs[row] = seen  # type: ignore[assignment]

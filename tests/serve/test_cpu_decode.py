@@ -100,9 +100,9 @@ def exact(model: Transformer, kv: PagedKV, batch: Batch) -> tuple[torch.Tensor, 
 
 
 def decodes(batch: Batch) -> Decodes:
-    """The batch, its sequences on the seats of its tables in another order."""
-    seats = torch.arange(len(batch.ids)).flip(0)
-    new = torch.stack((batch.ids, batch.context_lens.long(), seats))
+    """The batch, the rows of its block tables in another order."""
+    rows = torch.arange(len(batch.ids)).flip(0)
+    new = torch.stack((batch.ids, batch.context_lens.long(), rows))
     return Decodes(new.numpy(), batch.block_tables.flip(0).contiguous().numpy())
 
 

@@ -102,7 +102,7 @@ def test_every_request_gets_the_text_it_would_get_alone(system: dict, load: list
 
 
 def assert_unservable(fake: FakeEngine, request: Request) -> None:
-    """A refusal is right only if the request would not fit the pool, the model or the seats alone."""
+    """A refusal is right only if the request would not fit the pool, the model or the block tables alone."""
     blocks, config = fake.scheduler.blocks, fake.scheduler.config
     positions = len(request.prompt) + max(request.sampling.max_tokens - 1, 0)
     assert positions > blocks.num_blocks * blocks.block_size - (config.window is not None) * blocks.block_size or (
@@ -133,4 +133,4 @@ def test_ten_thousand_requests_with_random_aborts_release_everything(depth: int)
     drain(fake, bound=100_000)
     assert_empty(fake)
     assert scheduler.preemptions > 0 and scheduler.hit_tokens > 0, "the soak was too easy"
-    assert len(scheduler._seats) == 16 and not scheduler.requests
+    assert len(scheduler._free_rows) == 16 and not scheduler.requests

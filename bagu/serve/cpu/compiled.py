@@ -90,7 +90,7 @@ class _Model(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = [(n, LONG) for n in ("sequences", "threads", "columns")]
-    _fields_ += [(n, POINTER) for n in ("ids", "lengths", "seats", "tables")]
+    _fields_ += [(n, POINTER) for n in ("ids", "lengths", "table_rows", "tables")]
     _fields_ += [(n, POINTER) for n in ("x", "qkv", "y", "inner", "quantized", "scales", "out")]
 
 
@@ -98,7 +98,7 @@ class Decodes(NamedTuple):
     """One new token for each of S sequences."""
 
     new: np.ndarray  # [3, S] int64: the token, the length of its sequence with it, the sequence's row of the tables
-    tables: np.ndarray  # [seats, blocks] int32
+    tables: np.ndarray  # [rows, blocks] int32
 
 
 def _at(x: torch.Tensor | None) -> int | None:

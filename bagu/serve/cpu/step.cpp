@@ -35,9 +35,9 @@ struct Model {
 };
 
 struct Step {
-    int64_t sequences, threads, columns;   // of the block tables
-    const int64_t *ids, *lengths, *seats;  // a length counts the new token, which is the last
-    const int32_t* tables;                 // a row a seat
+    int64_t sequences, threads, columns;        // of the block tables
+    const int64_t *ids, *lengths, *table_rows;  // a length counts the new token, which is the last
+    const int32_t* tables;                      // [rows, columns]: the block table of sequence s is row table_rows[s]
     float *x, *qkv, *y, *inner;  // [S, hidden], [S, (H + 2G) D], [S, H D], [S, inner]
     int8_t* quantized;           // [S, largest padded K], where int8 is computed by dot products
     float* scales;               // [S], likewise
@@ -80,7 +80,7 @@ void token(const Model& m, const Layer& layer, const Step& step, int64_t s, int6
     auto gain = [&](int64_t h) { return layer.head_gain ? layer.head_gain + h * D : nullptr; };
     for (int64_t h = first * n; h < last * n; h++) turn(row + h * D, D, gain(h), m.head_floor, cos, sin);
     Pages<T> pages{{static_cast<T*>(layer.keys), G * D, D}, {static_cast<T*>(layer.values), G * D, D},
-                   step.tables + step.seats[s] * step.columns, m.block_size};
+                   step.tables + step.table_rows[s] * step.columns, m.block_size};
     int64_t slot = pages.slot(end - 1);
     for (int64_t g = first; g < last; g++) {
         turn(k + g * D, D, gain(H + g), m.head_floor, cos, sin);
