@@ -1,8 +1,8 @@
 """The model runner: it turns a plan's host lists into tensors and runs the model on them.
 
-A step is one forward of the packed new tokens of all sequences, prompts and decodes together. What differs is who runs
-it: a decode on a CPU takes the short way of decode.py where the model has one, a decode on a GPU replays a CUDA graph
-(graphs.py), and all else is `Transformer.forward`.
+A step is one forward of the packed new tokens of all sequences, prompts and decodes together, by `Transformer.forward`.
+Two kinds of steps have a faster equivalent: decodes on a GPU replay a CUDA graph (graphs.py), and decodes on a CPU are
+one call of C++ where that computes the model's layers (cpu/match.py).
 
 Dims: T = tokens, S = sequences, P = blocks of the longest table, N = samples, D = features, V = vocabulary.
 """
@@ -20,10 +20,9 @@ from bagu.nn.kv import CacheError
 from bagu.nn.model import Transformer
 from bagu.serve.config import EngineConfig
 from bagu.serve.cpu.compiled import CompiledDecode, Decodes, PackedLinear, compiles
-from bagu.serve.cpu.decode import CpuDecode
-from bagu.serve.cpu.layers import supports
-from bagu.serve.cpu.packed import pack
-from bagu.serve.cpu.quantize import int8, quantized
+from bagu.serve.cpu.dataflow import Mismatch
+from bagu.serve.cpu.match import match
+from bagu.serve.cpu.quantize import int8, merged, quantized
 from bagu.serve.graphs import GraphDecode
 from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
@@ -58,23 +57,24 @@ class Runner:
         model, rounds = self.source, self.config.quantization == "int8"
         self.model = quantized(model) if rounds else model
         self.project: Project
-        self.decode: Forward | None = None  # a shorter way for steps of one token a sequence,
-        self.compiled: CompiledDecode | None = None  # or one that needs no batch
-        head: Callable[[torch.Tensor], torch.Tensor] = int8(model.head_weight) if rounds else model.logits
+        self.decode: Forward | None = None  # a graph for steps of one token a sequence
+        self.compiled: CompiledDecode | None = None  # C++ for the same
+        self.mismatch: Mismatch | None = None  # why the model has none, where it could have
         if self.device.type == "cuda" and self.config.cuda_graphs:
             self.decode = GraphDecode(self.model, self.kv, self.tables.shape[1] * self.kv.block_size)
-        if self.device.type == "cpu" and not self.config.invariant and supports(model.config):
-            if compiles(model.config, model.embedding.weight.dtype):
-                self.compiled = CompiledDecode(model, self.kv, int8=rounds)
+        if self.device.type == "cpu" and not self.config.invariant and compiles(model.embedding.weight.dtype):
+            try:
+                self.compiled = CompiledDecode(match(merged(model)), self.kv, int8=rounds)
                 self.project = PackedLinear(model.head_weight, int8=rounds)
                 return
-            self.decode = CpuDecode(model, self.kv, int8 if rounds else pack)
-            head = head if rounds else pack(model.head_weight)
+            except Mismatch as error:
+                self.mismatch = error
+        head: Callable[[torch.Tensor], torch.Tensor] = int8(model.head_weight) if rounds else model.logits
         self.project = lambda hidden: (head(hidden), None)
 
     def run(self, plan: Plan, late: torch.Tensor | None = None) -> RunnerOutput:
         """Compute the plan. Its tokens' keys and values are in the pool afterwards. `late` are the tokens that the plan
-        before drew, on the device, where `plan.late` asks for some of them."""
+        before has drawn, on the device, where `plan.late` asks for some of them."""
         if plan.copies:
             self.kv.copy(plan.copies)
         for row, entry, block in plan.table_writes:

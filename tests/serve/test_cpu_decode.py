@@ -1,9 +1,8 @@
-"""The short ways of a decode on a CPU, compiled and in PyTorch, against `Transformer.forward` in fp64."""
+"""The compiled decode step against `Transformer.forward` in fp64."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from bagu.nn.init import init_weights
 from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
 from bagu.serve.cpu.compiled import SOURCE, CompiledDecode, Decodes, PackedLinear, has_int8_dot, rounded
-from bagu.serve.cpu.decode import CpuDecode
+from bagu.serve.cpu.match import match
 from bagu.serve.kv.paged import Batch, PagedKV
 
 B = 4  # places of a block
@@ -28,19 +27,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "QK norm, no positions": {"qk_norm": True, "positions": NoPositions()},
     "biases": {"qkv_bias": True, "out_bias": True, "ffn_bias": True},
     "a window in some layers": {"windows": (6, None)},
+    "GEGLU": {"ffn": "geglu"},
+    "GEGLU by tanh": {"ffn": "geglu_tanh"},
+    "GELU with biases": {"ffn": "gelu", "ffn_bias": True},
+    "GELU by tanh, odd sizes": {"ffn": "gelu_tanh", "intermediate_size": 51},
+    "squared ReLU": {"ffn": "relu2"},
 }
-
-
-@pytest.fixture(params=["compiled", "torch"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """With the compiler and without it."""
-    if request.param == "torch":
-        monkeypatch.setenv("BAGU_NATIVE", "0")
-    native.library.cache_clear()
-    if request.param == "compiled" and native.library(SOURCE) is None:
-        pytest.skip("no C++ compiler here")
-    yield request.param
-    native.library.cache_clear()
 
 
 @pytest.fixture
@@ -115,15 +107,16 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, limit: float) -> None:
     assert off.abs().max() < 8 * limit * size
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("S", [1, 2, 7, 19])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_hidden_states_and_pool_are_those_of_the_model(way: str, kind: str, dtype: torch.dtype, S: int) -> None:
+def test_hidden_states_and_pool_are_those_of_the_model(kind: str, dtype: torch.dtype, S: int) -> None:
     model = model_of(kind, dtype)
     kv, batch = step_of(model, S)
     want, after = exact(model, kv, batch)
-    got = CompiledDecode(model, kv)(decodes(batch)) if way == "compiled" else CpuDecode(model, kv)(batch)
+    got = CompiledDecode(match(model), kv)(decodes(batch))
     assert got.dtype == dtype
     limit = 5e-6 if dtype == torch.float32 else 0.03  # 8e-7 with AVX-512, 3e-6 without FMA; bf16 keeps 8 bits
     assert_near(got, want, limit)
@@ -166,7 +159,7 @@ def test_int8_is_the_model_of_the_rounded_weights(S: int) -> None:
                 m.register_forward_pre_hook(rounded_inputs)
         weights_only, (want, _) = want, exact(near, kv, batch)
         limit = ((want - weights_only).norm() / want.norm()).item() / 4
-    assert_near(CompiledDecode(model, kv, int8=True)(decodes(batch)), want, limit)
+    assert_near(CompiledDecode(match(model), kv, int8=True)(decodes(batch)), want, limit)
     seen = rounded_inputs(near.blocks[0].ffn.down, (x,)) if has_int8_dot() else x
     logits = PackedLinear(model.head_weight, int8=True)(x)[0]
     torch.testing.assert_close(logits, seen @ (w * scales.unsqueeze(1)).T, rtol=1e-4, atol=1e-4)
@@ -192,13 +185,16 @@ def test_a_head_gives_logits_and_the_likeliest_token(
         assert tokens.tolist() == np.argmax(want.numpy(), -1).tolist()
 
 
-def test_who_decodes(way: str) -> None:
-    for settings in ({}, {"quantization": "int8"}):
-        runner = small_engine(small_model(), **settings).runner
-        assert (runner.compiled is not None) == (way == "compiled")
-        assert isinstance(runner.decode, CpuDecode) == (way != "compiled")
-    other = small_engine(small_model("biases, gelu")).runner
-    assert other.compiled is None and isinstance(other.decode, CpuDecode)
-    for model, settings in ((small_model("alibi"), {}), (small_model(), {"invariant": True})):  # it has its own bits
-        runner = small_engine(model, **settings).runner
-        assert runner.compiled is None and runner.decode is None
+@pytest.mark.usefixtures("compiler")
+def test_invariant_mode_and_machines_without_a_compiler_decode_by_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled step has its own bits."""
+    assert small_engine(small_model()).runner.compiled is not None
+    assert small_engine(small_model(), quantization="int8").runner.compiled is not None
+    assert small_engine(small_model(), invariant=True).runner.compiled is None
+    monkeypatch.setenv("BAGU_NATIVE", "0")
+    native.library.cache_clear()
+    try:
+        for settings in ({}, {"quantization": "int8"}):
+            assert small_engine(small_model(), **settings).runner.compiled is None
+    finally:
+        native.library.cache_clear()

@@ -8,16 +8,17 @@ from small_engine import small_engine, small_model
 
 from bagu.errors import BackendError
 from bagu.serve.cpu.compiled import has_int8_dot
-from bagu.serve.cpu.packed import Packed
 from bagu.serve.cpu.quantize import DotInt8, Int8Linear, TorchInt8, int8, quantized
 from bagu.serve.request import Sampling
 
+Pack = type[TorchInt8] | type[DotInt8]
+
 
 @pytest.fixture(params=[TorchInt8, DotInt8])
-def pack(request: pytest.FixtureRequest) -> type[TorchInt8] | type[DotInt8]:
+def pack(request: pytest.FixtureRequest) -> Pack:
     if request.param is DotInt8 and not has_int8_dot():
         pytest.skip("int8 dot products are compiled on ARM with asimddp")
-    kind: type[TorchInt8] | type[DotInt8] = request.param
+    kind: Pack = request.param
     return kind
 
 
@@ -31,19 +32,16 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("rows", [1, 2, 33])
 @pytest.mark.parametrize("biased", [False, True])
-def test_products_and_sums_are_near(pack: type[Packed], rows: int, biased: bool) -> None:
-    weight, x, residual = drawn(96, 64) / 8, drawn(rows, 64), drawn(rows, 96)
+def test_products_are_near(pack: Pack, rows: int, biased: bool) -> None:
+    weight, x = drawn(96, 64) / 8, drawn(rows, 64)
     bias = drawn(96) if biased else None
     packed = pack(weight, bias)
     want = torch.nn.functional.linear(x, weight, bias)
-    before = residual.clone()
     for _ in range(3):  # TorchScript runs a function in one way at first and in another later
         assert 1e-4 < error(packed(x), want) < 0.02
-        assert error(packed.add(residual, x), residual + want) < 0.02
-    assert torch.equal(residual, before)
 
 
-def test_a_row_of_large_values_does_not_spoil_the_others(pack: type[Packed]) -> None:
+def test_a_row_of_large_values_does_not_spoil_the_others(pack: Pack) -> None:
     weight, x = drawn(96, 64), drawn(16, 64)
     x[0] *= 1000
     want = x @ weight.t()
@@ -52,7 +50,7 @@ def test_a_row_of_large_values_does_not_spoil_the_others(pack: type[Packed]) -> 
     assert error(one_scale[1:], want[1:]) > 0.2, "or the rows need not be scaled"
 
 
-def test_rows_that_are_empty_zero_or_broken_stay_what_they_are(pack: type[Packed]) -> None:
+def test_rows_that_are_empty_zero_or_broken_stay_what_they_are(pack: Pack) -> None:
     packed = pack(drawn(96, 64))
     assert packed(torch.zeros(0, 64)).shape == (0, 96)
     x = drawn(3, 64)
@@ -61,7 +59,7 @@ def test_rows_that_are_empty_zero_or_broken_stay_what_they_are(pack: type[Packed
     assert not y[0].any() and y[1].isnan().all() and y[2].isfinite().all()
 
 
-def test_the_dtype_of_the_activations_is_kept(pack: type[Packed]) -> None:
+def test_the_dtype_of_the_activations_is_kept(pack: Pack) -> None:
     weight, x = drawn(96, 64).bfloat16(), drawn(2, 64).bfloat16()
     y = pack(weight)(x)
     assert y.dtype == torch.bfloat16 and error(y, x.double() @ weight.double().t()) < 0.02

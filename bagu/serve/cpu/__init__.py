@@ -1,1 +1,1 @@
-"""Decoding on a CPU: a step as one call of C++, or in PyTorch; packed and quantized weights."""
+"""Decoding on a CPU: a step as one call of C++ for the models that match it; int8 weights."""

@@ -1,18 +1,18 @@
 """A decode step on a CPU as one call of C++, compiled for this machine: step.cpp, and what it is called with.
 
-The layers are those of decode.py (`layers.supports`) with SwiGLU. ms a step of the 8M model without its head, 128
-tokens a stream, two cores in a noisy hour, in turns in one process (lower quartiles; in a quiet one fp32 is 0.66, 1.3,
-4.1):
+It is used where match.py finds that it computes what the model does, and `Transformer.forward` decodes elsewhere. ms a
+step of the 8M model without its head, 128 tokens a stream, two cores in a noisy hour, in turns in one process (lower
+quartiles; in a quiet one fp32 is 0.66, 1.3, 4.1):
 
     streams                      1      8      32     32 with one token each: no attention
     fp32                         0.75   1.9    6.6    3.3
     bf16                         0.48   1.5    5.7    3.1
     int8                         0.38   1.3    6.2    2.9
-    decode.py, fp32              2.0    4.3    10.4   5.6
 
-The weights of this are a copy; prompts are computed by `Transformer.forward` with the model's own. On x86 int8 is of
-the weights alone, a scale a row: activations stay fp32, so that a product is nearer to the exact one than that of
-quantize.py, which rounds both and computes the prompts. On ARM with int8 dot products both round activations too.
+The gain of a norm and the square root of its size are multiplied into the weight behind it. The weights of this are a
+copy; prompts are computed by `Transformer.forward` with the model's own. On x86 int8 is of the weights alone, a scale a
+row: activations stay fp32, so that a product is nearer to the exact one than that of quantize.py, which rounds both and
+computes the prompts. On ARM with int8 dot products both round activations too.
 """
 
 from __future__ import annotations
@@ -26,26 +26,20 @@ import numpy as np
 import torch
 
 from bagu.machine import native
-from bagu.nn.config import ModelConfig, Rope
-from bagu.nn.model import Transformer
-from bagu.serve.cpu.layers import supports, weights
+from bagu.serve.cpu.match import DecodeStep, LayerWeights, Weight
 from bagu.serve.kv.paged import PagedKV
 
 __all__ = ["CompiledDecode", "Decodes", "PackedLinear", "compiles", "has_int8_dot"]
 
 SOURCE = "serve/cpu/step.cpp"
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu_squared")  # in the order of step.cpp
 POINTER, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-def compiles(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Whether this model's decode is one that step.cpp has, and can be compiled here."""
-    return (
-        supports(config)
-        and config.ffn == "swiglu"
-        and dtype in (torch.float32, torch.bfloat16)
-        and native.library(SOURCE) is not None
-    )
+def compiles(dtype: torch.dtype) -> bool:
+    """Whether step.cpp can be compiled here, and has models of this dtype."""
+    return dtype in (torch.float32, torch.bfloat16) and native.library(SOURCE) is not None
 
 
 def has_int8_dot() -> bool:
@@ -79,12 +73,12 @@ class _Linear(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_ = [(name, _Linear) for name in ("qkv", "out", "up", "down")]
-    _fields_ += [(name, POINTER) for name in ("head_gain", "keys", "values")] + [("window", LONG)]
+    _fields_ += [(name, POINTER) for name in ("qk_gain", "keys", "values")] + [("window", LONG)]
 
 
 class _Model(ctypes.Structure):
-    _fields_ = [(n, LONG) for n in ("hidden", "heads", "key_heads", "width", "inner", "block_size", "num_layers")]
-    _fields_ += [(n, FLOAT) for n in ("floor", "head_floor", "scale")]
+    _fields_ = [(n, LONG) for n in ("hidden", "heads", "key_heads", "head_dim", "inner", "block_size", "num_layers")]
+    _fields_ += [(n, LONG) for n in ("activation", "gated")] + [(n, FLOAT) for n in ("eps", "qk_eps", "scale")]
     _fields_ += [(n, POINTER) for n in ("table", "gain", "cos", "sin", "layers")]
 
 
@@ -150,44 +144,50 @@ class PackedLinear:
 
 
 class CompiledDecode:
-    def __init__(self, model: Transformer, kv: PagedKV, *, int8: bool = False) -> None:
-        config, self.kv, self.table = model.config, kv, model.embedding.weight.detach()
-        assert model.norm is not None and kv.values is not None
-        self.config, self.int8 = config, int8
-        self._step = getattr(library(), f"bagu_step_{'int8_' * int8}{NAMES[self.table.dtype]}")
+    def __init__(self, step: DecodeStep, kv: PagedKV, *, int8: bool = False) -> None:
+        self.step, self.kv, self.int8 = step, kv, int8
+        self._step = getattr(library(), f"bagu_step_{'int8_' * int8}{NAMES[step.table.dtype]}")
         self._step.argtypes = [ctypes.POINTER(_Model), ctypes.POINTER(_Step)]
         self._step.restype = None
-        self.gain = model.norm.weight.detach().float() * math.sqrt(config.hidden_size)
-        self.angles = model.positions.tables(self.table.device) if isinstance(config.positions, Rope) else (None, None)
+        self.hidden, self.inner = step.table.shape[1], step.layers[0].down.weight.shape[1]
+        self.gain = step.gain.float() * math.sqrt(self.hidden)
         self.kept: list[object] = []  # what the structs point to
-        self.structs = (_Layer * config.num_layers)(*(self._layer(model, i) for i in range(config.num_layers)))
+        self.structs = (_Layer * len(step.layers))(*map(self._layer, step.layers))
         self.model = _Model(
-            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size,
-            kv.block_size, config.num_layers, config.hidden_size * config.norm.eps, config.head_dim * config.norm.eps,
-            config.scale, _at(self.table), _at(self.gain), *map(_at, self.angles), ctypes.addressof(self.structs),
+            self.hidden, step.num_heads, step.num_key_heads, step.head_dim, self.inner, kv.block_size,
+            len(step.layers), ACTIVATIONS.index(step.activation), step.gated, self.hidden * step.eps,
+            step.head_dim * step.qk_eps, step.scale, _at(step.table), _at(self.gain),
+            *map(_at, step.rope_tables or (None, None)), ctypes.addressof(self.structs),
         )  # fmt: skip
         self.buffers: Sequence[torch.Tensor] = ()
 
-    def _layer(self, model: Transformer, i: int) -> _Layer:
-        w, kv = weights(model, i), self.kv
-        assert kv.values is not None
-        linears = [PackedLinear(*rows, gated=rows is w.up, int8=self.int8) for rows in (w.qkv, w.out, w.up, w.down)]
-        gain = None if w.head_gain is None else w.head_gain.float()
+    def _layer(self, w: LayerWeights) -> _Layer:
+        weight, bias, gain = w.qkv
+        qkv = Weight(weight[w.qkv_rows], None if bias is None else bias[w.qkv_rows], gain)
+        linears = [self._packed(linear) for linear in (qkv, w.out)]
+        linears += [self._packed(w.up, gated=self.step.gated), self._packed(w.down)]
+        gain = None if w.qk_gain is None else w.qk_gain.float() * math.sqrt(self.step.head_dim)
+        assert self.kv.values is not None
         self.kept += [*linears, gain]
-        pointers = map(_at, (gain, kv.keys[i], kv.values[i]))
+        pointers = map(_at, (gain, self.kv.keys[w.cache], self.kv.values[w.cache]))
         return _Layer(*(linear.struct for linear in linears), *pointers, w.window or 0)
 
+    def _packed(self, linear: Weight, *, gated: bool = False) -> PackedLinear:
+        w = linear.weight
+        if linear.gain is not None:
+            w = (w.float() * (linear.gain.float() * math.sqrt(self.hidden))).to(w.dtype)
+        return PackedLinear(w, linear.bias, gated=gated, int8=self.int8)
+
     def __call__(self, step: Decodes) -> torch.Tensor:
-        """The hidden state of each sequence's new token, [S, hidden_size], as `Transformer.forward` gives it."""
-        c, S = self.config, step.new.shape[1]
+        """The hidden state of each sequence's new token, [S, hidden size], as `Transformer.forward` gives it."""
+        S = step.new.shape[1]
         if not self.buffers or len(self.buffers[0]) != S:
-            heads = c.num_heads * c.head_dim
-            widths = (c.hidden_size, heads + 2 * c.num_kv_heads * c.head_dim, heads, c.intermediate_size)
-            widest = padded_inputs(max(c.hidden_size, heads, c.intermediate_size))
-            self.buffers = [torch.empty(S, width) for width in widths]
+            heads, keys = (n * self.step.head_dim for n in (self.step.num_heads, self.step.num_key_heads))
+            widest = padded_inputs(max(self.hidden, heads, self.inner))
+            self.buffers = [torch.empty(S, width) for width in (self.hidden, heads + 2 * keys, heads, self.inner)]
             self.buffers += [torch.empty(S, widest if self.int8 else 0, dtype=torch.int8), torch.empty(S)]
             self.pointers = [b.data_ptr() for b in self.buffers]
-        out = self.table.new_empty(S, c.hidden_size)
+        out = self.step.table.new_empty(S, self.hidden)
         first, row = step.new.ctypes.data, step.new.strides[0]
         call = _Step(
             S, torch.get_num_threads(), step.tables.shape[1], first, first + row, first + 2 * row,

@@ -1,6 +1,6 @@
 """Dynamic int8 on a CPU (W8A8): weights are rounded once, a scale a row; activations at each call, a scale a token.
 
-For prompts, and for decodes where compiled.py does not serve. The product is that of packed_linear.h where it has dot
+For prompts, and for decodes that step.cpp does not compute. The product is that of packed_linear.h where it has dot
 products of int8 (`DotInt8`: ARM), else torch's (`TorchInt8`).
 
 A decode step reads every weight once, so a quarter of the bytes is most of a quarter of the time. All linears and the
@@ -29,12 +29,11 @@ from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
 from bagu.nn.moe import Router
 from bagu.serve.cpu.compiled import PackedLinear, has_int8_dot
-from bagu.serve.cpu.packed import Packed
 
 __all__ = ["DotInt8", "TorchInt8", "int8", "quantized"]
 
 
-def int8(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packed:
+def int8(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DotInt8 | TorchInt8:
     """y = x Wᵀ + b with W in int8, by the faster of the two."""
     return DotInt8(weight, bias) if has_int8_dot() and weight.device.type == "cpu" else TorchInt8(weight, bias)
 
@@ -49,9 +48,6 @@ class DotInt8:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y, _ = self.linear(x.reshape(-1, x.shape[-1]))
         return y.view(*x.shape[:-1], self.linear.N).to(x.dtype)
-
-    def add(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self(x).add_(residual)
 
 
 class TorchInt8:
@@ -76,10 +72,6 @@ class TorchInt8:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._product(x, self.weight, self.bias)
-
-    def add(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        y = self._product(x, self.weight, residual)
-        return y if self.bias is None else y.add_(self.bias)
 
 
 @functools.cache
@@ -125,16 +117,16 @@ def _quantized_engine(name: str) -> Iterator[None]:
 def _product(
     x: torch.Tensor,
     weight: torch.classes.quantized.LinearPackedParamsBase,  # type: ignore[name-defined]
-    plus: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """x Wᵀ + plus. `linear_dynamic` has one scale for all of x, and a token of large values, as the first one of a
+    """x Wᵀ + bias. `linear_dynamic` has one scale for all of x, and a token of large values, as the first one of a
     text often is, would leave the others a few levels: rows are scaled to a largest value of 1 first. QNNPACK raises
     for a NaN: it is replaced there, and the row becomes NaN by its scale."""
     wide = x.float()
     largest = wide.abs().amax(-1, True).clamp_(min=1e-30)
     y = torch.ops.quantized.linear_dynamic((wide / largest).nan_to_num_(), weight, False).mul_(largest)
-    if plus is not None:
-        y = y.add_(plus)
+    if bias is not None:
+        y = y.add_(bias)
     return y.to(x.dtype)
 
 
@@ -164,12 +156,28 @@ class Int8Linear(nn.Module):
 def quantized(model: Transformer) -> Transformer:
     """The same model with int8 in its linear layers; everything else is shared. Routers keep their dtype: a rounded
     score is another choice of expert. Experts do too: they are not `Linear`."""
-    return _swap(model)  # type: ignore[return-value]
+    return replace_linears(model, lambda linear: linear if isinstance(linear, Router) else Int8Linear(linear))
 
 
-def _swap(module: nn.Module) -> nn.Module:
-    if isinstance(module, Linear) and not isinstance(module, Router):
-        return Int8Linear(module)
-    twin = copy.copy(module)
-    twin._modules = {name: None if m is None else _swap(m) for name, m in module._modules.items()}
-    return twin
+def merged(model: Transformer) -> Transformer:
+    """The same model with one weight in each linear layer: weight normalisation and LoRA multiplied out."""
+
+    def merge(linear: Linear) -> Linear:
+        twin, nothing = copy.copy(linear), dict.fromkeys(("gain", "lora_a", "lora_b"))
+        twin._parameters = linear._parameters | {"weight": nn.Parameter(linear.merged().detach(), False)} | nothing
+        return twin
+
+    return replace_linears(model, merge)
+
+
+def replace_linears(model: Transformer, make: Callable[[Linear], nn.Module]) -> Transformer:
+    """A copy of the model that shares all of its modules but the linear layers that `make` replaces."""
+
+    def copied(module: nn.Module) -> nn.Module:
+        if isinstance(module, Linear):
+            return make(module)
+        twin = copy.copy(module)
+        twin._modules = {name: None if m is None else copied(m) for name, m in module._modules.items()}
+        return twin
+
+    return copied(model)  # type: ignore[return-value]

@@ -1,15 +1,15 @@
 // A decode step of a whole model on a CPU: one new token for each of S sequences, in one parallel region.
 //
-// The model is the common kind (serve/cpu/layers.py : supports) with SwiGLU. Activations are fp32, the pool is fp32 or
-// bf16, and weights are that or int8. Between two barriers every thread computes some tiles of a product, or the
-// attention of some sequences.
+// serve/cpu/match.py finds out whether a model computes this. Activations are fp32, the pool is fp32 or bf16, and weights
+// are that or int8. Between two barriers every thread computes some tiles of a product, or the attention of some
+// sequences.
 //
-//     qkv = norm(x) Wqkv      turn (QK norm, RoPE), store k and v, attend      x += y Wout
-//     a = silu(norm(x) Wgate) * (norm(x) Wup)                                  x += a Wdown
+//     qkv = norm(x) Wqkv      QK norm, RoPE, store k and v, attend      x += y Wout
+//     a = activation(norm(x) Wgate) * (norm(x) Wup), or activation(norm(x) Wup)      x += a Wdown
 //
 // The gain of a norm and its sqrt(size) are in the weight behind it; what is left of the norm is one number a token,
-// which multiplies the sums. A tile of Wgate and Wup has W outputs of each, so that SwiGLU is applied before
-// anything is stored.
+// which multiplies the sums. A tile of Wgate and Wup has W outputs of each, so that the gate is applied before anything
+// is stored.
 //
 // Dims: S = sequences, H = heads, G = key heads, D = features of a head, B = places of a block.
 
@@ -20,17 +20,17 @@ namespace bagu {
 
 struct Layer {
     Linear qkv, out, up, down;
-    const float* head_gain;  // [H + G, D], times sqrt(D); null without a QK norm
-    void *keys, *values;     // [N, B, G, D]
-    int64_t window;          // 0: none
+    const float* qk_gain;  // [H + G, D], times sqrt(D); null without a QK norm
+    void *keys, *values;   // [N, B, G, D]
+    int64_t window;        // 0: none
 };
 
 struct Model {
-    int64_t hidden, heads, key_heads, width, inner, block_size, num_layers;
-    float floor, head_floor, scale;  // eps * hidden, eps * D
-    const void* table;               // [vocabulary, hidden]
-    const float* gain;               // of the last norm, times sqrt(hidden)
-    const float *cos, *sin;          // [positions, D / 2], or null
+    int64_t hidden, heads, key_heads, head_dim, inner, block_size, num_layers, activation, gated;
+    float eps, qk_eps, scale;  // of the norms, times their size
+    const void* table;         // [vocabulary, hidden]
+    const float* gain;         // of the last norm, times sqrt(hidden)
+    const float *cos, *sin;    // [positions, D / 2], or null
     const Layer* layers;
 };
 
@@ -44,20 +44,41 @@ struct Step {
     void* out;                   // [S, hidden]
 };
 
-inline float unit(const float* x, int64_t K, float floor) {
+enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU_SQUARED };
+
+// erf to 1.5e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26).
+inline vec erf(vec x) {
+    vec size = x < 0.0f ? -x : x, t = 1.0f / (1.0f + 0.3275911f * size);
+    vec sum = t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
+    vec y = 1.0f - sum * exp(-size * size);
+    return x < 0.0f ? -y : y;
+}
+
+inline vec activate(int64_t activation, vec x) {
+    switch (activation) {
+        case GELU: return 0.5f * x * (1.0f + erf(x * 0.70710678f));
+        case GELU_TANH:  // x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))
+            return x / (1.0f + exp(-1.5957691f * (x + 0.044715f * x * x * x)));
+        case RELU_SQUARED: return x < 0.0f ? vec{} : x * x;
+        default: return x / (1.0f + exp(-x));
+    }
+}
+
+// 1 / sqrt(sum of x^2 + eps): what a norm multiplies by.
+inline float inverse_norm(const float* x, int64_t K, float eps) {
     vec sums[2] = {};
     int64_t i = 0;
     for (; i + 2 * W <= K; i += 2 * W)
         for (int j = 0; j < 2; j++) sums[j] += load(x + i + j * W) * load(x + i + j * W);
     float rest = 0;
     for (; i < K; i++) rest += x[i] * x[i];
-    return 1.0f / std::sqrt(sum(sums[0] + sums[1]) + rest + floor);
+    return 1.0f / std::sqrt(sum(sums[0] + sums[1]) + rest + eps);
 }
 
 // QK norm and RoPE of one head, in place.
-inline void turn(float* x, int64_t D, const float* gain, float floor, const float* cos, const float* sin) {
+inline void norm_and_rotate(float* x, int64_t D, const float* gain, float eps, const float* cos, const float* sin) {
     if (gain) {
-        float scale = unit(x, D, floor);
+        float scale = inverse_norm(x, D, eps);
         for (int64_t i = 0; i < D; i++) x[i] *= scale * gain[i];
     }
     if (cos)
@@ -70,20 +91,20 @@ inline void turn(float* x, int64_t D, const float* gain, float floor, const floa
 
 // The attention of sequence s in key heads first … last: its key and value are stored first.
 template <class T>
-void token(const Model& m, const Layer& layer, const Step& step, int64_t s, int64_t first, int64_t last,
-           Scratch& scratch) {
-    int64_t H = m.heads, G = m.key_heads, D = m.width, n = H / G;
+void attend_token(const Model& m, const Layer& layer, const Step& step, int64_t s, int64_t first, int64_t last,
+                  Scratch& scratch) {
+    int64_t H = m.heads, G = m.key_heads, D = m.head_dim, n = H / G;
     float *row = step.qkv + s * (H + 2 * G) * D, *q = row + first * n * D, *k = row + H * D, *v = row + (H + G) * D;
     int64_t end = step.lengths[s], begin = layer.window && layer.window < end ? end - layer.window : 0;
     const float* cos = m.cos ? m.cos + (end - 1) * (D / 2) : nullptr;
     const float* sin = m.sin ? m.sin + (end - 1) * (D / 2) : nullptr;
-    auto gain = [&](int64_t h) { return layer.head_gain ? layer.head_gain + h * D : nullptr; };
-    for (int64_t h = first * n; h < last * n; h++) turn(row + h * D, D, gain(h), m.head_floor, cos, sin);
+    auto gain = [&](int64_t h) { return layer.qk_gain ? layer.qk_gain + h * D : nullptr; };
+    for (int64_t h = first * n; h < last * n; h++) norm_and_rotate(row + h * D, D, gain(h), m.qk_eps, cos, sin);
     Pages<T> pages{{static_cast<T*>(layer.keys), G * D, D}, {static_cast<T*>(layer.values), G * D, D},
                    step.tables + step.table_rows[s] * step.columns, m.block_size};
     int64_t slot = pages.slot(end - 1);
     for (int64_t g = first; g < last; g++) {
-        turn(k + g * D, D, gain(H + g), m.head_floor, cos, sin);
+        norm_and_rotate(k + g * D, D, gain(H + g), m.qk_eps, cos, sin);
         T *key = pages.k.at(slot, g), *value = pages.v.at(slot, g);
         for (int64_t i = 0; i < D; i++) narrow(k[g * D + i], key[i]);
         for (int64_t i = 0; i < D; i++) narrow(v[g * D + i], value[i]);
@@ -95,14 +116,14 @@ void token(const Model& m, const Layer& layer, const Step& step, int64_t s, int6
 template <class Weight, class T>
 void run(const Model& m, const Step& step) {
     int64_t S = step.sequences, C = m.hidden, F = m.inner, G = m.key_heads;
-    int64_t HD = m.heads * m.width, QKV = HD + 2 * G * m.width;
+    int64_t HD = m.heads * m.head_dim, QKV = HD + 2 * G * m.head_dim;
     int64_t wanted = S < step.threads ? (step.threads + S - 1) / S : 1, parts = wanted < G ? wanted : G;
 #pragma omp parallel num_threads(step.threads)
     {
         Scratch scratch;
         std::vector<float> norms(S);
         auto norm = [&] {  // by each thread for itself: no barrier
-            for (int64_t s = 0; s < S; s++) norms[s] = unit(step.x + s * C, C, m.floor);
+            for (int64_t s = 0; s < S; s++) norms[s] = inverse_norm(step.x + s * C, C, m.eps);
         };
         auto input = [&](const float* x) { return Input{x, step.quantized, step.scales}; };
         auto add = [&](int64_t s, int64_t p, vec a, vec b, vec c, vec d) {
@@ -126,13 +147,16 @@ void run(const Model& m, const Step& step) {
 #pragma omp for collapse(2) schedule(dynamic)
             for (int64_t s = 0; s < S; s++)
                 for (int64_t i = 0; i < parts; i++)
-                    token<T>(m, layer, step, s, i * G / parts, (i + 1) * G / parts, scratch);
+                    attend_token<T>(m, layer, step, s, i * G / parts, (i + 1) * G / parts, scratch);
             linear<Weight>(layer.out, input(step.y), S, HD, tiles(C), add);
             norm();
-            int64_t gated = (F + W - 1) / W;  // tiles of W gates and W ups
-            linear<Weight>(layer.up, input(step.x), S, C, gated, [&](int64_t s, int64_t p, vec a, vec b, vec c, vec d) {
-                vec gate = a * norms[s] + c, up = b * norms[s] + d;
-                store_columns(step.inner + s * F, p * W, F, gate / (1.0f + exp(-gate)) * up);
+            int64_t count = m.gated ? (F + W - 1) / W : tiles(F);  // with a gate, tiles of W gates and W ups
+            linear<Weight>(layer.up, input(step.x), S, C, count, [&](int64_t s, int64_t p, vec a, vec b, vec c, vec d) {
+                vec first = activate(m.activation, a * norms[s] + c), second = b * norms[s] + d;
+                float* row = step.inner + s * F;
+                if (m.gated) return store_columns(row, p * W, F, first * second);
+                store_columns(row, p * 2 * W, F, first);
+                store_columns(row, p * 2 * W + W, F, activate(m.activation, second));
             });
             linear<Weight>(layer.down, input(step.inner), S, F, tiles(C), add);
         }

@@ -1,0 +1,280 @@
+"""Whether step.cpp computes a model's decode step: the recorded forward is matched against that one computation.
+
+A forward of one new token a sequence is recorded on meta tensors (bagu.ops.recording) and followed from the hidden
+states back to the embedding. What step.cpp computes, in every layer, is
+
+    h = rms_norm(x + delta)     q, k, v = h Wqkv     q, k = rope(rms_norm(q)), rope(rms_norm(k))     kv_write(k, v)
+    h = rms_norm(x + paged_attention(q) Wout)        delta = activation(h Wup) Wdown
+
+with or without QK norm, RoPE, window, gate and biases. Weights, the order of their rows, windows and constants are read
+off the recording. Any other call on the way, and any argument that is not known here, is a `Mismatch`, and the model
+decodes by `Transformer.forward`.
+
+Dims: S = sequences = new tokens, H = heads, G = key heads, D = features of a head.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from bagu.errors import BaguError
+from bagu.nn.model import Transformer
+from bagu.ops.recording import Call, Recorder, storage_id
+from bagu.serve.cpu.dataflow import Dataflow, Mismatch
+from bagu.serve.kv.paged import Batch, PagedKV
+
+__all__ = ["DecodeStep", "LayerWeights", "Weight", "match"]
+
+ATTENTION = "q k_cache v_cache block_tables cu_seqlens context_lens slopes bias max_len max_context window scale"
+KNOWN = {  # the arguments that are read here, of each call
+    "add_rms_norm": "x residual w eps", "rms_norm": "x w eps", "matmul": "x w bias", "kv_write": "cache x slots",
+    "rope": "x cos sin positions layout", "paged_attention": ATTENTION, "swiglu": "x up", "geglu": "x up approximate",
+    "gelu": "x approximate", "relu_squared": "x", "aten.embedding.default": "weight indices",
+    "aten.index_select.default": "self dim index", "aten.arange.default": "end device pin_memory",
+}  # fmt: skip
+
+
+class Weight(NamedTuple):
+    """Of a linear layer."""
+
+    weight: torch.Tensor  # [out, in]
+    bias: torch.Tensor | None
+    gain: torch.Tensor | None = None  # [in]: of the norm before it
+
+
+class LayerWeights(NamedTuple):
+    qkv: Weight
+    out: Weight
+    up: Weight  # with a gate, gate rows first
+    down: Weight
+    qkv_rows: torch.Tensor  # [(H + 2G) D]: the rows of qkv that are [q heads, k heads, v heads]
+    qk_gain: torch.Tensor | None  # [H + G, D], with a QK norm
+    window: int | None
+    cache: int  # the layer of the pool that it writes and reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeStep:
+    """What step.cpp needs to know of a model."""
+
+    table: torch.Tensor  # [vocabulary, hidden size]
+    layers: Sequence[LayerWeights]
+    gain: torch.Tensor  # [hidden size]: of the last norm
+    rope_tables: Sequence[torch.Tensor]  # cos and sin, each [positions, D / 2]; none without RoPE
+    activation: str  # "silu", "gelu", "gelu_tanh" or "relu_squared"
+    gated: bool
+    eps: float
+    qk_eps: float
+    scale: float
+    num_heads: int
+    num_key_heads: int
+    head_dim: int
+
+
+def match(model: Transformer) -> DecodeStep:
+    """What step.cpp needs to decode with `model`; raises Mismatch where it computes something else.
+
+    Steps of one and of three sequences are recorded, since a model may treat a lone token differently.
+    """
+    with torch.inference_mode(False), torch.no_grad():  # inference mode does not decompose `reshape` and its like
+        return [_Matcher(_Recorded(model, S)).step() for S in (1, 3)][-1]
+
+
+class _Recorded:
+    """A decode step of S sequences, by a copy of the model on the meta device."""
+
+    def __init__(self, model: Transformer, S: int) -> None:
+        own, meta, dtype = [*model.parameters(), *model.buffers()], torch.device("meta"), model.embedding.weight.dtype
+        there = [t.detach().to(meta) for t in own]
+        copied: Transformer = copy.deepcopy(model, {id(t): x for t, x in zip(own, there, strict=True)})
+        there += copied.positions.tables(meta)
+        own += model.positions.tables(torch.device("cpu"))
+        self.weights = {storage_id(x): (x, t.detach()) for x, t in zip(there, own, strict=True)}
+        context = min(64, model.config.max_len)
+        ids, positions, slots = (torch.empty(S, dtype=torch.int64, device=meta) for _ in range(3))
+        cu, lengths, tables = (torch.empty(n, dtype=torch.int32, device=meta) for n in ((S + 1,), (S,), (S, 4)))
+        self.batch = batch = Batch(ids, positions, slots, cu, lengths, tables, 1, context, S, context)
+        self.kv = PagedKV(model.config, 4, 16, device=meta, dtype=dtype)
+        self.kv.load(batch)
+        try:
+            with Recorder() as recorder:
+                self.hidden = copied(batch.ids, batch.positions, batch.cu_seqlens, 1, self.kv).hidden
+        except (RuntimeError, BaguError) as error:  # it reads a value, or has a tensor that is no parameter or buffer
+            raise Mismatch(f"the forward does not run on meta tensors: {error}") from error
+        self.calls = recorder.calls
+
+
+class _Heads(NamedTuple):
+    """Queries, keys or values as they reach attention."""
+
+    product: Call
+    rows: torch.Tensor  # [heads, D]: of the product's weight
+    gain: torch.Tensor | None
+    rope_tables: tuple[int, ...]  # storages of cos and sin
+
+
+class _Matcher:
+    def __init__(self, recorded: _Recorded) -> None:
+        self.recorded, self.batch, self.kv = recorded, recorded.batch, recorded.kv
+        self.S, self.hidden_size = recorded.hidden.shape
+        if self.kv.values is None:
+            raise Mismatch("a cache without values")
+        given = [t for t in (*self.batch, *self.kv.keys, *self.kv.values) if isinstance(t, torch.Tensor)]
+        self.flow = Dataflow(recorded.calls, KNOWN, [*given, *(there for there, _ in recorded.weights.values())])
+        self.constants: dict[str, Any] = {}
+
+    def step(self) -> DecodeStep:
+        layers: list[LayerWeights] = []
+        last = norm = self.producer(self.recorded.hidden, "add_rms_norm")
+        while norm.name == "add_rms_norm":
+            layer, norm = self.layer(norm)
+            layers.insert(0, layer)
+        embedding = self.producer(norm.args["x"], "aten.embedding.default")
+        self.flow.check_same(embedding.args["indices"], self.batch.ids)
+        table, gain = self.weight(embedding.args["weight"]), self.gain(last)
+        if any(w.weight.dtype != table.dtype for layer in layers for w in layer[:4]):
+            raise Mismatch("weights of several dtypes")
+        if sum(call.name == "kv_write" for call in self.flow.calls) != 2 * len(layers):
+            raise Mismatch("writes to the cache that no layer reads")
+        shared = {"qk_eps": 0.0} | self.constants
+        shared["rope_tables"] = [self.recorded.weights[x][1] for x in shared["rope_tables"]]
+        return DecodeStep(table=table, layers=layers, gain=gain, **shared)
+
+    def layer(self, after: Call) -> tuple[LayerWeights, Call]:
+        """The layer before the norm `after`, and the norm at its beginning, which adds nothing in the first layer."""
+        down = self.producer(after.args["x"], "matmul")
+        activation = self.activation(down.args["x"])
+        up = self.producer(activation.args["x"], "matmul")
+        middle = self.producer(up.args["x"], "add_rms_norm")
+        out = self.producer(middle.args["x"], "matmul")
+        attention = self.flow.producer(out.args["x"], "paged_attention")
+        qkv, rest = self.attention(attention)
+        before = self.producer(qkv.args["x"], "add_rms_norm", "rms_norm")
+        if before.name == "rms_norm":
+            self.flow.check_same(middle.args["residual"], before.args["x"])
+        residuals = [(after, middle)] + [(middle, before)] * (before.name == "add_rms_norm")
+        if any(self.producer(b.args["residual"], "add_rms_norm", result=1) is not a for b, a in residuals):
+            raise Mismatch("a residual that is not the sum before")
+        layer = LayerWeights(
+            qkv=self.linear(qkv, self.hidden_size, before), out=self.linear(out, attention.results[0][0].numel()),
+            up=self.linear(up, self.hidden_size, middle), down=self.linear(down, activation.results[0].shape[1]),
+            **rest,
+        )  # fmt: skip
+        return layer, before
+
+    def activation(self, x: torch.Tensor) -> Call:
+        call = self.producer(x, "swiglu", "geglu", "gelu", "relu_squared")
+        if call.args.get("up") is not None:
+            raise Mismatch(f"{call.name} of two tensors")
+        gelu = "gelu_tanh" if call.args.get("approximate") in (True, "tanh") else "gelu"
+        name = {"swiglu": "silu", "relu_squared": "relu_squared"}.get(call.name, gelu)
+        self.constant(activation=name, gated=call.name in ("swiglu", "geglu"))
+        return call
+
+    def attention(self, call: Call) -> tuple[Call, dict[str, Any]]:
+        """The product that makes queries, keys and values, and what else a layer says of its attention."""
+        a, b, pools = call.args, self.batch, [storage_id(k) for k in self.kv.keys]
+        cache = pools.index(storage_id(a["k_cache"])) if storage_id(a["k_cache"]) in pools else 0
+        keys, values = self.kv.keys[cache], (self.kv.values or [])[cache]
+        given = (b.block_tables, b.cu_seqlens, b.context_lens, keys, values)
+        for name, tensor in zip(
+            ("block_tables", "cu_seqlens", "context_lens", "k_cache", "v_cache"), given, strict=True
+        ):
+            self.flow.check_same(a[name], tensor)
+        if a["slopes"] is not None or a["bias"] is not None or a["max_context"] != b.max_context:
+            raise Mismatch("paged_attention with slopes, a bias or another context")
+        q, k, v = map(self.heads, (a["q"], self.written(keys, call), self.written(values, call)))
+        if k.product is not q.product or v.product is not q.product:
+            raise Mismatch("q, k and v by more than one product")
+        if (
+            q.rope_tables != k.rope_tables
+            or v.rope_tables
+            or (q.gain is None) != (k.gain is None)
+            or v.gain is not None
+        ):
+            raise Mismatch("a QK norm or RoPE on one of q and k, or on v")
+        (H, D), G = q.rows.shape, len(k.rows)
+        self.constant(num_heads=H, num_key_heads=G, head_dim=D, scale=a["scale"] or D**-0.5, rope_tables=q.rope_tables)
+        gain = None if q.gain is None or k.gain is None else torch.stack([q.gain] * H + [k.gain] * G)
+        rows = torch.cat((q.rows, k.rows, v.rows)).flatten()
+        return q.product, {"qkv_rows": rows, "qk_gain": gain, "window": a["window"], "cache": cache}
+
+    def written(self, pool: torch.Tensor, reader: Call) -> Any:
+        """What is written to the places of the new tokens before the pool is read."""
+        before = self.flow.calls[: self.flow.calls.index(reader)]
+        writes = [c for c in before if c.name == "kv_write" and storage_id(c.args["cache"]) == storage_id(pool)]
+        if len(writes) != 1:
+            raise Mismatch(f"{len(writes)} writes to a layer of the cache before it is read")
+        args = self.flow.check_arguments(writes[0]).args
+        self.flow.check_same(args["cache"], pool)
+        self.flow.check_same(args["slots"], self.batch.slots)
+        return args["x"]
+
+    def heads(self, x: torch.Tensor) -> _Heads:
+        """x[S, heads, D] back to the product it is a part of."""
+        (_, heads, D), gain, tables = x.shape, None, tuple[int, ...]()
+        if self.flow.producer_name(x) == "rope":
+            call = self.flow.producer(x, "rope")
+            tables, x = self.rope_tables(call, D), call.args["x"]
+        if self.flow.producer_name(x) == "rms_norm":
+            call = self.flow.producer(x, "rms_norm")
+            self.constant(qk_eps=call.args["eps"])
+            gain, x = self.weight(call.args["w"]), call.args["x"]
+            if gain.shape != (D,):
+                raise Mismatch("a QK norm of several heads at once")
+        product, elements = self.flow.part_of(x, "matmul")
+        rows = elements.reshape(self.S, heads, D) - torch.arange(self.S).view(-1, 1, 1) * product.results[0].shape[-1]
+        if (rows != rows[0]).any():
+            raise Mismatch("tokens that differ in their columns of q, k or v")
+        return _Heads(product, rows[0], gain, tables)
+
+    def rope_tables(self, call: Call, D: int) -> tuple[int, ...]:
+        """The storages of cos and sin of which a token has the row of its position."""
+        a, lookups = call.args, [self.producer(call.args[name], "aten.index_select.default") for name in ("cos", "sin")]
+        for lookup in lookups:
+            self.flow.check_same(lookup.args["index"], self.batch.positions)
+            if lookup.args["dim"] != 0 or 2 * self.weight(lookup.args["self"]).shape[1] != D:
+                raise Mismatch("RoPE of a part of the features")
+        if a["layout"] != "half" or a["x"].shape[-1] != D or a["x"].ndim != (3 if a["positions"] is None else 4):
+            raise Mismatch("RoPE in pairs of neighbours, or of other heads")
+        if a["positions"] is not None:  # [S, G], with grouped queries
+            _, tokens = self.flow.part_of(a["positions"], "aten.arange.default")
+            if (torch.arange(self.S) != tokens.T).any():
+                raise Mismatch("RoPE with other positions")
+        return tuple(storage_id(lookup.args["self"]) for lookup in lookups)
+
+    def producer(self, x: torch.Tensor, *ops: str, result: int = 0) -> Call:
+        """As in Dataflow, of a result [S, features]."""
+        call = self.flow.producer(x, *ops, result=result)
+        if call.results[result].ndim != 2 or len(call.results[result]) != self.S:
+            raise Mismatch(f"{call.name} of several rows a token")
+        return call
+
+    def constant(self, **values: Any) -> None:
+        """What all layers share."""
+        for name, value in values.items():
+            if self.constants.setdefault(name, value) != value:
+                raise Mismatch(f"layers that differ in {name}: {self.constants[name]} and {value}")
+
+    def weight(self, x: torch.Tensor) -> torch.Tensor:
+        """The model's own tensor for one of its copy."""
+        if storage_id(x) not in self.recorded.weights:
+            raise Mismatch(f"{self.flow.producer_name(x)} where a weight is expected")
+        there, own = self.recorded.weights[storage_id(x)]
+        self.flow.check_same(x, there)
+        return own
+
+    def gain(self, norm: Call) -> torch.Tensor:
+        self.constant(eps=norm.args["eps"])
+        return self.weight(norm.args["w"])
+
+    def linear(self, call: Call, inputs: int, norm: Call | None = None) -> Weight:
+        weight, bias = self.weight(call.args["w"]), call.args["bias"]
+        if weight.shape[1] != inputs:
+            raise Mismatch(f"a product of {weight.shape[1]} of {inputs} features")
+        return Weight(weight, None if bias is None else self.weight(bias), None if norm is None else self.gain(norm))
