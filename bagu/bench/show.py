@@ -147,6 +147,7 @@ def describe(spec: OpSpec, case: Case, args: Mapping[str, Any], source: Source) 
         "independent": list(spec.independent),
         "ulps": spec.ulps,
         "backends": {b: _backend(spec, b) for b in spec.backends},
+        "automatic": _automatic(spec),
         "cases": [{"name": c.name, "why": c.why, "bench": c.bench} for c in spec.cases],
         "size": {"case": case.name, "shape": shape_label(spec, dict(args)), "dtype": str(first.dtype)[6:]},
         "cost": passes,
@@ -180,11 +181,26 @@ def _backend(spec: OpSpec, backend: str) -> dict[str, Any]:
     }
 
 
+def _automatic(spec: OpSpec) -> list[dict[str, str]]:
+    """What runs a call on a CUDA device where no backend is asked for; the first line that holds counts."""
+    if "triton" not in spec.backends:
+        return [{"when": "always", "runs": "the torch backend", "why": "it is the only one"}]
+    rules = [{"when": r.when, "runs": f"{r.runs} (torch backend)", "why": r.why} for r in spec.prefer_torch]
+    if spec.unsupported is not None:
+        lacks = {"when": "what the Triton kernels do not take", "runs": "the torch backend", "why": "it says so once"}
+        rules = [lacks, *rules]
+    return [*rules, {"when": "otherwise" if rules else "always", "runs": "the Triton backend", "why": ""}]
+
+
 def _render(facts: Mapping[str, Any]) -> Group:
     backends = _grid("backend", "runs here", "tuning space")
     for name, b in facts["backends"].items():
         space = [f"{fn}: " + ", ".join(f"{k} ∈ {v}" for k, v in points.items()) for fn, points in b["tunable"].items()]
         backends.add_row(name, b["runs"], "\n".join(space) or "nothing")
+    automatic = _grid("automatic choice on CUDA", "runs", "why")
+    for rule in facts["automatic"]:
+        automatic.add_row(escape(rule["when"]), rule["runs"], escape(rule["why"]))
+    chosen: list[Table | str] = [automatic, ""] if len(facts["automatic"]) > 1 else []
     arguments = _grid("argument", "type", "gradient")
     for a in facts["arguments"]:
         arguments.add_row(escape(a["is"]), a["kind"], "yes" if a["gradient"] else "")
@@ -205,6 +221,7 @@ def _render(facts: Mapping[str, Any]) -> Group:
         f"independent along {', '.join(facts['independent'])}\n",
         backends,
         "",
+        *chosen,
         cases,
         f"\n[bold]cost at {size['shape']}[/] in {size['dtype']} (case {size['case']})",
         cost,

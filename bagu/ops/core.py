@@ -24,7 +24,7 @@ from bagu.ops.launch import interpreted_sms
 from bagu.ops.layouts import lay_out, raw_bytes
 from bagu.ops.signature import Dims, Signature, accumulator
 
-__all__ = ["Case", "Cost", "OpSpec", "Streams", "check"]
+__all__ = ["Case", "Cost", "OpSpec", "Rule", "Streams", "check"]
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 ADMITTED = 4096  # kinds of call that are remembered as checked, per op
@@ -97,6 +97,16 @@ class Streams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Calls on a CUDA device that the automatic choice leaves to the torch backend. All but `holds` is for people."""
+
+    when: str
+    runs: str
+    why: str
+    holds: Callable[[Mapping[str, Any]], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
 class OpSpec:
     """What one op means (signature, reference), how it is exercised (cases, inputs) and what it costs.
 
@@ -116,6 +126,8 @@ class OpSpec:
     independent: Sequence[str]  # dims along which results do not touch each other: what may be split over devices
     ulps_of: Mapping[str, float] = field(default_factory=dict)  # results that are allowed another number of them
     backends: Sequence[str] = ("torch", "triton")
+    unsupported: Callable[[Mapping[str, Any]], str | None] | None = None  # why Triton's kernels cannot run a call
+    prefer_torch: Sequence[Rule] = ()  # what the automatic choice on CUDA leaves to torch, though Triton could do it
     cost_backward: Callable[[Mapping[str, int], int], Cost] | None = None
     grads: Sequence[str] = ()  # inputs that have a gradient
     twins: Mapping[str, str] = field(default_factory=dict)  # input -> the input whose gradient is its own as well
@@ -128,6 +140,7 @@ class OpSpec:
     check_values: Callable[[Mapping[str, Any], Dims], None] | None = None  # raises for wrong values; in debug mode
     peers: bool = False  # the folder has peers.py: the same work by other libraries, for the benchmark
     wide_loads: bool = True  # the compile gate wants 128-bit loads in every kernel at the bench cases
+    spills: Mapping[str, int] = field(default_factory=dict)  # local loads and stores that the gate allows a kernel
 
     def __post_init__(self) -> None:
         assert not set(self.mutates) & set(self.grads), f"{self.name}: an input that is changed has no gradient"

@@ -1,8 +1,9 @@
 """From a public call to a backend: check the arguments, choose, run.
 
 The choice is made at the call: `backend=` of the call, else the innermost `use(...)`, else by device (Triton on
-CUDA, torch elsewhere). A backend that was asked for runs or raises; an automatic one may fall back to torch, and
-says so once. Whatever ran the forward runs its backward too: custom.py links the two.
+CUDA but for what the spec's `prefer_torch` names, torch elsewhere). A backend that was asked for runs or raises; an
+automatic one may fall back to torch, and says so once. Whatever ran the forward runs its backward too: custom.py links
+the two.
 
 The torch backend is called as it is: ordinary differentiable PyTorch that the compiler, autograd, DTensor and FLOP
 counters see through. Every other backend becomes custom ops, or an autograd node where nobody looks (custom.py).
@@ -27,11 +28,12 @@ from bagu.ops.eager import autocasting, constant, traced, transformed
 from bagu.ops.invariant import forward_of
 from bagu.ops.values import debugging
 
-__all__ = ["call", "use"]
+__all__ = ["automatic_backend", "call", "use"]
 
 BACKENDS = ("torch", "triton")
 
 _nodes: dict[tuple[str, str], Run] = {}  # of the backends that are loaded, by op and backend
+_said: set[str] = set()  # warnings that were given
 
 
 class use:
@@ -92,7 +94,7 @@ def _run(
     asked = backend if backend is not None else choice.backend
     if choice.invariant:
         return forward_of(spec, asked, first)(**args)
-    name = _choose(spec, asked, first)
+    name = _choose(spec, asked, first, args)
     if name == "torch" and not (explicit and spec.grads and not traced(first)):
         return spec.torch_backend.forward(**args)
     values = [args[a.name] for a in spec.sig.inputs]
@@ -110,12 +112,12 @@ def _run(
     return () if results is None else results if isinstance(results, (tuple, list)) else (results,)
 
 
-def _choose(spec: OpSpec, asked: str | None, first: torch.Tensor) -> str:
+def _choose(spec: OpSpec, asked: str | None, first: torch.Tensor, args: Mapping[str, Any]) -> str:
     on = first.device.type
     if asked is None:
         plain = type(first) in (torch.Tensor, torch.nn.Parameter) and not transformed()
         automatic = on == "cuda" and plain and "triton" in spec.backends
-        return "triton" if automatic and _available(spec.name) else "torch"
+        return automatic_backend(spec, args) if automatic and _available(spec.name) else "torch"
     if asked not in spec.backends:
         raise UnknownName.among(f"backend of {spec.name}", asked, spec.backends)
     if asked != "torch":
@@ -125,7 +127,26 @@ def _choose(spec: OpSpec, asked: str | None, first: torch.Tensor) -> str:
                 f"{spec.name}: the {asked} backend was asked for, and the tensors are on {on}",
                 hint="move them to a CUDA device, or set TRITON_INTERPRET=1 before Python starts to run it slowly here",
             )
+        if spec.unsupported is not None and (lack := spec.unsupported(args)) is not None:
+            raise BackendError(
+                f"{spec.name}: the {asked} backend was asked for, and {lack}", hint="ask for backend='torch' there"
+            )
     return asked
+
+
+def automatic_backend(spec: OpSpec, args: Mapping[str, Any]) -> str:
+    """What runs a call on a CUDA device where Triton is: its kernels, unless they cannot or torch is faster."""
+    if spec.unsupported is not None and (lack := spec.unsupported(args)) is not None:
+        _say_once(f"{spec.name} runs on the torch backend here, not on Triton: {lack}")
+        return "torch"
+    return "torch" if any(rule.holds(args) for rule in spec.prefer_torch) else "triton"
+
+
+@constant
+def _say_once(sentence: str) -> None:
+    if sentence not in _said:
+        _said.add(sentence)
+        warnings.warn(sentence, RuntimeWarning, stacklevel=2)
 
 
 @constant

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bagu.ops.core import Case, OpSpec
+from bagu.ops.core import Case, OpSpec, Streams
 from bagu.ops.custom import paired
 
 GPU = torch.cuda.is_available()
@@ -42,10 +42,18 @@ def small(spec: OpSpec) -> list[Case]:
     return [c for c in spec.cases if not c.bench]
 
 
+def supported(spec: OpSpec, backend: str, case: Case) -> bool:
+    """Whether a backend runs a case at all."""
+    if backend == "torch" or spec.unsupported is None:
+        return True
+    return spec.unsupported(spec.inputs(case, Streams(spec.name, case.name))) is None
+
+
 def points(spec: OpSpec, backend: str) -> list[Point]:
+    cases = [c for c in small(spec) if supported(spec, backend, c)]
     return [
         Point(case, dtype, "packed" if (i + j) % 2 == 0 else GAPPED[(i + j // 2) % len(GAPPED)])
-        for i, case in enumerate(small(spec)) for j, dtype in enumerate(dtypes(backend))
+        for i, case in enumerate(cases) for j, dtype in enumerate(dtypes(backend))
     ]  # fmt: skip
 
 
