@@ -1,8 +1,9 @@
 """The compile gate: every kernel of every Triton backend, compiled for an H200 on a machine without one.
 
 `python -m bagu.ops.gate [--first N] [OP …]` runs each backend's bench cases on meta tensors, records what it would
-launch, and compiles that for sm_90 with the ptxas that comes with Triton. A kernel fails if it spills registers, wants
-more shared memory than a block has, or reads a large aligned tensor without 128-bit loads. TRITON_INTERPRET is off.
+launch, and compiles that for sm_90 with the ptxas that comes with Triton. A kernel fails if it spills registers
+(more than its spec allows), wants more shared memory than a block has, reads a large aligned tensor without 128-bit
+loads, or multiplies 16-bit matrices without wgmma. TRITON_INTERPRET is off.
 """
 
 from __future__ import annotations
@@ -62,13 +63,16 @@ class Kernel:
     wide_stores: int
     stores: int
     wants_wide: bool
+    allowed_spills: int
+    wgmma: int  # instructions that multiply matrices asynchronously, Hopper's fast ones
+    wants_wgmma: bool
 
     def __str__(self) -> str:
         return (
             f"{self.op:24} {self.case:14} {self.name:28} {self.registers:4} registers {self.spills:3} spills "
             f"{self.shared:7} B shared  {self.wide_loads}/{self.loads} loads and "
             f"{self.wide_stores}/{self.stores} stores are 128 bits wide"
-        )
+        ) + (f", {self.wgmma} wgmma" if self.wgmma else "")
 
 
 class MetaStreams(Streams):
@@ -104,14 +108,17 @@ def faults(kernel: Kernel) -> list[str]:
     """What is wrong with a kernel, one sentence each."""
     found = []
     where = f"{kernel.op}[{kernel.case}] {kernel.name}"
-    if kernel.spills:
-        found.append(f"{where} spills: {kernel.spills} local loads and stores")
+    if kernel.spills > kernel.allowed_spills:
+        allowed = f", and {kernel.allowed_spills} are allowed" if kernel.allowed_spills else ""
+        found.append(f"{where} spills: {kernel.spills} local loads and stores{allowed}")
     if kernel.registers * kernel.threads > REGISTERS:
         found.append(f"{where} wants {kernel.registers} registers for each of {kernel.threads} threads, of {REGISTERS}")
     if kernel.shared > SHARED_LIMIT:
         found.append(f"{where} wants {kernel.shared} B of shared memory, and a block has {SHARED_LIMIT} B")
     if kernel.wants_wide and not kernel.wide_loads:
         found.append(f"{where} has {kernel.loads} global loads, none of them 128 bits wide")
+    if kernel.wants_wgmma and not kernel.wgmma:
+        found.append(f"{where} multiplies 16-bit matrices, and not by wgmma")
     return found
 
 
@@ -162,7 +169,8 @@ def _source(launch: Launch) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
     signature, constants, attrs = {}, {}, {}
     for i, param in enumerate(launch.fn.params):
         value = launch.args.get(param.name, param.default)
-        if param.is_constexpr or value is None or (type(value) is int and value == 1):
+        one = type(value) is int and value == 1 and not param.do_not_specialize
+        if param.is_constexpr or value is None or one:
             signature[param.name] = "constexpr"
             constants[(i,)] = value
             continue
@@ -175,7 +183,7 @@ def _source(launch: Launch) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
         else:
             kind, aligned = "fp32", False
         signature[param.name] = kind
-        if aligned:
+        if aligned and not param.do_not_specialize:
             attrs[(i,)] = [["tt.divisibility", 16]]
     key = (launch.fn.fn.__qualname__, repr(signature), repr(constants), repr(attrs), repr(launch.options))
     return ASTSource(fn=launch.fn, signature=signature, constexprs=constants, attrs=attrs), dict(launch.options), key
@@ -204,6 +212,9 @@ def _compile(spec: OpSpec, case: Case, launch: Launch, source: Any, options: dic
         wide_stores=sum(".128" in op for op in stores),
         stores=len(stores),
         wants_wide=spec.wide_loads and bool(large) and aligned and bool(loads),
+        allowed_spills=spec.spills.get(launch.fn.fn.__name__, 0),
+        wgmma=len(re.findall(r"\bHGMMA\b", report)),
+        wants_wgmma=bool(re.search(r"tt\.dot .*x(?:bf16|f16)>", compiled.asm["ttir"])),
     )
 
 
