@@ -171,7 +171,8 @@ def _fake_backward(spec: OpSpec, selective: bool) -> Run:
         args = dict(zip(names, values, strict=True))
         known = {o: args[f"d{o}"] for o in spec.differentiable} | {s: args[s] for s in spec.saves}
         dims = sig.measure(known, {s.name: args[s.name] for s in sig.scalars})
-        if any(name not in dims for g in spec.made for _, name in by_name[g].dims if name):
+        there = [g for g in spec.made if g not in known or known[g] is not None]
+        if any(name not in dims for g in there for _, name in by_name[g].dims if name):
             assert spec.derive is not None, f"{spec.name}: nothing the backward is given has the dims of its gradients"
             dims |= spec.derive(args, dims)
         found = []
