@@ -24,8 +24,13 @@ from bagu.ops.dispatch import call
 
 __all__ = ["Implementation", "chosen_backends", "implementations", "is_absent", "label"]
 
-LABELS = {"eager": "torch eager", "compile": "torch.compile"}
-CUDA_ONLY = ("liger",)  # Triton kernels: they cannot be timed on a CPU
+LABELS = {
+    "eager": "torch eager",
+    "compile": "torch.compile",
+    "cudnn": "cuDNN",
+    "flash_attention_2": "FlashAttention-2",
+}
+CUDA_ONLY = ("liger", "cudnn", "flash_attention_2")  # GPU kernels: they cannot be timed on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,15 @@ A run of segments is a view of the packed tokens, so that nothing is padded.
 
 A window or ALiBi goes to the kernel as a mask, for some queries at a time (pieces.py).
 
-A learned bias has a gradient, which the kernel does not give: those segments are done with all scores in memory.
+A learned bias has a gradient, which the kernel does not give: those segments are done with all scores in memory. So
+are pieces of segments whose scores are capped. A sink is joined to what the kernel found without it.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,69 +37,101 @@ def _like(q: torch.Tensor) -> torch.Tensor:
 
 def _forward(shape: Shape, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
     """out[B, L, H, E] and lse[B, L, H] of segments that are all L long."""
+    sinks, softcap = shape.sinks, shape.softcap
     if shape.bias is not None:
-        return dense.forward(shape.additive(q.shape[1], _like(q)), scale, q, k, v)
-    if shape.plain:
-        return flash.forward(scale, q, k, v, None, causal=shape.causal)
-    found = [
-        flash.forward(scale, q[:, p.queries], k[:, p.keys], v[:, p.keys], p.added, causal=False)
-        for p in pieces(shape, 0, q.shape[1], _like(q))
-    ]
+        return dense.forward(shape.additive(q.shape[1], _like(q)), scale, q, k, v, sinks=sinks, softcap=softcap)
+    if replace(shape, sinks=None).plain:
+        return _sunk(flash.forward(scale, q, k, v, None, causal=shape.causal), shape.sinks)
+    found = []
+    for p in pieces(shape, 0, q.shape[1], _like(q)):
+        part = q[:, p.queries], k[:, p.keys], v[:, p.keys]
+        if shape.softcap is not None:
+            found.append(dense.forward(p.added, scale, *part, sinks=sinks, softcap=softcap))
+        else:
+            found.append(_sunk(flash.forward(scale, *part, p.added, causal=False), shape.sinks))
     return found[0] if len(found) == 1 else (torch.cat([o for o, _ in found], 1), torch.cat([n for _, n in found], 1))
+
+
+def _sunk(found: Pair, sinks: torch.Tensor | None) -> Pair:
+    """out and lse with a sink in the denominator, from those without."""
+    if sinks is None:
+        return found
+    out, lse = found
+    sinks = sinks.to(lse.dtype)
+    return (out * (lse - sinks).sigmoid().unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sinks)
+
+
+class _Gradients(NamedTuple):
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
 
 def _backward(
     shape: Shape, scale: float, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     out: torch.Tensor, lse: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """dq, dk, dv, and dbias where there is a bias, of segments that are all L long."""
+) -> _Gradients:  # fmt: skip
+    """Of segments that are all L long. Those of bias and sinks are in the dtype of scores."""
     L, dtype, acc = q.shape[1], q.dtype, accumulator(q.dtype)
+    sinks, softcap = shape.sinks, shape.softcap
     if shape.bias is not None:
-        dq, dk, dv, dscores = dense.backward(shape.additive(L, _like(q)), scale, dout, q, k, v)
-        return dq, dk, dv, shape.bias_gradient(dscores)
+        grads = dense.backward(shape.additive(L, _like(q)), scale, dout, q, k, v, sinks=sinks, softcap=softcap)
+        return _Gradients(grads.q, grads.k, grads.v, shape.bias_gradient(grads.scores), grads.sinks)
+    dsinks = None
+    if shape.sinks is not None:
+        delta = (dout.to(acc) * out.to(acc)).sum(-1)
+        dsinks = -((shape.sinks.to(acc) - lse).exp() * delta).sum((0, 1))
     dout, q, k, v, out = (x.to(acc) if flash.widens(L) else x for x in (dout, q, k, v, out))
-    if shape.plain:
-        grads = flash.backward(scale, dout, q, k, v, out, lse, None, causal=shape.causal)
-        dq, dk, dv = (g.to(dtype) for g in grads)
-        return dq, dk, dv, None
+    if replace(shape, sinks=None).plain:  # out and lse have the sink in them, and so do the weights made from lse
+        dq, dk, dv = flash.backward(scale, dout, q, k, v, out, lse, None, causal=shape.causal)
+        return _Gradients(dq.to(dtype), dk.to(dtype), dv.to(dtype), sinks=dsinks)
     parts = []
     dk, dv = (torch.zeros_like(x, dtype=acc) for x in (k, v))  # a key is seen by several pieces
     for p in pieces(shape, 0, L, _like(q)):
         of_queries, of_keys = (x[:, p.queries] for x in (dout, q, out, lse)), (x[:, p.keys] for x in (k, v))
         (d, queries, o, n), (keys, values) = of_queries, of_keys
-        dq, more_k, more_v = flash.backward(scale, d, queries, keys, values, o, n, p.added, causal=False)
+        if shape.softcap is not None:
+            grads = dense.backward(p.added, scale, d, queries, keys, values, sinks=sinks, softcap=softcap)
+            dq, more_k, more_v = grads.q, grads.k, grads.v
+        else:
+            dq, more_k, more_v = flash.backward(scale, d, queries, keys, values, o, n, p.added, causal=False)
         parts.append(dq.to(dtype))
         dk[:, p.keys] += more_k
         dv[:, p.keys] += more_v
-    return torch.cat(parts, 1), dk.to(dtype), dv.to(dtype), None
+    return _Gradients(torch.cat(parts, 1), dk.to(dtype), dv.to(dtype), sinks=dsinks)
 
 
 class _Equal(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, causal: bool,
-        window: int | None, scale: float,
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None,
+        sinks: torch.Tensor | None, causal: bool, window: int | None, scale: float, softcap: float | None,
     ) -> Pair:  # fmt: skip
-        out, lse = _forward(Shape(causal=causal, window=window, slopes=slopes), scale, q, k, v)
-        ctx.save_for_backward(q, k, v, slopes, out, lse)
-        ctx.rest = causal, window, scale
+        shape = Shape(causal=causal, window=window, slopes=slopes, sinks=sinks, softcap=softcap)
+        out, lse = _forward(shape, scale, q, k, v)
+        ctx.save_for_backward(q, k, v, slopes, sinks, out, lse)
+        ctx.rest = causal, window, scale, softcap
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     @once_differentiable("attention")
     def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, slopes, out, lse = ctx.saved_tensors
-        causal, window, scale = ctx.rest
-        shape = Shape(causal=causal, window=window, slopes=slopes)
-        return *_backward(shape, scale, douts[0], q, k, v, out, lse)[:3], None, None, None, None
+        q, k, v, slopes, sinks, out, lse = ctx.saved_tensors
+        causal, window, scale, softcap = ctx.rest
+        shape = Shape(causal=causal, window=window, slopes=slopes, sinks=sinks, softcap=softcap)
+        grads = _backward(shape, scale, douts[0], q, k, v, out, lse)
+        dsinks = None if sinks is None or grads.sinks is None else grads.sinks.to(sinks.dtype)
+        return grads.q, grads.k, grads.v, None, dsinks, None, None, None, None
 
 
 def equal(shape: Shape, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
     """out[B, L, H, E] and lse[B, L, H] of B segments of length L; differentiable, and in the compiler's sight."""
     if shape.bias is not None:
         return _forward(shape, scale, q, k, v)  # autograd sees through it
-    return _Equal.apply(q, k, v, shape.slopes, shape.causal, shape.window, scale)
+    return _Equal.apply(q, k, v, shape.slopes, shape.sinks, shape.causal, shape.window, scale, shape.softcap)
 
 
 def runs(cu_seqlens: torch.Tensor, T: int, max_len: int) -> list[tuple[int, int, int]]:
@@ -125,11 +159,12 @@ def _part(x: torch.Tensor, begin: int, count: int, length: int) -> torch.Tensor:
 @torch.library.custom_op("bagu::attention_ragged", mutates_args=())
 def ragged(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
-    bias: torch.Tensor | None, max_len: int, causal: bool, window: int | None, scale: float,
+    bias: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int, causal: bool, window: int | None, scale: float,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out[T, H, E] and lse[T, H] of segments of any lengths."""
-    out, lse = _ragged_like(q, k, v, cu_seqlens, slopes, bias, max_len, causal, window, scale)
-    shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias)
+    out, lse = _ragged_like(q, k, v, cu_seqlens, slopes, bias, sinks, max_len, causal, window, scale, softcap)
+    shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias, sinks=sinks, softcap=softcap)
     for run in runs(cu_seqlens, q.shape[0], max_len):
         found = _forward(shape, scale, *(_part(x, *run) for x in (q, k, v)))
         for whole, part in zip((out, lse), found, strict=True):
@@ -140,7 +175,8 @@ def ragged(
 @ragged.register_fake
 def _ragged_like(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
-    bias: torch.Tensor | None, max_len: int, causal: bool, window: int | None, scale: float,
+    bias: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int, causal: bool, window: int | None, scale: float,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     T, H, _ = q.shape
     return q.new_empty(T, H, v.shape[-1]), q.new_empty(T, H, dtype=accumulator(q.dtype))
@@ -150,43 +186,50 @@ def _ragged_like(
 @without_autocast
 def _ragged_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
-    slopes: torch.Tensor | None, bias: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, max_len: int,
-    causal: bool, window: int | None, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dq, dk, dv, and dbias, which is empty where there is no bias."""
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias)
-    dbias = q.new_zeros(() if bias is None else bias.shape, dtype=accumulator(q.dtype))
+    slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, out: torch.Tensor,
+    lse: torch.Tensor, max_len: int, causal: bool, window: int | None, scale: float, softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dq, dk, dv, and dbias and dsinks, which are empty where there is no bias or sink."""
+    dq, dk, dv, dbias, dsinks = _ragged_backward_like(
+        dout, q, k, v, cu_seqlens, slopes, bias, sinks, out, lse, max_len, causal, window, scale, softcap
+    )
+    shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias, sinks=sinks, softcap=softcap)
+    total_bias, total_sinks = (torch.zeros_like(x, dtype=accumulator(q.dtype)) for x in (dbias, dsinks))
     for run in runs(cu_seqlens, q.shape[0], max_len):
-        *found, more = _backward(shape, scale, *(_part(x, *run) for x in (dout, q, k, v, out, lse)))
-        for whole, part in zip((dq, dk, dv), found, strict=True):
+        found = _backward(shape, scale, *(_part(x, *run) for x in (dout, q, k, v, out, lse)))
+        for whole, part in zip((dq, dk, dv), found[:3], strict=True):
             _part(whole, *run).copy_(part)
-        if more is not None:
-            dbias += more
-    return dq, dk, dv, q.new_empty(0) if bias is None else dbias.to(bias.dtype)
+        for total, more in zip((total_bias, total_sinks), found[3:], strict=True):
+            if more is not None:
+                total += more
+    return dq, dk, dv, dbias.copy_(total_bias), dsinks.copy_(total_sinks)
 
 
 @_ragged_backward.register_fake
 def _ragged_backward_like(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
-    slopes: torch.Tensor | None, bias: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, max_len: int,
-    causal: bool, window: int | None, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return dq, dk, dv, q.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
+    slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, out: torch.Tensor,
+    lse: torch.Tensor, max_len: int, causal: bool, window: int | None, scale: float, softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dq, dk, dv, dbias, dsinks = (
+        q.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (q, k, v, bias, sinks)
+    )
+    return dq, dk, dv, dbias, dsinks
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
-    q, k, v, cu_seqlens, slopes, bias, *rest = inputs
-    ctx.save_for_backward(q, k, v, cu_seqlens, slopes, bias, *output)
+    q, k, v, cu_seqlens, slopes, bias, sinks, *rest = inputs
+    ctx.save_for_backward(q, k, v, cu_seqlens, slopes, bias, sinks, *output)
     ctx.rest = rest
     ctx.mark_non_differentiable(output[1])
 
 
 def _link(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: a recomputed block makes them again at each look, and refuses the second
-    dq, dk, dv, dbias = _ragged_backward(dout, *saved, *ctx.rest)
-    return dq, dk, dv, None, None, None if saved[5] is None else dbias, None, None, None, None
+    dq, dk, dv, *others = _ragged_backward(dout, *saved, *ctx.rest)
+    dbias, dsinks = (None if x is None else d for x, d in zip(saved[5:7], others, strict=True))
+    return dq, dk, dv, None, None, dbias, dsinks, *(None for _ in ctx.rest)
 
 
 ragged.register_autograd(_link, setup_context=_keep)
@@ -197,9 +240,10 @@ class Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Pair:
-        q, k, v, cu_seqlens, slopes, bias, max_len, causal, window, scale = args
+        q, k, v, cu_seqlens, slopes, bias, sinks, max_len, causal, window, scale, softcap = args
         runs(cu_seqlens, q.shape[0], max_len)  # refuses wrong offsets
-        shape, offsets = Shape(causal=causal, window=window, slopes=slopes, bias=bias), cu_seqlens.tolist()
+        shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias, sinks=sinks, softcap=softcap)
+        offsets = cu_seqlens.tolist()
         begins = cu_seqlens.long()
         rows_of = lambda sequence, place: begins[sequence].unsqueeze(1) + place  # noqa: E731
         lengths = [b - a for a, b in pairwise(offsets)]

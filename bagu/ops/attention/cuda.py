@@ -1,4 +1,4 @@
-"""Attention on a GPU by the kernels that ship with PyTorch, until bagu's own are there. Nothing is read back.
+"""Attention on a GPU by the kernels that ship with PyTorch. Nothing is read back.
 
     segments of one length, no window     cuDNN on Hopper and newer (H200, d128, causal: about 1.6x FlashAttention-2)
     anything else                         FlashAttention-2 over `cu_seqlens`
@@ -13,7 +13,7 @@ import torch
 from bagu.ops.attention.shape import Shape
 from bagu.ops.eager import constant
 
-__all__ = ["equal", "fits", "on_16_bytes", "packed", "prefers_equal"]
+__all__ = ["equal", "fits", "hopper", "on_16_bytes", "packed", "prefers_equal"]
 
 WIDEST = 256  # features of a head that FlashAttention-2 takes
 CUDNN_WIDEST = 128  # and that cuDNN's backward takes on every release since Hopper
@@ -24,8 +24,7 @@ def fits(q: torch.Tensor, v: torch.Tensor, shape: Shape) -> bool:
     return (
         q.dtype in (torch.float16, torch.bfloat16)
         and max(q.shape[-1], v.shape[-1]) <= WIDEST
-        and shape.slopes is None
-        and shape.bias is None
+        and all(x is None for x in (shape.slopes, shape.bias, shape.sinks, shape.softcap))
     )
 
 
@@ -33,11 +32,11 @@ def prefers_equal(q: torch.Tensor, v: torch.Tensor, shape: Shape) -> bool:
     """Whether segments of one length are better done by cuDNN. Its backward does not promise the same bits twice."""
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     narrow = all(x.shape[-1] % 8 == 0 and x.shape[-1] <= CUDNN_WIDEST for x in (q, v))
-    return shape.plain and narrow and not strict and _hopper(q.device.index or 0)
+    return shape.plain and narrow and not strict and hopper(q.device.index or 0)
 
 
 @constant
-def _hopper(device: int) -> bool:
+def hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0) and torch.backends.cudnn.is_available()
 
 

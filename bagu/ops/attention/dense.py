@@ -1,22 +1,27 @@
 """Attention with all scores in memory: the formulas in the open, in fp32 (fp64 for fp64 inputs), on any device.
 
-    S = scale * Q K^T + A        P = softmax(S)        O = P V        lse = log sum exp S
+    S = cap(scale * Q K^T) + A   P = softmax(S)        O = P V        lse = log sum exp S
 
     dV = P^T dO                  dP = dO V^T           dS = P * (dP - rowsum(P * dP))
-    dQ = scale * dS K            dK = scale * dS^T Q
+    dQ = scale * (dS * cap') K   dK = scale * (dS * cap')^T Q
 
-Tensors are [B, L, heads, features]; A is `Shape.additive`. It costs B * H * L^2 numbers at a time. P is made again from
-S alone, so that its rows sum to 1 as exactly as they can: a fused kernel takes it from lse, and rowsum(P * dP) as
-rowsum(dO * O), which are the same but for the rounding of lse and O.
+Tensors are [B, L, heads, features]; A is `Shape.additive`, and queries may be fewer than keys. It costs B * H * L^2
+numbers at a time. cap(x) = c * tanh(x / c), whose slope is 1 - tanh^2, where there is a softcap. A sink is one more
+column of S with no value: it takes its share of a row of P, and its gradient is -sum of (that share) * rowsum(P * dP).
+
+P is made again from S alone, so that its rows sum to 1 as exactly as they can: a fused kernel takes it from lse, and
+rowsum(P * dP) as rowsum(dO * O), which are the same but for the rounding of lse and O.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from bagu.ops.signature import accumulator
 
-__all__ = ["backward", "forward"]
+__all__ = ["Gradients", "backward", "forward"]
 
 
 def _heads_first(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -26,31 +31,57 @@ def _heads_first(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x if heads == G else x.unsqueeze(2).expand(B, G, heads // G, L, F).reshape(B, heads, L, F)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, added: torch.Tensor | None) -> torch.Tensor:
-    s = (q * scale) @ k.mT
-    return s if added is None else s + added
+def _with_sink(s: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """s[B, H, I, J], and in a last column the sink of each head where there are sinks."""
+    if sinks is None:
+        return s
+    return torch.cat((s, sinks.to(s.dtype).view(-1, 1, 1).expand(*s.shape[:-1], 1)), -1)
 
 
 def forward(
-    added: torch.Tensor | None, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    added: torch.Tensor | None, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    sinks: torch.Tensor | None = None, softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out[B, L, H, E] and lse[B, L, H], through which no gradient flows; differentiable as it stands."""
-    H = q.shape[2]
-    s = _scores(_heads_first(q, H), _heads_first(k, H), scale, added)
-    out = s.softmax(-1) @ _heads_first(v, H)
+    H, keys = q.shape[2], k.shape[1]
+    s = (_heads_first(q, H) * scale) @ _heads_first(k, H).mT
+    s = s if softcap is None else (s / softcap).tanh() * softcap
+    s = _with_sink(s if added is None else s + added, sinks)
+    out = s.softmax(-1)[..., :keys] @ _heads_first(v, H)
     return out.transpose(1, 2).to(q.dtype), s.detach().logsumexp(-1).transpose(1, 2)
 
 
+class Gradients(NamedTuple):
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scores: torch.Tensor  # dS[B, H, L, L], which a learned bias needs
+    sinks: torch.Tensor | None
+
+
 def backward(
-    added: torch.Tensor | None, scale: float, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dq, dk, dv and dS[B, H, L, L], which a learned bias needs."""
-    H, G = q.shape[2], k.shape[2]
+    added: torch.Tensor | None, scale: float, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    sinks: torch.Tensor | None = None, softcap: float | None = None,
+) -> Gradients:  # fmt: skip
+    H, G, keys = q.shape[2], k.shape[2], k.shape[1]
     qh, kh, vh, doh = (_heads_first(x, H) for x in (q, k, v, dout))
-    p = _scores(qh, kh, scale, added).softmax(-1)
+    s, slope = (qh * scale) @ kh.mT, None
+    if softcap is not None:
+        s = (s / softcap).tanh()
+        s, slope = s * softcap, 1 - s * s
+    p = _with_sink(s if added is None else s + added, sinks).softmax(-1)
+    p, rest = p[..., :keys], p[..., keys:]
     dv = p.mT @ doh
     dp = doh @ vh.mT
-    ds = p * (dp - (p * dp).sum(-1, keepdim=True))
-    dq, dk = scale * (ds @ kh), scale * (ds.mT @ qh)
+    delta = (p * dp).sum(-1, keepdim=True)
+    ds = p * (dp - delta)
+    dproduct = ds if slope is None else ds * slope
+    dq, dk = scale * (dproduct @ kh), scale * (dproduct.mT @ qh)
     grouped = [x.unflatten(1, (G, H // G)).sum(2).transpose(1, 2) for x in (dk, dv)]
-    return dq.transpose(1, 2).to(q.dtype), grouped[0].to(k.dtype), grouped[1].to(v.dtype), ds
+    return Gradients(
+        q=dq.transpose(1, 2).to(q.dtype),
+        k=grouped[0].to(k.dtype),
+        v=grouped[1].to(v.dtype),
+        scores=ds,
+        sinks=None if sinks is None else -(rest * delta).sum((0, 2, 3)),
+    )

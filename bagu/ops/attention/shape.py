@@ -1,4 +1,4 @@
-"""What is added to the score of two tokens for where they stand, whatever they hold.
+"""How the product of a query and a key becomes a score: the cap, what is hidden, what their distance adds, the sink.
 
 A query at i and a key at j are apart by j - i. From that follow what is hidden (-inf: later keys, keys outside the
 window, other segments), ALiBi's penalty and the learned bias. Distances inside a segment are the same counted from the
@@ -31,17 +31,23 @@ def segment_of(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Which keys a query sees, and what their distance adds to their scores."""
+    """Which keys a query sees, and what is done to their scores."""
 
     causal: bool
     window: int | None = None
     slopes: torch.Tensor | None = None  # [H]
     bias: torch.Tensor | None = None  # [H, 2R - 1]
+    sinks: torch.Tensor | None = None  # [H]
+    softcap: float | None = None
 
     @property
     def plain(self) -> bool:
         """Nothing but `causal`, which every fused kernel knows."""
-        return self.window is None and self.slopes is None and self.bias is None
+        return self.window is None and all(x is None for x in (self.slopes, self.bias, self.sinks, self.softcap))
+
+    def capped(self, scores: torch.Tensor) -> torch.Tensor:
+        """softcap * tanh(scores / softcap), of scores that are scaled already."""
+        return scores if self.softcap is None else (scores / self.softcap).tanh() * self.softcap
 
     def additive(self, L: int, like: torch.Tensor, segment: torch.Tensor | None = None) -> torch.Tensor | None:
         """What L queries and L keys get: [L, L], or [H, L, L] where heads differ, in `like`'s dtype; None if nothing.

@@ -1,17 +1,21 @@
 """Attention over packed segments: each token's mix of the values of its segment, by how well query and key agree.
 
-    s[i, j] = scale * q[i] . k[j] - slope * |i - j| + bias[R - 1 + clamp(j - i, ±(R - 1))]
-    lse[i]  = log(sum_j exp(s[i, j]))        out[i] = sum_j exp(s[i, j] - lse[i]) * v[j]
+    s[i, j] = cap(scale * q[i] . k[j]) - slope * |i - j| + bias[R - 1 + clamp(j - i, ±(R - 1))]
+    lse[i]  = log(exp(sink) + sum_j exp(s[i, j]))        out[i] = sum_j exp(s[i, j] - lse[i]) * v[j]
 
-for each head, over the keys j that query i may see: those of its own segment, with j <= i if `causal`, and with
-|i - j| < window if there is one. Token t belongs to the segment that cu_seqlens[s] <= t < cu_seqlens[s + 1] holds; a
-segment may be empty. Head h reads keys and values of group h // (H / G): G = H is MHA, G = 1 is MQA, between is GQA.
+with cap(x) = softcap * tanh(x / softcap), for each head, over the keys j that query i may see: those of its own
+segment, with j <= i if `causal`, and with |i - j| < window if there is one. Token t belongs to the segment that
+cu_seqlens[s] <= t < cu_seqlens[s + 1] holds; a segment may be empty. Head h reads keys and values of group
+h // (H / G): G = H is MHA, G = 1 is MQA, between is GQA.
 
-`slopes` (ALiBi) are constants; `bias` is learned: T5's buckets are bias = table[:, bucket(distance)]. `lse` is what
+`slopes` (ALiBi) are constants; `bias` is learned: T5's buckets are bias = table[:, bucket(distance)]. `sinks` are
+learned: a logit of each head that joins the denominator and has no value (GPT-OSS). Without them, and without a softcap
+(Gemma 2), those terms are not there. A query that sees no key and has no sink has out = 0 and lse = -inf. `lse` is what
 split KV and ring attention join parts with. No gradient flows through it: fused kernels give none.
 
 Dims: T = tokens, H = query heads, G = key heads, D = features of a key, E = of a value, S1 = segments + 1, P = 2R - 1.
-Papers: https://arxiv.org/abs/1706.03762, 2205.14135 (IO-aware), 2305.13245 (GQA), 2108.12409 (ALiBi), 1910.10683 (T5)
+Papers: https://arxiv.org/abs/1706.03762, 2205.14135 (IO-aware), 2305.13245 (GQA), 2108.12409 (ALiBi), 1910.10683 (T5),
+2309.17453 (sinks), 2408.00118 (softcap)
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ from bagu.ops.values import check_offsets
 
 def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
-    bias: torch.Tensor | None, max_len: int, causal: bool, window: int | None, scale: float | None,
+    bias: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int, causal: bool, window: int | None,
+    scale: float | None, softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The definition, one segment after another."""
     per_group, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
@@ -41,6 +46,8 @@ def reference(
         i = torch.arange(end - begin)[:, None]
         j = torch.arange(end - begin)[None, :]
         s = scale * torch.einsum("ihd,jhd->hij", q[begin:end], k[begin:end])
+        if softcap is not None:
+            s = softcap * torch.tanh(s / softcap)
         if slopes is not None:
             s = s - slopes[:, None, None] * (i - j).abs()
         if bias is not None:
@@ -51,7 +58,10 @@ def reference(
             seen = seen & ((i - j).abs() < window)
         s = s.masked_fill(~seen, -torch.inf)
         lse = s.logsumexp(-1)
-        outs.append(torch.einsum("hij,jhe->ihe", (s - lse[..., None]).exp(), v[begin:end]))
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks[:, None])
+        seen_any = lse.masked_fill(lse == -torch.inf, 0.0)  # -inf - -inf is NaN
+        outs.append(torch.einsum("hij,jhe->ihe", (s - seen_any[..., None]).exp(), v[begin:end]))
         lses.append(lse.T)
     return torch.cat(outs), torch.cat(lses)
 
@@ -72,10 +82,12 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         "cu_seqlens": torch.tensor((0, *lengths)).cumsum(0).to(torch.int32),
         "slopes": 2 ** (-8 * heads / H) if case.get("alibi", False) else None,
         "bias": streams.normal("bias", H, 2 * case["R"] - 1) if "R" in case.params else None,
+        "sinks": streams.normal("sinks", H) if case.get("sinks", False) else None,
         "max_len": case.get("max_len", max(lengths)),
         "causal": case.get("causal", True),
         "window": case.get("window", None),
         "scale": case.get("scale", streams.choice("scale", None, 0.2)),
+        "softcap": case.get("softcap", None),
     }
 
 
@@ -96,6 +108,17 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
         raise ArgumentError(
             f"attention: window is {args['window']}, and a query sees at least itself",
             hint="window = 1 is the query's own key; None is no window",
+        )
+    if (
+        args["scale"] is not None and not args["scale"] > 0
+    ):  # fused kernels take the largest product for the largest score
+        raise ArgumentError(
+            f"attention: scale is {args['scale']}, and a number above 0 is wanted", hint="None is 1 / sqrt(D)"
+        )
+    if args["softcap"] is not None and not args["softcap"] > 0:
+        raise ArgumentError(
+            f"attention: softcap is {args['softcap']}, and a number above 0 is wanted",
+            hint="scores stay between -softcap and softcap; None is no cap",
         )
     if args["bias"] is not None and dims["P"] % 2 == 0:
         raise ArgumentError(
@@ -147,9 +170,9 @@ CASES = [
     Case("window_even", "the same in segments of one length, heads sharing keys", S=2, L=8, H=4, G=2, D=8, window=3),
     Case("window_wide", "the window is past the segment, so it hides nothing", lengths=(5, 3), H=2, D=8, window=99),
     Case("window_both", "without causal a window reaches both ways", lengths=RAGGED, H=2, D=8, window=2, causal=False),
-    Case("window_pieces", "queries are several pieces, each with the keys its window reaches", lengths=(600, 530), H=2,
+    Case("window_pieces", "queries are several pieces, each with the keys its window reaches", lengths=(530, 40), H=1,
          D=8, window=70),
-    Case("window_pieces_both", "the same, keys after a piece being seen as well", S=1, L=530, H=2, G=1, D=8, window=70,
+    Case("window_pieces_both", "the same, keys after a piece being seen as well", S=1, L=520, H=1, D=8, window=70,
          causal=False),
     Case("alibi", "each head has a slope of its own", lengths=RAGGED, H=4, G=2, D=8, alibi=True),
     Case("alibi_even", "slopes in segments of one length, seen from both sides", S=2, L=6, H=2, D=8, alibi=True,
@@ -161,15 +184,36 @@ CASES = [
          causal=False),
     Case("bias_alibi", "slopes, bias and window at once, the bias kept in fp32", lengths=RAGGED, H=2, D=8, R=3,
          alibi=True, window=4, mixed=["bias"]),
+    Case("sinks", "a sink takes weight from every key, and learns", lengths=RAGGED, H=4, G=2, D=8, sinks=True),
+    Case("sinks_even", "the same through a window in segments of one length", S=2, L=6, H=2, D=8, sinks=True, window=3),
+    Case("softcap", "scores are bent, some of them much, and so are gradients", lengths=RAGGED, H=2, D=8, softcap=0.7),
+    Case("softcap_even", "the same in segments of one length, seen from both sides", S=2, L=6, H=4, G=2, D=8,
+         softcap=2.0, causal=False),
+    Case("softcap_wide", "a cap that bends nothing must not cost digits", S=1, L=9, H=2, D=16, softcap=50.0, scale=0.2),
+    Case("everything", "cap, slopes, sinks and window at once, across blocks", lengths=(70, 3), H=2, G=1, D=16, E=8,
+         softcap=1.5, alibi=True, sinks=True, window=40),
+    Case("sinks_bias", "a sink and a cap beside a learned bias", S=2, L=5, H=2, D=8, R=3, sinks=True, softcap=3.0),
     Case("narrow_values", "a value is shorter than a key, as in MLA", lengths=RAGGED, H=2, D=24, E=16),
     Case("wide_values", "a value is longer than a key", S=2, L=6, H=2, D=8, E=20),
     Case("odd", "no size is a multiple of a block", lengths=(7, 13), H=3, D=11, E=5),
     Case("scale", "the scale is given and is not 1 / sqrt(D)", lengths=RAGGED, H=2, D=8, scale=0.3),
     Case("loud", "exp of these scores overflows unless the maximum is taken off", lengths=(9, 6), H=2, D=16,
          loud=256.0),
-    Case("blocks", "segments are several blocks long and end inside one", lengths=(150, 33, 257), H=2, D=16),
+    Case("blocks", "segments are several blocks long and end inside one", lengths=(150, 33, 130), H=2, D=16),
+    Case("no_tokens", "a batch with no token has empty results", lengths=(0, 0), H=2, D=8),
+    Case("frozen_queries", "keys and values learn, and queries do not", lengths=(5, 3), H=2, G=1, D=8, frozen=["q"]),
+    Case("frozen_keys", "queries learn, and keys and values do not", lengths=(5, 3), H=2, G=1, D=8, frozen=["k", "v"]),
+    Case("head_128", "the most common head, grouped, in blocks of its own size", lengths=(150, 40), H=2, G=1, D=128,
+         scale=None),
+    Case("head_256", "the largest head that a tile has room for", lengths=(130, 20), H=1, D=256, scale=None),
+    Case("head_192", "MLA's heads: keys of 192 and values of 128", lengths=(34, 3), H=1, D=192, E=128, scale=None),
+    Case("head_80", "a head that is no power of two, in a wider tile", lengths=(70, 5), H=2, G=1, D=80, E=48,
+         causal=False),
+    Case("head_264", "a head that no tile has room for", lengths=(7, 3), H=2, G=1, D=264, E=16),
 ]  # fmt: skip
 BIG: dict[str, Any] = {"H": 32, "G": 8, "D": 128, "bench": True}
+ONE: dict[str, Any] = {"H": 16, "D": 128, "bench": True}
+VARLEN = (1365, 819, 1912)
 BENCH = [
     Case("llama_8b", "an 8B Llama 3 on eight sequences of 2k tokens", S=8, L=2048, **BIG),
     Case(
@@ -177,6 +221,32 @@ BENCH = [
     ),
     Case("long_16k", "one document of 16k tokens", S=1, L=16384, **BIG),
     Case("window_1k", "every second layer of a windowed model", S=1, L=16384, window=1024, **BIG),
+    Case("varlen_4k", "the bar of packed training: thirds, fifths and the rest of 4k", lengths=VARLEN * 4, **ONE),
+    Case("varlen_16k", "the bar of packed training: the same of 16k", lengths=tuple(4 * n for n in VARLEN), **ONE),
+    Case("equal_4k", "the bar of equal segments, four of 4k", S=4, L=4096, **ONE),
+    Case("equal_16k", "the bar of equal segments, one of 16k", S=1, L=16384, **ONE),
+    Case("varlen_d64", "packed training with heads of 64", lengths=VARLEN * 4, H=32, D=64, bench=True),
+    Case(
+        "sinks_1k",
+        "every second layer of GPT-OSS: a window of 128, sinks",
+        lengths=VARLEN * 4,
+        H=64,
+        G=8,
+        D=64,
+        window=128,
+        sinks=True,
+        bench=True,
+    ),
+    Case(
+        "softcap_4k",
+        "Gemma 2: capped scores, heads of 256",
+        lengths=VARLEN * 4,
+        H=8,
+        G=4,
+        D=256,
+        softcap=50.0,
+        bench=True,
+    ),
     Case("mla", "DeepSeek-V3's training form: keys of 192, values of 128", S=2, L=4096, H=32, D=192, E=128, bench=True),
     Case("laptop", "bagu's demo: sixteen sequences of 256 tokens", S=16, L=256, H=4, D=64, bench=True),
 ]
@@ -184,14 +254,15 @@ BENCH = [
 SPEC = OpSpec(
     name="attention",
     signature="q[T, H, D], k[T, G, D], v[T, G, E], cu_seqlens[S1]: i32, slopes[H]?: float, bias[H, P]?: float,"
-    " max_len: int, causal: bool, window: int?, scale: float? -> out[T, H, E], lse[T, H]: acc",
+    " sinks[H]?: float, max_len: int, causal: bool, window: int?, scale: float?, softcap: float?"
+    " -> out[T, H, E], lse[T, H]: acc",
     reference=reference,
     torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     cost_backward=cost_backward,
-    grads=("q", "k", "v", "bias"),
-    saves=("q", "k", "v", "cu_seqlens", "slopes", "bias", "out", "lse"),
+    grads=("q", "k", "v", "bias", "sinks"),
+    saves=("q", "k", "v", "cu_seqlens", "slopes", "bias", "sinks", "out", "lse"),
     constant=("lse",),
     refuse=refuse,
     check_values=check_values,

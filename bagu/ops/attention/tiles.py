@@ -52,7 +52,7 @@ def attend(
     there = turn < count.unsqueeze(1)  # [I, R]
     rows = (first.unsqueeze(1) + turn).clamp(max=T - 1)
     at = place.unsqueeze(1) + turn
-    state = _Running((q[rows].to(acc) * scale).transpose(1, 2).contiguous(), E)
+    state = _Running((q[rows].to(acc) * scale).transpose(1, 2).contiguous(), E, shape)
     last = torch.tensor(lengths)[sequence].unsqueeze(1) - 1
     seen_from = _seen_from(shape, offsets, lengths)[sequence].unsqueeze(1)
     for begin in range(0, reaches[-1] + 1, KEYS):
@@ -89,19 +89,25 @@ def _seen_from(shape: Shape, offsets: Sequence[int], lengths: Sequence[int]) -> 
 
 
 class _Running:
-    """Maximum, sum and mix so far of queries q[I, H, R, D], whose scale is in them already."""
+    """Maximum, sum and mix so far of queries q[I, H, R, D], whose scale is in them already.
 
-    def __init__(self, q: torch.Tensor, features: int) -> None:
-        self.q = q
-        self.top = q.new_full(q.shape[:3], -torch.inf)
-        self.sum = q.new_zeros(q.shape[:3])
+    A sink is a score that is there before all others and has no value.
+    """
+
+    def __init__(self, q: torch.Tensor, features: int, shape: Shape) -> None:
+        self.q, self.shape = q, shape
+        if shape.sinks is None:
+            self.top, self.sum = q.new_full(q.shape[:3], -torch.inf), q.new_zeros(q.shape[:3])
+        else:
+            self.top = shape.sinks.to(q.dtype).view(1, -1, 1).expand(q.shape[:3]).contiguous()
+            self.sum = q.new_ones(q.shape[:3])
         self.mix = q.new_zeros(*q.shape[:3], features)
 
     def take(
         self, live: int, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, terms: torch.Tensor | None
     ) -> None:
         """One tile, k[I, C, G, D] and v[I, C, G, E], for the groups from `live` on; terms are [I, H, R, C]."""
-        scores = self._product(self.q[live:], self._per_head(k).mT)
+        scores = self.shape.capped(self._product(self.q[live:], self._per_head(k).mT))
         scores = scores if terms is None else scores + terms
         scores = scores.masked_fill(hidden, -torch.inf)
         top = torch.maximum(self.top[live:], scores.amax(-1))

@@ -1,7 +1,7 @@
 """Attention by PyTorch's own kernels, chosen by where the tensors are; and with all scores in memory for the rest.
 
 CPU                               cpu.py: one call for segments of one length, else one for each run of lengths
-CUDA, 16 bits, no slopes, bias    cuda.py: cuDNN or FlashAttention-2
+CUDA, 16 bits, at most a window   cuda.py: cuDNN or FlashAttention-2
 all else (DTensor, torch.func)    dense.py, ordinary PyTorch; ragged segments cost H * T^2 numbers
 """
 
@@ -65,13 +65,14 @@ def _split(x: torch.Tensor, length: int) -> torch.Tensor:
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
-    bias: torch.Tensor | None, max_len: int, causal: bool, window: int | None, scale: float | None,
+    bias: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int, causal: bool, window: int | None,
+    scale: float | None, softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias)
+    shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias, sinks=sinks, softcap=softcap)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     way = path(q, v, cu_seqlens, max_len, shape)
     if way is Path.CPU_RAGGED:
-        return cpu.ragged(q, k, v, cu_seqlens, slopes, bias, max_len, causal, window, scale)
+        return cpu.ragged(q, k, v, cu_seqlens, slopes, bias, sinks, max_len, causal, window, scale, softcap)
     if way is Path.CUDA_PACKED:
         return cuda.packed(shape, scale, q, k, v, cu_seqlens, max_len)
     length = q.shape[0] if way is Path.DENSE_RAGGED else max_len
@@ -82,16 +83,18 @@ def forward(
     elif way is Path.CUDA_EQUAL:
         out, lse = cuda.equal(shape, scale, *parts)
     else:
-        out, lse = dense.forward(_added(q, cu_seqlens, max_len, shape), scale, *parts)
+        added = _added(q, cu_seqlens, max_len, shape)
+        out, lse = dense.forward(added, scale, *parts, sinks=sinks, softcap=softcap)
     return out.flatten(0, 1), lse.flatten(0, 1)
 
 
 def invariant_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
-    bias: torch.Tensor | None, max_len: int, causal: bool, window: int | None, scale: float | None,
+    bias: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int, causal: bool, window: int | None,
+    scale: float | None, softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return cpu.Tiled.apply(q, k, v, cu_seqlens, slopes, bias, max_len, causal, window, scale)
+    return cpu.Tiled.apply(q, k, v, cu_seqlens, slopes, bias, sinks, max_len, causal, window, scale, softcap)
 
 
 def _added(q: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, shape: Shape) -> torch.Tensor | None:
@@ -104,14 +107,16 @@ def _added(q: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, shape: Shape
 
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
-    slopes: torch.Tensor | None, bias: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, max_len: int,
-    causal: bool, window: int | None, scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, out: torch.Tensor,
+    lse: torch.Tensor, max_len: int, causal: bool, window: int | None, scale: float | None, softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """The formulas with all scores in memory, for another backend's forward; each path above has its own backward."""
     shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias)
     length = max_len if uniform(q.shape[0], cu_seqlens, max_len) else q.shape[0]
     parts = [_split(x, length) for x in (dout, q, k, v)]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    dq, dk, dv, dscores = dense.backward(_added(q, cu_seqlens, max_len, shape), scale, *parts)
-    dbias = None if bias is None else shape.bias_gradient(dscores).to(bias.dtype)
-    return dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1), dbias
+    added = _added(q, cu_seqlens, max_len, shape)
+    grads = dense.backward(added, scale, *parts, sinks=sinks, softcap=softcap)
+    dbias = None if bias is None else shape.bias_gradient(grads.scores).to(bias.dtype)
+    dsinks = None if sinks is None or grads.sinks is None else grads.sinks.to(sinks.dtype)
+    return grads.q.flatten(0, 1), grads.k.flatten(0, 1), grads.v.flatten(0, 1), dbias, dsinks
