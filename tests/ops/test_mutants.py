@@ -21,6 +21,9 @@ QUICK = [  # (backend, module, kind): of these the last one, since the kernels a
     pytest.param(backend, f"bagu.ops.{module}", kind, id=f"{module}-{backend}-{kind}")
     for backend, module, kind in (
         ("triton", "add_rms_norm.triton_backend", "default"),
+        ("triton", "attention.backward_kernels", "one trip"),
+        ("triton", "attention.score_kernels", "short"),
+        ("triton", "attention.work_list", "max"),
         ("triton", "batch_norm.tiling", "packed"),
         ("triton", "cross_entropy.triton_backend", "one trip"),
         ("triton", "dequantize_int8.triton_backend", "short"),

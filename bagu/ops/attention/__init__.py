@@ -33,6 +33,9 @@ def attention(
     R - 1 + (j - i), distances past R - 1 taking the last column. `sinks[H]`, logits with a gradient, join each head's
     denominator. `softcap` = c makes scores c * tanh(score / c) before slopes and bias are added. `lse` has the sink in
     it, and no gradient.
+
+    On a CUDA device, where no backend is asked for, Triton kernels run all but segments of one length that cuDNN does
+    faster; `bagu ops show attention` lists what runs where.
     """
     return call(
         SPEC, backend, q=q, k=k, v=v, cu_seqlens=cu_seqlens, slopes=slopes, bias=bias, sinks=sinks, max_len=max_len,

@@ -1,0 +1,161 @@
+"""The backward in two kernels without atomics, so that the same call gives the same bits: dq, then dk with dv.
+
+    P = 2^(S - lse)    dV = P^T dO    dP = dO V^T    dS = P * (dP - delta)    dQ = scale * dS K    dK = scale * dS^T Q
+
+where delta[i] = dO[i] . out[i] = sum_j P[i, j] * dP[i, j]. P is made again from q, k and lse: it is never in memory.
+Both kernels do, so seven products are computed where five would do; the other two would need sums across programs.
+
+A sink has no value, so its gradient is -sum_i 2^(sink - lse[i]) * delta[i] (triton_backend.py).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from bagu.ops.attention.score_kernels import (
+    LN2,
+    LOG2E,
+    cap_slope,
+    heads_of,
+    keys_of,
+    load_head,
+    load_rows,
+    rows_of,
+    score,
+    seen,
+    work,
+)
+
+__all__ = ["dkdv_kernel", "dq_kernel"]
+
+
+@triton.jit(do_not_specialize=["T", "H", "per_group", "window"])
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, slopes_ptr, dout_ptr, out_ptr, lse_ptr, dq_ptr, delta_ptr, log2_ptr, tiles_ptr, T, H,
+    per_group, window, scale_high, scale_low, cap_high, cap_low, q_stride, k_stride, v_stride, dout_stride,
+    out_stride, q_head_stride, k_head_stride, v_head_stride, dout_head_stride, out_head_stride,
+    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DW: tl.constexpr, EW: tl.constexpr,
+    STAGES: tl.constexpr, TMA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAW: tl.constexpr,
+    CAP: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dq of a block of queries, from all keys it sees.
+
+    Also delta and log2(e) * lse as [H, T], where `dkdv_kernel` reads a block of them in one piece. A query that sees
+    nothing has lse = -inf; it gets +inf, which makes its P zero.
+    """
+    h, begin, length, block = work(tiles_ptr)
+    g = h // per_group
+    ALIBI: tl.constexpr = slopes_ptr is not None
+    one = tl.full([], 1.0, ACC)  # a kernel receives floats as fp32; for fp64 the rest comes separately
+    scale, cap = one * scale_high + scale_low, one * cap_high + cap_low
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes_ptr + h).to(ACC) * LOG2E
+    r = tl.arange(0, M)
+    i = block * M + r
+    q_rows = rows_of(q_ptr, begin, h, length, q_stride, q_head_stride, D, M, DW, TMA)
+    do_rows = rows_of(dout_ptr, begin, h, length, dout_stride, dout_head_stride, E, M, EW, TMA)
+    k_rows = rows_of(k_ptr, begin, g, length, k_stride, k_head_stride, D, N, DW, TMA)
+    v_rows = rows_of(v_ptr, begin, g, length, v_stride, v_head_stride, E, N, EW, TMA)
+    o_rows = rows_of(out_ptr, begin, h, length, out_stride, out_head_stride, E, M, EW, False)
+    q = load_rows(q_rows, block * M, length, q_stride, D, M, DW, TMA)
+    do = load_rows(do_rows, block * M, length, dout_stride, E, M, EW, TMA)
+    o = load_rows(o_rows, block * M, length, out_stride, E, M, EW, False)
+    row = (begin + block * M) * H + h
+    lse = tl.load(lse_ptr + row + r * H, i < length, 0.0)
+    log2 = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+    delta = tl.sum(o.to(ACC) * do.to(ACC), 1)
+    stats = h * T + begin + i
+    tl.store(log2_ptr + stats, log2, i < length)
+    tl.store(delta_ptr + stats, delta, i < length)
+    dq = tl.zeros([M, DW], ACC)
+
+    first, masked_from, end = keys_of(block, length, window, M, N, CAUSAL, WINDOW)
+    for at in tl.range(first, end, N, num_stages=STAGES):
+        j = at + tl.arange(0, N)
+        k = load_rows(k_rows, at, length, k_stride, D, N, DW, TMA)
+        v = load_rows(v_rows, at, length, v_stride, E, N, EW, TMA)
+        product = tl.dot(q, k.T, input_precision="ieee")
+        s = score(product, i[:, None], j[None, :], slope, scale, cap, RAW, CAP, ALIBI)
+        if RAW:
+            s = s * scale
+        p = tl.exp2(s - log2[:, None])
+        if at >= masked_from:
+            p = tl.where(seen(i[:, None], j[None, :], length, window, CAUSAL, WINDOW), p, 0.0)
+        ds = p * (tl.dot(do, v.T, input_precision="ieee") - delta[:, None])
+        if CAP:
+            ds = ds * cap_slope(product, scale)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee", out_dtype=ACC)
+
+    dq = dq * (scale * cap * LN2)
+    d = tl.arange(0, DW)
+    tl.store(dq_ptr + row * D + r[:, None] * (H * D) + d[None, :], dq, (i < length)[:, None] & (d < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "G", "per_group", "window"])
+def dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, slopes_ptr, dout_ptr, delta_ptr, log2_ptr, dk_ptr, dv_ptr, tiles_ptr, T, G, per_group, window,
+    scale_high, scale_low, cap_high, cap_low, q_stride, k_stride, v_stride, dout_stride, q_head_stride, k_head_stride,
+    v_head_stride, dout_head_stride,
+    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DW: tl.constexpr, EW: tl.constexpr,
+    STAGES: tl.constexpr, TMA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAW: tl.constexpr,
+    CAP: tl.constexpr, ACC: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a block of keys, from all queries that see it, of all heads that share it. Scores are transposed.
+
+    The mask is in every block: a second loop without it makes the compiler spill, which costs more (journal 004).
+    """
+    g, begin, length, block = work(tiles_ptr)
+    ALIBI: tl.constexpr = slopes_ptr is not None
+    one = tl.full([], 1.0, ACC)  # a kernel receives floats as fp32; for fp64 the rest comes separately
+    scale, cap = one * scale_high + scale_low, one * cap_high + cap_low
+    j = block * N + tl.arange(0, N)
+    k_rows = rows_of(k_ptr, begin, g, length, k_stride, k_head_stride, D, N, DW, TMA)
+    v_rows = rows_of(v_ptr, begin, g, length, v_stride, v_head_stride, E, N, EW, TMA)
+    k = load_rows(k_rows, block * N, length, k_stride, D, N, DW, TMA)
+    v = load_rows(v_rows, block * N, length, v_stride, E, N, EW, TMA)
+    dk, dv = tl.zeros([N, DW], ACC), tl.zeros([N, EW], ACC)
+
+    first, end = 0, length
+    if CAUSAL:
+        first = block * N // M * M
+    if WINDOW:
+        end = tl.minimum(block * N + N - 1 + window, length)
+        if not CAUSAL:
+            first = tl.maximum(block * N - window + 1, 0) // M * M
+    q_heads = heads_of(q_ptr, begin, g * per_group, per_group, length, q_stride, q_head_stride, D, M, DW, TMA)
+    do_heads = heads_of(dout_ptr, begin, g * per_group, per_group, length, dout_stride, dout_head_stride, E, M, EW, TMA)
+    log2_ptr += g * per_group * T + begin
+    delta_ptr += g * per_group * T + begin
+    blocks = tl.cdiv(end - first, M)
+    for step in tl.range(0, per_group * blocks, num_stages=STAGES):
+        n, at = 0, first + step * M
+        if GROUPED:  # one loop for all heads: a second around it makes the compiler spill
+            n, at = step // blocks, first + step % blocks * M
+        i = at + tl.arange(0, M)
+        slope = 0.0
+        if ALIBI:
+            slope = tl.load(slopes_ptr + g * per_group + n).to(ACC) * LOG2E
+        q = load_head(q_heads, at, n, length, q_stride, q_head_stride, D, M, DW, TMA)
+        log2 = tl.load(log2_ptr + n * T + i, i < length, float("inf"))  # p is 0 past the segment's end
+        product = tl.dot(k, q.T, input_precision="ieee")
+        s = score(product, i[None, :], j[:, None], slope, scale, cap, RAW, CAP, ALIBI)
+        if RAW:
+            s = s * scale
+        p = tl.exp2(s - log2[None, :])
+        if CAUSAL or WINDOW:
+            p = tl.where(seen(i[None, :], j[:, None], length, window, CAUSAL, WINDOW), p, 0.0)
+        do = load_head(do_heads, at, n, length, dout_stride, dout_head_stride, E, M, EW, TMA)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee", out_dtype=ACC)
+        delta = tl.load(delta_ptr + n * T + i, i < length, 0.0)
+        ds = p * (tl.dot(v, do.T, input_precision="ieee") - delta[None, :])
+        if CAP:
+            ds = ds * cap_slope(product, scale)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee", out_dtype=ACC)
+
+    dk = dk * (scale * cap * LN2)
+    r, d, e = tl.arange(0, N), tl.arange(0, DW), tl.arange(0, EW)
+    row = (begin + block * N) * G + g
+    tl.store(dk_ptr + row * D + r[:, None] * (G * D) + d[None, :], dk, (j < length)[:, None] & (d < D)[None, :])
+    tl.store(dv_ptr + row * E + r[:, None] * (G * E) + e[None, :], dv, (j < length)[:, None] & (e < E)[None, :])

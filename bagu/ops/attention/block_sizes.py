@@ -1,0 +1,83 @@
+"""Block sizes of the attention kernels: rows and columns of scores, warps, stages; by head size and dtype.
+
+16-bit inputs on Hopper are read by TMA and multiplied by wgmma; their sizes are measured on an H200 (docs/journal/004).
+Two or more programs of 4 warps on a multiprocessor do best: one computes a softmax while the other multiplies.
+All else (fp32 and fp64, which tensor cores would round, and older GPUs) is read through pointers, in small blocks that
+fit any GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from bagu.ops.launch import next_power_of_2
+
+__all__ = ["WIDEST", "Block", "Blocks", "blocks_for", "reads_by_tma", "width"]
+
+WIDEST = 256  # features of a head that a tile has room for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """How one kernel divides the scores: M queries by N keys."""
+
+    M: int
+    N: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    forward: Block
+    dq: Block
+    dkdv: Block
+
+
+MEASURED = {  # by the widths of a key's tile and of a value's
+    (64, 64): Blocks(
+        forward=Block(M=64, N=128, warps=4, stages=2),
+        dq=Block(M=64, N=64, warps=4, stages=2),
+        dkdv=Block(M=128, N=64, warps=4, stages=2),
+    ),
+    (128, 128): Blocks(
+        forward=Block(M=64, N=64, warps=4, stages=3),
+        dq=Block(M=128, N=64, warps=8, stages=3),
+        dkdv=Block(M=64, N=64, warps=4, stages=2),
+    ),
+    (256, 128): Blocks(  # MLA's 192 and 128
+        forward=Block(M=64, N=32, warps=4, stages=3),
+        dq=Block(M=128, N=64, warps=8, stages=2),
+        dkdv=Block(M=32, N=64, warps=4, stages=2),
+    ),
+    (256, 256): Blocks(
+        forward=Block(M=128, N=64, warps=8, stages=2),
+        dq=Block(M=128, N=32, warps=8, stages=3),
+        dkdv=Block(M=64, N=64, warps=8, stages=2),
+    ),
+}
+SMALL = Block(M=32, N=32, warps=4, stages=1)
+
+
+def width(features: int) -> int:
+    """The columns of a tile that holds a head: a power of two, 16 at least, as tl.dot wants it."""
+    return max(16, next_power_of_2(features))
+
+
+def blocks_for(D: int, E: int, *, tma: bool) -> Blocks:
+    if not tma:
+        return Blocks(forward=SMALL, dq=SMALL, dkdv=SMALL)
+    widths = max(64, width(D)), max(64, width(E))
+    return MEASURED.get(widths) or MEASURED[max(widths), max(widths)]
+
+
+def reads_by_tma(x: torch.Tensor) -> bool:
+    return x.element_size() == 2 and (x.device.type != "cuda" or _hopper(x.device.index or 0))
+
+
+@cache
+def _hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)

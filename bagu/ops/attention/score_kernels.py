@@ -1,0 +1,155 @@
+"""What the attention kernels share: how a tile of rows is read, and how a product q . k becomes a score.
+
+Scores are kept in powers of two, s = log2(e) * (the spec's score), since exp2 is one instruction. `scale` and `cap`
+come from the host accordingly (`triton_backend._scores`):
+
+    without a cap    s = (q . k) * scale                 scale = log2(e) * (the spec's scale), cap = 1
+    with a cap       s = tanh((q . k) * scale) * cap     scale = (the spec's scale) / softcap, cap = log2(e) * softcap
+
+Places i of queries and j of keys are counted from the segment's first token. They are column and row, or row and column
+where a kernel holds its scores transposed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "LN2", "LOG2E", "cap_slope", "heads_of", "keys_of", "load_head", "load_rows", "rows_of", "score", "seen", "work",
+]  # fmt: skip
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def work(tiles_ptr):
+    """This program's head and tile: where its segment begins, how long that is, and which block (work_list.py).
+
+    Head and begin are 64 bits wide: a tensor may have more than 2^31 elements.
+    """
+    tile = tiles_ptr + 3 * tl.program_id(0)
+    return tl.program_id(1).to(tl.int64), tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+
+
+@triton.jit
+def rows_of(
+    ptr, begin, head, length, stride, head_stride, FEATURES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """One head of a segment's `length` rows, for `load_rows`: a pointer, or a TMA descriptor.
+
+    A descriptor ends with the segment, so that the rows past it are zeros whatever the next segment holds. Its 2^31
+    rows are counted from the segment's begin. A descriptor of no rows is not allowed.
+    """
+    first = ptr + begin * stride + head * head_stride
+    if TMA:
+        return tl.make_tensor_descriptor(first, [tl.maximum(length, 1), FEATURES], [stride, 1], [ROWS, WIDTH])
+    else:
+        return first
+
+
+@triton.jit
+def load_rows(
+    source, at, length, stride, FEATURES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr
+):
+    """Rows at … at + ROWS - 1 of `rows_of`: [ROWS, WIDTH], zeros past the segment's end and past the features."""
+    if TMA:
+        return source.load([at, 0])
+    else:
+        r, c = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+        there = (at + r < length)[:, None] & (c < FEATURES)[None, :]
+        return tl.load(source + (at + r).to(tl.int64)[:, None] * stride + c[None, :], there, 0.0)
+
+
+@triton.jit
+def heads_of(
+    ptr, begin, head, heads, length, stride, head_stride, FEATURES: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """The same of `heads` heads from `head` on, for `load_head`."""
+    first = ptr + begin * stride + head * head_stride
+    if TMA:
+        return tl.make_tensor_descriptor(
+            first, [tl.maximum(length, 1), heads, FEATURES], [stride, head_stride, 1], [ROWS, 1, WIDTH]
+        )
+    else:
+        return first
+
+
+@triton.jit
+def load_head(
+    source, at, head, length, stride, head_stride, FEATURES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """The same of one head of `heads_of`."""
+    if TMA:
+        return source.load([at, head, 0]).reshape([ROWS, WIDTH])
+    else:
+        return load_rows(source + head * head_stride, at, length, stride, FEATURES, ROWS, WIDTH, TMA)
+
+
+@triton.jit
+def _tanh(x):
+    """tanh by exp2. In fp32, below 1/8, by its series: 1 - e cancels there, and the series is off by 2e-9 of x."""
+    e = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+    high = (1.0 - e) / (1.0 + e)
+    t = tl.where(x < 0, -high, high)
+    if x.dtype == tl.float32:
+        square = x * x
+        low = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 - square * (17.0 / 315))))
+        t = tl.where(tl.abs(x) < 0.125, low, t)
+    return t
+
+
+@triton.jit
+def score(product, i, j, slope, scale, cap, RAW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr):
+    """The scores of products q . k. With RAW they stay products, and the caller multiplies them by `scale`."""
+    if RAW:
+        return product
+    else:
+        s = product * scale
+        if CAP:
+            s = _tanh(s) * cap
+        if ALIBI:
+            s -= slope * tl.abs(i - j)
+        return s
+
+
+@triton.jit
+def cap_slope(product, scale):
+    """The derivative of tanh at a capped score: 1 - tanh^2."""
+    t = _tanh(product * scale)
+    return 1.0 - t * t
+
+
+@triton.jit
+def keys_of(block, length, window, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """The keys that a block of M queries sees: the first, where blocks of N keys begin to need a mask, the end.
+
+    Keys before `masked_from` are seen by every query of the block. With a window all blocks are masked.
+    """
+    first, masked_from, end = 0, length // N * N, length
+    if CAUSAL:
+        masked_from, end = block * M // N * N, tl.minimum(block * M + M, length)
+    if WINDOW:
+        first = tl.maximum(block * M - window + 1, 0) // N * N
+        masked_from = first
+        if not CAUSAL:
+            end = tl.minimum(block * M + M - 1 + window, length)
+    return first, masked_from, end
+
+
+@triton.jit
+def seen(i, j, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether a query sees a key. Queries past the segment's end may see anything: their results are not stored."""
+    if CAUSAL:
+        there = j <= i
+    else:
+        there = j < length
+    if WINDOW:
+        there = there & (i - j < window)
+        if not CAUSAL:
+            there = there & (j - i < window)
+    return there

@@ -1,0 +1,137 @@
+"""Attention by Triton kernels over packed segments of any lengths.
+
+    work_list.py         which blocks there are, heaviest first, found on the device
+    forward_kernel.py    out and lse
+    backward_kernels.py  dq, then dk and dv; no atomics, so the same bits each time
+    score_kernels.py     what they share
+    block_sizes.py       how large the blocks are
+
+It has no learned bias (`choice.py` says what it does not take). Keys and values are read by TMA where they are 16 bits
+wide: rows that are not on 16 bytes are copied first.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from typing import Any
+
+import torch
+import triton
+
+from bagu.ops.attention.backward_kernels import dkdv_kernel, dq_kernel
+from bagu.ops.attention.block_sizes import Block, blocks_for, reads_by_tma, width
+from bagu.ops.attention.forward_kernel import forward_kernel
+from bagu.ops.attention.shape import side_by_side
+from bagu.ops.attention.work_list import list_tiles
+from bagu.ops.launch import fp32_pair, triton_acc
+from bagu.ops.signature import accumulator
+
+__all__ = ["backward", "forward"]
+
+LOG2E = 1.4426950408889634
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Memory for the TMA descriptors that a kernel makes, 128 bytes each for each program."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """In a copy of the context, so that an allocator which the caller has set for its own kernels stays set."""
+
+    def run() -> None:
+        triton.set_allocator(_scratch)
+        kernel[grid](*args, **options)
+
+    contextvars.copy_context().run(run)
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it, as kernels read it: unit stride along the features, and for TMA every row on 16 bytes."""
+    x, each = side_by_side(x), 16 // x.element_size()
+    if not reads_by_tma(x):
+        return x
+    if not any([x.data_ptr() % 16, 0 in x.stride(), *(s % each for s in x.stride()[:-1])]):
+        return x
+    wide = triton.cdiv(x.shape[-1], each) * each
+    return x.new_empty(*x.shape[:-1], wide)[..., : x.shape[-1]].copy_(x)
+
+
+def _scores(scale: float, softcap: float | None) -> tuple[float, ...]:
+    """scale and cap as score_kernels.py defines them, each as a pair of fp32."""
+    if softcap is None:
+        return *fp32_pair(scale * LOG2E), 1.0, 0.0
+    return *fp32_pair(scale / softcap), *fp32_pair(softcap * LOG2E)
+
+
+def _reach(window: int | None, max_len: int) -> int:
+    """The window as kernels take it: past the longest segment it hides nothing, and sums with it must fit 32 bits."""
+    return 0 if window is None else min(window, max_len)
+
+
+def _constants(
+    q: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, causal: bool, window: int | None,
+    softcap: float | None, block: Block,
+) -> dict[str, Any]:  # fmt: skip
+    """What a kernel is compiled for."""
+    D, E = q.shape[-1], v.shape[-1]
+    return {
+        "D": D, "E": E, "M": block.M, "N": block.N, "DW": width(D), "EW": width(E), "STAGES": block.stages,
+        "TMA": reads_by_tma(q), "CAUSAL": causal, "WINDOW": window is not None, "CAP": softcap is not None,
+        "RAW": softcap is None and slopes is None,
+        "ACC": triton_acc(q.dtype), "num_warps": block.warps,
+    }  # fmt: skip
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
+    bias: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int, causal: bool, window: int | None,
+    scale: float | None, softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    (T, H, D), (G, E) = q.shape, v.shape[1:]
+    out, lse = q.new_empty(T, H, E), q.new_empty(T, H, dtype=accumulator(q.dtype))
+    if T == 0:
+        return out, lse
+    scale = D**-0.5 if scale is None else scale
+    slopes, sinks = (None if x is None else x.contiguous() for x in (slopes, sinks))
+    block = blocks_for(D, E, tma=reads_by_tma(q)).forward
+    q, k, v = (_readable(x) for x in (q, k, v))
+    tiles, count = list_tiles(cu_seqlens, T, max_len, block.M, from_end=False)
+    _launch(
+        forward_kernel, (count, H), q, k, v, slopes, sinks, out, lse, tiles, H, H // G, _reach(window, max_len),
+        *_scores(scale, softcap), q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1),
+        **_constants(q, v, slopes, causal, window, softcap, block),
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
+    slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, out: torch.Tensor,
+    lse: torch.Tensor, max_len: int, causal: bool, window: int | None, scale: float | None, softcap: float | None,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    (T, H, D), (G, E) = q.shape, v.shape[1:]
+    scale = D**-0.5 if scale is None else scale
+    slopes = None if slopes is None else slopes.contiguous()
+    q, k, v, dout, out = *(_readable(x) for x in (q, k, v, dout)), side_by_side(out)
+    delta, log2 = (q.new_empty(H, T, dtype=lse.dtype) for _ in range(2))
+    dq, dk, dv = q.new_empty(T, H, D), k.new_empty(T, G, D), v.new_empty(T, G, E)
+    if T > 0:
+        blocks, read = blocks_for(D, E, tma=reads_by_tma(q)), (q, k, v, slopes, dout)
+        scalars = H // G, _reach(window, max_len), *_scores(scale, softcap)
+        sized = lambda block: _constants(q, v, slopes, causal, window, softcap, block)  # noqa: E731
+        tiles, count = list_tiles(cu_seqlens, T, max_len, blocks.dq.M, from_end=False)
+        _launch(
+            dq_kernel, (count, H), *read, out, lse.contiguous(), dq, delta, log2, tiles, T, H, *scalars,
+            *(x.stride(d) for d in (0, 1) for x in (q, k, v, dout, out)), **sized(blocks.dq),
+        )  # fmt: skip
+        tiles, count = list_tiles(cu_seqlens, T, max_len, blocks.dkdv.N, from_end=True)
+        _launch(
+            dkdv_kernel, (count, G), *read, delta, log2, dk, dv, tiles, T, G, *scalars,
+            *(x.stride(d) for d in (0, 1) for x in (q, k, v, dout)), GROUPED=H != G, **sized(blocks.dkdv),
+        )  # fmt: skip
+    dsinks = None
+    if sinks is not None:
+        weights = torch.exp2(sinks.to(log2.dtype).unsqueeze(1) * LOG2E - log2)
+        dsinks = -(weights * delta).sum(1).to(sinks.dtype)
+    return dq, dk, dv, None, dsinks
