@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from bagu.lab.core import Row, Setting
-from bagu.lab.labs import attention_complexity, batch_invariance, continuous_batching, kv_cache, paging, prefix_cache
+from bagu.lab.labs import (
+    attention_complexity,
+    batch_invariance,
+    continuous_batching,
+    flash_attention,
+    kv_cache,
+    paging,
+    prefix_cache,
+)
 from bagu.nn import Transformer, init_weights
 from bagu.types import Completion
 
@@ -157,6 +165,47 @@ def test_attention_complexity_flips() -> None:
     assert blocked.kind == "holds only where"
     assert "Not as claimed: the memory of “blocked”." in blocked.sentence_en
     assert attention_complexity.verdict(complexity_rows(swapped, swapped)).kind == "did not hold"
+
+
+# --- FlashAttention ---------------------------------------------------------------------------------------------------
+
+
+def test_all_ways_of_flash_attention_agree_and_blocked_ones_keep_no_scores() -> None:
+    torch.manual_seed(0)
+    leaves = [x.requires_grad_() for x in torch.randn(3, 128, 2, 64).unbind()]
+    calls = flash_attention.ways(*leaves, backend=None)
+    outs = {way: call() for way, call in calls.items()}
+    for way in flash_attention.WAYS[1:]:
+        torch.testing.assert_close(outs[way], outs["scores"])
+    kept = {way: flash_attention.kept_bytes(call) for way, call in calls.items()}
+    tokens, weights = 4 * 128 * 2 * 64, 4 * 2 * 128 * 128
+    assert kept["scores"] >= weights + 3 * tokens
+    assert all(kept[way] <= 4 * tokens + 4 * 2 * 128 for way in flash_attention.WAYS[1:])
+
+
+def flash_rows(memory: dict[str, float], slower: float) -> list[Row]:
+    return [
+        {
+            "way": way,
+            "device": "cpu",
+            "length_tokens": L,
+            "forward_ms": 1.0,
+            "forward_and_backward_ms": 3.0 * (slower if way in flash_attention.BLOCKED else 1.0),
+            "peak_bytes": L ** memory[way],
+            "kept_bytes": L,
+        }
+        for L in (1024, 2048)
+        for way in flash_attention.WAYS
+    ]
+
+
+def test_flash_attention_flips() -> None:
+    claimed = {way: 1.0 if way in flash_attention.BLOCKED else 2.0 for way in flash_attention.WAYS}
+    swapped = {way: 3 - power for way, power in claimed.items()}
+    assert flash_attention.verdict(flash_rows(claimed, 0.5)).kind == "held"
+    slow = flash_attention.verdict(flash_rows(claimed, 1.5))
+    assert slow.kind == "holds only where" and "Not as claimed: SDPA is faster, bagu is faster." in slow.sentence_en
+    assert flash_attention.verdict(flash_rows(swapped, 1.5)).kind == "did not hold"
 
 
 # --- batch invariance -------------------------------------------------------------------------------------------------
