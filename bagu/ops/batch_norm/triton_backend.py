@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from bagu.ops.batch_norm.tiling import Tiling, as_channels
-from bagu.ops.kernels.column_sum import column_sum
+from bagu.ops.kernels.column_sum import column_sum, column_sums
 from bagu.ops.kernels.scalars import int64
 from bagu.ops.launch import next_power_of_2, triton_acc
 from bagu.ops.signature import accumulator
@@ -278,6 +278,17 @@ def pull(
     )  # fmt: skip
 
 
+def weight_gradients(
+    part: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dw and db, from the parts [P, 2, C] of db and dw that programs left."""
+    if w is None or b is None:
+        own = [None if v is None else column_sum(part[:, i], v.dtype) for i, v in ((1, w), (0, b))]
+        return own[0], own[1]
+    db, dw = column_sums(part.transpose(0, 1), b.dtype, w.dtype)
+    return dw, db
+
+
 def forward(
     x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None, training: bool, momentum: float, eps: float,
@@ -313,5 +324,4 @@ def backward(
     t = Tiling.of(flat, elements, num_warps)
     part = channel_sums(dys, flat, mean, r, tiling=t, C=C)
     pull(dys, flat, mean, r, scale, part if training else None, dx, tiling=t)
-    db, dw = column_sum(part.view(-1, 2 * C), r.dtype).view(2, C)
-    return dx, None if w is None else dw.to(w.dtype, copy=True), None if b is None else db.to(b.dtype, copy=True)
+    return dx, *weight_gradients(part.view(-1, 2, C), w, b)

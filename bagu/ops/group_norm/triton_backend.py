@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 
 from bagu.ops.batch_norm.tiling import Tiling, as_channels
-from bagu.ops.batch_norm.triton_backend import channel_sums, normalize, pull, statistics
+from bagu.ops.batch_norm.triton_backend import channel_sums, normalize, pull, statistics, weight_gradients
 from bagu.ops.group_norm.flat_kernels import run_backward, run_forward
-from bagu.ops.kernels.column_sum import column_sum
 from bagu.ops.kernels.scalars import int64, rsqrt
 from bagu.ops.launch import next_power_of_2, num_sms, triton_acc
 from bagu.ops.signature import accumulator
@@ -174,5 +173,4 @@ def backward(
             num_warps=num_warps or min(max(block_g * size // 512, 1), 32),
             enable_fp_fusion=False,  # a group of one value has dx = 0, and a fused multiply-add would not
         )  # fmt: skip
-    db, dw = column_sum(part.view(-1, 2 * C), r.dtype).view(2, C)
-    return dx, None if w is None else dw.to(w.dtype, copy=True), None if b is None else db.to(b.dtype, copy=True)
+    return dx, *weight_gradients(part.view(-1, 2, C), w, b)

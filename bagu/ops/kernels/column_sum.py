@@ -13,14 +13,16 @@ __all__ = ["column_sum", "column_sums"]
 
 
 @triton.jit(do_not_specialize=["P"])
-def _column_sum(p_ptr, y_ptr, z_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr):
+def _column_sum(
+    p_ptr, y_ptr, z_ptr, P, N, k_stride, p_stride, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr
+):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = int64(tl.program_id(1))
     total = tl.zeros([BLOCK_P, BLOCK_N], ACC)
     for start in range(0, P, BLOCK_P):
-        p = start + tl.arange(0, BLOCK_P)
+        p = int64(start) + tl.arange(0, BLOCK_P)
         exists = (p < P)[:, None] & (n < N)[None, :]
-        total += tl.load(p_ptr + (k * P + p[:, None]) * N + n[None, :], exists, 0.0)
+        total += tl.load(p_ptr + k * k_stride + p[:, None] * p_stride + n[None, :], exists, 0.0)
     out = y_ptr
     if k > 0:
         out = z_ptr
@@ -30,7 +32,7 @@ def _column_sum(p_ptr, y_ptr, z_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.co
 def column_sum(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """partial[P, N] summed over P in its own dtype (fp32 or fp64), rounded once to `dtype`. Deterministic."""
     y = torch.empty(partial.shape[-1], dtype=dtype, device=partial.device)
-    _launch(partial, y, y, 1)
+    _launch(partial[None], y, y)
     return y
 
 
@@ -39,13 +41,14 @@ def column_sums(partial: torch.Tensor, first: torch.dtype, second: torch.dtype) 
     if first != second:
         return column_sum(partial[0], first), column_sum(partial[1], second)
     y, z = (torch.empty(partial.shape[-1], dtype=first, device=partial.device) for _ in range(2))
-    _launch(partial, y, z, 2)
+    _launch(partial, y, z)
     return y, z
 
 
-def _launch(partial: torch.Tensor, y: torch.Tensor, z: torch.Tensor, outputs: int) -> None:
+def _launch(partial: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> None:
     """264 programs' sums of 4,096 features are 4 MB: many rows and few columns a program request them all at once."""
-    P, N = partial.shape[-2:]
+    outputs, P, N = partial.shape
     _column_sum[(triton.cdiv(N, 32), outputs)](
-        partial, y, z, P, N, BLOCK_P=128, BLOCK_N=32, ACC=triton_acc(partial.dtype), num_warps=8
-    )
+        partial, y, z, P, N, partial.stride(0), partial.stride(1),
+        BLOCK_P=128, BLOCK_N=32, ACC=triton_acc(partial.dtype), num_warps=8,
+    )  # fmt: skip
