@@ -128,6 +128,18 @@ def test_cross_entropy_takes_a_slice_of_padded_logits(backend: str, padded: int)
     assert not got[:, 33:].any()
 
 
+def test_no_product_has_an_odd_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS has no fast kernel for 50,257 columns: 13.8 ms on an H200 where 50,304 take 4.4."""
+    done: list[int] = []
+    mm, product = torch.mm, chunked.product
+    monkeypatch.setattr(torch, "mm", lambda a, b, **k: done.append(b.shape[1]) or mm(a, b, **k))
+    monkeypatch.setattr(chunked, "product", lambda a, b, d: done.extend(a.shape) or product(a, b, d))
+    args = head(torch.float32)
+    linear_cross_entropy_loss(**args, backend="triton")[0].backward()
+    assert V % 8 and V not in done and -(-V // 64) * 64 in done
+    assert args["weight"].grad is not None and args["weight"].grad.shape == args["weight"].shape
+
+
 @BACKENDS
 def test_a_frozen_weight_costs_no_product(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[int, ...]] = []
@@ -140,7 +152,7 @@ def test_a_frozen_weight_costs_no_product(backend: str, monkeypatch: pytest.Monk
     weights = args.pop("token_weights")
     target_logit, lse = linear_cross_entropy(**args, backend=backend)
     (token_losses(target_logit, lse).loss * weights).sum().backward()
-    assert done == [(M, V), (M, V)]  # dlogits @ weight, once in each op
+    assert [(rows, columns >= V) for rows, columns in done] == [(M, True)] * 2  # dlogits @ weight, once in each op
     torch.testing.assert_close(args["hidden"].grad, want)
     with torch.no_grad():
         linear_cross_entropy_loss(**args, token_weights=weights, backend=backend)

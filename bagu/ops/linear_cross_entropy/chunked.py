@@ -44,12 +44,14 @@ class Kernels:
 
     `logits(hidden, weight)` makes them in the accumulator's dtype. `score(logits, targets, ignore_index)` reads them.
     `slope(logits, targets, lse, dtarget_logit, dlse, ignore_index, dtype)` gives their gradient, may destroy them,
-    and may give it in `dtype` or in theirs.
+    and may give it in `dtype` or in theirs. `pad(weight)` may add rows of zeros to the weight, for products of a size
+    that is fast; `logits` then has as many columns more, and `slope` zeros there.
     """
 
     logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     score: Callable[[torch.Tensor, torch.Tensor, int], Scores]
     slope: Callable[..., torch.Tensor]
+    pad: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight
 
     def turn(
         self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, z_loss: float, ignore_index: int,
@@ -103,16 +105,17 @@ class Gradients:
     """
 
     def __init__(
-        self, weight: torch.Tensor, dtype: torch.dtype, count: int, *, of_hidden: bool, of_weight: bool
+        self, weight: torch.Tensor, V: int, dtype: torch.dtype, count: int, *, of_hidden: bool, of_weight: bool
     ) -> None:
-        """`weight` is an operand, `dtype` the gradients', `count` how many chunks will come."""
-        self.weight, self.dtype, self.of_hidden, self.of_weight = weight, dtype, of_hidden, of_weight
+        """`weight` is an operand with V rows that count, `dtype` the gradients', `count` how many chunks will come."""
+        self.weight, self.V, self.dtype, self.of_hidden, self.of_weight = weight, V, dtype, of_hidden, of_weight
         self.total_dtype = weight.dtype if count <= 2 else accumulator(dtype)
         self.parts: list[torch.Tensor] = []
         self.total: torch.Tensor | None = None
 
     def add(self, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
         """Take in one chunk; `dlogits` and `hidden` are operands."""
+        dlogits = dlogits[:, : len(self.weight)]
         if self.of_hidden:
             self.parts.append(product(dlogits, self.weight, self.dtype))
         if not self.of_weight:
@@ -132,18 +135,18 @@ class Gradients:
         return joined(self.parts, shape, self.weight, self.dtype)
 
     def dweight(self) -> torch.Tensor:
-        return (torch.zeros_like(self.weight) if self.total is None else self.total).to(self.dtype)
+        return (torch.zeros_like(self.weight) if self.total is None else self.total)[: self.V].to(self.dtype)
 
 
 def operands(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, memory: int | None
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, memory: int | None, kernels: Kernels
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[tuple[int, int]]]:
-    """The operands [M, D] and [V, D], the targets [M], and the chunks of M."""
+    """The operands [M, D] and [V or more, D], the targets [M], and the chunks of M."""
     dtype = hidden.dtype
     h, t = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     h = h if dtype == torch.bfloat16 else operand(h, dtype)  # bf16 tells a product on a CPU that it may be in bf16
     spans = chunks(h.shape[0], weight.shape[0], accumulator(dtype).itemsize, memory, hidden.device)
-    return h, operand(weight, dtype), t, spans
+    return h, kernels.pad(operand(weight, dtype)), t, spans
 
 
 def part(x: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
@@ -163,8 +166,9 @@ def forward(
     kernels: Kernels,
 ) -> Scores:  # fmt: skip
     """target_logit and lse of every token."""
-    h, w, t, spans = operands(hidden, weight, targets, memory)
-    scores = [kernels.score(kernels.logits(part(h, s), w), part(t, s), ignore_index) for s in spans]
+    h, w, t, spans = operands(hidden, weight, targets, memory, kernels)
+    V = weight.shape[0]
+    scores = [kernels.score(kernels.logits(part(h, s), w)[:, :V], part(t, s), ignore_index) for s in spans]
     join = lambda parts: joined(parts, targets.shape, hidden, accumulator(hidden.dtype))  # noqa: E731
     return join([target_logit for target_logit, _ in scores]), join([lse for _, lse in scores])
 
@@ -174,14 +178,16 @@ def backward(
     lse: torch.Tensor, ignore_index: int, memory: int | None, needs: Mapping[str, bool], kernels: Kernels,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """dhidden and dweight, each None where it is not needed; without dweight one of the three products falls away."""
-    h, w, t, spans = operands(hidden, weight, targets, memory)
+    h, w, t, spans = operands(hidden, weight, targets, memory, kernels)
+    V = weight.shape[0]
     rows = [x.reshape(-1) for x in (lse, dtarget_logit, dlse)]
-    grads = Gradients(w, hidden.dtype, len(spans), of_hidden=needs["hidden"], of_weight=needs["weight"])
+    grads = Gradients(w, V, hidden.dtype, len(spans), of_hidden=needs["hidden"], of_weight=needs["weight"])
     for s in spans:
         own = [part(x, s) for x in rows]
-        dlogits = kernels.slope(kernels.logits(part(h, s), w), part(t, s), *own, ignore_index, hidden.dtype)
+        logits = kernels.logits(part(h, s), w)[:, :V]
+        dlogits = kernels.slope(logits, part(t, s), *own, ignore_index, hidden.dtype)
         grads.add(operand(dlogits, hidden.dtype), part(h, s))
-        del dlogits  # before the next chunk's logits are made, or there would be two
+        del logits, dlogits  # before the next chunk's logits are made, or there would be two
     return (
         grads.dhidden(hidden.shape) if needs["hidden"] else None,
         grads.dweight() if needs["weight"] else None,

@@ -25,7 +25,8 @@ from bagu.ops.signature import accumulator
 __all__ = ["KERNELS", "TUNABLE", "backward", "forward"]
 
 TUNABLE = {"backward": {"block": (1024, 4096, 8192), "num_warps": (4, 8)}}  # tests run each point
-PAD = 16  # row lengths of the logits' memory are a multiple of this, so that rows of an odd vocabulary are aligned
+ALIGN = 16  # row lengths of the logits' memory are a multiple of this, so that loads are 128 bits wide
+PAD = 64  # and an odd vocabulary is filled up to a multiple of this: a GEMM of 50,257 columns has no fast kernel
 
 
 @triton.jit
@@ -53,14 +54,20 @@ def _slope(
         v = start + tl.arange(0, BLOCK)
         x = tl.load(x_row + v, ((v < width) & kept) != 0, 0.0).to(ACC)
         tl.debug_barrier()
-        y = dlse * exp(x - lse)
+        y = tl.where(v < V, dlse * exp(x - lse), 0.0)
         tl.store(y_row + v, tl.where(v == word, y + dt, y), v < width)
 
 
+def _pad(weight: torch.Tensor) -> torch.Tensor:
+    """The weight with rows of zeros up to a multiple of PAD, where its number of rows is no multiple of 8."""
+    V = weight.shape[0]
+    return weight if V % 8 == 0 else torch.nn.functional.pad(weight, (0, 0, 0, -V % PAD))
+
+
 def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """hidden @ weight.T in the accumulator's dtype, in rows padded to PAD words."""
+    """hidden @ weight.T in the accumulator's dtype, in rows padded to ALIGN words."""
     (M, V), acc = (hidden.shape[0], weight.shape[0]), accumulator(hidden.dtype)
-    memory = torch.empty(M, triton.cdiv(V, PAD) * PAD, dtype=acc, device=hidden.device)
+    memory = torch.empty(M, triton.cdiv(V, ALIGN) * ALIGN, dtype=acc, device=hidden.device)
     out = memory[:, :V]
     if hidden.dtype == acc:
         return torch.mm(hidden, weight.T, out=out)
@@ -78,7 +85,7 @@ def _overwrite(
     logits: torch.Tensor, targets: torch.Tensor, lse: torch.Tensor, dtarget_logit: torch.Tensor, dlse: torch.Tensor,
     ignore_index: int, dtype: torch.dtype, *, block: int | None = None, num_warps: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The gradient of `logits` in `dtype`, in their memory: the logits are gone afterwards."""
+    """The gradient of `logits` in `dtype` and zeros in what rows are padded with, in the logits' own memory."""
     (M, V), width = logits.shape, logits.stride(0)
     memory = logits.as_strided((M, width), (width, 1))
     dlogits = memory.view(dtype)
@@ -88,10 +95,10 @@ def _overwrite(
         V, width, width, dlogits.stride(0), ignore_index,
         BLOCK=block, ACC=triton_acc(logits.dtype), num_warps=num_warps or min(max(block // 512, 1), 4),
     )  # fmt: skip
-    return dlogits[:, :V]
+    return dlogits[:, :width]
 
 
-KERNELS = Kernels(logits=_logits, score=_score, slope=_overwrite)
+KERNELS = Kernels(logits=_logits, score=_score, slope=_overwrite, pad=_pad)
 
 
 def forward(

@@ -23,13 +23,13 @@ def forward(
     z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool, kernels: Kernels,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """loss, target_logit, lse, d loss / d hidden, d loss / d weight; a gradient that is not asked for is empty."""
-    h, w, t, spans = operands(hidden, weight, targets, memory)
-    acc = accumulator(hidden.dtype)
+    h, w, t, spans = operands(hidden, weight, targets, memory, kernels)
+    V, acc = weight.shape[0], accumulator(hidden.dtype)
     weights = token_weights.reshape(-1).to(acc)
-    grads = Gradients(w, hidden.dtype, len(spans), of_hidden=grad_hidden, of_weight=grad_weight)
+    grads = Gradients(w, V, hidden.dtype, len(spans), of_hidden=grad_hidden, of_weight=grad_weight)
     scores: list[tuple[torch.Tensor, torch.Tensor]] = []
     for s in spans:
-        logits, words, own = kernels.logits(part(h, s), w), part(t, s), part(weights, s)
+        logits, words, own = kernels.logits(part(h, s), w)[:, :V], part(t, s), part(weights, s)
         if grad_hidden or grad_weight:
             target_logit, lse, dlogits = kernels.turn(logits, words, own, z_loss, ignore_index, hidden.dtype)
             grads.add(operand(dlogits, hidden.dtype), part(h, s))
