@@ -11,7 +11,7 @@ help:
 	@echo "make demo       train a tokenizer and a model on the standard library, fine-tune it, write a report"
 	@echo "make test       every test that needs no GPU (Triton kernels through the interpreter)"
 	@echo "make test-full  the same with every tuning, every mutant, and today's Triton"
-	@echo "make test-triton  the op conformance on another Triton: TRITON=3.9.0"
+	@echo "make test-triton  the op conformance, and how launches are repeated, on another Triton: TRITON=3.9.0"
 	@echo "make test-peers  heavy peers in an environment of their own: a schema fuzzer over the server's API"
 	@echo "make test-gpu   the tests on a CUDA device, kernels compiled"
 	@echo "make check      format, lint, types, import direction, public names, generated tables"
@@ -36,7 +36,8 @@ test-full: $(VENV)/ready test-triton
 TRITON ?= 3.9.0
 test-triton: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --no-deps --target .triton/$(TRITON) triton==$(TRITON)
-	PYTHONPATH=.triton/$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/ops/test_conformance.py
+	PYTHONPATH=.triton/$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) \
+		tests/ops/test_conformance.py tests/ops/test_replay.py
 
 # Programs that judge bagu and are too heavy for the environment that develops it. Not part of CI.
 PEERS := .venv-peers

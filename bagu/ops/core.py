@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 
 from bagu.errors import ArgumentError, ConformanceError, UnknownName
-from bagu.ops.eager import constant
 from bagu.ops.launch import interpreted_sms
 from bagu.ops.layouts import lay_out, raw_bytes
 from bagu.ops.signature import Dims, Signature, accumulator
@@ -27,7 +26,6 @@ from bagu.ops.signature import Dims, Signature, accumulator
 __all__ = ["Case", "Cost", "OpSpec", "Rule", "Streams", "check"]
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
-ADMITTED = 4096  # kinds of call that are remembered as checked, per op
 
 
 class Cost(NamedTuple):
@@ -148,7 +146,9 @@ class OpSpec:
             self.sig,
             self.differentiable,
             self.made,
-            self._admitted,
+            self.names,
+            self.first,
+            self.routes,
         )  # now, since a first call under torch.compile could not parse
 
     @cached_property
@@ -175,37 +175,20 @@ class OpSpec:
             self.refuse(args, dims)
         return dims | self.derive(args, dims) if self.derive is not None else dims
 
-    def admit(self, args: Mapping[str, Any]) -> None:
-        """Check a call's arguments as `bind` does, once for each combination of shapes, dtypes, devices and scalars.
-
-        A check is 6 to 18 us, of which a decode of a small model on a CPU would have a hundred a token; this is 2 to 5.
-        """
-        if torch.compiler.is_compiling():
-            try:
-                self.bind(args)
-            except ArgumentError as error:
-                _refuse_while_compiling(error.args[0], error.hint)
-            return
-        try:
-            key = tuple(
-                [
-                    (v.shape, v.dtype, v.device, v.layout) if isinstance(v, torch.Tensor) else (type(v), v)
-                    for v in args.values()
-                ]
-            )
-            if key in self._admitted:
-                return
-        except (TypeError, RuntimeError):  # symbolic sizes, a list where a scalar is wanted, a nested tensor's shape
-            self.bind(args)
-            return
-        self.bind(args)
-        if len(self._admitted) >= ADMITTED:
-            self._admitted.clear()
-        self._admitted.add(key)
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The arguments, in the signature's order."""
+        return tuple(a.name for a in self.sig.inputs)
 
     @cached_property
-    def _admitted(self) -> set[tuple[Any, ...]]:
-        return set()
+    def first(self) -> int:
+        """The place of the first tensor, whose dtype and device are the call's."""
+        return self.sig.inputs.index(self.sig.tensors[0])
+
+    @cached_property
+    def routes(self) -> dict[tuple[Any, ...], Any]:
+        """How each kind of call runs, as dispatch found it."""
+        return {}
 
     def empty_results(self, args: Mapping[str, Any]) -> list[torch.Tensor]:
         """Outputs and residuals of a call, of the right shapes and dtypes and with nothing in them."""
@@ -229,11 +212,6 @@ class OpSpec:
                 to = torch.float32 if arg.name in case.mixed else dtype
                 out[arg.name] = value.to(accumulator(dtype) if arg.dtype == "acc" else to)
         return out
-
-
-@constant  # runs, and so raises, while the compiler looks at the call: its own report would not have the sentence
-def _refuse_while_compiling(message: str, hint: str) -> None:
-    raise ArgumentError(message, hint=hint)
 
 
 @contextmanager

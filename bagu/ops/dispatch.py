@@ -2,18 +2,19 @@
 
 The choice is made at the call: `backend=` of the call, else the innermost `use(...)`, else by device (Triton on
 CUDA but for what the spec's `prefer_torch` names, torch elsewhere). A backend that was asked for runs or raises; an
-automatic one may fall back to torch, and says so once. Whatever ran the forward runs its backward too: custom.py links
+automatic one may fall back to torch, and says so once. Whatever ran the forward runs its backward too: link.py links
 the two.
 
 The torch backend is called as it is: ordinary differentiable PyTorch that the compiler, autograd, DTensor and FLOP
-counters see through. Every other backend becomes custom ops, or an autograd node where nobody looks (custom.py).
+counters see through. Every other backend becomes custom ops (custom.py), or an autograd node where nothing looks at
+the call (node.py).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -23,16 +24,23 @@ from bagu.errors import ArgumentError, BackendError, UnknownName
 from bagu.machine.device import triton_interprets
 from bagu.ops import recording, scope
 from bagu.ops.core import OpSpec
-from bagu.ops.custom import Run, node, register, watched
+from bagu.ops.custom import listed, register, watched
 from bagu.ops.eager import autocasting, constant, traced, transformed
 from bagu.ops.invariant import forward_of
+from bagu.ops.launcher import cuda_launcher
+from bagu.ops.node import Node
+from bagu.ops.replay import kind_of, remember
 from bagu.ops.values import debugging
 
 __all__ = ["automatic_backend", "call", "use"]
 
+# of the arguments by name and in order, and of the addresses of tensors on a GPU; gives outputs and residuals
+Route = Callable[[Mapping[str, Any], Sequence[Any], Sequence[int]], Sequence[Any]]
+
 BACKENDS = ("torch", "triton")
 
-_nodes: dict[tuple[str, str], Run] = {}  # of the backends that are loaded, by op and backend
+_any_autocast = torch._C._is_any_autocast_enabled  # for one device it takes 4 us
+_nodes: dict[tuple[str, str], Node] = {}  # of the backends that are loaded, by op and backend
 _said: set[str] = set()  # warnings that were given
 
 
@@ -66,50 +74,140 @@ def call(spec: OpSpec, backend: str | None, /, **args: Any) -> Any:
 
     An op's dtypes are those of its arguments, so torch.autocast is off inside it.
     """
+    if torch.compiler.is_compiling():
+        results = _while_compiling(spec, backend, args)
+    elif torch._C._len_torch_dispatch_stack() and (recorder := recording.active()) is not None:
+        spec.bind(args)
+        results = recorder.call(spec, args)
+    else:
+        scope.keep_for_recompute()
+        values = [args[name] for name in spec.names]
+        route, pointers = _route(spec, backend, args, values)
+        if spec.check_values is not None and debugging():
+            _check_values(spec, args)
+        results = route(args, values, pointers)
+    count = len(spec.sig.outputs)
+    return results[0] if count == 1 else tuple(results[:count])
+
+
+def _route(
+    spec: OpSpec, backend: str | None, args: Mapping[str, Any], values: Sequence[Any]
+) -> tuple[Route, Sequence[int]]:
+    """How an eager call runs, its arguments checked: found once for each kind of call. And the tensors' addresses.
+
+    To check and to choose takes 10 to 100 us, and a training step of a small model has hundreds of calls. All that
+    either of them depends on is in the key; of tensors on a GPU also what their launch depends on.
+    """
+    choice, first = scope.chosen(), values[spec.first]
+    try:
+        if isinstance(first, torch.Tensor) and first.is_cuda:
+            kind, pointers = kind_of(values)
+        else:
+            kind, pointers = [_kind(v) for v in values], []
+        key = (
+            backend, choice, transformed(), torch._C._len_torch_dispatch_stack(),
+            _any_autocast() and autocasting(first), torch.is_grad_enabled(), *kind,
+        )  # fmt: skip
+        route = spec.routes.get(key)
+    # symbolic sizes, a list where a scalar is wanted, a tensor without memory, something else than a tensor
+    except (TypeError, RuntimeError, AttributeError):
+        return _found_route(spec, backend, choice, args, values), []
+    if route is None:
+        route = remember(spec.routes, key, _found_route(spec, backend, choice, args, values))
+    return route, pointers
+
+
+def _kind(v: Any) -> tuple[Any, ...]:
+    """What the check of an argument and the choice of a backend depend on."""
+    return (type(v), v.shape, v.dtype, v.device, v.layout) if isinstance(v, torch.Tensor) else (type(v), v)
+
+
+def _found_route(
+    spec: OpSpec, backend: str | None, choice: scope.Choice, args: Mapping[str, Any], values: Sequence[Any]
+) -> Route:
+    """Check a call's arguments and choose how it runs; raises where it cannot."""
     if backend is not None:
         _check_name(backend)
-    spec.admit(args)
-    first = args[spec.sig.tensors[0].name]  # the first tensor is never optional
-    if spec.check_values is not None and not traced(first) and debugging() and first.device.type != "meta":
-        spec.check_values(args, spec.bind(args))
-    if (recorder := recording.active()) is not None:
-        results = recorder.call(spec, args)
-    elif autocasting(first):
-        with torch.autocast(first.device.type, enabled=False):
-            results = _run(spec, backend, first, args, explicit=True)
-    else:
-        results = _run(spec, backend, first, args)
-    outputs = tuple(results[: len(spec.sig.outputs)])
-    return outputs[0] if len(outputs) == 1 else outputs
-
-
-def _run(
-    spec: OpSpec, backend: str | None, first: torch.Tensor, args: Mapping[str, Any], *, explicit: bool = False
-) -> Sequence[torch.Tensor]:
-    """Outputs and residuals. `explicit`: with the explicit backward of the torch backend, where autograd's own would
-    have its products autocast."""
-    choice = scope.current()
-    if not torch.compiler.is_compiling():
-        scope.keep_for_recompute()
-    asked = backend if backend is not None else choice.backend
+    spec.bind(args)
+    first = values[spec.first]
+    asked, casts = backend if backend is not None else choice.backend, autocasting(first)
     if choice.invariant:
-        return forward_of(spec, asked, first)(**args)
-    name = _choose(spec, asked, first, args)
-    if name == "torch" and not (explicit and spec.grads and not traced(first)):
-        return spec.torch_backend.forward(**args)
-    values = [args[a.name] for a in spec.sig.inputs]
-    if name != "torch" and transformed():
+        route = _by_name(forward_of(spec, asked, first))
+    elif (name := _choose(spec, asked, first, args)) == "torch" and not (casts and spec.grads and not traced(first)):
+        route = _by_name(spec.torch_backend.forward)
+    elif name == "torch":  # under autocast, autograd's own backward would have its products cast
+        load(spec.name, name)
+        route = _as_node(_nodes[spec.name, name], first, values)
+    elif transformed():
         raise BackendError(
             f"{spec.name}: the {name} backend has no torch.func transforms (grad, vmap, jvp) and no forward-mode AD",
             hint="ask for backend='torch' there",
         )
-    if name != "torch" and (torch.compiler.is_compiling() or watched(values)):
+    elif watched(values):
         load_op(spec.name, name)
-        results = getattr(torch.ops.bagu, f"{spec.name}_{name}")(*values)
+        op = getattr(torch.ops.bagu, f"{spec.name}_{name}")
+        route = lambda args, values, pointers: listed(op(*values))  # noqa: E731
     else:
         load(spec.name, name)
-        results = _nodes[spec.name, name](*values)
-    return () if results is None else results if isinstance(results, (tuple, list)) else (results,)
+        route = _as_node(_nodes[spec.name, name], first, values)
+    return _without_autocast(route, first.device.type) if casts else route
+
+
+def _by_name(forward: Callable[..., Any]) -> Route:
+    return lambda args, values, pointers: forward(**args)
+
+
+def _as_node(node: Node, first: torch.Tensor, values: Sequence[Any]) -> Route:
+    if not first.is_cuda:
+        return lambda args, values, pointers: node(*values)
+    calls, wanted = node.repeated(), node.wanted(values)  # the kind of a call on a GPU says all that these depend on
+    return lambda args, values, pointers: node.run(calls, wanted, values, pointers)
+
+
+def _without_autocast(run: Route, device: str) -> Route:
+    def route(args: Mapping[str, Any], values: Sequence[Any], pointers: Sequence[int]) -> Any:
+        with torch.autocast(device, enabled=False):
+            return run(args, values, pointers)
+
+    return route
+
+
+def _check_values(spec: OpSpec, args: Mapping[str, Any]) -> None:
+    first = args[spec.names[spec.first]]
+    if spec.check_values is not None and not traced(first) and first.device.type != "meta":
+        spec.check_values(args, spec.bind(args))
+
+
+def _while_compiling(spec: OpSpec, backend: str | None, args: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+    """The call as a compiler traces it, which looks through all of this."""
+    if backend is not None:
+        _check_name(backend)
+    try:
+        spec.bind(args)
+    except ArgumentError as error:
+        _refuse_while_compiling(error.args[0], error.hint)
+    first = args[spec.names[spec.first]]
+    if autocasting(first):
+        with torch.autocast(first.device.type, enabled=False):
+            return _traced(spec, backend, first, args)
+    return _traced(spec, backend, first, args)
+
+
+def _traced(spec: OpSpec, backend: str | None, first: torch.Tensor, args: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+    choice = scope.current()
+    asked = backend if backend is not None else choice.backend
+    if choice.invariant:
+        return forward_of(spec, asked, first)(**args)
+    name = _choose(spec, asked, first, args)
+    if name == "torch":
+        return spec.torch_backend.forward(**args)
+    load_op(spec.name, name)
+    return listed(getattr(torch.ops.bagu, f"{spec.name}_{name}")(*[args[n] for n in spec.names]))
+
+
+@constant  # runs, and so raises, while the compiler looks at the call: its own report would not have the sentence
+def _refuse_while_compiling(message: str, hint: str) -> None:
+    raise ArgumentError(message, hint=hint)
 
 
 def _choose(spec: OpSpec, asked: str | None, first: torch.Tensor, args: Mapping[str, Any]) -> str:
@@ -181,7 +279,8 @@ def load(op: str, backend: str) -> None:
             hint="pip install 'bagu[triton]', or ask for backend='torch'",
         )
     module = spec.module(backend)
-    _nodes[op, backend] = node(spec, backend, module.forward, module.backward if spec.grads else None)
+    launcher = cuda_launcher() if backend == "triton" and torch.cuda.is_available() and not _interpreted() else None
+    _nodes[op, backend] = Node(spec, backend, module.forward, module.backward if spec.grads else None, launcher)
 
 
 @constant

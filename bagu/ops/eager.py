@@ -93,7 +93,7 @@ def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Callable[...,
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def run(ctx: Any, *douts: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-            if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # compiled code refuses by itself
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # compiled code refuses by itself
                 return backward(ctx, *douts)
             with torch.no_grad():
                 grads = backward(ctx, *douts)

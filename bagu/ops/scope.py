@@ -22,7 +22,7 @@ import torch
 from bagu.errors import BackendError
 from bagu.ops.eager import constant
 
-__all__ = ["Choice", "current", "enter", "keep_for_recompute", "leave"]
+__all__ = ["Choice", "chosen", "current", "enter", "keep_for_recompute", "leave"]
 
 
 class Choice(NamedTuple):
@@ -35,6 +35,7 @@ class _Entry(NamedTuple):
     block: Any  # the torch.utils.checkpoint block inside which the `with` was entered
 
 
+NOTHING = Choice()
 _stack: ContextVar[tuple[_Entry, ...]] = ContextVar("bagu.ops.scope", default=())
 
 # What compiled code reads and guards on, and the choices it comes from: all that are open, the newest last.
@@ -50,8 +51,13 @@ def current() -> Choice:
     if torch.compiler.is_compiling():
         _refuse_another_thread()
         return Choice(_backend, _invariant)
+    return chosen()
+
+
+def chosen() -> Choice:
+    """The choice that holds for an eager call now."""
     stack = _stack.get()
-    return stack[-1].choice if stack else Choice()
+    return stack[-1].choice if stack else NOTHING
 
 
 def enter(*, backend: str | None = None, invariant: bool = False) -> Choice:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bagu.ops.core import Case, OpSpec, Streams
-from bagu.ops.custom import paired
+from bagu.ops.node import paired
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

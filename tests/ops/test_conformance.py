@@ -13,8 +13,8 @@ import torch
 
 from bagu.ops.catalogue import SPECS
 from bagu.ops.core import OpSpec, Streams, check
-from bagu.ops.custom import paired
 from bagu.ops.dispatch import call, load_op
+from bagu.ops.node import paired
 from tests.ops.points import DEVICE, Point, looked_through, other_points, points, tunings
 
 POINTS = [

@@ -14,8 +14,8 @@ import torch
 
 from bagu.ops import core
 from bagu.ops.core import OpSpec, Streams, _placed, _run
-from bagu.ops.custom import paired
 from bagu.ops.layouts import lay_out
+from bagu.ops.node import paired
 from tests.ops import branches, sources
 from tests.ops.mutants import replace_modules
 from tests.ops.points import Point, other_points, points, small, tunings

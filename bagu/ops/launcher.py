@@ -1,0 +1,183 @@
+"""Triton's two ways to launch a kernel: the ordinary entry, and the launcher of a kernel that is compiled already.
+
+`kernel[grid](*args)` finds out at each call which compiled kernel the arguments need: 21 us on an H200's host. The
+compiled kernel's own launcher, `CompiledKernel.run`, takes a grid, a raw stream and the arguments, with pointers as
+integers: 5 to 8 us. It is no public interface. Triton 3.6 to 3.9 have it as it is used here, and `direct` gives None
+for a kernel whose launcher looks otherwise, so that its callers stay with the ordinary entry.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = [
+    "CudaLauncher",
+    "Direct",
+    "Launch",
+    "Launcher",
+    "bound",
+    "is_constant",
+    "noted_launches",
+    "takes_kernel_arguments",
+]
+
+# the parameters of a compiled kernel's launcher, before those of the kernel itself
+LEADING = (
+    "gridX", "gridY", "gridZ", "stream", "function",
+    "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One launch through the ordinary entry: the kernel's function, its arguments by name, and what it compiled to."""
+
+    fn: Any
+    grid: tuple[int, ...]
+    args: Mapping[str, Any]
+    options: Mapping[str, Any]  # warps, stages
+    compiled: Any
+
+
+class Direct(NamedTuple):
+    """How a launch is repeated: `run(*before, stream, *after, *args)`, pointers among the arguments being integers."""
+
+    run: Callable[..., None]
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+
+
+class Launcher(Protocol):
+    """How launches are repeated on one kind of device."""
+
+    def ready(self) -> bool:
+        """Whether launches may be repeated now: nobody hooks into Triton's."""
+
+    def current_device(self) -> int: ...
+
+    def stream(self, device: int) -> int:
+        """The raw handle of torch's current stream."""
+
+    def empty(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor on the current device."""
+
+    def filled(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The same with its memory filled where torch fills new memory: in deterministic mode."""
+
+    def direct(self, launch: Launch) -> Direct | None:
+        """What launches the same kernel on the same grid; None where Triton's launcher is not as expected."""
+
+
+def cuda_launcher() -> CudaLauncher | None:
+    """The launcher of compiled kernels on a machine with CUDA; None where torch or Triton lacks what it needs."""
+    try:
+        return CudaLauncher()
+    except (ImportError, AttributeError):
+        return None
+
+
+class CudaLauncher:
+    """The launcher of compiled kernels. It stands on private functions, which are all looked up here."""
+
+    def __init__(self) -> None:
+        from triton import __version__, knobs
+
+        self._hooks, _ = knobs.runtime, knobs.runtime.launch_enter_hook.calls
+        # Triton 3.6's launcher is a few lines of Python, which find scratch memory, around a function in C: 2 us
+        self._skips_python = __version__.startswith("3.6.") and torch.version.hip is None
+        self.current_device = torch._C._cuda_getDevice
+        self.stream = torch._C._cuda_getCurrentRawStream
+        # what Inductor's code allocates with; torch.empty_strided takes three times as long to read its arguments
+        self.empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+
+    def ready(self) -> bool:
+        return not self._hooks.launch_enter_hook.calls
+
+    def filled(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+    def direct(self, launch: Launch) -> Direct | None:
+        kernel = launch.compiled
+        if not all(hasattr(kernel, name) for name in ("run", "function", "packed_metadata")):
+            return None
+        launcher: Any = type(kernel.run)
+        if not takes_kernel_arguments(launcher) or launch.fn.pre_run_hooks:
+            return None
+        grid, hooks = (*launch.grid, 1, 1)[:3], (None, None, None)
+        scratch = kernel.metadata.global_scratch_size or kernel.metadata.profile_scratch_size
+        if self._skips_python and not scratch:
+            how = (kernel.run.launch_cooperative_grid, kernel.run.launch_pdl, None, None)
+            return Direct(kernel.run.launch, grid, (kernel.function, *how, kernel.packed_metadata, *hooks))
+        return Direct(kernel.run, grid, (kernel.function, kernel.packed_metadata, *hooks))
+
+
+@cache
+def takes_kernel_arguments(launcher: type) -> bool:
+    """Whether instances of `launcher` take LEADING, all of them by name or the last four among the rest, and then the
+    arguments of the kernel."""
+    taken = list(inspect.signature(launcher.__call__).parameters.values())[1:]
+    names = tuple(p.name for p in taken[:-1])
+    return taken[-1].kind is inspect.Parameter.VAR_POSITIONAL and len(names) >= 5 and names == LEADING[: len(names)]
+
+
+def bound(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of a launch by name, in the order of the kernel's parameters, and its options."""
+    parameters = inspect.signature(fn.fn).parameters
+    given = dict(zip(parameters, args, strict=False)) | {k: v for k, v in kwargs.items() if k in parameters}
+    options = {k: v for k, v in kwargs.items() if k not in parameters}
+    return {name: given.get(name, p.default) for name, p in parameters.items()}, options
+
+
+def is_constant(arg: object) -> bool:
+    """Whether an argument of a kernel is a value that holds no memory: no tensor, no descriptor, no tuple of them."""
+    from triton.language import dtype
+
+    return arg is None or isinstance(arg, (bool, int, float, str, dtype))
+
+
+_recording = threading.RLock()
+
+
+@contextmanager
+def noted_launches(note: Callable[[Launch], None]) -> Iterator[None]:
+    """Inside, every launch through the ordinary entry in this thread is told to `note` after it was made."""
+    with _recording:  # one at a time: the entry is replaced for all threads, and must be put back
+        entry, thread = _entry(), threading.get_ident()
+        run = entry.run
+
+        def noting(fn: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            with _disable_current_modes():  # what Triton does with tensors for itself is nobody's host code
+                compiled = run(fn, *args, grid=grid, warmup=warmup, **kwargs)
+            if threading.get_ident() == thread:
+                named, options = bound(fn, args, kwargs)
+                sizes = grid(named) if callable(grid) else grid
+                note(Launch(fn=fn, grid=tuple(sizes), args=named, options=options, compiled=compiled))
+            return compiled
+
+        entry.run = noting
+        try:
+            yield
+        finally:
+            entry.run = run
+
+
+def _entry() -> Any:
+    """The class of what @triton.jit makes: another one in Triton's interpreter."""
+    from bagu.machine.device import triton_interprets
+
+    if triton_interprets():
+        from triton.runtime.interpreter import InterpretedFunction
+
+        return InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    return JITFunction

@@ -1,0 +1,77 @@
+"""Which of a call's values its backward receives, and which input gets which of the gradients that it makes.
+
+Places are worked out once for a spec, so that a call takes no names apart. The custom ops (custom.py) and the autograd
+node (node.py) share this.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bagu.ops.core import OpSpec
+from bagu.ops.signature import ScalarArg, TensorArg
+
+__all__ = ["Backward", "Forward", "Link", "received", "selective"]
+
+Forward = Callable[..., Sequence[torch.Tensor]]
+Backward = Callable[..., Sequence[torch.Tensor | None]]
+
+
+def received(spec: OpSpec) -> list[TensorArg | ScalarArg]:
+    """What a backward takes: the gradients of the outputs, what was saved, the scalars."""
+    known = {t.name: t for t in (*spec.sig.tensors, *spec.sig.results)}
+    douts = [TensorArg(f"d{o}", known[o].dims, "", False) for o in spec.differentiable]
+    return [*douts, *(known[s] for s in spec.saves), *spec.sig.scalars]
+
+
+def selective(backward: Backward) -> bool:
+    """Whether it can leave out gradients nobody wants."""
+    return "needs" in inspect.signature(backward).parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Places among a call's inputs, its results, and the gradients that its backward makes."""
+
+    saves: tuple[int, ...]  # among inputs and then results: what the backward reads
+    scalars: tuple[int, ...]  # among inputs
+    constant: tuple[int, ...]  # among results: those without a gradient
+    flows: tuple[int, ...]  # among results: those with one
+    sources: tuple[int | None, ...]  # for each input, which of the made gradients is its own
+    askers: tuple[tuple[int, ...], ...]  # for each gradient that is made, the inputs it is for (twins are two)
+
+    @classmethod
+    def of(cls, spec: OpSpec) -> Link:
+        inputs, results = [a.name for a in spec.sig.inputs], [r.name for r in spec.sig.results]
+        places = {name: i for i, name in enumerate((*inputs, *results))}
+        made = {name: spec.made.index(spec.twins.get(name, name)) for name in spec.grads}
+        return cls(
+            saves=tuple(places[s] for s in spec.saves),
+            scalars=tuple(places[s.name] for s in spec.sig.scalars),
+            constant=tuple(i for i, r in enumerate(results) if r not in spec.differentiable),
+            flows=tuple(i for i, r in enumerate(results) if r in spec.differentiable),
+            sources=tuple(made.get(name) for name in inputs),
+            askers=tuple(tuple(places[n] for n, m in made.items() if m == i) for i in range(len(spec.made))),
+        )
+
+    def keep(self, ctx: Any, inputs: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
+        """Store in the context of a forward what its backward receives."""
+        known = (*inputs, *results)
+        ctx.mark_non_differentiable(*[results[i] for i in self.constant])
+        ctx.save_for_backward(*[known[i] for i in self.saves])
+        ctx.scalars = [inputs[i] for i in self.scalars]
+
+    def needs(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
+        """Of the gradients that a backward makes, which are for inputs that want one (`needs_input_grad`)."""
+        return tuple([any(wanted[i] for i in inputs) for inputs in self.askers])
+
+    def hand_out(self, wanted: Sequence[bool], made: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of each input that wants one."""
+        return tuple([
+            made[source] if source is not None and wanted[i] else None for i, source in enumerate(self.sources)
+        ])  # fmt: skip

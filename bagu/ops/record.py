@@ -1,0 +1,104 @@
+"""What host code does with its tensors, recorded: which it allocates, and what it launches on which of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bagu.ops.launcher import Launch, Launcher, is_constant, noted_launches
+from bagu.ops.plan import Made, Plan, Pointer, Results, Step
+
+__all__ = ["recorded"]
+
+aten = torch.ops.aten
+ALLOCATE = frozenset({
+    aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
+    aten.new_empty_strided.default,
+})  # fmt: skip
+
+
+def recorded(
+    host: Callable[[Sequence[Any]], Results], values: Sequence[Any], launcher: Launcher
+) -> tuple[Results, Plan | None]:
+    """The results of `host(values)`, and a plan of what it did; None where that cannot be replayed."""
+    # of one tensor that is given twice the recorder could not tell which is meant
+    apart = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
+    recorder = _Recorder(apart)
+    # below autograd, which would wrap views in other tensors than those that the recorder sees
+    with torch._C._AutoDispatchBelowAutograd(), noted_launches(recorder.launches.append), recorder:
+        results = host(apart)
+    return results, recorder.plan(results, launcher)
+
+
+class _Recorder(TorchDispatchMode):
+    """Follows tensors from the inputs and allocations through views to launches. Anything else is a `hindrance`."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        super().__init__()
+        self.tensors = [v for v in values if isinstance(v, torch.Tensor)]  # the inputs, then the allocations
+        self.inputs = len(self.tensors)
+        self.launches: list[Launch] = []
+        self.hindrance: str | None = None
+        self._views: list[torch.Tensor] = []  # kept alive, so that an id stands for one tensor
+        self._origin = {id(t): i for i, t in enumerate(self.tensors)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in ALLOCATE:
+            self._origin[id(out)] = len(self.tensors)
+            self.tensors.append(out)
+        elif func.is_view:  # `reshape` and `contiguous` count as views, and copy where they must
+            for view in out if isinstance(out, (list, tuple)) else (out,):
+                self._views.append(view)
+                if not torch._C._is_alias_of(view, args[0]):  # type: ignore[attr-defined]
+                    self.hindrance = str(func)
+                elif id(args[0]) in self._origin:
+                    self._origin[id(view)] = self._origin[id(args[0])]
+        else:
+            self.hindrance = str(func)
+        return out
+
+    def plan(self, results: Results, launcher: Launcher) -> Plan | None:
+        """What was recorded, where it can be replayed."""
+        devices = {t.get_device() for t in self.tensors}
+        steps = [self._step(launch, launcher) for launch in self.launches]
+        made = [None if r is None else self._made(r) for r in results]
+        lost = any(r is not None and m is None for r, m in zip(results, made, strict=True))
+        if self.hindrance is not None or len(devices) != 1 or lost or None in steps:
+            return None
+        allocations = tuple((tuple(t.shape), t.stride(), t.dtype) for t in self.tensors[self.inputs :])
+        return Plan(
+            launcher=launcher, device=devices.pop(), inputs=self.inputs, allocations=allocations,
+            steps=tuple(s for s in steps if s is not None), results=tuple(made),
+        )  # fmt: skip
+
+    def _step(self, launch: Launch, launcher: Launcher) -> Step | None:
+        """The launch with its tensors named by their place; None where one is none of those that were followed."""
+        direct, args = launcher.direct(launch), []
+        for arg in launch.args.values():
+            if id(arg) in self._origin:
+                origin = self._origin[id(arg)]
+                args.append(Pointer(origin, _begin(arg) - _begin(self.tensors[origin])))
+            elif is_constant(arg):
+                args.append(arg)
+            else:
+                return None
+        return None if direct is None else Step(direct, tuple(args))
+
+    def _made(self, result: torch.Tensor) -> Made | None:
+        """Where a result comes from; None where that is an input, or unknown."""
+        origin = self._origin.get(id(result), -1)
+        if origin < self.inputs or result.dtype != self.tensors[origin].dtype:
+            return None
+        whole = self.tensors[origin]
+        if (result.shape, result.stride(), _begin(result)) == (whole.shape, whole.stride(), _begin(whole)):
+            return Made(origin - self.inputs, None)
+        return Made(origin - self.inputs, (tuple(result.shape), result.stride(), int(result.storage_offset())))
+
+
+def _begin(x: torch.Tensor) -> int:
+    """Where a tensor begins in its storage, in bytes."""
+    return int(x.storage_offset()) * x.itemsize
