@@ -108,8 +108,18 @@ def _same_work(row: Row, rows: Sequence[Row]) -> list[Row]:
     return [r for r in rows if r["median_s"] and (r["case"], r["pass"]) == (row["case"], row["pass"])]
 
 
+def _host(rows: Sequence[Row]) -> Iterator[str]:
+    """The host's time of a call, a line a pass."""
+    for step in PASSES:
+        timed = [r for r in rows if r["pass"] == step and r.get("host_s") is not None]
+        if timed:
+            by = ", ".join(f"{row_label(r)} {1e6 * r['host_s']:.1f} us" for r in timed)
+            yield f"host time of a tiny {step}{' without a graph' if step == 'fwd' else ''}: {escape(by)}"
+
+
 def remarks(rows: Sequence[Row]) -> Iterator[str]:
-    """Faults, failures, meaningless ratios, and the time of each backend relative to the yardsticks."""
+    """Host times, faults, failures, meaningless ratios, and the time of each backend relative to the yardsticks."""
+    yield from _host(rows)
     for row in rows:
         where = escape(f"{row['op']}[{row['case']}] {row['pass']} by {row_label(row)}")
         if row["fault"]:

@@ -3,6 +3,9 @@
 Each implementation runs on its own inputs in three passes: `fwd` as in training (the graph is kept, so saving more
 costs more), `bwd` alone, and `fwd+bwd`. An op without gradients has only the first. Caches are flushed before every
 sample (`timing.measure`).
+
+On a GPU the host time of a call is measured as well, at an op's first bench case with tiny sizes; there `fwd` keeps no
+graph, as in inference.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from bagu.bench.implementations import Implementation, is_absent
 from bagu.bench.roofline import costs, floor, is_fault
 from bagu.bench.sizing import DTYPES, BenchStreams, bench_inputs, first_tensor, shape_label
 from bagu.machine.device import gpu, this_machine
-from bagu.machine.timing import Ceilings, Timing, measure
+from bagu.machine.timing import Ceilings, Timing, measure, measure_host
 from bagu.ops.core import Case, Cost, OpSpec
 
 __all__ = ["Job", "Point", "Setting", "rows_of", "time_job"]
@@ -54,18 +57,20 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One implementation at one case."""
+    """One implementation at one case; `tiny` is the case at which its host time is measured, if it is."""
 
     spec: OpSpec
     case: Case
     implementation: Implementation
+    tiny: Case | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
     """One pass of a job. A yardstick has no cost; a failed point has an error and no timing.
 
-    `peak_bytes` is the peak memory of a call above the memory in use before it; GPU only.
+    `host_s` is the time for which the host is busy with a call. `peak_bytes` is the peak memory of a call above the
+    memory in use before it; GPU only.
     """
 
     job: Job
@@ -75,6 +80,7 @@ class Point:
     cost: Cost | None
     written: int
     timing: Timing | None
+    host_s: float | None
     peak_bytes: int | None
     error: str | None
 
@@ -88,21 +94,35 @@ def time_job(job: Job, setting: Setting, scrub: torch.Tensor) -> Iterator[Point]
     numbers = {k: v for k, v in dims.items() if type(v) in (int, tuple)}
 
     def point(step: str, cost: Cost | None, *, error: str | None = None, **measured: Any) -> Point:
-        nothing = {"written": 0, "timing": None, "peak_bytes": None}
+        nothing = {"written": 0, "timing": None, "host_s": None, "peak_bytes": None}
         return Point(job=job, shape=shape, dims=numbers, step=step, cost=cost, error=error, **nothing | measured)
 
     step = "fwd"
     try:
         with _fresh_compiler() if job.implementation.name == "compile" else nullcontext():
+            host = _host_times(job, setting)
             for step, fn, written in _passes(job, args, setting):
                 least = 3 if setting.quick else 5
                 timing = measure(fn, device, seconds=setting.seconds, min_samples=least, buffer=scrub)
                 known = None if written is None else cost[step]
-                yield point(step, known, written=written or 0, timing=timing, peak_bytes=_peak(fn, device))
+                more: dict[str, Any] = {"host_s": host.get(step), "peak_bytes": _peak(fn, device)}
+                yield point(step, known, written=written or 0, timing=timing, **more)
     except Exception as error:
         if job.implementation.backend or not is_absent(error):
             words = str(error).strip().splitlines() or [""]
             yield point(step, cost[step], error=f"{type(error).__name__}: {words[0]}"[:300])
+
+
+def _host_times(job: Job, setting: Setting) -> dict[str, float]:
+    """Seconds of the host by pass; none of a yardstick."""
+    if job.tiny is None:
+        return {}
+    args, found = bench_inputs(job.spec, job.tiny, setting.dtype, setting.device), {}
+    for step, fn, written in _passes(job, args, setting):
+        with torch.no_grad() if step == "fwd" else nullcontext():
+            if written is not None:
+                found[step] = measure_host(fn, setting.device)
+    return found
 
 
 def _written_out(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -194,6 +214,7 @@ def _row(p: Point, ceilings: Ceilings, setting: Setting) -> dict[str, Any]:
         "low_s": t.low_s if t else None,
         "high_s": t.high_s if t else None,
         "samples": t.samples if t else 0,
+        "host_s": p.host_s,
         "peak_bytes": p.peak_bytes,
         "error": p.error,
         "bytes": p.cost.bytes if p.cost else None,

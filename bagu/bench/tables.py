@@ -35,6 +35,8 @@ class Words:
 
     head: tuple[str, ...]
     caption: str
+    host: str
+    host_head: tuple[str, ...]
     nothing: str
     failed: str
     fault: str
@@ -45,6 +47,9 @@ ENGLISH = Words(
     head=("op", "shape", "pass", "bagu", "of ceiling", "torch eager", "torch.compile", "Liger"),
     caption="Measured on **{machine}** in {dtype} at commit {commit} (torch {torch}, Triton {triton}); copy bandwidth "
     "{copy} GB/s and matmul {matmul} TFLOP/s in the same run. Higher is better; `bagu bench ops` repeats it.",
+    host="Host time of a call with tiny tensors, in the same runs: µs of a forward without a graph / of forward and "
+    "backward. Lower is better.",
+    host_head=("op", "bagu", "torch eager", "torch.compile", "Liger"),
     nothing="No GPU results are recorded yet: `bagu bench ops` on a GPU machine writes them to `benchmarks/results`.",
     failed="failed",
     fault="fault",
@@ -54,6 +59,8 @@ CHINESE = Words(
     head=("算子", "形状", "阶段", "bagu", "占上限", "torch eager", "torch.compile", "Liger"),
     caption="测于 **{machine}**，{dtype}，提交 {commit}（torch {torch}，Triton {triton}）；同一次运行中实测拷贝带宽 "
     "{copy} GB/s，矩阵乘 {matmul} TFLOP/s。数值越高越好；用 `bagu bench ops` 复现。",
+    host="同一批运行中，极小张量时一次调用的主机耗时：不建图的前向 / 前向加反向，单位 µs，越低越好。",
+    host_head=("算子", "bagu", "torch eager", "torch.compile", "Liger"),
     nothing="尚无 GPU 结果：在 GPU 机器上运行 `bagu bench ops`，结果写入 `benchmarks/results`。",
     failed="失败",
     fault="测量有误",
@@ -72,6 +79,8 @@ def render(rows: Sequence[Row], words: Words, *, every: bool = False) -> str:
         firsts = dict(reversed([(r["op"], r["case"]) for r in mine]))  # keeps the first case of each op
         shown = mine if every else _short([r for r in mine if r["case"] == firsts[r["op"]]])
         parts += [_caption(mine, words), _table(shown, words)]
+        if timed := [r for r in mine if r.get("host_s") is not None]:
+            parts += [words.host, _host_table(timed, words)]
     return "\n\n".join(parts) or words.nothing
 
 
@@ -131,6 +140,25 @@ def _table(rows: Sequence[Row], words: Words) -> str:
         lines.append(_line([name, work[0]["shape"], step, *cells]))
         seen = op
     return "\n".join(lines)
+
+
+def _host_table(rows: Sequence[Row], words: Words) -> str:
+    """An op a line; `rows` are those that have a host time."""
+    lines = [_line(words.host_head), _line(["---"] + ["--:"] * (len(words.host_head) - 1))]
+    for op in dict.fromkeys(r["op"] for r in rows):
+        mine = [r for r in rows if r["op"] == op]
+        backends = [r["backend"] for r in mine if r["backend"]]
+        ours = next((b for b in backends if b != "torch"), "torch")
+        cells = [_host([r for r in mine if r["backend"] == ours])]
+        cells += [_host([r for r in mine if r["peer"] == p]) for p in PEERS]
+        lines.append(_line([f"`{op}`", f"**{cells[0]}**", *cells[1:]]))
+    return "\n".join(lines)
+
+
+def _host(rows: Sequence[Row]) -> str:
+    """ "14 / 120": of one implementation, forward and forward with backward."""
+    by_pass = {r["pass"]: f"{1e6 * r['host_s']:.0f}" for r in rows}
+    return " / ".join(by_pass[p] for p in ("fwd", "fwd+bwd") if p in by_pass) or "–"
 
 
 def _fraction(row: Row, yardsticks: Sequence[Row]) -> str:

@@ -1,7 +1,8 @@
 """Measure the time of a call with cold caches and warm code; report medians.
 
-`measure` times one call. `measure_ceilings` measures the best rates of this machine's memory and matrix units; other
-modules report speed as a fraction of these ceilings, measured in the same run.
+`measure` times one call, `measure_host` the time for which the host is busy with it. `measure_ceilings` measures the
+best rates of this machine's memory and matrix units; other modules report speed as a fraction of these ceilings,
+measured in the same run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from bagu.errors import BaguError
 from bagu.machine.device import c_compiler, default_device, gpu, this_machine, triton_interprets
 
-__all__ = ["Ceilings", "Timing", "flush_buffer", "measure", "measure_ceilings", "reset_device"]
+__all__ = ["Ceilings", "Timing", "flush_buffer", "measure", "measure_ceilings", "measure_host", "reset_device"]
 
 MIB = 1 << 20
 WARM_S = 0.03  # the clocks of an idle GPU rise within milliseconds; caches and allocators settle in a few calls
@@ -91,6 +92,23 @@ def measure(
         raise BaguError(f"cannot time calls on device {str(device)!r}", hint="use 'cpu' or 'cuda'")
     low, median, high = (float(q) for q in np.quantile(samples, [0.2, 0.5, 0.8]))
     return Timing(median_s=median, low_s=low, high_s=high, samples=len(samples))
+
+
+def measure_host(fn: Callable[[], object], device: torch.device, *, calls: int = 32, rounds: int = 9) -> float:
+    """Seconds that the host is busy with one `fn()`: the median over rounds of calls in a row.
+
+    Nothing waits for a GPU inside a round. Its work must be short, or its queue fills and the host waits. On a CPU this
+    is the time of the call.
+    """
+    samples = []
+    for _ in range(1 + rounds):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        samples.append((time.perf_counter() - start) / calls)
+    return float(np.median(samples[1:]))  # the first round warms up
 
 
 def flush_buffer(device: torch.device | str) -> torch.Tensor:

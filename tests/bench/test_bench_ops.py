@@ -28,7 +28,7 @@ BUFFER = torch.zeros(1024)
 SMALL = Cost(flops=1, bytes=10**6)
 COLUMNS = {
     "op", "case", "shape", "dims", "shrunk", "dtype", "device", "pass", "backend", "peer", "yardstick", "median_s",
-    "low_s", "high_s", "samples", "peak_bytes", "error", "bytes", "flops", "bound", "gb_per_s", "tflop_per_s",
+    "low_s", "high_s", "samples", "host_s", "peak_bytes", "error", "bytes", "flops", "bound", "gb_per_s", "tflop_per_s",
     "ceiling", "share", "fault", "quick", "ceilings", "env",
 }  # fmt: skip
 
@@ -216,9 +216,35 @@ def _row(*, seconds: float, cost: Cost = SMALL, backend: bool = True, step: str 
     )
     timing = Timing(median_s=seconds, low_s=seconds, high_s=seconds, samples=3)
     point = ops_timing.Point(
-        job=job, shape="8×64", dims={}, step=step, cost=cost, written=0, timing=timing, peak_bytes=None, error=None
+        job=job,
+        shape="8×64",
+        dims={},
+        step=step,
+        cost=cost,
+        written=0,
+        timing=timing,
+        host_s=None,
+        peak_bytes=None,
+        error=None,
     )
     return ops_timing.rows_of([point], CEILINGS, CPU)[0]
+
+
+def test_the_hosts_time_is_measured_at_the_tiny_case() -> None:
+    seen: list[tuple[int, bool]] = []
+
+    def run(**args: Any) -> torch.Tensor:
+        seen.append((args["x"].numel(), torch.is_grad_enabled()))
+        return RMS.torch_backend.forward(**args)[0]
+
+    who = Implementation(name="torch", backend=True, run=run)
+    job = ops_timing.Job(spec=RMS, case=RMS.cases[1], implementation=who, tiny=TINY)
+    rows = ops_timing.rows_of(list(ops_timing.time_job(job, CPU, BUFFER)), CEILINGS, CPU)
+    assert [r["pass"] for r in rows] == list(roofline.PASSES) and all(0 < r["host_s"] < 1 for r in rows)
+    tiny = sizing.bench_inputs(RMS, TINY, CPU.dtype, CPU.device)["x"].numel()
+    assert {grad for size, grad in seen if size == tiny} == {True, False}  # a forward without a graph, then with one
+    lines = [line for line in ops_table.remarks(rows) if "host time" in line]
+    assert len(lines) == 3 and "fwd without a graph: bagu torch" in lines[0] and " us" in lines[0]
 
 
 # --- implementations --------------------------------------------------------------------------------------------------

@@ -59,6 +59,21 @@ def test_it_writes_both_pages_and_check_then_passes(tmp_path: Path) -> None:
     assert english.startswith("# bagu\n\nbefore\n") and english.endswith("\nafter\n") and "old" not in english
 
 
+def test_host_times_are_shown_where_they_are_recorded() -> None:
+    rows = [
+        row(host_s=1.41e-5),
+        row(host_s=1.2e-4, **{"pass": "fwd+bwd"}),
+        row(backend="torch", host_s=9e-5),
+        row(backend=None, peer="eager", host_s=1.45e-5),
+        row(backend=None, peer="eager", host_s=1.25e-4, **{"pass": "fwd+bwd"}),
+        row(op="softmax", host_s=None),
+    ]
+    for words in (tables.ENGLISH, tables.CHINESE):
+        text = tables.render(rows, words)
+        assert words.host in text and "| `rms_norm` | **14 / 120** | 14 / 125 | – | – |" in text
+        assert words.host not in tables.render([row(), row(host_s=None)], words)
+
+
 def test_without_gpu_results_it_says_so() -> None:
     rows = [row(device="cpu"), row(quick=True)]
     assert tables.render(rows, tables.ENGLISH) == tables.ENGLISH.nothing
