@@ -7,7 +7,7 @@ import torch
 
 from bagu.errors import BaguError
 from bagu.lab.core import Row, Verdict
-from bagu.lab.labs import batchnorm_layernorm, fusion, numpy_lists, safe_softmax
+from bagu.lab.labs import batchnorm_layernorm, fusion, launch_overhead, numpy_lists, safe_softmax
 
 
 def sum_times(n: int, *, loop: float, type_: float, layout: float) -> list[Row]:
@@ -120,3 +120,28 @@ def test_fusion_variants_compute_the_op() -> None:
 def test_a_verdict_is_one_of_three() -> None:
     with pytest.raises(BaguError, match="maybe"):
         Verdict(kind="maybe", sentence_en="", sentence_zh="")  # type: ignore[arg-type]
+
+
+def launch_row(size: int, *, host: float, kernel: float, call: float) -> Row:
+    return {"way": "bagu.ops", "size_bytes": size, "host_us": host, "kernel_us": kernel, "call_us": call}
+
+
+def test_launch_overhead_flips() -> None:
+    small, large = (
+        launch_row(1 << 20, host=20.0, kernel=3.0, call=21.0),
+        launch_row(1 << 28, host=20.0, kernel=150.0, call=155.0),
+    )
+    neither = launch_row(1 << 24, host=20.0, kernel=15.0, call=35.0)  # host and kernel one after the other
+    assert launch_overhead.verdict([small, large]).kind == "held"
+    assert "waits up to 1 MiB" in launch_overhead.verdict([small, large]).sentence_en
+    assert "at no size" in launch_overhead.verdict([large]).sentence_en
+    assert launch_overhead.verdict([neither]).kind == "did not hold"
+    assert launch_overhead.verdict([small, neither]).kind == "holds only where"
+
+
+def test_launch_overhead_draws() -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    launch_overhead.plot(figure, [launch_row(1 << i, host=20.0, kernel=i, call=21.0) for i in range(1, 20, 6)])
+    assert len(figure.axes[0].lines) == 3
