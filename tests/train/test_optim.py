@@ -15,7 +15,7 @@ from bagu.nn.linear import Linear
 from bagu.nn.model import Embedding
 from bagu.train.flat import ALIGN, FlatParameters, Role
 from bagu.train.optim import Optimizer, OptimizerConfig
-from bagu.train.optim.muon import orthogonalise
+from bagu.train.optim.muon import _stacks, orthogonalise
 
 STEPS = 6
 
@@ -218,3 +218,25 @@ def test_an_option_the_kind_does_not_use_is_refused() -> None:
         OptimizerConfig(betas=(0.9, 1.0))
     with pytest.raises(ArgumentError, match="lr"):
         OptimizerConfig(lr=-1.0)
+
+
+def test_matrices_of_like_layers_are_one_stack() -> None:
+    """Every matrix is in one stack, those of equal shape and distance in the same."""
+
+    class Layers(nn.Module):
+        def __init__(self, *widths: int) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(m for w in widths for m in (Linear(8, w), Linear(w, 8), Linear(8, 8)))
+
+    for widths, count in (((16, 16, 16), 3), ((16, 32, 16), 6), ((16,), 3)):
+        model = Layers(*widths)
+        for p in model.parameters():
+            nn.init.normal_(p)
+        (segment,) = FlatParameters(model).segments
+        stacks = _stacks(segment)
+        flat = torch.arange(segment.stop, dtype=torch.float32)
+        assert len(stacks) == count, widths
+        seen = sorted(int(i) for stack in stacks for i in stack.of(flat).flatten())
+        assert seen == sorted(int(i) for slot in segment.slots for i in slot.of(flat, segment.start).flatten())
+        for stack in stacks:
+            assert all(m.tolist() in [s.of(flat).tolist() for s in segment.slots] for m in stack.of(flat))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from typing import NamedTuple
 
 import torch
 
@@ -29,22 +30,46 @@ def muon(
     segment: Segment, p: torch.Tensor, g: torch.Tensor, velocity: torch.Tensor, now: Now, *, momentum: float,
     weight_decay: float, newton_schulz_steps: int, newton_schulz_dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Update a segment of matrices (a stack of experts is many). Those of one shape go through at once."""
+    """Update a segment of matrices (experts are many in one). Those of one shape go through at once where they can."""
     velocity.lerp_(g, 1 - momentum)
     g.lerp_(velocity, momentum)
     if weight_decay:
         p.mul_(1 - now.lr * weight_decay)
-    by_shape: dict[torch.Size, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    for stack in _stacks(segment):
+        update = orthogonalise(stack.of(g), newton_schulz_steps, newton_schulz_dtype)
+        stack.of(p).add_(update, alpha=-now.lr * 0.2 * math.sqrt(max(stack.rows, stack.columns)))
+
+
+class _Stack(NamedTuple):
+    """Matrices of one shape at equal distances in a flat buffer, as those of like layers are: one view of them all."""
+
+    start: int
+    number: int
+    distance: int
+    rows: int
+    columns: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """[number, rows, columns]"""
+        size, stride = (self.number, self.rows, self.columns), (self.distance, self.columns, 1)
+        return flat.as_strided(size, stride, int(flat.storage_offset()) + self.start)
+
+
+def _stacks(segment: Segment) -> list[_Stack]:
+    """The matrices of a segment in as few stacks as their places allow."""
+    places: dict[tuple[int, int], list[int]] = defaultdict(list)
     for slot in segment.slots:
-        shape = slot.parameter.shape
-        pair = (slot.of(p, segment.start).view(-1, *shape[-2:]), slot.of(g, segment.start).view(-1, *shape[-2:]))
-        by_shape[shape[-2:]].append(pair)
-    for (rows, columns), pairs in by_shape.items():
-        stacked = torch.cat([grads for _, grads in pairs])
-        update = orthogonalise(stacked, newton_schulz_steps, newton_schulz_dtype)
-        rate = now.lr * 0.2 * math.sqrt(max(rows, columns))
-        for (matrices, _), part in zip(pairs, update.split([len(m) for m, _ in pairs]), strict=True):
-            matrices.add_(part, alpha=-rate)
+        *_, rows, columns = slot.parameter.shape
+        first, size = slot.start - segment.start, rows * columns
+        places[rows, columns] += range(first, first + slot.parameter.numel(), size)
+    stacks = []
+    for (rows, columns), starts in places.items():
+        while starts:
+            distance = starts[1] - starts[0] if len(starts) > 1 else 0
+            number = next((i for i, at in enumerate(starts) if at != starts[0] + i * distance), len(starts))
+            stacks.append(_Stack(starts[0], number, distance, rows, columns))
+            starts = starts[number:]
+    return stacks
 
 
 def orthogonalise(stack: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:
