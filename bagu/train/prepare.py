@@ -22,6 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from bagu.errors import BackendError, BaguError
 from bagu.machine import device as machine
+from bagu.nn.model import Transformer
+from bagu.train.graphs import can_capture, captured
 from bagu.train.state import TrainConfig
 
 __all__ = ["Interrupt", "deterministic", "prepared"]
@@ -31,8 +33,11 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 
 
 @contextmanager
-def prepared(model: nn.Module, config: TrainConfig, device: torch.device) -> Iterator[None]:
-    """The model in training mode, with its blocks recomputed and compiled as the configuration says, for a while."""
+def prepared(model: Transformer, config: TrainConfig, device: torch.device) -> Iterator[None]:
+    """The model in training mode, with its blocks recomputed and compiled as the configuration says, for a while.
+
+    On a GPU a small one that is neither runs as CUDA graphs (graphs.py).
+    """
     if device.type == "cpu":
         keep_freed_memory()
     with ExitStack() as stack:
@@ -41,12 +46,24 @@ def prepared(model: nn.Module, config: TrainConfig, device: torch.device) -> Ite
         blocks = list(model.get_submodule("blocks").children())
         if config.activation_checkpointing != "none":
             stack.enter_context(_recomputing(blocks, config.activation_checkpointing))
-        if config.compile is not False and _can_compile(device, asked=config.compile is True):
+        compiles = config.compile is not False and _can_compile(device, asked=config.compile is True)
+        if compiles:
             stack.enter_context(_compiled(blocks))
+        if device.type == "cuda" and not compiles and _as_it_is(config) and can_capture(model.config, _dtype(model)):
+            stack.enter_context(captured(model))
         was_training = model.training
         stack.callback(model.train, was_training)
         model.train()
         yield
+
+
+def _as_it_is(config: TrainConfig) -> bool:
+    """Whether blocks run as they are: a recomputed one runs twice, and a graph may choose other algorithms."""
+    return config.activation_checkpointing == "none" and not config.deterministic
+
+
+def _dtype(model: Transformer) -> torch.dtype:
+    return model.embedding.weight.dtype
 
 
 # --- recomputation ----------------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ from tiny_run import VOCAB, Notes, batches, loader, model
 from bagu import ops
 from bagu.bench import train as bench
 from bagu.errors import ArgumentError, BackendError, BaguError, UnknownName
-from bagu.nn.config import MoEConfig
+from bagu.nn.config import Alibi, MoEConfig
 from bagu.nn.model import Transformer
-from bagu.train import OptimizerConfig, StabilityConfig, TrainConfig, TrainState, fit, prepare, step
+from bagu.train import OptimizerConfig, StabilityConfig, TrainConfig, TrainState, fit, graphs, prepare, step
 from bagu.train.cross_entropy import CrossEntropy, TargetTotals
 from bagu.train.loss import MicroBatchLoss
 from bagu.types import IGNORE, Batch
@@ -241,3 +243,76 @@ def test_options_that_would_do_nothing_are_refused() -> None:
         TrainConfig(clip=0.0)
     with pytest.raises(ArgumentError, match="min_history"):
         StabilityConfig(window=4, min_history=5)
+
+
+def test_a_shape_of_batch_is_captured_at_its_third_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not in evaluation, nor a batch that keeps a GPU busy by itself."""
+    m, (batch,), captures, replays = model().train(), batches(rows=4), [], []
+
+    def capture(self: Any, ids: torch.Tensor, positions: torch.Tensor, cu: torch.Tensor, max_len: int) -> Any:
+        captures.append(tuple(ids.shape))
+        return lambda *given: replays.append(1) or self.forward(*given, max_len).hidden
+
+    monkeypatch.setattr(graphs._Graphs, "_capture", capture)
+    given = (batch.ids, batch.positions, batch.cu_seqlens, batch.max_len)
+    want = m(*given).hidden
+    with graphs.captured(m):
+        for _ in range(2):
+            m(*given)
+            with torch.no_grad():
+                m(*given)
+        assert not captures
+        first, second = m(*given).hidden, m(*given).hidden
+        assert torch.equal(first, want) and torch.equal(second, want)
+        assert captures == [tuple(batch.ids.shape)] and replays == [1]  # a second forward before a backward is its own
+        first.sum().backward()
+        m(*given)
+        assert replays == [1, 1]
+        monkeypatch.setattr(graphs, "SMALL", 0)
+        for _ in range(3):
+            m(batch.ids[:-1], batch.positions[:-1], batch.cu_seqlens.clamp(max=len(batch.ids) - 1), batch.max_len)
+    assert len(captures) == 1 and "forward" not in vars(m)
+
+
+def test_gradients_flow_to_the_parameters_from_what_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture is of other leaves in the same memory; here it runs as it is."""
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda fn, args, **_: fn)
+    found = []
+    for context in (contextlib.nullcontext, graphs.captured):
+        m, grads = model().train(), []
+        m.embedding.weight.requires_grad_(False)
+        with context(m) if context is graphs.captured else context():
+            for _ in range(4):
+                part = CrossEntropy()(m, batches()[0], TargetTotals.of(batches()))
+                grads.append(torch.autograd.grad(part.loss, [p for p in m.parameters() if p.requires_grad]))
+        found.append(grads[-1])
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_what_reads_values_back_is_not_captured() -> None:
+    config = model().config
+    assert graphs.can_capture(config, torch.bfloat16) and not graphs.can_capture(config, torch.float32)
+    experts = dataclasses.replace(config, moe=MoEConfig(num_experts=4, top_k=2, expert_size=16))
+    assert not graphs.can_capture(experts, torch.bfloat16)
+    assert not graphs.can_capture(dataclasses.replace(config, positions=Alibi()), torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_captured_step_has_the_gradients_of_one_that_is_not() -> None:
+    m = model(torch.bfloat16).cuda()
+    config = TrainConfig(optimizer=OptimizerConfig(kind="sgd", lr=0.0), clip=None)
+    state, found = TrainState(m, config), []
+    with prepare.prepared(m, config, state.device), warnings.catch_warnings(record=True) as seen:
+        for seed in (0, 1, 0, 1, 0):  # two as they are, then the graph, also on another batch
+            result = step(state, batches(seed, rows=8))
+            found.append((seed, result.loss, state.flat.grad.clone()))
+        assert m.forward.graphs  # type: ignore[attr-defined]
+        assert not [w for w in seen if "AccumulateGrad" in str(w.message)]
+    first = {seed: (loss, grad) for seed, loss, grad in reversed(found)}
+    for seed, loss, grad in found:
+        want_loss, want = first[seed]
+        assert loss == pytest.approx(want_loss, rel=2**-8)
+        assert (grad - want).abs().max() <= 2**-7 * want.abs().max()  # two roundings to bf16
+    assert not torch.equal(found[2][2], found[3][2])
