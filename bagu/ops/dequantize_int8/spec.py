@@ -91,6 +91,7 @@ SPEC = OpSpec(
         Case("tensor_batched", "one scale over several leading dims", by="tensor", lead=(2, 3), N=40),
         Case("channel", "a scale per column, over several tiles", by="channel", M=37, N=2100),
         Case("channel_batched", "a scale per column under several leading dims", by="channel", lead=(2, 3), N=40),
+        Case("channel_square", "as many rows as columns: a scale per row would fit too", by="channel", M=33, N=33),
         Case("half", "16-bit results are rounded once, from fp32", M=6, N=50, to="float16", mixed=["scale"]),
         Case("brain", "bf16 is what a caller gets by default", M=6, N=50, to="bfloat16", mixed=["scale"]),
         Case("double", "an fp64 result of an fp32 scale", M=6, N=50, to="float64", mixed=["scale"]),

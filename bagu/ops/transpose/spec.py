@@ -80,6 +80,8 @@ SPEC = OpSpec(
         Case("heads", "the last dim stays, as between the layouts of attention", shape=(2, 5, 3, 40), dims=(1, 2)),
         Case("outer", "the two are the first and the third of five, with dims between and after",
              shape=(3, 2, 5, 2, 7), dims=(0, 2)),
+        Case("cube", "all sides are equal, so that a wrong dim gives a wrong value and no other shape", shape=(5, 5, 5),
+             dims=(0, 1)),
         Case("unmerged", "five dims in a row that cannot be merged", shape=(2, 3, 2, 5, 3), dims=(1, 3)),
         Case("many_dims", "with gaps between them, more dims than a kernel takes", shape=(2, 2, 3, 2, 2, 3),
              dims=(1, 4)),
