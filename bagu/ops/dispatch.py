@@ -106,7 +106,8 @@ def _route(
             kind, pointers = [_kind(v) for v in values], []
         key = (
             backend, choice, transformed(), torch._C._len_torch_dispatch_stack(),
-            _any_autocast() and autocasting(first), torch.is_grad_enabled(), *kind,
+            _any_autocast() and autocasting(first), torch.is_grad_enabled(), torch.get_deterministic_debug_mode(),
+            *kind,
         )  # fmt: skip
         route = spec.routes.get(key)
     # symbolic sizes, a list where a scalar is wanted, a tensor without memory, something else than a tensor

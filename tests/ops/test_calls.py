@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bagu.ops
 from bagu.errors import ArgumentError, BackendError, BaguError, UnknownName
+from bagu.ops import dispatch
 from bagu.ops.catalogue import SPECS, spec
 from bagu.ops.core import OpSpec, Streams
 from bagu.ops.dispatch import call
@@ -205,6 +206,20 @@ def test_compiled_code_follows_use() -> None:
         with bagu.ops.use(backend):
             fn()
     assert seen == ["torch", "triton"]
+
+
+def test_deterministic_mode_is_chosen_for_anew() -> None:
+    """Attention leaves cuDNN in deterministic mode: a route that was found outside of it does not hold inside."""
+    spec, x, w = SPECS["rms_norm"], torch.randn(4, 16, device=DEVICE), torch.ones(16, device=DEVICE)
+    args = {"x": x, "w": w, "eps": 1e-6}
+    find = lambda: dispatch._route(spec, None, args, list(args.values()))[0]  # noqa: E731
+    usual, mode = find(), torch.get_deterministic_debug_mode()
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert find() is not usual and find() is find()
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+    assert find() is usual
 
 
 def test_a_backward_outside_the_scope_runs_on_its_forwards_backend() -> None:
