@@ -19,7 +19,7 @@ import torch
 import triton
 
 from bagu.ops.attention.backward_kernels import dkdv_kernel, dq_kernel
-from bagu.ops.attention.block_sizes import Block, blocks_for, reads_by_tma, width
+from bagu.ops.attention.block_sizes import Block, Blocks, blocks_for, reads_by_tma, width
 from bagu.ops.attention.forward_kernel import forward_kernel
 from bagu.ops.attention.shape import side_by_side
 from bagu.ops.attention.work_list import list_tiles
@@ -69,6 +69,11 @@ def _reach(window: int | None, max_len: int) -> int:
     return 0 if window is None else min(window, max_len)
 
 
+def _blocks(q: torch.Tensor, v: torch.Tensor, window: int | None, softcap: float | None) -> Blocks:
+    terms = window is not None or softcap is not None
+    return blocks_for(q.shape[-1], v.shape[-1], tma=reads_by_tma(q), terms=terms)
+
+
 def _constants(
     q: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, causal: bool, window: int | None,
     softcap: float | None, block: Block,
@@ -94,7 +99,7 @@ def forward(
         return out, lse
     scale = D**-0.5 if scale is None else scale
     slopes, sinks = (None if x is None else x.contiguous() for x in (slopes, sinks))
-    block = blocks_for(D, E, tma=reads_by_tma(q)).forward
+    block = _blocks(q, v, window, softcap).forward
     q, k, v = (_readable(x) for x in (q, k, v))
     tiles, count = list_tiles(cu_seqlens, T, max_len, block.M, from_end=False)
     _launch(
@@ -117,7 +122,7 @@ def backward(
     delta, log2 = (q.new_empty(H, T, dtype=lse.dtype) for _ in range(2))
     dq, dk, dv = q.new_empty(T, H, D), k.new_empty(T, G, D), v.new_empty(T, G, E)
     if T > 0:
-        blocks, read = blocks_for(D, E, tma=reads_by_tma(q)), (q, k, v, slopes, dout)
+        blocks, read = _blocks(q, v, window, softcap), (q, k, v, slopes, dout)
         scalars = H // G, _reach(window, max_len), *_scores(scale, softcap)
         sized = lambda block: _constants(q, v, slopes, causal, window, softcap, block)  # noqa: E731
         tiles, count = list_tiles(cu_seqlens, T, max_len, blocks.dq.M, from_end=False)
