@@ -8,6 +8,7 @@ for a kernel whose launcher looks otherwise, so that its callers stay with the o
 
 from __future__ import annotations
 
+import contextvars
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ __all__ = [
     "is_constant",
     "noted_launches",
     "takes_kernel_arguments",
+    "with_scratch_memory",
 ]
 
 # the parameters of a compiled kernel's launcher, before those of the kernel itself
@@ -114,10 +116,37 @@ class CudaLauncher:
             return None
         grid, hooks = (*launch.grid, 1, 1)[:3], (None, None, None)
         scratch = kernel.metadata.global_scratch_size or kernel.metadata.profile_scratch_size
-        if self._skips_python and not scratch:
+        if scratch:
+            return Direct(with_scratch_memory(kernel.run), grid, (kernel.function, kernel.packed_metadata, *hooks))
+        if self._skips_python:
             how = (kernel.run.launch_cooperative_grid, kernel.run.launch_pdl, None, None)
             return Direct(kernel.run.launch, grid, (kernel.function, *how, kernel.packed_metadata, *hooks))
         return Direct(kernel.run, grid, (kernel.function, kernel.packed_metadata, *hooks))
+
+
+def with_scratch_memory(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A launch of a kernel that needs memory of its own, for TMA descriptors that it makes: 128 bytes a program each.
+
+    Triton asks the allocator of the current context for it. This sets one in a copy of the context, so that an
+    allocator which the caller has set for its own kernels stays set.
+    """
+
+    def launch(*args: Any, **options: Any) -> Any:
+        return contextvars.copy_context().run(_with_allocator, run, args, options)
+
+    return launch
+
+
+def _with_allocator(run: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    import triton
+
+    triton.set_allocator(_scratch_memory)
+    return run(*args, **options)
+
+
+def _scratch_memory(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """torch's allocations are on 512 bytes, and its caching allocator keeps them for work queued on the stream."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 @cache

@@ -12,7 +12,6 @@ wide: rows that are not on 16 bytes are copied first.
 
 from __future__ import annotations
 
-import contextvars
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from bagu.ops.attention.forward_kernel import forward_kernel
 from bagu.ops.attention.shape import side_by_side
 from bagu.ops.attention.work_list import list_tiles
 from bagu.ops.launch import fp32_pair, triton_acc
+from bagu.ops.launcher import with_scratch_memory
 from bagu.ops.signature import accumulator
 
 __all__ = ["backward", "forward"]
@@ -31,19 +31,9 @@ __all__ = ["backward", "forward"]
 LOG2E = 1.4426950408889634
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Memory for the TMA descriptors that a kernel makes, 128 bytes each for each program."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """In a copy of the context, so that an allocator which the caller has set for its own kernels stays set."""
-
-    def run() -> None:
-        triton.set_allocator(_scratch)
-        kernel[grid](*args, **options)
-
-    contextvars.copy_context().run(run)
+    """The kernels make TMA descriptors, which need memory."""
+    with_scratch_memory(kernel[grid])(*args, **options)
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:

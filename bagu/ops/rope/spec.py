@@ -70,7 +70,7 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
         raise UnknownName.among("layout of rope", args["layout"], LAYOUTS)
     if 2 * dims["R"] > dims["D"]:
         raise ArgumentError(
-            f"rope: cos has R = {dims['R']} pairs, expected x has D = {dims['D']} features: 2R <= D",
+            f"rope: cos has R = {dims['R']} pairs, and x has D = {dims['D']} features; expected 2R <= D",
             hint="a table has one column per pair, half as many as the features it turns",
         )
     if args["positions"] is None and not dims["T"]:
