@@ -77,7 +77,6 @@ def call(spec: OpSpec, backend: str | None, /, **args: Any) -> Any:
     if torch.compiler.is_compiling():
         results = _while_compiling(spec, backend, args)
     elif torch._C._len_torch_dispatch_stack() and (recorder := recording.active()) is not None:
-        spec.bind(args)
         results = recorder.call(spec, args)
     else:
         scope.keep_for_recompute()
