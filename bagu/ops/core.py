@@ -361,9 +361,9 @@ def _ulps(
     got, want = got.double().cpu(), want.double()
     loss = torch.stack([(c.double() - want).abs().nan_to_num(0.0, posinf=0.0) for c in cost]).amax(0)
     if dtype.is_floating_point:
-        edge = want.to(dtype).double()  # what the dtype can hold: past its largest value, infinity is right
-        special = ~edge.isfinite()
-        right = torch.where(edge.isnan(), got.isnan(), got == edge)
+        held = want.to(dtype).double()  # what the dtype can hold: past its largest value, infinity is right
+        special = ~held.isfinite()
+        right = torch.where(held.isnan(), got.isnan(), got == held)
         finite = torch.where(special, 0.0, want)
         spacing = torch.finfo(dtype).eps * (finite.abs() + finite.square().mean().sqrt()) + torch.finfo(dtype).tiny
         slack = 2 * torch.where(special, 0.0, loss).max()

@@ -1,6 +1,6 @@
 """Which of a call's values its backward receives, and which input gets which of the gradients that it makes.
 
-Places are worked out once for a spec, so that a call takes no names apart. The custom ops (custom.py) and the autograd
+Places are worked out once for a spec, so that a call looks up no names. The custom ops (custom.py) and the autograd
 node (node.py) share this.
 """
 

@@ -25,11 +25,11 @@ def recorded(
 ) -> tuple[Results, Plan | None]:
     """The results of `host(values)`, and a plan of what it did; None where that cannot be replayed."""
     # of one tensor that is given twice the recorder could not tell which is meant
-    apart = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
-    recorder = _Recorder(apart)
+    separate = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
+    recorder = _Recorder(separate)
     # below autograd, which would wrap views in other tensors than those that the recorder sees
     with torch._C._AutoDispatchBelowAutograd(), noted_launches(recorder.launches.append), recorder:
-        results = host(apart)
+        results = host(separate)
     return results, recorder.plan(results, launcher)
 
 

@@ -1,6 +1,6 @@
 """An objective: everything that differs between pretraining, fine-tuning, masked language modelling and others.
 
-One frozen dataclass holds its configuration (the `objective` of a run), told apart by `kind`. Its methods check the
+One frozen dataclass holds its configuration (the `objective` of a run), distinguished by `kind`. Its methods check the
 model and the run, read the data, make the loss, and say how its metrics are shown. The training loop knows none of
 them: it takes batches from a loader and gives them to a loss. `bagu/train/objectives` has one file per objective.
 """

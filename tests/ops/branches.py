@@ -2,7 +2,7 @@
 
 A branch is an `if`, a conditional expression, an operand of `and` or `or`, each true or false; or a `min` or `max`, by
 the argument that it gives. Launchers are the host code of the Triton backends. Each is rewritten so that it records its
-branches: `if N > WHOLE:` becomes `if branch(17, N > WHOLE):`. Kernels do not run, so this takes seconds.
+branches: `if N > LIMIT:` becomes `if branch(17, N > LIMIT):`. Kernels do not run, so this takes seconds.
 """
 
 from __future__ import annotations

@@ -27,12 +27,12 @@ def eager(
         return _as_batch(q, k, v, max_len, causal, scale)
     place = torch.arange(T, device=q.device)
     segment = torch.bucketize(place, cu_seqlens[1:], right=True)
-    apart = place[:, None] - place[None, :]
+    distance = place[:, None] - place[None, :]
     seen = segment[:, None] == segment[None, :]
     if causal:
-        seen &= apart >= 0
+        seen &= distance >= 0
     if window is not None:
-        seen &= apart.abs() < window
+        seen &= distance.abs() < window
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 

@@ -1,6 +1,6 @@
 """How the product of a query and a key becomes a score: the cap, what is hidden, what their distance adds, the sink.
 
-A query at i and a key at j are apart by j - i. From that follow what is hidden (-inf: later keys, keys outside the
+The distance of a query at i and a key at j is j - i. It decides what is hidden (-inf: later keys, keys outside the
 window, other segments), ALiBi's penalty and the learned bias. Distances inside a segment are the same counted from the
 segment's begin or from the batch's, so one function serves a segment, many of one length, and the whole batch.
 """
@@ -57,21 +57,21 @@ class Shape:
         return self.between(_apart(L, like), like, segment)
 
     def between(
-        self, apart: torch.Tensor, like: torch.Tensor, segment: torch.Tensor | None = None
+        self, distance: torch.Tensor, like: torch.Tensor, segment: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """The same of queries and keys at distances apart[I, J]."""
-        hidden, total = self.hidden(apart, segment), self.terms(apart, like)
+        """The same of queries and keys at distance[I, J]."""
+        hidden, total = self.hidden(distance, segment), self.terms(distance, like)
         if hidden is None:
             return total
-        return (like.new_zeros(apart.shape) if total is None else total).masked_fill(hidden, -torch.inf)
+        return (like.new_zeros(distance.shape) if total is None else total).masked_fill(hidden, -torch.inf)
 
-    def terms(self, apart: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
-        """ALiBi's penalty and the learned bias of distances apart[…, I, J], as [H, …, I, J]; None if there are none."""
+    def terms(self, distance: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
+        """ALiBi's penalty and the learned bias of distance[…, I, J], as [H, …, I, J]; None if there are none."""
         total = None
         if self.slopes is not None:
-            total = -self.slopes.to(like.dtype).view(-1, *(1,) * apart.ndim) * apart.abs()
+            total = -self.slopes.to(like.dtype).view(-1, *(1,) * distance.ndim) * distance.abs()
         if self.bias is not None:
-            learned = self.bias.to(like.dtype)[:, self._column(apart)]
+            learned = self.bias.to(like.dtype)[:, self._column(distance)]
             total = learned if total is None else total + learned
         return total
 
@@ -82,11 +82,11 @@ class Shape:
         summed = dscores.sum(0).flatten(1)
         return summed.new_zeros(self.bias.shape).index_add(1, column, summed)
 
-    def hidden(self, apart: torch.Tensor, segment: torch.Tensor | None = None) -> torch.Tensor | None:
+    def hidden(self, distance: torch.Tensor, segment: torch.Tensor | None = None) -> torch.Tensor | None:
         """Where a key is not seen, by its distance; None if nothing is hidden."""
-        found = [apart > 0] if self.causal else []
+        found = [distance > 0] if self.causal else []
         if self.window is not None:
-            found.append(apart.abs() >= self.window)
+            found.append(distance.abs() >= self.window)
         if segment is not None:
             found.append(segment.unsqueeze(0) != segment.unsqueeze(1))
         total = None
@@ -94,10 +94,10 @@ class Shape:
             total = hidden if total is None else total | hidden
         return total
 
-    def _column(self, apart: torch.Tensor) -> torch.Tensor:
+    def _column(self, distance: torch.Tensor) -> torch.Tensor:
         assert self.bias is not None
         reach = self.bias.shape[1] // 2
-        return apart.clamp(-reach, reach) + reach
+        return distance.clamp(-reach, reach) + reach
 
 
 def _apart(L: int, like: torch.Tensor) -> torch.Tensor:

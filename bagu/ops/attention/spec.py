@@ -73,7 +73,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     H, D = case["H"], case["D"]
     T, G, E = sum(lengths), case.get("G", H), case.get("E", D)
     q, k = streams.normal("q", T, H, D), streams.normal("k", T, G, D)
-    if "loud" in case.params:  # all scores are raised alike, so the weights stay as they were
+    if "loud" in case.params:  # one constant is added to all scores, which leaves the weights unchanged
         q[..., 0], k[..., 0] = case["loud"], 2.0
     heads = torch.arange(1, H + 1, dtype=torch.float64)
     return {

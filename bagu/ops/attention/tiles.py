@@ -62,9 +62,9 @@ def attend(
         absent = inside != tile  # not there, or given back by a window: what memory holds may be anything
         where = rows_of(sequence[live:], inside)
         k, v = (table[where].to(acc).masked_fill(absent[:, :, None, None], 0.0) for table in (keys, values))
-        apart = tile - at[live:].unsqueeze(-1)  # [I, R, C]
-        hidden, terms = shape.hidden(apart), shape.terms(apart, k)
-        hidden = absent.unsqueeze(1).expand(apart.shape) if hidden is None else hidden | absent.unsqueeze(1)
+        distance = tile - at[live:].unsqueeze(-1)  # [I, R, C]
+        hidden, terms = shape.hidden(distance), shape.terms(distance, k)
+        hidden = absent.unsqueeze(1).expand(distance.shape) if hidden is None else hidden | absent.unsqueeze(1)
         state.take(live, k, v, hidden.unsqueeze(1), None if terms is None else terms.transpose(0, 1))
     mixed, total = state.result()
     out[rows[there]], lse[rows[there]] = mixed.transpose(1, 2)[there].to(q.dtype), total.transpose(1, 2)[there]

@@ -98,7 +98,7 @@ def invariant_forward(
 
 
 def _added(q: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, shape: Shape) -> torch.Tensor | None:
-    """What is added to all scores at once: of one segment where all are alike, else of the whole batch."""
+    """What is added to all scores at once: of one segment where all have one length, else of the whole batch."""
     like, T = q.new_empty(0, dtype=accumulator(q.dtype)), q.shape[0]
     if uniform(T, cu_seqlens, max_len):
         return shape.additive(max_len, like)

@@ -5,7 +5,7 @@ All of it is one sum in three directions,
     mix(a, b, c)[i] = sum_j (a[i] . b[j]) c[j]        over j of i's segment: at or before i, at or after i, or all
 
 A chunk's own tokens are done with their scores. The rest comes through states b^T c, one a chunk. Only one segment can
-reach across a chunk's edge, so what a chunk hands on is the state of its last segment (of its first, backwards), and
+reach across a chunk's border, so what a chunk hands on is the state of its last segment (of its first, backwards), and
 a chunk takes in those of the chunks before it that end in the segment it begins with: one product with a 0/1 matrix
 [chunks, chunks], exact, and with no cost in shapes that depend on the data.
 
@@ -41,25 +41,25 @@ def mix(
     total = scores @ c
     first, last = place[:, :1], place[:, -1:]
     if past:
-        total = total + _beyond(a, b, c, place, edge=first, other=last, before=True)
+        total = total + _beyond(a, b, c, place, border=first, other=last, before=True)
     if future:
-        total = total + _beyond(a, b, c, place, edge=last, other=first, before=False)
+        total = total + _beyond(a, b, c, place, border=last, other=first, before=False)
     return total.transpose(1, 2).flatten(0, 1)
 
 
 def _beyond(
-    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, place: torch.Tensor, *, edge: torch.Tensor, other: torch.Tensor,
-    before: bool,
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, place: torch.Tensor, *, border: torch.Tensor,
+    other: torch.Tensor, before: bool,
 ) -> torch.Tensor:  # fmt: skip
     """What the chunks before this one give it, or those after it.
 
-    `edge` is the segment at the side of each chunk that faces them, `other` the one at their side that faces it.
+    `border` is the segment at the side of each chunk that faces them, `other` the one at their side that faces it.
     """
     handed = (b * (place == other)[:, None, :, None]).mT @ c  # [N, H, D, E]: the state of the segment at that side
-    takes = (edge == other.T).to(b.dtype)
+    takes = (border == other.T).to(b.dtype)
     takes = takes.tril(-1) if before else takes.triu(1)
     state = (takes @ handed.flatten(1)).unflatten(1, handed.shape[1:])
-    return (a * (place == edge)[:, None, :, None]) @ state
+    return (a * (place == border)[:, None, :, None]) @ state
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:

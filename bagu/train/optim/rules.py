@@ -88,7 +88,7 @@ def adamw(
     p: Tensor, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, now: Now, *, betas: tuple[float, float], eps: float,
     weight_decay: float,
 ) -> None:  # fmt: skip
-    """Adam, and θ ← (1 - ηλ) θ apart from it, so that decay is not divided by √v̂."""
+    """Adam, and θ ← (1 - ηλ) θ beside it, so that decay is not divided by √v̂."""
     _shrink(p, now, weight_decay)
     adam(p, g, exp_avg, exp_avg_sq, now, betas=betas, eps=eps, weight_decay=0.0)
 
