@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -86,7 +86,7 @@ def parameters(config: ModelConfig) -> Parameters:
 @functools.cache
 def flops(config: ModelConfig, context: int) -> Flops:
     """Of a token in documents of `context` tokens, the head included."""
-    forward, backward = Trace(_on_meta(config, 2), context).flops()
+    forward, backward = Trace(_on_meta(config, 2, context), context).flops()
     return Flops(
         linear=forward["linear"] / context,
         attention=forward["attention"] / context,
@@ -124,7 +124,7 @@ def activation_bytes(
     "block" keeps the inputs of each block and computes the rest again, so what one block keeps comes on top once.
     They are what a second document adds: what does not grow with the tokens, such as a cast weight, is not counted.
     """
-    model = _on_meta(config, itemsize)
+    model = _on_meta(config, itemsize, context)
     one, two = (Trace(model, context, documents) for documents in (1, 2))
     if recompute == "none":
         return (two.kept_bytes() - one.kept_bytes()) / context
@@ -132,8 +132,10 @@ def activation_bytes(
     return max(more - less for less, more in pairs) / context
 
 
-def _on_meta(config: ModelConfig, itemsize: int) -> Transformer:
+def _on_meta(config: ModelConfig, itemsize: int, context: int) -> Transformer:
+    """The model without memory; counts do not depend on how many positions it has."""
     dtypes = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
     if itemsize not in dtypes:
         raise ArgumentError(f"a model of {itemsize} bytes a number", hint="itemsize is 2, 4 or 8")
-    return Transformer(config, device="meta", dtype=dtypes[itemsize])
+    long_enough = replace(config, max_len=max(config.max_len, context))
+    return Transformer(long_enough, device="meta", dtype=dtypes[itemsize])

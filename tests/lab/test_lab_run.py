@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 from rich.console import Console
 
 from bagu.errors import BaguError, UnknownName
@@ -39,7 +40,17 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", catalogue.names())
+def runnable() -> list[str]:
+    """The labs that run on this machine."""
+    return [name for name in catalogue.names() if torch.cuda.is_available() or not catalogue.load(name).needs_gpu]
+
+
+def test_a_lab_that_needs_a_gpu_is_skipped_without_one(out: Path) -> None:
+    ran = {folder.name for folder in (out / this_machine().name).iterdir() if folder.is_dir()}
+    assert ran == set(runnable())
+
+
+@pytest.mark.parametrize("name", runnable())
 def test_a_lab_runs_and_decides(out: Path, name: str) -> None:
     folder = out / this_machine().name / name
     assert json.loads((folder / "result.json").read_text(encoding="utf-8"))["schema"] == SCHEMA
@@ -64,9 +75,9 @@ def test_a_record_has_text_in_both_languages(name: str) -> None:
 
 def test_the_report_has_every_result(out: Path) -> None:
     page = write_report(out).read_text(encoding="utf-8")
-    for name in catalogue.names():
+    for name in runnable():
         assert f'<article id="{name}">' in page
-    assert page.count("<svg") == len(catalogue.names())
+    assert page.count("<svg") == len(runnable())
 
 
 def test_an_unknown_name_gives_a_hint_and_nothing_runs(tmp_path: Path) -> None:

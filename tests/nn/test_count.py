@@ -232,3 +232,8 @@ def test_linear_attention_does_not_grow_with_the_context() -> None:
 
 def test_mfu() -> None:
     assert count.mfu(tokens_per_s=2000, flops_per_token=3e9, peak_flops=12e12) == 0.5
+
+
+def test_flops_may_be_counted_at_contexts_longer_than_the_model_takes() -> None:
+    short, long = count.flops(LLAMA, LLAMA.max_len), count.flops(LLAMA, 4 * LLAMA.max_len)
+    assert long.linear == short.linear and long.attention > 3 * short.attention

@@ -41,7 +41,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_it_says_where_the_report_is_and_how_to_go_on(finished: tuple[Path, str]) -> None:
     out, said = finished
     assert str(out / "report.html") in said and "bagu train --from" in said
-    assert said.count("✓") == 7, said
+    assert said.count("✓") == 8, said
     assert " answered: " in said and "bagu serve" in said
 
 

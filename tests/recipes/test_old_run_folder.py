@@ -204,8 +204,8 @@ def test_the_upgrade_moves_three_keys_and_leaves_the_rest(old: dict[str, Any], o
     ("old", "said"),
     [
         ({"stage": "sft", "mask_rate": 0.15}, "mask_rate"),
-        ({"stage": "pretran"}, "objective.kind: there is no 'pretran'"),
-        ({"train": {"z_loss": "x"}}, "objective.z_loss: wants a number"),
+        ({"stage": "pretran"}, "objective.kind: unknown value 'pretran'"),
+        ({"train": {"z_loss": "x"}}, "objective.z_loss: expected a number"),
     ],
 )
 def test_what_was_wrong_before_is_still_refused(old: dict[str, Any], said: str) -> None:

@@ -187,7 +187,7 @@ def test_every_recipe_survives_its_config_file(name: str) -> None:
         (["--set", "tokenizer.max_mb=0"], r"max_mb=0"),
         (["--recipe", "smal"], r"small"),
         (["--recipe", "sft"], r"--from"),
-        (["--from", "nowhere/at/all"], r"no folder"),
+        (["--from", "nowhere/at/all"], r"folder nowhere/at/all does not exist"),
     ],
 )
 def test_a_recipe_with_an_impossible_key_says_which(
