@@ -1,4 +1,4 @@
-"""Residual add and RMSNorm in one. What it means and costs is in spec.py."""
+"""Residual add and RMSNorm in one. spec.py has the definition and the cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from bagu.ops.dispatch import call
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, eps: float = 1e-6, *, backend: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, s): the new residual stream s = x + residual in x's dtype, and y = rms_norm(s, w, eps) of that rounded s.
+    """Return (y, s): s = x + residual in x's dtype is the new residual stream, and y = rms_norm(s, w, eps) of the
+    rounded s.
 
     Both are differentiable; x and residual have the same gradient.
     """

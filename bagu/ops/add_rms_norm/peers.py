@@ -1,4 +1,4 @@
-"""Residual add and RMSNorm by others, for the benchmark."""
+"""Other implementations of residual add and RMSNorm, for the benchmark."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def eager(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, eps: float) 
 def liger(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
 
-    # Not in place: that writes dx over dy, and a second backward through the same graph is then wrong.
+    # Not in place: the in-place form writes dx over dy, which makes a second backward through the same graph wrong.
     return LigerFusedAddRMSNormFunction.apply(x, residual, w, eps, 0.0, "llama", False)

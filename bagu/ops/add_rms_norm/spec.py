@@ -3,7 +3,7 @@
     s[m, n] = x[m, n] + residual[m, n]        in x's dtype: the new residual stream
     y[m, n] = s[m, n] * r[m] * w[n]           r[m] = 1 / sqrt(mean_n s[m, n]^2 + eps)
 
-y is the norm of the rounded s, the one that is returned: the backward sees no other, and so y is the same as
+y is computed from the rounded s that is returned, because the backward has only that s. So y equals
 rms_norm(s, w, eps). Dims: M = rows (tokens), N = features.   Paper: https://arxiv.org/abs/1910.07467
 """
 
@@ -22,7 +22,7 @@ from bagu.ops.rms_norm.spec import reference as rms_norm
 def reference(
     x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition: the norm of the sum that is returned (in fp64 its rounding is nothing)."""
+    """The definition: the norm of the sum that is returned (in fp64 the rounding of the sum is negligible)."""
     s = x + residual
     return rms_norm(s, w, eps), s
 
@@ -40,13 +40,13 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """Add, square, add, scale, scale per element; x and residual are read once, y and s written once."""
+    """Add, square, add, scale, scale per element; x and residual are read once, y and s are written once."""
     M, N = dims["M"], dims["N"]
     return Cost(flops=5 * M * N, bytes=(4 * M * N + N) * itemsize + 4 * M)
 
 
 def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """dy, ds and s are read once; x and residual have one gradient, which is written once; dw is a sum over rows."""
+    """dy, ds and s are read once; x and residual share one gradient, which is written once; dw is a sum over rows."""
     M, N = dims["M"], dims["N"]
     return Cost(flops=10 * M * N, bytes=(4 * M * N + 2 * N) * itemsize + 4 * M)
 
@@ -81,8 +81,8 @@ SPEC = OpSpec(
         Case("deep", "the stream is 100 times the update, as late in a deep model", M=4, N=48, stream=100.0),
         Case("first", "the stream is empty, and s is x", M=3, N=40, stream=0.0),
         Case("zero", "s is all zeros and only eps keeps it finite", M=3, N=16, scale=0.0),
-        # An fp32 dw, or the worst of thousands, shows the rounding of s, which the reference has not; with multiples of
-        # 1/8 (grid) there is none.
+        # The rounding of s, which the reference does not have, shows in an fp32 dw and in the maximum over thousands of
+        # values. With multiples of 1/8 (grid) s is exact.
         Case("mixed", "the weight stays fp32 beside 16-bit activations", M=6, N=72, mixed=["w"], grid=0.125),
         Case("nan", "a NaN of x spoils its own row of y and its own place in s", M=3, N=33, plant=NAN, into="x"),
         Case(

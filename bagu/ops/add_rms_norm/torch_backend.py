@@ -1,4 +1,4 @@
-"""Residual add and RMSNorm in PyTorch: the sum, then the norm of what it was rounded to."""
+"""Residual add and RMSNorm in PyTorch: the sum, then the norm of the rounded sum."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Residual add and RMSNorm on Triton: RMSNorm with an addend (kernels/norms.py).
 
 Forward reads x and residual once and writes s and y once; separate ops would read s once more. Backward reads dy, ds
-and s and writes one gradient, which is that of x and of residual.
+and s and writes one gradient, which belongs to both x and residual.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 from bagu.ops.kernels.norms import forward_tile, run_backward, run_forward
 
-TUNABLE = {  # tests run each point
+TUNABLE = {  # the tests run every combination
     "forward": {"block_m": (1, 2), "num_warps": (4, 8)},
     "backward": {"programs_per_sm": (1, 2), "num_warps": (4, 8, 16)},
 }

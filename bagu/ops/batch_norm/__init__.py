@@ -1,4 +1,4 @@
-"""BatchNorm. What it means and costs is in spec.py."""
+"""BatchNorm. spec.py has the definition and the cost."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def batch_norm(
     *,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, new_mean, new_var): dim 1 of x normalised over all the others by the batch's statistics, or in inference by
-    the running ones (fp32). Nothing is changed in place: new_mean and new_var are the running statistics after this
-    batch, or its own where none are given, or the same ones in inference.
+    """Return (y, new_mean, new_var): normalise x over all dims except dim 1, by the batch's statistics, or in inference
+    by the running statistics (fp32). Nothing changes in place. new_mean and new_var are the running statistics after
+    this batch, the batch's own statistics if no running ones are given, or the unchanged running ones in inference.
     """
     return call(
         SPEC, backend, x=x, w=w, b=b, running_mean=running_mean, running_var=running_var,

@@ -1,4 +1,4 @@
-"""BatchNorm by others, for the benchmark."""
+"""Other implementations of BatchNorm, for the benchmark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def eager(
     momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """torch's own, which writes the new statistics over the running ones (here: over copies)."""
+    """PyTorch's implementation. It overwrites the running statistics, so it gets copies of them."""
     mean = None if running_mean is None else running_mean.clone()
     var = None if running_var is None else running_var.clone()
     acc = torch.float32 if mean is None else mean.dtype  # on CUDA the weight has the statistics' dtype

@@ -1,16 +1,17 @@
-"""BatchNorm: bring each channel to zero mean and unit variance over the batch, then scale and shift it.
+"""BatchNorm: normalise each channel to zero mean and unit variance over the batch, then scale and shift it.
 
     y[b, c, s] = (x[b, c, s] - mean[c]) * r[c] * w[c] + b[c]        r[c] = 1 / sqrt(var[c] + eps)
 
-In training, mean and var (divided by n = B * S) are the batch's own, and the running ones move towards them:
+In training, mean and var (divided by n = B * S) are the batch's statistics, and the running statistics are updated:
 
     new_mean = (1 - momentum) * running_mean + momentum * mean
     new_var  = (1 - momentum) * running_var  + momentum * var * n / (n - 1)
 
-Where there are no running ones, new_mean and new_var are the batch's mean and its unbiased variance. In inference the
-running ones normalise, and come back as they were; so they do for an empty batch. No gradient flows through them.
+Without running statistics, new_mean and new_var are the batch's mean and its unbiased variance. In inference the
+running statistics normalise x and are returned unchanged; an empty batch also returns them unchanged. They have no
+gradient.
 
-Dims: B = batch, C = channels, S = any number of further dims, none included.
+Dims: B = batch, C = channels, S = zero or more further dims.
 Paper: https://arxiv.org/abs/1502.03167
 """
 
@@ -58,7 +59,7 @@ def reference(
 
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
-    """What the signature cannot say: raises for a call that has no meaning."""
+    """Raise for arguments that are invalid in ways the signature cannot check."""
     absent = [name for name in ("running_mean", "running_var") if args[name] is None]
     if len(absent) == 1:
         given = "running_mean" if absent == ["running_var"] else "running_var"
@@ -99,14 +100,15 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """x is read once and y written once. In training a tensor larger than the L2 has to be read twice, three
-    transfers for these two."""
+    """x is read once and y is written once. In training, a tensor larger than the L2 must be read twice: three
+    transfers instead of these two.
+    """
     n = dims["B"] * dims["C"] * dims["S"]
     return Cost(flops=7 * n, bytes=(2 * n + 2 * dims["C"]) * itemsize + 4 * 6 * dims["C"])
 
 
 def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """dy and x are read once and dx is written once; past the L2 it is five transfers for these three."""
+    """dy and x are read once and dx is written once; a tensor larger than the L2 takes five transfers."""
     n = dims["B"] * dims["C"] * dims["S"]
     return Cost(flops=11 * n, bytes=(3 * n + 3 * dims["C"]) * itemsize + 4 * 2 * dims["C"])
 

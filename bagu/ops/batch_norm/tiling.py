@@ -1,4 +1,4 @@
-"""How the kernels of batch_norm and group_norm cut a tensor [O, K, I] into tiles, and those into programs."""
+"""How the kernels of batch_norm and group_norm cut a tensor [O, K, I] into tiles, and assign tiles to programs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 from bagu.ops.launch import next_power_of_2, num_sms
 
-ELEMENTS = 4096  # of a tile: 16 a thread at 8 warps, two 128-bit loads of a 16-bit dtype
-RUN = 512  # contiguous values a tile has along its memory, where there are as many
-SPLITS = 256  # programs that share a channel, at most: one program combines their parts
+ELEMENTS = 4096  # per tile: 16 per thread at 8 warps, two 128-bit loads of a 16-bit dtype
+RUN = 512  # contiguous values of a tile along memory, if the tensor has as many
+SPLITS = 256  # most programs that share a channel: one program combines their partial sums
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How [O, K, I] is cut: tiles of (o, k, i) values, `tiles` of them to k channels, shared by `splits` programs."""
+    """A tiling of [O, K, I]: tiles of (o, k, i) values, `tiles` of them per k channels, shared by `splits` programs."""
 
     o: int
     k: int
@@ -28,7 +28,7 @@ class Tiling:
 
     @classmethod
     def of(cls, x: torch.Tensor, elements: int | None, warps: int | None) -> Tiling:
-        """For x as [O, K, I]: a tile is long in memory, and at most an eighth of a long row's tiles is past its end."""
+        """Tile x as [O, K, I]: tiles are long along memory, and at most an eighth of a long row's tiles is padding."""
         (O, K, I), size = x.shape, elements or ELEMENTS
         fits = [i for i in (4096, 2048, 1024, RUN) if i <= size and _cdiv(I, i) * i <= I * 9 / 8]
         i = fits[0] if fits else min(next_power_of_2(I), RUN)
@@ -42,7 +42,7 @@ class Tiling:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """The constants of a launch."""
+        """The constexpr block sizes of a launch."""
         return {"BO": self.o, "BK": self.k, "BI": self.i, "num_warps": self.warps}
 
     @property
@@ -52,7 +52,7 @@ class Tiling:
 
 
 def as_channels(x: torch.Tensor) -> torch.Tensor:
-    """x[B, C, *S] as [B, C, I] with unit stride along I; a view where the strides allow one, else a copy."""
+    """x[B, C, *S] as [B, C, I] with unit stride along I: a view if the strides allow one, else a copy."""
     flat = x.flatten(2) if x.ndim > 2 else x.unsqueeze(-1)
     return flat if flat.shape[2] == 1 or flat.stride(2) == 1 else flat.contiguous()
 

@@ -1,18 +1,19 @@
-"""BatchNorm on Triton: tensors as [O, K, I], statistics along K, tiles of three sides. group_norm shares the kernels.
+"""BatchNorm on Triton: tensors as [O, K, I], statistics along K, three-dimensional tiles. group_norm shares the
+kernels.
 
-For x[B, C, *S] the tensor is [B, C, S]: a tile is long along the contiguous side, S or, where there is no S, C.
-Bandwidth is the limit. A channel's statistics must be known before its first output, so x is read twice; programs
-go through memory in step, forwards for the sums and backwards for the outputs, so the second pass starts with what
-the L2 still holds (an H200's is 60 MB, a whole (32, 64, 112, 112) in bf16).
+For x[B, C, *S] the tensor is [B, C, S]: a tile is long along the contiguous dim, which is S, or C if there is no S.
+Bandwidth is the limit. A channel's statistics must be known before its first output, so x is read twice. All programs
+traverse memory in the same order, forwards for the sums and backwards for the outputs, so the second pass starts with
+the data that is still in the L2 (60 MB on an H200, a whole (32, 64, 112, 112) in bf16).
 
-Few channels are split over many programs. Each sums x - pivot and its square, pivot being the mean of its first
-tile: if that tile is a share f of the program's values, (mean - pivot)^2 <= var * (1 - f) / f, so the subtraction
-m2 = sum d^2 - (sum d)^2 / n loses no more than a factor 1 / f however far the mean is from zero. The parts (n, mean,
-m2) are combined by m2 = sum_p m2_p + n_p * (mean_p - mean)^2. Backward, with g = dy * w:
+If there are few channels, each is split over many programs. Each program sums x - pivot and its square, where pivot is
+the mean of its first tile. If that tile is a fraction f of the program's values, (mean - pivot)^2 <= var * (1 - f) / f,
+so the subtraction m2 = sum d^2 - (sum d)^2 / n loses at most a factor 1 / f, however far the mean is from zero. The
+partial results (n, mean, m2) are combined by m2 = sum_p m2_p + n_p * (mean_p - mean)^2. Backward, with g = dy * w:
 
     db = sum dy        dw = sum dy * xhat        dx = r * (g - mean(g) - xhat * mean(g * xhat))        (training)
 
-No atomics, so the same inputs give the same bits.
+There are no atomics, so the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from bagu.ops.kernels.scalars import int64
 from bagu.ops.launch import next_power_of_2, triton_acc
 from bagu.ops.signature import accumulator
 
-TUNABLE = {  # tests run each point
+TUNABLE = {  # the tests run every combination
     "forward": {"elements": (1024, 4096), "num_warps": (4, 8)},
     "backward": {"elements": (1024, 4096), "num_warps": (4, 8)},
 }
@@ -35,13 +36,13 @@ TUNABLE = {  # tests run each point
 
 @triton.jit
 def _count(t, O, I, i_tiles, BO: tl.constexpr, BI: tl.constexpr):
-    """How many values of one channel tile t holds."""
+    """Number of values of one channel in tile t."""
     return min(O - t // i_tiles * BO, BO) * min(I - t % i_tiles * BI, BI)
 
 
 @triton.jit
 def _at(t, k, O, K, I, i_tiles, o_stride, k_stride, BO: tl.constexpr, BI: tl.constexpr):
-    """Offsets and mask, [BO, BK, BI], of tile t of the channels k."""
+    """Offsets and mask, [BO, BK, BI], of tile t for the channels k."""
     o = int64(t // i_tiles) * BO + tl.arange(0, BO)
     i = int64(t % i_tiles) * BI + tl.arange(0, BI)
     real = (o < O)[:, None, None] & (k < K)[None, :, None] & (i < I)[None, None, :]
@@ -59,8 +60,8 @@ def _statistics(
     x = tl.load(x_ptr + at, real, 0.0).to(ACC)
     n = _count(p, O, I, i_tiles, BO, BI)
     pivot = tl.sum(tl.sum(x, axis=2), axis=0) / n
-    pivot = pivot.to(x_ptr.dtype.element_ty).to(ACC)  # x - pivot is then exact for a 16-bit x
-    pivot = tl.where(pivot - pivot == 0.0, pivot, 0.0)  # an infinite one would turn an infinite mean into NaN
+    pivot = pivot.to(x_ptr.dtype.element_ty).to(ACC)  # makes x - pivot exact for a 16-bit x
+    pivot = tl.where(pivot - pivot == 0.0, pivot, 0.0)  # an infinite pivot would turn an infinite mean into NaN
     d = tl.where(real, x - pivot[None, :, None], 0.0)
     sums, squares = d, d * d
     for t in range(p + splits, tiles, splits):
@@ -118,7 +119,7 @@ def _keep(running_mean_ptr, running_var_ptr, new_mean_ptr, new_var_ptr, mean_ptr
 
 @triton.jit
 def _tile(pid, K, I, BO: tl.constexpr, BK: tl.constexpr, BI: tl.constexpr):
-    """The tile of a program that writes outputs: its o, k and i. The last program has the first tile."""
+    """The tile (o, k, i) of a program that writes outputs. The last program gets the first tile."""
     t = tl.num_programs(0) - 1 - pid
     i_tiles, k_tiles = tl.cdiv(I, BI), tl.cdiv(K, BK)
     o = int64(t // i_tiles // k_tiles) * BO + tl.arange(0, BO)
@@ -134,7 +135,7 @@ def _normalize(
     o, k, i = _tile(tl.program_id(0), K, I, BO, BK, BI)
     segment = (o < O) & (k < K)
     real = segment & (i < I)
-    s = o * groups + k // D  # whose statistics
+    s = o * groups + k // D  # index of the statistics
     x = tl.load(x_ptr + o * x_o_stride + k * x_k_stride + i, real, 0.0, eviction_policy="evict_first").to(ACC)
     y = (x - tl.load(mean_ptr + s, segment, 0.0)) * tl.load(r_ptr + s, segment, 0.0)
     if w_ptr is not None:
@@ -173,7 +174,7 @@ def _along(
     part_ptr, w_ptr, along_ptr, statistics, splits, stride, C, groups, D, n,
     BS: tl.constexpr, BQ: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The means of g and of g * xhat, of each statistic: over all parts of its D channels."""
+    """The means of g and of g * xhat for each statistic, over all parts of its D channels."""
     s = tl.program_id(0) * BS + tl.arange(0, BS)
     g, gx = tl.zeros([BS, BQ], ACC), tl.zeros([BS, BQ], ACC)
     for start in range(0, splits * D, BQ):
@@ -222,7 +223,7 @@ def statistics(
     new: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     momentum: float = 0.0,
 ) -> None:
-    """Write mean[K] and r[K] of x[O, K, I], and where `new` is given the new running statistics."""
+    """Write mean[K] and r[K] of x[O, K, I], and the new running statistics if `new` is given."""
     (O, K, I), t, acc = x.shape, tiling, triton_acc(x.dtype)
     n = torch.empty(t.splits, dtype=torch.int64, device=x.device)
     parts = torch.empty(2, t.splits, K, dtype=mean.dtype, device=x.device)
@@ -240,7 +241,7 @@ def normalize(
     x: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None,
     y: torch.Tensor, *, tiling: Tiling, groups: int = 0, D: int = 1,
 ) -> None:  # fmt: skip
-    """Write y, contiguous, from x[O, K, I]; channel k of row o has the statistics o * groups + k // D."""
+    """Write y, contiguous, from x[O, K, I]; channel k of row o uses the statistics o * groups + k // D."""
     _normalize[tiling.grid](
         x, mean, r, w, b, y, *x.shape, x.stride(0), x.stride(1), groups, D, ACC=triton_acc(x.dtype), **tiling.blocks
     )
@@ -249,7 +250,7 @@ def normalize(
 def channel_sums(
     dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, *, tiling: Tiling, C: int, D: int = 1
 ) -> torch.Tensor:
-    """Parts of db and dw, [splits, K / C, 2, C], of [O, K, I]; channel k has the statistics k // D."""
+    """Partial sums of db and dw, [splits, K / C, 2, C], for [O, K, I]; channel k uses the statistics k // D."""
     (O, K, I), t = x.shape, tiling
     part = torch.empty(t.splits, K // C, 2, C, dtype=r.dtype, device=x.device)
     _sums[(t.k_tiles, t.splits)](
@@ -263,7 +264,7 @@ def pull(
     dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, w: torch.Tensor | None,
     part: torch.Tensor | None, dx: torch.Tensor, *, tiling: Tiling, groups: int = 0, D: int = 1,
 ) -> None:  # fmt: skip
-    """Write dx, contiguous, for x[O, K, I]; `part` is the parts of db and dw, or None in inference."""
+    """Write dx, contiguous, for x[O, K, I]; `part` holds the partial sums of db and dw, or is None in inference."""
     (O, K, I), acc, along = x.shape, triton_acc(x.dtype), None
     if part is not None:
         along = torch.empty(2, r.numel(), dtype=r.dtype, device=x.device)
@@ -281,7 +282,7 @@ def pull(
 def weight_gradients(
     part: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dw and db, from the parts [P, 2, C] of db and dw that programs left."""
+    """dw and db, from the partial sums [P, 2, C] of db and dw that the programs wrote."""
     if w is None or b is None:
         own = [None if v is None else column_sum(part[:, i], v.dtype) for i, v in ((1, w), (0, b))]
         return own[0], own[1]

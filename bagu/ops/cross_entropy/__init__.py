@@ -1,4 +1,4 @@
-"""Cross-entropy per token. What it means and costs is in spec.py."""
+"""Cross-entropy per token. spec.py has the definition and the cost."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def cross_entropy(
     *,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """The loss of each token in fp32, 0 where its target is `ignore_index`; `z_loss` weighs logsumexp².
+    """The loss of each token in fp32, 0 where its target is `ignore_index`; `z_loss` is the weight of logsumexp².
 
-    Nothing is reduced: the mean over the targets that count is `losses.sum() / (targets != ignore_index).sum()`.
+    The result is not reduced: the mean over targets is `losses.sum() / (targets != ignore_index).sum()`.
     """
     return call(
         SPEC, backend, logits=logits, targets=targets,

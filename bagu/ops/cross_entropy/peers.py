@@ -1,4 +1,4 @@
-"""The same work by other libraries, for the benchmark."""
+"""Implementations in other libraries, for the benchmark."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 def eager(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, label_smoothing: float, z_loss: float
 ) -> torch.Tensor:
-    """What a PyTorch user writes: fp32 logits, F.cross_entropy, and the z-loss from a logsumexp of its own."""
+    """The usual PyTorch code: fp32 logits, F.cross_entropy, and the z-loss from a separate logsumexp."""
     x = logits.flatten(0, -2).float()
     losses = F.cross_entropy(
         x, targets.flatten(), ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
@@ -22,7 +22,7 @@ def eager(
 def liger(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, label_smoothing: float, z_loss: float
 ) -> torch.Tensor:
-    """Liger writes the gradient over the logits in its forward, and its backward scales that."""
+    """Liger's forward writes the gradient over the logits, and its backward scales it."""
     from liger_kernel.transformers.functional import liger_cross_entropy
 
     return liger_cross_entropy(

@@ -3,8 +3,9 @@
     lse[m]  = log(sum_v exp(x[m, v]))
     loss[m] = lse[m] - (1 - s) * x[m, t[m]] - s * mean_v x[m, v] + z * lse[m]^2        0 where t[m] is ignored
 
-An ignored row counts for nothing, whatever it holds. A target that is neither ignored nor inside the vocabulary gives
-NaN. A logit of -inf (a masked word) has probability and gradient 0; under label smoothing it makes the loss infinite.
+An ignored row has loss 0 and gradient 0, also if it contains NaN. A target that is neither ignored nor inside the
+vocabulary gives NaN. A logit of -inf (a masked word) has probability and gradient 0; with label smoothing it makes the
+loss infinite.
 
 Dims: M = tokens, V = vocabulary.   Papers: https://arxiv.org/abs/1512.00567 (smoothing), 2204.02311 (z-loss, 5)
 """
@@ -21,14 +22,14 @@ from bagu.ops.core import Case, Cost, OpSpec, Streams
 from bagu.ops.cross_entropy import torch_backend
 from bagu.ops.signature import Dims
 
-IGNORED = -100  # as a target of a case: the index that the case ignores, whichever it is
+IGNORED = -100  # in the targets of a case: stands for the case's ignore_index
 ALL, INF, NAN = ..., float("inf"), float("nan")
 
 
 def reference(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, label_smoothing: float, z_loss: float
 ) -> torch.Tensor:
-    """The definition. An ignored row is replaced by zeros, so that neither its NaN nor its gradient gets out."""
+    """The definition. An ignored row is replaced by zeros, so that its NaN and its gradient do not propagate."""
     kept = targets != ignore_index
     x = torch.where(kept.unsqueeze(-1), logits, 0.0)
     inside = (targets >= 0) & (targets < x.shape[-1])
@@ -44,7 +45,7 @@ def reference(
 
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
-    """What the signature cannot say: raises for a call that has no meaning."""
+    """Raise for arguments that are invalid in ways the signature cannot check."""
     if not 0.0 <= args["label_smoothing"] <= 1.0:
         raise ArgumentError(
             f"cross_entropy: label_smoothing is {args['label_smoothing']}, expected a share between 0 and 1",
@@ -71,7 +72,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """Maximum, subtract, exp, add per logit, each read once; a target, a loss and a logsumexp per token."""
+    """Maximum, subtract, exp, add per logit, each read once; one target, one loss and one logsumexp per token."""
     M, V = dims["M"], dims["V"]
     return Cost(flops=4 * M * V, bytes=M * V * itemsize + 16 * M)
 

@@ -1,4 +1,4 @@
-"""Cross-entropy in PyTorch: what runs on a CPU, what the compiler fuses, and the formulas in the open."""
+"""Cross-entropy in PyTorch: for CPUs and torch.compile, and as readable formulas."""
 
 from __future__ import annotations
 

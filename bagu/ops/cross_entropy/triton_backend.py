@@ -1,14 +1,15 @@
-"""Cross-entropy on Triton: the logits cross memory once forward and twice (in and out) backward, and that is the cost.
+"""Cross-entropy on Triton. Memory traffic is the cost: forward reads the logits once, backward reads and writes once.
 
-Forward reads a row in blocks of R groups of G words, 16 bytes a group. Each lane keeps a running maximum and sum of
-its own and all lanes meet once, at the row's end; a group shares one maximum, so a word costs 1 1/G exps instead of 2
-(at 2 the exp units, 16 results a clock and multiprocessor, are slower than the memory). Few long rows are split over
-programs, and `_combine` joins the parts. Backward knows the row's lse, so any program can do any block:
+Forward reads a row in blocks of R groups of G words, 16 bytes per group. Each lane keeps its own running maximum and
+sum, and the lanes are combined once, at the end of the row. A group shares one maximum, so a word costs 1 1/G exps
+instead of 2 (at 2 the exp units, 16 results per clock and multiprocessor, are slower than the memory). If there are few
+long rows, they are split over programs, and `_combine` joins the parts. Backward has the row's lse, so blocks are
+independent:
 
     dx = dy * ((1 + 2 z lse) * exp(x - lse) - (1 - s) * [v = t] - s / V)
 
-Groups are counted from 16-byte boundaries and not from the row's start, so a row of odd length is loaded as widely as
-any other. What is left of the row before the first whole group and after the last, its ends, is loaded by itself.
+Groups start at 16-byte boundaries, not at the start of the row, so a row of odd length also has wide loads. The words
+before the first whole group and after the last one, the row's ends, are loaded separately.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from bagu.ops.signature import accumulator
 
 __all__ = ["TUNABLE", "backward", "forward", "reduce_rows"]
 
-TUNABLE = {  # tests run each point
+TUNABLE = {  # the tests run every combination
     "forward": {"block": (1024, 4096), "splits": (1, 3), "num_warps": (4, 8)},
     "backward": {"block": (1024, 4096, 8192), "num_warps": (4, 8)},
 }
@@ -30,26 +31,26 @@ TUNABLE = {  # tests run each point
 
 @triton.jit
 def exp(x):
-    """e^x by tl.exp2, whose result flushes to 0 below 1e-38; tl.exp keeps those and pays 3 instructions more."""
+    """e^x by tl.exp2, which flushes results below 1e-38 to 0; tl.exp keeps them and takes 3 more instructions."""
     return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
 def _base(high):
-    """What is taken off before exp: the maximum, or 0 where that is infinite (inf - inf is NaN)."""
+    """The value to subtract before exp: the maximum, or 0 if it is infinite (inf - inf is NaN)."""
     return tl.where(tl.abs(high) == float("inf"), 0.0, high)
 
 
 @triton.jit
 def _groups(start, V, G: tl.constexpr):
-    """The row that starts at element `start`: the boundary before it, how far behind that it starts, whole groups."""
+    """For the row that starts at element `start`: the boundary before it, its distance from that, the whole groups."""
     lead = (start % G).to(tl.int32)
     return start // G * G, lead, (lead + G - 1) // G, (lead + V) // G
 
 
 @triton.jit
 def _ends(lead, first, last, V, G: tl.constexpr):
-    """Where the words outside the whole groups are: up to G - 1 on each side."""
+    """The positions of the words outside the whole groups: up to G - 1 on each side."""
     e = tl.arange(0, 2 * G)
     at = tl.where(e >= G, last * G + e - G, e)
     head = (e < G) & (at >= lead) & (at < first * G)
@@ -62,7 +63,9 @@ def _finish(
     x_ptr, y_ptr, lse_ptr, m, start, V, target, kept, high, total, plain, smoothing, z_loss,
     ACC: tl.constexpr, SMOOTH: tl.constexpr, LOSS: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's lse, and its loss or its target's logit. A target outside the vocabulary reads NaN, not memory."""
+    """Write a row's lse, and its loss or its target's logit. A target outside the vocabulary gives NaN; it is not
+    loaded.
+    """
     lse = _base(high) + tl.log(total)
     y = tl.load(x_ptr + start + target, (target >= 0) & (target < V), float("nan")).to(ACC)
     if LOSS:
@@ -100,7 +103,7 @@ def _forward(
             plain += tl.sum(tl.where(real, x, 0.0), axis=1)
 
     where, mine = _ends(lead, first, last, V, G)
-    mine = (mine & kept & (split == 0)) != 0  # Triton 3.9 interprets a scalar & a tensor as int64
+    mine = (mine & kept & (split == 0)) != 0  # Triton 3.9's interpreter computes a scalar & a tensor as int64
     ends = tl.load(row + where, mine, float("-inf")).to(ACC)
     top = tl.maximum(tl.max(high, axis=0), tl.max(ends, axis=0))
     shift = _base(top)
@@ -150,12 +153,12 @@ def _backward(
     m, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     target = tl.load(t_ptr + m)
     kept = target != ignore_index
-    word = tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)  # 32 bits: it is compared with every v
+    word = tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)  # 32 bits: compared with every v
     dy, lse = tl.where(kept, tl.load(dy_ptr + m), 0.0), tl.load(lse_ptr + m)
     pull = dy
     if z_loss != 0.0:
         pull += dy * 2.0 * z_loss * lse
-    # dx is contiguous; the host sets G so that its rows and those of x start at the same place of a group
+    # dx is contiguous; the host chooses G so that the rows of dx and x start at the same offset in a group
     x_offset = m.to(tl.int64) * stride // G * G
     dx_offset, lead, first, last = _groups(m.to(tl.int64) * V, V, G)
     group = first + block * R + tl.arange(0, R)[:, None]
@@ -181,7 +184,8 @@ def reduce_rows(
     """
     (M, V), acc, G = rows.shape, triton_acc(rows.dtype), 16 // rows.element_size()
     block = min(block or 4096, max(next_power_of_2(V), 2 * G))
-    # a program streams about 10 GB/s: below 8 a multiprocessor, long rows are split, 4 blocks to a part or more
+    # a program streams about 10 GB/s: with fewer than 8 per multiprocessor, long rows are split, 4 or more blocks per
+    # part
     splits = splits or max(1, min(triton.cdiv(8 * num_sms(rows.device), M), V // (4 * block)))
     part = torch.empty(M, splits if splits > 1 else 0, 3, dtype=lse.dtype, device=rows.device)
     per_split = triton.cdiv(V // G, splits)
@@ -221,7 +225,7 @@ def backward(
     rows = as_rows(logits)
     (M, V), stride, G = rows.shape, rows.stride(0), 16 // rows.element_size()
     if (stride - V) % G:
-        G = 1  # x and dx start at different places of a group: word by word
+        G = 1  # x and dx start at different offsets in a group: move single words
     block = min(block or 4096, max(next_power_of_2(V), 2 * G))
     blocks = max(1, triton.cdiv(V // G, block // G))
     _backward[(M * blocks,)](

@@ -1,4 +1,4 @@
-"""Numbers back from int8. What it means and costs is in spec.py."""
+"""int8 dequantization. spec.py has the definition and the cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers back from int8 by others, for the benchmark."""
+"""Other implementations of int8 dequantization, for the benchmark."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Numbers back from int8: the inverse of `quantize_int8`.
+"""int8 dequantization: the inverse of `quantize_int8`.
 
     y = q * scale        scale [1], [*M] or [N] for granularity "tensor", "row" or "channel"
 
-y has the dtype named by `dtype`: float16, bfloat16, float32 or float64. There are no gradients.
+`dtype` is the dtype of y: float16, bfloat16, float32 or float64. There are no gradients.
 Dims: M = rows, N = columns, S = the shape of scale.
 """
 
@@ -28,7 +28,7 @@ def reference(q: torch.Tensor, scale: torch.Tensor, granularity: str, dtype: str
 
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
-    """What the signature cannot say: raises for a call that has no meaning."""
+    """Raise for arguments that are invalid in ways the signature cannot check."""
     want = scale_shape(args["granularity"], dims)
     if tuple(dims["S"]) != tuple(want):
         raise ArgumentError(
@@ -55,7 +55,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 
 def cost(dims: Mapping[str, Any], itemsize: int) -> Cost:
-    """One product; q is read and y written."""
+    """One product; q is read and y is written."""
     M, N = dims["M"], dims["N"]
     return Cost(flops=M * N, bytes=M * N * (itemsize + getattr(torch, dims["dtype"]).itemsize) + 4 * dims["S"])
 

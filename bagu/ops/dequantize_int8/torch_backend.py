@@ -1,4 +1,4 @@
-"""Numbers back from int8 in PyTorch: what runs on a CPU, what the compiler fuses, and the formula in the open."""
+"""int8 dequantization in PyTorch: for CPUs and torch.compile, and as a readable formula."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Numbers back from int8 on Triton: one product per number, so memory is the limit.
+"""int8 dequantization on Triton: one product per number, so memory is the limit.
 
-Contiguous rows are taken as one long row (`_flat`): a program owns BLOCK numbers, aligned whatever N is, which lie in
-two rows at most, and takes the scale of the one or the other. Rows with gaps between them, or shorter than FLAT, are
+Contiguous rows are processed as one long row (`_flat`): a program owns BLOCK numbers, aligned for any N. They span at
+most two rows, and each number takes the scale of its row. Rows with gaps between them, or shorter than FLAT, are
 cut into tiles, and a scale is loaded once per program (tensor), row or column.
 """
 
@@ -14,8 +14,8 @@ import triton.language as tl
 from bagu.ops.kernels.scalars import int64
 from bagu.ops.launch import as_rows, next_power_of_2
 
-FLAT = 512  # rows of fewer numbers are tiles
-TUNABLE = {"forward": {"block": (512, 4096), "num_warps": (4, 8)}}  # tests run each point
+FLAT = 512  # shorter rows are cut into tiles
+TUNABLE = {"forward": {"block": (512, 4096), "num_warps": (4, 8)}}  # the tests run every combination
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _flat(
     else:
         n = column + i
         scale = tl.load(scale_ptr + tl.where(n < N, n, n - N), mask, 0.0).to(ACC)
-    if not ALIGNED and left >= BLOCK:  # without a mask: one of unknown length makes Triton move a number at a time
+    if not ALIGNED and left >= BLOCK:  # without a mask: with a mask of unknown length Triton moves single numbers
         tl.store(y_ptr + first + i, tl.load(q_ptr + first + i).to(ACC) * scale)
     else:
         tl.store(y_ptr + first + i, tl.load(q_ptr + first + i, mask, 0).to(ACC) * scale, mask)
@@ -74,7 +74,7 @@ def forward(
     block = block or (4096 if granularity != "channel" else 1024)
     acc, warps = tl.float64 if torch.float64 in (y.dtype, scale.dtype) else tl.float32, num_warps or 4
     if rows.is_contiguous() and FLAT <= N < 2**31:
-        block = min(block, next_power_of_2(N + 1) // 2)  # at most N, so that a program has two rows at most
+        block = min(block, next_power_of_2(N + 1) // 2)  # at most N, so that a program spans at most two rows
         _flat[(triton.cdiv(M * N, block),)](
             rows, scale, y, M, N, BLOCK=block, BY=granularity, ALIGNED=M * N % 16 == 0, ACC=acc, num_warps=warps
         )

@@ -1,4 +1,4 @@
-"""GeGLU. What it means and costs is in spec.py."""
+"""GeGLU. spec.py has the definition and the cost."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from bagu.ops.geglu.spec import SPEC
 def geglu(
     x: torch.Tensor, up: torch.Tensor | None = None, approximate: str = "tanh", *, backend: str | None = None
 ) -> torch.Tensor:
-    """gelu(gate) * up. `x` is gate and up packed along the last dim, gate first; or the gate alone, with `up` given.
+    """gelu(gate) * up. `x` is gate and up packed along the last dim, gate first; or only the gate, if `up` is given.
 
-    `approximate` is "tanh" (Gemma's and GPT-2's gelu) or "none" (the exact one, with erf).
+    `approximate` is "tanh" (the gelu of Gemma and GPT-2) or "none" (the exact gelu, with erf).
     """
     return call(SPEC, backend, x=x, up=up, approximate=approximate)

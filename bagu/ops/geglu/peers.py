@@ -1,4 +1,4 @@
-"""GeGLU by others, for the benchmark."""
+"""Other implementations of GeGLU, for the benchmark."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def eager(x: torch.Tensor, up: torch.Tensor | None, approximate: str) -> torch.T
 
 
 def liger(x: torch.Tensor, up: torch.Tensor | None, approximate: str) -> torch.Tensor:
-    """Takes two contiguous tensors, so a packed x is copied first, as it is in a Liger model."""
+    """Liger takes two contiguous tensors, so a packed x is copied first, as in a Liger model."""
     from liger_kernel.ops.geglu import LigerGELUMulFunction
 
     if approximate != "tanh":

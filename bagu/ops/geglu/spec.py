@@ -1,12 +1,12 @@
-"""GeGLU: a gated unit whose gate is a GELU.
+"""GeGLU: a gated linear unit whose gate is a GELU.
 
     y[m, n] = gelu(gate[m, n]) * up[m, n]
 
     approximate = "none":   gelu(g) = g * Phi(g) = g / 2 * (1 + erf(g / sqrt(2)))
     approximate = "tanh":   gelu(g) = g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3)))
 
-x is gate and up packed along the last dim, gate first; or gate alone, up being the second tensor.
-Dims: M = rows (tokens), N = features, K = 2N packed, N separate.
+x is gate and up packed along the last dim, gate first; or only gate, with up as the second tensor.
+Dims: M = rows (tokens), N = features, K = 2N if packed, N if separate.
 Papers: https://arxiv.org/abs/2002.05202 (GeGLU), https://arxiv.org/abs/1606.08415 (GELU)
 """
 
@@ -41,7 +41,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
-    """What the signature cannot say: raises for a call that has no meaning."""
+    """Raise for arguments that are invalid in ways the signature cannot check."""
     if args["approximate"] not in ("tanh", "none"):
         raise UnknownName.among("approximation of gelu", args["approximate"], ("tanh", "none"))
 
@@ -70,7 +70,7 @@ SPEC = OpSpec(
     saves=("x", "up"),
     derive=partial(gated.width, "geglu"),
     refuse=refuse,
-    ulps=2,  # autograd has the slope of the torch backend's step as s * (1 - s), where 1 - s has few digits near 1
+    ulps=2,  # autograd computes the torch backend's slope as s * (1 - s), and 1 - s has few digits near 1
     independent=("M",),
     peers=True,
     cases=[*gated.CASES, *EXACT],

@@ -1,4 +1,4 @@
-"""GeGLU in PyTorch: the formula for whatever looks through it, and the passes of an eager call on a CPU."""
+"""GeGLU in PyTorch: a formula for tracing and transforms, and in-place passes for eager CPU calls."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Gradients = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def step(g: torch.Tensor, approximate: str) -> torch.Tensor:
-    """s(g), where gelu(g) = g * s(g). Not F.gelu: on a CPU its exact form makes NaN of an infinity (torch 2.13)."""
+    """s(g), where gelu(g) = g * s(g). Not F.gelu: on a CPU its exact form returns NaN for an infinity (torch 2.13)."""
     return 0.5 + 0.5 * torch.erf(g / math.sqrt(2)) if approximate == "none" else torch.sigmoid(twice(g))
 
 
 def twice(g: torch.Tensor) -> torch.Tensor:
-    """2z, where (1 + tanh z) / 2 = sigmoid(2z) is the fit of Phi(g)."""
+    """2z, where (1 + tanh z) / 2 = sigmoid(2z) approximates Phi(g)."""
     return TWICE * g * (1 + 0.044715 * g.square())
 
 
@@ -46,9 +46,10 @@ def backward(dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None, approxi
 
 
 def passes(x: torch.Tensor, up: torch.Tensor | None, approximate: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """y by the tanh, and gelu(gate) for the backward, whose tanh is most of the time.
+    """y with the tanh form, and gelu(gate) for the backward, because the tanh takes most of the time.
 
-    bf16 is not widened: the kernels compute in fp32, and with fp32's range a rounding between costs half an ulp.
+    bf16 is not widened: the kernels compute in fp32, and bf16 has fp32's range, so an intermediate rounding costs half
+    an ulp.
     """
     gate, up = halves(x, up)
     work = x.dtype if x.dtype == torch.bfloat16 else accumulator(x.dtype)
@@ -57,7 +58,7 @@ def passes(x: torch.Tensor, up: torch.Tensor | None, approximate: str) -> tuple[
 
 
 def invariant_passes(x: torch.Tensor, up: torch.Tensor | None, approximate: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """y by the tanh, which is `approximate` here."""
+    """y with the tanh form; `approximate` is "tanh" here."""
     gate, up = halves(x, up)
     g = gate.to(accumulator(x.dtype))
     act = times_sigmoid(g, twice(g))
@@ -67,7 +68,7 @@ def invariant_passes(x: torch.Tensor, up: torch.Tensor | None, approximate: str)
 def passes_backward(
     dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None, act: torch.Tensor, approximate: str
 ) -> Gradients:
-    """Each gradient is written where it belongs, so a packed x gets its own in one piece."""
+    """Write each gradient to its place in the output, so that a packed x gets one contiguous gradient."""
     gate, u = halves(x, up)
     dx, dup = torch.empty_like(x), None if up is None else torch.empty_like(up)
     into_gate, into_up = halves(dx, dup)
@@ -91,5 +92,5 @@ def forward(x: torch.Tensor, up: torch.Tensor | None, approximate: str) -> tuple
 
 
 def invariant_forward(x: torch.Tensor, up: torch.Tensor | None, approximate: str) -> tuple[torch.Tensor]:
-    # The exact one is a formula that rounds the same everywhere, with a gradient that infinities do not spoil.
+    # The exact form uses the formula: it rounds the same way everywhere, and its gradient is correct for infinities.
     return formula(x, up, approximate) if approximate == "none" else _invariant_node(x, up, "tanh")[:1]

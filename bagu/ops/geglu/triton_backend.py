@@ -1,4 +1,4 @@
-"""GeGLU on Triton: the gated kernels with s = Phi, or its tanh fit."""
+"""GeGLU on Triton: the gated kernels with s = Phi, or its tanh approximation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GELU. What it means and costs is in spec.py."""
+"""GELU. spec.py has the definition and the cost."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from bagu.ops.gelu.spec import SPEC
 
 
 def gelu(x: torch.Tensor, approximate: bool = False, *, backend: str | None = None) -> torch.Tensor:
-    """x * Phi(x), in fp32 inside and in x's dtype outside; `approximate` fits Phi with a tanh, as GPT-2 does."""
+    """x * Phi(x), computed in fp32 and returned in x's dtype; `approximate` replaces Phi by a tanh, as in GPT-2."""
     return call(SPEC, backend, x=x, approximate=approximate)

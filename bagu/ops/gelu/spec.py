@@ -1,10 +1,10 @@
-"""GELU: let each number pass by the chance that a normal draw lies below it.
+"""GELU: multiply each number by the probability that a standard normal variable is below it.
 
     exact:         y = x * Phi(x) = x / 2 * (1 + erf(x / sqrt(2)))                              BERT, ViT
     approximate:   y = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))                    GPT-2, Gemma
 
-The exact form on a CPU gives NaN for +inf, where the limit is +inf: that is what PyTorch's kernel does (2.13), and an
-infinite activation has already ended the run. Dims: M = elements.   Paper: https://arxiv.org/abs/1606.08415
+On a CPU the exact form gives NaN for +inf, although the limit is +inf: PyTorch's kernel does this (2.13), and a run
+with an infinite activation has already failed. Dims: M = elements.   Paper: https://arxiv.org/abs/1606.08415
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
 
 
 def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """Phi again, its slope, two products and a sum; dy and x are read, dx is written."""
+    """Phi again, its derivative, two products and a sum; dy and x are read, dx is written."""
     return Cost(flops=10 * dims["M"], bytes=3 * dims["M"] * itemsize)
 
 

@@ -1,4 +1,4 @@
-"""GELU in PyTorch. Its kernels take 16 bits, compute in fp32 and round once, so nothing is widened here."""
+"""GELU in PyTorch. PyTorch's kernels take 16-bit inputs, compute in fp32 and round once, so nothing is widened here."""
 
 from __future__ import annotations
 

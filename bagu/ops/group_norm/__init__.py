@@ -1,4 +1,4 @@
-"""GroupNorm. What it means and costs is in spec.py."""
+"""GroupNorm. spec.py has the definition and the cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def group_norm(
     *,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """x[B, C, *S] normalised over each of `groups` equal runs of channels (dim 1) with all of S, then times w[C] plus
-    b[C] where given; in fp32 inside and in x's dtype outside.
+    """Normalise x[B, C, *S] over each of `groups` equal groups of channels (dim 1) and all of S, then multiply by w[C]
+    and add b[C] where given. Computed in fp32 and returned in x's dtype.
     """
     return call(SPEC, backend, x=x, w=w, b=b, groups=groups, eps=eps)

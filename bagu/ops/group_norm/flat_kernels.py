@@ -1,15 +1,16 @@
-"""GroupNorm of planes of any size: a group of one sample, D channels of I values, as one run cut into eights.
+"""GroupNorm for planes of any size: a group of one sample, D channels of I values, is one run of memory cut into
+eights.
 
-A plane of 27 x 27 values begins anywhere, so a tile [D, I] of them moves 16 bits at a time. A sample begins on 16
-bytes where C * I is a multiple of 8. In it, eights of values are cut without regard to groups and channels: an eight
-lies in one channel, or in two where a channel ends in it (I >= 8), so two values of w and two of b serve eight of x.
-Where D * I is no multiple of 8, a run shares its first and its last eight with its neighbours. Forward reads and writes
-those value by value. Backward, which has no registers left for that, reads them whole and leaves the neighbours'
-values out.
+A plane of 27 x 27 values starts at any offset, so a tile [D, I] of planes moves 16 bits at a time. A sample starts at a
+multiple of 16 bytes if C * I is a multiple of 8. The sample is cut into eights of values across groups and channels: an
+eight lies in one channel, or in two if a channel ends in it (I >= 8), so two values of w and two of b are enough for
+eight values of x. If D * I is not a multiple of 8, a run shares its first and its last eight with its neighbours.
+Forward reads and writes those value by value. Backward has no registers left for that: it reads them whole and ignores
+the neighbours' values.
 
-A program keeps its group and goes through the batch, reading ahead into shared memory. Backward sums dy and
-dy * (x - mean) of each eight, separately before and behind a channel's end, over the batch; at the end it gathers them
-by channel.
+A program keeps its group and loops over the batch, prefetching into shared memory. Backward sums dy and
+dy * (x - mean) of each eight over the batch, separately before and after a channel's end; at the end it gathers the
+sums by channel.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from bagu.ops.launch import next_power_of_2, num_sms, triton_acc
 
 __all__ = ["run_backward", "run_forward"]
 
-SHARED = 220 * 1024  # bytes of shared memory that a program may read ahead into; a Hopper SM has 227 KiB
+SHARED = 220 * 1024  # bytes of shared memory that a program may prefetch into; a Hopper SM has 227 KiB
 CHANNELS = 8  # whose sums are gathered at once; with more, registers spill
 
 
@@ -33,15 +34,16 @@ CHANNELS = 8  # whose sums are gathered at once; with more, registers spill
 def _first(upto, more):
     """Which places of each eight are among its first `upto`. `more` is 8 or more.
 
-    So the minimum changes nothing. It can tie the answer to the row at hand: else the compiler keeps J x 8 answers,
-    and the w of each place, in registers from row to row, and spills. Another `more` is an answer of its own.
+    The minimum with `more` does not change the result. A `more` that depends on the current row makes the result depend
+    on the row too. Otherwise the compiler keeps J x 8 results, and the w of each place, in registers from row to row,
+    and spills. A different `more` gives a separate result.
     """
     return tl.arange(0, 8)[None, :] < tl.minimum(upto, more)[:, None]
 
 
 @triton.jit
 def _pair(ptr, first, c, D, nothing, J: tl.constexpr, ACC: tl.constexpr):
-    """What a vector over channels holds for each eight: for the channel it begins in, and for the next one."""
+    """The values of a per-channel vector for each eight: of the channel it begins in, and of the next channel."""
     if ptr is None:
         return tl.full([J], nothing, ACC), tl.full([J], nothing, ACC)
     else:
@@ -51,8 +53,9 @@ def _pair(ptr, first, c, D, nothing, J: tl.constexpr, ACC: tl.constexpr):
 
 @triton.jit
 def _whole(g, N, I, J: tl.constexpr):
-    """Group g's whole eights in a sample: where the first begins, their places [J, 8], which of them exist, the channel
-    each begins in, and how many places that channel still has."""
+    """Group g's whole eights in a sample: the start of the first, their places [J, 8], which of them exist, the channel
+    that each begins in, and how many places of that channel remain.
+    """
     start = int64(g) * N
     first = (start + 7) // 8 * 8
     skip = (first - start).to(tl.int32)  # places of the run before its first whole eight
@@ -64,8 +67,9 @@ def _whole(g, N, I, J: tl.constexpr):
 
 @triton.jit
 def _ends(g, N, I):
-    """The places [2, 8] of group g in the eights it shares, counted from the first whole one; which of them are its
-    own; and their channels."""
+    """The places [2, 8] of group g in the eights that it shares, counted from the first whole one; which of them belong
+    to the group; and their channels.
+    """
     start = int64(g) * N
     skip = ((start + 7) // 8 * 8 - start).to(tl.int32)
     last = (N - skip) // 8 * 8
@@ -90,7 +94,7 @@ def _forward(
     b0, b1 = _pair(b_ptr, g * D, c, D, 0.0, J, ACC)
     e, own, d = _ends(g, N, I)
     x_end = tl.zeros([2, 8], ACC)
-    if not ALIGNED:  # a row's ends are read while the row before it is worked on
+    if not ALIGNED:  # prefetch a row's ends while the previous row is processed
         x_end = tl.load(x_ptr + int64(tl.program_id(1)) * x_eights * 8 + first + e, own, 0.0).to(ACC)
     for row in tl.range(tl.program_id(1), B, tl.num_programs(1), num_stages=STAGES):
         x_row, y_row = x_ptr + int64(row) * x_eights * 8 + first, y_ptr + int64(row) * y_eights * 8 + first
@@ -124,7 +128,7 @@ def _forward(
 
 @triton.jit
 def _place(g, N, ALIGNED: tl.constexpr):
-    """How many places group g's first eight has before the run, and where in a sample that eight begins."""
+    """The number of places before the run in group g's first eight, and the start of that eight in a sample."""
     start = int64(g) * N
     if ALIGNED:
         return 0, start // 8 * 8
@@ -134,8 +138,9 @@ def _place(g, N, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _eights(lead, I, J: tl.constexpr):
-    """Of J eights that hold a run, whose first has `lead` places before it: the channel each begins in, and the
-    places until that channel ends."""
+    """For J eights that hold a run, where the first has `lead` places before the run: the channel that each begins in,
+    and the number of places until that channel ends.
+    """
     start = 8 * tl.arange(0, J) - lead
     c = tl.maximum(start, 0) // I
     return c, (c + 1) * I - start
@@ -143,7 +148,7 @@ def _eights(lead, I, J: tl.constexpr):
 
 @triton.jit
 def _read(ptr, lead, N, J: tl.constexpr, ALIGNED: tl.constexpr, ACC: tl.constexpr):
-    """The run as eights [J, 8]; places that are not its own are 0."""
+    """The run as eights [J, 8]; places outside the run are 0."""
     at = 8 * tl.arange(0, J)[:, None]
     i = at + tl.arange(0, 8)[None, :]
     x = tl.load(ptr + i, at < lead + N, 0.0).to(ACC)
@@ -155,14 +160,14 @@ def _read(ptr, lead, N, J: tl.constexpr, ALIGNED: tl.constexpr, ACC: tl.constexp
 
 @triton.jit
 def _write(ptr, y, lead, N, J: tl.constexpr):
-    """The run's whole eights to `ptr`, 128 bits at a time."""
+    """Write the run's whole eights to `ptr`, 128 bits at a time."""
     at = 8 * tl.arange(0, J)[:, None]
     tl.store(ptr + at + tl.arange(0, 8)[None, :], y, (at >= lead) & (at + 8 <= lead + N))
 
 
 @triton.jit
 def _write_ends(ptr, y, lead, N, J: tl.constexpr):
-    """The eights that a run shares, value by value."""
+    """Write the eights that a run shares, value by value."""
     at = 8 * tl.arange(0, J)[:, None]
     i, whole = at + tl.arange(0, 8)[None, :], (at >= lead) & (at + 8 <= lead + N)
     tl.store(ptr + i, y, (i >= lead) & (i < lead + N) & (whole == 0))
@@ -194,7 +199,7 @@ def _backward(
         w = tl.where(_first(left, N + row + 1), w0[:, None], w1[:, None])
         dx = r * (dy * w - along - off * pull)
         _write(dx_row, dx, lead, N, J)
-        if not ALIGNED:  # from registers: forward's way of it spills here
+        if not ALIGNED:  # from registers: forward's method spills here
             _write_ends(dx_row, dx, lead, N, J)
         db0 += sum0
         db1 += sum1
@@ -213,9 +218,10 @@ def _backward(
 def _launch(
     x: torch.Tensor, groups: int, *, tensors: int, per_sm: int, per_warp: int, most_warps: int, num_warps: int | None
 ) -> tuple[int, dict[str, Any]]:
-    """Programs along the batch of x[B, C, I], and the constants of a launch that reads `tensors` of its size.
+    """The number of programs along the batch of x[B, C, I], and the constants of a launch that reads `tensors` of its
+    size.
 
-    An SM has `per_sm` values of x at a time, or one tile, and a warp `per_warp` of them: its registers are then full.
+    An SM processes `per_sm` values of x at a time, or one tile, and a warp processes `per_warp`: more would spill.
     """
     B, C, I = x.shape
     N = C // groups * I
@@ -232,7 +238,7 @@ def run_forward(
     x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, y: torch.Tensor, mean: torch.Tensor,
     r: torch.Tensor, groups: int, eps: float, num_warps: int | None,
 ) -> None:  # fmt: skip
-    """Write y, mean and r of x[B, C, I]: samples are contiguous and begin at multiples of 8, I is at least 8."""
+    """Write y, mean and r of x[B, C, I]: samples are contiguous and start at multiples of 8, and I is at least 8."""
     B, C, I = x.shape
     programs, options = _launch(x, groups, tensors=1, per_sm=16384, per_warp=2048, most_warps=8, num_warps=num_warps)
     _forward[(groups, programs)](
@@ -244,10 +250,10 @@ def run_backward(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor | None, mean: torch.Tensor, r: torch.Tensor, dx: torch.Tensor,
     groups: int, num_warps: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Write dx, and return the parts of db and dw, for dy and x as `run_forward` wants them."""
+    """Write dx and return the partial sums of db and dw; dy and x have the layout that `run_forward` requires."""
     B, C, I = x.shape
     D = C // groups
-    most_warps = 16 if D * I % 8 == 0 else 8  # by what ptxas makes of them: the other number spills
+    most_warps = 16 if D * I % 8 == 0 else 8  # from ptxas's register counts: the other number spills
     programs, options = _launch(
         x, groups, tensors=2, per_sm=8192, per_warp=1024, most_warps=most_warps, num_warps=num_warps
     )

@@ -1,4 +1,4 @@
-"""GroupNorm by others, for the benchmark."""
+"""Other implementations of GroupNorm, for the benchmark."""
 
 from __future__ import annotations
 

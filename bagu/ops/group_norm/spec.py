@@ -1,9 +1,9 @@
-"""GroupNorm: bring each group of channels of each sample to zero mean and unit variance, then scale and shift.
+"""GroupNorm: normalise each group of channels of each sample to zero mean and unit variance, then scale and shift.
 
     y[b, c, s] = (x[b, c, s] - mean[b, g]) * r[b, g] * w[c] + b[c]        g = c // D
     r[b, g] = 1 / sqrt(var[b, g] + eps)        mean and var over the D channels of a group and all of S
 
-Dims: B = batch, C = channels, D = C / groups, S = any number of further dims, none included.
+Dims: B = batch, C = channels, D = C / groups, S = zero or more further dims.
 Paper: https://arxiv.org/abs/1803.08494
 """
 
@@ -31,7 +31,7 @@ def reference(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, g
 
 
 def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
-    """D, the channels of a group; a call whose groups are not equal stops here."""
+    """Return D, the channels per group; raise if the channels do not divide into equal groups."""
     C, groups = dims["C"], dims["groups"]
     if groups < 1 or C % groups:
         raise ArgumentError(
@@ -57,15 +57,17 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """x is read once and y written once. Groups too long for a program, in a tensor larger than the L2, have to be
-    read twice: three transfers for these two."""
+    """x is read once and y is written once. Groups that are too long for one program, in a tensor larger than the L2,
+    must be read twice: three transfers instead of these two.
+    """
     n = dims["B"] * dims["C"] * dims["S"]
     return Cost(flops=7 * n, bytes=(2 * n + 2 * dims["C"]) * itemsize + 4 * 2 * dims["B"] * dims["groups"])
 
 
 def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """dy and x are read once and dx is written once; for long groups past the L2 it is five transfers for these
-    three."""
+    """dy and x are read once and dx is written once; long groups in a tensor larger than the L2 take five transfers
+    instead of these three.
+    """
     n = dims["B"] * dims["C"] * dims["S"]
     return Cost(flops=11 * n, bytes=(3 * n + 3 * dims["C"]) * itemsize + 4 * 2 * dims["B"] * dims["groups"])
 

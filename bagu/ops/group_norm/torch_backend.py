@@ -1,4 +1,4 @@
-"""GroupNorm in PyTorch: what runs on a CPU, what the compiler fuses, and the formulas in the open."""
+"""GroupNorm in PyTorch: for CPUs and torch.compile, and as readable formulas."""
 
 from __future__ import annotations
 

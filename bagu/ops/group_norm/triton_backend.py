@@ -1,14 +1,14 @@
 """GroupNorm on Triton: a group of one sample is a contiguous row of D channels of I values.
 
-Bandwidth is the limit. Rows that fit a program's registers, as [D, I] tiles, cross memory once each way. In backward
-a program keeps its groups and goes through the batch, so dw and db are summed in registers:
+Bandwidth is the limit. Rows that fit a program's registers, as [D, I] tiles, are read and written once. In backward
+a program keeps its groups and loops over the batch, so dw and db are summed in registers:
 
     db = sum_i dy        dw = sum_i dy * xhat        (per channel; their sums with w give mean(g) and mean(g * xhat))
     dx = r * (g - mean(g) - xhat * mean(g * xhat))        g = dy * w
 
-Longer rows, or too few to fill the device, go the way of batch_norm: each is split over programs, and read a second
-time for the outputs. Where samples are contiguous and rows not short, flat_kernels reads them without regard to
-channels, whose own length would spoil the loads.
+Rows that are longer, or too few to fill the device, use batch_norm's kernels: each row is split over programs, and read
+a second time for the outputs. If samples are contiguous and rows are not short, flat_kernels reads them independently
+of channels, because loads by channel are narrow if a channel's length is not a multiple of 8.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from bagu.ops.launch import next_power_of_2, num_sms, triton_acc
 from bagu.ops.signature import accumulator
 
 MAX_TILE = 16384  # values of a row, rounded up to a tile, kept in registers
-SHORT = 4096  # up to here a program is too short to be worth splitting
-FEW = 16  # channels, whose sums flat_kernels are quicker to gather than a tile of aligned planes has them
-FLAT = 256  # from here on a row is worth a program that goes through the batch
-TUNABLE = {  # tests run each point
+SHORT = 4096  # up to this length a row is too short to be worth splitting
+FEW = 16  # up to this many channels, flat_kernels gathers their sums faster than a tile of aligned planes computes them
+FLAT = 256  # from this length on a row is worth a program that loops over the batch
+TUNABLE = {  # the tests run every combination
     "forward": {"block_m": (1, 4), "num_warps": (4, 8)},
     "backward": {"block_g": (1, 4), "num_warps": (4, 8)},
 }
@@ -95,17 +95,17 @@ def _backward(
 
 
 def _flat(groups: int, *tensors: torch.Tensor) -> bool:
-    """Whether flat_kernels take these [B, C, I]: samples contiguous and aligned, rows that a program can own."""
+    """Whether flat_kernels supports these [B, C, I]: contiguous aligned samples, and rows that a program can own."""
     (B, C, I), narrow = tensors[0].shape, tensors[0].element_size() <= 2
     N = C // groups * I
-    most = MAX_TILE if narrow or len(tensors) == 1 else MAX_TILE // 2  # two of fp32 spill
+    most = MAX_TILE if narrow or len(tensors) == 1 else MAX_TILE // 2  # two fp32 tensors spill
     fills = N <= SHORT or B * groups >= num_sms(tensors[0].device)
     lie_well = all(t.stride(1) == I and t.stride(0) % 8 == 0 for t in tensors) and C * I % 8 == 0
     return I >= 8 and FLAT <= N and (N if N % 8 == 0 else N + 7) <= most and fills and lie_well
 
 
 def _fits(x: torch.Tensor, groups: int, whole: int) -> tuple[int, int] | None:
-    """The tile [D, I] of a row of x[B, C, I] that a program can own, or None where rows are to be split."""
+    """The tile [D, I] for a row of x[B, C, I] that one program can own, or None if rows must be split."""
     B, C, I = x.shape
     d, i = next_power_of_2(C // groups), next_power_of_2(I)
     enough = d * i <= SHORT or B * groups >= num_sms(x.device)
@@ -154,7 +154,7 @@ def backward(
     D = C // groups
     if (I % 8 or D <= FEW) and _flat(groups, flat, dys):
         part = run_backward(dys, flat, scale, mean, r, dx, groups, num_warps)
-    # an odd I is read value by value, and their addresses take registers: ptxas spills at 16384
+    # an odd I is read value by value, and the addresses take registers: ptxas spills at 16384
     elif (tile := _fits(flat, groups, MAX_TILE if I % 8 == 0 else MAX_TILE // 2)) is None:
         flat, dys = flat.contiguous(), dys.contiguous()
         rows, drows = flat.view(1, B * C, I), dys.view(1, B * C, I)
@@ -171,6 +171,6 @@ def backward(
             dys.stride(0), dys.stride(1), flat.stride(0), flat.stride(1),
             BG=block_g, BD=tile[0], BI=tile[1], ACC=triton_acc(x.dtype),
             num_warps=num_warps or min(max(block_g * size // 512, 1), 32),
-            enable_fp_fusion=False,  # a group of one value has dx = 0, and a fused multiply-add would not
+            enable_fp_fusion=False,  # a group of one value must have dx = 0; a fused multiply-add breaks this
         )  # fmt: skip
     return dx, *weight_gradients(part.view(-1, 2, C), w, b)

@@ -1,4 +1,4 @@
-"""One linear layer per group of rows. What it means and costs is in spec.py."""
+"""One linear layer per group of rows (MoE experts). spec.py has the definition and the cost."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from bagu.ops.grouped_matmul.spec import SPEC
 def grouped_matmul(
     x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, *, backend: str | None = None
 ) -> torch.Tensor:
-    """Rows offsets[e-1] … offsets[e] of x[T, K] times w[e].T, for every expert e of w[E, N, K]: the layer of an MoE.
+    """Multiply rows offsets[e-1] … offsets[e] of x[T, K] by w[e].T, for every expert e of w[E, N, K]: the linear layer
+    of MoE.
 
-    `offsets` (int32, on x's device) holds the end of each expert's rows, ascending; an expert may have none. Rows past
-    the last end come back as zeros. The values are read on the device and not checked there.
+    `offsets` (int32, on x's device) holds the end of each expert's rows, ascending; an expert may have no rows. Rows
+    past the last end are zeros in the result. The values of `offsets` are read on the device and not checked.
     """
     return call(SPEC, backend, x=x, w=w, offsets=offsets)

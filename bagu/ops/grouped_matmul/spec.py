@@ -1,10 +1,10 @@
-"""One linear layer per expert, on the rows that were sent to it.
+"""One linear layer per expert, on the rows that are routed to it.
 
-    y[t, n] = sum_k x[t, k] * w[e, n, k]        offsets[e - 1] <= t < offsets[e], and offsets[-1] = 0 before the first
+    y[t, n] = sum_k x[t, k] * w[e, n, k]        offsets[e - 1] <= t < offsets[e]; the first expert starts at 0
 
 The rows are sorted by expert, and an expert's rows end at offsets[e]; it may have none. Rows past the last end are
-zeros, in y and in dx. Sums are kept in fp32 (fp64 for fp64) and rounded once.
-Dims: T = rows (tokens, once per expert they were sent to), E = experts, K = input features, N = output features.
+zeros, in y and in dx. Sums are accumulated in fp32 (fp64 for fp64) and rounded once.
+Dims: T = rows (a token has one for each of its experts), E = experts, K = input features, N = output features.
 Paper: https://arxiv.org/abs/2211.15841 (MegaBlocks)
 """
 
@@ -20,14 +20,14 @@ from bagu.ops.grouped_matmul import torch_backend
 
 
 def reference(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The definition: each row with the weight of its expert; past the last end stands a weight that is left out."""
+    """The definition: each row times the weight of its expert; rows past the last end use an extra weight of zeros."""
     expert = torch.searchsorted(offsets, torch.arange(x.shape[0], dtype=torch.int32, device=x.device), right=True)
     each = torch.cat((w, w.new_zeros(1, *w.shape[1:])))[expert]
     return torch.where((expert < w.shape[0]).unsqueeze(-1), (each * x.unsqueeze(-2)).sum(-1), 0.0)
 
 
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
-    """`rows` gives each expert's share; without it the ends are drawn, so that shares are unequal."""
+    """`rows` gives the number of rows per expert; without it the ends are random, so that the numbers are unequal."""
     E, N, K = case["E"], case["N"], case["K"]
     rows = case.get("rows", None)
     T = case.get("T", sum(rows or ()))

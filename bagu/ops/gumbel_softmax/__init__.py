@@ -1,4 +1,4 @@
-"""Gumbel-softmax. What it means and costs is in spec.py."""
+"""Gumbel-softmax. spec.py has the definition and the cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ def gumbel_softmax(
 ) -> torch.Tensor:
     """A sample from each row's categorical distribution, relaxed at temperature `tau` > 0 so that gradients flow.
 
-    `hard` gives the one-hot of the same sample, with the soft one's gradient. The noise is a function of `seed`
-    (0 to 2^63 - 1) and the element's place, so the same seed is the same sample on every backend and in a recompute.
+    `hard` returns the one-hot of the same sample, with the gradient of the soft sample. The noise is a function of
+    `seed` (0 to 2^63 - 1) and the element's position, so a seed gives the same sample on every backend and in a
+    recompute.
     """
     return call(SPEC, backend, logits=logits, tau=tau, hard=hard, seed=seed)

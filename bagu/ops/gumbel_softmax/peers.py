@@ -1,4 +1,4 @@
-"""The same work by other libraries, for the benchmark."""
+"""Implementations in other libraries, for the benchmark."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import torch.nn.functional as F
 
 
 def eager(logits: torch.Tensor, tau: float, hard: bool, seed: int) -> torch.Tensor:
-    """PyTorch's own, which draws other noise: it takes no seed, so its sample is another one each call."""
+    """PyTorch's gumbel_softmax. It takes no seed, so every call draws different noise."""
     return F.gumbel_softmax(logits, tau=tau, hard=hard)

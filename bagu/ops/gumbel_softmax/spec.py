@@ -1,12 +1,13 @@
-"""Gumbel-softmax: a sample from a categorical distribution that a gradient can pass through.
+"""Gumbel-softmax: a differentiable sample from a categorical distribution.
 
     z[m, n] = (logits[m, n] + g[m, n]) / tau        g = -log(-log(1 - u)), u uniform in (0, 1)
-    y[m]    = softmax(z[m]), or with `hard` the one-hot of its largest, with the gradient of the soft one
+    y[m]    = softmax(z[m]), or with `hard` the one-hot of its largest, with the gradient of the soft sample
 
-argmax_n z is distributed as softmax(logits). u[m, n] is word n % 4 of Philox4x32-10 at counter (n // 4, m) under key
-`seed`, in the middle of its 2^-32 wide step; m counts rows from 0 over all leading dims. So the sample is a function
-of seed and shape, the same on every backend, and the backward draws the noise again. A logit of -inf is never chosen;
-a row of nothing else, or with a NaN or +inf, is NaN, hard or not. Of equal largest z the first counts.
+argmax_n z is distributed as softmax(logits). u[m, n] is word n % 4 of Philox4x32-10 at counter (n // 4, m) with key
+`seed`, at the middle of its 2^-32 wide step; m counts rows from 0 over all leading dims. So the sample is a function
+of seed and shape, the same on every backend, and the backward generates the noise again. A logit of -inf is never
+chosen. A row of only -inf, or with a NaN or +inf, gives NaN, also with `hard`. If several z are largest, the first one
+is chosen.
 
 Dims: M = rows (of distributions), N = categories.   Paper: https://arxiv.org/abs/1611.01144
 """
@@ -37,8 +38,8 @@ def reference(logits: torch.Tensor, tau: float, hard: bool, seed: int) -> torch.
 
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
-    """What the signature cannot say: raises for a call that has no meaning."""
-    if not 0 < args["tau"] < 1e38:  # beyond fp32 1 / tau is 0, and 0 times the -inf of a masked place is no number
+    """Raise for arguments that are invalid in ways the signature cannot check."""
+    if not 0 < args["tau"] < 1e38:  # above this 1 / tau is 0 in fp32, and 0 times the -inf of a masked logit is NaN
         raise ArgumentError(f"gumbel_softmax: tau is {args['tau']}, expected a temperature above 0 and below 1e38")
     if not 0 <= args["seed"] < 2**63:
         raise ArgumentError(f"gumbel_softmax: seed is {args['seed']}, expected 0 to 2^63 - 1", hint="seed % 2**63")
@@ -62,13 +63,13 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """Philox (20 integer operations an element), two logs, one exp, seven more; read once, written once."""
+    """Philox (20 integer operations per element), two logs, one exp, seven more; read once, written once."""
     M, N = dims["M"], dims["N"]
     return Cost(flops=30 * M * N, bytes=2 * M * N * itemsize + 8 * M)
 
 
 def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """The noise again, then six operations; logits and dy are read once, dlogits is written once."""
+    """Generate the noise again, then six operations; logits and dy are read once, dlogits is written once."""
     M, N = dims["M"], dims["N"]
     return Cost(flops=30 * M * N, bytes=3 * M * N * itemsize + 8 * M)
 
@@ -85,8 +86,8 @@ SPEC = OpSpec(
     cost_backward=cost_backward,
     grads=("logits",),
     saves=("logits", "top", "total"),
-    ulps=4,  # two logs and an exp: in fp32 z is up to 3e-7 off, and y by as much of itself (2.7 measured)
-    independent=(),  # a row's noise depends on its number, so a slice alone draws another sample
+    ulps=4,  # two logs and an exp: in fp32 z has an error of up to 3e-7, and y the same relative error (2.7 measured)
+    independent=(),  # a row's noise depends on its index, so a slice alone has a different sample
     peers=True,
     cases=[
         Case("even", "powers of two need no masks, so a failure here is the math", M=8, N=64, tau=0.7, seed=1),

@@ -1,4 +1,4 @@
-"""Gumbel-softmax in PyTorch: what runs on a CPU, what the compiler fuses, and the formulas in the open."""
+"""Gumbel-softmax in PyTorch: for CPUs and torch.compile, and as readable formulas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bagu.ops.signature import accumulator
 
 def forward(logits: torch.Tensor, tau: float, hard: bool, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     z = _noisy(logits, tau, seed)
-    if not logits.shape[-1]:  # rows of nothing have no largest
+    if not logits.shape[-1]:  # empty rows have no largest value
         return logits.clone(), z.new_full(z.shape[:-1], -torch.inf), z.new_zeros(z.shape[:-1])
     top = z.detach().amax(-1)
     e = torch.exp(z - top.unsqueeze(-1))
@@ -18,7 +18,7 @@ def forward(logits: torch.Tensor, tau: float, hard: bool, seed: int) -> tuple[to
     y = e / total.unsqueeze(-1)
     if hard:
         first = torch.zeros_like(y).scatter(-1, z.detach().argmax(-1, keepdim=True), 1.0)
-        y = first + (y - y.detach())  # the value of `first` (NaN where y is), the gradient of y
+        y = first + (y - y.detach())  # the value of `first` (NaN where y is NaN), the gradient of y
     return y.to(logits.dtype), top, total.detach()
 
 

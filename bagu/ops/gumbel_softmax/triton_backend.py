@@ -1,9 +1,9 @@
-"""Gumbel-softmax on Triton: one program owns whole rows and makes their noise; no tensor of noise is kept.
+"""Gumbel-softmax on Triton: one program owns whole rows and generates their noise; no noise tensor is stored.
 
 Arithmetic is the limit, not memory: an element takes a quarter of a Philox call (about 20 integer operations) and two
-logs. So the four words of a call go to four neighbours, and the backward keeps two numbers a row (the largest z and
-the sum of exponentials under it) and draws the noise again, rather than keep a second tensor. wide_kernels has rows
-that do not fit in registers.
+logs. So the four words of a call are used for four neighbouring columns. The backward keeps two numbers per row (the
+largest z and the sum of exponentials relative to it) and generates the noise again instead of storing a second tensor.
+wide_kernels handles rows that do not fit in registers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from bagu.ops.kernels.scalars import int64
 from bagu.ops.launch import as_rows, fp32_pair, split_row, triton_acc
 from bagu.ops.signature import accumulator
 
-MAX_BLOCK = 8192  # columns kept in registers: 16 values and their noise a thread; a tail has up to half as many more
-TUNABLE = {  # tests run each point
+MAX_BLOCK = 8192  # columns kept in registers: 16 values and their noise per thread; a tail has up to half as many more
+TUNABLE = {  # the tests run every combination
     "forward": {"block_m": (1, 4), "num_warps": (4, 8)},
     "backward": {"block_m": (1, 4), "num_warps": (4, 8)},
 }
@@ -39,7 +39,7 @@ def _noisy_row(x_ptr, m, n, exists, x_stride, cool, cool_low, seed, ACC: tl.cons
 
 @triton.jit
 def _first(z, top, n, N):
-    """The first column with the row's largest z."""
+    """The first column that has the row's largest z."""
     first = tl.min(tl.where(z[0] == top, n[0], N), axis=1)
     if len(n) == 2:
         first = tl.minimum(first, tl.min(tl.where(z[1] == top, n[1], N), axis=1))
@@ -61,7 +61,7 @@ def _forward(
     tl.store(total_ptr + m, tl.zeros([BLOCK_M, 1], ACC) + total, m < M)
     if HARD:
         first = _first(z, top, n, N)
-        y = [tl.where(v == first, 1.0, 0.0) + (total - total) for v in n]  # + NaN in a row of NaN
+        y = [tl.where(v == first, 1.0, 0.0) + (total - total) for v in n]  # adds NaN in a row with NaN
     else:
         r = 1.0 / total
         y = [v * r for v in e]
@@ -128,11 +128,11 @@ def backward(
 def _tiles(
     M: int, N: int, itemsize: int, block_m: int | None, num_warps: int | None
 ) -> tuple[tuple[int], dict[str, int]]:
-    """The grid, and the block sizes and warps, of tiles of whole rows."""
+    """The grid, block sizes and warps for tiles of whole rows."""
     block_n, tail = split_row(max(N, 4), 2)
     block_m = block_m or max(1, 2048 // block_n)
     warps = num_warps or min(max(block_m * block_n // (256 if tail == block_n // 4 else 512), 1), 32)
     shape = {"FULL": block_n <= N, "BLOCK_M": block_m, "BLOCK_N": block_n, "TAIL": tail, "num_warps": warps}
-    if itemsize < 8:  # left alone, ptxas takes up to 94 where rows are not aligned, and half as many are in work
+    if itemsize < 8:  # without it ptxas takes up to 94 for unaligned rows, and half as many rows are in flight
         shape["maxnreg"] = 80 if tail >= block_n // 4 and warps <= 8 else 64
     return (triton.cdiv(M, block_m),), shape

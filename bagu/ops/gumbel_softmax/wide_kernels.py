@@ -1,5 +1,6 @@
-"""Gumbel-softmax of rows that do not fit in registers: a pass in tiles DEPTH lines deep, each lane with a running
-maximum, and a second one to write. And z, logits with their noise, as all kernels of the op make it."""
+"""Gumbel-softmax of rows that do not fit in registers: a first pass in tiles DEPTH lines deep, where each lane keeps a
+running maximum, and a second pass that writes. Also computes z, the logits with their noise, for all kernels of the op.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ DEPTH = 2  # lines of a wide row in one tile
 
 @triton.jit
 def _gumbel(seed, m, group, ACC: tl.constexpr):
-    """Noise for rows m and groups of four columns; noise.py has the same in PyTorch."""
+    """Noise for rows m and groups of four columns; noise.py computes the same in PyTorch."""
     zero = tl.zeros([1, 1], tl.uint32)
     a, b, c, d = tl.philox(seed, group.to(tl.uint32), m.to(tl.uint32) + zero, (m >> 32).to(tl.uint32) + zero, zero)
     word = tl.interleave(tl.interleave(a, c), tl.interleave(b, d)).to(tl.int32, bitcast=True)
     below = word >= 0  # u < 1/2
-    near = ((word ^ (word >> 31)).to(ACC) + 0.5) * 2.3283064365386963e-10  # 2^-32: how far u is from 0 or from 1
-    v = tl.where(below, 1.0 - near, near)  # 1 - u, rounded where u is small,
-    slip = tl.where(below, (1.0 - v) - near, 0.0)  # and by how much: log(v + slip) = log(v) + slip near 1
+    near = ((word ^ (word >> 31)).to(ACC) + 0.5) * 2.3283064365386963e-10  # 2^-32: the distance of u from 0 or from 1
+    v = tl.where(below, 1.0 - near, near)  # 1 - u, which is rounded if u is small,
+    slip = tl.where(below, (1.0 - v) - near, 0.0)  # and the rounding error: log(v + slip) = log(v) + slip near 1
     return -tl.log(-tl.log(v) - slip)
 
 
@@ -56,7 +57,7 @@ def _forward_wide(
                 first = tl.min(tl.where(z == peak[None, :], n, N), axis=0)
                 firsts = tl.where(peak > tops, first, firsts)
             now = tl.maximum(tops, peak)
-            base = tl.where(now == -float("inf"), 0.0, now)  # a lane that has seen nothing must not turn NaN
+            base = tl.where(now == -float("inf"), 0.0, now)  # a lane that has only -inf so far must not become NaN
             e = tl.exp2((z - base[None, :]) * 1.4426950408889634)
             totals = totals * tl.exp2((tops - base) * 1.4426950408889634) + tl.sum(e, axis=0)
             tops = now
@@ -102,17 +103,17 @@ def _backward_wide(
 
 
 def wide_forward(rows: torch.Tensor, *args: Any, num_warps: int | None, **options: Any) -> None:
-    """`_forward_wide` over these rows; args and options are the kernel's."""
+    """Launch `_forward_wide` for these rows; args and options are the kernel's."""
     _forward_wide[_grid(rows)](rows, *args, **_tile(num_warps), **options)
 
 
 def wide_backward(dys: torch.Tensor, rows: torch.Tensor, *args: Any, num_warps: int | None, **options: Any) -> None:
-    """`_backward_wide` over these rows; args and options are the kernel's."""
+    """Launch `_backward_wide` for these rows; args and options are the kernel's."""
     _backward_wide[_grid(rows)](dys, rows, *args, **_tile(num_warps), **options)
 
 
 def _grid(rows: torch.Tensor) -> tuple[int]:
-    """Two programs a multiprocessor."""
+    """Two programs per multiprocessor."""
     return (min(len(rows), 2 * num_sms(rows.device)),)
 
 

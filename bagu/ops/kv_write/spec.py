@@ -1,11 +1,11 @@
-"""A write to a paged cache: each new token's keys (or values) go to the place its sequence was given.
+"""A write to a paged cache: each new token's keys (or values) go to the slot that its sequence assigns.
 
     cache[slots[t] // B, slots[t] % B] = x[t]
 
-The cache is N blocks of B places; a sequence owns whole blocks, in any order, and its block table names them. Places
-that no slot names keep what they hold. Nothing comes back: `cache` itself is changed. There are no gradients.
+The cache has N blocks of B slots. A sequence owns whole blocks, in any order, and its block table lists them. Slots
+that are not in `slots` keep their content. The op returns nothing and changes `cache` in place. There are no gradients.
 
-Dims: N = blocks, B = places of a block, T = new tokens, G = key heads, D = features of a head.
+Dims: N = blocks, B = slots per block, T = new tokens, G = key heads, D = head dim.
 Paper: https://arxiv.org/abs/2309.06180 (PagedAttention)
 """
 
@@ -63,7 +63,7 @@ SPEC = OpSpec(
     inputs=inputs,
     cost=cost,
     check_values=check_values,
-    ulps=0,  # bits are moved, not computed
+    ulps=0,  # values are copied, not computed
     nonempty=("N", "B", "G", "D"),
     independent=("G", "D"),
     backends=("torch",),

@@ -1,4 +1,4 @@
-"""LayerNorm by others, for the benchmark."""
+"""Other implementations of LayerNorm, for the benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LayerNorm: bring each row to zero mean and unit variance, then scale and shift each feature.
+"""LayerNorm: normalise each row to zero mean and unit variance, then scale and shift each feature.
 
     y[m, n] = (x[m, n] - mean[m]) * rstd[m] * w[n] + b[n]
     mean[m] = mean_n x[m, n]        rstd[m] = 1 / sqrt(mean_n (x[m, n] - mean[m])^2 + eps)
@@ -35,7 +35,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """Sum, subtract, square, add, scale, scale, shift per element; x is read once and y written once."""
+    """Sum, subtract, square, add, scale, scale, shift per element; x is read once and y is written once."""
     M, N = dims["M"], dims["N"]
     return Cost(flops=7 * M * N, bytes=(2 * M * N + 2 * N) * itemsize + 2 * 4 * M)
 

@@ -1,4 +1,4 @@
-"""LayerNorm in PyTorch: the formula for whatever looks through it, and PyTorch's kernel for an eager call on a CPU."""
+"""LayerNorm in PyTorch: a formula for tracing and transforms, and PyTorch's fused kernel for eager CPU calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def formula(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, eps: float
 
 
 def kernel(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, eps: float) -> Triple:
-    """PyTorch's fused kernel; weight and bias are widened, or it would round mean and rstd to 16 bits."""
+    """PyTorch's fused kernel; weight and bias are widened, because otherwise it rounds mean and rstd to 16 bits."""
     acc = accumulator(x.dtype)
     y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], w.to(acc), None if b is None else b.to(acc), eps)
     return y, mean.squeeze(-1), rstd.squeeze(-1)
@@ -36,9 +36,9 @@ def backward(
     rstd: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """g = w dy;  h = (x - mean) rstd;  dx = rstd (g - mean_n(g) - h mean_n(g h)). In place on what was made here.
+    """g = w dy;  h = (x - mean) rstd;  dx = rstd (g - mean_n(g) - h mean_n(g h)). In place on tensors allocated here.
 
-    Not PyTorch's kernel: its dx loses the spread of a row beside a large mean, and its dw is rounded to 16 bits.
+    Not PyTorch's kernel: its dx is inaccurate for a row with a large mean, and its dw is rounded to 16 bits.
     """
     acc, rf, rows = rstd.dtype, rstd.unsqueeze(-1), tuple(range(x.ndim - 1))
     dyf = dy.to(acc)

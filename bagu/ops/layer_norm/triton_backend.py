@@ -7,7 +7,7 @@ import torch
 from bagu.ops.kernels.norms import Tile, run_backward, run_forward
 from bagu.ops.launch import next_power_of_2, num_sms, split_row
 
-TUNABLE = {  # tests run each point
+TUNABLE = {  # the tests run every combination
     "forward": {"block_m": (1, 2), "programs_per_sm": (None, 2), "num_warps": (4, 8)},
     "backward": {"programs_per_sm": (1, 2), "num_warps": (4, 8, 16)},
 }
@@ -23,7 +23,7 @@ def forward(
 
 
 def _tile(x: torch.Tensor, block_m: int | None, per_sm: int | None, num_warps: int | None) -> Tile:
-    """Of powers of two up to 8,192 and of short rows a program has several, if there are rows for all programs."""
+    """A program owns several rows if N is short or a power of two up to 8,192, and there are rows for all programs."""
     M, N = x.shape[:-1].numel(), x.shape[-1]
     one_row = next_power_of_2(N) >= 2048 and block_m in (None, 1)
     block_n, tail = split_row(N, 2) if one_row else (next_power_of_2(N), 0)
@@ -37,8 +37,10 @@ def _tile(x: torch.Tensor, block_m: int | None, per_sm: int | None, num_warps: i
 
 
 def _long_rows(block: int, tail: int, aligned: bool) -> tuple[int, int]:
-    """Programs a multiprocessor and the warps of each, for rows past 8,192 or of no power of two (H200, bf16, swept
-    at N = 5,120: 92 us at (6, 4), 109 with a program a row; 4,095: 106 at (4, 2), 164; 8,193: 180 at (2, 4), 254)."""
+    """Programs per multiprocessor and warps per program, for rows longer than 8,192 or not a power of two (H200, bf16,
+    swept at N = 5,120: 92 us at (6, 4), 109 with one program per row; 4,095: 106 at (4, 2), 164; 8,193: 180 at (2, 4),
+    254).
+    """
     if block > 8192:
         return 1, 8
     if not aligned:

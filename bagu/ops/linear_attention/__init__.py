@@ -1,4 +1,4 @@
-"""Linear attention over packed segments. What it means and costs is in spec.py."""
+"""Linear attention over packed segments. spec.py has the definition and the cost."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["linear_attention", "positive_features"]
 
 
 def positive_features(x: torch.Tensor) -> torch.Tensor:
-    """elu(x) + 1: the feature map that turns queries and keys into what `linear_attention` takes."""
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())  # clamped, or exp's infinity would give a NaN gradient
+    """elu(x) + 1: the feature map for the queries and keys of `linear_attention`."""
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())  # clamped, because an infinite exp would give a NaN gradient
 
 
 def linear_attention(
@@ -28,11 +28,11 @@ def linear_attention(
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """out[T, H, E]: values mixed by q . k instead of exp(q . k), each segment for itself, in time linear in T.
+    """out[T, H, E]: attention with weights q . k instead of exp(q . k), per segment, in time linear in T.
 
-    q[T, H, D] and k[T, G, D] are features (`positive_features`), not raw projections. `norm_q` and `norm_k` are those
-    the weights' sum is made of, by default q and k. With RoPE they differ: the rotated features weigh the values, and
-    the ones before the rotation, which are positive, divide (RoFormer, section 3.3).
+    q[T, H, D] and k[T, G, D] are features (`positive_features`), not raw projections. The sum of the weights is
+    computed from `norm_q` and `norm_k`, by default q and k. With RoPE they differ: the rotated features weight the
+    values, and the features before the rotation, which are positive, give the divisor (RoFormer, section 3.3).
 
     >>> fq, fk = positive_features(q), positive_features(k)
     >>> out = linear_attention(rope(fq, cos, sin), rope(fk, cos, sin), v, cu_seqlens, max_len, norm_q=fq, norm_k=fk)

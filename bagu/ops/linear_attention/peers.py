@@ -1,4 +1,4 @@
-"""Linear attention by others, for the benchmark."""
+"""Other implementations of linear attention, for the benchmark."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, norm_q: torch.Tensor | None,
     norm_k: torch.Tensor | None, max_len: int, causal: bool, eps: float,
 ) -> torch.Tensor:  # fmt: skip
-    """All weights of the whole batch in the inputs' dtype, masked: the formula as it is first written down."""
+    """The direct formula: all weights of the whole batch in the inputs' dtype, with a mask."""
     T, per_group = q.shape[0], q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(per_group, 1) for x in (k, v))
     nq, nk = q if norm_q is None else norm_q, k if norm_k is None else norm_k.repeat_interleave(per_group, 1)

@@ -1,16 +1,17 @@
-"""Linear attention over packed segments: weights that are products of features, so that sums can be kept as a state.
+"""Linear attention over packed segments: the weights are products of features, so the sums over keys form a state.
 
     out[i] = sum_j (q[i] . k[j]) v[j] / (eps + sum_j norm_q[i] . norm_k[j])
 
 for each head, over the keys j of i's segment, with j <= i if `causal`. The sums over j are a state sum_j k[j] v[j]^T
-of D * E numbers that i's query reads, so the work grows with T and not with T^2.
+of D * E numbers that i's query reads, so the work is linear in T, not quadratic.
 
-q and k are features of the projections: phi(x) = elu(x) + 1 in the paper, always positive. norm_q and norm_k are what
-the weights' sum is made of, q and k where they are None. RoPE turns the features after phi, in the numerator alone,
-since a sum of turned ones could be 0 (RoFormer, equation 19).
+q and k are features of the projections: phi(x) = elu(x) + 1 in the paper, always positive. The divisor uses norm_q and
+norm_k, or q and k if they are None. RoPE rotates the features after phi, in the numerator only, because a sum of
+rotated features could be 0 (RoFormer, equation 19).
 
-Dims: T = tokens, H = query heads, G = key heads (each serves H / G), D = features, E = of a value, F = features of the
-normaliser, S1 = segments + 1.   Papers: https://arxiv.org/abs/2006.16236, https://arxiv.org/abs/2104.09864
+Dims: T = tokens, H = query heads, G = key heads (each is shared by H / G query heads), D = features, E = value dim,
+F = features of the normaliser, S1 = segments + 1.
+Papers: https://arxiv.org/abs/2006.16236, https://arxiv.org/abs/2104.09864
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, norm_q: torch.Tensor | None,
     norm_k: torch.Tensor | None, max_len: int, causal: bool, eps: float,
 ) -> torch.Tensor:  # fmt: skip
-    """The definition with all weights, one segment after another."""
+    """The definition with all weights, one segment at a time."""
     norm_q, norm_k = q if norm_q is None else norm_q, k if norm_k is None else norm_k
     per_group = q.shape[1] // k.shape[1]
     k, v, norm_k = (x.repeat_interleave(per_group, 1) for x in (k, v, norm_k))
@@ -48,7 +49,7 @@ def reference(
 
 
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
-    """Features are positive, and drawn of any sign (as RoPE leaves them) where the normaliser has its own."""
+    """Features are positive, but of any sign (as after RoPE) if the normaliser has its own features."""
     lengths = case.get("lengths", (case.get("L", 1),) * case.get("S", 1))
     T, H, D = sum(lengths), case["H"], case["D"]
     G, E, F = case.get("G", H), case.get("E", D), case.get("F", 0)
@@ -68,7 +69,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
-    """What the signature cannot say: raises for a call that has no meaning."""
+    """Raise for arguments that are invalid in ways the signature cannot check."""
     T, H, G, S = dims["T"], dims["H"], dims["G"], dims["S1"] - 1
     if G == 0 or H % G:
         raise ArgumentError(
@@ -94,7 +95,7 @@ def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
 
 
 def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """Three sums of the forward's kind; all that came in and out is read, and the gradients are written."""
+    """Three sums like the forward's; all inputs and outputs are read, and the gradients are written."""
     forward, (T, H, G, D, E, F) = cost(dims, itemsize), (dims.get(n, 0) for n in "THGDEF")
     moved = T * (H + G) * (D + E + F) * itemsize + T * (H + G) * (D + F) * itemsize + T * (H + G) * E * itemsize
     return Cost(flops=3 * forward.flops, bytes=moved + 4 * T * H)
@@ -134,7 +135,7 @@ SPEC = OpSpec(
     saves=("q", "k", "v", "cu_seqlens", "norm_q", "norm_k", "out", "den"),
     refuse=refuse,
     ulps=2,  # the normaliser's gradient is a small difference of sums: 1.4 measured in fp32
-    # dq and dk are differences of two sums, one of which is made from `out`, rounded to 16 bits: 2.5 measured in fp16
+    # dq and dk are differences of two sums; one of them uses `out`, which is rounded to 16 bits: 2.5 measured in fp16
     ulps_of={"dq": 4, "dk": 4},
     independent=("H", "G"),
     backends=("torch",),

@@ -1,16 +1,16 @@
-"""Linear attention in PyTorch, a chunk of tokens at a time: products inside a chunk, a state for what lies beyond it.
+"""Linear attention in PyTorch, in chunks of tokens: products within a chunk, and states for the tokens of other chunks.
 
-All of it is one sum in three directions,
+Forward and backward are one sum in three directions,
 
     mix(a, b, c)[i] = sum_j (a[i] . b[j]) c[j]        over j of i's segment: at or before i, at or after i, or all
 
-A chunk's own tokens are done with their scores. The rest comes through states b^T c, one a chunk. Only one segment can
-reach across a chunk's border, so what a chunk hands on is the state of its last segment (of its first, backwards), and
-a chunk takes in those of the chunks before it that end in the segment it begins with: one product with a 0/1 matrix
-[chunks, chunks], exact, and with no cost in shapes that depend on the data.
+Within a chunk, mix uses the chunk's scores. Other chunks contribute through states b^T c, one per chunk. Only one
+segment can cross a chunk's border, so a chunk passes on the state of its last segment (backwards: of its first one),
+and it receives the states of the earlier chunks that end in the segment it begins with. That is one product with a 0/1
+matrix [chunks, chunks]: it is exact, and no shape depends on the data.
 
 With g = dout / den the gradients are mixes too:
-    dq = mix(g, v, k)        dk = mix(v, g, q) the other way        dv = mix(k, q, g) the other way
+    dq = mix(g, v, k)        dk = mix(v, g, q) in reverse        dv = mix(k, q, g) in reverse
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from bagu.ops.signature import accumulator
 
 __all__ = ["backward", "forward"]
 
-CHUNK = 64  # tokens: the scores of a chunk cost CHUNK * (D + E) a token, its state 2 * D * E
+CHUNK = 64  # tokens: the scores of a chunk cost CHUNK * (D + E) per token, its state 2 * D * E
 
 
 def mix(
     a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, segment: torch.Tensor, *, past: bool, future: bool
 ) -> torch.Tensor:
-    """sum_j (a[i] . b[j]) c[j] over the j of i's segment, i itself and those before (past), after (future), or both.
+    """sum_j (a[i] . b[j]) c[j] over the j of i's segment: i itself and the tokens before it (past), after it (future),
+    or both.
 
-    a[T, H, D], b[T, H, D], c[T, H, E] and the segment of each token [T], T being a multiple of CHUNK.
+    a[T, H, D], b[T, H, D], c[T, H, E], and the segment of each token [T]; T is a multiple of CHUNK.
     """
     a, b, c = (x.unflatten(0, (-1, CHUNK)).transpose(1, 2) for x in (a, b, c))  # [N, H, CHUNK, features]
     place = segment.unflatten(0, (-1, CHUNK))  # [N, CHUNK]
@@ -51,9 +52,9 @@ def _beyond(
     a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, place: torch.Tensor, *, border: torch.Tensor,
     other: torch.Tensor, before: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """What the chunks before this one give it, or those after it.
+    """The contribution of the chunks before this one, or of those after it.
 
-    `border` is the segment at the side of each chunk that faces them, `other` the one at their side that faces it.
+    `border` is the segment at the side of each chunk that faces them, `other` the segment at their side that faces it.
     """
     handed = (b * (place == other)[:, None, :, None]).mT @ c  # [N, H, D, E]: the state of the segment at that side
     takes = (border == other.T).to(b.dtype)
@@ -71,7 +72,7 @@ def _sides(causal: bool, *, turned: bool = False) -> dict[str, bool]:
 
 
 def _heads(x: torch.Tensor, H: int) -> torch.Tensor:
-    """x[T, G, F] in the accumulator's dtype, each group's row given to all its heads."""
+    """x[T, G, F] in the accumulator's dtype, with each group's row repeated for all its heads."""
     x, (T, G, F) = x.to(accumulator(x.dtype)), x.shape
     return x if G == H else x.unsqueeze(2).expand(T, G, H // G, F).reshape(T, H, F)
 
@@ -81,7 +82,9 @@ def _groups(x: torch.Tensor, G: int) -> torch.Tensor:
 
 
 def _segments(cu_seqlens: torch.Tensor, T: int) -> tuple[torch.Tensor, int]:
-    """The segment of each token and of the rows that fill up the last chunk (one past all others); their number."""
+    """The segments of the tokens and of the rows that pad the last chunk (one past all others); the number of these
+    rows.
+    """
     rows = -T % CHUNK
     return segment_of(cu_seqlens, T + rows), rows
 
@@ -94,7 +97,7 @@ def forward(
     segment, rows = _segments(cu_seqlens, T)
     qf, kf, vf = (_padded(_heads(x, H), rows) for x in (q, k, v))
     one, sides = vf.new_ones(*vf.shape[:2], 1), _sides(causal)
-    if norm_q is None and norm_k is None:  # the same weights: one more value, always 1, gives their sum
+    if norm_q is None and norm_k is None:  # the same weights: one additional value column of ones gives their sum
         both = mix(qf, kf, torch.cat((vf, one), -1), segment, **sides)
         mixed, weight = both[..., :E], both[..., E]
     else:

@@ -1,4 +1,4 @@
-"""A linear head and what cross-entropy needs of it, without keeping the logits. What it means is in spec.py."""
+"""A linear head for cross-entropy that does not keep the logits. spec.py has the definition and the cost."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def linear_cross_entropy(
     *,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(target_logit, lse) of each token in fp32, both differentiable and both 0 where the target is `ignore_index`.
+    """Return (target_logit, lse) of each token in fp32. Both are differentiable, and 0 where the target is
+    `ignore_index`.
 
-    `memory` is how many bytes of logits may exist at a time (by default 16 MiB and 512 tokens at least on a CPU, 2 GiB
-    elsewhere): it sets how many tokens are done at once. `token_losses` makes loss, z-loss and logprobs from the two.
+    `memory` limits the bytes of logits that exist at one time (by default 16 MiB and at least 512 tokens on a CPU, 2
+    GiB elsewhere), and so the tokens per chunk. `token_losses` computes loss, z-loss and logprobs from the two results.
     """
     return call(SPEC, backend, hidden=hidden, weight=weight, targets=targets, ignore_index=ignore_index, memory=memory)

@@ -4,9 +4,9 @@
     backward, per chunk    logits again                    slope: the gradient of each logit, over the logits' memory
                            dhidden = dlogits @ weight      dweight += dlogits.T @ hidden
 
-A backend brings `logits`, `score` and `slope`; the products are cuBLAS's or the CPU's BLAS. On CUDA 16-bit operands
-stay 16-bit and logits come out in fp32, as they were summed. On a CPU the weight is widened, once per call, and of the
-activations fp16; products that bf16 has a part in are cpu_gemm.py's.
+A backend provides `logits`, `score` and `slope`; the products use cuBLAS or the CPU's BLAS. On CUDA, 16-bit operands
+stay 16-bit and logits are fp32, the dtype of their sums. On a CPU the weight is widened once per call, and so are fp16
+activations; cpu_gemm.py computes products with a bf16 operand.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Scores = tuple[torch.Tensor, torch.Tensor]  # target_logit[m], lse[m]
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """What a backend does to the logits [m, V] of one chunk.
+    """The functions of a backend for the logits [m, V] of one chunk.
 
-    `logits(hidden, weight)` makes them in the accumulator's dtype. `score(logits, targets, ignore_index)` reads them.
-    `slope(logits, targets, lse, dtarget_logit, dlse, ignore_index, dtype)` gives their gradient, may destroy them,
-    and may give it in `dtype` or in theirs. `pad(weight)` may add rows of zeros to the weight, for products of a size
-    that is fast; `logits` then has as many columns more, and `slope` zeros there.
+    `logits(hidden, weight)` computes them in the accumulator's dtype. `score(logits, targets, ignore_index)` reads
+    them. `slope(logits, targets, lse, dtarget_logit, dlse, ignore_index, dtype)` returns their gradient, in `dtype` or
+    in the logits' dtype, and may overwrite them. `pad(weight)` may add rows of zeros to the weight, for a GEMM size
+    that is fast; then `logits` has as many additional columns, and `slope` returns zeros there.
     """
 
     logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -57,21 +57,21 @@ class Kernels:
         self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, z_loss: float, ignore_index: int,
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """target_logit, lse and the gradient of the logits in the weighted loss: what the one-pass loss wants."""
+        """target_logit, lse, and the gradient of the weighted loss by the logits, for the one-pass loss."""
         target_logit, lse = self.score(logits, targets, ignore_index)
         dlse = weights * (1 + 2 * z_loss * lse) if z_loss else weights
         return target_logit, lse, self.slope(logits, targets, lse, -weights, dlse, ignore_index, dtype)
 
 
 def chunks(M: int, V: int, itemsize: int, memory: int | None, device: torch.device) -> list[tuple[int, int]]:
-    """Where each chunk of the M tokens begins and ends, when `memory` bytes hold a chunk's logits.
+    """The start and end of each chunk of the M tokens, if `memory` bytes hold the logits of a chunk.
 
-    Chunks are of one size, the last may be shorter. Where the budget allows, that size is a multiple of 128, the rows
-    of a GEMM tile. A budget below one row means one row.
+    All chunks have the same size, except that the last may be shorter. If the budget allows, the size is a multiple of
+    128, the rows of a GEMM tile. A budget below one row means one row.
 
-    The default is 2 GiB on an accelerator; on a CPU 16 MiB, and 512 rows at least. There, more than 32 MiB is fresh
-    memory at every malloc, and its page faults take longer than a GEMM: a softmax of 4096 x 4096 logits is 25 ms in one
-    piece and 6 ms in chunks of 16 MiB.
+    The default is 2 GiB on an accelerator; on a CPU it is 16 MiB, and at least 512 rows. On a CPU, every malloc of more
+    than 32 MiB is fresh memory, and its page faults take longer than a GEMM: a softmax of 4096 x 4096 logits takes 25
+    ms in one piece and 6 ms in chunks of 16 MiB.
     """
     row = max(1, V * itemsize)
     budget = memory if memory is not None else max(2**24, 512 * row) if device.type == "cpu" else 2**31
@@ -83,12 +83,12 @@ def chunks(M: int, V: int, itemsize: int, memory: int | None, device: torch.devi
 
 
 def operand(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x as a GEMM over `dtype` tensors takes it."""
+    """x in the dtype of a GEMM operand for tensors of `dtype`."""
     return x.to(dtype if x.is_cuda else accumulator(dtype))
 
 
 def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """a @ b of two operands, summed in the accumulator's dtype and rounded once to `dtype`."""
+    """a @ b of two operands, accumulated in the accumulator's dtype and rounded once to `dtype`."""
     if a.is_cuda and dtype != a.dtype:
         return torch.mm(a, b, out_dtype=dtype)
     if not a.is_cuda and torch.bfloat16 in (a.dtype, b.dtype, dtype):
@@ -97,24 +97,26 @@ def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 
 
 class Gradients:
-    """dhidden and dweight, a chunk at a time.
+    """Accumulates dhidden and dweight chunk by chunk.
 
     dweight is a sum over chunks. Two 16-bit roundings cost at most 1 ulp, so up to two chunks are summed in the
-    weight's own dtype; more are summed in fp32, at 4 bytes a weight, since every rounding to 16 bits drops what is
-    below half a spacing of the sum so far.
+    weight's dtype. More chunks are summed in fp32, at 4 bytes per weight, because every rounding to 16 bits drops
+    everything below half a spacing of the sum so far.
     """
 
     def __init__(
         self, weight: torch.Tensor, V: int, dtype: torch.dtype, count: int, *, of_hidden: bool, of_weight: bool
     ) -> None:
-        """`weight` is an operand with V rows that count, `dtype` the gradients', `count` how many chunks will come."""
+        """`weight` is an operand of which V rows are real, `dtype` is that of the gradients, `count` the number of
+        chunks.
+        """
         self.weight, self.V, self.dtype, self.of_hidden, self.of_weight = weight, V, dtype, of_hidden, of_weight
         self.total_dtype = weight.dtype if count <= 2 else accumulator(dtype)
         self.parts: list[torch.Tensor] = []
         self.total: torch.Tensor | None = None
 
     def add(self, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Take in one chunk; `dlogits` and `hidden` are operands."""
+        """Add one chunk; `dlogits` and `hidden` are operands."""
         dlogits = dlogits[:, : len(self.weight)]
         if self.of_hidden:
             self.parts.append(product(dlogits, self.weight, self.dtype))
@@ -144,18 +146,18 @@ def operands(
     """The operands [M, D] and [V or more, D], the targets [M], and the chunks of M."""
     dtype = hidden.dtype
     h, t = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    h = h if dtype == torch.bfloat16 else operand(h, dtype)  # bf16 tells a product on a CPU that it may be in bf16
+    h = h if dtype == torch.bfloat16 else operand(h, dtype)  # a bf16 operand allows a CPU product in bf16
     spans = chunks(h.shape[0], weight.shape[0], accumulator(dtype).itemsize, memory, hidden.device)
     return h, kernels.pad(operand(weight, dtype)), t, spans
 
 
 def part(x: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
-    """The rows of x in `span`; x itself where that is all of them."""
+    """The rows of x in `span`; x itself if the span covers all rows."""
     return x if span == (0, x.shape[0]) else x[span[0] : span[1]]
 
 
 def joined(parts: list[torch.Tensor], shape: torch.Size, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The chunks' results as one tensor; without any, an empty one on the device of `like`."""
+    """The chunks' results as one tensor; without chunks, an empty tensor on the device of `like`."""
     if not parts:
         return like.new_zeros(shape, dtype=dtype)
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(shape)
@@ -177,7 +179,7 @@ def backward(
     dtarget_logit: torch.Tensor, dlse: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
     lse: torch.Tensor, ignore_index: int, memory: int | None, needs: Mapping[str, bool], kernels: Kernels,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """dhidden and dweight, each None where it is not needed; without dweight one of the three products falls away."""
+    """dhidden and dweight, each None if it is not needed; without dweight one of the three products is skipped."""
     h, w, t, spans = operands(hidden, weight, targets, memory, kernels)
     V = weight.shape[0]
     rows = [x.reshape(-1) for x in (lse, dtarget_logit, dlse)]
@@ -187,7 +189,7 @@ def backward(
         logits = kernels.logits(part(h, s), w)[:, :V]
         dlogits = kernels.slope(logits, part(t, s), *own, ignore_index, hidden.dtype)
         grads.add(operand(dlogits, hidden.dtype), part(h, s))
-        del logits, dlogits  # before the next chunk's logits are made, or there would be two
+        del logits, dlogits  # before the next chunk's logits are computed, or two would exist
     return (
         grads.dhidden(hidden.shape) if needs["hidden"] else None,
         grads.dweight() if needs["weight"] else None,

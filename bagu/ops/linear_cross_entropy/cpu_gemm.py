@@ -1,8 +1,8 @@
 """bf16 products summed in fp32 on a CPU, where `torch.mm` has no `out_dtype` (torch 2.13).
 
-oneDNN may multiply fp32 matrices in bf16 if it is told so: it rounds the operands to bf16 and gives the sums in fp32.
-For values that are bf16's own, the first changes nothing and the second is what is wanted. At 4096 x 256 x 4096 on two
-cores with AMX: 6.7 ms against 26.6 ms in fp32. A CPU without bf16 units keeps fp32, which is right as well.
+A oneDNN setting allows fp32 matrix products in bf16: the operands are rounded to bf16, and the sums are fp32. If the
+fp32 values are exact in bf16, the rounding changes nothing, and fp32 sums are the desired result. At 4096 x 256 x 4096
+on two cores with AMX: 6.7 ms against 26.6 ms in fp32. A CPU without bf16 units computes in fp32, which is also correct.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ __all__ = ["addmm_", "mm"]
 
 
 class _Bf16Products:
-    """oneDNN's permission to multiply in bf16, for the calls inside. It is the process's: an fp32 product that another
-    thread starts meanwhile is rounded too, so nothing but the one product stands inside."""
+    """Allows oneDNN to multiply fp32 matrices in bf16 inside the block. The setting is global to the process: an fp32
+    product that another thread starts inside the block is rounded too, so the block contains only one product.
+    """
 
     def __enter__(self) -> None:
         self.before = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
@@ -33,7 +34,7 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def addmm_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b of the same; `total` is fp32."""
+    """total += a @ b with the same operands; `total` is fp32."""
     with _Bf16Products():
         total.addmm_(a.float(), b.float())
 
@@ -43,7 +44,7 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.mm(a.float(), b.float())
 
 
-# A setting cannot be changed inside a graph, so a compiled call has the product as a node of its own.
+# A graph cannot change the setting, so in a compiled call the product is a separate node.
 _op = torch.library.custom_op("bagu::bf16_mm", _mm, mutates_args=())
 
 

@@ -1,4 +1,4 @@
-"""The same work by other means, for the benchmark. No library has this op: Liger's fused head gives only a loss."""
+"""Other implementations, for the benchmark. No library has this op: Liger's fused head returns only a loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 def eager(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a PyTorch user writes: all logits in fp32, a gather and a logsumexp. `memory` is not asked."""
+    """The usual PyTorch code: all logits in fp32, a gather and a logsumexp. It ignores `memory`."""
     logits = (hidden @ weight.T).float()
     kept = targets != ignore_index
     target_logit = logits.gather(-1, torch.where(kept, targets, 0).unsqueeze(-1)).squeeze(-1)
@@ -18,7 +18,7 @@ def eager(
 def four_gemms(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
 ) -> None:
-    """A yardstick: the four products of forward and backward, and nothing else."""
+    """A baseline: only the four products of forward and backward."""
     with torch.no_grad():
         h = hidden.flatten(0, -2)
         logits = h @ weight.T

@@ -1,10 +1,10 @@
-"""A linear head and what cross-entropy needs of it: each token's target logit and logsumexp, without the logits.
+"""A linear head for cross-entropy: each token's target logit and logsumexp, without storing all logits.
 
     x = hidden @ weight.T        target_logit[m] = x[m, t[m]]        lse[m] = log(sum_v exp(x[m, v]))
 
-Both are 0, and nothing flows back, where t[m] is ignored. A target that is neither ignored nor inside the vocabulary
-gives a NaN logit. The logits exist for a chunk of tokens at a time, as many as fit in `memory` bytes; the backward
-makes them again. Four GEMMs in all: x, x again, dx @ weight, dx.T @ hidden.
+Both are 0 and have no gradient where t[m] is ignored. A target that is neither ignored nor inside the vocabulary
+gives a NaN logit. The logits exist for one chunk of tokens at a time, as many as fit in `memory` bytes; the backward
+computes them again. There are four GEMMs in all: x, x again, dx @ weight, dx.T @ hidden.
 
 Dims: M = tokens, D = features, V = vocabulary.   Paper: https://arxiv.org/abs/2411.09009
 """
@@ -23,14 +23,14 @@ from bagu.ops.cross_entropy.torch_backend import target_logits
 from bagu.ops.linear_cross_entropy import torch_backend
 from bagu.ops.signature import Dims
 
-IGNORED = -100  # as a target of a case: the index that the case ignores, whichever it is
+IGNORED = -100  # in the targets of a case: stands for the case's ignore_index
 ALL, NAN = ..., float("nan")
 
 
 def reference(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition, on the whole logits."""
+    """The definition, on all logits at once."""
     kept = targets != ignore_index
     x = torch.where(kept.unsqueeze(-1), hidden @ weight.T, 0.0)
     return torch.where(kept, target_logits(x, targets), 0.0), torch.where(kept, x.logsumexp(-1), 0.0)
@@ -55,7 +55,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 
 def refuse_memory(op: str, args: Mapping[str, Any], dims: Dims) -> None:
-    """What `refuse` of `op` refuses: a budget that holds nothing."""
+    """Raise if the memory budget of `op` is not positive."""
     if args["memory"] is not None and args["memory"] < 1:
         raise ArgumentError(
             f"{op}: memory is {args['memory']} bytes, and the logits of a chunk need at least one",
@@ -64,13 +64,13 @@ def refuse_memory(op: str, args: Mapping[str, Any], dims: Dims) -> None:
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """One GEMM; hidden and weight are read once, and a token has a target and two results."""
+    """One GEMM; hidden and weight are read once, and each token has a target and two results."""
     M, D, V = dims["M"], dims["D"], dims["V"]
     return Cost(flops=2 * M * D * V, bytes=(M * D + V * D) * itemsize + 16 * M)
 
 
 def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """Three GEMMs, the first to have the logits again; hidden and weight are read, their gradients written."""
+    """Three GEMMs, the first recomputes the logits; hidden and weight are read, their gradients are written."""
     M, D, V = dims["M"], dims["D"], dims["V"]
     return Cost(flops=6 * M * D * V, bytes=2 * (M * D + V * D) * itemsize + 20 * M)
 
@@ -122,9 +122,9 @@ SPEC = OpSpec(
     cost_backward=cost_backward,
     grads=("hidden", "weight"),
     saves=("hidden", "weight", "targets", "lse"),
-    # 16-bit gradients of the logits are rounded before two GEMMs. An operand off by at most half a spacing, and
-    # independently so, puts a product off by 0.2 spacings of its rms (one sigma); among 10^5 results the worst is
-    # near 5 sigma, 1.0, and the result's own rounding adds 0.5. Measured in fp16: up to 1.3.
+    # 16-bit gradients of the logits are rounded before two GEMMs. If each operand has an independent error of at most
+    # half a spacing, a product has an error of 0.2 spacings of its rms (one sigma); the worst of 10^5 results is near
+    # 5 sigma, 1.0, and the result's own rounding adds 0.5. Measured in fp16: up to 1.3.
     ulps=2,
     nonempty=("D", "V"),
     independent=("M",),

@@ -1,9 +1,9 @@
-"""The chunked head on Triton: cuBLAS makes the logits, one kernel reads them, one turns them into their gradient.
+"""The chunked head on Triton: cuBLAS computes the logits, one kernel reads them, one replaces them by their gradient.
 
-The GEMMs are the cost: 6 ms each at 4096 x 4096 x 128,256 on an H200 against 0.5 ms to read 2.1 GB of fp32 logits
+The GEMMs are the cost: 6 ms each at 4096 x 4096 x 128,256 on an H200, against 0.5 ms to read 2.1 GB of fp32 logits
 and 0.8 ms to read them and write 1.05 GB of gradient. `score` is cross_entropy's forward without the loss. `slope`
-writes the gradient in the inputs' dtype over the logits: 16-bit values of a row go into the first half of that row's
-own fp32 memory, so a [m, V] tensor with twice the row stride is what the two GEMMs read, and there is no second buffer.
+writes the gradient in the inputs' dtype over the logits: the 16-bit values of a row go to the first half of that row's
+fp32 memory. The two GEMMs read a [m, V] tensor with twice the row stride, and there is no second buffer.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from bagu.ops.signature import accumulator
 
 __all__ = ["KERNELS", "TUNABLE", "backward", "forward"]
 
-TUNABLE = {"backward": {"block": (1024, 4096, 8192), "num_warps": (4, 8)}}  # tests run each point
+TUNABLE = {"backward": {"block": (1024, 4096, 8192), "num_warps": (4, 8)}}  # the tests run every combination
 ALIGN = 16  # row lengths of the logits' memory are a multiple of this, so that loads are 128 bits wide
-PAD = 64  # and an odd vocabulary is filled up to a multiple of this: a GEMM of 50,257 columns has no fast kernel
+PAD = 64  # an odd vocabulary is padded to a multiple of this: a GEMM of 50,257 columns has no fast kernel
 
 
 @triton.jit
@@ -36,11 +36,11 @@ def _slope(
 ):  # fmt: skip
     """y = dlse * exp(x - lse) + dt at the target, in the memory of x; one program owns a row and reads it upwards.
 
-    No store lands on a logit that is still to be read. Let a block be B words of 4 bytes in x and 2 in y. Block b is
+    No store overwrites a logit that is still to be read. Let a block be B words of 4 bytes in x and 2 in y. Block b is
     read from bytes [4bB, 4(b+1)B) of the row and written to [2bB, 2(b+1)B). For b > 0 that ends at or before 4bB, so
     it covers only blocks read earlier; for b = 0 it covers the block itself. The barrier makes every thread's loads
     of blocks 0 to b come before any thread's stores of block b. Loads may run ahead (a pipelined loop does that):
-    they read past 4bB, where no store of block b or before can be.
+    they read past 4bB, and no store of block b or an earlier one writes there.
     """
     m = tl.program_id(0)
     target = tl.load(t_ptr + m)
@@ -59,7 +59,7 @@ def _slope(
 
 
 def _pad(weight: torch.Tensor) -> torch.Tensor:
-    """The weight with rows of zeros up to a multiple of PAD, where its number of rows is no multiple of 8."""
+    """The weight with rows of zeros up to a multiple of PAD, if its number of rows is not a multiple of 8."""
     V = weight.shape[0]
     return weight if V % 8 == 0 else torch.nn.functional.pad(weight, (0, 0, 0, -V % PAD))
 
@@ -85,7 +85,7 @@ def _overwrite(
     logits: torch.Tensor, targets: torch.Tensor, lse: torch.Tensor, dtarget_logit: torch.Tensor, dlse: torch.Tensor,
     ignore_index: int, dtype: torch.dtype, *, block: int | None = None, num_warps: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The gradient of `logits` in `dtype` and zeros in what rows are padded with, in the logits' own memory."""
+    """The gradient of `logits` in `dtype`, and zeros in the padding of the rows, in the logits' own memory."""
     (M, V), width = logits.shape, logits.stride(0)
     memory = logits.as_strided((M, width), (width, 1))
     dlogits = memory.view(dtype)

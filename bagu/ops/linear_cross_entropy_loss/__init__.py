@@ -1,4 +1,4 @@
-"""The loss of a linear head with its gradients made in the same pass. What it means and costs is in spec.py."""
+"""The loss of a linear head, with its gradients computed in the same pass. spec.py has the definition and the cost."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def linear_cross_entropy_loss(
     *,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(loss, target_logit, lse): one scalar to call backward on, and two per-token constants for `token_losses`.
+    """Return (loss, target_logit, lse): a scalar to call backward on, and two per-token constants for `token_losses`.
 
-    loss = sum of token_weights * (lse - target_logit + z_loss * lse²), so put what is known into the weights (1 / the
-    number of tokens, an advantage). They get no gradient. `memory`: see `linear_cross_entropy`.
+    loss = sum of token_weights * (lse - target_logit + z_loss * lse²). Put known factors into the weights (1 / the
+    number of tokens, an advantage). The weights get no gradient. `memory`: see `linear_cross_entropy`.
     """
     wants = [torch.is_grad_enabled() and isinstance(t, torch.Tensor) and t.requires_grad for t in (hidden, weight)]
     return call(

@@ -1,7 +1,7 @@
 """Loss and gradients of a head in one pass over the tokens, shared by both backends.
 
-A chunk's logits are made once, read (`score`) and turned into their gradient (`slope`), which the token weights make
-known already in the forward. The backward is left with a product by the incoming scalar.
+A chunk's logits are computed once, read (`score`) and replaced by their gradient (`slope`). The token weights are
+known in the forward, and so is this gradient. The backward only multiplies by the incoming scalar.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def forward(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
     z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool, kernels: Kernels,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """loss, target_logit, lse, d loss / d hidden, d loss / d weight; a gradient that is not asked for is empty."""
+    """loss, target_logit, lse, d loss / d hidden, d loss / d weight; a gradient that is not requested is empty."""
     h, w, t, spans = operands(hidden, weight, targets, memory, kernels)
     V, acc = weight.shape[0], accumulator(hidden.dtype)
     weights = token_weights.reshape(-1).to(acc)
@@ -37,10 +37,10 @@ def forward(
         else:
             target_logit, lse = kernels.score(logits, words, ignore_index)
         scores.append((target_logit, lse))
-        del logits  # before the next chunk's are made, or there would be two
+        del logits  # before the next chunk's logits are computed, or two would exist
     target_logit, lse = (joined([s[i] for s in scores], t.shape, hidden, acc) for i in (0, 1))
     losses = weights * token_losses(target_logit, lse, z_loss).loss
-    loss = torch.where(t != ignore_index, losses, 0.0).sum()  # an ignored token's weight may be anything
+    loss = torch.where(t != ignore_index, losses, 0.0).sum()  # an ignored token may have any weight, also NaN
     absent = hidden.new_empty(0)
     return (
         loss,
@@ -52,7 +52,7 @@ def forward(
 
 
 def check_made(needs: Mapping[str, bool], *, grad_hidden: bool, grad_weight: bool) -> None:
-    """A gradient that is wanted now must have been asked for in the forward."""
+    """Raise if a gradient is needed now that the forward did not compute."""
     for name, made in (("hidden", grad_hidden), ("weight", grad_weight)):
         if needs[name] and not made:
             raise ArgumentError(

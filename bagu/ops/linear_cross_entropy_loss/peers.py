@@ -1,4 +1,4 @@
-"""The same work by other means, for the benchmark. Results that a peer does not give are empty."""
+"""Other implementations, for the benchmark. Results that an implementation does not return are empty."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def eager(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
     z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
 ) -> Results:  # fmt: skip
-    """What a PyTorch user writes: all logits in fp32, F.cross_entropy, a weighted sum."""
+    """The usual PyTorch code: all logits in fp32, F.cross_entropy, a weighted sum."""
     logits, t = (hidden @ weight.T).flatten(0, -2).float(), targets.flatten()
     losses = F.cross_entropy(logits, t, ignore_index=ignore_index, reduction="none")
     if z_loss:
@@ -24,7 +24,7 @@ def liger(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
     z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
 ) -> Results:  # fmt: skip
-    """Liger's fused head. It has no token weights: all tokens count equally, as in the bench cases."""
+    """Liger's fused head. It has no token weights: all tokens have equal weight, as in the bench cases."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     loss = liger_fused_linear_cross_entropy(
@@ -37,7 +37,7 @@ def three_gemms(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
     z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
 ) -> None:  # fmt: skip
-    """A yardstick: the three products of forward and backward, and nothing else."""
+    """A baseline: only the three products of forward and backward."""
     with torch.no_grad():
         h = hidden.flatten(0, -2)
         logits = h @ weight.T

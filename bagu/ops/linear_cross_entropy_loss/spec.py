@@ -1,12 +1,12 @@
-"""The loss of a linear head over all tokens, its gradients made in the same pass as its value.
+"""The loss of a linear head over all tokens, with its gradients computed in the same pass.
 
     x = hidden @ weight.T        lse[m] = log(sum_v exp(x[m, v]))
     loss = sum_m token_weights[m] * (lse[m] - x[m, t[m]] + z_loss * lse[m]^2)        over the m that are not ignored
 
-Since the weights are known in the forward, so is the gradient of every logit: three GEMMs (x, dx @ weight,
-dx.T @ hidden) and no second x. `target_logit` and `lse` are as in linear_cross_entropy, but constants. The residuals
-are d loss / d hidden and d loss / d weight, each made only where `grad_hidden`, `grad_weight` ask for it; the
-backward multiplies them by the incoming scalar.
+The weights are known in the forward, and so is the gradient of every logit: there are three GEMMs (x, dx @ weight, dx.T
+@ hidden) and x is computed once. `target_logit` and `lse` are as in linear_cross_entropy, but constants. The residuals
+are d loss / d hidden and d loss / d weight, computed only if `grad_hidden` and `grad_weight` request them; the backward
+multiplies them by the incoming scalar.
 
 Dims: M = tokens, D = features, V = vocabulary; H, W = shapes of the residuals.
 """
@@ -30,7 +30,7 @@ def reference(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
     z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The definition, on the whole logits; autograd gives the gradients."""
+    """The definition, on all logits at once; autograd gives the gradients."""
     target_logit, lse = head.reference(hidden, weight, targets, ignore_index, memory)
     losses = token_losses(target_logit, lse, z_loss).loss
     counted = torch.where(targets != ignore_index, token_weights * losses, 0.0)
@@ -61,7 +61,7 @@ def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """Three GEMMs; hidden and weight are read once, their gradients written once."""
+    """Three GEMMs; hidden and weight are read once, their gradients are written once."""
     M, D, V = dims["M"], dims["D"], dims["V"]
     return Cost(flops=6 * M * D * V, bytes=2 * (M * D + V * D) * itemsize + 20 * M)
 
@@ -87,7 +87,7 @@ SPEC = OpSpec(
     saves=("hidden", "weight", "hidden_grad", "weight_grad"),
     constant=("target_logit", "lse"),
     derive=derive,
-    ulps=2,  # as in linear_cross_entropy; the product by the incoming scalar is one rounding more, 0.8 in all measured
+    ulps=2,  # as in linear_cross_entropy; the product with the incoming scalar adds one rounding, 0.8 measured in all
     nonempty=("D", "V"),
     independent=(),
     peers=True,

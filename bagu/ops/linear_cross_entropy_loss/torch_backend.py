@@ -1,4 +1,4 @@
-"""The one-pass loss in PyTorch: one autograd node, whose backward scales what its forward made."""
+"""The one-pass loss in PyTorch: one autograd node, whose backward scales the gradients of its forward."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class _Loss(torch.autograd.Function):
         results = one_pass.forward(*args)
         ctx.save_for_backward(*args[:2], *results[3:])
         ctx.mark_non_differentiable(*results[1:])
-        if not torch.compiler.is_compiling():  # a compiler drops what is not read
-            ctx.set_materialize_grads(False)  # or each backward fills as many zeros as the weight has
+        if not torch.compiler.is_compiling():  # the compiler removes unused tensors
+            ctx.set_materialize_grads(False)  # otherwise each backward fills a tensor of zeros as large as the weight
         ctx.made = args[-3:-1]
         return results
 
     @staticmethod
-    @eager.once_differentiable("linear_cross_entropy_loss")  # the gradients that the forward made are constants here
+    @eager.once_differentiable("linear_cross_entropy_loss")  # the gradients from the forward are constants here
     def backward(ctx: Any, *douts: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if douts[0] is None:
             return (None,) * len(ctx.needs_input_grad)
@@ -52,14 +52,14 @@ def forward(
     loss, *rest = _Loss.apply(
         hidden, weight, targets, token_weights, ignore_index, z_loss, memory, grad_hidden, grad_weight, KERNELS
     )
-    return loss, *(r.detach() for r in rest)  # under torch 2.11, compiled, mark_non_differentiable alone is not enough
+    return loss, *(r.detach() for r in rest)  # with torch 2.11, compiled, mark_non_differentiable alone is not enough
 
 
 def invariant_forward(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
     z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
 ) -> Results:  # fmt: skip
-    """Each token's logit and lse keep the promise; the loss is a sum over the batch."""
+    """Each token's logit and lse are batch-invariant; the loss is a sum over the batch."""
     loss, *rest = _Loss.apply(
         hidden, weight, targets, token_weights, ignore_index, z_loss, memory, grad_hidden, grad_weight, INVARIANT
     )

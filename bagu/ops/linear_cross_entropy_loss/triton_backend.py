@@ -1,7 +1,7 @@
 """The one-pass loss on Triton: the head's kernels between three GEMMs, and a kernel that scales a gradient.
 
-At 4096 x 4096 x 128,256 in bf16 dweight is 1.05 GB, so scaling it into a new tensor moves 2.1 GB: 0.5 ms beside
-17 ms of GEMMs. It could be scaled where it is, but a custom op may neither change nor return its inputs, and a second
+At 4096 x 4096 x 128,256 in bf16, dweight has 1.05 GB, so scaling it into a new tensor moves 2.1 GB: 0.5 ms beside
+17 ms of GEMMs. It is not scaled in place: a custom op may neither change nor return its inputs, and a second
 backward over a retained graph would scale it twice.
 """
 
@@ -21,7 +21,7 @@ from bagu.ops.linear_cross_entropy_loss import one_pass
 
 __all__ = ["TUNABLE", "backward", "forward"]
 
-TUNABLE = {"backward": {"block": (2048, 4096), "num_warps": (4, 8)}}  # tests run each point
+TUNABLE = {"backward": {"block": (2048, 4096), "num_warps": (4, 8)}}  # the tests run every combination
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _scale(x_ptr, g_ptr, y_ptr, N, blocks, BLOCK: tl.constexpr, ACC: tl.constexp
 
 
 def _scaled(x: torch.Tensor, factor: torch.Tensor, block: int | None, num_warps: int | None) -> torch.Tensor:
-    """x * factor, x being contiguous; a few programs per multiprocessor share the blocks."""
+    """x * factor for a contiguous x; a few programs per multiprocessor share the blocks."""
     y, block = torch.empty_like(x), block or 4096
     blocks = triton.cdiv(x.numel(), block)
     if blocks:

@@ -2,8 +2,8 @@
 
     y[m, n] = sum_k x[m, k] * w[n, k] + bias[n]
 
-The sum is kept in fp32 (fp64 for fp64) and rounded once, bias included. The weight is [out, in], as checkpoints hold
-it. Dims: M = rows (tokens), K = input features, N = output features.
+The sum is accumulated in fp32 (fp64 for fp64) and rounded once, after the bias is added. The weight is [out, in], as in
+checkpoints. Dims: M = rows (tokens), K = input features, N = output features.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bagu.ops.matmul import torch_backend
 def reference(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The definition. The harness runs it in fp64, and its autograd gives the true gradients.
 
-    In fp32 it is what fp32 costs a product of matrices: `sum` adds in pairs, and is more exact than any GEMM.
+    It is a matrix product so that its fp32 error is that of a GEMM: `sum` adds pairwise and is more exact than any GEMM.
     """
     y = x @ w.mT
     return y if bias is None else y + bias

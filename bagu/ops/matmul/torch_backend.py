@@ -1,7 +1,7 @@
-"""A linear layer in PyTorch. `F.linear` is one node that the compiler, DTensor and FLOP counters know.
+"""A linear layer in PyTorch. `F.linear` is one node that the compiler, DTensor and FLOP counters support.
 
-bf16 on a CPU without bf16 units is widened to fp32 and rounded once, as the definition says: torch's own fallback is a
-naive loop, 300 times as slow at 512 x 576 x 1536 on a Neoverse-N1, and prints a C++ stack trace.
+On a CPU without bf16 units, bf16 is widened to fp32 and rounded once, as in the definition: torch's fallback is a
+naive loop, 300 times as slow at 512 x 576 x 1536 on a Neoverse-N1, and it prints a C++ stack trace.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ cpu_has_bf16 = constant(onednn_has_bf16)
 
 
 def widens(x: torch.Tensor) -> bool:
-    """Whether products of x are computed in fp32 because the CPU has none in its dtype."""
+    """Whether products of x are computed in fp32 because the CPU has no products in x's dtype."""
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not cpu_has_bf16()
 
 

@@ -1,4 +1,4 @@
-"""Attention over a paged cache. What it means and costs is in spec.py."""
+"""Attention over a paged cache. spec.py has the definition and the cost."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ def paged_attention(
     bias: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out[T, H, E], lse[T, H]) of the new tokens q[T, H, D] over k_cache[N, B, G, D] and v_cache[N, B, G, E]; causal.
+    """Return (out[T, H, E], lse[T, H]) of the new tokens q[T, H, D] over k_cache[N, B, G, D] and v_cache[N, B, G, E];
+    causal.
 
     The tokens cu_seqlens[s] … cu_seqlens[s + 1] are the last ones of sequence s, which has `context_lens[s]` tokens in
-    all, the new ones (already written) included. Place j of a sequence is row j % B of block block_tables[s, j // B];
-    table entries outside what its queries see are not read. `max_len` bounds the new tokens of a sequence and
-    `max_context` its length: host numbers, so that nothing is read back. The rest is as in `attention`. No gradients.
+    all, including the new ones (which are already written). Position j of a sequence is row j % B of block
+    block_tables[s, j // B]; table entries that its queries do not attend to are not read. `max_len` is an upper bound
+    for the new tokens of a sequence and `max_context` for its length: they are host numbers, so that nothing is copied
+    from the device. The other arguments are as in `attention`. There are no gradients.
     """
     return call(
         SPEC, backend, q=q, k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, cu_seqlens=cu_seqlens,

@@ -1,4 +1,4 @@
-"""Paged attention of decodes on a CPU by decode.cpp: keys and values are read once, where they lie in the pool."""
+"""Paged attention of decodes on a CPU by decode.cpp: keys and values are read once, in place in the pool."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Call(ctypes.Structure):
 
 
 def fits(q: torch.Tensor, pages: Pages) -> bool:
-    """Whether the kernel has this dtype and these strides, and can be compiled here."""
+    """Whether the kernel supports this dtype and these strides, and can be compiled on this machine."""
     pools = (pages.k, pages.v)
     dense = all(p.stride(3) == 1 and p.stride(0) == p.shape[1] * p.stride(1) and not p.is_neg() for p in pools)
     return q.dtype in NAMES and dense and native.library(SOURCE) is not None

@@ -1,20 +1,20 @@
-"""Paged attention on a CPU: all decodes in one go, prefills one sequence after another.
+"""Paged attention on a CPU: all decodes together, prefills one sequence at a time.
 
-Decodes are compiled.py's where there is a C++ compiler; what follows is for where there is none, and for slopes, biases
+With a C++ compiler, compiled.py runs the decodes. The code below is for machines without one, and for slopes, biases
 and fp16.
 
-A decode reads each key and value once and computes next to nothing, so a copy of them to a contiguous place costs more
-than the attention. Two kernels read rows of the pool where they lie: `sampled_addmm` gives q . k for a list of rows,
-and `embedding_bag` a weighted sum of rows. One core, fp32, 32 sequences, 4 heads of 64, us a layer of
-the kernels alone (lists of rows, softmax and the call are 200 to 300 more, on a machine with other work):
+A decode reads each key and value once and does very little arithmetic, so copying them to contiguous memory costs more
+than the attention. Two kernels read rows of the pool in place: `sampled_addmm` computes q . k for a list of rows,
+and `embedding_bag` a weighted sum of rows. One core, fp32, 32 sequences, 4 heads of 64, us per layer of
+the kernels alone (lists of rows, softmax and the call add 200 to 300, on a machine with other load):
 
     tokens of each     contiguous SDPA    gathered, then SDPA    in place
     64                 212                590                    256
     128                575                1397                   655
     192                1061               2239                   1026
 
-16-bit pools are gathered, since `sampled_addmm` has no 16 bits; so are pools whose key heads serve many query heads:
-in place each of these would read the keys for itself.
+16-bit pools are gathered, because `sampled_addmm` does not support 16 bits. Pools whose key heads are shared by many
+query heads are gathered too: in place, each query head would read the keys separately.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from bagu.ops.signature import accumulator
 
 __all__ = ["check", "forward"]
 
-IN_PLACE = 4  # query heads of a key head, up to which decodes read the pool in place
-FEW = 3  # sequences, up to which a decode is one call for each: making the lists of rows costs as much as three
+IN_PLACE = 4  # most query heads per key head for which decodes read the pool in place
+FEW = 3  # up to this many sequences, one call per sequence: building the lists of rows costs as much as three
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -48,7 +48,7 @@ def forward(shape: Shape, scale: float, q: torch.Tensor, pages: Pages, cu_seqlen
     few = 0 if _compiled(shape, q, pages) else FEW
     offsets, lengths = cu_seqlens.tolist(), pages.lengths.tolist()
     check(offsets, lengths, T, max_len, pages.longest)
-    if max_len == 1 and T == S > few:  # S sequences of at most one token make T: every one has one
+    if max_len == 1 and T == S > few:  # S sequences of at most one token have T = S tokens: every sequence has one
         return _decode(shape, scale, q, pages)
     if S == 1 and T:
         return _one(shape, scale, q, pages, 0, lengths[0])
@@ -70,7 +70,7 @@ def _compiled(shape: Shape, q: torch.Tensor, pages: Pages) -> bool:
 
 
 def check(offsets: list[int], lengths: list[int], T: int, max_len: int, max_context: int) -> None:
-    """The numbers are at hand here, so wrong ones are refused; other devices trust the host that built the plan."""
+    """Raise for wrong offsets or lengths. On a CPU the values can be read; other devices trust the host's plan."""
     new = [b - a for a, b in pairwise(offsets)]
     rising = offsets[0] == 0 and offsets[-1] == T and all(0 <= n <= max_len for n in new)
     if not rising or any(not n <= c <= max_context for n, c in zip(new, lengths, strict=True)):
@@ -100,7 +100,7 @@ def _decode(shape: Shape, scale: float, q: torch.Tensor, pages: Pages) -> Pair:
 
 
 def _in_place(scale: float, q: torch.Tensor, pages: Pages, slots: torch.Tensor, added: torch.Tensor) -> Pair:
-    """The scores are a sparse matrix: a row for each sequence and head, a column for each row of the pool."""
+    """The scores are a sparse matrix: one row per sequence and head, one column per row of the pool."""
     (S, H, D), G, C = q.shape, pages.k.shape[2], slots.shape[1]
     _suppress_beta_warning()
     rows = pages.k.numel() // D
@@ -111,7 +111,7 @@ def _in_place(scale: float, q: torch.Tensor, pages: Pages, slots: torch.Tensor, 
     scores = torch.sparse.sampled_addmm(start, q.reshape(S * H, D), pages.k.view(rows, D).T, alpha=scale)
     s = scores.values().view(S * H, C)
     p = s.softmax(-1)
-    # The softmax at the largest score is exp(0) / sum, so that lse = max - log(softmax there): no second exp of all.
+    # The softmax at the largest score is exp(0) / sum, so lse = max - log(softmax there), without a second exp.
     lse = s.amax(-1) - p.amax(-1).log()
     out = torch.embedding_bag(pages.v.view(rows, -1), at, begins[:-1], False, 0, False, p.flatten())[0]
     return out.view(S, H, -1), lse.view(S, H)
@@ -119,7 +119,7 @@ def _in_place(scale: float, q: torch.Tensor, pages: Pages, slots: torch.Tensor, 
 
 @cache
 def _suppress_beta_warning() -> None:
-    """Trigger and suppress the warning that CSR tensors are in beta, which PyTorch gives once per process."""
+    """Trigger and suppress the warning that CSR tensors are in beta, which PyTorch issues once per process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_csr_tensor([0, 0], [], [], (1, 1))
@@ -131,8 +131,8 @@ def _one(shape: Shape, scale: float, q: torch.Tensor, pages: Pages, s: int, leng
     begin = 0 if shape.window is None else max(0, length - L - shape.window + 1)
     k, v = (x.unsqueeze(0) for x in pages.of(s, begin, length))
     q = q.unsqueeze(0)
-    seen = L == 1 and shape.slopes is None and shape.bias is None  # a last token, by what was read for it alone
-    if seen or (length == L and shape.plain):  # the kernel's own mask knows no past
+    seen = L == 1 and shape.slopes is None and shape.bias is None  # it attends to every key that was read
+    if seen or (length == L and shape.plain):  # the kernel's causal mask does not support past tokens
         out, lse = flash.forward(scale, q, k, v, None, causal=not seen)
         return out.squeeze(0)[..., :E], lse.squeeze(0)
     found = [

@@ -1,13 +1,14 @@
-"""Paged attention on a GPU by the kernel that ships with PyTorch, until bagu's own is there. Nothing is read back.
+"""Paged attention on a GPU with PyTorch's FlashAttention-2, until bagu has its own kernel. Nothing is copied to the
+host.
 
-FlashAttention-2 as PyTorch has it knows no block tables, but it reads a sequence's keys from any place: it takes where
-each begins and how many there are.
+PyTorch's FlashAttention-2 does not support block tables, but it reads a sequence's keys from any position: it takes the
+start and the number of keys of each sequence.
 
-    decodes, large blocks    a block is a sequence of its own, read where it lies in the pool, and the parts are put
-                             together by their logsumexps (https://crfm.stanford.edu/2023/10/12/flashdecoding.html)
-    all else                 the blocks in use are gathered first, so each key is read twice and written once
+    decodes, large blocks    each block is passed as a sequence, read in place in the pool, and the partial results are
+                             combined by their logsumexps (https://crfm.stanford.edu/2023/10/12/flashdecoding.html)
+    all other cases          the blocks in use are gathered first, so each key is read twice and written once
 
-Its causal mask is aligned at the last token, which is this op's.
+The kernel's causal mask is aligned at the last token, as this op's is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bagu.ops.paged_attention.pages import Pages
 
 __all__ = ["forward"]
 
-LARGE = 128  # places of a block from which a part of its own pays: the kernel takes 64 or 128 keys at a time
+LARGE = 128  # positions per block from which a separate part pays off: the kernel processes 64 or 128 keys at a time
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -36,7 +37,7 @@ def forward(shape: Shape, scale: float, q: torch.Tensor, pages: Pages, cu_seqlen
 
 
 def _in_place(shape: Shape, scale: float, q: torch.Tensor, pages: Pages) -> Pair:
-    """One query a sequence, and P blocks of it as P sequences: P partial results a query."""
+    """One query per sequence, whose P blocks are passed as P sequences: P partial results per query."""
     (S, H, D), B = q.shape, pages.k.shape[1]
     P = -(-pages.longest // B)
     lengths = pages.lengths.unsqueeze(1)
@@ -60,17 +61,17 @@ def _in_place(shape: Shape, scale: float, q: torch.Tensor, pages: Pages) -> Pair
 def _gathered(
     shape: Shape, scale: float, q: torch.Tensor, pages: Pages, cu_seqlens: torch.Tensor, max_len: int
 ) -> Pair:
-    """The kernel wants q, k and v of one width, a multiple of 8: zeros fill it up."""
+    """The kernel requires q, k and v of the same head dim, a multiple of 8: pad with zeros."""
     E, wide = pages.v.shape[-1], -(-max(q.shape[-1], pages.v.shape[-1]) // 8) * 8
     B, S = pages.k.shape[1], pages.tables.shape[0]
     P = -(-pages.longest // B)
     used = torch.arange(0, P * B, B, device=q.device) < pages.lengths.unsqueeze(1)
-    blocks = pages.tables[:, :P].masked_fill(~used, 0).flatten()  # an entry past the end may be anything
+    blocks = pages.tables[:, :P].masked_fill(~used, 0).flatten()  # an entry past the end may have any value
     k, v = (_fill(x.index_select(0, blocks).flatten(0, 1), wide) for x in (pages.k, pages.v))  # [S * P * B, G, wide]
     begins = torch.arange(0, (S + 1) * P * B, P * B, device=q.device, dtype=torch.int32)
-    side = None if shape.window is None else shape.window - 1  # the kernel counts keys beside the query's own
+    side = None if shape.window is None else shape.window - 1  # the kernel does not count the query's own key
     if max_len == 1 and q.shape[0] != S:
-        max_len = 2  # for decodes it folds the heads of a group into rows, and takes it that every sequence has a token
+        max_len = 2  # for decodes it folds the heads of a group into rows, and assumes that every sequence has a token
     out, lse = torch.ops.aten._flash_attention_forward(
         _fill(q, wide), k, v, cu_seqlens.contiguous(), begins, max_len, P * B, 0.0, True, False, scale=scale,
         window_size_left=side, window_size_right=None if side is None else 0, seqused_k=pages.lengths.contiguous(),

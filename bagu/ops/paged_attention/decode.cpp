@@ -1,11 +1,11 @@
-// The op for one new token a sequence: decode.h over sequences and, where these are few, over key heads.
+// The op for one new token per sequence: decode.h over sequences and, if there are few sequences, over key heads.
 
 #include "ops/paged_attention/decode.h"
 
 namespace bagu {
 
 struct Call {
-    int64_t S, H, G, D, E, B, columns, window, threads;  // columns of the block tables; window 0: none
+    int64_t S, H, G, D, E, B, columns, window, threads;  // columns of the block tables; window 0: no window
     int64_t k_place, k_head, v_place, v_head;            // strides of the pools
     float scale;
     const void* q;  // [S, H, D]

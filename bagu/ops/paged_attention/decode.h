@@ -1,11 +1,11 @@
 // Attention of one new token over the pages of its sequence: one pass over keys and values with an online softmax
-// (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867), read where they lie in the pool.
+// (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867), read in place in the pool.
 //
-// A decode reads every key and value once and computes next to nothing with them, so the order of reading is what
-// counts: a place of the pool holds all key heads of a token side by side, and all of them are read before the next
-// place. The queries of a group share the load of their key.
+// A decode reads every key and value once and does very little arithmetic, so the order of the reads matters: a slot of
+// the pool holds all key heads of a token contiguously, and all of them are read before the next slot. The queries of a
+// group share the load of their key.
 //
-// Dims: H = heads, G = key heads, n = H / G, D = features of a key, E = features of a value, B = places of a block.
+// Dims: H = heads, G = key heads, n = H / G, D = features of a key, E = features of a value, B = positions per block.
 #pragma once
 
 #include <vector>
@@ -17,7 +17,7 @@ namespace bagu {
 template <class T>
 struct Pool {
     T* base;
-    int64_t place, head;  // strides, in numbers; the last dim is dense
+    int64_t place, head;  // strides, in elements; the last dim is contiguous
 
     T* at(int64_t slot, int64_t g) const { return base + slot * place + g * head; }
 };
@@ -31,15 +31,15 @@ struct Pages {
     int64_t slot(int64_t place) const { return int64_t(table[place / B]) * B + place % B; }
 };
 
-// Where the work of one token is kept. One for each thread.
+// Scratch memory for the work on one token. Each thread has its own.
 struct Scratch {
     std::vector<float> scores, largest, total, keep;
 };
 
-constexpr int TILE = 32;  // keys of a tile: their scores are softened and used at once
-constexpr int KEYS = 4;   // keys that are read side by side, so that sums are independent of each other
+constexpr int TILE = 32;  // keys per tile: the softmax of their scores is computed and used at once
+constexpr int KEYS = 4;   // keys that are read together, so that their sums are independent
 
-// The number of vectors of a row: FIXED where it is known when compiling, else whatever fits, and a rest.
+// The number of vectors of a row: FIXED if it is known at compile time, else as many as fit, and a remainder.
 template <int FIXED>
 inline int64_t whole(int64_t width) {
     return FIXED ? FIXED : width / W;
@@ -77,8 +77,8 @@ inline void add(float* out, float keep, const float* p, const T* const* v, int64
     }
 }
 
-// Scores to weights in place, `count` of them, a multiple of W (-inf where there is no key); returns what the sums so
-// far are to be multiplied with, since the largest score may be a new one.
+// Scores to weights in place, `count` of them, a multiple of W (-inf where there is no key). Returns the factor for the
+// previous sums, because the largest score may be new.
 inline float soften(float* scores, int64_t count, float& largest, float& total) {
     float most = largest;
     for (int64_t j = 0; j < count; j++) most = scores[j] > most ? scores[j] : most;
@@ -107,7 +107,7 @@ void attend(const Pages<T>& pages, const float* q, float* out, int64_t n, int64_
     std::memset(out, 0, sizeof(float) * heads * E);
     for (int64_t at = begin; at < end; at += TILE) {
         int64_t count = end - at < TILE ? end - at : TILE;
-        int64_t slots[TILE];  // past the end: a place that is seen, whose weight will be 0
+        int64_t slots[TILE];  // past the end: a position that is attended to, with weight 0
         for (int64_t j = 0; j < TILE; j++) slots[j] = pages.slot(at + (j < count ? j : 0));
         for (int64_t j = 0; j < count; j += KEYS)
             for (int64_t g = first; g < last; g++) {
@@ -135,7 +135,7 @@ void attend(const Pages<T>& pages, const float* q, float* out, int64_t n, int64_
     }
 }
 
-// The same, by the code for the usual widths where it is one.
+// The same, with specialized code for the usual widths.
 template <class T, class... Rest>
 void attend_any(const Pages<T>& pages, const float* q, float* out, int64_t n, int64_t D, int64_t E, Rest&&... rest) {
     if (D == E && D == 64)

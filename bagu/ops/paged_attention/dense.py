@@ -1,7 +1,7 @@
-"""Paged attention with all scores in memory: ordinary PyTorch on any device, with nothing read back.
+"""Paged attention with all scores in memory: ordinary PyTorch on any device, without copies to the host.
 
-Queries are laid out as [S, L, …] and keys as [S, C, …], L and C being the host's bounds. It costs S * H * L * C
-numbers, which is what a plan with one long prefill and many decodes should not meet.
+Queries are laid out as [S, L, …] and keys as [S, C, …], where L and C are the host's bounds. It needs S * H * L * C
+numbers, so avoid it for a plan with one long prefill and many decodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["empty", "forward"]
 
 
 def empty(q: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse to be filled in."""
+    """Uninitialised out and lse."""
     T, H, _ = q.shape
     return q.new_empty(T, H, v_cache.shape[-1]), q.new_empty(T, H, dtype=accumulator(q.dtype))
 
@@ -28,7 +28,7 @@ def forward(
     B, lengths, device = pages.k.shape[1], pages.lengths.long(), q.device
     token, begins = torch.arange(T, device=device), cu_seqlens[:-1].long()
     owner = segment_of(cu_seqlens, T)
-    turn = token - begins[owner]  # of a token among the new ones of its sequence
+    turn = token - begins[owner]  # index of a token among the new tokens of its sequence
     rows = (begins.unsqueeze(1) + torch.arange(max_len, device=device)).clamp(max=T - 1)  # [S, L]
     queries = q.to(acc)[rows].transpose(1, 2)  # [S, H, L, D]
 

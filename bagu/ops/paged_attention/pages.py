@@ -1,8 +1,8 @@
-"""Where the tokens of a sequence lie in the pool.
+"""Where the tokens of a sequence are in the pool.
 
-A pool is k[N, B, G, D] and v[N, B, G, E]; its N * B places, counted through, are slots. What lies past the end of a
-sequence in its last block is whatever the block's last owner left there, NaN perhaps: a weight of 0 does not hide that
-(0 * NaN is NaN), so those places are never multiplied with. They are replaced by a place that is in use.
+A pool is k[N, B, G, D] and v[N, B, G, E]; its N * B positions, numbered consecutively, are slots. The positions of the
+last block past the end of a sequence hold whatever the block's last owner wrote, possibly NaN. A weight of 0 does not
+hide a NaN (0 * NaN is NaN), so those positions are never used in a product: they are replaced by a position in use.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ class Pages:
 
     @property
     def latent(self) -> bool:
-        """Values are the first features of the keys (MLA): one read gives both."""
+        """Whether the values are the first features of the keys (MLA): one read gives both."""
         return self.v.data_ptr() == self.k.data_ptr() and self.v.stride() == self.k.stride()
 
     def last(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the last token of each sequence sees: (slots[S, C] int64, distance[S, C] to it, 0 or below).
+        """The keys that the last token of each sequence attends to: (slots[S, C] int64, distance[S, C] to it, 0 or
+        below).
 
-        C is the longest sequence's number of keys. Columns past a sequence's end have a positive distance, and the slot
-        of a key it sees.
+        C is the largest number of keys of a sequence. Columns past a sequence's end have a positive distance, and the
+        slot of a key that the token attends to.
         """
         B, device = self.k.shape[1], self.k.device
         lengths = self.lengths.unsqueeze(1)
-        if window is not None and window < self.longest:  # columns begin where the window does
+        if window is not None and window < self.longest:  # columns begin at the window's start
             place = torch.arange(window, device=device) + (lengths - window).clamp(min=0)
             inside = torch.minimum(place, lengths - 1)
             return self.tables.gather(1, inside // B).long() * B + inside % B, place - (lengths - 1)
@@ -45,10 +46,12 @@ class Pages:
         return torch.where(distance <= 0, slots[:, : self.longest], slots[:, :1]), distance
 
     def of(self, s: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """k[C, G, D] and v[C, G, E] of places begin … end of sequence s on a CPU; views where blocks are in a row.
+        """k[C, G, D] and v[C, G, E] of positions begin … end of sequence s on a CPU; views if its blocks are
+        consecutive.
 
-        They often are: a pool hands out its blocks in order, and a prompt takes its own at once. Otherwise whole blocks
-        are copied, in half the time of their rows (2112 places of 4 heads of 64: 75 us, against 136).
+        Blocks are often consecutive: a pool allocates its blocks in order, and a prompt allocates all of its blocks at
+        once. Otherwise whole blocks are copied, in half the time of single rows (2112 positions of 4 heads of 64: 75
+        us, against 136).
         """
         B = self.k.shape[1]
         first = begin // B

@@ -1,16 +1,16 @@
-"""Attention over a paged cache: each new token's mix of the values of its sequence, which lie in blocks anywhere.
+"""Attention over a paged cache: each new token attends to the keys and values of its sequence, stored in any blocks.
 
-    place j of sequence s    k = k_cache[block_tables[s, j // B], j % B], v likewise
+    position j of sequence s    k = k_cache[block_tables[s, j // B], j % B], v from v_cache in the same way
     s[i, j] = scale * q[i] . k[j] - slope * (i - j) + bias[R - 1 + clamp(j - i, ±(R - 1))]
     lse[i]  = log(sum_j exp(s[i, j]))        out[i] = sum_j exp(s[i, j] - lse[i]) * v[j]
 
-for each head, over the places j <= i (with i - j < window if there is one) of the query's own sequence. The new tokens
-of sequence s are q[cu_seqlens[s] : cu_seqlens[s + 1]], and they are the last of its context_lens[s] places: one is a
-decode, all are a prefill, anything between is a chunk of one. What a table names past a sequence's end, or before a
-window, is not read, and what memory holds there does not matter. Heads, slopes, bias and lse are as in `attention`,
-which gives the same numbers for a sequence that is in one piece. There are no gradients.
+for each head, over the positions j <= i (with i - j < window if there is one) of the query's own sequence. The new
+tokens of sequence s are q[cu_seqlens[s] : cu_seqlens[s + 1]], and they are the last of its context_lens[s] positions:
+one new token is a decode, all tokens are a prefill, and anything between is a chunk of a prefill. Table entries past a
+sequence's end or before its window are not read, and the memory there may hold anything. Heads, slopes, bias and lse
+are as in `attention`, which gives the same numbers for a sequence in contiguous memory. There are no gradients.
 
-Dims: T = new tokens, H = query heads, G = key heads, D = features of a key, E = of a value, N = blocks, B = places of a
+Dims: T = new tokens, H = query heads, G = key heads, D = key dim, E = value dim, N = blocks, B = positions per
 block, S = sequences, S1 = S + 1, W = the table's width, P = 2R - 1.
 Paper: https://arxiv.org/abs/2309.06180 (PagedAttention)
 """
@@ -35,7 +35,7 @@ def reference(
     context_lens: torch.Tensor, slopes: torch.Tensor | None, bias: torch.Tensor | None, max_len: int, max_context: int,
     window: int | None, scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The definition, one sequence after another."""
+    """The definition, one sequence at a time."""
     B, per_group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     offsets, outs, lses = cu_seqlens.tolist(), [], []
@@ -64,7 +64,7 @@ def reference(
 
 
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
-    """`plan` has (past, new) of each sequence; or there are S of `past` and `new`."""
+    """`plan` has (past, new) of each sequence; without it there are S sequences of `past` and `new`."""
     plan = case.get("plan", ((case.get("past", 0), case.get("new", 1)),) * case.get("S", 1))
     H, D, B = case["H"], case["D"], case.get("B", 4)
     G, E = case.get("G", H), case.get("E", D)
@@ -81,7 +81,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         at += n
     q = streams.normal("q", sum(new for _, new in plan), H, D)
     k, v = streams.normal("k", count, B, G, D), streams.normal("v", count, B, G, E)
-    if "loud" in case.params:  # one constant is added to all scores, which leaves the weights unchanged
+    if "loud" in case.params:  # adds one constant to all scores, which leaves the weights unchanged
         q[..., 0], k[..., 0] = case["loud"], 2.0
     if case.get("dirty", False):
         used = torch.zeros(count, B, dtype=torch.bool)
@@ -109,7 +109,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
-    """What the signature cannot say: raises for a call that has no meaning."""
+    """Raise for arguments that are invalid in ways the signature cannot check."""
     T, H, G, S, longest = dims["T"], dims["H"], dims["G"], dims["S"], args["max_context"]
     if G == 0 or H % G:
         raise ArgumentError(
@@ -141,7 +141,7 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
 
 
 def check_values(args: Mapping[str, Any], dims: Dims) -> None:
-    """The offsets, and that the block table entries which queries see are blocks of the pool."""
+    """Check the offsets, and that the block table entries which queries attend to are blocks of the pool."""
     N, B, window = dims["N"], dims["B"], args["window"]
     offsets, contexts = args["cu_seqlens"].tolist(), args["context_lens"].tolist()
     cpu.check(offsets, contexts, dims["T"], args["max_len"], args["max_context"])
@@ -152,7 +152,7 @@ def check_values(args: Mapping[str, Any], dims: Dims) -> None:
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """Every sequence taken to be of max_context: two products a pair and head; its keys and values are read once."""
+    """Assumes that every sequence has max_context: two products per pair and head; keys and values are read once."""
     T, H, G, D, E, S, C = (dims[n] for n in ("T", "H", "G", "D", "E", "S", "max_context"))
     new = T / max(1, S)
     pairs = T * (C - new) + T * (new + 1) / 2
@@ -232,8 +232,8 @@ SPEC = OpSpec(
     cost=cost,
     refuse=refuse,
     check_values=check_values,
-    ulps=4,  # as for attention: fused kernels round the weights to 16 bits before their product with the values
-    ulps_of={"lse": 512},  # PyTorch's CPU kernel has a quick exp for 16-bit inputs: that of 0 is 5.4e-5 off 1
+    ulps=4,  # as in attention: fused kernels round the weights to 16 bits before the product with the values
+    ulps_of={"lse": 512},  # PyTorch's CPU kernel has a fast exp for 16-bit inputs: exp(0) differs from 1 by 5.4e-5
     nonempty=("N", "B", "W", "H", "G", "D"),
     independent=("H", "G"),
     backends=("torch",),

@@ -1,8 +1,8 @@
-"""Paged attention by PyTorch's own kernels, chosen by where the tensors are.
+"""Paged attention with PyTorch's kernels, selected by device.
 
-CPU, eager                        cpu.py: all decodes at once out of the pool itself (compiled.py), prefills one by one
+CPU, eager                        cpu.py: all decodes together, in place in the pool (compiled.py), prefills one by one
 CUDA, 16 bits, no slopes, bias    cuda.py: the blocks in use are gathered, then FlashAttention-2
-all else (a compiler too)         dense.py: gathered, with all scores in memory
+all others (also compiled)        dense.py: gathered, with all scores in memory
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def invariant_forward(
     context_lens: torch.Tensor, slopes: torch.Tensor | None, bias: torch.Tensor | None, max_len: int, max_context: int,
     window: int | None, scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The bits that `attention` gives these tokens in this mode."""
+    """The same bits that `attention` gives these tokens in batch-invariant mode."""
     shape = Shape(causal=True, window=window, slopes=slopes, bias=bias)
     scale, B = q.shape[-1] ** -0.5 if scale is None else scale, k_cache.shape[1]
     offsets, lengths = cu_seqlens.tolist(), context_lens.tolist()

@@ -1,4 +1,4 @@
-"""Quantization to int8 by others, for the benchmark."""
+"""Other implementations of quantization to int8, for the benchmark."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def eager(x: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a user writes; a group of zeros is kept from dividing by zero with a smallest scale."""
+    """The usual user code; a smallest scale avoids division by zero for a group of zeros."""
     dim = {"tensor": tuple(range(x.ndim)), "row": (-1,), "channel": tuple(range(x.ndim - 1))}[granularity]
     scale = x.abs().amax(dim, keepdim=True).float().clamp(min=1e-30) / 127
     q = (x / scale).round().clamp(-127, 127).to(torch.int8)

@@ -6,9 +6,9 @@
     granularity = "row":       a group per row, scale [*M]
     granularity = "channel":   a group per column, scale [N]
 
-An all-zero group has scale 0 and q = 0; so has a group so small that its scale would be no normal fp32 number (below
-2^-126). A group with a NaN has scale NaN, one with an infinity and no NaN has scale inf, and q = 0 in both: what
-`dequantize_int8` makes of it is NaN throughout, so a bad number cannot hide. There are no gradients.
+An all-zero group has scale 0 and q = 0. So has a group whose scale would not be a normal fp32 number (below 2^-126). A
+group with a NaN has scale NaN; a group with an infinity and no NaN has scale inf. In both q = 0, and `dequantize_int8`
+returns NaN for the whole group, so invalid numbers stay visible. There are no gradients.
 Dims: M = rows, N = columns, S = the shape of scale.
 """
 
@@ -41,7 +41,7 @@ def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
 
 
 def reference(x: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition; q is left unrounded, and a backend's may be half a step away from it."""
+    """The definition. q is not rounded, so a backend's q may differ from it by half a step."""
     rows = x.reshape(-1, x.shape[-1])
     dim = {"tensor": (0, 1), "row": (1,), "channel": (0,)}[granularity]
     scale = rows.abs().amax(dim, keepdim=True) / 127
@@ -65,8 +65,9 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 
 def cost(dims: Mapping[str, Any], itemsize: int) -> Cost:
-    """Abs, max, product, round; x is read and q written. A scale that many rows share needs all of x before the first
-    q, so x, larger than any cache, is then read twice."""
+    """Abs, max, product, round; x is read and q is written. A scale that many rows share needs all of x before the
+    first q, so an x larger than any cache is read twice.
+    """
     reads = 1 if dims["granularity"] == "row" else 2
     M, N = dims["M"], dims["N"]
     return Cost(flops=4 * M * N, bytes=M * N * (reads * itemsize + 1) + 4 * dims["S"])

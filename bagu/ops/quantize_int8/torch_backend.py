@@ -1,4 +1,4 @@
-"""Quantization to int8 in PyTorch: what runs on a CPU, what the compiler fuses, and the formulas in the open."""
+"""Quantization to int8 in PyTorch: for CPUs and torch.compile, and as readable formulas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bagu.ops.signature import accumulator
 
 def forward(x: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
     xf = x.to(accumulator(x.dtype))
-    if not x.numel():  # no largest number exists: the group counts as zero
+    if not x.numel():  # an empty group has no largest number and counts as zero
         shape = {"tensor": (1,), "row": x.shape[:-1], "channel": x.shape[-1:]}[granularity]
         return torch.zeros_like(x, dtype=torch.int8), xf.new_zeros(shape)
     top = xf.abs()

@@ -1,12 +1,11 @@
-"""Quantization to int8 on Triton: memory is the limit, at 3 bytes per bf16 number when a row is read once.
+"""Quantization to int8 on Triton: memory is the limit, at 3 bytes per bf16 number if a row is read once.
 
 By row: one program owns rows in registers. A row of more than MAX_COLUMNS numbers is read twice, the second time from
-the L2.
-By tensor: a first launch leaves the largest |x| of each of its few programs; each program of the second reduces those,
-then quantizes a tile. It starts with the end of x, which the first may have left in the L2.
-By channel: the largest |x| of pieces of columns, a small launch that makes the scales and their inverses, then tiles.
+the L2. By tensor: in a first launch each of a few programs writes its largest |x|; each program of the second launch
+reduces these, then quantizes a tile. It starts at the end of x, which may still be in the L2 after the first launch. By
+channel: the largest |x| of pieces of columns, a small launch that computes the scales and their inverses, then tiles.
 
-At 6 numbers per clock and multiprocessor there are 20 instructions for each, so:
+At 6 numbers per clock and multiprocessor, 20 instructions per number are available, so:
 - |x| is compared as an integer (its bits without the sign), where NaN is above infinity and so survives a maximum;
 - x * (1 / scale) is added to 1.5 * 2^23, where the spacing of fp32 is 1: the sum is rounded to nearest even, and its
   low byte is the result in two's complement (1.5 * 2^52 in fp64).
@@ -22,13 +21,13 @@ from bagu.ops.kernels.rows import columns, load_row, masks, max_row, row_ids, st
 from bagu.ops.kernels.scalars import int64
 from bagu.ops.launch import aligned, as_rows, next_power_of_2, num_sms, split_row, triton_acc
 
-MAX_COLUMNS = 32768  # of a row kept in registers: 64 numbers a thread at 16 warps
-TUNABLE = {"forward": {"block": (None, 512, 8192), "num_warps": (4, 8)}}  # tests run each point
+MAX_COLUMNS = 32768  # per row kept in registers: 64 numbers per thread at 16 warps
+TUNABLE = {"forward": {"block": (None, 512, 8192), "num_warps": (4, 8)}}  # the tests run every combination
 
 
 @triton.jit
 def _bits(x, ACC: tl.constexpr):
-    """|x| as an integer of the same order."""
+    """|x| as an integer with the same order."""
     x = x.to(ACC)
     if x.dtype.is_fp64():
         bits = x.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
@@ -39,20 +38,20 @@ def _bits(x, ACC: tl.constexpr):
 
 @triton.jit
 def _scale(top, ACC: tl.constexpr):
-    """The scale of a group whose largest |x| has these bits; 0 where it would be below 2^-126."""
+    """The scale of a group whose largest |x| has these bits; 0 if it would be below 2^-126."""
     scale = top.to(ACC, bitcast=True) / 127.0
     return tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
 
 
 @triton.jit
 def _inverse(scale):
-    """1 / scale; 0 where the scale is 0, infinite or NaN."""
+    """1 / scale; 0 if the scale is 0, infinite or NaN."""
     return 1.0 / tl.where(scale > 0.0, scale, float("inf"))
 
 
 @triton.jit
 def _rounded(x, inverse, ACC: tl.constexpr):
-    """x * inverse as int8; 0 where the inverse is, whatever x is (the low byte of a GPU's NaN is 255)."""
+    """x * inverse as int8; 0 for any x if the inverse is 0 (the low byte of a GPU's NaN is 255)."""
     steps = x.to(ACC) * inverse
     if steps.dtype.is_fp64():
         q = (steps + 6755399441055744.0).to(tl.int64, bitcast=True)
@@ -143,7 +142,7 @@ def _tiles(
     x_ptr, top_ptr, inverse_ptr, q_ptr, scale_ptr, P, M, N, x_stride,
     BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr, CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile, the last one first, by the column's scale or by the one that the P tops give."""
+    """Quantize a tile, the last one first, by the column's scale or by the scale computed from the P maxima."""
     across = tl.cdiv(N, BLOCK_N)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     m = (tile // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -163,7 +162,7 @@ def _tiles(
 def forward(
     x: torch.Tensor, granularity: str, *, block: int | None = None, num_warps: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`block` is how many numbers a program holds at a time; a row of up to MAX_COLUMNS is held entirely."""
+    """`block` is the number of values that a program holds at a time; a row of up to MAX_COLUMNS is held entirely."""
     kept = torch.float64 if x.dtype == torch.float64 else torch.float32
     shape = {"tensor": (1,), "row": x.shape[:-1], "channel": x.shape[-1:]}[granularity]
     q = torch.empty_like(x, dtype=torch.int8, memory_format=torch.contiguous_format)
@@ -175,7 +174,7 @@ def forward(
     if granularity != "row":
         _by_many_rows(rows, q, scale, granularity == "channel", block or 8192, num_warps or 8)
     elif N > MAX_COLUMNS:
-        stages = 3 if aligned(rows) else 1  # asynchronous copies of single numbers spill
+        stages = 3 if aligned(rows) else 1  # asynchronous copies of single numbers spill registers
         _rows_wide[(min(M, num_sms(x.device)),)](
             rows, q, scale, M, N, rows.stride(0), BLOCK_N=16384, ACC=acc, STAGES=stages, num_warps=32
         )
@@ -193,7 +192,7 @@ def forward(
 def _by_many_rows(
     x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, channel: bool, block: int, num_warps: int
 ) -> None:
-    """Fill q and scale, the scale being that of the tensor or of each column."""
+    """Fill q and scale; the scale is that of the tensor or of each column."""
     (M, N), acc, sms = x.shape, triton_acc(x.dtype), num_sms(x.device)
     block_n = min(next_power_of_2(N), block, 512 if channel else 2048)
     block_m = block // block_n

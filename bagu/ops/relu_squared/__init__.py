@@ -1,4 +1,4 @@
-"""The square of a ReLU. What it means and costs is in spec.py."""
+"""The square of a ReLU. spec.py has the definition and the cost."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from bagu.ops.relu_squared.spec import SPEC
 
 
 def relu_squared(x: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
-    """max(x, 0)^2, in fp32 inside and in x's dtype outside."""
+    """max(x, 0)^2, computed in fp32 and returned in x's dtype."""
     return call(SPEC, backend, x=x)

@@ -1,4 +1,4 @@
-"""The square of a ReLU: an activation that is zero for half its inputs and whose slope has no jump.
+"""The square of a ReLU: an activation that is zero for negative inputs and has a continuous derivative.
 
     y[m] = max(x[m], 0)^2        dx[m] = 2 max(x[m], 0) dy[m]
 

@@ -1,4 +1,4 @@
-"""The square of a ReLU in PyTorch. Every step but one product is exact, so no wider dtype is needed."""
+"""The square of a ReLU in PyTorch. Every operation except one product is exact, so no wider dtype is needed."""
 
 from __future__ import annotations
 

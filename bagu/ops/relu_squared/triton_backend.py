@@ -1,6 +1,6 @@
-"""The square of a ReLU on Triton: one pass over memory each way, where PyTorch's own steps make three and four.
+"""The square of a ReLU on Triton: one pass over memory per direction, where eager PyTorch makes three and four.
 
-A contiguous tensor is one long row; any other is made contiguous first.
+A contiguous tensor is processed as one long row; any other is made contiguous first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from bagu.ops.launch import triton_acc
 
-TUNABLE = {  # tests run each point
+TUNABLE = {  # the tests run every combination
     "forward": {"block": (256, 2048), "num_warps": (4, 8)},
     "backward": {"block": (256, 2048), "num_warps": (4, 8)},
 }
@@ -21,7 +21,7 @@ TUNABLE = {  # tests run each point
 def _forward(x_ptr, y_ptr, M, BLOCK: tl.constexpr, ACC: tl.constexpr):
     m = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + m, m < M, 0.0, eviction_policy="evict_last").to(ACC)
-    up = tl.where(x < 0.0, 0.0, x)  # a NaN is not below zero, and stays
+    up = tl.where(x < 0.0, 0.0, x)  # NaN < 0 is false, so NaN is kept
     tl.store(y_ptr + m, up * up, m < M)
 
 

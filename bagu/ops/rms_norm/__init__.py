@@ -1,4 +1,4 @@
-"""RMSNorm. What it means and costs is in spec.py."""
+"""RMSNorm. spec.py has the definition and the cost."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from bagu.ops.rms_norm.spec import SPEC
 
 
 def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float = 1e-6, *, backend: str | None = None) -> torch.Tensor:
-    """x / rms(x) * w over the last dim, in fp32 inside and in x's dtype outside."""
+    """x / rms(x) * w over the last dim, computed in fp32 and returned in x's dtype."""
     return call(SPEC, backend, x=x, w=w, eps=eps)

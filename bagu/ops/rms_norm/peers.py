@@ -1,4 +1,4 @@
-"""RMSNorm by others, for the benchmark."""
+"""Other implementations of RMSNorm, for the benchmark."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def eager(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
 def liger(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    # Not in place: its default writes dx over dy, and a second backward through the same graph is then wrong.
+    # Not in place: Liger's default writes dx over dy, which makes a second backward through the same graph wrong.
     return LigerRMSNormFunction.apply(x, w, eps, 0.0, "llama", False)

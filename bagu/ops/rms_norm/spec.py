@@ -1,4 +1,4 @@
-"""RMSNorm: bring each row to unit root-mean-square, then scale each feature by a learned weight.
+"""RMSNorm: normalise each row to unit root-mean-square, then scale each feature by a learned weight.
 
     y[m, n] = x[m, n] * r[m] * w[n]        r[m] = 1 / sqrt(mean_n x[m, n]^2 + eps)
 
@@ -31,7 +31,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """Square, add, scale, scale per element; x is read once and y written once."""
+    """Square, add, scale, scale per element; x is read once and y is written once."""
     M, N = dims["M"], dims["N"]
     return Cost(flops=4 * M * N, bytes=(2 * M * N + N) * itemsize + 4 * M)
 

@@ -1,4 +1,4 @@
-"""RMSNorm in PyTorch: the formula for whatever looks through it, and the passes of an eager call on a CPU."""
+"""RMSNorm in PyTorch: a formula for tracing and transforms, and in-place passes for eager CPU calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from bagu.ops import eager
 from bagu.ops.signature import accumulator
 
-BLOCK = 512  # numbers that row_norm lets vector_norm add in order
+BLOCK = 512  # numbers that vector_norm adds sequentially in row_norm
 
 
 def formula(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,9 +20,9 @@ def formula(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor,
 def row_norm(x: torch.Tensor) -> torch.Tensor:
     """The Euclidean norm of each row, as the norm of the norms of its blocks.
 
-    vector_norm reads each number once and writes nothing, but adds in order: r would be 42 eps off at 262,144 columns,
-    7 at 33,333 and 3 at 4,096. In blocks of 512 it is at most 2 eps off, as a mean of squares is, which takes 1.4 to 5
-    times as long.
+    vector_norm reads each number once and writes nothing, but adds sequentially: r would have an error of 42 eps at
+    262,144 columns, 7 at 33,333 and 3 at 4,096. In blocks of 512 the error is at most 2 eps, as that of a mean of
+    squares, which takes 1.4 to 5 times as long.
     """
     N = x.shape[-1]
     if N <= BLOCK:
@@ -45,7 +45,7 @@ def passes(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, 
 def backward(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, r: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """g = w dy;  dx = r (g - x r^2 mean_n(g x));  dw = sum_m r dy x. In place on what was made here."""
+    """g = w dy;  dx = r (g - x r^2 mean_n(g x));  dw = sum_m r dy x. In place on tensors allocated here."""
     acc, N, rows = r.dtype, x.shape[-1], r.unsqueeze(-1)
     dyf, xf = dy.to(acc), x.to(acc)
     product = dyf * xf

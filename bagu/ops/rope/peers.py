@@ -1,4 +1,4 @@
-"""Rotary position embedding by others, for the benchmark."""
+"""Other implementations of rotary position embedding, for the benchmark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bagu.errors import NotOffered
 def eager(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, layout: str
 ) -> torch.Tensor:
-    """What models write: rotate a half, or multiply by complex numbers; tables gathered per call and in x's dtype."""
+    """The usual model code: rotate_half, or complex multiplication; tables are gathered per call, in x's dtype."""
     T, R = x.shape[-3], cos.shape[1]
     c, s = ((t[:T] if positions is None else t[positions]).unsqueeze(-2) for t in (cos, sin))
     turned, rest = x[..., : 2 * R], x[..., 2 * R :]
@@ -27,7 +27,7 @@ def eager(
 def liger(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, layout: str
 ) -> torch.Tensor:
-    """Turns queries and keys together and in place, so a copy is handed to it as the queries."""
+    """Liger rotates queries and keys together and in place, so it gets a copy of x as the queries."""
     from liger_kernel.ops.rope import LigerRopeFunction
 
     if layout != "half":

@@ -1,4 +1,4 @@
-"""Rotary position embedding: turn each pair of features by an angle that grows with the token's position.
+"""Rotary position embedding: rotate each pair of features by an angle proportional to the token's position.
 
     a' = a * cos[p, r] - b * sin[p, r]
     b' = b * cos[p, r] + a * sin[p, r]        p = positions[t], or the index along the last of the dims T
@@ -6,8 +6,8 @@
     layout = "half":          (a, b) = (x[r], x[r + R])
     layout = "interleaved":   (a, b) = (x[2r], x[2r + 1])
 
-Features from 2R on pass through. The gradient of x is the turn by the opposite angle; the tables have none.
-Dims: T = tokens (batch and time), H = heads, D = features of a head, P = positions in the tables, R = pairs, 2R <= D.
+Features from 2R on are unchanged. The gradient of x is the rotation by the opposite angle; the tables have no gradient.
+Dims: T = tokens (batch and time), H = heads, D = head dim, P = positions in the tables, R = pairs, 2R <= D.
 Paper: https://arxiv.org/abs/2104.09864
 """
 
@@ -31,7 +31,7 @@ INF, NAN = float("inf"), float("nan")
 def reference(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, layout: str
 ) -> torch.Tensor:
-    """The definition, as the indices of each pair."""
+    """The definition, by the indices of each pair."""
     R = cos.shape[1]
     r = torch.arange(R, device=x.device)
     a, b = (r, r + R) if layout == "half" else (2 * r, 2 * r + 1)
@@ -49,7 +49,7 @@ def check_values(args: Mapping[str, Any], dims: Dims) -> None:
 
 
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
-    """cos and sin are drawn independently, so that a kernel that confuses them fails."""
+    """cos and sin are independent random numbers, so that a kernel that swaps them fails."""
     lead, H, D, R = case.get("lead", (case.get("T", 1),)), case["H"], case["D"], case["R"]
     P = case.get("P", lead[-1])
     x = streams.normal("x", *lead, H, D) * case.get("scale", 1.0)
@@ -65,7 +65,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
-    """What the signature cannot say: raises for a call that has no meaning."""
+    """Raise for arguments that are invalid in ways the signature cannot check."""
     if args["layout"] not in LAYOUTS:
         raise UnknownName.among("layout of rope", args["layout"], LAYOUTS)
     if 2 * dims["R"] > dims["D"]:
@@ -83,7 +83,7 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """Four products and two sums a pair; x is read, y is written, each used row of the fp32 tables is read once."""
+    """Four products and two sums per pair; x is read, y is written, each used row of the fp32 tables is read once."""
     T, H, D, R = dims["T"], dims["H"], dims["D"], dims["R"]
     return Cost(flops=6 * T * H * R, bytes=2 * T * H * D * itemsize + 2 * 4 * min(dims["P"], T) * R)
 

@@ -12,7 +12,7 @@ def rope_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(cos, sin), each fp32 [length, pairs]: the angle of pair r at position p is p * base^(-r / pairs).
 
-    Angles are computed in fp64: at position 100,000 an fp32 angle is off by up to 0.004 radians.
+    Angles are computed in fp64: at position 100,000 an fp32 angle has an error of up to 0.004 radians.
     """
     speed = base ** (-torch.arange(pairs, dtype=torch.float64, device=device) / pairs)
     angle = torch.arange(length, dtype=torch.float64, device=device).outer(speed)

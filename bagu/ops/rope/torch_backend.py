@@ -1,4 +1,4 @@
-"""Rotary position embedding in PyTorch: the formula for whatever looks through it, and the passes on a CPU."""
+"""Rotary position embedding in PyTorch: a formula for tracing and transforms, and passes for eager CPU calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def formula(
     acc, R = accumulator(x.dtype), cos.shape[1]
     T = x.shape[-3] if positions is None else 0
     if positions is not None and torch.compiler.is_compiling() and positions.device.type == "cpu":
-        # as index_select does below; compiled indexing would count a negative position from the end
+        # like index_select below; compiled indexing would count a negative position from the end
         inside = (positions >= 0) & (positions < cos.shape[0])
         torch._assert_async(inside.all(), "rope: positions are not all in the tables")
     c, s = ((t[:T] if positions is None else t[positions]).to(acc).unsqueeze(-2) for t in (cos, sin))
@@ -34,7 +34,7 @@ def formula(
 def passes(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, layout: str
 ) -> torch.Tensor:
-    """The same, each feature of a pair written where it belongs: 1.9 times as fast at 4096 x 4 x 64 on two cores."""
+    """The same, with each feature written directly to its place: 1.9 times as fast at 4096 x 4 x 64 on two cores."""
     acc, R = accumulator(x.dtype), cos.shape[1]
     if positions is None:
         c, s = (t[: x.shape[-3]].to(acc).unsqueeze(-2) for t in (cos, sin))
@@ -56,7 +56,7 @@ def passes(
 
 
 class _Node(torch.autograd.Function):
-    """One node; its backward is a call again, and so has a derivative of its own."""
+    """One autograd node; its backward calls the op again, so it is differentiable too."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -76,7 +76,7 @@ def forward(
 ) -> tuple[torch.Tensor]:
     if not eager.plain(x):
         return formula(x, cos, sin, positions, layout)
-    wanted = torch.is_grad_enabled() and x.requires_grad  # a node costs 30 us of the 140 that a decoded token takes
+    wanted = torch.is_grad_enabled() and x.requires_grad  # a node costs 30 us of the 140 us of a decoded token
     return ((_Node.apply if wanted else passes)(x, cos, sin, positions, layout),)
 
 

@@ -1,9 +1,9 @@
 """Rotary position embedding on Triton: one program owns all (or many) heads of a token.
 
-Memory is the limit: x moves once each way. A token's row of the tables is read once per program and serves its heads.
-x may have any strides as long as a head is contiguous: queries inside a fused qkv, or [B, H, T, D] transposed; it is
-addressed by batch, token and head stride, and y is contiguous. Pairs that are neighbours are loaded together and
-separated in registers, so both layouts use 128-bit loads. Backward is the same kernel with sin negated.
+Memory is the limit: x is read once and y is written once. A program reads a token's row of the tables once for all its
+heads. x may have any strides if a head is contiguous: queries inside a fused qkv, or [B, H, T, D] transposed. It is
+addressed by batch, token and head stride, and y is contiguous. Adjacent pairs are loaded together and separated in
+registers, so both layouts use 128-bit loads. Backward is the same kernel with sin negated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from bagu.ops.launch import next_power_of_2, triton_acc
 
-TUNABLE = {  # tests run each point
+TUNABLE = {  # the tests run every combination
     "forward": {"block": (64, 2048), "num_warps": (2, 4)},
     "backward": {"block": (64, 2048), "num_warps": (2, 4)},
 }
@@ -34,7 +34,7 @@ def _rotate(
     y = y_ptr + (i * H * D)[:, None, None] + (h * D)[None, :, None]
     real = (i < TOKENS)[:, None, None] & (h < H)[None, :, None]
     first, both = r[None, None, :], tl.arange(0, 2 * BLOCK_R)[None, None, :]
-    if INTERLEAVED:  # x is asked for before the tables, whose address waits for the positions
+    if INTERLEAVED:  # load x before the tables, whose address depends on the positions
         pair = tl.load(x + both, real & (both < 2 * R), 0.0, eviction_policy="evict_last").to(ACC)
         a, b = tl.split(tl.reshape(pair, [BLOCK_T, BLOCK_H, BLOCK_R, 2]))
     else:
@@ -68,8 +68,8 @@ def _run(
     x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
     (B, T, H, D), R = x.shape, cos.shape[1]
     pairs = next_power_of_2(R)
-    share = max((block or 2048) // pairs, 1)  # heads of any token that a program owns
-    near = 4 if x.stride(1) < x.stride(2) else H  # where the next token is nearer than the next head, take both ways
+    share = max((block or 2048) // pairs, 1)  # heads of any token per program
+    near = 4 if x.stride(1) < x.stride(2) else H  # tokens nearer in memory than heads: take several of both
     block_h = min(share, next_power_of_2(min(near, H)))
     block_t = min(share // block_h, next_power_of_2(B * T))
     _rotate[(triton.cdiv(B * T, block_t) * triton.cdiv(H, block_h),)](

@@ -1,4 +1,4 @@
-"""ScaleNorm by others, for the benchmark: PyTorch has no such op, its normalize is the closest."""
+"""Other implementations of ScaleNorm, for the benchmark: PyTorch has no such op, normalize is the closest."""
 
 from __future__ import annotations
 

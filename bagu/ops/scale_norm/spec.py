@@ -1,8 +1,8 @@
-"""ScaleNorm: bring each row to one learned length, a norm with a single parameter.
+"""ScaleNorm: normalise each row to one learned length; the norm has a single parameter.
 
     y[m, n] = g * x[m, n] / max(norm[m], eps)        norm[m] = sqrt(sum_n x[m, n]^2)
 
-A row shorter than eps is divided by eps: its y is linear in x, and no gradient flows through its norm.
+A row whose norm is below eps is divided by eps: its y is linear in x, and its norm has no gradient.
 Dims: M = rows (tokens), N = features.   Paper: https://arxiv.org/abs/1910.05895
 """
 
@@ -27,12 +27,12 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     x = case.get("scale", 1.0) * streams.normal("x", *lead, N)
     if "plant" in case.params:
         x[0, N // 2] = case["plant"]
-    g = float(N) ** 0.5 + 0.1 * streams.normal("g", 1)  # the paper starts it at sqrt(N), so y is about 1
+    g = float(N) ** 0.5 + 0.1 * streams.normal("g", 1)  # the paper initialises it to sqrt(N), so y is about 1
     return {"x": x, "g": g, "eps": case.get("eps", 1e-5)}
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """Square, add, scale per element; x is read once and y written once."""
+    """Square, add, scale per element; x is read once and y is written once."""
     M, N = dims["M"], dims["N"]
     return Cost(flops=3 * M * N, bytes=(2 * M * N + 1) * itemsize + 4 * M)
 
@@ -53,7 +53,7 @@ SPEC = OpSpec(
     cost_backward=cost_backward,
     grads=("x", "g"),
     saves=("x", "g", "norm"),
-    ulps=4,  # dg is one sum over every element, whose terms cancel: fp32 can be 3 off where the reference's is lucky
+    ulps=4,  # dg is one sum over every element, with cancellation: fp32 can be 3 off if the reference's error is small
     independent=("M",),
     peers=True,
     cases=[

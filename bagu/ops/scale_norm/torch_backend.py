@@ -1,4 +1,4 @@
-"""ScaleNorm in PyTorch: what runs on a CPU, what the compiler fuses, and the formulas in the open."""
+"""ScaleNorm in PyTorch: for CPUs and torch.compile, and as readable formulas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bagu.ops.signature import accumulator
 def forward(x: torch.Tensor, g: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     acc = accumulator(x.dtype)
     xf = x.to(acc)
-    norm = row_norm(xf)  # by vector_norm: its gradient at a zero row is zero, and sqrt's would be infinite
+    norm = row_norm(xf)  # by vector_norm: its gradient at a zero row is zero; that of sqrt is infinite
     return (xf / norm.clamp(min=eps).unsqueeze(-1) * g.to(acc)).to(x.dtype), norm
 
 

@@ -6,7 +6,7 @@ import torch
 
 from bagu.ops.kernels.norms import forward_tile, run_backward, run_forward
 
-TUNABLE = {  # tests run each point
+TUNABLE = {  # the tests run every combination
     "forward": {"block_m": (1, 2, 8), "num_warps": (4, 8)},
     "backward": {"programs_per_sm": (1, 2), "num_warps": (4, 8)},
 }

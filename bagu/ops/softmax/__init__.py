@@ -1,4 +1,4 @@
-"""Softmax. What it means and costs is in spec.py."""
+"""Softmax. spec.py has the definition and the cost."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def softmax(
     *,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """softmax(scale * x) over the last dim, in fp32 inside and in x's dtype outside.
+    """softmax(scale * x) over the last dim, computed in fp32 and returned in x's dtype.
 
-    `mask` (bool, True = keep) and `lengths` (int: a row sees its first so many columns) say which columns take part;
-    both broadcast, to x's shape and to that shape without its last dim. A row with nothing to see is all zeros.
+    `mask` (bool, True = keep) and `lengths` (int: a row keeps its first `length` columns) select the columns; `mask`
+    broadcasts to x's shape, and `lengths` to that shape without its last dim. A row without columns is all zeros.
     """
     if isinstance(x, torch.Tensor) and x.ndim:
         mask = _spread("mask", mask, x.shape)
@@ -31,7 +31,7 @@ def softmax(
 
 
 def _spread(name: str, value: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor | None:
-    """A view of `value` in `shape`; what is no tensor is left for the signature to refuse."""
+    """A view of `value` in `shape`; a value that is not a tensor is returned, and the signature rejects it."""
     if not isinstance(value, torch.Tensor):
         return value
     fits = value.ndim <= len(shape) and all(

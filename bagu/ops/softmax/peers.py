@@ -1,4 +1,4 @@
-"""The same work by other libraries, for the benchmark."""
+"""Implementations in other libraries, for the benchmark."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch.nn.functional as F
 
 
 def eager(x: torch.Tensor, scale: float, mask: torch.Tensor | None, lengths: torch.Tensor | None) -> torch.Tensor:
-    """What a PyTorch user writes: scale and fill if need be, then F.softmax (NaN where a row sees nothing)."""
+    """The usual PyTorch code: scale and fill if needed, then F.softmax (NaN for a row without columns)."""
     return F.softmax(_scores(x, scale, mask, lengths), -1)
 
 
 def liger(x: torch.Tensor, scale: float, mask: torch.Tensor | None, lengths: torch.Tensor | None) -> torch.Tensor:
-    """Liger has neither scale nor mask; they cost it what they cost `eager`."""
+    """Liger has no scale and no mask; both are applied as in `eager`, at the same cost."""
     from liger_kernel.transformers.functional import liger_softmax
 
     return liger_softmax(_scores(x, scale, mask, lengths))

@@ -2,14 +2,14 @@
 
     y[m, n] = exp(scale * x[m, n] - t[m]) / sum_k exp(scale * x[m, k] - t[m])        t[m] = max_k scale * x[m, k]
 
-over the columns that row m may see: mask[m, n] true, n < lengths[m]. The others get y = 0 and no gradient, whatever
-their x. A row that sees nothing is all zeros. A row that sees only -inf is NaN in the columns it sees (0 / 0, as in
-PyTorch), and so is one that sees a NaN or +inf. The gradient needs y alone, and a column with y = 0 has none:
+over the visible columns of row m: mask[m, n] is true and n < lengths[m]. The other columns have y = 0 and no gradient,
+for any x. A row without visible columns is all zeros. A row whose visible columns are all -inf is NaN there (0 / 0, as
+in PyTorch), and so is a row with a visible NaN or +inf. The gradient needs only y, and is 0 where y = 0:
 
     dx[m, n] = scale * y[m, n] * (dy[m, n] - sum_k dy[m, k] * y[m, k])
 
 Dims: M = rows (of scores, of tokens), N = columns (keys, vocabulary).
-Paper (the one-pass sum under a moving maximum, used for wide rows): https://arxiv.org/abs/1805.02867
+Paper (the one-pass sum with a running maximum, used for wide rows): https://arxiv.org/abs/1805.02867
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     if case.get("lengths", False):
         lengths = streams.integers("lengths", 1, N + 1, *lead)
         if case.get("blind", False):
-            lengths[-1], lengths[-2] = N + 5, 0  # a last row that is lost shows
+            lengths[-1], lengths[-2] = N + 5, 0  # shows if the last row is not computed
     return {"x": x, "scale": case.get("scale", streams.choice("scale", 1.0, 0.4)), "mask": mask, "lengths": lengths}
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """Scale, maximum, subtract, exp, add, divide per element; x is read once and y written once."""
+    """Scale, maximum, subtract, exp, add, divide per element; x is read once and y is written once."""
     M, N = dims["M"], dims["N"]
     return Cost(flops=6 * M * N, bytes=2 * M * N * itemsize)
 
@@ -79,7 +79,7 @@ SPEC = OpSpec(
     cost_backward=cost_backward,
     grads=("x",),
     saves=("y",),
-    ulps=2,  # a GPU's exp2 is off by up to 2^-22 of its result, two spacings of fp32
+    ulps=2,  # the error of a GPU's exp2 is up to 2^-22 of its result, two spacings of fp32
     independent=("M",),
     peers=True,
     cases=[

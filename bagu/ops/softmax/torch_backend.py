@@ -1,4 +1,4 @@
-"""Softmax in PyTorch: what runs on a CPU, what the compiler fuses, and the formulas in the open."""
+"""Softmax in PyTorch: for CPUs and torch.compile, and as readable formulas."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from bagu.ops.signature import accumulator
 
 
 def allowed(x: torch.Tensor, mask: torch.Tensor | None, lengths: torch.Tensor | None) -> torch.Tensor | None:
-    """Which columns of each row take part, or None for all of them."""
+    """The mask of visible columns, or None if all are visible."""
     if lengths is None:
         return mask
-    within = x.new_ones(x.shape[-1], dtype=torch.int64).cumsum(0) <= lengths.unsqueeze(-1)  # of a DTensor, a DTensor
+    within = x.new_ones(x.shape[-1], dtype=torch.int64).cumsum(0) <= lengths.unsqueeze(-1)  # DTensor in, DTensor out
     return within if mask is None else mask & within
 
 
@@ -31,7 +31,7 @@ def backward(dy: torch.Tensor, y: torch.Tensor, scale: float) -> tuple[torch.Ten
     acc = accumulator(y.dtype)
     yf, seen = y.to(acc), y != 0
     dyf = torch.where(seen, dy.to(acc), 0.0)
-    # y was rounded, so a row sums to 1 only nearly. Divided by that sum the mean stays exact where one y is almost 1
-    # and dy - mean almost cancels; without it bf16 gradients of such rows are wrong in the first digit.
+    # y is rounded, so a row sums to 1 only approximately. Dividing by that sum keeps the mean exact where one y is
+    # almost 1 and dy - mean almost cancels; without it, bf16 gradients of such rows are wrong in the first digit.
     mean = (dyf * yf).sum(-1, keepdim=True) / yf.sum(-1, keepdim=True)
     return (torch.where(seen, scale * yf * (dyf - mean), 0.0).to(y.dtype),)

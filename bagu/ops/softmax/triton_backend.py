@@ -1,9 +1,10 @@
-"""Softmax on Triton: one program owns whole rows, so x crosses memory once each way; memory is the limit.
+"""Softmax on Triton: one program owns whole rows, so x is read once and y is written once; memory is the limit.
 
-A row of at most MAX_COLUMNS columns stays in registers, 16 or 32 values a thread (of y and of dy in the backward): few
-warps a row, so that many rows are in flight and one row's loads hide another's sums. wide_kernels has longer rows.
+A row of at most MAX_COLUMNS columns stays in registers, 16 or 32 values per thread (of y and of dy in the backward).
+There are few warps per row, so that many rows are in flight and one row's loads hide another's sums. wide_kernels
+handles longer rows.
 
-A mask is read through its own strides: [T, S] under [B, H, T, S] is never written out. Backward needs only y and dy.
+A mask is read through its own strides: [T, S] under [B, H, T, S] is never expanded. Backward needs only y and dy.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from bagu.ops.kernels.scalars import int64
 from bagu.ops.launch import as_rows, fp32_pair, split_row, triton_acc
 from bagu.ops.softmax.wide_kernels import scores, wide_backward, wide_forward
 
-MAX_COLUMNS = 16384  # of a row kept in registers; in fp64 the backward keeps half
-LOG2E = 1.4426950408889634  # exp(x) = exp2(x * LOG2E): exp2 is one instruction, and the factor joins the scale
-TUNABLE = {  # tests run each point
+MAX_COLUMNS = 16384  # per row kept in registers; in fp64 the backward keeps half
+LOG2E = 1.4426950408889634  # exp(x) = exp2(x * LOG2E): exp2 is one instruction, and the factor is part of the scale
+TUNABLE = {  # the tests run every combination
     "forward": {"block_m": (None, 1, 2, 4), "num_warps": (2, 4, 8)},
     "backward": {"block_m": (None, 1, 2, 4), "num_warps": (4, 8)},
 }
@@ -27,7 +28,7 @@ TUNABLE = {  # tests run each point
 
 @triton.jit
 def _score_row(x_ptr, mask_ptr, lengths_ptr, m, n, exists, M, N, x_stride, fold, SIGN: tl.constexpr, ACC: tl.constexpr):
-    """`scores` of a row: its x, and which of them it sees."""
+    """`scores` of a row: its x, and which columns are visible."""
     x, keep = scores(x_ptr, mask_ptr, lengths_ptr, m, n[0], exists[0], M, N, x_stride, fold, SIGN, ACC)
     if len(n) == 2:
         tail, kept = scores(x_ptr, mask_ptr, lengths_ptr, m, n[1], exists[1], M, N, x_stride, fold, SIGN, ACC)
@@ -48,9 +49,9 @@ def _forward(
     exists = masks(m, n, M, N, FULL)
     x, keep = _score_row(x_ptr, mask_ptr, lengths_ptr, m, n, exists, M, N, x_stride, fold, SIGN, ACC)
     c = tl.zeros([], ACC) + c_high + c_low
-    peak = max_row(x)  # it ignores NaN, the sum does not
+    peak = max_row(x)  # max ignores NaN, the sum does not
     e = [tl.exp2((v - peak) * c) for v in x]
-    if SIGN == 0:  # a scale of 0 times a hidden -inf is NaN
+    if SIGN == 0:  # a scale of 0 times a masked -inf is NaN
         e = select(keep, e)
     r = 1.0 / sum_row(e)
     y = [v * r for v in e]
@@ -70,7 +71,7 @@ def _backward(
     dy = [v.to(ACC) for v in load_row(dy_ptr, m, n, exists, dy_stride)]
     seen = [v != 0 for v in y]
     dy = select(seen, dy)
-    mean = sum_row(multiply(dy, y)) / sum_row(y)  # over the sum of the rounded y: see torch_backend.py
+    mean = sum_row(multiply(dy, y)) / sum_row(y)  # divided by the sum of the rounded y: see torch_backend.py
     factor = tl.zeros([], ACC) + scale + scale_low
     dx = multiply([factor * v for v in y], [v - mean for v in dy])
     store_row(dx_ptr, m, n, exists, N, select(seen, dx))
@@ -86,7 +87,7 @@ def forward(
     rows = as_rows(x)
     M, N = rows.shape
     seen, fold = (None, (1, 1, 0, 0, 0, 1)) if mask is None else _fold(mask)
-    limits = None if lengths is None else lengths.contiguous()  # one number a row: a copy costs nothing
+    limits = None if lengths is None else lengths.contiguous()  # one number per row: a copy is cheap
     c, sign = fp32_pair(abs(scale) * LOG2E), (scale > 0) - (scale < 0)
     args = (rows, y, seen, limits, M, N, rows.stride(0), *c, *fold)
     if N > MAX_COLUMNS:
@@ -116,7 +117,7 @@ def backward(
         return (dx,)
     block_n, tail = split_row(N, 2)
     block_m = block_m or max(1, 2048 // block_n)
-    each = 1024 if 0 < 4 * tail <= block_n else 512  # a short tail leaves most threads of many warps without work
+    each = 1024 if 0 < 4 * tail <= block_n else 512  # with a short tail, most threads of many warps have no work
     warps = num_warps or min(max(block_m * block_n // each, 1), 8 if tail else 16)
     _backward[(triton.cdiv(M, block_m),)](
         *args, FULL=block_n <= N, BLOCK_M=block_m, BLOCK_N=block_n, TAIL=tail, ACC=triton_acc(y.dtype),
@@ -126,19 +127,19 @@ def backward(
 
 
 def _registers(block: int, warps: int) -> int:
-    """A thread's registers in the backward: 64 for 16 values of y and of dy, so that two rows of 8,192 share a
-    multiprocessor. ptxas would take 77 and one would run: 0.73 of copy bandwidth instead of 0.94.
+    """A thread's registers in the backward: 64 for 16 values of y and of dy, so that two rows of 8,192 fit on one
+    multiprocessor. ptxas would take 77, and only one row would run: 0.73 of copy bandwidth instead of 0.94.
 
-    In proportion for more values, as far as there are registers.
+    More values get proportionally more registers, up to the hardware's limit.
     """
     return min(64 * max(block // (512 * warps), 1), 65536 // (32 * warps), 255)
 
 
 def _fold(mask: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The mask as bytes, and how to find a row of it: the sizes of its two inner leading dims, three strides, a step.
+    """The mask as bytes, and the index of a row in it: the sizes of its two inner leading dims, three strides, a step.
 
-    Dims that one stride covers are joined: [T, S] under [B, H, T, S] becomes (B * H: 0, T: S). A mask that needs
-    more than three, or whose columns are neither adjacent nor one value, is copied.
+    Dims that one stride covers are merged: [T, S] under [B, H, T, S] becomes (B * H: 0, T: S). A mask that needs
+    more than three strides, or whose columns are neither adjacent nor one value, is copied.
     """
     dims: list[tuple[int, int]] = []
     for size, stride in zip(mask.shape[:-1], mask.stride()[:-1], strict=True):

@@ -1,8 +1,8 @@
 """Softmax of rows that do not fit in registers: two passes over each row, in tiles.
 
-On the first pass every lane keeps a running maximum and sum (a tile is DEPTH deep and a lane owns its column, so warps
-never wait for each other, and a rescale costs one exp in DEPTH). The second goes backwards: what was read last is still
-in the L1, the rest in the L2, and only the rows in work at one time must fit there.
+In the first pass every lane keeps a running maximum and sum. A tile is DEPTH deep and a lane owns its column, so warps
+never wait for each other, and a rescale costs one exp in DEPTH. The second pass goes backwards: the data that was read
+last is still in the L1, the rest in the L2, and only the rows in flight must fit there.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from bagu.ops.launch import num_sms, triton_acc
 
 __all__ = ["scores", "wide_backward", "wide_forward"]
 
-FLIGHT = 16  # bytes of each of its 8 columns that a thread has in flight on a pass: 64 KB a multiprocessor
-L2_BYTES = 40 << 20  # of an H200's 60 MB, what the rows in work may take: the results pass through it too
+FLIGHT = 16  # bytes of each of its 8 columns that a thread has in flight in a pass: 64 KB per multiprocessor
+L2_BYTES = 40 << 20  # of an H200's 60 MB, for the rows in flight: the results also go through the L2
 
 
 @triton.jit
 def scores(x_ptr, mask_ptr, lengths_ptr, m, n, exists, M, N, x_stride, fold, SIGN: tl.constexpr, ACC: tl.constexpr):
-    """x of rows m and columns n (-x for a negative scale), -inf where the row does not see it; and whether it does."""
+    """x of rows m and columns n (-x for a negative scale), -inf if it is not visible; and whether it is visible."""
     keep = exists
     near = exists
     if lengths_ptr is not None:
         length = tl.minimum(tl.maximum(tl.load(lengths_ptr + m, m < M, 0), 0), N).to(tl.int32)
-        near = exists & (n < tl.cdiv(length, 16) * 16)  # nothing far past the length is read, and still in 128 bits
+        near = exists & (n < tl.cdiv(length, 16) * 16)  # reads nothing far past the length, still in 128 bits
         keep = exists & (n < length)
     other = -float("inf") if SIGN >= 0 else float("inf")
     x = tl.load(x_ptr + m * x_stride + n, near, other, eviction_policy="evict_last").to(ACC)
@@ -49,10 +49,10 @@ def _update(
     top, total, c, x_ptr, mask_ptr, lengths_ptr, m, n, exists, M, N, x_stride, fold,
     SIGN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Each lane's maximum and sum of exponentials, with the columns n of row m included."""
+    """Update each lane's maximum and sum of exponentials with the columns n of row m."""
     x, keep = scores(x_ptr, mask_ptr, lengths_ptr, m, n, exists, M, N, x_stride, fold, SIGN, ACC)
     now = tl.maximum(top, tl.max(x, axis=0))
-    base = tl.where(now == -float("inf"), 0.0, now)  # a lane that has seen nothing must not turn NaN
+    base = tl.where(now == -float("inf"), 0.0, now)  # a lane that has only -inf so far must not become NaN
     e = tl.exp2((x - base[None, :]) * c)
     if SIGN == 0:
         e = tl.where(keep, e, 0.0)
@@ -81,8 +81,8 @@ def _forward_wide(
     fold = (middle, inner, outer_stride, middle_stride, inner_stride, step)
     line = tl.arange(0, LANES)[None, :]
     tile = tl.arange(0, DEPTH)[:, None] * LANES + line
-    every = tile == tile  # the compiler folds it, and with it the masks of tiles
-    tiled = N // (DEPTH * LANES) * (DEPTH * LANES)  # from here on the row goes line by line
+    every = tile == tile  # the compiler folds it, and removes the masks of full tiles
+    tiled = N // (DEPTH * LANES) * (DEPTH * LANES)  # from here on the row is processed line by line
     c = tl.zeros([], ACC) + c_high + c_low
     for i in range(tl.program_id(0), M, tl.num_programs(0)):
         m = tl.zeros([1, 1], tl.int64) + i
@@ -110,7 +110,7 @@ def _forward_wide(
 
 @triton.jit
 def _sums(dy_ptr, y_ptr, m, n, exists, dy_stride, y_stride, ACC: tl.constexpr):
-    """What the columns n of row m add to sum(dy * y) and to sum(y), lane by lane."""
+    """The contribution of the columns n of row m to sum(dy * y) and to sum(y), per lane."""
     y = tl.load(y_ptr + m * y_stride + n, exists, 0.0).to(ACC)
     dy = tl.load(dy_ptr + m * dy_stride + n, exists, 0.0).to(ACC)
     return tl.sum(tl.where(y != 0, dy, 0.0) * y, axis=0), tl.sum(y, axis=0)
@@ -157,7 +157,7 @@ def _backward_wide(
 
 
 def wide_forward(args: tuple[Any, ...], x: torch.Tensor, hides: bool, sign: int, num_warps: int | None) -> None:
-    """Launch with `args` for rows x[M, N]; `hides` says that a mask or lengths hide some of it."""
+    """Launch with `args` for rows x[M, N]; `hides` is true if there is a mask or lengths."""
     M, N = x.shape
     programs, warps = _programs(M, N * x.itemsize, num_sms(x.device), num_warps)
     _forward_wide[(programs,)](
@@ -170,11 +170,13 @@ def wide_backward(args: tuple[Any, ...], y: torch.Tensor, num_warps: int | None)
     """Launch with `args` for rows of y[M, N]."""
     M, N = y.shape
     programs, warps = _programs(M, 2 * N * y.itemsize, num_sms(y.device), num_warps)
-    depth = FLIGHT // y.itemsize // (2 if N % 8 == 0 else 4)  # if not aligned, an address a value takes registers
+    depth = FLIGHT // y.itemsize // (2 if N % 8 == 0 else 4)  # if not aligned, one address per value takes registers
     _backward_wide[(programs,)](*args, DEPTH=max(1, depth), LANES=256 * warps, ACC=triton_acc(y.dtype), num_warps=warps)
 
 
 def _programs(M: int, row_bytes: int, sms: int, num_warps: int | None) -> tuple[int, int]:
-    """Programs, and the warps of each: two a multiprocessor where the L2 holds their rows for the second pass."""
+    """The number of programs and their warps: two programs per multiprocessor if the L2 holds their rows for the second
+    pass.
+    """
     per_sm = 2 if 2 * sms * row_bytes <= L2_BYTES else 1
     return min(M, per_sm * sms), num_warps or 16 // per_sm

@@ -1,4 +1,4 @@
-"""SwiGLU. What it means and costs is in spec.py."""
+"""SwiGLU. spec.py has the definition and the cost."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from bagu.ops.swiglu.spec import SPEC
 
 
 def swiglu(x: torch.Tensor, up: torch.Tensor | None = None, *, backend: str | None = None) -> torch.Tensor:
-    """silu(gate) * up. `x` is gate and up packed along the last dim, gate first; or the gate alone, with `up` given."""
+    """silu(gate) * up. `x` is gate and up packed along the last dim, gate first; or only the gate, if `up` is given."""
     return call(SPEC, backend, x=x, up=up)

@@ -1,4 +1,4 @@
-"""SwiGLU by others, for the benchmark."""
+"""Other implementations of SwiGLU, for the benchmark."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def eager(x: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
 
 
 def liger(x: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
-    """Takes two contiguous tensors, so a packed x is copied first, as it is in a Liger model."""
+    """Liger takes two contiguous tensors, so a packed x is copied first, as in a Liger model."""
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
     return LigerSiLUMulFunction.apply(*halves(x, up))

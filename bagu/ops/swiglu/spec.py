@@ -1,9 +1,9 @@
-"""SwiGLU: let one half of a projection open and close the other.
+"""SwiGLU: a gated linear unit whose gate is a SiLU.
 
     y[m, n] = silu(gate[m, n]) * up[m, n]        silu(g) = g * sigmoid(g)
 
-x is gate and up packed along the last dim, gate first; or gate alone, up being the second tensor.
-Dims: M = rows (tokens), N = features, K = 2N packed, N separate.   Paper: https://arxiv.org/abs/2002.05202
+x is gate and up packed along the last dim, gate first; or only gate, with up as the second tensor.
+Dims: M = rows (tokens), N = features, K = 2N if packed, N if separate.   Paper: https://arxiv.org/abs/2002.05202
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SwiGLU in PyTorch: the formula for whatever looks through it, and the passes of an eager call on a CPU."""
+"""SwiGLU in PyTorch: a formula for tracing and transforms, and in-place passes for eager CPU calls."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ def backward(dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None) -> Grad
     acc = accumulator(x.dtype)
     dyf, g, u = (t.to(acc) for t in (dy, *halves(x, up)))
     s = torch.sigmoid(g)
-    dgate = dyf * u * (s + g * s * torch.sigmoid(-g))  # 1 - s has no digits left near 1
+    dgate = dyf * u * (s + g * s * torch.sigmoid(-g))  # 1 - s has no digits left for s near 1
     return join(dgate.to(x.dtype), (dyf * g * s).to(x.dtype), packed=up is None)
 
 
 def passes(x: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """y, and silu(gate) for the backward, whose exp is most of the time.
+    """y, and silu(gate) for the backward, because the exp takes most of the time.
 
-    bf16 is not widened: the kernels compute in fp32, and with fp32's range a rounding between costs half an ulp.
+    bf16 is not widened: the kernels compute in fp32, and bf16 has fp32's range, so an intermediate rounding costs half
+    an ulp.
     """
     gate, up = halves(x, up)
     work = x.dtype if x.dtype == torch.bfloat16 else accumulator(x.dtype)
@@ -46,7 +47,7 @@ def invariant_passes(x: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Te
 
 
 def passes_backward(dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None, act: torch.Tensor) -> Gradients:
-    """Each gradient is written where it belongs, so a packed x gets its own in one piece."""
+    """Write each gradient to its place in the output, so that a packed x gets one contiguous gradient."""
     gate, u = halves(x, up)
     dx, dup = torch.empty_like(x), None if up is None else torch.empty_like(up)
     into_gate, into_up = halves(dx, dup)

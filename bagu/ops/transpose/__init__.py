@@ -1,4 +1,4 @@
-"""Transpose. What it means and costs is in spec.py."""
+"""Transpose. spec.py has the definition and the cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transpose by others, for the benchmark."""
+"""Other implementations of transpose, for the benchmark."""
 
 from __future__ import annotations
 

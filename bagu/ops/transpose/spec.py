@@ -1,9 +1,9 @@
-"""Transpose: two dims of a tensor change places, and the result is laid out anew in memory.
+"""Transpose: exchange two dims of a tensor and make the result contiguous.
 
     y = x.transpose(dim0, dim1).contiguous()
 
-Any dtype and any two dims, negative ones counted from the end; the same dim twice is a copy. The gradient of a float
-tensor is the transpose back; an integer has none.
+Any dtype and any two dims; negative dims count from the end; the same dim twice is a copy. The gradient of a float
+tensor is transposed back; an integer tensor has none.
 
 Dims: M = the sizes of x, Y = the same with two of them exchanged.
 """
@@ -27,9 +27,9 @@ def reference(x: torch.Tensor, dim0: int, dim1: int) -> torch.Tensor:
 
 
 def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
-    """The sizes of y, or of x from those of y; a call whose dims are not dims of x stops here."""
+    """The sizes of y, or of x from those of y; raises if dim0 or dim1 is not a dim of x."""
     sizes = list(dims["M"] if "M" in dims else dims["Y"])
-    rank = max(len(sizes), 1)  # as in torch, a tensor without dims takes 0 and -1
+    rank = max(len(sizes), 1)  # as in torch, a 0-d tensor takes dims 0 and -1
     for name in ("dim0", "dim1"):
         if not -rank <= dims[name] < rank:
             raise ArgumentError(
@@ -53,7 +53,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """x is read once and y written once; nothing is computed."""
+    """x is read once and y is written once; there is no arithmetic."""
     return Cost(flops=0, bytes=2 * dims["M"] * itemsize)
 
 

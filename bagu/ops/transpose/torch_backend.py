@@ -1,4 +1,4 @@
-"""Transpose in PyTorch: what runs on a CPU and what the compiler sees through."""
+"""Transpose in PyTorch: for CPUs and torch.compile."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
 """Transpose on Triton: a tile is read along x's contiguous dim and written along y's.
 
-Bandwidth is the limit, and with it the length of the runs: a tile of 128 x 128 has runs of 256 bytes in bf16 on both
-sides (64 x 64 reaches 0.84 of copy bandwidth on an H200, this 0.90). Triton reads in the order of x's memory and writes
-in the order of y's, and turns the tile in shared memory where the two differ. Neighbouring programs write along y.
+Bandwidth is the limit, and it depends on the length of contiguous runs: a tile of 128 x 128 has runs of 256 bytes in
+bf16 on both sides (64 x 64 reaches 0.84 of copy bandwidth on an H200, 128 x 128 reaches 0.90). Triton reads in the
+order of x's memory and writes in the order of y's, and transposes the tile in shared memory if the two differ.
+Neighbouring programs write along y.
 
-Bits are moved, not numbers: every dtype is taken as the integer of its size, so NaN payloads, bools and int64 arrive
-as they were, and four kernels serve all dtypes. Any two dims of any strided tensor come down to the same kernel:
-dims that lie together in both tensors are merged, one tile side is y's last dim, the other is the one with x's
-smallest stride, and what is left, at most three dims, is divided among programs.
+Values are moved as bits: every dtype is treated as the integer of its size, so NaN payloads, bools and int64 are
+preserved, and four kernels serve all dtypes. Any two dims of any strided tensor reduce to the same kernel: dims that
+are adjacent in both tensors are merged, one tile side is y's last dim, the other is the dim with x's smallest stride,
+and the remaining dims, at most three, are divided among programs.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from bagu.ops.kernels.scalars import int64
 from bagu.ops.launch import next_power_of_2
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-SIDE = {1: 128, 2: 128, 4: 64, 8: 32, 16: 32}  # of a turned tile, by itemsize: runs of 128 bytes or more
-TUNABLE = {"forward": {"rows": (64, 128), "columns": (64, 128), "num_warps": (4, 8)}}  # tests run each point
+SIDE = {1: 128, 2: 128, 4: 64, 8: 32, 16: 32}  # of a transposed tile, by itemsize: runs of 128 bytes or more
+TUNABLE = {"forward": {"rows": (64, 128), "columns": (64, 128), "num_warps": (4, 8)}}  # the tests run every combination
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def _move(
 
 @dataclass(frozen=True, kw_only=True)
 class Dims:
-    """The dims of y, merged where they lie together in x too: (size, stride in x, stride in y)."""
+    """The dims of y, merged if they are adjacent in x too: (size, stride in x, stride in y)."""
 
     rows: tuple[int, int, int]
     columns: tuple[int, int, int]  # y's last dim
@@ -72,31 +73,32 @@ class Dims:
         columns, *rest = dims or [one]
         if not rest:
             return cls(rows=one, columns=columns, others=())
-        # where y's last dim is contiguous in x too, the tile is rows of it, neighbours in y
+        # if y's last dim is contiguous in x too, the tile consists of rows of it, which are neighbours in y
         rows = rest[0] if columns[1] == 1 else min(rest, key=lambda d: d[1])
         return cls(rows=rows, columns=columns, others=tuple(d for d in reversed(rest) if d is not rows))
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """x as integers of its size; complex128, the one dtype of 16 bytes, as pairs of them."""
+    """x as integers of its size; complex128, the one dtype of 16 bytes, as pairs of integers."""
     if x.element_size() == 16:
         return torch.view_as_real(x).view(torch.int64)
     return x.view(INTEGERS[x.element_size()])
 
 
 def _tile(dims: Dims, itemsize: int, rows: int | None, columns: int | None) -> tuple[int, int]:
-    """How many rows and columns a program moves: a square if it is turned, else long rows."""
+    """How many rows and columns a program moves: a square if the tile is transposed, else long rows."""
     (R, _, yr), (C, xc, _) = dims.rows, dims.columns
     tall, long = _sides(xc * itemsize % 16 == 0, yr * itemsize % 16 == 0, itemsize) if xc != 1 else (16, 256)
     r, room = min(rows or tall, next_power_of_2(R)), min(tall * long, 4096)
     c = min(columns or max(long, room // r), next_power_of_2(C))
-    return (r if rows else min(max(r, room // c), next_power_of_2(R))), c  # a slim side leaves room for the other
+    return (r if rows else min(max(r, room // c), next_power_of_2(R))), c  # a narrow side leaves room for the other
 
 
 def _sides(x_aligned: bool, y_aligned: bool, itemsize: int) -> tuple[int, int]:
-    """Of a turned tile, along x's memory and along y's. A side that is not aligned moves single values, so the tile is
-    smaller, and long where runs begin anywhere: an odd [16383, 4095] in bf16 reaches 0.70 of copy bandwidth on an H200
-    with 32 x 128 and 0.57 with 64 x 64."""
+    """The sides of a transposed tile, along x's memory and along y's. A side that is not aligned moves single values,
+    so the tile is smaller, and longer along the unaligned runs: an odd [16383, 4095] in bf16 reaches 0.70 of copy
+    bandwidth on an H200 with 32 x 128 and 0.57 with 64 x 64.
+    """
     if x_aligned and y_aligned:
         return SIDE[itemsize], SIDE[itemsize]
     if itemsize > 2:
@@ -124,7 +126,7 @@ def forward(
         _bits(view), _bits(y), R, C, n1, n2, xr, xc, x0, x1, x2, yr, y0, y1, y2, r_tiles, c_tiles,
         BR=br, BC=bc, FAR=br * max(xr, yr) + bc * xc >= 2**31, BATCHED=n0 * n1 * n2 > 1,
         num_warps=num_warps or (8 if large or (br, bc) == (32, 64) else 4),
-        maxnreg=64 if large else None,  # 0.907 of copy bandwidth where 0.903 is without, 16384 x 4096 in bf16
+        maxnreg=64 if large else None,  # 0.907 of copy bandwidth instead of 0.903, 16384 x 4096 in bf16
     )  # fmt: skip
     return (y,)
 
