@@ -1,4 +1,4 @@
-"""The trainer: `fit` is the loop, `step` one update; `objectives` has what is trained for, one file each."""
+"""The trainer: `fit` is the loop, `step` is one update; `objectives` has one file per training objective."""
 
 from bagu.train.cross_entropy import CrossEntropy
 from bagu.train.loop import FitResult, fit

@@ -1,13 +1,13 @@
 """One checkpoint on disk: a folder that is complete or absent, with a checksum for each file and no pickle.
 
     model.safetensors       fp32 masters by parameter name, and the model's buffers
-    optimizer.safetensors   its state, named "exp_avg/<parameter>"
-    state.json              step, data_step, the loader's cursor, state of the guard and the loss, what the run was
-    manifest.json           size and SHA-256 of the others; written last
+    optimizer.safetensors   the optimizer's state, named "exp_avg/<parameter>"
+    state.json              step, data_step, the loader's cursor, the state of the guard and of the loss, run metadata
+    manifest.json           size and SHA-256 of the other files; written last
 
 Everything is written and synced in a temporary folder, which is then renamed: a kill or a full disk leaves that folder
-behind and earlier checkpoints untouched. Tensors are stored by name and in fp32, so a checkpoint does not depend on the
-layout or the compute dtype of the run that wrote it.
+behind and does not change earlier checkpoints. Tensors are stored by name and in fp32, so a checkpoint does not depend
+on the layout or the compute dtype of the run that wrote it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CheckpointError(BaguError, RuntimeError):
 
 
 class BadCheckpoint(CheckpointError):
-    """The files of the checkpoint `path` are not what was written."""
+    """The files of the checkpoint `path` differ from what was written."""
 
     def __init__(self, path: Path, message: str, *, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -65,17 +65,17 @@ class BadCheckpoint(CheckpointError):
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The state of a run, copied to host memory: training continues while it is written."""
+    """The state of a run, copied to host memory, so that training continues while it is written."""
 
     step: int
     model: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, torch.Tensor]
     facts: Mapping[str, Any]
-    ready: torch.cuda.Event | None  # when the copies from the GPU have arrived
+    ready: torch.cuda.Event | None  # recorded when the copies from the GPU are complete
 
 
 def snapshot(state: TrainState, facts: Mapping[str, Any]) -> Snapshot:
-    """Copy what a resume needs. On a GPU the copies are queued on the stream; this does not wait for them."""
+    """Copy the state that a resume needs. On a GPU the copies are queued on the stream; this does not wait for them."""
     device = state.device
     model = state.flat.masters(_copy) | {name: _copy(value) for name, value in _buffers(state.model).items()}
     optimizer = state.optimizer.tensors(_copy)
@@ -86,7 +86,7 @@ def snapshot(state: TrainState, facts: Mapping[str, Any]) -> Snapshot:
     own = {
         "step": state.step,
         "data_step": state.data_step,
-        "seed": state.config.seed,  # all randomness is a function of it and data_step
+        "seed": state.config.seed,  # all randomness is a function of the seed and data_step
         "guard": state.guard.state(),
         "frozen": state.frozen_digest,
         "loss": state.loss.state(),
@@ -129,7 +129,7 @@ def write(folder: Path, snap: Snapshot) -> Path:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, by ascending step. Their content is not checked here: see `verify`."""
+    """The complete checkpoints in `folder`, by ascending step. Their content is not verified here: see `verify`."""
     return sorted(p for p in folder.glob("step-*") if p.is_dir())
 
 
@@ -150,12 +150,12 @@ def unneeded(folder: Path, *, keep_last: int, keep_best: bool) -> list[Path]:
 
 
 def _score(path: Path) -> float | None:
-    """The validation loss of a checkpoint; None where it has none, or its state.json is missing or unreadable."""
+    """The validation loss of a checkpoint; None if it has none, or its state.json is missing or unreadable."""
     try:
         facts = state_of(path)
     except (OSError, ValueError, TypeError):
         return None
-    score = facts.get("validation_loss", facts.get("val_loss_nats"))  # the second: as older checkpoints name it
+    score = facts.get("validation_loss", facts.get("val_loss_nats"))  # the second is the name in older checkpoints
     return score if isinstance(score, float | int) else None
 
 
@@ -180,10 +180,10 @@ def verify(path: Path) -> None:
 
 
 def newest_good(folder: Path) -> tuple[Path | None, list[BadCheckpoint]]:
-    """The last checkpoint that verifies, and why each later one does not. Nothing in the folder changes.
+    """The last checkpoint that passes verification, and the errors of the later ones. Nothing in the folder changes.
 
-    (None, []) where there is no checkpoint. Where there are some and none can be used, this raises, each time it is
-    called: to begin again from step 0 is the user's choice. That includes checkpoints that `set_aside` has renamed.
+    Returns (None, []) if there is no checkpoint. If there are checkpoints and none is usable, every call raises:
+    starting again from step 0 is the user's decision. Checkpoints that `set_aside` has renamed count too.
     """
     found = checkpoints(folder)
     bad: list[BadCheckpoint] = []
@@ -205,9 +205,9 @@ def newest_good(folder: Path) -> tuple[Path | None, list[BadCheckpoint]]:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a checkpoint that cannot be used, so that it is neither tried again nor deleted."""
+    """Rename a checkpoint that is not usable, so that it is neither tried again nor deleted."""
     name = path.with_name(BAD + path.name)
-    shutil.rmtree(name, ignore_errors=True)  # of the same step, and bad too
+    shutil.rmtree(name, ignore_errors=True)  # an earlier bad checkpoint of the same step
     path.rename(name)
 
 
@@ -217,9 +217,9 @@ def state_of(path: Path) -> dict[str, Any]:
 
 
 def restore(path: Path, state: TrainState) -> dict[str, Any]:
-    """Load a verified checkpoint into `state`; returns the facts that were saved with it.
+    """Load a verified checkpoint into `state`; return the facts that were saved with it.
 
-    Nothing is changed unless names and shapes of all tensors match.
+    Changes nothing unless the names and shapes of all tensors match.
     """
     facts = state_of(path)
     if facts["frozen"] != state.frozen_digest:
@@ -237,7 +237,7 @@ def restore(path: Path, state: TrainState) -> dict[str, Any]:
     state.flat.publish()
     state.step, state.data_step = facts["step"], facts["data_step"]
     state.guard.load(facts["guard"])
-    state.loss.load_state(facts.get("loss", {}))  # absent before losses had state
+    state.loss.load_state(facts.get("loss", {}))  # absent in checkpoints from before losses had state
     return facts
 
 
@@ -261,7 +261,7 @@ def _check_fit(file: Path, places: Mapping[str, torch.Tensor]) -> None:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A host copy: from a GPU into pinned memory, queued on the stream that will change the tensor next."""
+    """A host copy. From a GPU it goes to pinned memory, queued on the stream that will change the tensor next."""
     on_gpu = tensor.device.type == "cuda"
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
     return copy.copy_(tensor.detach(), non_blocking=on_gpu)
@@ -279,8 +279,8 @@ def _sha256(path: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Make a file's bytes, or a folder's names, survive a power cut."""
-    if os.name == "nt" and path.is_dir():  # Windows has no such call for folders
+    """Make a file's content, or a folder's entries, survive a power failure."""
+    if os.name == "nt" and path.is_dir():  # Windows cannot sync folders
         return
     fd = os.open(path, os.O_RDONLY)
     try:

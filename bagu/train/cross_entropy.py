@@ -1,8 +1,8 @@
 """Cross-entropy of target tokens: the loss of pretraining, fine-tuning and masked language modelling.
 
 The loss of an optimizer step is the sum over its target tokens divided by their number over all micro-batches: a
-micro-batch with few targets weighs little, as it would if all were one batch. Which tokens are targets is decided by
-the data.
+micro-batch with few targets has a small weight, as it would in one large batch. The data determines which tokens are
+targets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["CrossEntropy", "TargetTotals", "check_z_loss"]
 
 @dataclass(frozen=True, kw_only=True)
 class TargetTotals(Totals):
-    """Also the targets of a step, and the bytes of text that they stand for (0 where that means nothing)."""
+    """Adds the number of targets of a step, and the bytes of text that they represent (0 if bytes do not apply)."""
 
     targets: int
     target_bytes: int
@@ -40,7 +40,7 @@ class TargetTotals(Totals):
             target_bytes=sum(b.target_bytes for b in batches),
             padding=sum(b.num_padding for b in batches),
         )
-        if totals.targets == 0:  # 0 / 0: a mean over no token is NaN, and would be blamed on the model
+        if totals.targets == 0:  # 0 / 0: the mean over no token is NaN, which would look like an error of the model
             raise BaguError(
                 f"a step of {totals.tokens} tokens has no target that counts",
                 hint="check the loss mask: are the assistant's turns marked, and are they inside the context?",
@@ -48,7 +48,7 @@ class TargetTotals(Totals):
         return totals
 
     def bits_per_byte(self, nll: float) -> float | None:
-        """From the mean negative log-likelihood per target, in nats; None where the bytes are not known."""
+        """Bits per byte from the mean negative log-likelihood per target, in nats; None if the bytes are not known."""
         return nll * self.targets / math.log(2) / self.target_bytes if self.target_bytes else None
 
 
@@ -56,7 +56,7 @@ class CrossEntropy(Loss[Batch, TargetTotals]):
     """Cross-entropy of the targets, plus a z-loss of weight `z_loss`, plus the model's MoE balance loss.
 
     Metrics: `loss_nats` is the cross-entropy per target alone, `bits_per_byte` the same per byte of text, and
-    `objective_nats` the loss that is minimised, where it differs.
+    `objective_nats` the minimised loss, if it differs.
     """
 
     def __init__(self, *, z_loss: float = 0.0) -> None:
@@ -91,6 +91,6 @@ class CrossEntropy(Loss[Batch, TargetTotals]):
 
 
 def check_z_loss(weight: float) -> None:
-    """Refuse a negative weight of the z-loss."""
+    """Raise for a negative weight of the z-loss."""
     if weight < 0:
         raise ArgumentError(f"z_loss is {weight}", hint="1e-4 is usual, 0 is none")

@@ -1,8 +1,8 @@
-"""The same state through torch's distributed checkpoint (DCP), for runs whose tensors are sharded over ranks.
+"""The same state in torch's distributed checkpoint format (DCP), for runs whose tensors are sharded over ranks.
 
-DCP's own file system format pickles its metadata; its Hugging Face storage writes safetensors and a JSON index, and no
-pickle, so that is the one used. It works without a process group. What it does not give is atomicity, checksums and
-the run's place: `checkpoint` does, and a run resumes from there.
+DCP's file system format pickles its metadata. Its Hugging Face storage writes safetensors and a JSON index without
+pickle, so this module uses it. It works without a process group. It has no atomicity, no checksums and no position of
+the run: `checkpoint` has them, and a run resumes from a `checkpoint`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def save_dcp(path: Path, state: TrainState) -> None:
 
 
 def load_dcp(path: Path, state: TrainState) -> None:
-    """Read them back in place; a tensor that is not there is an error of DCP's that names it."""
+    """Read them back in place; if a tensor is missing, DCP raises an error that names it."""
     with _quiet(), torch.no_grad():
         dcp.load(_tensors(state), storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=not _distributed())
     state.flat.publish()
@@ -44,7 +44,7 @@ def _distributed() -> bool:
 
 
 class _quiet(warnings.catch_warnings):
-    """DCP warns that there is no process group each time; here that is meant."""
+    """Suppresses DCP's warning that there is no process group, which is intended here."""
 
     def __enter__(self) -> None:
         super().__enter__()

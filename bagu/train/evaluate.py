@@ -1,4 +1,4 @@
-"""Cross-entropy on held-out batches, as the callable that `fit` takes: metrics by name."""
+"""Cross-entropy on held-out batches, as the callable that `fit` takes: it returns metrics by name."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def nll_sum(model: Transformer, batch: Batch) -> torch.Tensor:
     batch = batch.to(model.embedding.weight.device, non_blocking=True)
     hidden = model(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len).hidden
     target_logit, lse = ops.linear_cross_entropy(hidden, model.head_weight, batch.targets, ignore_index=IGNORE)
-    return (lse - target_logit).double().sum()  # an ignored token has 0 for both
+    return (lse - target_logit).double().sum()  # both are 0 for an ignored token
 
 
 def held_out_loss(
     batches: Callable[[], Iterable[Batch]], *, prefix: str = "val"
 ) -> Callable[[Transformer], Mapping[str, float]]:
-    """An evaluation over the same batches each time: `<prefix>_loss_nats` per target and `<prefix>_bits_per_byte`."""
+    """An evaluation over the same batches every time: `<prefix>_loss_nats` per target and `<prefix>_bits_per_byte`."""
 
     def evaluate(model: Transformer) -> Mapping[str, float]:
         total: torch.Tensor | None = None

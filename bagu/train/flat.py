@@ -1,16 +1,16 @@
 """Flat memory: every trained parameter is a view of one long buffer, and so are its master and its gradient.
 
-    master   [N] fp32               what the optimizer updates
-    compute  [n] per segment        what the model computes with; in an fp32 segment the masters themselves
+    master   [N] fp32               the optimizer updates it
+    compute  [n] per segment        the model computes with it; an fp32 segment uses the masters themselves
     grad     [N] fp32               the sum over a step's micro-batches
 
-N counts all trained parameters, each padded to a multiple of `ALIGN` elements; padding is zero and stays zero. One
-buffer makes the gradient norm one reduction and an update a few passes over memory, whatever the number of layers.
-A segment is a stretch of it with one role (which optimizer rule, decayed or not) and one compute dtype.
+N counts all trained parameters, each padded to a multiple of `ALIGN` elements; padding is zero and stays zero. With one
+buffer the gradient norm is one reduction and an update is a few passes over memory, for any number of layers. A segment
+is a contiguous range of the buffer with one role (optimizer rule, decay or not) and one compute dtype.
 
-Gradients leave autograd through a hook that runs as soon as a parameter's gradient is whole: the first micro-batch
-copies it into `grad`, the later ones add, and `p.grad` is dropped. So micro-batches sum in fp32 when the model is bf16,
-and no bf16 gradient outlives its layer's backward.
+A hook moves each gradient out of autograd as soon as it is complete: the first micro-batch copies it into `grad`, the
+later ones add to it, and `p.grad` is set to None. So micro-batches are summed in fp32 also if the model is bf16, and a
+bf16 gradient is freed when its layer's backward ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ALIGN = 64  # elements: 128 bytes of bf16, so a kernel's vector loads stay align
 
 
 class Role(StrEnum):
-    """What a parameter is to the optimizer. Matrices and embeddings are decayed, vectors (norms, biases) are not."""
+    """A parameter's role in the optimizer. Matrices and embeddings are decayed, vectors (norms, biases) are not."""
 
     MATRIX = "matrix"
     EMBEDDING = "embedding"
@@ -43,7 +43,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One parameter and its place [start, start + numel) in the flat buffers."""
+    """One parameter and its range [start, start + numel) in the flat buffers."""
 
     name: str
     parameter: nn.Parameter
@@ -57,7 +57,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Parameters of one role and dtype, side by side."""
+    """Adjacent parameters of one role and dtype."""
 
     role: Role
     dtype: torch.dtype
@@ -70,7 +70,7 @@ class Segment:
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
-    """The role of each parameter that is trained, by name; a parameter used twice (a tied head) has one name.
+    """The role of each trained parameter, by name; a parameter that is used twice (a tied head) has one name.
 
     A matrix maps activations to activations: it belongs to a linear layer or to experts. Any other table of vectors
     (tokens, positions) is an embedding.
@@ -86,9 +86,10 @@ def roles(model: nn.Module) -> dict[str, Role]:
 
 
 class FlatParameters:
-    """The trained parameters of a model, laid out flat. Making one moves the parameters' data; their values stay.
+    """The trained parameters of a model in flat buffers. The constructor moves the parameters' data and keeps their
+    values.
 
-    Frozen parameters are left alone. `release()` takes the hooks off; the parameters stay views of these buffers.
+    Frozen parameters do not change. `release()` removes the hooks; the parameters stay views of these buffers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -138,7 +139,7 @@ class FlatParameters:
         return compute
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
-        """The hook: move a finished gradient into the flat buffer."""
+        """The hook: move a complete gradient into the flat buffer."""
         assert parameter.grad is not None
         if self._has_grad[index]:
             self._grads[index].add_(parameter.grad)
@@ -148,13 +149,15 @@ class FlatParameters:
         parameter.grad = None
 
     def begin(self) -> None:
-        """Start a step: the next gradient of each parameter replaces the last step's. Touches no memory."""
+        """Start a step: the next gradient of each parameter replaces that of the last step. Does not access the
+        buffers.
+        """
         self._has_grad = [False] * len(self._has_grad)
 
     def finish(self) -> torch.Tensor:
-        """End the backward passes of a step; returns the global gradient norm, on the device.
+        """End the backward passes of a step; return the global gradient norm, on the device.
 
-        A parameter that took no part (an expert no token chose) still holds the last step's gradient: zero it.
+        A parameter without a gradient (an expert that no token chose) still holds the last step's: zero it.
         """
         for index, seen in enumerate(self._has_grad):
             if not seen:
@@ -162,18 +165,20 @@ class FlatParameters:
         return torch.linalg.vector_norm(self.grad)
 
     def publish(self) -> None:
-        """Cast the masters into the parameters the model computes with; fp32 ones are their masters already."""
+        """Cast the masters into the parameters that the model computes with; fp32 parameters are the masters
+        themselves.
+        """
         for segment, compute in zip(self.segments, self._compute, strict=True):
             if compute is not None:
                 compute.copy_(segment.of(self.master))
 
     def masters(self, copy: Callable[[torch.Tensor], torch.Tensor] = lambda t: t) -> dict[str, torch.Tensor]:
-        """The fp32 masters by parameter name: views of the buffer, or of what `copy` makes of it."""
+        """The fp32 masters by parameter name: views of the buffer, or of the copy that `copy` returns."""
         flat = copy(self.master)
         return {slot.name: slot.of(flat) for slot in self.slots}
 
     def release(self) -> None:
-        """Take the hooks off, so that the model can be trained by other means."""
+        """Remove the hooks, so that other code can train the model."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -1,8 +1,8 @@
-"""What the training step asks of a loss, whatever it trains on: counts, a loss per micro-batch, metrics.
+"""The interface between the training step and a loss: counts, a loss per micro-batch, metrics.
 
     totals  = loss.totals(micro_batches)              host counts over the whole step
     part    = loss(model, micro_batch, totals)        loss and metrics, divided by those counts: parts sum to the step's
-    metrics = loss.metrics(value, sums, totals)       what is logged, from the summed parts, on the host
+    metrics = loss.metrics(value, sums, totals)       the logged values, from the summed parts, on the host
 
 A step reads the sums of all micro-batches from the device once, together with the gradient norm.
 """
@@ -21,20 +21,20 @@ from bagu.nn.model import Transformer
 
 __all__ = ["BatchT", "BatchT_co", "Loss", "Metrics", "MicroBatch", "MicroBatchLoss", "Totals", "TotalsT"]
 
-Metrics = dict[str, float | None]  # by name; None where a value cannot be known
+Metrics = dict[str, float | None]  # by name; None if a value is not known
 
 
 class MicroBatch(Protocol):
-    """What the step needs of a micro-batch. What else it holds is between an objective's data and its loss."""
+    """The fields of a micro-batch that the step uses. Only the objective's data and loss use its other fields."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the model computes: tokens per second and MFU count these."""
+        """Tokens that the model computes, for tokens per second and MFU."""
         ...
 
     @property
     def num_padding(self) -> int:
-        """How many of the tokens are padding."""
+        """Number of padding tokens."""
         ...
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Self:
@@ -51,9 +51,9 @@ class Totals:
 
 
 class MicroBatchLoss(NamedTuple):
-    """The part of one micro-batch in the loss and the metrics of its step: parts sum to the step's values."""
+    """The contribution of one micro-batch to the loss and metrics of its step. They sum to the step's values."""
 
-    loss: torch.Tensor  # to call backward on
+    loss: torch.Tensor  # for backward
     metrics: Mapping[str, torch.Tensor] = {}  # scalars without a gradient, the same names in every micro-batch
     expert_load: tuple[torch.Tensor, ...] = ()  # tokens per expert, for each MoE layer
 
@@ -70,21 +70,22 @@ class Loss(ABC, Generic[BatchT, TotalsT]):
 
     @abstractmethod
     def totals(self, batches: Sequence[BatchT]) -> TotalsT:
-        """The counts of a step. Nothing is read from the device for them."""
+        """The counts of a step. Reads nothing from the device."""
 
     @abstractmethod
     def __call__(self, model: Transformer, batch: BatchT, totals: TotalsT) -> MicroBatchLoss:
-        """Forward one micro-batch, and divide by the totals of the whole step."""
+        """Run the forward of one micro-batch, and divide by the totals of the whole step."""
 
     @abstractmethod
     def metrics(self, loss: float, sums: Mapping[str, float], totals: TotalsT) -> Metrics:
-        """What is logged of a step: from its loss and its metrics, summed over the micro-batches. Names end in units.
+        """The logged metrics of a step, from its loss and its metrics summed over the micro-batches. Names end in
+        units.
 
-        This is where values are derived that do not sum, such as a ratio of two sums.
+        Values that cannot be summed, such as a ratio of two sums, are computed here.
         """
 
     def evaluate(self, model: Transformer, batches: Iterable[BatchT]) -> Metrics:
-        """The metrics of held-out batches as those of one step, under names that begin with `val_`."""
+        """The metrics of held-out batches, computed as those of one step, with names that begin with `val_`."""
         batches = list(batches)
         if not batches:
             raise BaguError("there is no held-out batch to evaluate on", hint="hold out more documents")
@@ -102,8 +103,8 @@ class Loss(ABC, Generic[BatchT, TotalsT]):
         """Called after each update of the weights with the step's metrics, for a loss that adapts to them."""
 
     def state(self) -> dict[str, Any]:
-        """What this loss remembers between steps, as JSON. A checkpoint holds it."""
+        """The state of this loss between steps, as JSON. Checkpoints contain it."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Restore the state that `state` returned."""

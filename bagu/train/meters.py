@@ -1,4 +1,4 @@
-"""The row of metrics of a step: those of its loss, and what the step cost. Names end in their unit."""
+"""The metrics row of a step: the metrics of its loss, and the cost of the step. Names end in their unit."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Meters", "peak_memory"]
 
 
 class Meters:
-    """Times steps and makes the row of metrics of each; a value that is not known is None.
+    """Measures steps and creates the metrics row of each; a value that is not known is None.
 
-    A step lasts from `start` (before its data is asked for) to `row` (when its loss is known on the host); evaluation,
-    sampling and saving are not part of it. On a GPU the update still runs then, and counts towards the next step.
+    A step lasts from `start` (before its data is requested) to `row` (when its loss is known on the host); evaluation,
+    sampling and saving are not part of it. On a GPU the update is still running then, and counts towards the next step.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Meters:
         self._start = time.perf_counter()
 
     def data_arrived(self) -> None:
-        """The micro-batches are here: the time since `start` was spent waiting for them."""
+        """Record that the micro-batches have arrived: the time since `start` was spent waiting for them."""
         self._data_wait = time.perf_counter() - self._start
 
     def row(self, result: StepResult) -> dict[str, float | int | None]:
@@ -52,7 +52,7 @@ class Meters:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most bytes in use so far: allocated by torch on a GPU, resident in this process on a CPU."""
+    """Peak memory in bytes so far: allocated by torch on a GPU, resident in this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -60,4 +60,4 @@ def peak_memory(device: torch.device) -> int | None:
     except ImportError:  # Windows
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes, except on macOS
+    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes, but bytes on macOS

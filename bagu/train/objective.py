@@ -1,8 +1,9 @@
 """An objective: everything that differs between pretraining, fine-tuning, masked language modelling and others.
 
-One frozen dataclass holds its configuration (the `objective` of a run), distinguished by `kind`. Its methods check the
-model and the run, read the data, make the loss, and say how its metrics are shown. The training loop knows none of
-them: it takes batches from a loader and gives them to a loss. `bagu/train/objectives` has one file per objective.
+One frozen dataclass holds its configuration (the `objective` of a run), identified by `kind`. Its methods check the
+model and the run, read the data, create the loss, and define how its metrics are shown. The training loop does not
+depend on objectives: it takes batches from a loader and passes them to a loss. `bagu/train/objectives` has one file per
+objective.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ __all__ = ["Objective", "RunLoader", "RunSettings", "SourceSize", "TrainingData"
 
 
 class RunLoader(Batches[BatchT_co], Protocol[BatchT_co]):
-    """The loader of a run: what `fit` needs, and what a run of so many steps takes from each source, as JSON.
+    """The loader of a run: the interface of `fit`, and a JSON report of the data that a run of a given length uses.
 
-    Of the report `sources` is read: for each name at least `epochs`, the passes over that source.
+    The report's `sources` has for each name at least `epochs`, the passes over that source.
     """
 
     def report(self, steps: int) -> dict[str, Any]: ...
@@ -35,7 +36,7 @@ class RunLoader(Batches[BatchT_co], Protocol[BatchT_co]):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSize:
-    """How much one source holds. `targets` are the tokens of the training part that count in the loss."""
+    """The size of one source. `targets` are the tokens of the training part that count in the loss."""
 
     documents: int
     tokens: int
@@ -45,8 +46,9 @@ class SourceSize:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData(Generic[BatchT]):
-    """What a run trains on and is evaluated on. `held_out(limit)` gives the same batches each time, at most `limit`
-    of each source (None: all)."""
+    """The training and held-out data of a run. `held_out(limit)` returns the same batches each time, at most `limit`
+    of each source (None: all).
+    """
 
     loader: RunLoader[BatchT]
     held_out: Callable[[int | None], Iterable[BatchT]]
@@ -56,7 +58,7 @@ class TrainingData(Generic[BatchT]):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What an objective may check of the run it is part of."""
+    """The settings of a run that an objective may check."""
 
     init_from: str | None
     lora: bool
@@ -65,42 +67,43 @@ class RunSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(ABC, Generic[BatchT]):
-    """The configuration of an objective, and what follows from it.
+    """The configuration of an objective, and its behaviour.
 
-    A subclass is a frozen dataclass with `kind: Literal["name"] = "name"`. Being imported is enough to be known:
-    `Run.objective` takes any of them, by `kind`.
+    A subclass is a frozen dataclass with `kind: Literal["name"] = "name"`. Importing it registers it: `Run.objective`
+    accepts every imported subclass, by `kind`.
     """
 
     kind: str
 
     def check_run(self, run: RunSettings) -> None:
-        """Raise ConfigError for settings of a run that this objective cannot work with."""
+        """Raise ConfigError for run settings that this objective does not support."""
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise ConfigError for a model that this objective cannot train."""
 
     def check_tokenizer(self, tokenizer: BpeTokenizer) -> None:
-        """Raise BaguError for a tokenizer that lacks what this objective needs, such as a mask token."""
+        """Raise BaguError for a tokenizer that lacks something this objective needs, such as a mask token."""
 
     @abstractmethod
     def corpus(self, name: str, config: SourceConfig, selection: Selection) -> Corpus:
-        """A source as this objective reads it: text, chats, pairs. Nothing is read yet."""
+        """The corpus of a source for this objective: text, chats, pairs. Nothing is read yet."""
 
     @abstractmethod
     def read(
         self, corpora: Mapping[str, Any], tokenizer: BpeTokenizer, data: DataConfig, model: ModelConfig
     ) -> TrainingData[BatchT]:
-        """Tokenise the corpora (made by `corpus`), or find their tokens in the cache, and make the batches."""
+        """Tokenise the corpora (from `corpus`), or load their tokens from the cache, and create the batches."""
 
     @abstractmethod
     def loss(self, model: Transformer) -> Loss[BatchT, Any]:
-        """The loss of one run. `model` has the weights that the run starts from, also when it is resumed: a loss that
-        compares with them takes its frozen copy here."""
+        """The loss of one run. `model` has the initial weights of the run, also when it is resumed: a loss that
+        compares with them takes its frozen copy here.
+        """
 
     @abstractmethod
     def display(self) -> Display:
         """How the metrics of this objective are shown."""
 
     def tables(self, data: TrainingData[BatchT], eval_batches: int) -> Sequence[Table]:
-        """Further tables for the report of a run."""
+        """Additional tables for the report of a run."""
         return ()

@@ -1,6 +1,6 @@
-"""What a run does to its model and its process before the first step, and takes back after the last.
+"""Prepare the model and the process before the first step, and undo it after the last.
 
-The model itself knows nothing of compilation or recomputation: both are put around its blocks here.
+The model has no code for compilation or recomputation: both wrap its blocks here.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 
 @contextmanager
 def prepared(model: Transformer, config: TrainConfig, device: torch.device) -> Iterator[None]:
-    """The model in training mode, with its blocks recomputed and compiled as the configuration says, for a while.
+    """Context manager: the model in training mode, with its blocks recomputed and compiled as configured.
 
-    On a GPU a small one that is neither runs as CUDA graphs (graphs.py).
+    On a GPU, a small model that is neither recomputed nor compiled runs as CUDA graphs (graphs.py).
     """
     if device.type == "cpu":
         keep_freed_memory()
@@ -58,7 +58,7 @@ def prepared(model: Transformer, config: TrainConfig, device: torch.device) -> I
 
 
 def _as_it_is(config: TrainConfig) -> bool:
-    """Whether blocks run as they are: a recomputed one runs twice, and a graph may choose other algorithms."""
+    """Whether blocks run unchanged: a recomputed block runs twice, and a graph may select other algorithms."""
     return config.activation_checkpointing == "none" and not config.deterministic
 
 
@@ -68,8 +68,8 @@ def _dtype(model: Transformer) -> torch.dtype:
 
 # --- recomputation ----------------------------------------------------------------------------------------------------
 
-# What "selective" keeps: products and attention are most of a block's FLOPs and a third of its activations. Norms,
-# activation functions, RoPE and dropout read and write memory, and are made again.
+# "selective" keeps the outputs of products and attention: most of a block's FLOPs and a third of its activations.
+# Norms, activation functions, RoPE and dropout are limited by memory, and are recomputed.
 KEPT = ("mm", "matmul", "attention", "grouped")
 
 
@@ -81,7 +81,7 @@ def _keep(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 @contextmanager
 def _recomputing(blocks: list[nn.Module], how: Recompute) -> Iterator[None]:
-    """Each block forgets its activations (all of them, or the cheap ones) and makes them again in the backward."""
+    """Each block frees its activations (all, or only the cheap ones) and recomputes them in the backward."""
     options: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
@@ -100,14 +100,14 @@ def _recomputing(blocks: list[nn.Module], how: Recompute) -> Iterator[None]:
         yield
     finally:
         for block in blocks:
-            del block.forward  # the instance's; the class's shows again
+            del block.forward  # deletes the instance attribute, so that the class's forward is used again
 
 
 # --- compilation ------------------------------------------------------------------------------------------------------
 
 
 def _can_compile(device: torch.device, *, asked: bool) -> bool:
-    """Whether torch.compile can work here. If not: an error when it was asked for, else a warning."""
+    """Whether torch.compile works here. If not: raise if it was requested, else warn."""
     missing = None
     if device.type == "cpu" and machine.cxx_compiler() is None:
         missing = "a C++ compiler (g++ or clang++)"
@@ -124,9 +124,9 @@ def _can_compile(device: torch.device, *, asked: bool) -> bool:
 
 @contextmanager
 def _compiled(blocks: list[nn.Module]) -> Iterator[None]:
-    """Each block compiled. They share their code, so it is one compilation and not one per layer."""
+    """Compile each block. Blocks share their code, so there is one compilation, not one per layer."""
     for block in blocks:
-        block.compile(dynamic=False)  # a batch always has the same shape
+        block.compile(dynamic=False)  # all batches have the same shape
     try:
         yield
     finally:
@@ -138,10 +138,10 @@ def _compiled(blocks: list[nn.Module]) -> Iterator[None]:
 
 
 def keep_freed_memory() -> bool:
-    """Ask glibc to keep what is freed instead of giving it back to the system; whether it could be asked.
+    """Ask glibc to keep freed memory instead of returning it to the system; return whether this succeeded.
 
-    A step frees and allocates the same activations again, and every page that went back faults in anew, zeroed: a sixth
-    of a step of the 5.9M model. Holds for the process from here on; its resident memory stays at its peak.
+    A step frees and allocates the same activations again, and every returned page causes a page fault and is zeroed: a
+    sixth of a step of the 5.9M model. Applies to the whole process from here on; its resident memory stays at its peak.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -149,13 +149,13 @@ def keep_freed_memory() -> bool:
         libc = ctypes.CDLL(None)
         options = {M_TRIM_THRESHOLD: 2**31 - 1, M_MMAP_MAX: 0, M_TOP_PAD: 2**26}
         return all(libc.mallopt(option, value) for option, value in options.items())
-    except AttributeError:  # musl has no such function
+    except AttributeError:  # musl does not have this function
         return False
 
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Only algorithms that give the same bits each time; one that has no such form raises."""
+    """Use only algorithms that give the same bits every time; an op that has none raises."""
     if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
         raise BaguError(
             "deterministic=true on a GPU needs CUBLAS_WORKSPACE_CONFIG to be set before Python starts",
@@ -165,7 +165,7 @@ def deterministic(device: torch.device) -> Iterator[None]:
     memory: Any = torch.utils.deterministic
     filled = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # a pass over every new tensor, for debugging
+    memory.fill_uninitialized_memory = False  # it would fill every new tensor, for debugging
     try:
         yield
     finally:
@@ -174,9 +174,9 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
 
 class Interrupt:
-    """While open, the first Ctrl-C (or SIGTERM) only sets `asked`, so that the step can be finished and saved.
+    """While open, the first Ctrl-C (or SIGTERM) only sets `asked`, so that the step can be completed and saved.
 
-    The second one does what it always does. In a thread that is not the main one there are no signals to catch.
+    The second one has its normal effect. Outside the main thread, signals cannot be caught.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -32,12 +32,12 @@ from bagu.train.upgrade import upgrade_run
 __all__ = ["Card", "Comparison", "ReportData", "Run", "Table", "read_run", "render", "write_report"]
 
 MAX_EVENTS = 200
-ROUTINE = {"start", "save", "evaluate", "sample"}  # listed in the table of events, not marked on the charts
+ROUTINE = {"start", "save", "evaluate", "sample"}  # shown in the table of events, not marked on the charts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """A number of the summary; `value` carries its unit."""
+    """A number of the summary; `value` includes its unit."""
 
     name: str
     value: str
@@ -46,7 +46,7 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What the model wrote for one prompt, before and after training."""
+    """The model's text for one prompt, before and after training."""
 
     prompt: str
     before: str
@@ -67,19 +67,19 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportData:
-    """Everything on the page. Without `cards` the summary is made from the last run's metrics."""
+    """The content of the page. Without `cards` the summary is created from the last run's metrics."""
 
     title: str
     runs: Sequence[Run]
     subtitle: str = ""
     cards: Sequence[Card] = ()
-    references: Mapping[str, float] = field(default_factory=dict)  # by name: lines on the charts marked for them
+    references: Mapping[str, float] = field(default_factory=dict)  # by name: lines on the charts that reference them
     comparisons: Sequence[Comparison] = ()
-    compared: tuple[str, str] = ("before", "after")  # what the two sides of the comparisons are
+    compared: tuple[str, str] = ("before", "after")  # labels of the two sides of the comparisons
     tables: Sequence[Table] = ()
 
 
-CURVES = (  # of every run; those of its objective come before them
+CURVES = (  # of every run, after the curves of its objective
     Curve(title="Learning rate", unit="", metrics={"lr": "learning rate"}),
     Curve(title="Gradient norm", unit="", metrics={"grad_norm": "gradient norm"}, log=True),
     Curve(title="Speed", unit="tokens/s", metrics={"tokens_per_s": "speed"}, zero=True),
@@ -91,7 +91,7 @@ CURVES = (  # of every run; those of its objective come before them
 
 
 def read_run(folder: RunFolder | str | os.PathLike[str], name: str = "") -> Run:
-    """Read the run in `folder`, which may still be running. `name` is the folder's by default."""
+    """Read the run in `folder`, which may still be running. `name` defaults to the folder's name."""
     folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     if not folder.is_run():
         raise BaguError(f"{folder.path} is not the folder of a run", hint="give the --out of a bagu train")
@@ -110,7 +110,7 @@ def write_report(
 ) -> Path:
     """Write the page of `source`, or of the run in that folder, and return its path.
 
-    `path` is `report.html` in the run's folder by default; a ReportData has no folder and needs `path`.
+    `path` defaults to `report.html` in the run's folder; a ReportData has no folder and needs `path`.
     """
     if isinstance(source, ReportData):
         if path is None:
@@ -125,7 +125,7 @@ def write_report(
 
 
 def render(data: ReportData) -> str:
-    """The page."""
+    """The HTML of the page."""
     if not data.runs:
         raise ValueError("a report needs a run")
     css = (files("bagu.runs") / "report.css").read_text(encoding="utf-8")
@@ -187,7 +187,7 @@ def summary(run: Run) -> list[Card]:
 
 
 def display_of(run: Run) -> Display:
-    """How the metrics of the run's objective are shown; one chart each where this bagu does not know the objective."""
+    """How the metrics of the run's objective are shown; one chart per metric if this version has no such objective."""
     try:
         return configs.from_dict(Shown, {"objective": upgrade_run(run.config)["objective"]}).objective.display()
     except BaguError:
@@ -197,7 +197,7 @@ def display_of(run: Run) -> Display:
 
 @dataclass(frozen=True)
 class Shown:
-    """The part of a run's configuration that says what its metrics are."""
+    """The part of a run's configuration that determines how its metrics are shown."""
 
     objective: Objective
 
@@ -214,7 +214,7 @@ def _cards(cards: Iterable[Card]) -> str:
 
 
 def _comparisons(data: ReportData) -> str:
-    """The given comparisons; without any, the first and last samples of the last run that has some."""
+    """The given comparisons; without any, the first and last samples of the last run that has samples."""
     pairs, names = list(data.comparisons), data.compared
     sampled = next((run.samples for run in reversed(data.runs) if len(run.samples) > 1), None)
     if not pairs and sampled:
@@ -237,7 +237,7 @@ def _comparisons(data: ReportData) -> str:
 
 
 def _run(run: Run, references: Mapping[str, float], named: bool) -> str:
-    """The charts of one run; a metric that never changes is listed as a fact instead."""
+    """The charts of one run; a metric that never changes is shown as a fact instead."""
     marks = [
         Mark(name=f"step {e['step']:,}: {e['kind'].replace('_', ' ')}", x=e["step"])
         for e in run.events
@@ -271,7 +271,7 @@ def _table(table: Table) -> str:
 
 
 def _details(runs: Sequence[Run]) -> str:
-    """Configuration, environment and events, collapsed; an environment that runs share is shown once."""
+    """Configuration, environment and events, collapsed; an environment that all runs share is shown once."""
     parts, seen = [], None
     for run in runs:
         of = f" of {run.name}" if len(runs) > 1 else ""

@@ -1,7 +1,7 @@
-"""Saving while training goes on: one writer thread, at most one checkpoint in flight, nothing lost in silence.
+"""Save while training continues: one writer thread, at most one checkpoint in flight, and every failure is reported.
 
-A save that fails (a full disk) does not stop the run, since stopping would lose more than going on: the loop records it
-and the next save tries again. The last save of a run must succeed, and raises when it does not.
+A save that fails (a full disk) does not stop the run, because stopping would lose more than continuing: the loop
+records it and the next save tries again. The last save of a run must succeed, and raises if it fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Saved", "Saver"]
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """How a save ended: `path` where it lies, or `error`."""
+    """The result of a save: its `path`, or an `error`."""
 
     step: int
     seconds: float
@@ -29,7 +29,7 @@ class Saved:
 
 
 class Saver:
-    """Writes snapshots to `folder`, keeping the last few and the best. Nothing changes there before the first call."""
+    """Writes snapshots to `folder`; keeps the last few and the best. Nothing changes there before the first call."""
 
     def __init__(self, folder: Path, *, keep_last: int, keep_best: bool) -> None:
         self.folder, self.keep_last, self.keep_best = folder, keep_last, keep_best
@@ -38,29 +38,29 @@ class Saver:
         self._done: list[Saved] = []
 
     def clear_partial(self) -> None:
-        """Remove what a killed run was writing."""
+        """Remove the incomplete checkpoint of a killed run."""
         clear_partial(self.folder)
 
     def save(self, take: Callable[[], Snapshot]) -> None:
-        """Take a snapshot and begin to write it; waits first for the one before, so that memory never holds two."""
+        """Take a snapshot and start to write it; waits first for the previous one, so that memory holds only one."""
         self.wait()
         self._inflight = self._pool.submit(self._write, take())
 
     def wait(self) -> None:
-        """Until nothing is in flight."""
+        """Wait until no save is in flight."""
         if self._inflight is not None:
             self._done.append(self._inflight.result())
             self._inflight = None
 
     def finished(self) -> list[Saved]:
-        """The saves that ended since this was last asked, in order."""
+        """The saves that finished since the last call, in order."""
         if self._inflight is not None and self._inflight.done():
             self.wait()
         done, self._done = self._done, []
         return done
 
     def close(self) -> None:
-        """Wait for the writer and end it; `finished` still tells how the last save ended."""
+        """Wait for the writer and stop it; `finished` still returns the result of the last save."""
         self.wait()
         self._pool.shutdown()
 
@@ -73,6 +73,6 @@ class Saver:
                 shutil.rmtree(old)
         except CheckpointError as caught:
             error = caught
-        except OSError as caught:  # an old one that cannot be deleted: the new one is there, and the disk will fill
+        except OSError as caught:  # deleting an old checkpoint failed: the new one exists, but the disk fills up
             error = CheckpointError(f"an old checkpoint cannot be removed: {caught}", hint=f"look at {self.folder}")
         return Saved(step=snap.step, seconds=time.perf_counter() - start, path=path, error=error)

@@ -1,8 +1,9 @@
-"""Learning-rate schedules: pure functions of the step, as a share of the peak.
+"""Learning-rate schedules: pure functions of the step, as a fraction of the peak.
 
-Each starts with a linear warm-up. cosine and linear fall from the warm-up's end to the last step; wsd (warm-up, stable,
-decay) stays at the peak and falls only over the last `decay_share` of the run, by 1 - √progress, which ended lowest of
-the shapes in https://arxiv.org/abs/2405.18392; constant stays. All end at `final` of the peak.
+Each starts with a linear warm-up. cosine and linear decay from the end of the warm-up to the last step; wsd (warm-up,
+stable, decay) stays at the peak and decays only over the last `decay_share` of the run, by 1 - √progress, which had the
+lowest final loss of the shapes in https://arxiv.org/abs/2405.18392; constant does not decay. All others end at `final`
+of the peak.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["ScheduleConfig", "factor"]
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """`decay_share` belongs to wsd alone (0.2 when not given); constant has no `final`."""
+    """`decay_share` applies only to wsd (0.2 by default); constant has no `final`."""
 
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup_steps: int = 0
@@ -39,10 +40,10 @@ class ScheduleConfig:
 
 
 def factor(config: ScheduleConfig, step: int, steps: int) -> float:
-    """The share of the peak learning rate for update `step` (from 0) of a run of `steps`.
+    """The fraction of the peak learning rate for update `step` (from 0) of a run of `steps`.
 
-    The warm-up's last step has the full peak. The fall ends at `final` one step after the run's last, so that a
-    `final` of 0 wastes no update. A run shorter than its warm-up never gets to the peak.
+    The last step of the warm-up has the full peak. The decay reaches `final` one step after the last step of the run,
+    so that a `final` of 0 wastes no update. A run shorter than its warm-up never reaches the peak.
     """
     warmup = config.warmup_steps
     if step < warmup:

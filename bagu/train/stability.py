@@ -4,11 +4,11 @@ A value that is not finite is always refused. A spike is a value far above the r
 
     z = (x - median) / max(1.4826 MAD, floor)
 
-over the last `window` accepted steps, taken of the loss and of the logarithm of the gradient norm (which is a positive
-quantity with a heavy tail). Median and MAD (median absolute deviation) are robust to a few outliers, and the floors
-keep small changes of a flat curve from counting as spikes. A falling value is never a spike.
+over the last `window` accepted steps, for the loss and for the logarithm of the gradient norm (a positive quantity with
+a heavy tail). Median and MAD (median absolute deviation) are robust to a few outliers, and the floors prevent that
+small changes of a flat curve count as spikes. A falling value is never a spike.
 
-A refused step changes nothing but the position in the data. After `max_skips` in a row the loop goes back to the last
+A refused step changes only the position in the data. After `max_skips` in a row the loop rolls back to the last
 checkpoint and continues with the data after the refused batches; after `max_rollbacks` it stops.
 """
 
@@ -26,7 +26,7 @@ from bagu.errors import ArgumentError, BaguError
 __all__ = ["Guard", "StabilityConfig", "TrainingDiverged", "robust_z"]
 
 LOSS_FLOOR = 0.03  # of the median loss
-NORM_FLOOR = 0.25  # of log(norm): with the default threshold, a norm below e² = 7.4 times the median is no spike
+NORM_FLOOR = 0.25  # of log(norm): with the default threshold, a norm below e² = 7.4 times the median is not a spike
 
 
 class TrainingDiverged(BaguError, RuntimeError):
@@ -35,9 +35,9 @@ class TrainingDiverged(BaguError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class StabilityConfig:
-    """`spike_threshold` is in robust standard deviations; None looks only for values that are not finite.
+    """`spike_threshold` is in robust standard deviations; None refuses only values that are not finite.
 
-    No step counts as a spike before `min_history` steps were accepted.
+    No step counts as a spike before `min_history` steps are accepted.
     """
 
     spike_threshold: float | None = 8.0
@@ -64,11 +64,13 @@ def robust_z(value: float, history: Sequence[float], floor: float) -> float:
     """How many robust standard deviations `value` is above the median of `history`."""
     median = statistics.median(history)
     mad = statistics.median([abs(x - median) for x in history])
-    return (value - median) / max(1.4826 * mad, floor)  # 1.4826 makes it the standard deviation of a normal
+    return (value - median) / max(1.4826 * mad, floor)  # 1.4826 MAD is the standard deviation of a normal
 
 
 class Guard:
-    """Judges steps. Its history is part of the checkpoint, so that a resumed run judges as an unbroken one."""
+    """Accepts or refuses steps. Its history is part of the checkpoint, so a resumed run decides as an uninterrupted
+    one.
+    """
 
     def __init__(self, config: StabilityConfig) -> None:
         self.config = config
@@ -83,7 +85,7 @@ class Guard:
         return self.skips_in_a_row >= self.config.max_skips
 
     def judge(self, loss: float, grad_norm: float) -> str | None:
-        """Why this step must be refused, or None. An accepted step is added to the history."""
+        """The reason to refuse this step, or None. An accepted step is added to the history."""
         reason = self._objection(loss, grad_norm)
         if reason is None:
             self.skips_in_a_row = 0
@@ -111,7 +113,7 @@ class Guard:
         return None
 
     def state(self) -> dict[str, Any]:
-        """JSON; floats survive it exactly."""
+        """The state as JSON, which preserves floats exactly."""
         return {
             "losses": list(self.losses),
             "log_norms": list(self.log_norms),
@@ -126,4 +128,4 @@ class Guard:
 
 
 def _log(norm: float) -> float:
-    return math.log(max(norm, 1e-30))  # a gradient of exactly zero is small, not an error
+    return math.log(max(norm, 1e-30))  # a gradient of exactly zero is valid

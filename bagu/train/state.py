@@ -25,12 +25,12 @@ Recompute = Literal["none", "selective", "block"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How to train. The loader decides which tokens make a step, the objective the loss, the model the dtype.
+    """How to train. The loader determines the tokens of a step, the objective the loss, the model the dtype.
 
-    `clip` is the largest global gradient norm. `compile`: true compiles or raises; null compiles where it can, and
-    warns where it cannot. `activation_checkpointing` keeps the input of each block ("block"), or its matrix products
-    and attention ("selective"), and recomputes the rest in the backward. `deterministic` makes a GPU run the same to
-    the bit each time, and slower. `…_every` counts steps; null is never, and a save also happens at the end.
+    `clip` is the largest global gradient norm. `compile`: true compiles or raises; null compiles if possible, and
+    warns otherwise. `activation_checkpointing` keeps the input of each block ("block"), or its matrix products
+    and attention ("selective"), and recomputes the rest in the backward. `deterministic` makes a GPU run bitwise
+    reproducible, and slower. `…_every` counts steps; null is never, and a save also happens at the end.
     `keep_best` keeps, besides the last `keep_last` checkpoints, the one with the lowest validation loss.
     """
 
@@ -70,9 +70,9 @@ class TrainConfig:
 
 
 class TrainState:
-    """The model with its flat parameters, the loss (by default cross-entropy), the optimizer, and where the run is.
+    """The model with its flat parameters, the loss (by default cross-entropy), the optimizer, and the run's position.
 
-    `step` counts updates made, `data_step` the loader's steps used up; a skipped batch advances the second alone.
+    `step` counts completed updates, `data_step` the loader's steps used; a skipped batch advances only `data_step`.
     """
 
     def __init__(self, model: Transformer, config: TrainConfig, loss: Loss[Any, Any] | None = None) -> None:
@@ -80,7 +80,7 @@ class TrainState:
         self.loss: Loss[Any, Any] = CrossEntropy() if loss is None else loss
         self.flat = FlatParameters(model)
         self.optimizer = Optimizer(config.optimizer, self.flat)
-        self.config = replace(config, optimizer=self.optimizer.config)  # a checkpoint records what was chosen here
+        self.config = replace(config, optimizer=self.optimizer.config)  # a checkpoint records the resolved options
         self.guard = Guard(config.stability)
         self.step = 0
         self.data_step = 0
@@ -96,7 +96,9 @@ class TrainState:
 
     @functools.cached_property
     def frozen_digest(self) -> str | None:
-        """A fingerprint of the parameters that are not trained, which a checkpoint does not hold; None if all are."""
+        """A fingerprint of the frozen parameters, which a checkpoint does not contain; None if all parameters are
+        trained.
+        """
         frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
         if not frozen:
             return None

@@ -1,6 +1,6 @@
-"""One optimizer step: the function the trainer is about.
+"""One optimizer step: the central function of the trainer.
 
-Forward and backward of each micro-batch, the gradient norm, one read of all numbers on the host (the only time the
+Forward and backward of each micro-batch, the gradient norm, one copy of all numbers to the host (the only time the
 host waits for the device), the guard, the update.
 """
 
@@ -20,9 +20,9 @@ __all__ = ["StepResult", "seed_step", "step"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step did. `skipped` says why there was no update, and is None when there was one."""
+    """The result of a step. `skipped` is the reason why there was no update, and None if there was one."""
 
-    loss: float  # what was minimised
+    loss: float  # the minimised value
     metrics: Metrics  # of the loss: see Loss.metrics
     grad_norm: float  # before clipping
     lr: float
@@ -31,7 +31,7 @@ class StepResult:
 
 
 def step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
-    """Make one update from the micro-batches of one global step, or refuse to (see `stability`)."""
+    """Run one update from the micro-batches of one global step, or refuse it (see `stability`)."""
     seed_step(state.config.seed, state.data_step)
     totals, lr = state.loss.totals(batches), state.lr
     state.flat.begin()
@@ -65,5 +65,5 @@ def _read(parts: Sequence[MicroBatchLoss], norm: torch.Tensor) -> tuple[float, M
 
 
 def seed_step(seed: int, data_step: int) -> None:
-    """Make dropout a function of the seed and the data step, so that a resumed run draws what the first one drew."""
+    """Make dropout a function of the seed and the data step, so that a resumed run draws the same random numbers."""
     torch.manual_seed(int(np.random.SeedSequence([seed, data_step]).generate_state(1, np.uint64)[0] >> 1))

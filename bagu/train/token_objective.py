@@ -1,4 +1,4 @@
-"""What the objectives over token stores share: the cross-entropy of target tokens, and batches of the stores."""
+"""The common part of objectives over token stores: the cross-entropy of target tokens, and batches of the stores."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Run folders of the older layout, in which a run had `stage`, `mask_rate` and `train.z_loss` instead of `objective`.
 
     {"stage": "pretrain", "mask_rate": null, "train": {"z_loss": 0.0, …}, …}     older
-    {"objective": {"kind": "pretrain", "z_loss": 0.0}, "train": {…}, …}          present
+    {"objective": {"kind": "pretrain", "z_loss": 0.0}, "train": {…}, …}          current
 
-All that reads such files goes through here. Files are upgraded when they are read, and never rewritten for it.
+All code that reads such files calls these functions. Files are upgraded when they are read, and never rewritten.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOVED = {"stage": "objective.kind", "mask_rate": "objective.mask_rate", "train.z
 
 
 def upgrade_run(config: Any) -> Any:
-    """The content of a run's config.json in the present layout; whatever has an `objective` is returned as it is."""
+    """The content of a run's config.json in the current layout; a config with an `objective` is returned unchanged."""
     if not isinstance(config, Mapping) or "objective" in config:
         return config
     rest = {key: value for key, value in config.items() if key not in ("stage", "mask_rate")}
@@ -36,7 +36,7 @@ def upgrade_run(config: Any) -> Any:
 def upgrade_checkpoint(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings that a checkpoint records, comparable with those of the run that resumes from it.
 
-    An older checkpoint names the weight of the z-loss and nothing else of the objective: the rest is taken from `now`.
+    Of the objective, an older checkpoint has only the weight of the z-loss: the rest is taken from `now`.
     """
     if "z_loss" not in saved or "objective" not in now:
         return saved
@@ -45,7 +45,7 @@ def upgrade_checkpoint(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Mapp
 
 
 def refuse_moved_settings(settings: Iterable[str]) -> None:
-    """Raise for `--set` with a key of the older layout, and name the present one."""
+    """Raise for `--set` with a key of the older layout, and name the current key."""
     for setting in settings:
         key, _, value = setting.partition("=")
         if (now := MOVED.get(key.strip())) is not None:

@@ -20,7 +20,7 @@ from bagu.ops.matmul import torch_backend
 def reference(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The definition. The harness runs it in fp64, and its autograd gives the true gradients.
 
-    It is a matrix product so that its fp32 error is that of a GEMM: `sum` adds pairwise and is more exact than any GEMM.
+    It is a matrix product so its fp32 error is that of a GEMM: `sum` adds pairwise and is more exact than any GEMM.
     """
     y = x @ w.mT
     return y if bias is None else y + bias

@@ -1,4 +1,4 @@
-"""The objectives, one file each. Every module here is imported, so that its objective is known by its `kind`."""
+"""The objectives, one file each. Every module here is imported, which registers its objective by its `kind`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pretraining: predict each next token of a text. Continued pretraining is the same with `init_from`."""
+"""Pretraining: predict each next token of a text. Continued pretraining is the same objective with `init_from`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LanguageModelling(TokenObjective):
 def text_stores(
     corpora: Mapping[str, TextCorpus], tokenizer: BpeTokenizer
 ) -> dict[str, dict[Literal["train", "validation"], store.TokenStore]]:
-    """The tokens of each text, from the cache where they are there."""
+    """The tokens of each text, from the cache if they are there."""
     cache = cache_folder() / "tokens"
     return {
         name: {
@@ -77,7 +77,7 @@ def text_stores(
 
 
 def check_causal(kind: str, model: ModelConfig) -> None:
-    """Refuse a model that sees the tokens it is asked to predict."""
+    """Raise for a model that attends to the tokens it must predict."""
     if not model.causal:
         raise ConfigError(
             f"objective {kind!r} predicts the next token, and a model with causal=false sees both sides of it",

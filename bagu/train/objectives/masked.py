@@ -1,4 +1,4 @@
-"""Masked language modelling (BERT): hide some tokens of a text and predict them from both sides."""
+"""Masked language modelling (BERT): mask some tokens of a text and predict them from the tokens on both sides."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["MaskedLanguageModelling"]
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedLanguageModelling(TokenObjective):
-    """The hidden tokens of a text are the targets: `mask_rate` of those that are not special (BERT's is 0.15)."""
+    """The masked tokens of a text are the targets: `mask_rate` of the tokens that are not special (BERT's is 0.15)."""
 
     kind: Literal["mlm"] = "mlm"
     mask_rate: float = 0.15
@@ -47,7 +47,7 @@ class MaskedLanguageModelling(TokenObjective):
             )
 
     def check_tokenizer(self, tokenizer: BpeTokenizer) -> None:
-        Masking.of(tokenizer, rate=self.mask_rate, seed=0)  # refuses one without a mask token
+        Masking.of(tokenizer, rate=self.mask_rate, seed=0)  # raises for a tokenizer without a mask token
 
     def corpus(self, name: str, config: SourceConfig, selection: Selection) -> TextCorpus:
         return TextCorpus(name, config, selection)
@@ -63,7 +63,7 @@ class MaskedLanguageModelling(TokenObjective):
         return token_data(corpora, text_stores(corpora, tokenizer), data, model.vocab_size, hide)
 
     def display(self) -> Display:
-        """No bits per byte: the loss of hidden tokens is not a code length of the text."""
+        """No bits per byte: the loss of masked tokens is not a code length of the text."""
         note = f"of the {100 * self.mask_rate:g} % of positions that are masked"
         losses = {"loss_nats": "training", "val_loss_nats": "validation"}
         return Display(

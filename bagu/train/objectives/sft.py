@@ -55,7 +55,7 @@ class SupervisedFineTuning(TokenObjective):
 
 
 def _store(corpus: ChatCorpus, part: Part, encoder: ChatEncoder) -> store.TokenStore:
-    """The tokens of the chats of a part and which of them count, from the cache where they are there."""
+    """The tokens of the chats of a part and which of them are targets, from the cache if they are there."""
     template = {"chats": corpus.config.max_bytes, "template": encoder.template.source}
     return store.on_disk(
         encoder.documents(corpus.conversations(part)), cache_folder() / "tokens",

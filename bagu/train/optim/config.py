@@ -1,4 +1,4 @@
-"""Which optimizer, and its options. An option that the kind does not use is refused, not ignored."""
+"""The kind of optimizer and its options. An option that the kind does not use raises an error."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Kind = Literal[
     "sgd", "momentum", "nesterov", "adagrad", "adadelta", "rmsprop", "adam", "adamw", "lion", "muon"
 ]  # fmt: skip
 
-# What each kind takes besides the learning rate, and what it is when not given: torch's defaults for the older rules,
-# those of language-model training (GPT-3, Llama: betas 0.9, 0.95 and decay 0.1) for AdamW and what follows it.
+# The options of each kind besides the learning rate, with their defaults: torch's defaults for the older rules, and the
+# values of language-model training (GPT-3, Llama: betas 0.9, 0.95 and decay 0.1) for AdamW and the rules after it.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "sgd": {"weight_decay": 0.0},
     "momentum": {"momentum": 0.9, "weight_decay": 0.0},
@@ -38,12 +38,12 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """`lr` is the schedule's peak. An option left at None takes the kind's default, see `options`.
+    """`lr` is the schedule's peak. An option that is None takes the kind's default, see `options`.
 
-    `rho` is how much of the running average of squared gradients stays each step (Adadelta, RMSprop). Muon updates
-    the matrices, and AdamW with `betas` and `eps` the embeddings and vectors, at the same learning rate.
-    `newton_schulz_dtype` None is the dtype that matrix products are fast in here; `resolved` writes it down, because a
-    run that goes on elsewhere must compute in what it began with.
+    `rho` is the decay factor of the running average of squared gradients (Adadelta, RMSprop). Muon updates the
+    matrices, and AdamW with `betas` and `eps` the embeddings and vectors, at the same learning rate.
+    `newton_schulz_dtype` None selects the dtype in which this machine's matrix products are fast; `resolved` records
+    it, because a run that resumes on another machine must compute in the same dtype.
     """
 
     kind: Kind = "adamw"
@@ -82,7 +82,7 @@ class OptimizerConfig:
         return {**DEFAULTS[self.kind], **self._given()}
 
     def resolved(self, device: torch.device) -> OptimizerConfig:
-        """The same with nothing left to the machine."""
+        """The same config with every machine-dependent value set."""
         if self.kind != "muon" or self.newton_schulz_dtype is not None:
             return self
         return replace(self, newton_schulz_dtype=compute_dtype_name(device))

@@ -1,11 +1,13 @@
-"""Muon: momentum, then the nearest (semi-)orthogonal matrix to it, so that no direction of a matrix is left behind.
+"""Muon: momentum, then the nearest (semi-)orthogonal matrix to it, so that all directions of a matrix are updated
+equally.
 
     m ← μm + (1-μ)g        O = UVᵀ of (1-μ)g + μm = UΣVᵀ        θ ← (1 - ηλ) θ - η · 0.2 √max(R, C) · O
 
-The factor gives an update the root mean square of an AdamW one (about 0.2), so one learning rate serves the matrices
-here and the embeddings and vectors that AdamW updates. UVᵀ is found by five steps of a quintic Newton-Schulz iteration,
-which needs matrix products only; its singular values end between about 0.7 and 1.2, and that is near enough. bf16 is
-precise enough for it, so the iteration runs in whichever of bf16 and fp32 this machine multiplies faster.
+The factor gives an update the root mean square of an AdamW update (about 0.2), so one learning rate works for the
+matrices here and for the embeddings and vectors that AdamW updates. UVᵀ is computed by five steps of a quintic
+Newton-Schulz iteration, which needs only matrix products; its singular values end between about 0.7 and 1.2, which is
+accurate enough. bf16 is precise enough for the iteration, so it runs in bf16 or fp32, whichever is faster on this
+machine.
 
 https://kellerjordan.github.io/posts/muon, https://arxiv.org/abs/2502.16982 (the factor)
 """
@@ -30,7 +32,7 @@ def muon(
     segment: Segment, p: torch.Tensor, g: torch.Tensor, velocity: torch.Tensor, now: Now, *, momentum: float,
     weight_decay: float, newton_schulz_steps: int, newton_schulz_dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Update a segment of matrices (experts are many in one). Those of one shape go through at once where they can."""
+    """Update a segment of matrices (experts are many in one). Matrices of one shape run together if possible."""
     velocity.lerp_(g, 1 - momentum)
     g.lerp_(velocity, momentum)
     if weight_decay:
@@ -41,7 +43,7 @@ def muon(
 
 
 class _Stack(NamedTuple):
-    """Matrices of one shape at equal distances in a flat buffer, as those of like layers are: one view of them all."""
+    """Matrices of one shape at equal distances in a flat buffer, as in identical layers, as one view."""
 
     start: int
     number: int
@@ -56,7 +58,7 @@ class _Stack(NamedTuple):
 
 
 def _stacks(segment: Segment) -> list[_Stack]:
-    """The matrices of a segment in as few stacks as their places allow."""
+    """The matrices of a segment in as few stacks as their positions allow."""
     places: dict[tuple[int, int], list[int]] = defaultdict(list)
     for slot in segment.slots:
         *_, rows, columns = slot.parameter.shape
@@ -73,11 +75,11 @@ def _stacks(segment: Segment) -> list[_Stack]:
 
 
 def orthogonalise(stack: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:
-    """About UVᵀ of each matrix UΣVᵀ in `stack` [n, R, C], computed and returned in `dtype`."""
+    """Approximately UVᵀ of each matrix UΣVᵀ in `stack` [n, R, C], computed and returned in `dtype`."""
     a, b, c = QUINTIC
     tall = stack.shape[1] > stack.shape[2]
-    x = (stack.mT if tall else stack).to(dtype)  # the Gram matrix of the short side is the small one
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # all singular values at most 1
+    x = (stack.mT if tall else stack).to(dtype)  # the Gram matrix of the short side is the smaller one
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # makes all singular values at most 1
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

@@ -1,7 +1,7 @@
 """The optimizer: a rule and its state for each segment of the flat parameters.
 
-State is one flat tensor per quantity and segment, allocated here and nowhere else. Adam and AdamW run as torch's fused
-kernel on the flat tensors where it has one (CPU, CUDA): one pass over memory instead of six.
+State is one flat tensor per quantity and segment, allocated only here. Adam and AdamW run as torch's fused kernel on
+the flat tensors if torch has one for the device (CPU, CUDA): one pass over memory instead of six.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bagu.train.optim.rules import Now
 
 __all__ = ["Optimizer"]
 
-RULES: Mapping[str, tuple[Callable[..., None], tuple[str, ...]]] = {  # the update, and the names of its state
+RULES: Mapping[str, tuple[Callable[..., None], tuple[str, ...]]] = {  # the update function and the names of its state
     "sgd": (rules.sgd, ()),
     "momentum": (rules.momentum, ("velocity",)),
     "nesterov": (rules.nesterov, ("velocity",)),
@@ -47,13 +47,13 @@ class _Part:
 
 
 class Optimizer:
-    """Updates the masters of `flat` from its gradients. `fused=False` takes the readable rule for all kinds."""
+    """Updates the masters of `flat` from its gradients. `fused=False` uses the readable rule for all kinds."""
 
     def __init__(self, config: OptimizerConfig, flat: FlatParameters, *, fused: bool = True) -> None:
         self.config, self.flat = config.resolved(flat.device), flat
         self.parts = tuple(self._part(segment) for segment in flat.segments)
         self._fused = fused and flat.device.type in ("cpu", "cuda") and all(hasattr(torch, f) for f in FUSED.values())
-        self._step = torch.zeros((), dtype=torch.float32, device=flat.device)  # the fused kernel reads it there
+        self._step = torch.zeros((), dtype=torch.float32, device=flat.device)  # the fused kernel reads it on the device
 
     def _part(self, segment: Segment) -> _Part:
         kind = self.config.kind
@@ -63,21 +63,23 @@ class Optimizer:
         if kind == "muon":
             options["newton_schulz_dtype"] = named_dtype(options["newton_schulz_dtype"])
         if segment.role is Role.VECTOR:
-            options["weight_decay"] = 0.0  # pulling a norm's weight or a bias towards zero regularises nothing
+            options["weight_decay"] = 0.0  # decaying a norm's weight or a bias does not regularise
         wanted = {
             "muon": ("momentum", "weight_decay", "newton_schulz_steps", "newton_schulz_dtype"),
             "adamw": ("betas", "eps", "weight_decay"),
         }.get(kind, tuple(options))
         size = segment.stop - segment.start
         state = {
-            name: torch.zeros(size, dtype=torch.float32, device=self.flat.device)  # exact in any sum with fp32 masters
+            name: torch.zeros(size, dtype=torch.float32, device=self.flat.device)  # exact in sums with fp32 masters
             for name in RULES[kind][1]
         }
         return _Part(segment=segment, kind=kind, options={n: options[n] for n in wanted}, state=state)
 
     @torch.no_grad()
     def update(self, *, lr: float, step: int, scale: float = 1.0) -> None:
-        """Update number `step` (from 1) with the gradients times `scale` (the clipping); leaves them undefined."""
+        """Run update number `step` (from 1) with the gradients times `scale` (clipping). The gradients are undefined
+        afterwards.
+        """
         now = Now(lr=lr, step=step)
         self._step.fill_(step)
         for part in self.parts:
@@ -102,9 +104,9 @@ class Optimizer:
         )  # fmt: skip
 
     def tensors(self, copy: Callable[[torch.Tensor], torch.Tensor] = lambda t: t) -> dict[str, torch.Tensor]:
-        """The state, named "exp_avg/blocks.0.…": by parameter, so that it outlives this layout.
+        """The state, named "exp_avg/blocks.0.…": by parameter, so that it does not depend on this layout.
 
-        Views of the state, or of what `copy` makes of each flat tensor of it.
+        Returns views of the state, or of the copy that `copy` returns of each flat tensor.
         """
         return {
             f"{name}/{slot.name}": slot.of(flat, part.segment.start)

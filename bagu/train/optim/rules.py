@@ -1,8 +1,9 @@
 """One function per update rule, over flat tensors: p and g of a segment, and the rule's state, all fp32.
 
-Each changes p and its state in place, and may use g as scratch: the next step overwrites it. θ is the parameter, g
-the gradient, η the learning rate, λ the weight decay. Decay is L2 (added to g) in the older rules, and decoupled
-(θ shrinks by ηλ) in AdamW, Lion and Muon, as their papers have it. Muon is in muon.py: it needs the matrices' shapes.
+Each changes p and its state in place, and may use g as scratch memory, because the next step overwrites it. θ is the
+parameter, g the gradient, η the learning rate, λ the weight decay. Decay is L2 (added to g) in the older rules, and
+decoupled (θ shrinks by ηλ) in AdamW, Lion and Muon, as in their papers. Muon is in muon.py: it needs the matrices'
+shapes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Now:
-    """What is true of one update for all segments: its learning rate, and its number, counted from 1."""
+    """The values of one update that all segments share: its learning rate, and its number, counted from 1."""
 
     lr: float
     step: int
@@ -39,14 +40,14 @@ def momentum(p: Tensor, g: Tensor, velocity: Tensor, now: Now, *, momentum: floa
 
 
 def nesterov(p: Tensor, g: Tensor, velocity: Tensor, now: Now, *, momentum: float, weight_decay: float) -> None:
-    """v ← μv + g;  θ ← θ - η (g + μv): the gradient where the momentum is about to take θ, to first order."""
+    """v ← μv + g;  θ ← θ - η (g + μv): to first order, the gradient at the point to which the momentum moves θ."""
     _l2(p, g, weight_decay)
     velocity.mul_(momentum).add_(g)
     p.add_(g.add_(velocity, alpha=momentum), alpha=-now.lr)
 
 
 def adagrad(p: Tensor, g: Tensor, square_sum: Tensor, now: Now, *, eps: float, weight_decay: float) -> None:
-    """G ← G + g²;  θ ← θ - η g / (√G + ε): frequent features slow down, and nothing ever speeds up again."""
+    """G ← G + g²;  θ ← θ - η g / (√G + ε): frequent features slow down, and the step size never grows again."""
     _l2(p, g, weight_decay)
     square_sum.addcmul_(g, g)
     p.addcdiv_(g, square_sum.sqrt().add_(eps), value=-now.lr)
@@ -56,7 +57,7 @@ def adadelta(
     p: Tensor, g: Tensor, square_avg: Tensor, delta_avg: Tensor, now: Now, *, rho: float, eps: float,
     weight_decay: float,
 ) -> None:  # fmt: skip
-    """E[g²] ← ρE[g²] + (1-ρ)g²;  Δ = g √(E[Δ²]+ε) / √(E[g²]+ε);  E[Δ²] likewise;  θ ← θ - ηΔ (Δ has θ's unit)"""
+    """E[g²] ← ρE[g²] + (1-ρ)g²;  Δ = g √(E[Δ²]+ε) / √(E[g²]+ε);  E[Δ²] as E[g²];  θ ← θ - ηΔ (Δ has θ's unit)"""
     _l2(p, g, weight_decay)
     square_avg.mul_(rho).addcmul_(g, g, value=1 - rho)
     delta = delta_avg.add(eps).sqrt_().div_(square_avg.add(eps).sqrt_()).mul_(g)
@@ -88,13 +89,13 @@ def adamw(
     p: Tensor, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, now: Now, *, betas: tuple[float, float], eps: float,
     weight_decay: float,
 ) -> None:  # fmt: skip
-    """Adam, and θ ← (1 - ηλ) θ beside it, so that decay is not divided by √v̂."""
+    """Adam, and separately θ ← (1 - ηλ) θ, so that decay is not divided by √v̂."""
     _shrink(p, now, weight_decay)
     adam(p, g, exp_avg, exp_avg_sq, now, betas=betas, eps=eps, weight_decay=0.0)
 
 
 def lion(p: Tensor, g: Tensor, exp_avg: Tensor, now: Now, *, betas: tuple[float, float], weight_decay: float) -> None:
-    """θ ← (1 - ηλ) θ - η sign(β₁m + (1-β₁)g);  m ← β₂m + (1-β₂)g: one state, every step of the same length."""
+    """θ ← (1 - ηλ) θ - η sign(β₁m + (1-β₁)g);  m ← β₂m + (1-β₂)g: one state, all updates have the same magnitude."""
     _shrink(p, now, weight_decay)
     p.add_(exp_avg.lerp(g, 1 - betas[0]).sign_(), alpha=-now.lr)
     exp_avg.lerp_(g, 1 - betas[1])
