@@ -1,4 +1,4 @@
-"""Recipes: functions that return the configuration of a whole run. `--set` changes single values."""
+"""Recipes: functions that return the configuration of a whole run. `--set` changes single values of it."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def llama_1b() -> Run:
 
 
 def mlm() -> Run:
-    """BERT in small, 5.9M parameters, for masked language modelling.
+    """A small BERT, 5.9M parameters, for masked language modelling.
 
     On the standard library, two CPU cores, about six minutes: 5.96 nats per masked position of held-out files, where
-    token frequencies alone give 6.91. A step has 614 targets in 4096 tokens, so good fills need more steps.
+    token frequencies alone give 6.91. A step has 614 targets in 4096 tokens, so good predictions need more steps.
     """
     return Run(
         objective=MaskedLanguageModelling(mask_rate=0.15),
@@ -75,7 +75,7 @@ def mlm() -> Run:
         data=DataConfig(context=256, rows=16),
         train=TrainConfig(
             steps=600, eval_every=100, save_every=100,
-            # mean loss of steps 101 to 120: 6.28 nats, and 6.59 with AdamW at 1e-3 (linear, 60 steps of warm-up)
+            # mean loss of steps 101 to 120: 6.28 nats, against 6.59 with AdamW at 1e-3 (linear, 60 steps of warm-up)
             optimizer=OptimizerConfig(kind="muon", lr=0.003),
             schedule=ScheduleConfig(kind="wsd", warmup_steps=30, decay_share=0.5),
         ),
@@ -83,7 +83,7 @@ def mlm() -> Run:
 
 
 def sft() -> Run:
-    """Fine-tuning of a model that `--from` names, on chats: only the assistant's tokens count."""
+    """Fine-tuning of the model given with `--from`, on chats: only the assistant's tokens are targets."""
     return Run(
         objective=SupervisedFineTuning(), init_from="", sources={"chats": SourceConfig()},
         data=DataConfig(context=256, rows=16, packing="whole"),
@@ -111,7 +111,7 @@ def recipe(name: str) -> Run:
 
 
 def with_data(run: Run, paths: list[str]) -> Run:
-    """The run on these files or folders instead of its own sources, each a source named after its file."""
+    """The run with these files or folders instead of its own sources; each is a source with the name of its file."""
     if not paths:
         return run
     names = [STDLIB if p == STDLIB else Path(p).stem for p in paths]
@@ -121,7 +121,7 @@ def with_data(run: Run, paths: list[str]) -> Run:
 
 
 def with_start(run: Run, start: str | None) -> Run:
-    """The run starting from the model `start`, if one is given; a recipe that needs one and gets none is refused."""
+    """The run starting from the model `start`, if one is given; raises if the recipe needs one and none is given."""
     if start is not None:
         return replace(run, init_from=start, model=None, tokenizer=TokenizerConfig())
     if run.init_from == "":

@@ -1,4 +1,4 @@
-"""What `bagu train` and `bagu export` do with their arguments."""
+"""The implementation of `bagu train` and `bagu export`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ def train_main(
     data: list[str], *, recipe: str | None, config: Path | None, start: str | None, settings: list[str], out: Path,
     resume: bool, accept_data_change: bool, prompts: list[str], wandb: str | None, dry_run: bool,
 ) -> int:  # fmt: skip
-    """Put a run together, carry it out, write its report. With `dry_run`, check its data and print what it would do.
+    """Build a run from the arguments, train it, and write its report. With `dry_run`, check its data and print a
+    summary.
 
-    With `resume` the run is the one that the folder's config.json describes; where there is none, a new run starts from
-    data, config or start.
+    With `resume` the run is read from the folder's config.json; if there is none, a new run starts from data, config or
+    start.
     """
     console = Console(stderr=True)
     if recipe is not None and (config is not None or (resume and RunFolder(out).is_run())):
@@ -50,7 +51,7 @@ def train_main(
                 hint="leave them out; other settings can be changed with --set",
             )
         run = load_run(RunFolder(out).config_path)
-    elif resume and not data and config is None and start is None:  # a mistyped --out, not a new run
+    elif resume and not data and config is None and start is None:  # probably a mistyped --out, not a new run
         raise BaguError(f"{out} holds no run to resume", hint="check --out, or leave --resume out")
     elif config is not None:
         run = with_start(with_data(load_run(config), data), start)
@@ -90,7 +91,7 @@ def train_main(
 
 
 def _report(run: Run, done: Trained) -> Path:
-    """The page of a run, with the tables of its objective."""
+    """Write the report of a run, with the tables of its objective."""
     shown = read_run(done.folder)
     tables = run.objective.tables(done.data, run.eval_batches)
     return write_report(ReportData(title=shown.name, runs=[shown], tables=tables), done.folder.report)

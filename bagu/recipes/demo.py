@@ -1,8 +1,8 @@
-"""`bagu demo`: a tokenizer, a language model and its fine-tuning, from nothing but the Python that runs this.
+"""`bagu demo`: train a tokenizer, pretrain a language model and fine-tune it, on the Python standard library.
 
-Everything is real and small: the same loader, model, trainer and report as a run of any size. The text is the standard
-library, so nothing is downloaded, and the yardsticks are honest: held-out files, stock compressors, a parser. Size and
-steps are chosen for the time there is (`demo_plan`).
+It uses the same loader, model, trainer and report as a run of any size. The text is the standard library, so nothing is
+downloaded. The results are compared with held-out files, stock compressors and a parser. Size and steps are chosen for
+the available time (`demo_plan`).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from bagu.train.cross_entropy import CrossEntropy
 __all__ = ["demo"]
 
 PROMPTS = ("def ", "import os\n", "class ")
-MINUTES = 5.0  # by default
-FIRST_SHARE = 8  # one in so many pretraining steps is made before the pace is looked at
+MINUTES = 5.0  # default
+FIRST_SHARE = 8  # the first 1/FIRST_SHARE of the pretraining steps runs before the pace is measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """When the demo began, the seconds it may take (None: as long as it takes), and whether it is to use them up."""
+    """The start time of the demo, its time limit in seconds (None: no limit), and whether to use all of that time."""
 
     began: float
     budget_s: float | None
@@ -70,12 +70,12 @@ def demo(
     keep: bool | None = None,
     console: Console | None = None,
 ) -> Path:
-    """Run every stage into the folder `out`; returns the report.
+    """Run every stage into the folder `out`; return the report.
 
-    Size and steps are chosen by the clock so that all of it takes at most `minutes`, by default 5 and no longer than
-    it needs; they are in the runs' configs, whose seeds are fixed, so that each run can be made again. Without a
-    folder, the first of runs/demo, runs/demo-2, … that is free: nothing is written over. `serve` ends with a server of
-    the model, which is asked one question; `keep` leaves it up until Ctrl-C (by default on a terminal).
+    Size and steps are chosen so that the demo takes at most `minutes`, by default 5 and no longer than needed. They are
+    recorded in the runs' configs with fixed seeds, so that each run is reproducible. Without a folder, it uses the
+    first of runs/demo, runs/demo-2, … that does not exist: nothing is overwritten. `serve` starts a server for the
+    model at the end and asks it one question; `keep` leaves it running until Ctrl-C (by default on a terminal).
     """
     out = _folder(out)
     console = console or Console()
@@ -153,7 +153,7 @@ def _clock(quick: bool, minutes: float | None) -> Clock:
 
 
 def _plan(stages: Stages, clock: Clock, budget_s: float) -> Plan:
-    """Choose the size, within some seconds, and say what comes."""
+    """Choose the size, which takes some seconds, and print the plan."""
     device = default_device()
     with stages.stage("Measure this machine") as stage:
         plan = Plan.of(measured((GPU,) if device.type == "cuda" else CPU_SIZES, budget_s, device), budget_s, clock.fill)
@@ -165,7 +165,7 @@ def _plan(stages: Stages, clock: Clock, budget_s: float) -> Plan:
 
 
 def _read(stages: Stages, size: Demo) -> tuple[TextCorpus, Future[Compressors] | None]:
-    """The text; on a GPU the compressors begin with it."""
+    """Read the text; on a GPU the compressors start at the same time."""
     run = size.pretrain()
     corpus = TextCorpus(STDLIB, run.sources[STDLIB], run.selection)
     with stages.stage("Read the standard library") as stage:
@@ -181,7 +181,7 @@ def _read(stages: Stages, size: Demo) -> tuple[TextCorpus, Future[Compressors] |
 def _pretrain(
     stage: Stage, out: Path, size: Demo, plan: Plan | None, clock: Clock, corpus: TextCorpus, tokenizer: BpeTokenizer
 ) -> tuple[Demo, Trained, Pace | None]:
-    """Pretrain; with a plan, fit the number of steps to the pace of the first ones."""
+    """Pretrain; with a plan, adjust the number of steps to the pace of the first ones."""
 
     def go(run: Run, *, resume: bool = False, pause_after: int | None = None) -> Trained:
         shown = _progress(stage, run, quiet=("resume",))
@@ -206,7 +206,7 @@ def _progress(stage: Stage, run: Run, *, quiet: Sequence[str] = ()) -> TrainProg
 
 
 def _pace(begun: Trained, clock: Clock) -> Pace:
-    """How it goes, by the first steps of a run. The very first ones warm up, so the median."""
+    """The measured pace of the first steps of a run. It is a median, because the very first steps are warm-up."""
     rows = begun.folder.metrics()
     return Pace(
         tokens_per_s=statistics.median(row["tokens_per_s"] for row in rows), left_s=clock.left(),
@@ -216,20 +216,20 @@ def _pace(begun: Trained, clock: Clock) -> Pace:
 
 
 def _go_on(run: Trained) -> None:
-    """Raise if Ctrl-C ended the run: so ends the demo."""
+    """Raise if Ctrl-C ended the run: this ends the demo."""
     if run.fit.interrupted:
         folder = run.folder.path
         raise BaguError(f"the demo was stopped at step {run.fit.step}", hint=f"bagu train --resume --out {folder}")
 
 
 def _questions(pairs: ChatCorpus, number: int) -> list[Conversation]:
-    """Questions from all over the held-out files, not from the first one alone."""
+    """Questions from all held-out files, not only from the first one."""
     held_out = list(pairs.conversations("validation"))
     return held_out[:: max(1, len(held_out) // number)][:number]
 
 
 def answers(model: Transformer, tokenizer: BpeTokenizer, asked: Sequence[Conversation], new_tokens: int) -> list[str]:
-    """What the model says to each question; one whose prompt leaves no room gets no answer."""
+    """The model's answer to each question; a question whose prompt leaves no room gets no answer."""
     encoder, room = ChatEncoder(tokenizer), model.config.max_len - new_tokens
     prompts = [encoder.prompt(c.messages[:1])[-room:] for c in asked]
     end = tokenizer.token_id("<|end|>")
@@ -256,8 +256,8 @@ def _rivals(corpus: TextCorpus, size: Demo) -> Compressors:
 
 
 def _compress_beside(corpus: TextCorpus, size: Demo) -> Future[Compressors]:
-    """In a thread of its own: they take 11 s of one core, and while a GPU trains there are cores to spare."""
+    """Run the compressors in a thread: they take 11 s of one core, and CPU cores are idle while a GPU trains."""
     thread = ThreadPoolExecutor(1)
     compressing = thread.submit(_rivals, corpus, size)
-    thread.shutdown(wait=False)  # no further task
+    thread.shutdown(wait=False)  # accept no further task
     return compressing

@@ -25,7 +25,7 @@ KV_MEMORY = 64 << 20  # bytes: the models are small
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One stage's results, and the folder that holds every item."""
+    """The results of one stage, and the folder that holds every item."""
 
     results: tuple[Result, ...]
     folder: Path
@@ -42,7 +42,7 @@ def evaluate_stage(model: Transformer, tokenizer: BpeTokenizer, folder: Path, it
 
 
 def eval_words(found: Evaluation) -> str:
-    """The main metric of each task with its interval, in a line."""
+    """The main metric of each task with its interval, in one line."""
     return ", ".join(f"{r.task} {_percent(next(iter(r.metrics.values())))}" for r in found.results)
 
 

@@ -1,12 +1,12 @@
-"""How a demo spends its minutes: measure a few training steps, choose a size, and say how many steps fit.
+"""The time plan of a demo: measure a few training steps, choose a size, and compute how many steps fit.
 
     1. `measured`    the pace of each size that may be fast enough, the largest first, until one sees enough tokens
-    2. `Plan.of`     size and steps by these rates; both are in the run's config before its first step
-    3. `revised`     after the first eighth of pretraining, the steps that the real pace leaves time for
+    2. `Plan.of`     size and steps from these rates; both are in the run's config before its first step
+    3. `revised`     after the first eighth of pretraining, the number of steps that fits the real pace
 
-The learning rate warms up for a number of steps that is fixed in 2 and stays at its peak for the first half of a run,
-so a run whose steps are changed after an eighth has made the same updates as one that had the new number from the
-start: the config that the run ends with gives the same model when it is run again.
+The warm-up of the learning rate has a number of steps that is fixed in 2, and the rate stays at its peak for the first
+half of a run. So a run whose number of steps changes after an eighth has made the same updates as a run with the new
+number from the start: running the final config again gives the same model.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from bagu.train.step import step
 
 __all__ = ["Pace", "Plan", "Rate", "measured", "revised", "sft_steps", "with_steps"]
 
-# Seconds on two Neoverse-N1 cores, the slowest machine tried. A machine's own pace at the first corrects the second.
+# Seconds on two Neoverse-N1 cores, the slowest machine tested. The measured time of the first corrects the second.
 PREPARE_S = 22.0  # read and deduplicate the library, train the tokenizer, tokenise
 AFTER_S = 45.0  # answers before and after, compressors, report, a server that starts and compiles its C++
-HELD_OUT_TOKENS = 170_000  # of Debian's Python 3.11; known exactly once the text is read
-FORWARD_SHARE = 1 / 3  # of a training step: the time of a forward alone
-OVERHEAD = 1.08  # validation, samples and checkpoints, beside the steps
-FEWEST_STEPS = 8  # of pretraining and of fine-tuning: enough to warm up and cool down, and to show every stage
-MOST_GAIN = 8.0  # operations a second of a larger size over those of the smallest, at most; 3.3 on two Xeon cores
-PROBE_ROWS = 4  # of a CPU's probe: a second of the largest model on a slow machine
-TOLERANCE = 0.1  # a plan this near to the real pace is kept
+HELD_OUT_TOKENS = 170_000  # of Debian's Python 3.11; known exactly after the text is read
+FORWARD_SHARE = 1 / 3  # the time of a forward as a fraction of a training step
+OVERHEAD = 1.08  # validation, samples and checkpoints, relative to the steps
+FEWEST_STEPS = 8  # of pretraining and of fine-tuning: enough for warm-up and cooldown, and to show every stage
+MOST_GAIN = 8.0  # most FLOP/s of a larger size relative to the smallest; 3.3 on two Xeon cores
+PROBE_ROWS = 4  # for the probe of a CPU: a second of the largest model on a slow machine
+TOLERANCE = 0.1  # a plan that differs from the real pace by less is kept
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """What a size trains at here."""
+    """The training rate of a size on this machine."""
 
     size: Demo
     tokens_per_s: float
@@ -52,7 +52,7 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What was chosen and why. `seconds` is the whole demo's estimate."""
+    """The chosen size and the reason. `seconds` is the estimate for the whole demo."""
 
     size: Demo  # with the chosen numbers of steps
     rate: Rate
@@ -63,7 +63,8 @@ class Plan:
     @classmethod
     def of(cls, rates: Sequence[Rate], budget_s: float, fill: bool) -> Plan:
         """The first of `rates` whose size sees enough tokens in the time, else the last. With `fill` its steps fill
-        the budget; without, they are at most the size's own."""
+        the budget; otherwise they are at most the size's default.
+        """
         chosen = next((r for r in rates if _fitting(r, budget_s) >= r.size.enough_tokens), rates[-1])
         size = chosen.size
         fits = max(FEWEST_STEPS, int(_fitting(chosen, budget_s) / size.tokens_per_step))
@@ -79,23 +80,23 @@ class Plan:
 
 
 def with_steps(size: Demo, steps: int) -> Demo:
-    """The size with so many steps of pretraining, and fine-tuning in proportion."""
+    """The size with this many pretraining steps, and fine-tuning steps in proportion."""
     return replace(size, pretrain_steps=steps, sft_steps=max(1, round(steps * size.sft_share)))
 
 
 def _fitting(rate: Rate, budget_s: float) -> float:
-    """The pretraining tokens that fit into a demo of `budget_s` seconds."""
+    """The number of pretraining tokens that fit into a demo of `budget_s` seconds."""
     left = max(0.0, budget_s - PREPARE_S - AFTER_S - _held_out_s(rate.tokens_per_s))
     return left / ((1 + rate.size.sft_share) * OVERHEAD) * rate.tokens_per_s
 
 
 def _held_out_s(tokens_per_s: float, tokens: int = HELD_OUT_TOKENS) -> float:
-    """The time to score all held-out text, of a model that trains at `tokens_per_s`."""
+    """The time to score all held-out text with a model that trains at `tokens_per_s`."""
     return FORWARD_SHARE * tokens / tokens_per_s
 
 
 def _tried(rate: Rate, budget_s: float) -> str:
-    """What became of one size."""
+    """One line about the measurement of a size."""
     seen, needs = _fitting(rate, budget_s), rate.size.enough_tokens
     words = f"{rate.size.name} trains at {rate.tokens_per_s:,.0f} tokens/s and sees {seen / 1e6:.2f} M in the time"
     return f"{words}, too few of {needs / 1e6:.2f} M" if seen < needs else words
@@ -104,8 +105,8 @@ def _tried(rate: Rate, budget_s: float) -> str:
 def measured(sizes: Sequence[Demo], budget_s: float, device: torch.device) -> list[Rate]:
     """The rates of `sizes` (the largest first) up to the first that sees enough tokens in the time.
 
-    The smallest is tried before all others, and one that cannot be fast enough by its rate is not tried: where the
-    large one trains at 32 tokens/s, three steps of it take a minute and a half.
+    The smallest size is measured first, and its rate excludes sizes that cannot be fast enough: if the large size
+    trains at 32 tokens/s, three of its steps take a minute and a half.
     """
     *larger, smallest = sizes
     least = Rate(size=smallest, tokens_per_s=_tokens_per_s(smallest, device))
@@ -125,7 +126,7 @@ def _parameters(size: Demo) -> int:
 
 
 def _tokens_per_s(size: Demo, device: torch.device) -> float:
-    """The best of some steps after one that warms up, on random tokens; a GPU replays a graph from the fourth on."""
+    """The best of some steps after one warm-up step, on random tokens; a GPU replays a graph from the fourth on."""
     config = size.pretrain().train
     rows = size.rows if device.type == "cuda" else min(size.rows, PROBE_ROWS)
     model = init_weights(Transformer(size.model(), device=device, dtype=compute_dtype(device)), config.seed)
@@ -134,7 +135,7 @@ def _tokens_per_s(size: Demo, device: torch.device) -> float:
     with prepared(model, config, device):
         for _ in range(6 if device.type == "cuda" else 3):
             began = time.perf_counter()
-            step(state, batches)  # waits for the device: the loss is read
+            step(state, batches)  # waits for the device, because it reads the loss
             seconds.append(time.perf_counter() - began)
     state.close()
     return rows * size.context / min(seconds[1:])
@@ -142,7 +143,7 @@ def _tokens_per_s(size: Demo, device: torch.device) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How a demo really goes: its training rate, the seconds left, how long preparing took, the held-out tokens."""
+    """The measured pace of a demo: its training rate, the seconds left, the preparation time, the held-out tokens."""
 
     tokens_per_s: float
     left_s: float
@@ -150,14 +151,14 @@ class Pace:
     held_out_tokens: int
 
     def after_s(self) -> float:
-        """What comes after training takes as much longer than AFTER_S as preparing took longer than PREPARE_S."""
+        """The time after training: AFTER_S, scaled like the preparation time relative to PREPARE_S (0.5 to 4 times)."""
         return AFTER_S * min(4.0, max(0.5, self.prepared_s / PREPARE_S))
 
 
 def revised(plan: Plan, done: int, pace: Pace, *, fill: bool) -> Demo:
-    """The size with the steps that a run which made `done` of them has time for.
+    """The size with the number of steps that fits the remaining time, for a run that has made `done` of them.
 
-    `done` stays before the cooldown, so that the first steps are those of a run of the new length.
+    `done` is before the cooldown, so that the first steps equal those of a run of the new length.
     """
     size, own = plan.size, plan.rate.size.pretrain_steps
     seconds = (pace.left_s - pace.after_s() - _held_out_s(pace.tokens_per_s, pace.held_out_tokens)) / OVERHEAD
@@ -169,6 +170,6 @@ def revised(plan: Plan, done: int, pace: Pace, *, fill: bool) -> Demo:
 
 
 def sft_steps(size: Demo, pace: Pace) -> int:
-    """The fine-tuning steps that the time leaves, at most the size's."""
+    """The number of fine-tuning steps that fits the remaining time, at most the size's."""
     fits = int((pace.left_s - pace.after_s()) / OVERHEAD * pace.tokens_per_s / size.tokens_per_step)
     return max(FEWEST_STEPS, min(size.sft_steps, fits))

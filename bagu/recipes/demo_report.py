@@ -1,4 +1,4 @@
-"""The page and the last lines of a demo."""
+"""The report and the last console lines of a demo."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = ["Finished", "against_gzip", "farewell", "report"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """What a demo found."""
+    """The results of a demo."""
 
     size: Demo
-    plan: Plan | None  # None of a demo whose size was given
+    plan: Plan | None  # None if the size was given
     base: Trained
     tuned: Trained
     bits: float  # bits per byte of all held-out text
@@ -40,7 +40,7 @@ class Finished:
 
 
 def against_gzip(bits: float, gzip: float) -> str:
-    """Which side of gzip the model is on, and how far."""
+    """Whether the model is better or worse than gzip, and by how much."""
     share = 100 * (bits / gzip - 1)
     return f"{abs(share):.0f} % {'below' if share < 0 else 'above'} gzip -9, which needs {gzip:.3f}"
 
@@ -79,7 +79,7 @@ def report(out: Path, done: Finished, seconds: float) -> Path:
 
 
 def _chosen(done: Finished, spent_s: float) -> tuple[Table, ...]:
-    """What the demo chose for its time, and why; nothing where it had no choice. `spent_s` is until this page."""
+    """Tables of the chosen plan and the reason; empty if the size was given. `spent_s` is the time until this page."""
     size, plan = done.size, done.plan
     if plan is None:
         return ()
@@ -148,7 +148,7 @@ def _data_sft(tuned: Trained) -> Table:
 
 
 def farewell(console: Console, page: Path, out: Path, done: Finished, seconds: float) -> None:
-    """The result in one line, and what to do next."""
+    """Print the result in one line, and the next commands to try."""
     bits, rivals = done.bits, done.rivals
     verdict = "beats" if bits < rivals.gzip_bits_per_byte else "does not beat"
     console.print(

@@ -1,4 +1,4 @@
-"""The sizes a demo comes in, and the runs each of them describes."""
+"""The sizes of a demo, and the runs of each."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ COOLDOWN = 0.5  # the last half of pretraining
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """One size. `enough_tokens` is what pretraining must see for this size to end lower than the next smaller one.
+    """One size. `enough_tokens` is the number of pretraining tokens from which this size beats the next smaller one.
 
-    `priming_bytes` bounds the text that xz is primed with: its time is xz's, not ours.
+    `priming_bytes` limits the text that xz is primed with, because xz is slow.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Demo:
     sft_steps: int
     questions: int
     new_tokens: int
-    eval_items: int  # of each task
+    eval_items: int  # per task
     tokenizer_mb: float
     validation_batches: int
     priming_bytes: int | None
@@ -49,7 +49,7 @@ class Demo:
 
     @property
     def sft_share(self) -> float:
-        """Fine-tuning steps for each step of pretraining."""
+        """Fine-tuning steps per pretraining step."""
         return self.sft_steps / self.pretrain_steps
 
     def model(self) -> ModelConfig:
@@ -96,19 +96,20 @@ MEDIUM = replace(
     LARGE, name="medium", hidden_size=192, num_layers=4, rows=8, lr=0.01, pretrain_steps=600, sft_steps=72,
     tokenizer_mb=8, priming_bytes=4_000_000, enough_tokens=600_000,
 )  # fmt: skip
-# For minutes of a slow CPU. After 75 steps of 1,024 tokens two layers were within 0.02 bits per byte of four, for 57 %
-# of the CPU time. Runs of 40 steps ended at 2.565 bits per byte, and at 2.692 with three layers and 2,048 tokens.
+# For a slow CPU with a few minutes. After 75 steps of 1,024 tokens two layers were within 0.02 bits per byte of four,
+# for 57 % of the CPU time. Runs of 40 steps ended at 2.565 bits per byte, and at 2.692 with three layers and 2,048
+# tokens.
 SMALL = replace(
     MEDIUM, name="small", hidden_size=128, num_layers=2, rows=4, pretrain_steps=1600, sft_steps=192, tokenizer_mb=4,
     questions=16, new_tokens=80, eval_items=64, enough_tokens=40_960,
 )  # fmt: skip
-# For a CPU that is shared with other work: a sixth of the operations of `small` a token. It does not reach gzip.
+# For a CPU that is shared with other work: a sixth of `small`'s operations per token. It does not reach gzip.
 TINY = replace(
     SMALL, name="tiny", hidden_size=64, vocab_size=1024, context=128, tokenizer_mb=1, questions=4, new_tokens=24,
     eval_items=16, validation_batches=4, priming_bytes=1_000_000, enough_tokens=0,
 )  # fmt: skip
 CPU_SIZES = (LARGE, MEDIUM, SMALL, TINY)  # the largest first
-# A step of 4096 tokens or of 16384 takes a GPU the same 40 ms, which are the host's: fewer and larger ones.
+# A GPU step of 4096 or of 16384 tokens takes the same 40 ms, which is host time: so there are fewer, larger steps.
 GPU = replace(LARGE, rows=64, pretrain_steps=160, sft_steps=48)
 QUICK = Demo(
     name="quick", hidden_size=64, num_layers=2, vocab_size=512, context=128, rows=8, lr=0.007, pretrain_steps=12,

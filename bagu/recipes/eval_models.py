@@ -1,4 +1,4 @@
-"""The two kinds of model that an evaluation can ask: an engine in this process, and a server over HTTP."""
+"""The two kinds of model for an evaluation: an engine in this process, and a server over HTTP."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from bagu.types import Tokenizer
 __all__ = ["EngineModel", "ServerModel"]
 
 TIMEOUT_S = 3600.0
-PROMPTS_A_CALL = 64  # of a server: few enough that one call's answer is some megabytes
-MAX_WAITS = 120  # seconds for a place in a full queue
+PROMPTS_A_CALL = 64  # per server call: small enough that the response of one call has a few megabytes
+MAX_WAITS = 120  # seconds to wait while the queue is full
 
 
 class EngineModel:
-    """Batched on the engine: sequences that begin with the same tokens are computed once up to where they differ."""
+    """Runs batches on the engine: the common prefix of sequences is computed once."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, chat: ChatEncoder | None, name: str) -> None:
         self.engine, self.tokenizer, self.chat, self.name = engine, tokenizer, chat, name
@@ -74,7 +74,7 @@ class ServerModel:
         first = self._call("/v1/models")["data"][0]
         self.name = str(first["id"])
         self.max_len = int(first.get("max_model_len") or 2048)
-        self._tokens: dict[str, list[int]] = {}  # of texts that were asked for: contexts repeat
+        self._tokens: dict[str, list[int]] = {}  # cache of tokenized texts: contexts repeat
 
     def encode(self, text: str) -> list[int]:
         if text not in self._tokens:

@@ -1,4 +1,4 @@
-"""What `bagu eval` does with its arguments: find the model and the tasks, evaluate, show a table, keep the items."""
+"""The implementation of `bagu eval`: load the model and the tasks, evaluate, print a table, save the items."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["compare_main", "eval_main", "find_task", "model_of"]
 def model_of(
     model: str, *, tokenizer: str | None, dtype: str, device: str | None, invariant: bool, api_key: str | None
 ) -> tuple[Model, dict[str, Any]]:
-    """What answers for MODEL, and what decides its numbers."""
+    """The model behind MODEL, and the facts that determine its results."""
     from bagu.recipes.eval_models import EngineModel, ServerModel
 
     if model.startswith(("http://", "https://")):
@@ -53,7 +53,7 @@ def model_of(
 
 
 def _checksum(model: Any) -> str:
-    """A number that another set of weights would not have: sums of all parameters, in fp64."""
+    """A checksum of the weights: sums of all parameters, in fp64."""
     weights = [p.detach().double() for p in model.parameters()]
     return f"{sum(float(w.sum() + w.abs().sum()) for w in weights):.17g}"
 
@@ -120,7 +120,7 @@ def eval_main(
 
 
 class _shown:
-    """A progress line on a terminal; silence elsewhere, since a table follows."""
+    """A progress line on a terminal; nothing elsewhere, because a table follows."""
 
     def __init__(self, name: str, console: Console) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -186,7 +186,7 @@ def training_texts(path: Path) -> Iterator[str]:
 
 
 def compare_main(a: Path, b: Path, *, out: Path | None, as_json: bool) -> int:
-    """`bagu eval --compare A B`: two folders of results."""
+    """`bagu eval --compare A B`: compare two folders of results."""
     found = compare_folders(a, b)
     page = write_comparison(found, (a.name, b.name), out or b / f"against-{a.name}.html")
     if as_json:

@@ -1,7 +1,7 @@
-"""What a model's folder says about generation: the tokens that end an answer, and the sampling it was tuned for.
+"""The generation settings in a model's folder: the end-of-text tokens, and the recommended sampling parameters.
 
-generation_config.json is read as vLLM reads it by default: its sampling parameters hold where a request gives none, and
-`do_sample` is not looked at. Its `eos_token_id`, one or several, wins over that of config.json, as in transformers.
+generation_config.json is read as vLLM reads it by default: its sampling parameters apply if a request sets none, and
+`do_sample` is ignored. Its `eos_token_id`, one or several, overrides that of config.json, as in transformers.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from bagu.serve.config import GenerationDefaults
 __all__ = ["GENERATION_CONFIG", "read_generation"]
 
 GENERATION_CONFIG = "generation_config.json"
-SAMPLING = {  # their name -> ours
+SAMPLING = {  # name in generation_config.json -> name in bagu
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
 }  # fmt: skip
 
 
 def read_generation(folder: Path) -> GenerationDefaults:
-    """The defaults of the model in `folder`; none where it has neither file."""
+    """The defaults of the model in `folder`; empty if it has neither file."""
     file, config = folder / GENERATION_CONFIG, folder / "config.json"
     said = read_json(file) if file.is_file() else {}
     source = said if "eos_token_id" in said or not config.is_file() else read_json(config)
     ends = source.get("eos_token_id")
     found = {ours: said[theirs] for theirs, ours in SAMPLING.items() if said.get(theirs) is not None}
-    if found.get("top_k") == 0:  # transformers' "all"
+    if found.get("top_k") == 0:  # 0 means "all" in transformers
         del found["top_k"]
     try:
         return GenerationDefaults(eos_ids=_ids(ends, folder), **found)
@@ -42,4 +42,4 @@ def _ids(value: Any, folder: Path) -> tuple[int, ...]:
     for id in ids:
         if not isinstance(id, int) or isinstance(id, bool):
             raise WeightsError(f"{folder}: eos_token_id is {value!r}", hint="it is a token id, or a list of them")
-    return tuple(id for id in ids if id >= 0)  # some files say -1 for "none"
+    return tuple(id for id in ids if id >= 0)  # some files use -1 for "none"

@@ -1,5 +1,5 @@
-"""What a run needs before it has weights: device, tokenizer, the model's configuration, the data. All of it is checked
-here, and nothing is written to the run's folder: what is wrong with a run is reported before it begins.
+"""The inputs of a run besides weights: device, tokenizer, the model's configuration, the data. All of them are checked
+here, and nothing is written to the run's folder: errors are reported before the run starts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ DATA = "data.json"  # in the folder of a run
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """`start` is the folder of the model that the run starts from; `data_changes` has a line for each source that has
-    changed since the run last started."""
+    changed since the run last started.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -51,7 +52,7 @@ def read_inputs(
     tokenizer: BpeTokenizer | None = None,
     corpora: Mapping[str, Corpus] | None = None,
 ) -> Inputs:
-    """Read and check what `run` in the folder `out` needs. A given tokenizer or corpus is not read again."""
+    """Read and check the inputs of `run` in the folder `out`. A given tokenizer or corpus is not read again."""
     device = named_device(run.device)
     start = find_model(run.init_from) if run.init_from else None
     model = run.model if start is None else model_config(start)
@@ -77,7 +78,7 @@ def read_inputs(
 
 
 def _data_changes(path: Path, corpora: Mapping[str, Corpus]) -> tuple[str, ...]:
-    """How the sources differ from those in data.json; () where there is no such file yet."""
+    """The differences between the sources and data.json; () if the file does not exist yet."""
     if not path.is_file():
         return ()
     try:

@@ -1,8 +1,9 @@
-"""MODEL on the command line: a run folder, a checkpoint of a run, a folder of Hugging Face (a model, or a PEFT adapter
+"""MODEL on the command line: a run folder, a checkpoint of a run, a Hugging Face folder (a model, or a PEFT adapter
 whose base can be found), or a hub id.
 
-A run leaves its result in `model/`: a Hugging Face folder where a family can say the model, and otherwise `bagu.json`
-with the weights by bagu's own names. The tokenizer is beside it. A LoRA run also leaves `adapter/`, in PEFT's format.
+A run writes its result to `model/`: a Hugging Face folder if a model family can represent the model, and otherwise
+`bagu.json` with the weights under bagu's names. The tokenizer is in the same folder. A LoRA run also writes `adapter/`,
+in PEFT's format.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ MODEL, ADAPTER, NATIVE = "model", "adapter", "bagu.json"
 
 
 def find_model(name: str | Path) -> Path:
-    """The folder with the files of MODEL: of a run its result."""
+    """The folder with the files of MODEL; for a run, the folder of its result."""
     folder = hub.find(name)
-    if not RunFolder(folder).environment_path.is_file():  # config.json is also what Hugging Face calls its own
+    if not RunFolder(folder).environment_path.is_file():  # Hugging Face folders also contain a config.json
         return folder
     if not (folder / MODEL).is_dir():
         saved = checkpoint.checkpoints(RunFolder(folder).checkpoints)
@@ -51,9 +52,10 @@ def find_model(name: str | Path) -> Path:
 
 
 def tokenizer_folder(folder: Path) -> Path | None:
-    """Where the tokenizer of the model in `folder` is: there, beside the run of a checkpoint, or at an adapter's base.
+    """The folder of the tokenizer of the model in `folder`: the same folder, the run of a checkpoint, or an adapter's
+    base.
 
-    None where there is none.
+    None if there is no tokenizer.
     """
     places = [folder]
     if _is_checkpoint(folder):
@@ -65,7 +67,7 @@ def tokenizer_folder(folder: Path) -> Path | None:
 
 
 def model_config(folder: Path) -> ModelConfig:
-    """The configuration of the model in a folder that `find_model` gave. No weights are read."""
+    """The configuration of the model in a folder returned by `find_model`. Reads no weights."""
     if peft.is_adapter(folder):
         return model_config(_base_of(folder))
     if _is_checkpoint(folder):
@@ -79,7 +81,7 @@ def model_config(folder: Path) -> ModelConfig:
 def load_model(
     name: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> Transformer:
-    """The model of MODEL, in eval mode; `dtype` None is the one it was saved in. An adapter is merged into its base."""
+    """Load MODEL in eval mode; `dtype` None keeps the saved dtype. An adapter is merged into its base."""
     folder = find_model(name)
     if peft.is_adapter(folder):
         model = load_model(_base_of(folder), dtype=dtype, device=device)
@@ -95,7 +97,7 @@ def load_model(
 
 
 def save_model(model: Transformer, tokenizer: BpeTokenizer | None, folder: Path) -> None:
-    """Write the model as Hugging Face folders are, if it is one of their families, else by bagu's names."""
+    """Write the model as a Hugging Face folder if it belongs to a supported family, else under bagu's names."""
     folder.mkdir(parents=True, exist_ok=True)
     extra = None if tokenizer is None else {"eos_token_id": tokenizer.eos_id}
     try:
@@ -106,13 +108,13 @@ def save_model(model: Transformer, tokenizer: BpeTokenizer | None, folder: Path)
         configs.save(model.config, folder / NATIVE)
     else:
         weights.save_pretrained(model, folder, extra=extra)
-        (folder / NATIVE).unlink(missing_ok=True)  # of another model that was here: it would be read first
+        (folder / NATIVE).unlink(missing_ok=True)  # left by an earlier model: it would be read first
     if tokenizer is not None:
         tokenizer.save(folder)
 
 
 def _base_of(adapter: Path) -> Path:
-    """The folder of the model that an adapter belongs to."""
+    """The folder of an adapter's base model."""
     base = find_model(peft.base_of(adapter))
     if peft.is_adapter(base):
         raise WeightsError(
@@ -126,7 +128,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _run_of(folder: Path) -> Path:
-    """The run that a checkpoint belongs to: RUN of RUN/checkpoints/step-…"""
+    """The run of a checkpoint: RUN of RUN/checkpoints/step-…"""
     return folder.resolve().parent.parent
 
 
@@ -154,6 +156,6 @@ def _native(config: Path, file: Path, dtype: torch.dtype | None, device: torch.d
 
 
 def _once(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A tensor that goes by two names, by the first."""
+    """Remove duplicates: a tensor with two names keeps the first one."""
     seen: set[int] = set()
     return {k: v for k, v in state.items() if not (v.data_ptr() in seen or seen.add(v.data_ptr()))}  # type: ignore[func-returns-value]

@@ -1,8 +1,8 @@
-"""The configuration of a training run: one frozen tree, from the files it reads to the steps it makes.
+"""The configuration of a training run: one frozen tree, from the input files to the number of steps.
 
-Runs differ in objective, data and start. The objective (`bagu/train/objectives`) decides what the data is and what is
-minimised. Pretraining starts from random weights; continued pretraining is the same with `init_from` and, to limit
-forgetting, a mixture that holds some of the old data. With `lora`, adapters are trained instead of the weights.
+Runs differ in objective, data and start. The objective (`bagu/train/objectives`) determines the data format and the
+loss. Pretraining starts from random weights; continued pretraining is the same with `init_from` and, to limit
+forgetting, a mixture that contains some of the old data. With `lora`, adapters are trained instead of the weights.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run. `model` describes a new model; `init_from` names one that exists. A run has one of the two.
+    """One training run. `model` describes a new model; `init_from` is an existing one. Set exactly one of the two.
 
-    `objective` is what is trained for, by its `kind` (pretrain, sft, mlm), with its own settings. `init_from` is a run
-    folder, a bagu checkpoint or a Hugging Face folder; its tokenizer is used too unless one is named. `validation` is
-    the share of documents held out, `dedup` the similarity above which a document is removed as a copy of an earlier
-    one (null: none is). `eval_batches` bounds an evaluation. `wandb` is the project at Weights & Biases that metrics
-    are sent to; null sends nothing.
+    `objective` is the training objective, by its `kind` (pretrain, sft, mlm), with its own settings. `init_from` is a
+    run folder, a bagu checkpoint or a Hugging Face folder; its tokenizer is used too unless one is given. `validation`
+    is the fraction of documents held out, `dedup` the similarity above which a document is removed as a copy of an
+    earlier one (null: no document is removed). `eval_batches` limits an evaluation. `wandb` is the Weights & Biases
+    project that receives the metrics; null sends nothing.
     """
 
     objective: Objective = field(default_factory=LanguageModelling)
@@ -76,7 +76,7 @@ class Run:
     model: ModelConfig | None = None
     init_from: str | None = None
     lora: LoraConfig | None = None
-    dtype: Literal["bf16", "fp32"] | None = None  # what the model computes in; null: by the hardware
+    dtype: Literal["bf16", "fp32"] | None = None  # compute dtype of the model; null: chosen for the hardware
     device: str | None = None
     validation: float = 0.05
     dedup: float | None = 0.8
@@ -118,7 +118,7 @@ class Run:
             self.check_model(self.model)
 
     def check_model(self, model: ModelConfig) -> None:
-        """Refuse a model that the objective cannot train, or that is too short for the data."""
+        """Raise for a model that the objective cannot train, or whose context is too short for the data."""
         self.objective.check_model(model)
         if self.data.context > model.max_len:
             raise ConfigError(
@@ -132,16 +132,16 @@ class Run:
         return Selection(dedup=self.dedup, validation=self.validation, seed=self.data.seed)
 
     def corpora(self) -> dict[str, Corpus]:
-        """The sources as the objective reads them. Nothing is read yet."""
+        """The sources as corpora of the objective. Nothing is read yet."""
         return {name: self.objective.corpus(name, source, self.selection) for name, source in self.sources.items()}
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
-    """The run that a config.json describes, in the present layout or in the older one."""
+    """The run in a config.json, of the current or the older layout."""
     return configs.load(Run, path, upgrade=upgrade_run)
 
 
 def with_settings(run: Run, settings: Sequence[str]) -> Run:
-    """`run` changed by settings like "train.optimizer.lr=3e-4"; a key that has moved is refused with its new name."""
+    """`run` changed by settings like "train.optimizer.lr=3e-4"; raises for a key that has moved, with its new name."""
     refuse_moved_settings(settings)
     return configs.override(run, settings)

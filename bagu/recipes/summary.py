@@ -1,4 +1,4 @@
-"""What a run will do, printed before its first step: sizes, tokens, epochs, device, dtype, estimated time."""
+"""The summary of a run, printed before its first step: sizes, tokens, epochs, device, dtype, estimated time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from bagu.runs.progress import duration
 
 __all__ = ["Summary", "matmul_rate", "summarise"]
 
-# Of the matmul rate, what a step reaches: 57 % on an H200 (1.1B parameters, of the vendor's figure), 54 % on two ARM
-# cores (5.9M parameters, of a measured matmul). Smaller models reach less.
+# The fraction of the matmul rate that a step reaches: 57 % on an H200 (1.1B parameters, of the vendor's figure), 54 %
+# on two ARM cores (5.9M parameters, of a measured matmul). Smaller models reach less.
 UTILISATION = 0.5
-LAYER_S = 0.006  # of a layer and micro-batch at least: a step of six layers takes an H200 40 ms, which are the host's
-MANY_EPOCHS = 50  # from here on a language model repeats its text: https://arxiv.org/abs/2305.16264 has gains end at 16
+LAYER_S = 0.006  # minimum per layer and micro-batch: a step of six layers takes 40 ms on an H200, which is host time
+MANY_EPOCHS = 50  # from here on a model reproduces its text: in https://arxiv.org/abs/2305.16264 gains end at 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSummary:
-    """`epochs` counts the passes of the whole run, from step 0 on, over the source."""
+    """`epochs` counts the passes over the source in the whole run, from step 0 on."""
 
     name: str
     documents: int
@@ -36,8 +36,9 @@ class SourceSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """`first_step` is where the run starts: not 0 where it is resumed. `seconds` is an estimate of the remaining steps,
-    without evaluation, sampling and saving."""
+    """`first_step` is the first step of the run; it is not 0 if the run is resumed. `seconds` is an estimate for the
+    remaining steps, without evaluation, sampling and saving.
+    """
 
     objective: str
     parameters: int
@@ -52,7 +53,7 @@ class Summary:
     seconds: float
 
     def lines(self) -> list[str]:
-        """The summary as text, one fact a line, warnings last."""
+        """The summary as text, one fact per line, warnings last."""
         trained = "" if self.trained == self.parameters else f", of which {self.trained:,} are trained (LoRA)"
         left = self.steps - self.first_step
         begun = f" from step {self.first_step:,} on" if self.first_step else ""
@@ -80,7 +81,7 @@ class Summary:
 
 
 def summarise(run: Run, inputs: Inputs, *, first_step: int = 0, peak_flops: float | None = None) -> Summary:
-    """The summary of `run`. Without `peak_flops` the rate of a matmul is measured."""
+    """The summary of `run`. Without `peak_flops`, the matmul rate is measured."""
     peak = matmul_rate(inputs.device, inputs.dtype) if peak_flops is None else peak_flops
     report = inputs.data.loader.report(run.train.steps)["sources"]
     sources = tuple(
@@ -104,7 +105,7 @@ def summarise(run: Run, inputs: Inputs, *, first_step: int = 0, peak_flops: floa
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """The FLOP/s that MFU refers to: the vendor's dense bf16 figure for a known GPU, else that of a matmul here."""
+    """The FLOP/s that MFU refers to: the vendor's dense bf16 figure for a known GPU, else a measured matmul rate."""
     stated = vendor_flops(device)
     if stated is not None:
         return stated

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: the one it names, that of the model it starts from, or one trained on its text."""
+"""The tokenizer of a run: the configured one, that of its initial model, or one trained on its text."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MB = 1_000_000
 
 
 def run_tokenizer(run: Run, start: Path | None, corpora: Mapping[str, Corpus], out: Path) -> BpeTokenizer:
-    """The named one, the starting model's, the one this run trained before it was interrupted, or a new one."""
+    """The configured one, the initial model's, the one that this run trained before an interruption, or a new one."""
     if run.tokenizer.path is not None:
         return BpeTokenizer.load(run.tokenizer.path)
     if start is not None:
-        return BpeTokenizer.load(tokenizer_folder(start) or start)  # the second says what is missing
+        return BpeTokenizer.load(tokenizer_folder(start) or start)  # with `start`, the error names the missing file
     if (out / TOKENIZER).is_dir():
         return BpeTokenizer.load(out / TOKENIZER)
     facts = {
@@ -39,14 +39,14 @@ def run_tokenizer(run: Run, start: Path | None, corpora: Mapping[str, Corpus], o
         "template": DEFAULT_TEMPLATE, "tokenizers": tokenizers.__version__,
     }  # fmt: skip
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    cached = cache_folder() / "tokenizers" / key  # training is deterministic: the same facts give the same merges
+    cached = cache_folder() / "tokenizers" / key  # training is deterministic: the same inputs give the same merges
     if not (cached / "tokenizer.json").is_file():
         train_tokenizer(corpora, run.tokenizer).save(cached)
     return BpeTokenizer.load(cached)
 
 
 def train_tokenizer(corpora: Mapping[str, Corpus], config: TokenizerConfig) -> BpeTokenizer:
-    """A byte-level BPE with bagu's chat template, trained on the training text alone."""
+    """A byte-level BPE with bagu's chat template, trained only on the training text."""
     documents: list[Document] = []
     for name, corpus in corpora.items():
         if not isinstance(corpus, TextCorpus):

@@ -1,4 +1,4 @@
-"""Carry out a `Run`: make or load the model, prepare the data, fit, save the result in the run's folder."""
+"""Train a `Run`: create or load the model, prepare the data, fit, save the result in the run's folder."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Trained:
 
 
 def check(run: Run, out: Path, *, resume: bool = False, accept_data_change: bool = False) -> Summary:
-    """Make all checks that `train` makes before it loads weights, and say what it would do. `out` is not changed."""
+    """Run all checks that `train` makes before it loads weights, and return the summary. Does not change `out`."""
     folder = RunFolder(out)
     folder.check_free(resume=resume)
     if run.wandb is not None:
@@ -78,11 +78,11 @@ def train(
     tokenizer: BpeTokenizer | None = None,
     corpora: Mapping[str, Corpus] | None = None,
 ) -> Trained:
-    """Carry out a run in folder `out`. `prompts` are continued every `train.sample_every` steps.
+    """Train a run in folder `out`. `prompts` are continued every `train.sample_every` steps.
 
-    `announce` is called with what the run will do, before the first step. A tokenizer and corpora that are given are
-    not read again. `pause_after` stops after so many steps; a call with `resume` continues. Nothing in the folder
-    changes until everything is checked, the checkpoint of a resume included.
+    `announce` is called with the summary before the first step. A given tokenizer and given corpora are not read again.
+    `pause_after` stops after this many steps; a call with `resume` continues. Nothing in the folder changes until
+    everything is checked, including the checkpoint of a resume.
     """
     folder = RunFolder(out)
     folder.check_free(resume=resume)
@@ -127,7 +127,7 @@ def train(
 def _record(run: Run, inputs: Inputs, folder: RunFolder, progress: Observer | None) -> RunRecorder:
     """Write config, tokenizer and data facts to the folder, and open the recorder of its metrics."""
     trackers = []
-    if run.wandb is not None:  # first: it may refuse, for want of a login say
+    if run.wandb is not None:  # first, because it may raise, for example without a login
         trackers.append(WeightsAndBiases(folder.path, project=run.wandb, config=configs.to_dict(run)))
     folder.begin(run)
     kept, known = folder.path / TOKENIZER, inputs.tokenizer.fingerprint
@@ -141,7 +141,7 @@ def _record(run: Run, inputs: Inputs, folder: RunFolder, progress: Observer | No
 
 
 def _resolved(run: Run, device: torch.device) -> Run:
-    """The run with explicit dtypes: resumed on another machine, it must not change to what is fast there."""
+    """The run with explicit dtypes: if it is resumed on another machine, it must not change to the fast dtype there."""
     optimizer = run.train.optimizer.resolved(device)
     return replace(
         run, dtype=run.dtype or compute_dtype_name(device), train=replace(run.train, optimizer=optimizer)
@@ -159,12 +159,12 @@ def _model(run: Run, inputs: Inputs) -> Transformer:
 
 
 def _save_adapter(model: Transformer, inputs: Inputs, folder: Path) -> None:
-    """Save the adapter alone in PEFT's format, where the base belongs to a Hugging Face family."""
+    """Save the adapter alone in PEFT's format, if the base belongs to a Hugging Face family."""
     assert inputs.start is not None, "Run refuses lora without init_from"
     try:
         family_for(model.config)
     except WeightsError:
-        return  # PEFT has no names for its linears either; model/ holds the merged weights in any case
+        return  # PEFT has no names for its linear layers; model/ always contains the merged weights
     save_adapter(model, folder, base=str(inputs.start.resolve()))
 
 

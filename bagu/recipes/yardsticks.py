@@ -1,8 +1,8 @@
-"""Honest yardsticks: what stock compressors need for the held-out text, and what samples of code are worth.
+"""Reference values: the size of the held-out text with stock compressors, and the quality of code samples.
 
-A model's bits per byte is the size its held-out text would have if the model's probabilities drove an arithmetic coder,
-so it stands beside gzip and xz. xz primed with the training text is the fair one of the three: it too has seen the
-training files, and whatever the model gains over it is not copying.
+A model's bits per byte is the size of the held-out text under an arithmetic coder with the model's probabilities, so it
+is comparable with gzip and xz. xz primed with the training text is the fairest comparison of the three: it has also
+seen the training files, so any gain of the model over it is not copying.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["CodeSamples", "Compressors", "compressors", "judge_code"]
 
 @dataclass(frozen=True, kw_only=True)
 class Compressors:
-    """Bits per byte of the held-out text, its files laid end to end."""
+    """Bits per byte of the held-out text, with its files concatenated."""
 
     gzip_bits_per_byte: float
     xz_bits_per_byte: float
@@ -29,9 +29,9 @@ class Compressors:
 
 
 def compressors(training: Iterable[str], held_out: Iterable[str]) -> Compressors:
-    """gzip -9 and xz -6 on the held-out text, and what it adds to xz -6 of the training text.
+    """gzip -9 and xz -6 on the held-out text, and the size it adds to xz -6 of the training text.
 
-    The dictionary of the primed xz spans all of the text (preset 6 alone looks back 8 MiB).
+    The dictionary of the primed xz covers the whole text (preset 6 alone looks back 8 MiB).
     """
     train, held = ("\n".join(texts).encode() for texts in (training, held_out))
     if not held:
@@ -51,18 +51,19 @@ def compressors(training: Iterable[str], held_out: Iterable[str]) -> Compressors
 
 @dataclass(frozen=True, kw_only=True)
 class CodeSamples:
-    """What a set of samples is worth as Python. A share of parses says little without the two beside it: the empty
-    text parses, and so does one line said a hundred times."""
+    """The quality of a set of samples as Python. The fraction that parses is not enough without the two others: the
+    empty text parses, and so does one line repeated a hundred times.
+    """
 
     count: int
     parse_percent: float
     define_percent: float  # parses and defines a function
     mean_characters: float
-    distinct_4gram_percent: float  # of the 4-grams of words over all samples, those that occur once are new
+    distinct_4gram_percent: float  # distinct 4-grams of words as a percentage of all 4-grams of all samples
 
 
 def judge_code(samples: Sequence[str]) -> CodeSamples:
-    """How many parse (an empty sample does not count), how many define a function, how long, how varied."""
+    """How many samples parse (an empty sample does not), how many define a function, their length and variety."""
     trees = [_parse(text) for text in samples]
     grams = [gram for text in samples for gram in zip(*(text.split()[i:] for i in range(4)), strict=False)]
     share = lambda hits, of: 100 * hits / of if of else 0.0  # noqa: E731
@@ -76,12 +77,12 @@ def judge_code(samples: Sequence[str]) -> CodeSamples:
 
 
 def _parse(text: str) -> ast.Module | None:
-    """The tree of a sample that is Python and says something, else None."""
+    """The tree of a sample that is valid Python and not empty, else None."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # "\d" in a sample is the sample's business
+            warnings.simplefilter("ignore", SyntaxWarning)  # for example "\d" in a sample
             tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what ast.parse raises on text that is no Python
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # ast.parse raises these for text that is not Python
         return None
     return tree if tree.body else None
 

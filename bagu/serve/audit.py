@@ -21,8 +21,9 @@ def audit(
     requests: Mapping[str, Seq[Sequence]],
     free_rows: Seq[int],
 ) -> None:
-    """Raise IntegrityError with the names of all violated invariants. `holders` are the sequences that run or are in a
-    plan in flight."""
+    """Raise IntegrityError with the names of all violated invariants. `holders` are the sequences that are running or
+    in a plan in flight.
+    """
     queues, B = (running, waiting), blocks.block_size
     rows = [s.table_row for h in holders for s in (h, *h.forks)]
     queued = {s for queue in queues for h in queue for s in (h, *h.forks)}

@@ -43,8 +43,9 @@ class RunnerOutput(NamedTuple):
 
 
 class Runner:
-    """Runs plans on one model and one pool. The block tables live here, a row for each running sequence, and change by
-    a few entries a step; a step allocates what it returns and small index tensors."""
+    """Runs plans on one model and one pool. The runner owns the block tables, one row per running sequence, and updates
+    a few entries per step; a step allocates only its results and small index tensors.
+    """
 
     def __init__(self, model: Transformer, kv: PagedKV, config: EngineConfig, max_model_len: int) -> None:
         self.source, self.kv, self.config = model, kv, config
@@ -57,9 +58,9 @@ class Runner:
         model, rounds = self.source, self.config.quantization == "int8"
         self.model = quantized(model) if rounds else model
         self.project: Project
-        self.decode: Forward | None = None  # a graph for steps of one token a sequence
-        self.compiled: CompiledDecode | None = None  # C++ for the same
-        self.mismatch: Mismatch | None = None  # why the model has none, where it could have
+        self.decode: Forward | None = None  # a CUDA graph for steps with one token per sequence
+        self.compiled: CompiledDecode | None = None  # C++ for the same steps
+        self.mismatch: Mismatch | None = None  # why the C++ does not support this model, if the machine could use it
         if self.device.type == "cuda" and self.config.cuda_graphs:
             self.decode = GraphDecode(self.model, self.kv, self.tables.shape[1] * self.kv.block_size)
         if self.device.type == "cpu" and not self.config.invariant and compiles(model.embedding.weight.dtype):
@@ -73,12 +74,13 @@ class Runner:
         self.project = lambda hidden: (head(hidden), None)
 
     def run(self, plan: Plan, late: torch.Tensor | None = None) -> RunnerOutput:
-        """Compute the plan. Its tokens' keys and values are in the pool afterwards. `late` are the tokens that the plan
-        before has drawn, on the device, where `plan.late` asks for some of them."""
+        """Compute the plan. Afterwards its tokens' keys and values are in the pool. `late` are the tokens that the
+        previous plan sampled, on the device, if `plan.late` refers to them.
+        """
         if plan.copies:
             self.kv.copy(plan.copies)
         for row, entry, block in plan.table_writes:
-            if not 0 <= block < self.kv.num_blocks:  # kernels read the pool by this table without a check
+            if not 0 <= block < self.kv.num_blocks:  # kernels use this table without a bounds check
                 raise CacheError(f"a block table names block {block}, and the pool has 0 to {self.kv.num_blocks - 1}")
             self.tables[row, entry] = block
         if self.compiled is not None and plan.max_len == 1:
@@ -108,7 +110,7 @@ class Runner:
         """The plan as tensors on the device."""
         B = self.kv.block_size
         n = plan.num_decodes
-        if plan.max_len == 1:  # as many tokens as sequences: one conversion of lists for all
+        if plan.max_len == 1:  # as many tokens as sequences: convert all lists at once
             words, places, lengths, rows = np.array((plan.ids, plan.positions, plan.context_lens, plan.table_rows))
             owner, offsets = rows, np.arange(len(rows) + 1, dtype=np.int32)
         else:

@@ -201,7 +201,7 @@ class Scheduler:
         self._writes.extend((sequence.table_row, at, table.blocks[at]) for at in range(before, len(table.blocks)))
 
     def _admit(self, draft: Draft, spare: int) -> None:
-        """Begin to run what waits, by rank, while there are tokens, rows and blocks for the first of the queue."""
+        """Start waiting sequences, by rank, while there are tokens, rows and blocks for the first of the queue."""
         cap, B = self.config.max_prefill_chunk, self.blocks.block_size
         while self.waiting and spare > 0:
             sequence = self.waiting[0]
@@ -315,7 +315,7 @@ class Scheduler:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        """Give back blocks and rows, those of the choices that did not fork yet included."""
+        """Release blocks and rows, including those of choices that are not forked yet."""
         if sequence.table is None:
             return
         self.blocks.release(sequence.table)
