@@ -1,8 +1,8 @@
-"""What each operation means, costs, and how it runs. `ls` is the catalogue: a folder is an op.
+"""The ops: their definitions, costs and backends. Each folder of this package is one op.
 
 >>> y = bagu.ops.rms_norm(x, w)  # Triton on a GPU, torch elsewhere
->>> y = bagu.ops.rms_norm(x, w, backend="torch")  # or ask
->>> with bagu.ops.use("torch"):  # or ask for everything inside
+>>> y = bagu.ops.rms_norm(x, w, backend="torch")  # or choose the backend
+>>> with bagu.ops.use("torch"):  # or choose it for every op inside
 ...     y = bagu.ops.rms_norm(x, w)
 >>> with bagu.ops.invariant():  # a row's bits do not depend on its batch
 ...     y = bagu.ops.rms_norm(x, w)

@@ -17,7 +17,7 @@ SPECS: dict[str, OpSpec] = {
 
 
 def spec(name: str) -> OpSpec:
-    """The spec of an op; an unknown name is answered with the nearest."""
+    """Return the spec of an op. For an unknown name, raise an error that suggests the closest one."""
     if name not in SPECS:
         raise UnknownName.among("op", name, SPECS)
     return SPECS[name]

@@ -1,8 +1,8 @@
-"""The op contract. A spec says what an op means and costs; a backend says how it runs.
+"""The op contract. A spec defines an op and its cost; a backend implements it.
 
 Everything else reads specs: `check` (conformance, drills), dispatch, the compile gate, `bench`, labs, FLOP counts.
-Inputs are drawn in fp64, rounded once to the dtype under test, and that same rounded value feeds both the backend
-and the fp64 reference; what is measured is the backend's arithmetic alone.
+Inputs are drawn in fp64 and rounded once to the dtype under test. Both the backend and the fp64 reference receive these
+rounded values, so a check measures only the error of the backend's arithmetic.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 class Cost(NamedTuple):
-    """Work of one call at one size: the two numbers a roofline needs. Bytes are the compulsory ones."""
+    """FLOPs and bytes of one call at one size, as a roofline needs them. `bytes` is the compulsory traffic."""
 
     flops: int
     bytes: int
@@ -40,12 +40,12 @@ class Cost(NamedTuple):
 
 
 class Case:
-    """One named input. `why` is the sentence printed when this case fails; `bench` marks a size worth timing.
+    """One named test case. `why` is printed when the case fails; `bench` marks a size that the benchmark times.
 
-    `mixed` names `float` arguments that stay fp32 whatever the dtype under test. `sms` is how many multiprocessors
-    Triton's interpreter claims to have, where a launcher needs many to take the branch this case is for. `frozen` names
-    inputs that do not require a gradient. The other keywords are the case's own parameters, read by the spec's `inputs`
-    as `case["N"]`.
+    `mixed` names `float` arguments that stay fp32 for every dtype under test. `sms` is the number of multiprocessors
+    that Triton's interpreter reports; set it if a launcher needs many to take the branch that this case tests. `frozen`
+    names inputs that do not require a gradient. The other keywords are parameters of the case; the spec's `inputs`
+    reads them as `case["N"]`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Case:
 
 
 class Streams:
-    """Random tensors, one independent stream per name, so no two arguments are ever equal."""
+    """Random tensors. Each name has an independent stream, so no two arguments are equal."""
 
     def __init__(self, *key: object, device: torch.device | str = "cpu") -> None:
         self.key, self.device = key, device
@@ -90,13 +90,13 @@ class Streams:
         return torch.randint(low, high, shape, generator=self.generator(name), device=self.device)
 
     def choice(self, name: str, usual: Any, *others: Any) -> Any:
-        """A scalar argument. `usual` is what callers pass and what is timed; a check draws any of the values."""
+        """A scalar argument. `usual` is what callers pass and the benchmark times; a check draws any of the values."""
         return (usual, *others)[zlib.crc32(repr((*self.key, name)).encode()) % (1 + len(others))]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Calls on a CUDA device that the automatic choice leaves to the torch backend. All but `holds` is for people."""
+    """CUDA calls that the automatic choice gives to the torch backend. All fields except `holds` are documentation."""
 
     when: str
     runs: str
@@ -106,39 +106,39 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class OpSpec:
-    """What one op means (signature, reference), how it is exercised (cases, inputs) and what it costs.
+    """The definition of one op (signature, reference), its test cases and inputs, and its cost.
 
-    A backend is the module `bagu.ops.<name>.<backend>_backend` with two functions of keyword arguments:
-    `forward(inputs) -> (outputs, residuals)` and, where there are gradients,
+    A backend is the module `bagu.ops.<name>.<backend>_backend` with two functions that take keyword arguments:
+    `forward(inputs) -> (outputs, residuals)` and, if the op has gradients,
     `backward(d<output> of each differentiable output, the `saves`, the scalars) -> a gradient (or None) per `made``.
     """
 
     name: str
     signature: str
     reference: Callable[..., Outputs]
-    torch_backend: ModuleType  # always there, and in the compiler's sight; the others are imported on first use
+    torch_backend: ModuleType  # always imported: the compiler traces it; the others load on first use
     inputs: Callable[[Case, Streams], dict[str, Any]]
-    cost: Callable[[Mapping[str, int], int], Cost]  # of the sizes of the dims and the itemsize of the first tensor
+    cost: Callable[[Mapping[str, int], int], Cost]  # takes the sizes of the dims and the itemsize of the first tensor
     cases: Sequence[Case]
     ulps: float  # allowed error, in spacings of the output dtype
-    independent: Sequence[str]  # dims along which results do not touch each other: what may be split over devices
-    ulps_of: Mapping[str, float] = field(default_factory=dict)  # results that are allowed another number of them
+    independent: Sequence[str]  # dims along which results are independent, so they can be sharded over devices
+    ulps_of: Mapping[str, float] = field(default_factory=dict)  # results with a different `ulps`
     backends: Sequence[str] = ("torch", "triton")
-    unsupported: Callable[[Mapping[str, Any]], str | None] | None = None  # why Triton's kernels cannot run a call
-    prefer_torch: Sequence[Rule] = ()  # what the automatic choice on CUDA leaves to torch, though Triton could do it
+    unsupported: Callable[[Mapping[str, Any]], str | None] | None = None  # the reason Triton cannot run a call
+    prefer_torch: Sequence[Rule] = ()  # supported CUDA calls that default to torch
     cost_backward: Callable[[Mapping[str, int], int], Cost] | None = None
     grads: Sequence[str] = ()  # inputs that have a gradient
-    twins: Mapping[str, str] = field(default_factory=dict)  # input -> the input whose gradient is its own as well
+    twins: Mapping[str, str] = field(default_factory=dict)  # input -> the input with the same gradient
     saves: Sequence[str] = ()  # inputs, outputs and residuals that the backward reads
-    mutates: Sequence[str] = ()  # inputs that the call changes, which have no gradient; what they become is a result
-    constant: Sequence[str] = ()  # outputs no gradient flows through
-    derive: Callable[[Mapping[str, Any], Dims], Dims] | None = None  # dims no input has; raises where there are none
-    refuse: Callable[[Mapping[str, Any], Dims], None] | None = None  # raises for what the signature cannot say
-    nonempty: Sequence[str] = ()  # dims that must be 1 or more: with none of them there is nothing to compute from
-    check_values: Callable[[Mapping[str, Any], Dims], None] | None = None  # raises for wrong values; in debug mode
-    peers: bool = False  # the folder has peers.py: the same work by other libraries, for the benchmark
-    wide_loads: bool = True  # the compile gate wants 128-bit loads in every kernel at the bench cases
-    spills: Mapping[str, int] = field(default_factory=dict)  # local loads and stores that the gate allows a kernel
+    mutates: Sequence[str] = ()  # inputs modified in place; they have no gradient, and checks compare them as results
+    constant: Sequence[str] = ()  # outputs without a gradient
+    derive: Callable[[Mapping[str, Any], Dims], Dims] | None = None  # computes dims that no input has, or raises
+    refuse: Callable[[Mapping[str, Any], Dims], None] | None = None  # raises for what the signature cannot express
+    nonempty: Sequence[str] = ()  # dims that must be at least 1
+    check_values: Callable[[Mapping[str, Any], Dims], None] | None = None  # raises for invalid values (debug mode only)
+    peers: bool = False  # the folder has peers.py: implementations of other libraries for the benchmark
+    wide_loads: bool = True  # the compile gate requires 128-bit loads in every kernel at the bench cases
+    spills: Mapping[str, int] = field(default_factory=dict)  # local loads and stores the gate allows, by kernel
 
     def __post_init__(self) -> None:
         assert not set(self.mutates) & set(self.grads), f"{self.name}: an input that is changed has no gradient"
@@ -149,7 +149,7 @@ class OpSpec:
             self.names,
             self.first,
             self.routes,
-        )  # now, since a first call under torch.compile could not parse
+        )  # parse now: a first call under torch.compile could not
 
     @cached_property
     def sig(self) -> Signature:
@@ -157,16 +157,16 @@ class OpSpec:
 
     @cached_property
     def differentiable(self) -> tuple[str, ...]:
-        """The outputs that gradients flow through."""
+        """The outputs that have a gradient."""
         return tuple(o.name for o in self.sig.outputs if o.name not in self.constant) if self.grads else ()
 
     @cached_property
     def made(self) -> tuple[str, ...]:
-        """The gradients a backward returns: `grads` without the twins."""
+        """The inputs whose gradients a backward returns: `grads` without the twins."""
         return tuple(g for g in self.grads if g not in self.twins)
 
     def bind(self, args: Mapping[str, Any]) -> Dims:
-        """The dims of a call, every argument checked."""
+        """Check every argument of a call and return its dims."""
         dims = self.sig.bind(self.name, args)
         for name in self.nonempty:
             if dims[name] == 0:
@@ -177,21 +177,21 @@ class OpSpec:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The arguments, in the signature's order."""
+        """The names of the arguments, in the signature's order."""
         return tuple(a.name for a in self.sig.inputs)
 
     @cached_property
     def first(self) -> int:
-        """The place of the first tensor, whose dtype and device are the call's."""
+        """The index of the first tensor, which sets the dtype and device of the call."""
         return self.sig.inputs.index(self.sig.tensors[0])
 
     @cached_property
     def routes(self) -> dict[tuple[Any, ...], Any]:
-        """How each kind of call runs, as dispatch found it."""
+        """Cache of dispatch: the route for each kind of call."""
         return {}
 
     def empty_results(self, args: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Outputs and residuals of a call, of the right shapes and dtypes and with nothing in them."""
+        """Uninitialized outputs and residuals of a call, with the right shapes and dtypes."""
         dims = self.sig.measure(args, {s.name: args[s.name] for s in self.sig.scalars})
         dims |= self.derive(args, dims) if self.derive is not None else {}
         x, given = args[self.sig.tensors[0].name], args.get("dtype")
@@ -205,7 +205,7 @@ class OpSpec:
         return importlib.import_module(f"bagu.ops.{self.name}.{backend}_backend")
 
     def cast(self, case: Case, args: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-        """The fp64 inputs of a case, rounded to what a call in `dtype` would receive."""
+        """Round the fp64 inputs of a case to the dtypes that a call in `dtype` receives."""
         out = dict(args)
         for arg in self.sig.tensors:
             if (value := args[arg.name]) is not None and value.is_floating_point():
@@ -216,7 +216,7 @@ class OpSpec:
 
 @contextmanager
 def nan_filled_memory() -> Iterator[None]:
-    """torch.empty comes back as NaN, so an output a kernel forgot to write cannot look right by luck."""
+    """Make torch.empty return NaN inside, so that an output which a kernel does not write fails the comparison."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -234,14 +234,14 @@ def check(
     device: torch.device | str = "cpu",
     layout: str = "packed",
 ) -> dict[str, float]:
-    """Worst error, in ulps, of each output and gradient of `fn(**inputs)`; raises where one is too large.
+    """Return the largest error, in ulps, of each output and gradient of `fn(**inputs)`; raise if one is too large.
 
-    Allowed: `spec.ulps` spacings of the result's dtype, plus twice what fp32 itself costs the definition at this
-    case (so a cancelling sum is judged against what fp32 can do at all): the most the reference loses when run in
-    fp32, on these inputs and incoming gradients, and seven times on ones that are off by half an fp32 rounding (one
-    run can be lucky). An integer result is judged against the reference's unrounded value: it may be half a step away.
-    Inputs must come back unchanged, but for those that `spec.mutates` names: these are compared as results are.
-    `layout` is how `fn` finds its inputs and incoming gradients in memory, each with strides of its own (layouts.py).
+    The tolerance is `spec.ulps` spacings of the result's dtype plus twice the fp32 error of the reference at this case,
+    so that a sum with cancellation is held only to what fp32 can reach. The fp32 error is the largest of eight runs of
+    the reference in fp32: one on these inputs and incoming gradients, and seven on copies perturbed by half an fp32
+    rounding (a single run can be lucky). An integer result is compared with the reference's unrounded value and may
+    differ by 0.5. Inputs must stay unchanged, except those in `spec.mutates`, which are compared as results.
+    `layout` is the memory layout of inputs and incoming gradients; each tensor has its own strides (layouts.py).
     """
     streams = Streams(spec.name, case.name)
     rounded = spec.cast(case, spec.inputs(case, streams), dtype)
@@ -264,7 +264,7 @@ def check(
     }
 
 
-Place = Callable[[torch.Tensor, int], torch.Tensor]  # a tensor and its position in the call -> the same in memory
+Place = Callable[[torch.Tensor, int], torch.Tensor]  # (tensor, position in the call) -> copy in another layout
 
 
 def _as_it_is(x: torch.Tensor, position: int) -> torch.Tensor:
@@ -272,12 +272,12 @@ def _as_it_is(x: torch.Tensor, position: int) -> torch.Tensor:
 
 
 def _placed(args: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """The arguments of a call, each tensor by itself in memory."""
+    """The arguments of a call, with `place` applied to each tensor."""
     return {k: place(v, i) if isinstance(v, torch.Tensor) else v for i, (k, v) in enumerate(args.items())}
 
 
 def _perturbed(value: torch.Tensor, streams: Streams, name: str, perturbation: int) -> torch.Tensor:
-    """The tensor in fp64, each number off by about half an fp32 rounding: what any fp32 algorithm may make of it."""
+    """The tensor in fp64, each value perturbed by about half an fp32 rounding, as any fp32 algorithm may do."""
     half = torch.finfo(torch.float32).eps / 2
     return value.double() * (1 + half * streams.normal(f"{name}, perturbation {perturbation}", *value.shape))
 
@@ -294,10 +294,10 @@ def _run(
     place: Place = _as_it_is,
     perturbation: int | None = None,
 ) -> dict[str, tuple[torch.Tensor, torch.dtype]]:
-    """Every output and gradient of one call, each with the dtype the signature gives it; floats cast to `dtype`.
+    """Run one call with floats cast to `dtype`; return every output and gradient with its dtype by the signature.
 
-    `place` puts what is made here, mutated inputs and incoming gradients, where the call finds it. With
-    a `perturbation`, a number that seeds it, inputs and incoming gradients are `_perturbed` first.
+    `place` lays out the tensors that this function creates: mutated inputs and incoming gradients. If `perturbation` is
+    set, it seeds the noise that `_perturbed` adds to inputs and incoming gradients.
     """
 
     def cast(name: str, v: torch.Tensor) -> torch.Tensor:
@@ -335,7 +335,7 @@ def _run(
 
 
 def _gradient(streams: Streams, name: str, y: torch.Tensor, dtype: torch.dtype, layout: str) -> torch.Tensor:
-    """The gradient that comes in for the output y, rounded to `dtype`."""
+    """The incoming gradient of the output y, rounded to `dtype`."""
     repeated = layout == "repeated" and y.ndim > 0
     shape = (1, *y.shape[1:]) if repeated else y.shape
     return streams.normal(f"d{name}", *shape).to(dtype).to(y).expand(y.shape)
@@ -350,7 +350,7 @@ def _ulps(
     cost: Sequence[torch.Tensor],
     allowed: float,
 ) -> float:
-    """How far one result is off, in spacings of its dtype, beyond what fp32 costs; raises if more than `allowed`."""
+    """The error of one result beyond `cost`, in spacings of its dtype; raises if it is more than `allowed`."""
     (got, _), (want, dtype) = got_as, want_as
     if got.shape != want.shape or got.dtype != dtype:
         raise ConformanceError(
@@ -361,7 +361,7 @@ def _ulps(
     got, want = got.double().cpu(), want.double()
     loss = torch.stack([(c.double() - want).abs().nan_to_num(0.0, posinf=0.0) for c in cost]).amax(0)
     if dtype.is_floating_point:
-        held = want.to(dtype).double()  # what the dtype can hold: past its largest value, infinity is right
+        held = want.to(dtype).double()  # rounded to the dtype: beyond its largest value, infinity is correct
         special = ~held.isfinite()
         right = torch.where(held.isnan(), got.isnan(), got == held)
         finite = torch.where(special, 0.0, want)

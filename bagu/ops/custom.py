@@ -1,9 +1,9 @@
-"""A backend's two functions as `torch.library` custom ops: how a kernel is called where something looks at the call.
+"""Register a backend's forward and backward as `torch.library` custom ops, for calls that are traced or intercepted.
 
-A compiler, fake tensors, a FLOP counter, selective recomputation see `bagu::<op>_<backend>` and
-`bagu::<op>_<backend>_backward`, whose schema and fake function come from the spec's signature. Their way through Python
-costs 0.1 to 0.2 ms a call, more than most kernels take at the sizes of a small model. So where nothing looks, node.py
-runs the same two functions.
+A compiler, fake tensors, a FLOP counter and selective recomputation see `bagu::<op>_<backend>` and
+`bagu::<op>_<backend>_backward`. Their schemas and fake functions come from the spec's signature. A custom op costs 0.1
+to 0.2 ms of Python per call, more than most kernels take at the sizes of a small model. So for calls that are neither
+traced nor intercepted, node.py runs the same two functions.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from bagu.ops.node import backward_host, forward_host
 
 __all__ = ["listed", "register", "watched"]
 
-Run = Callable[..., Any]  # of positional values: nothing, one tensor or a tuple of them, as a custom op returns it
+Run = Callable[..., Any]  # takes positional values; returns None, a tensor or a tuple of tensors
 
 
 def watched(values: Sequence[Any]) -> bool:
-    """Whether anything looks at ops on these arguments, so that they must be custom ops."""
+    """Whether a call on these arguments is traced or intercepted, so that it must run as a custom op."""
     return torch._C._len_torch_dispatch_stack() > 0 or any(traced(v) for v in values if isinstance(v, torch.Tensor))
 
 
 def register(spec: OpSpec, backend: str, forward: Forward, backward: Backward | None) -> None:
-    """Make the custom ops of a backend: a forward, and where there are gradients a backward and the link to it."""
+    """Register the custom ops of a backend: the forward, and, if the op has gradients, the backward with autograd."""
     name, run = f"bagu::{spec.name}_{backend}", forward_host(spec, forward)
     schema = spec.sig.schema(spec.sig.inputs, len(spec.sig.results), spec.mutates)
     op = torch.library.custom_op(name, lambda *values: _returned(run(values)), mutates_args=spec.mutates, schema=schema)
@@ -55,7 +55,7 @@ def register(spec: OpSpec, backend: str, forward: Forward, backward: Backward | 
 
 
 def _returned(results: Sequence[torch.Tensor | None]) -> Any:
-    """Results as a custom op returns them: nothing, one tensor, or a tuple."""
+    """Results as a custom op returns them: None, one tensor, or a tuple."""
     return None if not results else results[0] if len(results) == 1 else tuple(results)
 
 
@@ -69,7 +69,7 @@ def _backward(spec: OpSpec, backward: Backward) -> Run:
 
     def op(needs: list[bool], *values: Any) -> Any:
         grads = run((tuple(needs), *values))
-        return _returned([values[0].new_empty(0) if g is None else g for g in grads])  # an op returns tensors
+        return _returned([values[0].new_empty(0) if g is None else g for g in grads])  # an op must return tensors
 
     return op
 

@@ -1,13 +1,12 @@
-"""From a public call to a backend: check the arguments, choose, run.
+"""Dispatch of a public call: check the arguments, choose a backend, run it.
 
-The choice is made at the call: `backend=` of the call, else the innermost `use(...)`, else by device (Triton on
-CUDA but for what the spec's `prefer_torch` names, torch elsewhere). A backend that was asked for runs or raises; an
-automatic one may fall back to torch, and says so once. Whatever ran the forward runs its backward too: link.py links
-the two.
+The choice is made at each call: `backend=` of the call, else the innermost `use(...)`, else by device (Triton on CUDA
+except for the rules in the spec's `prefer_torch`, torch elsewhere). A requested backend runs or raises; an automatic
+one may fall back to torch with a single warning. The backend that runs the forward also runs the backward (link.py).
 
-The torch backend is called as it is: ordinary differentiable PyTorch that the compiler, autograd, DTensor and FLOP
-counters see through. Every other backend becomes custom ops (custom.py), or an autograd node where nothing looks at
-the call (node.py).
+The torch backend is called directly: it is ordinary differentiable PyTorch, which the compiler, autograd, DTensor and
+FLOP counters can trace. Every other backend runs as custom ops (custom.py) if the call is traced or intercepted, and
+as one autograd node (node.py) if not.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from bagu.ops.values import debugging
 
 __all__ = ["automatic_backend", "call", "use"]
 
-# of the arguments by name and in order, and of the addresses of tensors on a GPU; gives outputs and residuals
+# (arguments by name, arguments in order, addresses of GPU tensors) -> outputs and residuals
 Route = Callable[[Mapping[str, Any], Sequence[Any], Sequence[int]], Sequence[Any]]
 
 BACKENDS = ("torch", "triton")
 
-_any_autocast = torch._C._is_any_autocast_enabled  # for one device it takes 4 us
-_nodes: dict[tuple[str, str], Node] = {}  # of the backends that are loaded, by op and backend
-_said: set[str] = set()  # warnings that were given
+_any_autocast = torch._C._is_any_autocast_enabled  # the check for a single device takes 4 us
+_nodes: dict[tuple[str, str], Node] = {}  # loaded backends, by op and backend
+_said: set[str] = set()  # warnings already given
 
 
 class use:
-    """`with bagu.ops.use("torch"):` runs every op inside on that backend, in this thread or asyncio task."""
+    """`with bagu.ops.use("torch"):` runs every op inside it on that backend, in this thread or asyncio task."""
 
     def __init__(self, backend: str) -> None:
         _check_name(backend)
@@ -70,9 +69,9 @@ def _check_name(backend: object) -> None:
 
 
 def call(spec: OpSpec, backend: str | None, /, **args: Any) -> Any:
-    """Run `spec` on these arguments; returns its outputs (one tensor, or a tuple of none or several).
+    """Run `spec` on these arguments and return its outputs: one tensor, or a tuple if it has none or several.
 
-    An op's dtypes are those of its arguments, so torch.autocast is off inside it.
+    The arguments set the dtypes of an op, so torch.autocast is off inside it.
     """
     if torch.compiler.is_compiling():
         results = _while_compiling(spec, backend, args)
@@ -92,10 +91,10 @@ def call(spec: OpSpec, backend: str | None, /, **args: Any) -> Any:
 def _route(
     spec: OpSpec, backend: str | None, args: Mapping[str, Any], values: Sequence[Any]
 ) -> tuple[Route, Sequence[int]]:
-    """How an eager call runs, its arguments checked: found once for each kind of call. And the tensors' addresses.
+    """Return the route of an eager call, from the cache if this kind of call is known, and the tensors' addresses.
 
-    To check and to choose takes 10 to 100 us, and a training step of a small model has hundreds of calls. All that
-    either of them depends on is in the key; of tensors on a GPU also what their launch depends on.
+    Checking the arguments and choosing a backend takes 10 to 100 us, and a training step of a small model has hundreds
+    of calls. The cache key holds everything that both depend on, and for GPU tensors what launches depend on.
     """
     choice, first = scope.chosen(), values[spec.first]
     try:
@@ -109,7 +108,7 @@ def _route(
             *kind,
         )  # fmt: skip
         route = spec.routes.get(key)
-    # symbolic sizes, a list where a scalar is wanted, a tensor without memory, something else than a tensor
+    # symbolic sizes, a list in place of a scalar, a tensor without memory, or an object that is not a tensor
     except (TypeError, RuntimeError, AttributeError):
         return _found_route(spec, backend, choice, args, values), []
     if route is None:
@@ -118,14 +117,14 @@ def _route(
 
 
 def _kind(v: Any) -> tuple[Any, ...]:
-    """What the check of an argument and the choice of a backend depend on."""
+    """The properties of an argument that its check and the choice of a backend depend on."""
     return (type(v), v.shape, v.dtype, v.device, v.layout) if isinstance(v, torch.Tensor) else (type(v), v)
 
 
 def _found_route(
     spec: OpSpec, backend: str | None, choice: scope.Choice, args: Mapping[str, Any], values: Sequence[Any]
 ) -> Route:
-    """Check a call's arguments and choose how it runs; raises where it cannot."""
+    """Check a call's arguments and choose its route; raise if no backend can run it."""
     if backend is not None:
         _check_name(backend)
     spec.bind(args)
@@ -135,7 +134,7 @@ def _found_route(
         route = _by_name(forward_of(spec, asked, first))
     elif (name := _choose(spec, asked, first, args)) == "torch" and not (casts and spec.grads and not traced(first)):
         route = _by_name(spec.torch_backend.forward)
-    elif name == "torch":  # under autocast, autograd's own backward would have its products cast
+    elif name == "torch":  # inside autocast, autograd's backward would cast its products
         load(spec.name, name)
         route = _as_node(_nodes[spec.name, name], first, values)
     elif transformed():
@@ -160,7 +159,7 @@ def _by_name(forward: Callable[..., Any]) -> Route:
 def _as_node(node: Node, first: torch.Tensor, values: Sequence[Any]) -> Route:
     if not first.is_cuda:
         return lambda args, values, pointers: node(*values)
-    calls, wanted = node.repeated(), node.wanted(values)  # the kind of a call on a GPU says all that these depend on
+    calls, wanted = node.repeated(), node.wanted(values)  # both depend only on the kind of a GPU call
     return lambda args, values, pointers: node.run(calls, wanted, values, pointers)
 
 
@@ -179,7 +178,7 @@ def _check_values(spec: OpSpec, args: Mapping[str, Any]) -> None:
 
 
 def _while_compiling(spec: OpSpec, backend: str | None, args: Mapping[str, Any]) -> Sequence[torch.Tensor]:
-    """The call as a compiler traces it, which looks through all of this."""
+    """The call under torch.compile, which traces this function."""
     if backend is not None:
         _check_name(backend)
     try:
@@ -205,7 +204,7 @@ def _traced(spec: OpSpec, backend: str | None, first: torch.Tensor, args: Mappin
     return listed(getattr(torch.ops.bagu, f"{spec.name}_{name}")(*[args[n] for n in spec.names]))
 
 
-@constant  # runs, and so raises, while the compiler looks at the call: its own report would not have the sentence
+@constant  # runs, and so raises, while the compiler traces the call: the compiler's own report would lack the message
 def _refuse_while_compiling(message: str, hint: str) -> None:
     raise ArgumentError(message, hint=hint)
 
@@ -233,7 +232,7 @@ def _choose(spec: OpSpec, asked: str | None, first: torch.Tensor, args: Mapping[
 
 
 def automatic_backend(spec: OpSpec, args: Mapping[str, Any]) -> str:
-    """What runs a call on a CUDA device where Triton is: its kernels, unless they cannot or torch is faster."""
+    """The default backend on a CUDA device with Triton: "triton", unless it cannot run the call or torch is faster."""
     if spec.unsupported is not None and (lack := spec.unsupported(args)) is not None:
         _say_once(f"{spec.name} runs on the torch backend here, not on Triton: {lack}")
         return "torch"
@@ -254,7 +253,7 @@ def _interpreted() -> bool:
 
 @constant
 def _available(op: str) -> bool:
-    """Whether the automatic Triton backend can be had; if not, says so once."""
+    """Whether the Triton backend of an op can be loaded; warns once if it cannot."""
     if importlib.util.find_spec("triton") is not None:
         load(op, "triton")
         return True
@@ -264,9 +263,9 @@ def _available(op: str) -> bool:
 
 @constant
 def load(op: str, backend: str) -> None:
-    """Import a backend, the first time it is needed.
+    """Import a backend on first use.
 
-    It takes the op's name, since a compiler that runs it at trace time can hand over a string but not a spec.
+    It takes the op's name because the compiler, which runs it at trace time, can pass a string but not a spec.
     """
     if (op, backend) in _nodes:
         return
@@ -285,7 +284,7 @@ def load(op: str, backend: str) -> None:
 
 @constant
 def load_op(op: str, backend: str) -> None:
-    """Register a loaded backend's custom ops, the first time something looks at a call."""
+    """Register a loaded backend's custom ops when a call is first traced or intercepted."""
     if hasattr(torch.ops.bagu, f"{op}_{backend}"):
         return
     from bagu.ops.catalogue import SPECS

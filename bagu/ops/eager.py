@@ -1,8 +1,8 @@
-"""One autograd node per op where nothing else fuses: eager calls on a CPU.
+"""One autograd node per op for eager calls on a CPU, where nothing else fuses the formula.
 
-A formula in ordinary PyTorch is what the compiler, DTensor and torch.func want. Run as it stands, it costs a pass over
-memory per operation and an autograd node per pass. So a torch backend may have both, the formula and the passes written
-out, and `node` chooses at the call.
+The compiler, DTensor and torch.func need a formula in ordinary PyTorch. In eager mode that formula costs one pass over
+memory per operation and one autograd node per pass. So a torch backend may have both the formula and a hand-written
+forward and backward with fewer passes; `node` chooses between them at each call.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ Results = tuple[torch.Tensor, ...]
 
 
 def constant(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compiler.assume_constant_result does, which imports the whole compiler to set one attribute: 0.9 s."""
+    """torch.compiler.assume_constant_result without its 0.9 s: it imports the whole compiler to set one attribute."""
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
 
 
 def traced(x: torch.Tensor) -> bool:
-    """Whether a compiler, torch.func, forward-mode AD or x itself (DTensor, a fake tensor) looks through a call."""
+    """Whether a compiler, torch.func, forward-mode AD or a tensor subclass (DTensor, fake tensor) traces the call."""
     return torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter) or transformed()
 
 
 def transformed() -> bool:
-    """Whether torch.func or forward-mode AD is at work in eager code: it needs ordinary PyTorch, no node of ours."""
+    """Whether torch.func or forward-mode AD is active in eager code: both need ordinary PyTorch, not our node."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
@@ -54,7 +54,7 @@ def autocasting(x: torch.Tensor) -> bool:
 
 
 def without_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` with torch.autocast off: a backward inside autocast makes the same gradients as one outside."""
+    """Wrap `fn` to run with torch.autocast off, so that a backward gives the same gradients inside and outside it."""
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ def without_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _NoSecond(torch.autograd.Function):
-    """The first `count` tensors as they are; a derivative with respect to any of the others is refused."""
+    """Return the first `count` tensors unchanged; raise if a derivative with respect to the others is requested."""
 
     @staticmethod
     def forward(ctx: Any, op: str, count: int, *tensors: torch.Tensor) -> Results:
@@ -84,16 +84,16 @@ class _NoSecond(torch.autograd.Function):
 
 
 def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For the backward of an autograd.Function that has no derivative of its own.
+    """Decorator for the backward of an autograd.Function that cannot be differentiated again.
 
-    PyTorch's decorator of this name raises in `backward()` alone: `torch.autograd.grad` finds no way from the gradient
-    to the inputs and leaves the term out. Here the gradients stay connected to what the forward saved.
+    PyTorch's decorator of the same name raises only in `backward()`: `torch.autograd.grad` finds no path from the
+    gradient to the inputs and drops the term silently. Here the gradients stay connected to the saved tensors.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def run(ctx: Any, *douts: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-            if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # compiled code refuses by itself
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # compiled code raises by itself
                 return backward(ctx, *douts)
             with torch.no_grad():
                 grads = backward(ctx, *douts)
@@ -108,7 +108,7 @@ def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 def plain(x: torch.Tensor) -> bool:
-    """Whether a call on x is eager, on a CPU, and nothing looks through it."""
+    """Whether a call on x is eager, on a CPU, and not traced."""
     return x.device.type == "cpu" and not traced(x)
 
 
@@ -120,12 +120,12 @@ def node(
     residuals: Sequence[str] = (),
     grads: Sequence[str],
 ) -> Callable[..., Any]:
-    """`formula` where it is looked through, else `forward` and `backward` as one node: one differentiable function.
+    """A differentiable function: `formula` if the call is traced, else `forward` and `backward` as one autograd node.
 
-    `formula` and `forward` take the same arguments and give the same results, an output and the `residuals`. `backward`
-    takes the output's gradient, then by name what it needs of arguments and residuals, and gives the gradients of the
-    arguments in `grads`. Neither ever has a graph to keep, so they may work in place on what they made themselves.
-    A derivative of the derivative goes through `formula` again.
+    `formula` and `forward` take the same arguments and return the same results: an output and the `residuals`.
+    `backward` takes the output's gradient and, by name, the arguments and residuals it needs; it returns the gradients
+    of the arguments in `grads`. `forward` and `backward` run without a graph, so they may modify their own temporaries
+    in place. A second derivative differentiates `formula`.
     """
     names = list(inspect.signature(formula).parameters)
     wants = list(inspect.signature(backward).parameters)[1:]

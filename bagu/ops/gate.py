@@ -1,9 +1,9 @@
-"""The compile gate: every kernel of every Triton backend, compiled for an H200 on a machine without one.
+"""The compile gate: compiles every kernel of every Triton backend for an H200, without a GPU.
 
-`python -m bagu.ops.gate [--first N] [OP …]` runs each backend's bench cases on meta tensors, records what it would
-launch, and compiles that for sm_90 with the ptxas that comes with Triton. A kernel fails if it spills registers
-(more than its spec allows), wants more shared memory than a block has, reads a large aligned tensor without 128-bit
-loads, or multiplies 16-bit matrices without wgmma. TRITON_INTERPRET is off.
+`python -m bagu.ops.gate [--first N] [OP …]` runs each backend's bench cases on meta tensors, records the launches,
+and compiles them for sm_90 with the ptxas that comes with Triton. A kernel fails if it spills registers (more than its
+spec allows), needs more shared memory than a block has, reads a large aligned tensor without 128-bit loads, or
+multiplies 16-bit matrices without wgmma. TRITON_INTERPRET must be off.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Kernel", "faults", "kernels"]
 
 SHARED_LIMIT = 232_448  # bytes a block may have on sm_90
 REGISTERS = 65_536  # of a multiprocessor
-LARGE = 1 << 20  # elements; a tensor below this is no traffic, and how it is read does not matter
+LARGE = 1 << 20  # elements; a smaller tensor has little traffic, so the width of its loads does not matter
 TYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1",
     torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
@@ -49,7 +49,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What the compiler made of a launch."""
+    """The compiled kernel of a launch."""
 
     op: str
     case: str
@@ -64,7 +64,7 @@ class Kernel:
     stores: int
     wants_wide: bool
     allowed_spills: int
-    wgmma: int  # instructions that multiply matrices asynchronously, Hopper's fast ones
+    wgmma: int  # Hopper's asynchronous matrix-multiply instructions
     wants_wgmma: bool
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class MetaStreams(Streams):
 def kernels(
     spec: OpSpec, dtype: torch.dtype = torch.bfloat16, backend: str = "triton", *, first: int | None = None
 ) -> list[Kernel]:
-    """Compile everything `spec` launches at its bench cases, or at the `first` of them; a launch is compiled once."""
+    """Compile every distinct launch of `spec` at its bench cases, or only at the `first` N of them."""
     seen, found = set(), []
     for case in [c for c in spec.cases if c.bench][:first]:
         for launch in _launches(spec, case, dtype, backend):
@@ -105,7 +105,7 @@ def kernels(
 
 
 def faults(kernel: Kernel) -> list[str]:
-    """What is wrong with a kernel, one sentence each."""
+    """The faults of a kernel, one sentence each."""
     found = []
     where = f"{kernel.op}[{kernel.case}] {kernel.name}"
     if kernel.spills > kernel.allowed_spills:
@@ -123,7 +123,7 @@ def faults(kernel: Kernel) -> list[str]:
 
 
 def _launches(spec: OpSpec, case: Case, dtype: torch.dtype, backend: str) -> list[Launch]:
-    """What a forward and a backward launch, recorded on meta tensors."""
+    """The launches of a forward and a backward, recorded on meta tensors."""
     module, sig = spec.module(backend), spec.sig
     args = spec.cast(case, spec.inputs(case, MetaStreams()), dtype)
     args = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in args.items()}
@@ -141,7 +141,7 @@ def _launches(spec: OpSpec, case: Case, dtype: torch.dtype, backend: str) -> lis
 
 @contextmanager
 def _recorded() -> Iterator[list[Launch]]:
-    """Inside, launching a kernel writes it down instead."""
+    """Inside, a kernel launch is recorded and not executed."""
     if triton_interprets():
         raise BackendError("the compile gate was asked for with TRITON_INTERPRET set", hint="unset it and start again")
     from triton.runtime.jit import JITFunction
@@ -163,7 +163,7 @@ def _recorded() -> Iterator[list[Launch]]:
 
 
 def _source(launch: Launch) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
-    """The launch as the compiler takes it, specialised as a real launch would be (1 and multiples of 16)."""
+    """The launch as input of the compiler, specialised as in a real launch (for 1 and multiples of 16)."""
     from triton.compiler import ASTSource
 
     signature, constants, attrs = {}, {}, {}
@@ -219,7 +219,7 @@ def _compile(spec: OpSpec, case: Case, launch: Launch, source: Any, options: dic
 
 
 def _disassemble(cubin: bytes) -> str:
-    """Resource usage and machine code, by the cuobjdump in Triton's own package."""
+    """Resource usage and machine code, from the cuobjdump in the Triton package."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -233,7 +233,7 @@ def _disassemble(cubin: bytes) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print every kernel of these ops (all of them by default); 1 if one has a fault."""
+    """Print every kernel of these ops (default: all ops); exit with 1 if a kernel has a fault."""
     parser = argparse.ArgumentParser(prog="python -m bagu.ops.gate", description=main.__doc__)
     parser.add_argument("ops", nargs="*", metavar="OP")
     parser.add_argument("--first", type=int, metavar="N", help="compile for the first N bench cases of each op")

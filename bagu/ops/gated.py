@@ -1,6 +1,6 @@
-"""What `swiglu` and `geglu` share: y = act(gate) * up, where act(g) = g * s(g) and the step s goes from 0 to 1.
+"""Code shared by `swiglu` and `geglu`: y = act(gate) * up, where act(g) = g * s(g) and the step s goes from 0 to 1.
 
-gate and up come packed as one tensor [*M, 2N] (gate first, as one matmul makes them), or as two tensors [*M, N].
+gate and up are packed in one tensor [*M, 2N] (gate first, the output of one matmul), or are two tensors [*M, N].
 Dims: M = rows (tokens), N = features of one half, K = last dim of the first tensor: 2N packed, N separate.
 """
 
@@ -32,7 +32,7 @@ def join(dgate: torch.Tensor, dup: torch.Tensor, packed: bool) -> tuple[torch.Te
 
 
 def width(op: str, args: Mapping[str, Any], dims: Dims) -> Dims:
-    """What `derive` of `op` gives: N, which no input has when gate and up are packed."""
+    """`derive` of `op`: computes N, which is the size of no input when gate and up are packed."""
     K = dims["K"]
     if args["up"] is not None:
         return {"N": K}
@@ -63,7 +63,7 @@ def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
 
 
 def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """s again, its slope, two products each way; dy, gate and up are read, their two gradients are written."""
+    """Recompute s, its slope, two products for each gradient; read dy, gate and up, write dgate and dup."""
     M, N = dims["M"], dims["N"]
     return Cost(flops=13 * M * N, bytes=5 * M * N * itemsize)
 

@@ -1,11 +1,11 @@
-"""Gated units on Triton: each byte moves once, so memory is the limit, and 16 bytes a load keep it busy.
+"""Gated units on Triton. They are memory-bound: each byte moves once, in loads of 16 bytes.
 
-A program owns a tile of rows and features. Two contiguous tensors are one long row, so that only its last tile is
-ragged. Forward keeps nothing; backward computes s(g) again, which costs an exp and saves a tensor:
+A program computes one tile of rows and features. Contiguous separate tensors are viewed as one long row, so that only
+the last tile is partial. Forward saves nothing; backward recomputes s(g), which costs an exp and saves a tensor:
 
     y = g * s * up        dup = dy * g * s        dgate = dy * up * (s + g * s')
 
-When gate and up are packed, dgate and dup are written straight into the two halves of one dx.
+When gate and up are packed, dgate and dup are written directly into the two halves of dx.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bagu.ops.launch import as_rows, next_power_of_2, triton_acc
 
 __all__ = ["TUNABLE", "run_backward", "run_forward"]
 
-TUNABLE = {  # tests run each point
+TUNABLE = {  # tests run each value
     "forward": {"block": (128, 2048), "num_warps": (4, 8)},
     "backward": {"block": (128, 2048), "num_warps": (4, 8)},
 }
@@ -29,8 +29,8 @@ TUNABLE = {  # tests run each point
 def _step(g, KIND: tl.constexpr):
     """s(g) and its slope. s is sigmoid(g) for silu, Phi(g) for gelu, sigmoid(2z) = (1 + tanh z) / 2 for gelu_tanh.
 
-    With e = exp(-|a|), sigmoid(a) is 1 / (1 + e) or e / (1 + e) and its slope e / (1 + e)^2: nothing overflows, and
-    1 - sigmoid(a) is never taken, which near 1 has no digits left.
+    With e = exp(-|a|), sigmoid(a) is 1 / (1 + e) or e / (1 + e), and its slope is e / (1 + e)^2. Nothing overflows, and
+    no term is 1 - sigmoid(a), which cancels where sigmoid(a) is near 1.
     """
     if KIND == "gelu":
         s = 0.5 + 0.5 * tl.erf(g * 0.7071067811865476)
@@ -50,7 +50,7 @@ def _step(g, KIND: tl.constexpr):
 
 @triton.jit
 def _tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The rows, features and mask of this program; a long row can pass 2^31 features."""
+    """The rows, features and mask of this program. Indices are 64-bit: a long row can exceed 2^31 features."""
     across = tl.cdiv(N, BLOCK_N)
     m = (tl.program_id(0) // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = (tl.program_id(0) % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -84,14 +84,15 @@ def _backward(
 
 
 def _rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Each as [M, N]; as [1, M * N] where all are contiguous."""
+    """Each tensor as [M, N], or as [1, M * N] if all are contiguous."""
     rows = [as_rows(t) for t in tensors]
     return [r.view(1, -1) for r in rows] if all(r.is_contiguous() for r in rows) else rows
 
 
 def _block(rows: torch.Tensor) -> int:
-    """Values of a tile. Rows that are not aligned move one value at a time, and with more than four a thread the
-    addresses leave registers for few threads (odd N on an H200, backward: 0.84 of copy bandwidth, or 0.62)."""
+    """Values per tile. Unaligned rows move one value at a time; with more than four values per thread, their addresses
+    use so many registers that few threads fit (odd N on an H200, backward: 0.84 of copy bandwidth with four, else 0.62)
+    """
     return 2048 if rows.shape[1] % 8 == 0 else 512
 
 
@@ -125,7 +126,7 @@ def run_backward(
     dup = None if up is None else torch.empty_like(dx)
     if not dy.numel():
         return dx, dup
-    # packed, the gradients are halves of each row of dx, which is then no one long row
+    # if packed, dgate and dup are halves of each row of dx, so dx cannot be viewed as one long row
     dys, g, u = _rows(dy, gate, u) if up is not None else [as_rows(t) for t in (dy, gate, u)]
     M, N = g.shape
     warps = num_warps or (8 if _block(g) == 2048 else 4)

@@ -1,20 +1,20 @@
-"""Invariant arithmetic: the result of a row has the same bits whatever else is in the batch.
+"""Batch-invariant arithmetic: the bits of a row's result do not depend on the rest of the batch.
 
 >>> with bagu.ops.invariant():  # the same logprobs in training, prefill, chunked prefill and decode
 ...     hidden = model(ids, positions, cu_seqlens, max_len).hidden
 
-Fast kernels choose how to sum by the number of rows: a GEMM of 3 rows sums in another order than one of 300, a decode
-in another than a prefill. In this mode no sum is split by anything that the batch decides:
+Fast kernels choose the order of a sum by the number of rows: a GEMM of 3 rows sums in a different order than one of
+300, and a decode in a different order than a prefill. In this mode the order of a sum does not depend on the batch:
 
-    products       16 rows at a time (`in_blocks`), the last ones filled up with zeros: one GEMM shape for each weight
+    products       16 rows at a time (`in_blocks`), the last block padded with zeros: one GEMM shape for each weight
     attention      attention/tiles.py, for packed segments and for pages: keys in tiles of 64, in order, for 16 queries
-    row by row     norms, rope, softmax: a row is summed by itself already (ROW_BY_ROW)
-    gates          one formula for every element (`times_sigmoid`, `sigmoid`): PyTorch's own have two
-    long rows      never alone (`in_company`): from 32768 numbers on PyTorch splits a lone sum among threads
+    row by row     norms, rope, softmax: PyTorch already sums each row separately (ROW_BY_ROW)
+    gates          one formula for every element (`times_sigmoid`, `sigmoid`); PyTorch's kernels have two
+    long rows      at least two (`in_company`): PyTorch splits a single sum of 32768 or more numbers among threads
 
-Equal bits are promised on one machine with one number of threads. A backward is as fast, and as variable, as ever: no
-token's probability depends on it. Compiled code fuses and rounds elsewhere, so it is refused, as are the Triton
-backends and other devices until their kernels keep the promise.
+Bits are equal on one machine with one number of threads. The backward is not changed by this mode and not
+batch-invariant: no token's probability depends on it. Compiled code fuses and rounds differently, so it raises an
+error. So do the Triton backends and other devices, whose kernels are not batch-invariant yet.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from bagu.ops.eager import constant
 
 __all__ = ["ROW_BY_ROW", "active", "forward_of", "in_blocks", "in_company", "invariant", "sigmoid", "times_sigmoid"]
 
-ROWS = 16  # of a block. MKL has other kernels below 16 rows; on AVX-512 and AMX, fp32 and bf16, any fixed number held
+ROWS = 16  # per block. MKL has other kernels below 16 rows; on AVX-512 and AMX, fp32 and bf16, any fixed number works
 
-# Ops whose own forward sums each row by itself, so that they run as they are. tests/ops/test_invariant.py holds them to
-# it, and every op with a form of its own (`invariant_forward` of its torch backend) as well.
+# Ops whose normal forward sums each row separately, so this mode uses it unchanged. tests/ops/test_invariant.py checks
+# them, and every op that has an `invariant_forward` in its torch backend.
 ROW_BY_ROW = frozenset({
     "add_rms_norm", "kv_write", "layer_norm", "relu_squared", "rms_norm", "rope", "scale_norm", "softmax", "transpose",
 })  # fmt: skip
@@ -55,12 +55,12 @@ class invariant:
 
 
 def active() -> bool:
-    """Whether a call now is made inside `invariant()`."""
+    """Whether the current code runs inside `invariant()`."""
     return scope.current().invariant
 
 
 def forward_of(spec: OpSpec, asked: str | None, first: torch.Tensor) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The forward that keeps the promise; raises where there is none. `asked` is the backend that was asked for."""
+    """The batch-invariant forward of an op; raises if it has none. `asked` is the requested backend."""
     if torch.compiler.is_compiling():
         _refuse_compiler(spec.name)
     if asked not in (None, "torch") or first.device.type != "cpu":
@@ -78,7 +78,7 @@ def forward_of(spec: OpSpec, asked: str | None, first: torch.Tensor) -> Callable
     return own or spec.torch_backend.forward
 
 
-@constant  # runs, and so raises, while the compiler looks at the call
+@constant  # runs, and so raises, while the compiler traces the call
 def _refuse_compiler(op: str) -> None:
     raise BackendError(
         f"{op}: invariant mode was asked for inside torch.compile, which rounds where it likes",
@@ -87,7 +87,7 @@ def _refuse_compiler(op: str) -> None:
 
 
 def in_blocks(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """`product` of x[M, K], which maps rows to rows, 16 rows at a time and zeros in place of those that are missing."""
+    """Apply `product`, which maps rows to rows, to x[M, K] in blocks of 16 rows, the last one padded with zeros."""
     M = x.shape[0]
     if M == 0:
         return product(x)
@@ -98,7 +98,7 @@ def in_blocks(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) 
 
 
 def times_sigmoid(g: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """g * sigmoid(z), with no graph.
+    """g * sigmoid(z), without an autograd graph.
 
     PyTorch divides the elements of a tensor into spans, one per thread, and computes up to 31 elements at the end of a
     span, or all of a strided one, by a scalar formula. In silu, sigmoid and gelu that formula rounds differently from
@@ -110,12 +110,13 @@ def times_sigmoid(g: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 
 def sigmoid(z: torch.Tensor) -> torch.Tensor:
-    """sigmoid(z), with a graph; in this mode by the formula above, for the same reason. There the slope is 0 below -80,
-    where the value is 1e-35: exp overflows at 88, and a backward through infinity is no number."""
+    """sigmoid(z), with an autograd graph. In invariant mode it uses the formula of `times_sigmoid` for the same reason.
+    Its slope is then 0 below -80, where the value is 1e-35: exp overflows at 88, and a backward through inf gives NaN.
+    """
     return (z.neg().clamp(max=80.0).exp() + 1.0).reciprocal() if active() else z.sigmoid()
 
 
 def in_company(x: torch.Tensor) -> torch.Tensor:
-    """x[*M, N] as rows of which there are two at least: a lone one comes twice, and sums of rows are cut to M."""
+    """x[*M, N] as at least two rows: a single row is repeated, and the caller keeps the first M of the sums."""
     rows = x.reshape(-1, x.shape[-1])
     return rows.expand(2, -1) if rows.shape[0] == 1 else rows

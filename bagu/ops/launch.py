@@ -1,4 +1,4 @@
-"""What Triton backends share on the host side: row views, accumulators, grid sizes. Imports without Triton."""
+"""Host code shared by the Triton backends: row views, accumulators, grid sizes. It imports without Triton."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = [
     "aligned", "as_rows", "fp32_pair", "interpreted_sms", "next_power_of_2", "num_sms", "split_row", "triton_acc",
 ]  # fmt: skip
 
-H200_SMS = 132  # assumed where there is no device to ask: the interpreter, meta tensors, the compile gate
+H200_SMS = 132  # used if there is no device to query: the interpreter, meta tensors, the compile gate
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x as [M, N] with unit stride along N; a view where the strides allow one, else a copy."""
+    """x as [M, N] with unit stride along N; a view if the strides allow it, else a copy."""
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]) if x.ndim != 2 else x
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
 
@@ -29,10 +29,10 @@ def next_power_of_2(n: int) -> int:
 
 
 def split_row(N: int, most: int = 4) -> tuple[int, int]:
-    """The block of a row, a power of two, and the tail past it: (4,096, 1,024) for N = 5,120.
+    """Split a row into a block, a power of two, and a tail after it: (4,096, 1,024) for N = 5,120.
 
-    A tail is at least 16 columns, of which some may not exist, and at most a `most`-th of the block. Else there is none
-    and the block is masked: (8,192, 0) for N = 7,168.
+    A tail has at least 16 columns, some of them possibly masked, and at most block / `most`. If that is not possible,
+    there is no tail and the block is masked: (8,192, 0) for N = 7,168.
     """
     block = next_power_of_2(N)
     half, past = block // 2, N - block // 2
@@ -40,23 +40,23 @@ def split_row(N: int, most: int = 4) -> tuple[int, int]:
 
 
 def aligned(*rows: torch.Tensor) -> bool:
-    """Whether Triton knows that each row begins at a multiple of 16 elements, so that loads are 128 bits wide."""
+    """Whether Triton can prove that each row begins at a multiple of 16 elements, which allows 128-bit loads."""
     return all(r.shape[1] % 16 == 0 and r.stride(0) % 16 == 0 for r in rows)
 
 
 def num_sms(device: torch.device) -> int:
-    """How many programs run at once, at one per multiprocessor."""
+    """The number of multiprocessors: how many programs run at once with one on each."""
     if device.type != "cuda":
         return H200_SMS if device.type == "meta" else _interpreted_sms
     return _sms(device.index if device.index is not None else torch.cuda.current_device())
 
 
-_interpreted_sms = 2  # few programs with many rows each: every loop over rows runs, at little cost
+_interpreted_sms = 2  # few programs with many rows each, so that tests run every loop over rows at low cost
 
 
 @contextmanager
 def interpreted_sms(count: int | None) -> Iterator[None]:
-    """Inside, Triton's interpreter claims this many multiprocessors; None leaves the number as it is."""
+    """Inside, Triton's interpreter reports this many multiprocessors; None keeps the current number."""
     global _interpreted_sms
     before = _interpreted_sms
     _interpreted_sms = before if count is None else count
@@ -72,13 +72,13 @@ def _sms(index: int) -> int:
 
 
 def fp32_pair(value: float) -> tuple[float, float]:
-    """A float as the sum of two fp32, since a kernel receives fp32 and an fp64 row deserves all of it."""
+    """A float as the sum of two fp32: a kernel receives scalars as fp32, and fp64 rows need full precision."""
     high = ctypes.c_float(value).value
     return high, value - high if math.isfinite(high) else 0.0
 
 
 def triton_acc(dtype: torch.dtype) -> Any:
-    """The Triton dtype sums are kept in: fp32, or fp64 for fp64 inputs."""
+    """The Triton dtype of accumulators: fp32, or fp64 for fp64 inputs."""
     import triton.language as tl
 
     return tl.float64 if dtype == torch.float64 else tl.float32

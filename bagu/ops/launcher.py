@@ -1,9 +1,9 @@
-"""Triton's two ways to launch a kernel: the ordinary entry, and the launcher of a kernel that is compiled already.
+"""Triton's two ways to launch a kernel: the ordinary entry, and the launcher of an already compiled kernel.
 
-`kernel[grid](*args)` finds out at each call which compiled kernel the arguments need: 21 us on an H200's host. The
-compiled kernel's own launcher, `CompiledKernel.run`, takes a grid, a raw stream and the arguments, with pointers as
-integers: 5 to 8 us. It is no public interface. Triton 3.6 to 3.9 have it as it is used here, and `direct` gives None
-for a kernel whose launcher looks otherwise, so that its callers stay with the ordinary entry.
+`kernel[grid](*args)` looks up the compiled kernel for the arguments at each call: 21 us on an H200's host. The launcher
+of the compiled kernel, `CompiledKernel.run`, takes a grid, a raw stream and the arguments, with pointers as integers:
+5 to 8 us. It is not a public interface. Triton 3.6 to 3.9 have the form used here. `direct` returns None for a kernel
+whose launcher has another form, and the caller then uses the ordinary entry.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
     "with_scratch_memory",
 ]
 
-# the parameters of a compiled kernel's launcher, before those of the kernel itself
+# the parameters of a compiled kernel's launcher that precede the kernel's own
 LEADING = (
     "gridX", "gridY", "gridZ", "stream", "function",
     "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook",
@@ -41,7 +41,7 @@ LEADING = (
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One launch through the ordinary entry: the kernel's function, its arguments by name, and what it compiled to."""
+    """One launch through the ordinary entry: the kernel's function, its arguments by name, and the compiled kernel."""
 
     fn: Any
     grid: tuple[int, ...]
@@ -51,7 +51,7 @@ class Launch:
 
 
 class Direct(NamedTuple):
-    """How a launch is repeated: `run(*before, stream, *after, *args)`, pointers among the arguments being integers."""
+    """A repeatable launch: `run(*before, stream, *after, *args)`, with pointers passed as integers."""
 
     run: Callable[..., None]
     before: tuple[Any, ...]
@@ -59,10 +59,10 @@ class Direct(NamedTuple):
 
 
 class Launcher(Protocol):
-    """How launches are repeated on one kind of device."""
+    """Repeats launches on one kind of device."""
 
     def ready(self) -> bool:
-        """Whether launches may be repeated now: nobody hooks into Triton's."""
+        """Whether launches can be repeated now: no launch hook of Triton is set."""
 
     def current_device(self) -> int: ...
 
@@ -70,17 +70,17 @@ class Launcher(Protocol):
         """The raw handle of torch's current stream."""
 
     def empty(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor on the current device."""
+        """An uninitialized tensor on the current device."""
 
     def filled(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The same with its memory filled where torch fills new memory: in deterministic mode."""
+        """Like `empty`, but fills the memory as torch does in deterministic mode."""
 
     def direct(self, launch: Launch) -> Direct | None:
-        """What launches the same kernel on the same grid; None where Triton's launcher is not as expected."""
+        """The direct launch of the same kernel on the same grid; None if Triton's launcher has an unexpected form."""
 
 
 def cuda_launcher() -> CudaLauncher | None:
-    """The launcher of compiled kernels on a machine with CUDA; None where torch or Triton lacks what it needs."""
+    """The launcher of compiled kernels on a machine with CUDA; None if torch or Triton lacks a function it needs."""
     try:
         return CudaLauncher()
     except (ImportError, AttributeError):
@@ -88,17 +88,17 @@ def cuda_launcher() -> CudaLauncher | None:
 
 
 class CudaLauncher:
-    """The launcher of compiled kernels. It stands on private functions, which are all looked up here."""
+    """The launcher of compiled kernels. It uses private functions of torch and Triton; all are looked up here."""
 
     def __init__(self) -> None:
         from triton import __version__, knobs
 
         self._hooks, _ = knobs.runtime, knobs.runtime.launch_enter_hook.calls
-        # Triton 3.6's launcher is a few lines of Python, which find scratch memory, around a function in C: 2 us
+        # Triton 3.6 wraps a C function in a few lines of Python that allocate scratch memory; skipping them saves 2 us
         self._skips_python = __version__.startswith("3.6.") and torch.version.hip is None
         self.current_device = torch._C._cuda_getDevice
         self.stream = torch._C._cuda_getCurrentRawStream
-        # what Inductor's code allocates with; torch.empty_strided takes three times as long to read its arguments
+        # Inductor's generated code uses this; torch.empty_strided takes three times as long to parse its arguments
         self.empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
     def ready(self) -> bool:
@@ -125,10 +125,10 @@ class CudaLauncher:
 
 
 def with_scratch_memory(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A launch of a kernel that needs memory of its own, for TMA descriptors that it makes: 128 bytes a program each.
+    """Wrap the launch of a kernel that needs scratch memory for its TMA descriptors: 128 bytes each per program.
 
-    Triton asks the allocator of the current context for it. This sets one in a copy of the context, so that an
-    allocator which the caller has set for its own kernels stays set.
+    Triton requests it from the allocator of the current context. This sets an allocator in a copy of the context, so
+    that an allocator set by the caller for its own kernels stays set.
     """
 
     def launch(*args: Any, **options: Any) -> Any:
@@ -145,14 +145,14 @@ def _with_allocator(run: Callable[..., Any], args: Sequence[Any], options: Mappi
 
 
 def _scratch_memory(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """torch's allocations are on 512 bytes, and its caching allocator keeps them for work queued on the stream."""
+    """torch aligns allocations to 512 bytes; its caching allocator keeps them valid for work queued on the stream."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 @cache
 def takes_kernel_arguments(launcher: type) -> bool:
-    """Whether instances of `launcher` take LEADING, all of them by name or the last four among the rest, and then the
-    arguments of the kernel."""
+    """Whether instances of `launcher` take the LEADING parameters, either all by name or the last four in *args,
+    followed by the arguments of the kernel."""
     taken = list(inspect.signature(launcher.__call__).parameters.values())[1:]
     names = tuple(p.name for p in taken[:-1])
     return taken[-1].kind is inspect.Parameter.VAR_POSITIONAL and len(names) >= 5 and names == LEADING[: len(names)]
@@ -167,7 +167,7 @@ def bound(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict
 
 
 def is_constant(arg: object) -> bool:
-    """Whether an argument of a kernel is a value that holds no memory: no tensor, no descriptor, no tuple of them."""
+    """Whether a kernel argument is a plain value: not a tensor, a descriptor or a tuple of them."""
     from triton.language import dtype
 
     return arg is None or isinstance(arg, (bool, int, float, str, dtype))
@@ -178,13 +178,13 @@ _recording = threading.RLock()
 
 @contextmanager
 def noted_launches(note: Callable[[Launch], None]) -> Iterator[None]:
-    """Inside, every launch through the ordinary entry in this thread is told to `note` after it was made."""
-    with _recording:  # one at a time: the entry is replaced for all threads, and must be put back
+    """Inside, `note` is called after every launch through the ordinary entry in this thread."""
+    with _recording:  # one at a time: the entry is replaced for all threads and must be restored
         entry, thread = _entry(), threading.get_ident()
         run = entry.run
 
         def noting(fn: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-            with _disable_current_modes():  # what Triton does with tensors for itself is nobody's host code
+            with _disable_current_modes():  # Triton's own tensor operations are not part of the host code
                 compiled = run(fn, *args, grid=grid, warmup=warmup, **kwargs)
             if threading.get_ident() == thread:
                 named, options = bound(fn, args, kwargs)
@@ -200,7 +200,7 @@ def noted_launches(note: Callable[[Launch], None]) -> Iterator[None]:
 
 
 def _entry() -> Any:
-    """The class of what @triton.jit makes: another one in Triton's interpreter."""
+    """The class that @triton.jit returns; Triton's interpreter has a different one."""
     from bagu.machine.device import triton_interprets
 
     if triton_interprets():

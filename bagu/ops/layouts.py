@@ -1,17 +1,17 @@
-"""Memory layouts for checks: the same values with other strides, so that a kernel that mistakes a stride shows it.
+"""Memory layouts for checks: the same values with other strides, to detect a kernel that uses a wrong stride.
 
     packed       contiguous
-    gaps         a gap after each entry of the first dim, which keeps rows aligned; inside an entry all is packed
-    odd_gaps     a gap after each entry of every dim but the last, an odd number of elements: no row is aligned
-    sliced       the first columns of wider rows, as queries lie in a fused qkv; the dims before the last are one
+    gaps         a gap after each entry of the first dim, which keeps rows aligned; each entry is contiguous
+    odd_gaps     a gap of an odd number of elements after each entry of every dim but the last: no row is aligned
+    sliced       the first columns of wider rows, like queries in a fused qkv; the dims before the last can be merged
     stepped      gaps between all elements, so no dim has unit stride
-    transposed   the last two dims change places in memory
-    heads_first  the two dims before the last change places in memory, as in [B, H, T, D].transpose(1, 2)
-    negated      packed, with torch's lazy negation pending (what `z.conj().imag` is)
+    transposed   the last two dims are swapped in memory
+    heads_first  the two dims before the last are swapped in memory, as in [B, H, T, D].transpose(1, 2)
+    negated      packed, with torch's lazy negation bit set (as in `z.conj().imag`)
     repeated     inputs are packed; an incoming gradient is one entry of the first dim, repeated with stride 0
 
-Every tensor of a call has a position, and no two positions have the same strides: a kernel that takes x's stride for
-dy's reads the wrong memory. The gaps hold NaN (1 in integers, True in booleans).
+Every tensor of a call has a position, and no two positions have the same strides, so a kernel that uses x's stride for
+dy reads the wrong memory. The gaps hold NaN (1 in integers, True in booleans).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAYOUTS = ("packed", "gaps", "odd_gaps", "sliced", "stepped", "transposed", "hea
 
 
 def lay_out(x: torch.Tensor, layout: str, position: int) -> torch.Tensor:
-    """A copy of x in `layout`, as the tensor at `position` of a call. Dims with stride 0 keep it."""
+    """A copy of x in `layout`, as the tensor at `position` of a call. Dims with stride 0 keep stride 0."""
     if layout == "negated":
         return torch._neg_view(-x) if x.is_floating_point() else x.clone()
     once = tuple(1 if stride == 0 else size for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -47,7 +47,7 @@ def raw_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _strides(shape: Sequence[int], layout: str, position: int) -> tuple[list[int], int]:
-    """The strides of a tensor of this shape, and where in its memory it starts."""
+    """The strides of a tensor of this shape, and its offset in the storage."""
     packed = [1] * len(shape)
     for d in range(len(shape) - 2, -1, -1):
         packed[d] = packed[d + 1] * max(shape[d + 1], 1)

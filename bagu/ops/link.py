@@ -1,7 +1,7 @@
-"""Which of a call's values its backward receives, and which input gets which of the gradients that it makes.
+"""The link between forward and backward: which values the backward receives, and which gradient belongs to which input.
 
-Places are worked out once for a spec, so that a call looks up no names. The custom ops (custom.py) and the autograd
-node (node.py) share this.
+Indices are computed once per spec, so that a call looks up no names. The custom ops (custom.py) and the autograd node
+(node.py) share this.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ Backward = Callable[..., Sequence[torch.Tensor | None]]
 
 
 def received(spec: OpSpec) -> list[TensorArg | ScalarArg]:
-    """What a backward takes: the gradients of the outputs, what was saved, the scalars."""
+    """The arguments of a backward: the gradients of the outputs, the saved tensors, the scalars."""
     known = {t.name: t for t in (*spec.sig.tensors, *spec.sig.results)}
     douts = [TensorArg(f"d{o}", known[o].dims, "", False) for o in spec.differentiable]
     return [*douts, *(known[s] for s in spec.saves), *spec.sig.scalars]
 
 
 def selective(backward: Backward) -> bool:
-    """Whether it can leave out gradients nobody wants."""
+    """Whether a backward can skip gradients that are not needed."""
     return "needs" in inspect.signature(backward).parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Places among a call's inputs, its results, and the gradients that its backward makes."""
+    """Indices into a call's inputs, its results, and the gradients that its backward returns."""
 
-    saves: tuple[int, ...]  # among inputs and then results: what the backward reads
-    scalars: tuple[int, ...]  # among inputs
-    constant: tuple[int, ...]  # among results: those without a gradient
-    flows: tuple[int, ...]  # among results: those with one
-    sources: tuple[int | None, ...]  # for each input, which of the made gradients is its own
-    askers: tuple[tuple[int, ...], ...]  # for each gradient that is made, the inputs it is for (twins are two)
+    saves: tuple[int, ...]  # in inputs + results: tensors that the backward reads
+    scalars: tuple[int, ...]  # in inputs
+    constant: tuple[int, ...]  # in results: without a gradient
+    flows: tuple[int, ...]  # in results: with a gradient
+    sources: tuple[int | None, ...]  # for each input, the index of its gradient
+    askers: tuple[tuple[int, ...], ...]  # for each gradient, the inputs it belongs to (two for twins)
 
     @classmethod
     def of(cls, spec: OpSpec) -> Link:
@@ -60,18 +60,18 @@ class Link:
         )
 
     def keep(self, ctx: Any, inputs: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
-        """Store in the context of a forward what its backward receives."""
+        """Store the values that the backward receives in the context of the forward."""
         known = (*inputs, *results)
         ctx.mark_non_differentiable(*[results[i] for i in self.constant])
         ctx.save_for_backward(*[known[i] for i in self.saves])
         ctx.scalars = [inputs[i] for i in self.scalars]
 
     def needs(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
-        """Of the gradients that a backward makes, which are for inputs that want one (`needs_input_grad`)."""
+        """For each gradient of the backward, whether an input needs it (`needs_input_grad`)."""
         return tuple([any(wanted[i] for i in inputs) for inputs in self.askers])
 
     def hand_out(self, wanted: Sequence[bool], made: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """The gradient of each input that wants one."""
+        """The gradient of each input that needs one; None for the others."""
         return tuple([
             made[source] if source is not None and wanted[i] else None for i, source in enumerate(self.sources)
         ])  # fmt: skip

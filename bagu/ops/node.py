@@ -1,7 +1,7 @@
-"""A backend's two functions as one autograd node: how a kernel is called where nothing looks at the call.
+"""A backend's forward and backward as one autograd node, for calls that are neither traced nor intercepted.
 
-This is what eager training runs, hundreds of times a step, so the way from the call to the launch is short: launches
-are replayed (replay.py), what the backward receives is known by place (link.py).
+Eager training runs this hundreds of times per step, so the path from the call to the launch is short: launches are
+replayed (replay.py), and the arguments of the backward are found by index (link.py).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["Node", "backward_host", "forward_host", "paired"]
 
 
 class Node:
-    """An op on a backend, differentiable, of positional values; gives outputs and residuals.
+    """An op on a backend as a differentiable function: takes positional values, returns outputs and residuals.
 
-    One autograd node, or none where no gradient is wanted. With a launcher, calls that come again are replayed.
+    It creates one autograd node, or none if no gradient is needed. With a launcher, repeated calls are replayed.
     """
 
     def __init__(
@@ -42,21 +42,21 @@ class Node:
         return self.run(calls, self.wanted(values), values, pointers)
 
     def repeated(self) -> Repeated:
-        """For the forwards of a kind of call that has not come before."""
+        """A new `Repeated` for the forwards of a new kind of call."""
         return Repeated(self.host, self.launcher)
 
     def wanted(self, values: Sequence[Any]) -> bool:
-        """Whether a gradient is asked for."""
+        """Whether a gradient is needed."""
         asked = any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
         return self.backward is not None and asked and torch.is_grad_enabled()
 
     def run(self, calls: Repeated, wanted: bool, values: Sequence[Any], pointers: Sequence[int]) -> Results:
-        """A call of a known kind."""
+        """Run a call of a known kind."""
         return self.apply(calls, pointers, *values) if wanted and self.apply else calls(values, pointers)
 
 
 class _Backward:
-    """The backward of a node: what `received` says to the gradient of each input."""
+    """The backward of a node: maps the values that `received` lists to the gradients."""
 
     def __init__(self, spec: OpSpec, backward: Backward, launcher: Launcher | None) -> None:
         self.link, self.launcher = Link.of(spec), launcher
@@ -70,8 +70,8 @@ class _Backward:
         self.host = host
 
     def __call__(self, *values: Any) -> Results:
-        """`values`: which inputs want a gradient, then what `received` says."""
-        if self.launcher is None or torch._C._len_torch_dispatch_stack():  # what looks at ops wants to see them
+        """`values`: which inputs need a gradient, then the values that `received` lists."""
+        if self.launcher is None or torch._C._len_torch_dispatch_stack():  # a dispatch mode must see the ops
             return self.host(values)
         kind, pointers = kind_of(values)
         calls = self.kinds.get(key := tuple(kind))
@@ -81,15 +81,15 @@ class _Backward:
 
 
 def _function(spec: OpSpec, backend: str, back: _Backward) -> Callable[..., Results]:
-    """The node as autograd knows it: of a kind's calls and its pointers, and then the inputs."""
+    """The autograd.Function of the node; it takes the `Repeated` of the kind, the pointers, and then the inputs."""
     link, several, inputs = back.link, len(back.link.flows) > 1, len(spec.names)
 
     def forward(ctx: Any, calls: Repeated, pointers: Sequence[int], *values: Any) -> Any:
         results: Any = calls(values, pointers)
         link.keep(ctx, values, results)
-        # Left alone, autograd fills zeros for what has no gradient, a launch for each residual that no backward reads:
-        # half of LayerNorm's four, and in linear_cross_entropy_loss as many bytes as the weight has. It still does for
-        # the custom ops, where a compiler drops them.
+        # By default autograd fills zeros for every result without a gradient: one launch for each residual, which no
+        # backward reads. That is half of LayerNorm's four launches, and in linear_cross_entropy_loss as many bytes as
+        # the weight has. It still does so for the custom ops, where a compiler drops the zeros.
         ctx.set_materialize_grads(False)
         if several:
             ctx.kinds = [(results[i].shape, results[i].dtype, results[i].device) for i in link.flows]
@@ -100,22 +100,22 @@ def _function(spec: OpSpec, backend: str, back: _Backward) -> Callable[..., Resu
         given = [douts[i] for i in link.flows]
         if given[0] is None and all(g is None for g in given):
             return (None,) * (2 + inputs)
-        if several:  # outputs of which the caller used only some
+        if several:  # the caller may have used only some of the outputs
             for i, (shape, dtype, device) in enumerate(ctx.kinds):
                 if given[i] is None:
                     given[i] = torch.zeros(shape, dtype=dtype, device=device)
         return None, None, *back(ctx.needs_input_grad[2:], *given, *ctx.saved_tensors, *ctx.scalars)
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    # by `type`, so that grad_fn carries the op's name in error messages and profiles
+    # made by `type`, so that grad_fn has the op's name in error messages and profiles
     function: Any = type(f"{spec.name}_{backend}", (torch.autograd.Function,), members)
-    # Function.apply looks for torch.func first, where no node is ever called (dispatch.py): 3 us
+    # skips Function.apply's check for torch.func, 3 us: dispatch.py never calls a node under torch.func
     apply: Callable[..., Results] = super(torch.autograd.Function, function).apply
     return apply
 
 
 def paired(spec: OpSpec, forward: Forward, backward: Backward | None) -> Callable[..., Any]:
-    """A differentiable call out of one forward and one backward, which may come from different backends or tunings."""
+    """Combine a forward and a backward, possibly of different backends or tunings, into a differentiable function."""
     run = Node(spec, "pair", forward, backward if spec.grads else None)
 
     def call(**args: Any) -> Any:
@@ -126,7 +126,7 @@ def paired(spec: OpSpec, forward: Forward, backward: Backward | None) -> Callabl
 
 
 def forward_host(spec: OpSpec, forward: Forward) -> Host:
-    """A backend's forward, of values in the signature's order."""
+    """A backend's forward as a function of the values in the signature's order."""
     names, first = [a.name for a in spec.sig.inputs], spec.sig.inputs.index(spec.sig.tensors[0])
 
     def run(values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
@@ -137,7 +137,7 @@ def forward_host(spec: OpSpec, forward: Forward) -> Host:
 
 
 def backward_host(spec: OpSpec, backward: Backward) -> Host:
-    """A backend's backward, of which gradients are needed and then what `received` says."""
+    """A backend's backward as a function of the needed gradients (flags) and the values that `received` lists."""
     names, chooses = [a.name for a in received(spec)], selective(backward)
 
     def run(values: Sequence[Any]) -> tuple[torch.Tensor | None, ...]:
@@ -150,16 +150,16 @@ def backward_host(spec: OpSpec, backward: Backward) -> Host:
 
 
 def _on(x: torch.Tensor) -> AbstractContextManager[None]:
-    """A Triton kernel runs on the current device, wherever its tensors are: make it theirs."""
+    """Make x's device the current one: a Triton kernel runs on the current device, wherever its tensors are."""
     return torch.cuda.device(x.device) if x.is_cuda and x.get_device() != torch.cuda.current_device() else nullcontext()
 
 
 def _uncast(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """A call inside torch.autocast gives what it gives outside."""
+    """Turn torch.autocast off, so that a call gives the same result inside and outside it."""
     return torch.autocast(x.device.type, enabled=False) if autocasting(x) else nullcontext()
 
 
 def _resolved(values: Sequence[Any]) -> list[Any]:
-    """The values with pending negations and conjugations carried out: a kernel reads memory and would not see them."""
+    """The values with lazy negations and conjugations resolved: a kernel reads raw memory and would ignore them."""
     lazy = [isinstance(v, torch.Tensor) and (v.is_neg() or v.is_conj()) for v in values]
     return [v.resolve_neg().resolve_conj() if late else v for v, late in zip(values, lazy, strict=True)]

@@ -1,4 +1,4 @@
-"""A plan: the allocations and launches of one kind of call, and the straight-line Python that repeats them."""
+"""A plan: the allocations and launches of one kind of call, and the generated Python code that repeats them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Allocation = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # size, strid
 
 
 class Pointer(NamedTuple):
-    """An argument of a kernel that is an address: in which tensor (inputs, then allocations), how many bytes from its
-    first element."""
+    """A kernel argument that is an address: the index of its tensor (inputs, then allocations), and the offset in bytes
+    from the tensor's first element."""
 
     tensor: int
     offset: int
 
 
 class Step(NamedTuple):
-    """A launch and the kernel's arguments: pointers and constants."""
+    """A launch and the arguments of the kernel: pointers and constants."""
 
     direct: Direct
     args: tuple[Any, ...]
@@ -40,11 +40,11 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one kind of call does, given the addresses of its tensors."""
+    """The allocations and launches of one kind of call, as a function of the addresses of its tensors."""
 
     launcher: Launcher
     device: int
-    inputs: int  # tensors among them
+    inputs: int  # the number of input tensors
     allocations: tuple[Allocation, ...]
     steps: tuple[Step, ...]
     results: tuple[Made | None, ...]
@@ -54,17 +54,17 @@ class Plan:
         object.__setattr__(self, "replay", _function(self))
 
     def run(self, pointers: Sequence[int]) -> Results:
-        """`pointers`: of the inputs that are tensors, in order."""
+        """`pointers` are the addresses of the input tensors, in order."""
         launcher = self.launcher
         if launcher.current_device() != self.device:
-            with torch.cuda.device(self.device):  # allocations and launches are on the current device
+            with torch.cuda.device(self.device):  # allocations and launches use the current device
                 return self.run(pointers)
-        filled = torch._C._get_deterministic_algorithms()  # torch.empty fills memory then
+        filled = torch._C._get_deterministic_algorithms()  # torch.empty fills memory in this mode
         return self.replay(launcher.filled if filled else launcher.empty, launcher.stream(self.device), *pointers)
 
 
 def source(plan: Plan) -> tuple[str, dict[str, Any]]:
-    """The text of `replay(empty, stream, p0, p1, …)` and the names in it. A loop over the steps would take 5 us more.
+    """The source of `replay(empty, stream, p0, p1, …)` and its globals. A loop over the steps would take 5 us more.
 
     def replay(empty, stream, p0, p1):
         t0 = empty(*a0)

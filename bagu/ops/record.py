@@ -1,4 +1,4 @@
-"""What host code does with its tensors, recorded: which it allocates, and what it launches on which of them."""
+"""Records host code: the tensors it allocates, and the kernels it launches on them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ ALLOCATE = frozenset({
 def recorded(
     host: Callable[[Sequence[Any]], Results], values: Sequence[Any], launcher: Launcher
 ) -> tuple[Results, Plan | None]:
-    """The results of `host(values)`, and a plan of what it did; None where that cannot be replayed."""
-    # of one tensor that is given twice the recorder could not tell which is meant
+    """Run `host(values)`; return its results and a plan of its launches, or None if it cannot be replayed."""
+    # if a tensor is passed twice, the recorder could not tell the two arguments apart: each gets its own object
     separate = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
     recorder = _Recorder(separate)
-    # below autograd, which would wrap views in other tensors than those that the recorder sees
+    # below autograd: autograd would wrap views in new tensors that the recorder does not see
     with torch._C._AutoDispatchBelowAutograd(), noted_launches(recorder.launches.append), recorder:
         results = host(separate)
     return results, recorder.plan(results, launcher)
 
 
 class _Recorder(TorchDispatchMode):
-    """Follows tensors from the inputs and allocations through views to launches. Anything else is a `hindrance`."""
+    """Follows tensors from inputs and allocations through views to launches. Any other operation is a `hindrance`."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class _Recorder(TorchDispatchMode):
         self.inputs = len(self.tensors)
         self.launches: list[Launch] = []
         self.hindrance: str | None = None
-        self._views: list[torch.Tensor] = []  # kept alive, so that an id stands for one tensor
+        self._views: list[torch.Tensor] = []  # kept alive, so that an id identifies one tensor
         self._origin = {id(t): i for i, t in enumerate(self.tensors)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,7 +50,7 @@ class _Recorder(TorchDispatchMode):
         if func in ALLOCATE:
             self._origin[id(out)] = len(self.tensors)
             self.tensors.append(out)
-        elif func.is_view:  # `reshape` and `contiguous` count as views, and copy where they must
+        elif func.is_view:  # `reshape` and `contiguous` count as views but may copy
             for view in out if isinstance(out, (list, tuple)) else (out,):
                 self._views.append(view)
                 if not torch._C._is_alias_of(view, args[0]):  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def plan(self, results: Results, launcher: Launcher) -> Plan | None:
-        """What was recorded, where it can be replayed."""
+        """The plan of the recorded launches; None if they cannot be replayed."""
         devices = {t.get_device() for t in self.tensors}
         steps = [self._step(launch, launcher) for launch in self.launches]
         made = [None if r is None else self._made(r) for r in results]
@@ -76,7 +76,7 @@ class _Recorder(TorchDispatchMode):
         )  # fmt: skip
 
     def _step(self, launch: Launch, launcher: Launcher) -> Step | None:
-        """The launch with its tensors named by their place; None where one is none of those that were followed."""
+        """The launch with its tensors as indices; None if one of them is not a followed tensor."""
         direct, args = launcher.direct(launch), []
         for arg in launch.args.values():
             if id(arg) in self._origin:
@@ -89,7 +89,7 @@ class _Recorder(TorchDispatchMode):
         return None if direct is None else Step(direct, tuple(args))
 
     def _made(self, result: torch.Tensor) -> Made | None:
-        """Where a result comes from; None where that is an input, or unknown."""
+        """The allocation that a result is or views; None if it comes from an input or is unknown."""
         origin = self._origin.get(id(result), -1)
         if origin < self.inputs or result.dtype != self.tensors[origin].dtype:
             return None
@@ -100,5 +100,5 @@ class _Recorder(TorchDispatchMode):
 
 
 def _begin(x: torch.Tensor) -> int:
-    """Where a tensor begins in its storage, in bytes."""
+    """The offset of a tensor in its storage, in bytes."""
     return int(x.storage_offset()) * x.itemsize

@@ -1,13 +1,13 @@
-"""What a piece of code computes, written down by running it on meta tensors: every op, and PyTorch between the ops.
+"""Records what a piece of code computes by running it on meta tensors: every op, and every ATen operator between ops.
 
 >>> with recording.Recorder() as recorder:
 ...     hidden = model(ids, positions, cu_seqlens, max_len).hidden  # everything on the meta device
 >>> [call.name for call in recorder.calls]
 ['aten.embedding.default', …, 'rms_norm', 'matmul', …]
 
-While a recorder is open in a thread, an op (`dispatch.call`) runs no backend. Its results are empty tensors of the
-shapes in its signature, made by one autograd node that saves what the op's spec says its backward reads. So a recording
-is the same on every machine, and `torch.autograd.graph.saved_tensors_hooks` sees what a backward would keep.
+While a recorder is open in a thread, an op (`dispatch.call`) runs no backend. Its results are empty tensors with
+the shapes of its signature. One autograd node makes them and saves the tensors that the spec's backward reads. So a
+recording is the same on every machine, and `torch.autograd.graph.saved_tensors_hooks` sees what a backward would keep.
 
 A tensor is identified by its storage (`storage_id`) and by offset, shape and strides, which the meta device has too.
 """
@@ -35,23 +35,23 @@ class Call:
     """One call of an op, or of an ATen operator."""
 
     name: str  # "rms_norm", "aten.view.default"
-    args: Mapping[str, Any]  # by the names of the signature or schema; an ATen argument left out is at its default
-    results: tuple[torch.Tensor, ...]  # of an op: outputs and residuals
-    spec: OpSpec | None = None  # of an op,
-    dims: Dims | None = None  # and its sizes and scalars
-    operator: torch._ops.OpOverload | None = None  # of ATen
+    args: Mapping[str, Any]  # by the names in the signature or schema; a missing ATen argument has its default
+    results: tuple[torch.Tensor, ...]  # for an op: outputs and residuals
+    spec: OpSpec | None = None  # for an op
+    dims: Dims | None = None  # for an op: its sizes and scalars
+    operator: torch._ops.OpOverload | None = None  # for an ATen operator
 
 
 _current: ContextVar[Recorder | None] = ContextVar("bagu.ops.recording", default=None)
 
 
 def active() -> Recorder | None:
-    """The recorder of this thread or asyncio task; None in compiled code."""
+    """The open recorder of this thread or asyncio task; None in compiled code."""
     return None if torch.compiler.is_compiling() else _current.get()
 
 
 def storage_id(x: torch.Tensor) -> int:
-    """The same number for all views of one piece of memory, on the meta device too; unique while one of them lives."""
+    """An id that all views of one storage share, also on the meta device; unique while one of the views is alive."""
     return x.untyped_storage()._cdata
 
 
@@ -64,7 +64,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports its compiler at the first call, 0.9 s, to keep it from compiling this class."""
+        """If True, torch imports its compiler at the first call, 0.9 s, to exclude this class from compilation."""
         return False
 
     def __enter__(self) -> Recorder:
@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):
         _current.set(self._before)
 
     def call(self, spec: OpSpec, args: Mapping[str, Any]) -> Sequence[torch.Tensor]:
-        """Outputs and residuals of an op, without values; its arguments are checked."""
+        """Check the arguments of an op; return its outputs and residuals as empty tensors."""
         assert args[spec.sig.tensors[0].name].is_meta, f"{spec.name}: a recording is of meta tensors"
         dims, values = spec.bind(args), [args[a.name] for a in spec.sig.inputs]
         wanted = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
@@ -103,7 +103,7 @@ class Recorder(TorchDispatchMode):
 
 
 class _Node(torch.autograd.Function):
-    """Empty results, and what a backward of the op would receive."""
+    """Returns empty results, and saves the tensors that a backward of the op would receive."""
 
     @staticmethod
     def forward(ctx: Any, spec: OpSpec, *values: Any) -> tuple[torch.Tensor, ...]:

@@ -1,13 +1,12 @@
-"""Host code that runs twice and is replayed after: views, block sizes and grids are worked out once.
+"""Replay of host code: after two calls of a kind, its launches are repeated without running the host code again.
 
-What the host code of a Triton backend does depends on nothing but its arguments' shapes, strides, dtypes, device,
-alignment and scalars (`kind_of`): it makes views, allocates, and launches. So when a kind of call comes for the second
-time, its host code runs under a recorder (record.py). From then on such a call allocates the same tensors and launches
-the same compiled kernels with the pointers at hand. That is about 10 us of the host, where the host code takes 70 to
-280.
+The host code of a Triton backend makes views, allocates and launches. What it does depends only on its arguments'
+shapes, strides, dtypes, device, alignment and scalars (`kind_of`). So the second call of a kind runs its host code
+under a recorder (record.py). Later calls allocate the same tensors and launch the same compiled kernels with the new
+pointers. That takes about 10 us on the host; the host code takes 70 to 280.
 
-A call whose host code does anything else (a copy of a tensor that does not lie well, a matrix product, a fill) is not
-replayed: its host code runs each time. A plan holds no tensor.
+If the host code does anything else (a copy of a tensor with unsuitable strides, a matrix product, a fill), the call is
+not replayed, and its host code runs each time. A plan holds no tensor.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from bagu.ops.record import recorded
 
 __all__ = ["Host", "Repeated", "kind_of", "remember"]
 
-KINDS = 4096  # of calls that are remembered, per op
+KINDS = 4096  # the number of kinds of calls that are cached per op
 T = TypeVar("T")
-Host = Callable[[Sequence[Any]], Results]  # of tensors, None and scalars
+Host = Callable[[Sequence[Any]], Results]  # takes tensors, None and scalars
 
 
 class Repeated:
-    """The calls of one kind: `host` at first, then a plan of what it did, if that can be replayed."""
+    """Runs the calls of one kind: `host` for the first two, then the recorded plan if it can be replayed."""
 
     def __init__(self, host: Host, launcher: Launcher | None) -> None:
         self.host, self.launcher = host, launcher
@@ -37,22 +36,22 @@ class Repeated:
         self._calls = 0
 
     def __call__(self, values: Sequence[Any], pointers: Sequence[int]) -> Results:
-        """`values`, and the addresses of the tensors among them as `kind_of` gives them."""
+        """`pointers` are the addresses of the tensors in `values`, as `kind_of` returns them."""
         if self.launcher is None or not self.launcher.ready():
             return self.host(values)
         if self.plan is not None:
             return self.plan.run(pointers)
         self._calls = calls = self._calls + 1
-        if calls != 2:  # a kind that comes once is not worth a recording; one that cannot be replayed is recorded once
+        if calls != 2:  # a single call does not pay for a recording; a kind that cannot be replayed is recorded once
             return self.host(values)
         results, self.plan = recorded(self.host, values, self.launcher)
         return results
 
 
 def kind_of(values: Sequence[Any]) -> tuple[list[Any], list[int]]:
-    """All that host code may depend on, to be made a key; and the addresses of the tensors among the values.
+    """The properties of the values that host code may depend on, as parts of a key; and the addresses of the tensors.
 
-    Raises RuntimeError for a tensor that has no memory of its own (fake, sparse, nested).
+    Raises RuntimeError for a tensor without its own memory (fake, sparse, nested).
     """
     kind: list[Any] = []
     pointers: list[int] = []
@@ -60,7 +59,7 @@ def kind_of(values: Sequence[Any]) -> tuple[list[Any], list[int]]:
         if isinstance(v, torch.Tensor):
             at, lazy = v.data_ptr(), v.is_neg() or v.is_conj()
             pointers.append(at)
-            # Triton compiles another kernel for a pointer that is not on 16 bytes
+            # Triton compiles another kernel for a pointer that is not 16-byte aligned
             kind.append((type(v), v.shape, v.stride(), v.dtype, v.get_device(), at & 15, lazy, v.requires_grad))
         else:
             kind.append((type(v), v or str(v)))  # 0.0 == -0.0 == False
@@ -68,7 +67,7 @@ def kind_of(values: Sequence[Any]) -> tuple[list[Any], list[int]]:
 
 
 def remember(known: dict[tuple[Any, ...], T], key: tuple[Any, ...], value: T) -> T:
-    """`value`, now known under `key`; of too many all are forgotten."""
+    """Store `value` under `key` and return it. A full cache is cleared first."""
     if len(known) >= KINDS:
         known.clear()
     known[key] = value

@@ -1,11 +1,11 @@
-"""What `use` and `invariant` ask for, and for whom: the code inside their `with`, in its own thread or asyncio task.
+"""The choices of `use` and `invariant`. They apply to the code inside the `with`, in its own thread or asyncio task.
 
-Eager code reads a ContextVar. torch.compile cannot trace one (torch 2.13), and reads a threading.local without a guard,
-so compiled code reads plain globals instead, which it guards on: the newest choice that is open in any thread. A thread
-whose own choice is another one is refused when it compiles (docs/decisions/002).
+Eager code reads a ContextVar. torch.compile cannot trace a ContextVar (torch 2.13), and reads a threading.local without
+a guard. So compiled code reads plain globals, which it guards on: they hold the newest open choice of any thread. A
+thread with a different choice gets an error when it compiles (docs/decisions/002).
 
 A block under torch.utils.checkpoint runs its forward again during the backward, when the `with` around it is closed.
-`keep_for_recompute` stores the choice at the start of the block with the block, and the second run gets it back.
+`keep_for_recompute` stores the choice at the start of the block with the block and restores it for the second run.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class _Entry(NamedTuple):
 NOTHING = Choice()
 _stack: ContextVar[tuple[_Entry, ...]] = ContextVar("bagu.ops.scope", default=())
 
-# What compiled code reads and guards on, and the choices it comes from: all that are open, the newest last.
+# The globals that compiled code reads and guards on, and the open choices they come from, the newest last.
 _backend: str | None = None
 _invariant: bool = False
 _open: list[Choice] = []
 _lock = threading.Lock()
-_kept: weakref.WeakSet[Any] = weakref.WeakSet()  # blocks that know the choice they began with
+_kept: weakref.WeakSet[Any] = weakref.WeakSet()  # blocks whose initial choice is stored
 
 
 def current() -> Choice:
-    """The choice that holds for a call now."""
+    """The choice that applies to the current call."""
     if torch.compiler.is_compiling():
         _refuse_another_thread()
         return Choice(_backend, _invariant)
@@ -55,13 +55,13 @@ def current() -> Choice:
 
 
 def chosen() -> Choice:
-    """The choice that holds for an eager call now."""
+    """The choice that applies to the current eager call."""
     stack = _stack.get()
     return stack[-1].choice if stack else NOTHING
 
 
 def enter(*, backend: str | None = None, invariant: bool = False) -> Choice:
-    """Ask for a backend, or for invariant mode, until `leave`, which takes what this returns."""
+    """Select a backend or invariant mode until `leave` is called with the returned choice."""
     global _backend, _invariant
     before = current()
     choice = Choice(backend or before.backend, invariant or before.invariant)
@@ -98,7 +98,7 @@ def _withdraw(choice: Choice) -> None:
         _backend, _invariant = newest.backend, newest.invariant
 
 
-@constant  # runs, and so raises, while the compiler looks at the call
+@constant  # runs, and so raises, while the compiler traces the call
 def _refuse_another_thread() -> None:
     stack = _stack.get()
     own = stack[-1].choice if stack else Choice()
@@ -110,8 +110,8 @@ def _refuse_another_thread() -> None:
 
 
 def _block() -> Any:
-    """The torch.utils.checkpoint block whose first forward is running, if any: what its innermost pack hook closes
-    over. PyTorch has no public name for it; tests/ops/test_scope.py holds that this is it."""
+    """The torch.utils.checkpoint block whose first forward is running, or None. It is read from the closure of the
+    innermost pack hook, since PyTorch has no public name for it; tests/ops/test_scope.py checks that this works."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack: Any = hooks[0] if hooks else None
     if getattr(pack, "__qualname__", "") != "_checkpoint_hook.__init__.<locals>.pack_hook":
@@ -120,9 +120,9 @@ def _block() -> Any:
 
 
 def keep_for_recompute() -> None:
-    """Of an eager call inside a checkpointed block: let the block's second run begin with the choice of its first.
+    """In an eager call inside a checkpointed block: make the block's second run start with the choice of its first run.
 
-    Choices made inside the block are made again by its code.
+    The block's own code repeats the choices made inside it.
     """
     block = _block()
     if block is None or block in _kept:
@@ -142,7 +142,7 @@ def _within(stack: tuple[_Entry, ...], run: Callable[..., Any]) -> Callable[...,
 
 @contextmanager
 def _restored(stack: tuple[_Entry, ...]) -> Iterator[None]:
-    choice = Choice(*stack[-1].choice) if stack else Choice()  # a new one: `_withdraw` finds it by identity
+    choice = Choice(*stack[-1].choice) if stack else Choice()  # a new object: `_withdraw` finds it by identity
     token = _stack.set(stack)
     _publish(choice)
     try:

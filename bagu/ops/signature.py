@@ -1,19 +1,19 @@
-"""An op's signature: one line that names its arguments, results and residuals, and checks them.
+"""An op's signature: one line that declares its arguments, results and residuals.
 
     "x[*M, N], w[N]: float, eps: float -> y[*M, N]; r[*M]: acc"
      ───────────── inputs ────────────    outputs    residuals (kept for the backward)
 
-    N           a dim: the same letter means the same size everywhere
-    *M          any number of dims, the same ones everywhere (`x[*M, N]` takes [N], [T, N], [B, T, N], …)
+    N           a dim: the same name has the same size everywhere
+    *M          any number of dims, with the same sizes everywhere (`x[*M, N]` takes [N], [T, N], [B, T, N], …)
     2*N         twice a dim;   4   exactly four;   groups   the value of the scalar argument `groups`
     mask[…]?    may be None
     : dtype     none: the dtype of the first tensor, which must be a float · float: any float dtype
                 int: int32 or int64 · any: any dtype · acc: max(fp32, the first tensor's dtype)
-                fp32, i8, i32, i64, bool: exactly that one · given (a result): what the scalar `dtype` names
+                fp32, i8, i32, i64, bool: exactly this dtype · given (a result): the value of the scalar `dtype`
     eps: float  a scalar: float, int, bool or str, with `?` if it may be None
 
-From this line come the errors of a call, the schema and the fake function of a custom op, and the shapes that a
-backend's results are checked against.
+This line defines the argument checks of a call, the schema and the fake function of a custom op, and the expected
+shapes of a backend's results.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bagu.errors import ArgumentError
 
 __all__ = ["Dims", "ScalarArg", "Signature", "TensorArg", "accumulator", "sizes"]
 
-Dims = dict[str, Any]  # a dim's size, a group's sizes as a tuple, a scalar argument's value
+Dims = dict[str, Any]  # dim -> size, group -> tuple of sizes, scalar argument -> value
 
 EXACT = {
     "fp32": torch.float32,
@@ -46,7 +46,7 @@ SCHEMA = {"float": "float", "int": "SymInt", "bool": "bool", "str": "str"}
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in: fp32, or fp64 for fp64 inputs (so that gradcheck holds)."""
+    """The dtype of accumulators: fp32, or fp64 for fp64 inputs (which gradcheck needs)."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -61,7 +61,7 @@ class TensorArg:
 
     text: str = field(
         init=False, compare=False
-    )  # as in a signature. Written once: torch.compile could not in a message
+    )  # as in a signature; formatted once, since torch.compile cannot format it in a message
 
     def __post_init__(self) -> None:
         shown = [("*" + n if f == 0 else n if f == 1 and n else f"{f}*{n}" if n else str(f)) for f, n in self.dims]
@@ -72,7 +72,7 @@ class TensorArg:
         return self.text
 
     def shape(self, dims: Dims) -> tuple[int, ...]:
-        """The concrete shape, every dim being known."""
+        """The concrete shape, from known dims."""
         out: list[int] = []
         for factor, name in self.dims:
             if factor == 0:
@@ -134,7 +134,7 @@ class Signature:
         return self.outputs + self.residuals
 
     def bind(self, op: str, args: Mapping[str, Any]) -> Dims:
-        """Check every argument and read the dims off them; raises ArgumentError naming the first that does not fit."""
+        """Check every argument and return the dims; raises ArgumentError for the first argument that does not match."""
         dims: Dims = {}
         first: torch.Tensor | None = None
         for scalar in self.scalars:
@@ -154,7 +154,7 @@ class Signature:
         return dims
 
     def measure(self, tensors: Mapping[str, torch.Tensor | None], scalars: Mapping[str, Any]) -> Dims:
-        """The dims, from whichever inputs and results are at hand (a backward has no others); nothing is checked."""
+        """The dims, computed without checks from the given inputs and results (a backward has only some of them)."""
         dims: Dims = dict(scalars)
         for arg in (*self.tensors, *self.results):
             value = tensors.get(arg.name)
@@ -163,7 +163,7 @@ class Signature:
         return dims
 
     def schema(self, inputs: Iterable[TensorArg | ScalarArg], results: int, mutates: Sequence[str] = ()) -> str:
-        """A torch.library schema with these inputs, those in `mutates` being written to."""
+        """A torch.library schema with these inputs; the inputs in `mutates` are marked as modified."""
         parts, letters = [], iter(ascii_lowercase)
         for a in inputs:
             kind = "Tensor" if isinstance(a, TensorArg) else SCHEMA[a.kind]
@@ -178,7 +178,7 @@ class Signature:
 
 
 def sizes(dims: Dims) -> dict[str, int]:
-    """Dims as plain numbers, a group being the product of its sizes: what a cost is computed from."""
+    """Dims as plain numbers for cost functions; a group is the product of its sizes."""
     return {k: prod(v) if isinstance(v, tuple) else v for k, v in dims.items()}
 
 
@@ -211,9 +211,9 @@ def _dim(text: str) -> tuple[int, str]:
 
 
 def _match(arg: TensorArg, shape: tuple[int, ...], dims: Dims) -> bool:
-    """Whether `shape` fits the argument, given the dims known so far; adds those it settles."""
+    """Whether `shape` matches the argument, given the known dims; adds the dims that it determines."""
     singles = sum(1 for factor, _ in arg.dims if factor)
-    spread = len(shape) - singles  # how many dims the group stands for
+    spread = len(shape) - singles  # the number of dims in the group
     if spread < 0 or (spread > 0 and singles == len(arg.dims)):
         return False
     at = 0
@@ -246,7 +246,7 @@ def _check_scalar(op: str, arg: ScalarArg, value: Any, text: str) -> None:
 
 
 def _number(size: Any) -> Any:
-    """A size, or a group of them, without symbols, which torch.compile cannot write into a message."""
+    """A size or a group of sizes without symbols: torch.compile cannot format symbols in a message."""
     return tuple(len(range(n)) for n in size) if isinstance(size, tuple) else len(range(size))
 
 

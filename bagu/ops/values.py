@@ -1,7 +1,8 @@
 """Checks of values: offsets, positions, slots, block tables.
 
-Reading a value stops the device, so an op checks shapes alone, and the host that builds a batch checks its numbers
-once. In debug mode (BAGU_DEBUG=1 in the environment) each eager call checks them as well, by its spec's `check_values`.
+Reading a value synchronizes with the device, so an op checks only shapes, and the host code that builds a batch checks
+its values once. In debug mode (BAGU_DEBUG=1 in the environment), each eager call also checks them by its spec's
+`check_values`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ __all__ = ["check_offsets", "check_range", "debugging"]
 
 @cache
 def debugging() -> bool:
-    """Whether BAGU_DEBUG is set; read once, since the environment costs a microsecond a call."""
+    """Whether BAGU_DEBUG is set; read once, since reading the environment takes a microsecond per call."""
     return os.environ.get("BAGU_DEBUG", "0") not in ("", "0")
 
 
 def check_range(op: str, name: str, values: torch.Tensor, end: int, of: str) -> None:
-    """Every value lies in [0, end)."""
+    """Check that every value is in [0, end)."""
     if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < end:
         raise ArgumentError(
             f"{op}: {name} holds {int(values.min())} to {int(values.max())}, and {of} has 0 to {end - 1}",
@@ -34,7 +35,7 @@ def check_range(op: str, name: str, values: torch.Tensor, end: int, of: str) -> 
 
 
 def check_offsets(op: str, offsets: Sequence[int], T: int, max_len: int) -> None:
-    """cu_seqlens rises from 0 to T by at most max_len."""
+    """Check that cu_seqlens goes from 0 to T in non-negative steps of at most max_len."""
     lengths = [b - a for a, b in pairwise(offsets)]
     if offsets[0] != 0 or offsets[-1] != T or min(lengths, default=0) < 0 or max(lengths, default=0) > max_len:
         raise ArgumentError(

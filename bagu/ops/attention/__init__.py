@@ -1,4 +1,4 @@
-"""Attention over packed segments. What it means and costs is in spec.py."""
+"""Attention over packed segments. spec.py has its definition and cost."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def attention(
     softcap: float | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out[T, H, E], lse[T, H]) of q[T, H, D] over k[T, G, D] and v[T, G, E], each segment for itself.
+    """Return (out[T, H, E], lse[T, H]) of q[T, H, D] over k[T, G, D] and v[T, G, E], separately for each segment.
 
-    `cu_seqlens` are the offsets at which segments begin, and T (repeated as often as the caller likes: those segments
-    are empty). `max_len` bounds a segment's length. Heads share keys and values in groups of H / G. With `window` = w
-    a query sees the w nearest keys on each side that `causal` leaves it, itself counted. `scale` is 1 / sqrt(D) where
-    it is not given. `slopes[H]` are ALiBi's; `bias[H, 2R - 1]` is added by distance and has a gradient: column
-    R - 1 + (j - i), distances past R - 1 taking the last column. `sinks[H]`, logits with a gradient, join each head's
-    denominator. `softcap` = c makes scores c * tanh(score / c) before slopes and bias are added. `lse` has the sink in
-    it, and no gradient.
+    `cu_seqlens` holds the offset of each segment, then T. T may be repeated: the extra segments are empty. `max_len` is
+    an upper bound of segment lengths. Heads share keys and values in groups of H / G. With `window` = w, a query
+    attends to keys at a distance below w on each side that `causal` allows. `scale` defaults to 1 / sqrt(D).
+    `slopes[H]` are ALiBi's. `bias[H, 2R - 1]` is added by distance and has a gradient: it uses column R - 1 + (j - i),
+    clamped to the first and last column. `sinks[H]` are logits with a gradient that are added to each head's
+    denominator. `softcap` = c changes scores to c * tanh(score / c) before slopes and bias are added. `lse` includes
+    the sink and has no gradient.
 
-    On a CUDA device, where no backend is asked for, Triton kernels run all but segments of one length that cuDNN does
-    faster; `bagu ops show attention` lists what runs where.
+    On a CUDA device with no backend requested, Triton kernels run every call except segments of one length for which
+    cuDNN is faster; `bagu ops show attention` lists the backend of each case.
     """
     return call(
         SPEC, backend, q=q, k=k, v=v, cu_seqlens=cu_seqlens, slopes=slopes, bias=bias, sinks=sinks, max_len=max_len,

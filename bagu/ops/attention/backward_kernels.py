@@ -1,9 +1,9 @@
-"""The backward in two kernels without atomics, so that the same call gives the same bits: dq, then dk with dv.
+"""The backward in two kernels: dq, then dk and dv. They use no atomics, so results are deterministic.
 
     P = 2^(S - lse)    dV = P^T dO    dP = dO V^T    dS = P * (dP - delta)    dQ = scale * dS K    dK = scale * dS^T Q
 
-where delta[i] = dO[i] . out[i] = sum_j P[i, j] * dP[i, j]. P is made again from q, k and lse: it is never in memory.
-Both kernels do, so seven products are computed where five would do; the other two would need sums across programs.
+where delta[i] = dO[i] . out[i] = sum_j P[i, j] * dP[i, j]. P is never stored: both
+kernels recompute it from q, k and lse. That takes seven products; five would be enough with sums across programs.
 
 A sink has no value, so its gradient is -sum_i 2^(sink - lse[i]) * delta[i] (triton_backend.py).
 """
@@ -39,10 +39,10 @@ def dq_kernel(
     STAGES: tl.constexpr, TMA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAW: tl.constexpr,
     CAP: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of queries, from all keys it sees.
+    """Compute dq of a block of queries from all keys that it attends to.
 
-    Also delta and log2(e) * lse as [H, T], where `dkdv_kernel` reads a block of them in one piece. A query that sees
-    nothing has lse = -inf; it gets +inf, which makes its P zero.
+    Also store delta and log2(e) * lse as [H, T], so that `dkdv_kernel` reads contiguous blocks of them. A query that
+    attends to no key has lse = -inf; +inf is stored for it, which makes its P zero.
     """
     h, begin, length, block = work(tiles_ptr)
     g = h // per_group
@@ -102,9 +102,10 @@ def dkdv_kernel(
     STAGES: tl.constexpr, TMA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAW: tl.constexpr,
     CAP: tl.constexpr, ACC: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys, from all queries that see it, of all heads that share it. Scores are transposed.
+    """Compute dk and dv of a block of keys from all queries that attend to it, in all heads that share it.
 
-    The mask is in every block: a second loop without it makes the compiler spill, which costs more (journal 004).
+    Scores are transposed. Every block is masked: a second loop without the mask makes the compiler spill, which costs
+    more (journal 004).
     """
     g, begin, length, block = work(tiles_ptr)
     ALIBI: tl.constexpr = slopes_ptr is not None
@@ -131,14 +132,14 @@ def dkdv_kernel(
     blocks = tl.cdiv(end - first, M)
     for step in tl.range(0, per_group * blocks, num_stages=STAGES):
         n, at = 0, first + step * M
-        if GROUPED:  # one loop for all heads: a second around it makes the compiler spill
+        if GROUPED:  # one loop over heads and blocks: a nested loop makes the compiler spill
             n, at = step // blocks, first + step % blocks * M
         i = at + tl.arange(0, M)
         slope = 0.0
         if ALIBI:
             slope = tl.load(slopes_ptr + g * per_group + n).to(ACC) * LOG2E
         q = load_head(q_heads, at, n, length, q_stride, q_head_stride, D, M, DW, TMA)
-        log2 = tl.load(log2_ptr + n * T + i, i < length, float("inf"))  # p is 0 past the segment's end
+        log2 = tl.load(log2_ptr + n * T + i, i < length, float("inf"))  # p is 0 beyond the segment's end
         product = tl.dot(k, q.T, input_precision="ieee")
         s = score(product, i[None, :], j[:, None], slope, scale, cap, RAW, CAP, ALIBI)
         if RAW:

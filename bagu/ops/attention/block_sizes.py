@@ -1,9 +1,9 @@
-"""Block sizes of the attention kernels: rows and columns of scores, warps, stages; by head size and dtype.
+"""Block sizes of the attention kernels, by head size and dtype: rows and columns of scores, warps, stages.
 
 16-bit inputs on Hopper are read by TMA and multiplied by wgmma; their sizes are measured on an H200 (docs/journal/004).
-Two or more programs of 4 warps on a multiprocessor do best: one computes a softmax while the other multiplies.
-All else (fp32 and fp64, which tensor cores would round, and older GPUs) is read through pointers, in small blocks that
-fit any GPU.
+Two or more programs of 4 warps per multiprocessor are fastest: one computes a softmax while the other multiplies.
+All other inputs (fp32 and fp64, which tensor cores would round, and older GPUs) are read through pointers, in small
+blocks that fit any GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bagu.ops.launch import next_power_of_2
 
 __all__ = ["WIDEST", "Block", "Blocks", "blocks_for", "reads_by_tma", "width"]
 
-WIDEST = 256  # features of a head that a tile has room for
+WIDEST = 256  # the most features of a head that a tile can hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Blocks:
     dkdv: Block
 
 
-MEASURED = {  # by the widths of a key's tile and of a value's
+MEASURED = {  # by the tile widths of keys and values
     (64, 64): Blocks(
         forward=Block(M=64, N=128, warps=4, stages=2),
         dq=Block(M=64, N=64, warps=4, stages=2),
@@ -59,8 +59,9 @@ MEASURED = {  # by the widths of a key's tile and of a value's
         dkdv=Block(M=64, N=64, warps=8, stages=2),
     ),
 }
-# A window or a cap takes registers that dk and dv with 64 queries do not have. Heads of 128, varlen 16k: 749 us instead
-# of 834 with a window of 1,024, 2,599 instead of 3,037 with a cap. Heads of 256: the larger block spills (not timed).
+# A window or a cap needs registers, and dk and dv with 64 queries have none left. Heads of 128, varlen 16k: 749 us
+# instead of 834 with a window of 1,024, 2,599 instead of 3,037 with a cap. Heads of 256: the larger block spills (not
+# timed).
 DKDV_WITH_TERMS = {
     (128, 128): Block(M=32, N=64, warps=4, stages=2),
     (256, 256): Block(M=32, N=64, warps=8, stages=2),
@@ -69,7 +70,7 @@ SMALL = Block(M=32, N=32, warps=4, stages=1)
 
 
 def width(features: int) -> int:
-    """The columns of a tile that holds a head: a power of two, 16 at least, as tl.dot wants it."""
+    """The columns of a tile that holds a head: a power of two and at least 16, as tl.dot requires."""
     return max(16, next_power_of_2(features))
 
 

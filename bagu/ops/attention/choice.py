@@ -1,7 +1,7 @@
-"""Which calls of attention on a CUDA device are not Triton's: those it cannot run, and those that others run faster.
+"""The attention calls on a CUDA device that Triton does not run: it cannot, or another kernel is faster.
 
-The figures are of bf16, causal, 16 heads of 128, 16,384 tokens (docs/journal/004). Packed segments of other lengths are
-Triton's: 337 / 262 against FlashAttention-2's 241 / 214 at up to 4k, 490 / 350 against 291 / 272 at up to 16k.
+The figures are for bf16, causal, 16 heads of 128, 16,384 tokens (docs/journal/004). Triton runs packed segments of
+different lengths: 337 / 262 against FlashAttention-2's 241 / 214 at up to 4k, 490 / 350 against 291 / 272 at up to 16k.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["PREFER_TORCH", "unsupported"]
 
 
 def unsupported(args: Mapping[str, Any]) -> str | None:
-    """Why the Triton kernels cannot run a call; None where they can."""
+    """The reason the Triton kernels cannot run a call; None if they can."""
     widest = max(args["q"].shape[-1], args["v"].shape[-1])
     if args["bias"] is not None:
         return "its kernels have no learned bias by distance"

@@ -1,13 +1,13 @@
 """Attention on a CPU: PyTorch's blocked kernel (flash.py), over segments of one length at a time.
 
-Segments that are all of one length are one call of it, in the sight of the compiler. Others are a call for each run of
-equal lengths, read from `cu_seqlens` on the host: a graph cannot hold that, so it is a custom op with its own backward.
-A run of segments is a view of the packed tokens, so that nothing is padded.
+If all segments have one length, the kernel is called once, and the compiler can trace the call. Otherwise it is called
+once per run of equal lengths, which are read from `cu_seqlens` on the host. A compiled graph cannot contain that, so it
+is a custom op with its own backward. A run of segments is a view of the packed tokens, so nothing is padded.
 
-A window or ALiBi goes to the kernel as a mask, for some queries at a time (pieces.py).
+A window or ALiBi is passed to the kernel as a mask, for some queries at a time (pieces.py).
 
-A learned bias has a gradient, which the kernel does not give: those segments are done with all scores in memory. So
-are pieces of segments whose scores are capped. A sink is joined to what the kernel found without it.
+The kernel returns no gradient for a learned bias, so segments with a bias are computed with all scores in memory. So
+are pieces of segments with a softcap. A sink is added to the kernel's result afterwards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _like(q: torch.Tensor) -> torch.Tensor:
 
 
 def _forward(shape: Shape, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
-    """out[B, L, H, E] and lse[B, L, H] of segments that are all L long."""
+    """out[B, L, H, E] and lse[B, L, H] of B segments of length L."""
     sinks, softcap = shape.sinks, shape.softcap
     if shape.bias is not None:
         return dense.forward(shape.additive(q.shape[1], _like(q)), scale, q, k, v, sinks=sinks, softcap=softcap)
@@ -53,7 +53,7 @@ def _forward(shape: Shape, scale: float, q: torch.Tensor, k: torch.Tensor, v: to
 
 
 def _sunk(found: Pair, sinks: torch.Tensor | None) -> Pair:
-    """out and lse with a sink in the denominator, from those without."""
+    """Add the sinks to the denominator of out and lse, which were computed without them."""
     if sinks is None:
         return found
     out, lse = found
@@ -73,7 +73,7 @@ def _backward(
     shape: Shape, scale: float, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     out: torch.Tensor, lse: torch.Tensor,
 ) -> _Gradients:  # fmt: skip
-    """Of segments that are all L long. Those of bias and sinks are in the dtype of scores."""
+    """The gradients of segments of length L. The gradients of bias and sinks have the dtype of scores."""
     L, dtype, acc = q.shape[1], q.dtype, accumulator(q.dtype)
     sinks, softcap = shape.sinks, shape.softcap
     if shape.bias is not None:
@@ -84,11 +84,11 @@ def _backward(
         delta = (dout.to(acc) * out.to(acc)).sum(-1)
         dsinks = -((shape.sinks.to(acc) - lse).exp() * delta).sum((0, 1))
     dout, q, k, v, out = (x.to(acc) if flash.widens(L) else x for x in (dout, q, k, v, out))
-    if replace(shape, sinks=None).plain:  # out and lse have the sink in them, and so do the weights made from lse
+    if replace(shape, sinks=None).plain:  # out and lse include the sink, and so do the weights computed from lse
         dq, dk, dv = flash.backward(scale, dout, q, k, v, out, lse, None, causal=shape.causal)
         return _Gradients(dq.to(dtype), dk.to(dtype), dv.to(dtype), sinks=dsinks)
     parts = []
-    dk, dv = (torch.zeros_like(x, dtype=acc) for x in (k, v))  # a key is seen by several pieces
+    dk, dv = (torch.zeros_like(x, dtype=acc) for x in (k, v))  # several pieces attend to a key
     for p in pieces(shape, 0, L, _like(q)):
         of_queries, of_keys = (x[:, p.queries] for x in (dout, q, out, lse)), (x[:, p.keys] for x in (k, v))
         (d, queries, o, n), (keys, values) = of_queries, of_keys
@@ -128,16 +128,16 @@ class _Equal(torch.autograd.Function):
 
 
 def equal(shape: Shape, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
-    """out[B, L, H, E] and lse[B, L, H] of B segments of length L; differentiable, and in the compiler's sight."""
+    """out[B, L, H, E] and lse[B, L, H] of B segments of length L; differentiable, and the compiler can trace it."""
     if shape.bias is not None:
-        return _forward(shape, scale, q, k, v)  # autograd sees through it
+        return _forward(shape, scale, q, k, v)  # differentiable PyTorch
     return _Equal.apply(q, k, v, shape.slopes, shape.sinks, shape.causal, shape.window, scale, shape.softcap)
 
 
 def runs(cu_seqlens: torch.Tensor, T: int, max_len: int) -> list[tuple[int, int, int]]:
-    """(begin, segments, length) of each run of neighbours of one length, empty segments left out.
+    """(begin, segments, length) of each run of adjacent segments of one length, without empty segments.
 
-    The offsets are at hand here, so wrong ones are refused; other devices trust the host that built the batch.
+    The offsets are on the host here, so wrong ones raise; other devices trust the code that built the batch.
     """
     offsets: list[int] = cu_seqlens.tolist()
     check_offsets("attention", offsets, T, max_len)
@@ -189,7 +189,7 @@ def _ragged_backward(
     slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, out: torch.Tensor,
     lse: torch.Tensor, max_len: int, causal: bool, window: int | None, scale: float, softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dq, dk, dv, and dbias and dsinks, which are empty where there is no bias or sink."""
+    """dq, dk, dv, dbias and dsinks; the last two are empty if there is no bias or sink."""
     dq, dk, dv, dbias, dsinks = _ragged_backward_like(
         dout, q, k, v, cu_seqlens, slopes, bias, sinks, out, lse, max_len, causal, window, scale, softcap
     )
@@ -226,7 +226,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
 
 
 def _link(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    saved = ctx.saved_tensors  # once: a recomputed block makes them again at each look, and refuses the second
+    saved = ctx.saved_tensors  # once: a checkpointed block recomputes them at each access and raises at the second
     dq, dk, dv, *others = _ragged_backward(dout, *saved, *ctx.rest)
     dbias, dsinks = (None if x is None else d for x, d in zip(saved[5:7], others, strict=True))
     return dq, dk, dv, None, None, dbias, dsinks, *(None for _ in ctx.rest)
@@ -241,7 +241,7 @@ class Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Pair:
         q, k, v, cu_seqlens, slopes, bias, sinks, max_len, causal, window, scale, softcap = args
-        runs(cu_seqlens, q.shape[0], max_len)  # refuses wrong offsets
+        runs(cu_seqlens, q.shape[0], max_len)  # raises for wrong offsets
         shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias, sinks=sinks, softcap=softcap)
         offsets = cu_seqlens.tolist()
         begins = cu_seqlens.long()

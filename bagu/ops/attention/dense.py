@@ -1,16 +1,17 @@
-"""Attention with all scores in memory: the formulas in the open, in fp32 (fp64 for fp64 inputs), on any device.
+"""Attention with all scores in memory: the formulas in plain PyTorch, in fp32 (fp64 for fp64 inputs), on any device.
 
     S = cap(scale * Q K^T) + A   P = softmax(S)        O = P V        lse = log sum exp S
 
     dV = P^T dO                  dP = dO V^T           dS = P * (dP - rowsum(P * dP))
     dQ = scale * (dS * cap') K   dK = scale * (dS * cap')^T Q
 
-Tensors are [B, L, heads, features]; A is `Shape.additive`, and queries may be fewer than keys. It costs B * H * L^2
-numbers at a time. cap(x) = c * tanh(x / c), whose slope is 1 - tanh^2, where there is a softcap. A sink is one more
-column of S with no value: it takes its share of a row of P, and its gradient is -sum of (that share) * rowsum(P * dP).
+Tensors are [B, L, heads, features]; A is `Shape.additive`, and there may be fewer queries than keys. Each tensor of
+scores has B * H * L^2 numbers. With a softcap, cap(x) = c * tanh(x / c), whose slope is 1 - tanh^2. A sink is one more
+column of S without a value: it gets a weight in each row of P, and its gradient is
+-sum of (that weight) * rowsum(P * dP).
 
-P is made again from S alone, so that its rows sum to 1 as exactly as they can: a fused kernel takes it from lse, and
-rowsum(P * dP) as rowsum(dO * O), which are the same but for the rounding of lse and O.
+The backward recomputes P from S, so that its rows sum to 1 as exactly as possible. A fused kernel computes P from lse,
+and rowsum(P * dP) as rowsum(dO * O); these are equal except for the rounding of lse and O.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ __all__ = ["Gradients", "backward", "forward"]
 
 
 def _heads_first(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[B, L, G, F] as [B, heads, L, F] in the accumulator's dtype, a group's heads beside each other."""
+    """[B, L, G, F] as [B, heads, L, F] in the accumulator's dtype; the heads of a group are adjacent."""
     B, L, G, F = x.shape
     x = x.to(accumulator(x.dtype)).transpose(1, 2)
     return x if heads == G else x.unsqueeze(2).expand(B, G, heads // G, L, F).reshape(B, heads, L, F)
 
 
 def _with_sink(s: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """s[B, H, I, J], and in a last column the sink of each head where there are sinks."""
+    """s[B, H, I, J] with the sink of each head as an additional last column, if there are sinks."""
     if sinks is None:
         return s
     return torch.cat((s, sinks.to(s.dtype).view(-1, 1, 1).expand(*s.shape[:-1], 1)), -1)
@@ -42,7 +43,7 @@ def forward(
     added: torch.Tensor | None, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
     sinks: torch.Tensor | None = None, softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out[B, L, H, E] and lse[B, L, H], through which no gradient flows; differentiable as it stands."""
+    """out[B, L, H, E] and lse[B, L, H]; autograd can differentiate out, but lse has no gradient."""
     H, keys = q.shape[2], k.shape[1]
     s = (_heads_first(q, H) * scale) @ _heads_first(k, H).mT
     s = s if softcap is None else (s / softcap).tanh() * softcap
@@ -55,7 +56,7 @@ class Gradients(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    scores: torch.Tensor  # dS[B, H, L, L], which a learned bias needs
+    scores: torch.Tensor  # dS[B, H, L, L], used for the gradient of a learned bias
     sinks: torch.Tensor | None
 
 

@@ -1,4 +1,4 @@
-"""The forward kernel: a block of queries meets the keys it sees, block by block, by the online softmax.
+"""The forward kernel: a program loops over the blocks of keys of one block of queries, with the online softmax.
 
     m' = max(m, max_j s[j])    p[j] = 2^(s[j] - m')    l' = l * 2^(m - m') + sum_j p[j]    o' = o * 2^(m - m') + p V
 
@@ -55,7 +55,7 @@ def forward_kernel(
             high = high * scale
             s = s * scale
         higher = tl.maximum(top, high)
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen so far: -inf - -inf is NaN
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # no key so far: -inf - -inf is NaN
         kept = tl.exp2(top - base)
         p = tl.exp2(s - base[:, None])
         v = load_rows(v_rows, at, length, v_stride, E, N, EW, TMA)
@@ -64,7 +64,7 @@ def forward_kernel(
 
     r, e = tl.arange(0, M), tl.arange(0, EW)
     row = (begin + block * M) * H + h
-    mean = mixed / tl.where(total == 0.0, 1.0, total)[:, None]  # a query that sees nothing has zeros, and lse = -inf
+    mean = mixed / tl.where(total == 0.0, 1.0, total)[:, None]  # a query without keys has out = 0, lse = -inf
     there = (i < length)[:, None] & (e < E)[None, :]
     tl.store(out_ptr + row * E + r[:, None] * (H * E) + e[None, :], mean, there)
     tl.store(lse_ptr + row + r * H, (top + tl.log2(total)) * LN2, i < length)

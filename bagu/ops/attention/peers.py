@@ -1,4 +1,4 @@
-"""Attention by others, for the benchmark. They return out alone, or also lse."""
+"""Attention of other libraries, for the benchmark. Each function returns out, or out and lse."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, causal: bool,
     window: int | None, scale: float | None, **terms: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """SDPA over the whole batch with a mask: what a trainer does that packs and has no varlen kernel.
+    """SDPA over the whole batch with a mask, as a trainer with packing but without a varlen kernel runs it.
 
-    Segments of one length need no mask and are a batch.
+    Segments of one length need no mask and run as a batch.
     """
     _refuse(terms, "SDPA")
     T = q.shape[0]

@@ -1,9 +1,9 @@
-"""Queries in pieces, each with the keys that it sees: what a CPU kernel is given where its own mask does not do.
+"""Splits queries into pieces, each with the keys it attends to, for CPU kernel calls that need an additive mask.
 
-PyTorch's blocked kernel takes a window, ALiBi or a past as an additive mask, and computes every score under it, hidden
-or not. L queries in one call are a mask of L * L numbers and as many scores; in pieces of I queries they are
-L * (I + W) with a window of W, and without one still half, since a piece needs no key after its last query. Where the
-window is all, neighbouring pieces have the same mask.
+PyTorch's blocked kernel takes a window, ALiBi or a past as an additive mask, and computes every score, also the masked
+ones. L queries in one call need a mask of L * L numbers and as many scores. In pieces of I queries they need
+L * (I + W) with a window of W, and half of L * L without one, since a piece needs no key after its last query. If the
+mask has only a window, adjacent pieces share the same mask.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from bagu.ops.attention.shape import Shape
 
 __all__ = ["Piece", "pieces"]
 
-# Of a piece. 8192 tokens through a window of 512, two cores, fp32, 4 heads of 64, ms of a forward and of both: 128
-# queries 50 and 228, 256 queries 65 and 212, 512 queries 84 and 240; all of them in one piece 952 and 2707.
+# Per piece. 8192 tokens, a window of 512, two cores, fp32, 4 heads of 64, ms of a forward / forward and backward: 128
+# queries 50 / 228, 256 queries 65 / 212, 512 queries 84 / 240; all queries in one piece 952 / 2707.
 QUERIES = 256
 
 
 class Piece(NamedTuple):
-    queries: slice  # of the new tokens
-    keys: slice  # of all
+    queries: slice  # into the new tokens
+    keys: slice  # into all tokens
     added: torch.Tensor | None  # [I, J], or [1, H, I, J] where heads differ
 
 
@@ -35,7 +35,7 @@ def pieces(shape: Shape, past: int, new: int, like: torch.Tensor) -> Iterator[Pi
         b, w = min(a + QUERIES, new), length if shape.window is None else shape.window
         first = max(0, past + a - w + 1)
         end = past + b if shape.causal else min(length, past + b + w - 1)
-        at = (b - a, first - past - a, end - past - a)  # distances of the first and last key decide the mask
+        at = (b - a, first - past - a, end - past - a)  # the distances of the first and last key determine the mask
         if at != known:
             known, place = at, torch.arange(b - a, device=like.device).unsqueeze(1)
             added = shape.between(torch.arange(at[1], at[2], device=like.device) - place, like)

@@ -1,13 +1,13 @@
-"""What the attention kernels share: how a tile of rows is read, and how a product q . k becomes a score.
+"""Code shared by the attention kernels: loading a tile of rows, and turning a product q . k into a score.
 
-Scores are kept in powers of two, s = log2(e) * (the spec's score), since exp2 is one instruction. `scale` and `cap`
-come from the host accordingly (`triton_backend._scores`):
+Scores are in base 2, s = log2(e) * (the spec's score), since exp2 is one instruction. The host computes `scale` and
+`cap` accordingly (`triton_backend._scores`):
 
     without a cap    s = (q . k) * scale                 scale = log2(e) * (the spec's scale), cap = 1
     with a cap       s = tanh((q . k) * scale) * cap     scale = (the spec's scale) / softcap, cap = log2(e) * softcap
 
-Places i of queries and j of keys are counted from the segment's first token. They are column and row, or row and column
-where a kernel holds its scores transposed.
+Positions i of queries and j of keys are relative to the segment's first token. i is a column and j a row, or the other
+way round if a kernel has its scores transposed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def work(tiles_ptr):
-    """This program's head and tile: where its segment begins, how long that is, and which block (work_list.py).
+    """This program's head and tile: the begin and length of its segment, and the block (work_list.py).
 
-    Head and begin are 64 bits wide: a tensor may have more than 2^31 elements.
+    Head and begin are 64-bit: a tensor may have more than 2^31 elements.
     """
     tile = tiles_ptr + 3 * tl.program_id(0)
     return tl.program_id(1).to(tl.int64), tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
@@ -40,8 +40,8 @@ def rows_of(
 ):  # fmt: skip
     """One head of a segment's `length` rows, for `load_rows`: a pointer, or a TMA descriptor.
 
-    A descriptor ends with the segment, so that the rows past it are zeros whatever the next segment holds. Its 2^31
-    rows are counted from the segment's begin. A descriptor of no rows is not allowed.
+    A descriptor ends with the segment, so rows beyond the segment are read as zeros. Its 32-bit row index counts from
+    the segment's begin. A descriptor must have at least one row.
     """
     first = ptr + begin * stride + head * head_stride
     if TMA:
@@ -54,7 +54,7 @@ def rows_of(
 def load_rows(
     source, at, length, stride, FEATURES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr
 ):
-    """Rows at … at + ROWS - 1 of `rows_of`: [ROWS, WIDTH], zeros past the segment's end and past the features."""
+    """Rows at … at + ROWS - 1 of `rows_of`: [ROWS, WIDTH], zeros beyond the segment's end and beyond the features."""
     if TMA:
         return source.load([at, 0])
     else:
@@ -68,7 +68,7 @@ def heads_of(
     ptr, begin, head, heads, length, stride, head_stride, FEATURES: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """The same of `heads` heads from `head` on, for `load_head`."""
+    """Like `rows_of`, for `heads` heads starting at `head`; used with `load_head`."""
     first = ptr + begin * stride + head * head_stride
     if TMA:
         return tl.make_tensor_descriptor(
@@ -83,7 +83,7 @@ def load_head(
     source, at, head, length, stride, head_stride, FEATURES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """The same of one head of `heads_of`."""
+    """Like `load_rows`, for one head of `heads_of`."""
     if TMA:
         return source.load([at, head, 0]).reshape([ROWS, WIDTH])
     else:
@@ -92,7 +92,7 @@ def load_head(
 
 @triton.jit
 def _tanh(x):
-    """tanh by exp2. In fp32, below 1/8, by its series: 1 - e cancels there, and the series is off by 2e-9 of x."""
+    """tanh by exp2. In fp32 below 1/8, by its series (relative error 2e-9), because 1 - e cancels there."""
     e = tl.exp2(-2.0 * LOG2E * tl.abs(x))
     high = (1.0 - e) / (1.0 + e)
     t = tl.where(x < 0, -high, high)
@@ -105,7 +105,7 @@ def _tanh(x):
 
 @triton.jit
 def score(product, i, j, slope, scale, cap, RAW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr):
-    """The scores of products q . k. With RAW they stay products, and the caller multiplies them by `scale`."""
+    """Turn products q . k into scores. With RAW, return the products; the caller multiplies them by `scale`."""
     if RAW:
         return product
     else:
@@ -126,9 +126,9 @@ def cap_slope(product, scale):
 
 @triton.jit
 def keys_of(block, length, window, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """The keys that a block of M queries sees: the first, where blocks of N keys begin to need a mask, the end.
+    """The range of keys of a block of M queries: the first key, the first key whose block needs a mask, the end.
 
-    Keys before `masked_from` are seen by every query of the block. With a window all blocks are masked.
+    Every query of the block attends to the keys before `masked_from`. With a window, all blocks are masked.
     """
     first, masked_from, end = 0, length // N * N, length
     if CAUSAL:
@@ -143,7 +143,7 @@ def keys_of(block, length, window, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.
 
 @triton.jit
 def seen(i, j, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Whether a query sees a key. Queries past the segment's end may see anything: their results are not stored."""
+    """Whether a query attends to a key. Queries beyond the segment's end are not masked, and not stored."""
     if CAUSAL:
         there = j <= i
     else:

@@ -1,8 +1,9 @@
-"""How the product of a query and a key becomes a score: the cap, what is hidden, what their distance adds, the sink.
+"""The terms of a score beyond the product of query and key: the cap, the mask, the terms by distance, the sink.
 
-The distance of a query at i and a key at j is j - i. It decides what is hidden (-inf: later keys, keys outside the
-window, other segments), ALiBi's penalty and the learned bias. Distances inside a segment are the same counted from the
-segment's begin or from the batch's, so one function serves a segment, many of one length, and the whole batch.
+The distance of a query at i and a key at j is j - i. It determines the mask (-inf: later keys, keys outside the window;
+other segments are masked too), ALiBi's penalty and the learned bias. A distance inside a segment is the same whether
+positions count from the segment's begin or from the batch's, so one function serves a segment, many segments of one
+length, and the whole batch.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ __all__ = ["Shape", "index", "segment_of", "side_by_side"]
 
 
 def index(n: int, like: torch.Tensor) -> torch.Tensor:
-    """0, 1, …, n - 1 as int64. Not by torch.arange, since a DTensor takes no plain tensor beside it."""
+    """0, 1, …, n - 1 as int64. It does not use torch.arange: a DTensor cannot be combined with a plain tensor."""
     return like.new_ones(n, dtype=torch.int64).cumsum(0) - 1
 
 
 def side_by_side(x: torch.Tensor) -> torch.Tensor:
-    """x with the features of a head next to each other in memory: fused kernels read on without asking the stride."""
+    """x with contiguous features per head: fused kernels assume unit stride without a check."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def segment_of(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
-    """The segment of each of T tokens, found on the device: how many segments have ended at or before it."""
+    """The segment of each of T tokens, computed on the device: the number of segments that end at or before it."""
     return (index(T, cu_seqlens).unsqueeze(1) >= cu_seqlens[1:].unsqueeze(0)).sum(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Which keys a query sees, and what is done to their scores."""
+    """The mask, and the terms that change scores."""
 
     causal: bool
     window: int | None = None
@@ -42,24 +43,25 @@ class Shape:
 
     @property
     def plain(self) -> bool:
-        """Nothing but `causal`, which every fused kernel knows."""
+        """Whether there is no term except `causal`, which every fused kernel supports."""
         return self.window is None and all(x is None for x in (self.slopes, self.bias, self.sinks, self.softcap))
 
     def capped(self, scores: torch.Tensor) -> torch.Tensor:
-        """softcap * tanh(scores / softcap), of scores that are scaled already."""
+        """softcap * tanh(scores / softcap), for scores that are already scaled."""
         return scores if self.softcap is None else (scores / self.softcap).tanh() * self.softcap
 
     def additive(self, L: int, like: torch.Tensor, segment: torch.Tensor | None = None) -> torch.Tensor | None:
-        """What L queries and L keys get: [L, L], or [H, L, L] where heads differ, in `like`'s dtype; None if nothing.
+        """The term to add to the scores of L queries and L keys, in `like`'s dtype; None if there is none.
 
-        With `segment`, the segment of each of the L tokens, other segments are hidden too.
+        Its shape is [L, L], or [H, L, L] if heads differ. `segment` is the segment of each of the L tokens; if it is
+        given, keys of other segments are masked too.
         """
         return self.between(_apart(L, like), like, segment)
 
     def between(
         self, distance: torch.Tensor, like: torch.Tensor, segment: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """The same of queries and keys at distance[I, J]."""
+        """Like `additive`, for queries and keys at distance[I, J]."""
         hidden, total = self.hidden(distance, segment), self.terms(distance, like)
         if hidden is None:
             return total
@@ -83,7 +85,7 @@ class Shape:
         return summed.new_zeros(self.bias.shape).index_add(1, column, summed)
 
     def hidden(self, distance: torch.Tensor, segment: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Where a key is not seen, by its distance; None if nothing is hidden."""
+        """The mask of hidden keys, by distance; None if no key is hidden."""
         found = [distance > 0] if self.causal else []
         if self.window is not None:
             found.append(distance.abs() >= self.window)

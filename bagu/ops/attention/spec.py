@@ -3,15 +3,15 @@
     s[i, j] = cap(scale * q[i] . k[j]) - slope * |i - j| + bias[R - 1 + clamp(j - i, ±(R - 1))]
     lse[i]  = log(exp(sink) + sum_j exp(s[i, j]))        out[i] = sum_j exp(s[i, j] - lse[i]) * v[j]
 
-with cap(x) = softcap * tanh(x / softcap), for each head, over the keys j that query i may see: those of its own
-segment, with j <= i if `causal`, and with |i - j| < window if there is one. Token t belongs to the segment that
-cu_seqlens[s] <= t < cu_seqlens[s + 1] holds; a segment may be empty. Head h reads keys and values of group
-h // (H / G): G = H is MHA, G = 1 is MQA, between is GQA.
+with cap(x) = softcap * tanh(x / softcap), for each head, over the keys j that query i attends to: the keys of its own
+segment, with j <= i if `causal`, and with |i - j| < window if there is one. Token t belongs to the segment s with
+cu_seqlens[s] <= t < cu_seqlens[s + 1]; a segment may be empty. Head h reads keys and values of group h // (H / G):
+G = H is MHA, G = 1 is MQA, a number between is GQA.
 
 `slopes` (ALiBi) are constants; `bias` is learned: T5's buckets are bias = table[:, bucket(distance)]. `sinks` are
-learned: a logit of each head that joins the denominator and has no value (GPT-OSS). Without them, and without a softcap
-(Gemma 2), those terms are not there. A query that sees no key and has no sink has out = 0 and lse = -inf. `lse` is what
-split KV and ring attention join parts with. No gradient flows through it: fused kernels give none.
+learned: one logit per head that is added to the denominator and has no value (GPT-OSS). These terms and the softcap
+(Gemma 2) are optional. A query that attends to no key and has no sink has out = 0 and lse = -inf. Split KV and ring
+attention merge partial results by `lse`. It has no gradient, since fused kernels return none.
 
 Dims: T = tokens, H = query heads, G = key heads, D = features of a key, E = of a value, S1 = segments + 1, P = 2R - 1.
 Papers: https://arxiv.org/abs/1706.03762, 2205.14135 (IO-aware), 2305.13245 (GQA), 2108.12409 (ALiBi), 1910.10683 (T5),
@@ -39,7 +39,7 @@ def reference(
     bias: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int, causal: bool, window: int | None,
     scale: float | None, softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The definition, one segment after another."""
+    """The definition, computed segment by segment."""
     per_group, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
     k, v = k.repeat_interleave(per_group, 1), v.repeat_interleave(per_group, 1)
     outs, lses = [], []
@@ -68,12 +68,12 @@ def reference(
 
 
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
-    """`lengths` are the segments'; or there are S of length L."""
+    """The case gives the `lengths` of the segments, or S segments of length L."""
     lengths = case.get("lengths", (case.get("L", 1),) * case.get("S", 1))
     H, D = case["H"], case["D"]
     T, G, E = sum(lengths), case.get("G", H), case.get("E", D)
     q, k = streams.normal("q", T, H, D), streams.normal("k", T, G, D)
-    if "loud" in case.params:  # one constant is added to all scores, which leaves the weights unchanged
+    if "loud" in case.params:  # adds one constant to all scores, which leaves the weights unchanged
         q[..., 0], k[..., 0] = case["loud"], 2.0
     heads = torch.arange(1, H + 1, dtype=torch.float64)
     return {
@@ -93,7 +93,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
-    """What the signature cannot say: raises for a call that has no meaning."""
+    """Raise for invalid calls that the signature cannot express."""
     T, H, G, S = dims["T"], dims["H"], dims["G"], dims["S1"] - 1
     if G == 0 or H % G:
         raise ArgumentError(
@@ -112,7 +112,7 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
         )
     if (
         args["scale"] is not None and not args["scale"] > 0
-    ):  # fused kernels take the largest product for the largest score
+    ):  # fused kernels assume that the largest product gives the largest score
         raise ArgumentError(
             f"attention: scale is {args['scale']}, and a number above 0 is wanted", hint="None is 1 / sqrt(D)"
         )
@@ -133,7 +133,7 @@ def check_values(args: Mapping[str, Any], dims: Dims) -> None:
 
 
 def pairs(dims: Mapping[str, Any]) -> int:
-    """How many (query, key) pairs there are at least: exact where segments are of one length, less than others have."""
+    """The number of (query, key) pairs: exact if segments have one length, a lower bound for other batches."""
     T, S = dims["T"], max(1, dims["S1"] - 1)
     L = T / S
     w = L if dims["window"] is None else min(dims["window"], L)
@@ -142,13 +142,13 @@ def pairs(dims: Mapping[str, Any]) -> int:
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """Two products for each pair and head. Tokens are read once, and out and the fp32 lse written once."""
+    """Two products for each pair and head. q, k and v are read once; out and the fp32 lse are written once."""
     T, H, G, D, E = (dims[n] for n in "THGDE")
     return Cost(flops=2 * pairs(dims) * H * (D + E), bytes=T * (H + G) * (D + E) * itemsize + 4 * T * H)
 
 
 def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """Five products for each pair: scores again, dP, dV, dQ, dK. Also out, dout and lse are read; three are written."""
+    """Five products per pair: scores, dP, dV, dQ, dK. out, dout and lse are read too; dq, dk and dv are written."""
     T, H, G, D, E = (dims[n] for n in "THGDE")
     moved = T * (2 * H * D + 2 * H * E + 2 * G * (D + E)) * itemsize
     return Cost(flops=2 * pairs(dims) * H * (3 * D + 2 * E), bytes=moved + 4 * T * H)
@@ -270,9 +270,9 @@ SPEC = OpSpec(
     # Fused kernels round the weights and dS to 16 bits before their products. Measured over the cases on a CPU: 2.7.
     ulps=4,
     ulps_of={
-        # They also take rowsum(dP * P) from the rounded out: 4.3 in "window_pieces", 4 to 6 at 4096 tokens of 4 heads
+        # They compute rowsum(dP * P) from the rounded out: 4.3 in "window_pieces", 4 to 6 at 4096 tokens of 4 heads
         "dq": 6,
-        "lse": 128,  # with AVX-512 PyTorch's kernel has a quick exp for 16-bit inputs, good to 2^-17: 108 ulps of fp32
+        "lse": 128,  # with AVX-512, PyTorch's fast exp for 16-bit inputs is accurate to 2^-17: 108 ulps of fp32
     },
     # measured: with a few spills these tiles are 1.3 to 1.7 times as fast as the largest that have none (journal 004)
     spills={"dkdv_kernel": 60},

@@ -1,15 +1,15 @@
-"""Attention whose bits do not depend on the batch: one loop over tiles of keys for training, prefill, chunk and decode.
+"""Batch-invariant attention: one loop over tiles of keys for training, prefill, chunked prefill and decode.
 
-A query meets the keys of its sequence in tiles of 64, places 0 … 63 first, and its running maximum, sum and mix are
-brought forward from one to the next (online softmax). Tiles begin at multiples of 64 of the sequence, wherever a chunk
-or a block does. Products are of one shape: 16 queries of a sequence by 64 keys for each head, zeros filling up both.
+A query processes the keys of its sequence in tiles of 64, positions 0 … 63 first, and updates its running maximum, sum
+and weighted sum of values after each tile (online softmax). Tiles begin at multiples of 64 of the sequence, wherever a
+chunk or a block begins. All products have one shape: 16 queries of a sequence by 64 keys for each head, zero-padded.
 
-A tile that a query does not see changes nothing, exactly: its weights are exp(-inf) = 0, and what was there is
-multiplied by exp(0) = 1. So queries of different places share a product, and it does not matter that a decode has no
-keys yet where training has later tokens. Sums are in fp32 (fp64 for fp64).
+A tile that is fully masked for a query changes nothing, exactly: its weights are exp(-inf) = 0, and the running values
+are multiplied by exp(0) = 1. So queries at different positions can share a product, and a decode, which has no later
+keys, gives the same bits as training, which masks them. Sums are in fp32 (fp64 for fp64).
 
-Keys and values are rows of two tables, and a function says which rows: the packed tokens of `attention`, or the places
-of a pool. Dims: I = groups of queries, R = 16, C = 64.
+Keys and values are rows of two tables, and a function returns the row indices: the packed tokens of `attention`, or the
+slots of a pool. Dims: I = groups of queries, R = 16, C = 64.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bagu.ops.signature import accumulator
 
 __all__ = ["attend"]
 
-# With 8 queries 4 segments of 256 tokens are 36 ms instead of 20, and 32 decodes of 128 tokens 7.4 instead of 8.7 (4
+# With 8 queries, 4 segments of 256 tokens take 36 ms instead of 20, and 32 decodes of 128 tokens 7.4 instead of 8.7 (4
 # heads of 64, fp32, one core).
 KEYS, QUERIES = 64, 16
 
@@ -56,10 +56,10 @@ def attend(
     last = torch.tensor(lengths)[sequence].unsqueeze(1) - 1
     seen_from = _seen_from(shape, offsets, lengths)[sequence].unsqueeze(1)
     for begin in range(0, reaches[-1] + 1, KEYS):
-        live = bisect_left(reaches, begin)  # groups before it see nothing of this tile or later ones
+        live = bisect_left(reaches, begin)  # earlier groups attend to no key of this tile or later ones
         tile = torch.arange(begin, begin + KEYS)
         inside = torch.minimum(torch.maximum(tile, seen_from[live:]), last[live:])
-        absent = inside != tile  # not there, or given back by a window: what memory holds may be anything
+        absent = inside != tile  # missing, or freed by a window: the memory may hold any values
         where = rows_of(sequence[live:], inside)
         k, v = (table[where].to(acc).masked_fill(absent[:, :, None, None], 0.0) for table in (keys, values))
         distance = tile - at[live:].unsqueeze(-1)  # [I, R, C]
@@ -72,7 +72,7 @@ def attend(
 
 
 def _groups(shape: Shape, offsets: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int, int, int, int]]:
-    """(last place seen, sequence, first row, queries, first place) of each group, in the order of what they see."""
+    """(last position attended to, sequence, first row, queries, first position) of each group, sorted."""
     found = []
     for s, ((begin, end), length) in enumerate(zip(pairwise(offsets), lengths, strict=True)):
         for row in range(begin, end, QUERIES):
@@ -82,16 +82,16 @@ def _groups(shape: Shape, offsets: Sequence[int], lengths: Sequence[int]) -> lis
 
 
 def _seen_from(shape: Shape, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    """The first place of each sequence that any of its queries sees."""
+    """The first position of each sequence that any of its queries attends to."""
     new = torch.tensor(offsets).diff()
     past = torch.tensor(lengths) - new
     return torch.zeros_like(past) if shape.window is None else (past - shape.window + 1).clamp(min=0)
 
 
 class _Running:
-    """Maximum, sum and mix so far of queries q[I, H, R, D], whose scale is in them already.
+    """The running maximum, sum and weighted sum of values of queries q[I, H, R, D], which are already scaled.
 
-    A sink is a score that is there before all others and has no value.
+    A sink is an initial score without a value.
     """
 
     def __init__(self, q: torch.Tensor, features: int, shape: Shape) -> None:
@@ -106,12 +106,12 @@ class _Running:
     def take(
         self, live: int, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, terms: torch.Tensor | None
     ) -> None:
-        """One tile, k[I, C, G, D] and v[I, C, G, E], for the groups from `live` on; terms are [I, H, R, C]."""
+        """Add one tile, k[I, C, G, D] and v[I, C, G, E], for the groups from `live` on; terms are [I, H, R, C]."""
         scores = self.shape.capped(self._product(self.q[live:], self._per_head(k).mT))
         scores = scores if terms is None else scores + terms
         scores = scores.masked_fill(hidden, -torch.inf)
         top = torch.maximum(self.top[live:], scores.amax(-1))
-        base = top.masked_fill(top == -torch.inf, 0.0)  # nothing seen yet: -inf - -inf is NaN
+        base = top.masked_fill(top == -torch.inf, 0.0)  # no key so far: -inf - -inf is NaN
         weights, kept = (scores - base.unsqueeze(-1)).exp(), (self.top[live:] - base).exp()
         self.sum[live:] = self.sum[live:] * kept + weights.sum(-1)
         self.mix[live:] = self.mix[live:] * kept.unsqueeze(-1) + self._product(weights, self._per_head(v))
@@ -121,7 +121,7 @@ class _Running:
         return self.mix / self.sum.unsqueeze(-1), self.top + self.sum.log()
 
     def _per_head(self, x: torch.Tensor) -> torch.Tensor:
-        """[I, C, G, F] as [I * H, C, F], each group's heads beside each other."""
+        """[I, C, G, F] as [I * H, C, F]; the heads of a group are adjacent."""
         (n, C, G, F), H = x.shape, self.q.shape[1]
         return x.transpose(1, 2).unsqueeze(2).expand(n, G, H // G, C, F).reshape(n * H, C, F)
 

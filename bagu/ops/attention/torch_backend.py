@@ -1,8 +1,8 @@
-"""Attention by PyTorch's own kernels, chosen by where the tensors are; and with all scores in memory for the rest.
+"""Attention with PyTorch's own kernels, chosen by device, and with all scores in memory for all other calls.
 
-CPU                               cpu.py: one call for segments of one length, else one for each run of lengths
+CPU                               cpu.py: one call for segments of one length, else one per run of equal lengths
 CUDA, 16 bits, at most a window   cuda.py: cuDNN or FlashAttention-2
-all else (DTensor, torch.func)    dense.py, ordinary PyTorch; ragged segments cost H * T^2 numbers
+other calls (DTensor, torch.func) dense.py, ordinary PyTorch; ragged segments need H * T^2 numbers
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Path", "backward", "forward", "invariant_forward", "path"]
 
 
 class Path(Enum):
-    """Which way a call goes: where, and whether as segments of one length."""
+    """The implementation of a call: the device, and whether all segments have one length."""
 
     CPU_EQUAL = auto()
     CPU_RAGGED = auto()
@@ -32,12 +32,12 @@ class Path(Enum):
 
 
 def uniform(T: int, cu_seqlens: torch.Tensor, max_len: int) -> bool:
-    """Whether every segment is exactly max_len long, by the sizes alone: S segments of at most max_len make T."""
+    """Whether every segment has length max_len, judged by sizes only: S segments of at most max_len tokens sum to T."""
     return T > 0 and (cu_seqlens.shape[0] - 1) * max_len == T
 
 
 def path(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, shape: Shape) -> Path:
-    # a DTensor, torch.func and forward-mode AD see only what is ordinary PyTorch
+    # DTensor, torch.func and forward-mode AD need ordinary PyTorch
     plain = type(q) in (torch.Tensor, torch.nn.Parameter) and not eager.transformed()
     same = uniform(q.shape[0], cu_seqlens, max_len)
     if plain and q.device.type == "cpu":
@@ -48,8 +48,8 @@ def path(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_len: in
 
 
 def _check_equal(cu_seqlens: torch.Tensor, max_len: int) -> None:
-    """S * max_len == T does not say that every segment is max_len long: one may be longer and another shorter. On a CPU
-    the offsets are at hand. A compiled graph asserts it."""
+    """Raise unless every segment has length max_len. S * max_len == T is not sufficient: one segment may be longer and
+    another shorter. On a CPU the offsets can be read. A compiled graph asserts it."""
     if torch.compiler.is_compiling():
         torch._assert_async(
             (cu_seqlens.diff() == max_len).all(), "attention: cu_seqlens has a segment longer than max_len"
@@ -98,7 +98,7 @@ def invariant_forward(
 
 
 def _added(q: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, shape: Shape) -> torch.Tensor | None:
-    """What is added to all scores at once: of one segment where all have one length, else of the whole batch."""
+    """The term to add to all scores: for one segment if all have one length, else for the whole batch."""
     like, T = q.new_empty(0, dtype=accumulator(q.dtype)), q.shape[0]
     if uniform(T, cu_seqlens, max_len):
         return shape.additive(max_len, like)
@@ -110,7 +110,7 @@ def backward(
     slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, out: torch.Tensor,
     lse: torch.Tensor, max_len: int, causal: bool, window: int | None, scale: float | None, softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """The formulas with all scores in memory, for another backend's forward; each path above has its own backward."""
+    """The backward with all scores in memory, for the forward of another backend; each path above has its own."""
     shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias)
     length = max_len if uniform(q.shape[0], cu_seqlens, max_len) else q.shape[0]
     parts = [_split(x, length) for x in (dout, q, k, v)]

@@ -1,13 +1,13 @@
-"""Attention by Triton kernels over packed segments of any lengths.
+"""Attention with Triton kernels over packed segments of any lengths.
 
-    work_list.py         which blocks there are, heaviest first, found on the device
+    work_list.py         the list of blocks, longest work first, built on the device
     forward_kernel.py    out and lse
-    backward_kernels.py  dq, then dk and dv; no atomics, so the same bits each time
-    score_kernels.py     what they share
-    block_sizes.py       how large the blocks are
+    backward_kernels.py  dq, then dk and dv; no atomics, so deterministic
+    score_kernels.py     code shared by these kernels
+    block_sizes.py       the block sizes
 
-It has no learned bias (`choice.py` says what it does not take). Keys and values are read by TMA where they are 16 bits
-wide: rows that are not on 16 bytes are copied first.
+It has no learned bias (`choice.py` lists the unsupported calls). 16-bit keys and values are read by TMA; rows that are
+not 16-byte aligned are copied first.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ LOG2E = 1.4426950408889634
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """The kernels make TMA descriptors, which need memory."""
+    """Launch with scratch memory, which the kernels need for TMA descriptors."""
     with_scratch_memory(kernel[grid])(*args, **options)
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it, as kernels read it: unit stride along the features, and for TMA every row on 16 bytes."""
+    """x, or a copy, with unit stride along the features and, for TMA, every row 16-byte aligned."""
     x, each = side_by_side(x), 16 // x.element_size()
     if not reads_by_tma(x):
         return x
@@ -55,7 +55,7 @@ def _scores(scale: float, softcap: float | None) -> tuple[float, ...]:
 
 
 def _reach(window: int | None, max_len: int) -> int:
-    """The window as kernels take it: past the longest segment it hides nothing, and sums with it must fit 32 bits."""
+    """The window for the kernels, capped by max_len: a larger one masks nothing, and sums with it must fit 32 bits."""
     return 0 if window is None else min(window, max_len)
 
 
@@ -68,7 +68,7 @@ def _constants(
     q: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, causal: bool, window: int | None,
     softcap: float | None, block: Block,
 ) -> dict[str, Any]:  # fmt: skip
-    """What a kernel is compiled for."""
+    """The constexpr arguments and launch options of a kernel."""
     D, E = q.shape[-1], v.shape[-1]
     return {
         "D": D, "E": E, "M": block.M, "N": block.N, "DW": width(D), "EW": width(E), "STAGES": block.stages,

@@ -1,9 +1,9 @@
-"""The tiles of a batch, heaviest first, found on the device: no length is read back to the host.
+"""The list of tiles of a batch, longest work first, built on the device: no length is copied to the host.
 
-A tile is a block of rows of one segment, as (the segment's begin, its length, the block). Tiles of equal weight are a
-level: at level l stands one tile of every segment that has more than l blocks. For blocks of queries that is block l,
-which sees l + 1 blocks of keys under a causal mask; for blocks of keys it is block l counted from the segment's end.
-The host knows how many tiles there can be at most; entries that are left over have length 0.
+A tile is a block of rows of one segment, as (the segment's begin, its length, the block). Tiles of equal work form a
+level: level l has one tile of every segment with more than l blocks. For blocks of queries it is block l, which attends
+to l + 1 blocks of keys under a causal mask; for blocks of keys it is block l counted from the segment's end. The host
+knows an upper bound of the number of tiles; unused entries have length 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _list(
     cu_ptr, tiles_ptr, segments, tokens, levels, cu_stride, ROWS: tl.constexpr, FROM_END: tl.constexpr,
     SEGMENTS: tl.constexpr, LEFT_OVER: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of one level. Wrong offsets give wrong tiles, but none outside the tensors."""
+    """Write the tiles of one level. Wrong offsets give wrong tiles, but none outside the tensors."""
     level, s = tl.program_id(0), tl.arange(0, SEGMENTS)
     begin = tl.load(cu_ptr + s * cu_stride, s < segments, 0)
     end = tl.load(cu_ptr + (s + 1) * cu_stride, s < segments, 0)
@@ -44,9 +44,9 @@ def _list(
 def list_tiles(
     cu_seqlens: torch.Tensor, tokens: int, max_len: int, rows: int, *, from_end: bool
 ) -> tuple[torch.Tensor, int]:
-    """(begin, length, block) of every block of `rows` rows of every segment, heaviest first; and how many there may be.
+    """(begin, length, block) of every block of `rows` rows of every segment, longest work first; and the upper bound.
 
-    The list ends with tiles of length 0, and has room for more of them than are used.
+    The list is larger than needed and ends with tiles of length 0.
     """
     segments = cu_seqlens.shape[0] - 1
     levels = triton.cdiv(min(max_len, tokens), rows)

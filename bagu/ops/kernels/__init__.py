@@ -2,7 +2,7 @@
 
 scalars       64-bit indices, 1 / N, 1 / sqrt(x)
 rows          load, reduce and store a row that a program keeps in registers
-column_sum    add up the parts of a weight gradient that each program leaves
+column_sum    add the partial weight gradients of all programs
 norms         RMSNorm, LayerNorm and ScaleNorm: one kernel forward, one backward
 wide_norms    the same for rows that do not fit in registers
 """

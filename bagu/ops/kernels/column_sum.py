@@ -1,4 +1,4 @@
-"""The sum over programs of the weight gradients that each of them leaves: no atomics, so the bits never vary."""
+"""Sum of the partial weight gradients of all programs. It uses no atomics, so the result is deterministic."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def column_sum(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def column_sums(partial: torch.Tensor, first: torch.dtype, second: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """partial[0] and partial[1] of partial[2, P, N], each as `column_sum` has it; one launch where dtypes are equal."""
+    """partial[0] and partial[1] of partial[2, P, N], each summed by `column_sum`; one launch if dtypes are equal."""
     if first != second:
         return column_sum(partial[0], first), column_sum(partial[1], second)
     y, z = (torch.empty(partial.shape[-1], dtype=first, device=partial.device) for _ in range(2))
@@ -46,7 +46,7 @@ def column_sums(partial: torch.Tensor, first: torch.dtype, second: torch.dtype) 
 
 
 def _launch(partial: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> None:
-    """264 programs' sums of 4,096 features are 4 MB: many rows and few columns a program request them all at once."""
+    """264 partial sums of 4,096 features are 4 MB: tiles of many rows and few columns request all of it at once."""
     outputs, P, N = partial.shape
     _column_sum[(triton.cdiv(N, 32), outputs)](
         partial, y, z, P, N, partial.stride(0), partial.stride(1),

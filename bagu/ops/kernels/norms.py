@@ -1,21 +1,21 @@
-"""RMSNorm, LayerNorm and ScaleNorm on Triton: x crosses memory once each way, and memory is the limit.
+"""RMSNorm, LayerNorm and ScaleNorm on Triton. They are memory-bound: x is read once and y is written once.
 
     rms      r = 1 / sqrt(mean(x^2) + eps)              y = x * r * w
     layer    r = 1 / sqrt(mean((x - mean)^2) + eps)     y = (x - mean) * r * w + b
     scale    r = 1 / max(sqrt(sum(x^2)), eps)           y = x * r * w, where w is one number
 
-Forward keeps r for the backward (layer: and the mean; scale: the norm instead of r). Backward, with h = (x - mean) * r
+Forward saves r for the backward (layer: also the mean; scale: the norm instead of r). Backward, with h = (x - mean) * r
 and g = dy * w:
 
     rms      dx = r * (g - h * mean(g * h))                  dw = sum_m dy * h
     layer    dx = r * (g - mean(g) - h * mean(g * h))        dw = sum_m dy * h        db = sum_m dy
     scale    dx = r * (g - h * sum(g * h))                   dw = sum_mn dy * h       (norm < eps: dx = r * g)
 
-LayerNorm takes the mean first and the squared deviations second, both from registers, so a large mean costs the
-variance no digits. Backward programs are few and have many rows each: w, dw and db stay in registers, and the next rows
-are copied to shared memory two ahead (num_stages), which keeps bytes in flight while a row is reduced. (Rows that are
-not aligned cannot be copied so.) dw and db are then summed over programs by `column_sum`, without atomics. Rows that do
-not fit in registers are in wide_norms.
+LayerNorm computes the mean first and the squared deviations second, both from registers, so a large mean does not make
+the variance less accurate. The backward has few programs with many rows each: w, dw and db stay in registers, and the
+kernel prefetches two rows ahead into shared memory (num_stages), which keeps loads in flight while a row is reduced.
+(Unaligned rows cannot be prefetched this way.) `column_sum` then sums dw and db over programs, without atomics.
+wide_norms handles rows that do not fit in registers.
 
 `add_rms_norm` is rms with an addend: s = x + addend is rounded, stored and normalised, and backward adds ds to dx.
 """
@@ -38,14 +38,14 @@ from bagu.ops.signature import accumulator
 
 __all__ = ["Tile", "forward_tile", "run_backward", "run_forward"]
 
-MAX_FORWARD = {"rms": 32768, "layer": 16384, "scale": 32768}  # columns: 64, 32 and 64 values a thread at 16 warps
-MAX_BACKWARD = 8192  # columns of fp32: w, dw, db, x and dy are 16 values a thread each; at 16,384 ptxas spills
-MAX_BACKWARD_SCALE = 32768  # bytes: ScaleNorm has no w and dw, but two rows each of x and dy wait in shared memory
+MAX_FORWARD = {"rms": 32768, "layer": 16384, "scale": 32768}  # columns: 64, 32, 64 values per thread at 16 warps
+MAX_BACKWARD = 8192  # columns of fp32: w, dw, db, x and dy have 16 values per thread each; at 16,384 ptxas spills
+MAX_BACKWARD_SCALE = 32768  # bytes: ScaleNorm has no w and dw, but two rows of x and of dy are in shared memory
 
 
 @triton.jit
 def _weights(ptr, n, N, KIND: tl.constexpr, FULL: tl.constexpr, ACC: tl.constexpr):
-    """w or b as a row; ScaleNorm's one number stands for a row."""
+    """w or b as a row; ScaleNorm has a single number instead."""
     if KIND == "scale":
         g = tl.load(ptr).to(ACC)
         return (g, g)
@@ -55,9 +55,9 @@ def _weights(ptr, n, N, KIND: tl.constexpr, FULL: tl.constexpr, ACC: tl.constexp
 
 @triton.jit
 def _mean(total, N, share):
-    """total / N within an ulp, from share = 1 / N: the remainder, exact in a fused multiply-add, is divided too.
+    """total / N within an ulp, from share = 1 / N: adds the remainder, exact by a fused multiply-add, times share.
 
-    A rounded division is slower (every row waits for it), and so is a second sum over the row.
+    A correctly rounded division is slower (every row waits for it), and so is a second sum over the row.
     """
     mean = total * share
     return mean + tl.fma(-mean, tl.zeros_like(mean) + N, total) * share
@@ -65,7 +65,7 @@ def _mean(total, N, share):
 
 @triton.jit
 def _deviations(x, mean, n, N, FULL: tl.constexpr):
-    """x - mean, and 0 past the end of the row."""
+    """x - mean inside the row, 0 beyond its end."""
     if len(x) == 2:
         return (x[0] - mean, tl.where(n[1] < N, x[1] - mean, 0.0))
     elif FULL:
@@ -121,7 +121,7 @@ def _forward(
 
 @triton.jit
 def _zeros(n, BLOCK_M: tl.constexpr, KIND: tl.constexpr, ACC: tl.constexpr):
-    """Where the gradient of `_weights` is summed."""
+    """The initial accumulator for the gradient of `_weights`."""
     if KIND == "scale":
         return (tl.zeros([BLOCK_M, 1], ACC),)
     else:
@@ -179,9 +179,9 @@ def _backward(
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """How a kernel is launched: rows and columns of a program, its warps, programs a multiprocessor (None: one a tile).
+    """Launch parameters: rows and columns of a tile, warps, programs per multiprocessor (None: one program per tile).
 
-    With one program a tile w and b are read for each tile; fewer programs keep them in registers.
+    With one program per tile, w and b are read for each tile; with fewer programs, they stay in registers.
     """
 
     block_m: int
@@ -205,7 +205,7 @@ def run_forward(
     kind: str, x: torch.Tensor, w: torch.Tensor, eps: float, tile: Tile,
     *, b: torch.Tensor | None = None, addend: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:  # fmt: skip
-    """(y, s, mean, r or norm); s where there is an addend, mean for "layer"."""
+    """(y, s, mean, r or norm); s is None without an addend, mean is None except for "layer"."""
     rows, w, b = as_rows(x), w.contiguous(), None if b is None else b.contiguous()
     addends = None if addend is None else as_rows(addend)
     M, N = rows.shape
@@ -237,7 +237,7 @@ def _backward_tile(kind: str, N: int, num_warps: int | None) -> Tile:
     block_m = max(1, 2048 // next_power_of_2(N))
     block_n, tail = split_row(N) if block_m == 1 else (next_power_of_2(N), 0)
     warps = num_warps or min(max(block_m * block_n // (256 if block_m > 1 and kind != "scale" else 512), 1), 16)
-    per_sm = max(16 // warps, 1)  # what fits at 128 registers a thread
+    per_sm = max(16 // warps, 1)  # as many as fit at 128 registers per thread
     return Tile(block_m=block_m, block_n=block_n, tail=tail, num_warps=warps, per_sm=per_sm)
 
 
@@ -246,7 +246,7 @@ def run_backward(
     programs_per_sm: int | None, num_warps: int | None,
     *, mean: torch.Tensor | None = None, b: torch.Tensor | None = None, ds: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """(dx, dw, db); db where there is a b. dx is the norm's gradient plus ds."""
+    """(dx, dw, db); db is None without b. dx is the norm's gradient plus ds."""
     dys, rows, w, more = as_rows(dy), as_rows(x), w.contiguous(), None if ds is None else as_rows(ds)
     (M, N), scale, outputs = rows.shape, kind == "scale", 1 if b is None else 2
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -265,7 +265,7 @@ def run_backward(
         _backward[(programs,)](
             dys, more, rows, w, mean, kept, dx, partial[0], partial[1] if outputs == 2 else None,
             M, N, *strides, eps, triton.cdiv(tiles, programs), **_options(kind, tile, dys, rows), maxnreg=128,
-            # LayerNorm at N = 1 has dx = 0; a fused dy * w - mean would leave the rounding of the mean
+            # LayerNorm at N = 1 has dx = 0; a fused dy * w - mean would not cancel the rounding of the mean
             enable_fp_fusion=kind != "layer" or tile.tail > 0,
         )  # fmt: skip
     if b is None:

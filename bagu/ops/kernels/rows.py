@@ -1,11 +1,11 @@
 """Rows of a matrix that a program keeps in registers.
 
-A row of N columns is a block of BLOCK_N of them, a power of two, and a tail of TAIL more where N is little past
-BLOCK_N (`launch.split_row`): 4,096 and 1,024 for 5,120, since a block of 8,192 would leave many registers empty. In a
-kernel it is a tuple of one or two tensors, [BLOCK_M, BLOCK_N] and [BLOCK_M, TAIL], and these functions take such
-tuples. With FULL the block has no columns past N, so that it needs no mask.
+A row of N columns is a block of BLOCK_N columns, a power of two, and, if N is slightly larger than BLOCK_N, a tail of
+TAIL columns (`launch.split_row`): 4,096 and 1,024 for 5,120, since a block of 8,192 would waste many registers. In a
+kernel a row is a tuple of one or two tensors, [BLOCK_M, BLOCK_N] and [BLOCK_M, TAIL]; these functions take such tuples.
+With FULL, the block has no columns beyond N, so it needs no mask.
 
-Loads are 128 bits wide where Triton knows that rows begin at multiples of 16 elements (`launch.aligned`). Other rows
+Loads are 128 bits wide if Triton can prove that rows begin at multiples of 16 elements (`launch.aligned`). Other rows
 move one element at a time, which costs up to 40 % of the speed.
 """
 
@@ -27,8 +27,8 @@ def row_ids(tile, BLOCK_M: tl.constexpr):
 def columns(BLOCK_N: tl.constexpr, TAIL: tl.constexpr, ALIGNED: tl.constexpr = True):
     """The columns of the block and of the tail.
 
-    A weight is aligned even where rows are not. Triton would then give it another layout than the rows, and move every
-    row through shared memory to meet it; where it takes columns for scattered ones it does not.
+    A weight can be aligned when the rows are not. Triton would then give it another layout than the rows, and convert
+    every row through shared memory. If ALIGNED is false, the columns look scattered to Triton, which prevents that.
     """
     block = tl.arange(0, BLOCK_N)[None, :]
     if not ALIGNED:
@@ -41,7 +41,7 @@ def columns(BLOCK_N: tl.constexpr, TAIL: tl.constexpr, ALIGNED: tl.constexpr = T
 
 @triton.jit
 def masks(m, n, M, N, FULL: tl.constexpr):
-    """Which elements of rows m and columns n exist."""
+    """Masks of the elements of rows m and columns n that exist."""
     if len(n) == 2:
         return (m < M, (m < M) & (n[1] < N))
     elif FULL:
@@ -52,7 +52,7 @@ def masks(m, n, M, N, FULL: tl.constexpr):
 
 @triton.jit
 def load_row(ptr, m, n, mask, stride, other=0.0):
-    """Rows m as they are stored; `other` where they end."""
+    """Load rows m in their stored dtype; masked elements are `other`."""
     block = tl.load(ptr + m * stride + n[0], mask[0], other, eviction_policy="evict_last")
     if len(n) == 2:
         return (block, tl.load(ptr + m * stride + n[1], mask[1], other, eviction_policy="evict_last"))
@@ -69,9 +69,9 @@ def store_row(ptr, m, n, mask, stride, x):
 
 @triton.jit
 def sum_row(x):
-    """The sum of each row: [BLOCK_M, 1], or a scalar where BLOCK_M is 1.
+    """The sum of each row: [BLOCK_M, 1], or a scalar if BLOCK_M is 1.
 
-    As a [1, 1] tile the sums of block and tail would need one layout, and Triton would load the tail twice.
+    With a [1, 1] tile, the sums of block and tail would need the same layout, and Triton would load the tail twice.
     """
     if x[0].shape[0] == 1:
         total = tl.sum(x[0])

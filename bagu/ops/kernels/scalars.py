@@ -1,4 +1,4 @@
-"""Scalars that kernels need: 64-bit indices, 1 / N, 1 / sqrt(x)."""
+"""Scalar helpers for kernels: 64-bit indices, 1 / N, 1 / sqrt(x)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["int64", "reciprocal", "rsqrt"]
 
 @triton.jit
 def int64(i):
-    """A loop counter as a 64-bit offset; in the interpreter it is a Python int and has no `.to`."""
+    """A loop counter as a 64-bit offset; in the interpreter a loop counter is a Python int without `.to`."""
     return tl.zeros([], tl.int64) + i
 
 
 @triton.jit
 def reciprocal(N, ACC: tl.constexpr):
-    """1 / N in ACC, rounded to nearest: a slow division, but done before the row arrives."""
+    """1 / N in ACC, rounded to nearest. The division is slow, but it overlaps with the load of the row."""
     n = tl.zeros([], ACC) + N
     if n.dtype == tl.float32:
         return tl.div_rn(1.0, n)

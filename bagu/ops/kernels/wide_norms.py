@@ -1,9 +1,9 @@
-"""The norms of rows that do not fit in registers: each row is read twice, in blocks.
+"""Norms of rows that do not fit in registers: each row is read twice, in blocks.
 
-Forward finds mean and variance lane by lane on the first pass (LayerNorm by Welford's recurrence), and writes y on the
-second. Backward of RMSNorm and LayerNorm is two kernels: `_row_means` finds mean(g) and mean(g * h) of each row, then
-`_columns` owns some columns of some rows and has dx, dw and db from one more read. ScaleNorm's backward has no gradient
-by column, so one program makes both passes over its row. norms.py has the formulas.
+Forward computes mean and variance per lane in the first pass (LayerNorm by Welford's recurrence), and writes y in the
+second. The backward of RMSNorm and LayerNorm has two kernels: `_row_means` computes mean(g) and mean(g * h) of each
+row; `_columns` then computes dx, dw and db of some columns of some rows with one more read. ScaleNorm's backward has no
+gradient per column, so one program makes both passes over its row. norms.py has the formulas.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _forward_wide(
     share = reciprocal(N, ACC)
     mean = 0.0
     if KIND == "layer":
-        seen = ((N - n + BLOCK_N - 1) // BLOCK_N).to(ACC)  # how many columns each lane had; BLOCK_N < N
+        seen = ((N - n + BLOCK_N - 1) // BLOCK_N).to(ACC)  # the number of columns per lane; BLOCK_N < N
         mean = tl.sum(seen * means) * share
         squares += seen * (means - mean) * (means - mean)
         tl.store(mean_ptr + m, mean)
@@ -64,7 +64,7 @@ def _forward_wide(
     row = x_ptr + m * x_stride
     if addend_ptr is not None:
         row = s_ptr + m * N
-        tl.debug_barrier()  # a thread may read what another one wrote
+        tl.debug_barrier()  # a thread may read a value that another thread wrote
     for start in tl.range(0, N, BLOCK_N, num_stages=2):
         i = start + n
         x = tl.load(row + i, i < N, 0.0, eviction_policy="evict_first").to(ACC)
@@ -165,10 +165,10 @@ def _scale_backward(
 
 
 def _two_passes(x: torch.Tensor) -> dict[str, Any]:
-    """The options of a kernel that makes two passes over a row: small programs, one a row.
+    """The launch options of a kernel that makes two passes over a row: small programs, one per row.
 
-    On an H200 they reach 0.61 of copy bandwidth at 1024 x 131,072. One program of 16 warps a multiprocessor, whose rows
-    the L2 holds for the second pass, reaches 0.47.
+    On an H200 they reach 0.61 of copy bandwidth at 1024 x 131,072. One program of 16 warps per multiprocessor, whose
+    rows stay in L2 for the second pass, reaches 0.47.
     """
     return {"BLOCK_N": 2048 // max(x.element_size() // 4, 1), "ACC": triton_acc(x.dtype), "num_warps": 4}
 
@@ -182,13 +182,13 @@ def wide_backward(
     dy: torch.Tensor, ds: torch.Tensor | None, x: torch.Tensor, w: torch.Tensor, mean: torch.Tensor | None,
     r: torch.Tensor, dx: torch.Tensor, outputs: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Write dx of x[M, N]; [outputs, P, N], the parts of dw and of db where there are two outputs."""
+    """Write dx of x[M, N] and return [outputs, P, N]: the partial dw, and the partial db if there are two outputs."""
     (M, N), acc, along = x.shape, triton_acc(x.dtype), torch.empty_like(r)
     level = None if mean is None else torch.empty_like(r)
     strides = dy.stride(0), x.stride(0)
     _row_means[(M,)](dy, x, w, mean, r, level, along, N, *strides, BLOCK_N=4096, ACC=acc, num_warps=8)
     across, tiles = triton.cdiv(N, COLUMNS), triton.cdiv(M, ROWS)
-    parts = min(tiles, triton.cdiv(16 * num_sms(x.device), across))  # about 16 programs a multiprocessor
+    parts = min(tiles, triton.cdiv(16 * num_sms(x.device), across))  # about 16 programs per multiprocessor
     partial = torch.empty(outputs, parts, N, dtype=r.dtype, device=x.device)
     _columns[(across, parts)](
         dy, ds, x, w, mean, r, level, along, dx, partial[0], partial[1] if outputs == 2 else None,
@@ -201,7 +201,7 @@ def wide_backward(
 def wide_scale_backward(
     dy: torch.Tensor, x: torch.Tensor, g: torch.Tensor, norm: torch.Tensor, dx: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Write dx of x[M, N]; dg."""
+    """Write dx of x[M, N] and return dg."""
     partial = torch.empty(len(x), 1, dtype=norm.dtype, device=x.device)
     _scale_backward[(len(x),)](
         dy, x, g, norm, dx, partial, x.shape[1], dy.stride(0), x.stride(0), eps, **_two_passes(x)
