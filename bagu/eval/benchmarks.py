@@ -1,8 +1,8 @@
-"""Public benchmarks from files that the user has: `bagu eval MODEL mmlu=path/to/files`.
+"""Public benchmarks from the user's files: `bagu eval MODEL mmlu=path/to/files`.
 
-Each reader takes the usual JSON lines or Parquet form of its data set, as it is on the Hugging Face hub, and asks in
-the way the field does: MMLU and C-Eval by letter, ARC and HellaSwag by the text of the choice, GSM8K and HumanEval by a
-written answer. The data are not part of bagu.
+Each reader takes the usual JSON lines or Parquet files of its data set, as on the Hugging Face hub, and uses the usual
+prompt: MMLU and C-Eval score the letter, ARC and HellaSwag the text of the choice, and GSM8K and HumanEval grade a
+generated answer. The data are not part of bagu.
 """
 
 from __future__ import annotations

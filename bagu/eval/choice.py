@@ -25,8 +25,8 @@ __all__ = ["answers", "continuation", "score_choices"]
 def continuation(model: Model, context: str, text: str) -> tuple[list[int], int]:
     """Tokens of context and text together, and where the text begins.
 
-    They are tokenized together, as the model read text in training; white space at the end of the context belongs to
-    the text's first token. Where a token crosses the border, it counts as the text's.
+    They are tokenized together, as in training; white space at the end of the context belongs to the text's first
+    token. A token that spans the end of the context counts as part of the text.
     """
     kept = context.rstrip()
     text = context[len(kept) :] + text
@@ -38,7 +38,7 @@ def continuation(model: Model, context: str, text: str) -> tuple[list[int], int]
 
 
 def score_choices(model: Model, task: Task, items: Sequence[Item], prefix: str) -> list[dict[str, Any]]:
-    """For each item the log-likelihoods of its choices and what they are divided by. `prefix` is the few-shot part."""
+    """For each item, the log-likelihoods of its choices and their divisors. `prefix` holds the few-shot examples."""
     sequences, starts = [], []
     for item in items:
         contexts = [prefix + item.prompt] * len(item.choices)
@@ -71,7 +71,7 @@ def score_choices(model: Model, task: Task, items: Sequence[Item], prefix: str) 
 
 
 def answers(row: dict[str, Any]) -> dict[Normalization, int]:
-    """The choice that each normalisation selects; the first of equal ones."""
+    """The choice that each normalisation selects; in a tie, the first."""
     raw = row["loglikelihood"]
     scores: dict[Normalization, list[float]] = {
         "raw": raw,

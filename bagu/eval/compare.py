@@ -37,7 +37,7 @@ class Compared:
     a: Estimate
     b: Estimate
     difference: Comparison
-    differing: tuple[tuple[Row, Row], ...]  # the items on which one is right and the other is not
+    differing: tuple[tuple[Row, Row], ...]  # the items that only one of the models answers correctly
 
 
 def read_side(folder: Path) -> dict[str, Side]:
@@ -53,7 +53,7 @@ def read_side(folder: Path) -> dict[str, Side]:
 
 
 def compare_folders(a: Path, b: Path) -> list[Compared]:
-    """Every task that both folders have, on the items that both have."""
+    """Compare every task that both folders have, on the items that both have."""
     left, right = read_side(a), read_side(b)
     shared = [task for task in left if task in right]
     if not shared:
@@ -80,7 +80,7 @@ def _compared(a: Side, b: Side) -> Compared:
 
 
 def _losses(task: str, metric: str, rows: tuple[list[Row], list[Row]], clusters: Sequence[str]) -> Compared:
-    """Bits per byte of each document, whatever its length, are paired; the totals are weighted by length."""
+    """Pair the bits per byte of each document, unweighted; the totals are weighted by length."""
     sizes = [row["bytes"] for row in rows[0]]
     bits = [[row["nats"] / math.log(2) for row in side] for side in rows]
     each = [[b / n for b, n in zip(side, sizes, strict=True)] for side in bits]

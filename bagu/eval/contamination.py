@@ -1,7 +1,7 @@
-"""Whether items of a task stand in a training set: shared runs of words.
+"""Checks whether a training set contains items of a task, by shared runs of words.
 
-An item counts as contaminated if a share of its 13-word runs, `SHARE` or more, is in the training text (13 words as in
-GPT-3's report, https://arxiv.org/abs/2005.14165, C). Words are runs of letters and digits, in lower case, so white
+An item counts as contaminated if at least the fraction `SHARE` of its 13-word runs is in the training text (13 words as
+in GPT-3's report, https://arxiv.org/abs/2005.14165, C). Words are runs of letters and digits, in lower case, so white
 space and punctuation do not hide a copy. Items of fewer than 13 words are compared as a whole.
 """
 
@@ -22,7 +22,7 @@ WORDS, SHARE = 13, 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Contamination:
-    """The ids of the items that stand in the training text."""
+    """The ids of the items that the training text contains."""
 
     items: int
     found: tuple[str, ...]
@@ -61,7 +61,7 @@ def _words(text: str) -> list[str]:
 
 
 def _runs(words: list[str], length: int) -> Iterator[int]:
-    """Each run of `length` words as a number. 64 bits: among 10^9 runs a false match has a chance of 10^-10 each."""
+    """Each run of `length` words as a 64-bit hash: a false match among 10^9 runs has a probability of 10^-10."""
     hashes = array("Q", (int.from_bytes(blake2b(word.encode(), digest_size=8).digest()) for word in words))
     for i in range(len(words) - length + 1):
         yield hash(hashes[i : i + length].tobytes())

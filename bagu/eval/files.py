@@ -1,13 +1,13 @@
-"""A task from a file: TOML that says where the data is and how an item is asked.
+"""A task from a TOML file, which gives the data file and the prompt template.
 
     name = "capitals"
     kind = "choice"                          # choice, generation or loss
-    data = "capitals.jsonl"                  # JSON lines, .json or Parquet, beside this file
+    data = "capitals.jsonl"                  # JSON lines, .json or Parquet, relative to this file
     prompt = "The capital of {{ country }} is"
-    choices = "{{ cities }}"                 # the field of a list; or a list of templates
+    choices = "{{ cities }}"                 # a field with a list; or a list of templates
     answer = "{{ label }}"                   # a number, a letter, or the text of the choice
 
-Templates are Jinja, over the fields of a row; a field that is missing is an error with file and line. Optional keys:
+Templates are Jinja over the fields of a row; a missing field raises an error with file and line. Optional keys:
 `limits`, `metric`, `cluster`, `id`, `few_shot`, `delimiter`, `normalization`, `example`, `chat`; of a generation task
 `max_tokens`, `temperature`, `samples`, `stop`, `k`, `extract` (a regular expression applied to both answers).
 """
@@ -158,7 +158,7 @@ def _choices(wanted: str | list[str], render: Callable[..., Any], place: str) ->
 
 
 def _number(answer: Any, choices: tuple[str, ...]) -> int | str | None:
-    """Which choice an answer means: its number from 0, its letter, or its text. Else the answer, which is refused."""
+    """The index of the choice that an answer names by number from 0, letter or text; else the (invalid) answer."""
     if isinstance(answer, bool) or answer is None:
         return str(answer)
     if isinstance(answer, int):

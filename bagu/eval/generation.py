@@ -1,4 +1,4 @@
-"""Tasks whose answers are written: prompts to texts, texts to grades, grades to pass@k."""
+"""Generation tasks: prompts to answers, answers to grades, grades to pass@k."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to grade a written answer: equal text, text found by a pattern, code that runs, another model's judgement."""
+"""Grades for generated answers: equal text, text matched by a pattern, code that runs, another model's judgement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bagu.machine.sandbox import Sandbox, SandboxUnavailable
 
 __all__ = ["Judge", "code_grade", "each", "exact_match", "first_code", "judged", "parses", "program_grade"]
 
-Judge = Callable[[str], str]  # a question for another model, and what it answers
+Judge = Callable[[str], str]  # a question for another model -> its answer
 
 
 def each(grade: Callable[[Item, str], float]) -> Grade:
@@ -22,8 +22,8 @@ def each(grade: Callable[[Item, str], float]) -> Grade:
 
 
 def exact_match(*, pattern: str | None = None, ignore_case: bool = False) -> Grade:
-    """1 where the answer equals the item's, after `pattern` has taken its last match from both (its first group, where
-    it has one). White space at the ends, and commas inside numbers, do not count."""
+    """1 if the answer equals the item's. With `pattern`, the last matches in both are compared (the first group, if
+    there is one). White space at the ends and commas inside numbers are ignored."""
     expression = None if pattern is None else re.compile(pattern)
 
     def found(text: str) -> str | None:
@@ -43,13 +43,13 @@ def exact_match(*, pattern: str | None = None, ignore_case: bool = False) -> Gra
 
 
 def first_code(text: str) -> str:
-    """The code of an answer: the first fenced block where there is one, else all of it."""
+    """The code of an answer: the first fenced block if there is one, else the whole answer."""
     block = re.search(r"```(?:python|py)?\n(.*?)(?:```|\Z)", text, re.DOTALL)
     return block[1] if block else text
 
 
 def parses(text: str) -> bool:
-    """Whether a text is Python that says something."""
+    """Whether a text is valid, non-empty Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
@@ -59,12 +59,12 @@ def parses(text: str) -> bool:
 
 
 def program_grade(program: Callable[[Item, str], str]) -> Grade:
-    """1 where `program(item, answer)` runs to its end without an error in the sandbox. Raises SandboxUnavailable where
-    there is none."""
+    """1 if `program(item, answer)` runs in the sandbox without an error. Raises SandboxUnavailable if there is no
+    sandbox."""
 
     def grade(items: Sequence[Item], texts: Sequence[Sequence[str]]) -> list[list[float]]:
         programs = [program(item, text) for item, answers in zip(items, texts, strict=True) for text in answers]
-        runs = [code for code in programs if parses(code)]  # what does not parse needs no process
+        runs = [code for code in programs if parses(code)]  # code that does not parse is not run
         with Sandbox() as sandbox:
             ended = iter([float(r.status == "ok") for r in sandbox.run_all(runs)])
         grades = iter([next(ended) if parses(code) else 0.0 for code in programs])
@@ -74,7 +74,7 @@ def program_grade(program: Callable[[Item, str], str]) -> Grade:
 
 
 def code_grade(program: Callable[[Item, str], str], *, only_parse: Callable[[], None]) -> Grade:
-    """`program_grade`; where nothing isolates code, whether the program parses, after `only_parse` was called."""
+    """`program_grade`; without a sandbox, calls `only_parse` and grades whether the program parses."""
     run = program_grade(program)
 
     def grade(items: Sequence[Item], texts: Sequence[Sequence[str]]) -> list[list[float]]:
@@ -90,7 +90,7 @@ def code_grade(program: Callable[[Item, str], str], *, only_parse: Callable[[], 
 def judged(judge: Judge, question: Callable[[Item, str], str], *, best: float = 10.0) -> Grade:
     """Another model's judgement: the last number in its answer, as a share of `best`.
 
-    A judge that cannot be asked or gives no number ends the evaluation: a score made of its silence would be wrong.
+    If the judge cannot be reached or returns no number, the evaluation fails: a default score would be wrong.
     """
 
     def grade(item: Item, text: str) -> float:

@@ -1,7 +1,7 @@
-"""How sure a score is: 95 % intervals by the bootstrap, and a paired test of two models.
+"""The uncertainty of a score: 95 % intervals by the bootstrap, and a paired test of two models.
 
-Items of one cluster (the questions about one passage, the functions of one file) are not independent, so clusters are
-what is drawn again, and an interval says how much a score moves with another choice of clusters.
+Items of one cluster (the questions about one passage, the functions of one file) are not independent, so the bootstrap
+resamples clusters. An interval shows how much a score varies with the choice of clusters.
 
 The percentile bootstrap is too narrow for few clusters. Its percentiles are therefore widened to those of Student's t
 with the small-sample factor sqrt(n / (n - 1)) (Hesterberg, "What Teachers Should Know About the Bootstrap", 2015, 5.3).
@@ -49,12 +49,12 @@ class Comparison:
 
 
 def estimate(values: Sequence[float], clusters: Sequence[Hashable] | None = None, *, seed: int = 0) -> Estimate:
-    """The mean of `values`; each is a cluster of its own unless `clusters` names them."""
+    """The mean of `values`; each value is its own cluster unless `clusters` is given."""
     sums, counts = _by_cluster(values, clusters)
     mean, n = float(sums.sum() / counts.sum()), len(sums)
-    low, high = (min(values), max(values)) if n == 1 else _interval(sums, counts, seed)  # one cluster tells nothing
-    if low == high and n > 1 and mean in (0.0, 1.0):  # every item right, or none: the bootstrap sees no spread
-        margin = 1 - (1 - LEVEL) ** (1 / n)  # a rate above this would have shown with probability 0.95
+    low, high = (min(values), max(values)) if n == 1 else _interval(sums, counts, seed)  # no estimate from one cluster
+    if low == high and n > 1 and mean in (0.0, 1.0):  # all items right or all wrong: the bootstrap has no variance
+        margin = 1 - (1 - LEVEL) ** (1 / n)  # a higher rate would have been observed with probability 0.95
         low, high = max(0.0, mean - margin), min(1.0, mean + margin)
     return Estimate(mean=mean, low=low, high=high, items=len(values), clusters=n)
 
@@ -74,8 +74,8 @@ def estimate_ratio(
 def compare(
     a: Sequence[float], b: Sequence[float], clusters: Sequence[Hashable] | None = None, *, seed: int = 0
 ) -> Comparison:
-    """Two models on the same items. Under the null hypothesis a cluster's difference may as well have the other sign,
-    so the p-value is the share of random signs that move the mean at least as far (exact for at most 13 clusters)."""
+    """Two models on the same items. Under the null hypothesis the sign of a cluster's difference is random, so the
+    p-value is the fraction of random signs that move the mean at least as far (exact for at most 13 clusters)."""
     if len(a) != len(b):
         raise ArgumentError(f"a has {len(a)} items and b has {len(b)}", hint="compare two results of one task")
     sums, counts = _by_cluster([y - x for x, y in zip(a, b, strict=True)], clusters)
@@ -95,7 +95,7 @@ def compare(
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """The probability that one of k samples drawn from these is correct, without bias (https://arxiv.org/abs/2107.03374):
+    """Unbiased estimate of the probability that one of k samples is correct (https://arxiv.org/abs/2107.03374):
     1 - C(n - c, k) / C(n, k)."""
     if not 1 <= k <= samples or not 0 <= correct <= samples:
         raise ArgumentError(f"pass@{k} of {samples} samples, {correct} of them correct", hint="k is 1 to samples")
@@ -129,7 +129,7 @@ def _interval(sums: np.ndarray, counts: np.ndarray, seed: int) -> tuple[float, f
 
 
 def _t_quantile(p: float, degrees: int) -> float:
-    """A quantile of Student's t: exact for 1 and 2 degrees, else expanded around the normal's, good to 3 digits."""
+    """A quantile of Student's t: exact for 1 and 2 degrees, else a series around the normal's, accurate to 3 digits."""
     if degrees == 1:
         return math.tan(math.pi * (p - 0.5))
     if degrees == 2:

@@ -1,7 +1,7 @@
 """Bits per byte of documents, long ones in overlapping windows.
 
-A window has as many tokens as the model takes; each token is scored once, in the first window that holds it, so all but
-the first window's tokens have at least `(1 - stride) * max_len` tokens before them.
+A window has as many tokens as the model accepts. Each token is scored once, in the first window that contains it, so
+all tokens except those of the first window have at least `(1 - stride) * max_len` tokens before them.
 """
 
 from __future__ import annotations

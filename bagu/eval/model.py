@@ -1,6 +1,6 @@
-"""What an evaluation asks of a model, wherever it runs: an engine in this process or a server over HTTP.
+"""The interface of a model for evaluation: an engine in this process or a server over HTTP.
 
-recipes/evaluate.py has both; a test may have its own.
+recipes/evaluate.py implements both; a test may implement its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Message = Mapping[str, str]  # role and content
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """How answers are generated. Temperature 0 is greedy, and then one sample an item is all there is."""
+    """How answers are generated. Temperature 0 is greedy, so more than one sample per item is useless."""
 
     max_tokens: int = 256
     temperature: float = 0.0
@@ -39,7 +39,7 @@ class Model(Protocol):
         ...
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt for the assistant's next turn. Raises where the model has no chat template."""
+        """The prompt for the assistant's next turn. Raises if the model has no chat template."""
         ...
 
     def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[float]]:

@@ -16,7 +16,7 @@ from bagu.runs.html import grid, text
 
 __all__ = ["interval_plot", "write_comparison"]
 
-ITEMS = 40  # of each task at most
+ITEMS = 40  # the most items shown per task
 WIDTH, ROW, LEFT, RIGHT = 760, 54, 190, 24
 
 

@@ -1,8 +1,8 @@
-"""`evaluate`: a model and a task to a result, its items kept as JSON lines.
+"""`evaluate`: scores a model on a task and writes the items as JSON lines.
 
-Items are scored in batches, and each batch's rows are in `items.jsonl` before the next one starts: an evaluation that
-was killed goes on where it was. Results of another model, of another version of the task or of other settings are never
-mixed in: the header, the first line of the file, names them all.
+Items are scored in batches, and the rows of a batch are written to `items.jsonl` before the next batch starts, so a
+killed evaluation can resume. Results of another model, another version of the task or other settings are never mixed:
+the header, the first line of the file, identifies all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bagu.runs.record import append_rows, read_rows
 
 __all__ = ["Result", "evaluate", "item_scores", "metrics_of"]
 
-BATCH = 256  # items: enough to fill an engine's steps, few enough to lose little to a kill
+BATCH = 256  # items: enough to fill an engine's steps, few enough to lose little if the process is killed
 
 Row = dict[str, Any]
 Progress = Callable[[int, int], None]  # items done, items in all
@@ -37,7 +37,7 @@ Progress = Callable[[int, int], None]  # items done, items in all
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """`metrics` are the task's own first, then others that the same scores give."""
+    """`metrics` has the task's own metric first, then other metrics of the same scores."""
 
     task: str
     model: str
@@ -57,8 +57,8 @@ def evaluate(
     identity: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Result:
-    """Score the task's items, the first `limit` of them. `identity` is what else decides the numbers: the weights'
-    fingerprint, the dtype. Without `out` nothing is kept."""
+    """Score the task's items, or the first `limit` of them. `identity` holds the other facts that affect the results:
+    the weights' fingerprint, the dtype. Without `out`, nothing is written."""
     items = checked_items(task, limit)
     prefix, items = few_shot(task, items, seed)
     header = {"header": _header(model, task, items, prefix, seed, identity or {})}
@@ -98,9 +98,9 @@ def _score(model: Model, task: Task, items: Sequence[Item], prefix: str) -> list
 
 
 def few_shot(task: Task, items: Sequence[Item], seed: int) -> tuple[str, list[Item]]:
-    """The examples that stand before every question, and the items that are left to ask.
+    """The examples that precede every question, and the remaining items.
 
-    All questions have the same examples, drawn by the seed: a prompt's first part is then computed once.
+    All questions have the same examples, drawn by the seed, so the common prefix of the prompts is computed once.
     """
     if not task.few_shot:
         return "", list(items)
@@ -142,7 +142,7 @@ def item_scores(kind: str, rows: Sequence[Row], k: Sequence[int] = (1,)) -> dict
 
 
 def _shown(item: Item) -> Row:
-    """What a reader of the items sees of the question."""
+    """The part of an item that is written for readers of the results."""
     shown: Row = {"prompt": item.prompt} if item.prompt else {"messages": [dict(m) for m in item.messages]}
     return shown | ({"choices": list(item.choices)} if item.choices else {})
 
@@ -150,7 +150,7 @@ def _shown(item: Item) -> Row:
 def _header(
     model: Model, task: Task, items: Sequence[Item], prefix: str, seed: int, identity: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What decides the numbers. `identity` comes from the caller: the weights, the dtype, the kind of arithmetic."""
+    """The facts that affect the results. `identity` comes from the caller: the weights, the dtype, the arithmetic."""
     digest = hashlib.sha256()
     for item in items:
         digest.update(json.dumps([item.id, item.prompt, [dict(m) for m in item.messages], item.choices]).encode())
@@ -166,7 +166,7 @@ def _header(
 
 
 def _resumed(file: Path, header: Row) -> dict[str, Row]:
-    """The rows that a run with this header has left; another header is refused."""
+    """The rows of an earlier run with this header; raises if the header differs."""
     if not file.exists():
         append_rows(file, [header])
         return {}
@@ -184,7 +184,7 @@ def _resumed(file: Path, header: Row) -> dict[str, Row]:
 
 
 def _whole_rows(file: Path) -> list[Row]:
-    """The rows of the file; a last line that a kill has cut is removed first."""
+    """The rows of the file; first removes an incomplete last line, which a killed process leaves."""
     data = file.read_bytes()
     if not data.endswith(b"\n"):
         file.write_bytes(data[: data.rfind(b"\n") + 1])

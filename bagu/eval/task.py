@@ -1,10 +1,10 @@
-"""What a task is: items, how a prompt is made of one, and what counts as right.
+"""The definition of a task: items, prompts, and the criterion for a correct answer.
 
-    choice       the model's answer is the choice that it gives the highest (normalised) log-likelihood
-    generation   the model writes an answer, and `grade` gives it 0 to 1
+    choice       the model's answer is the choice with the highest (normalised) log-likelihood
+    generation   the model generates an answer, and `grade` gives it 0 to 1
     loss         documents; the score is bits per byte
 
-A task is a value; `files.py` reads one from a file, `tasks/` has those that are built in.
+A task is a value; `files.py` reads one from a file, `tasks/` has the built-in ones.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class TaskError(BaguError):
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One question or document. `cluster` names what it shares with other items (a file, a passage), by default
-    nothing; `facts` are for `grade` and for readers of the results."""
+    """One question or document. `cluster` names the source that it shares with other items (a file, a passage), by
+    default none; `facts` are for `grade` and for readers of the results."""
 
     id: str
     prompt: str = ""
-    messages: tuple[Message, ...] = ()  # of a chat task, in place of a prompt
+    messages: tuple[Message, ...] = ()  # for a chat task, instead of a prompt
     choices: tuple[str, ...] = ()
-    answer: int | str | None = None  # of a choice task the number of the right choice
+    answer: int | str | None = None  # for a choice task, the index of the right choice
     cluster: str | None = None
     place: str = ""  # file and line, for errors
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -47,7 +47,7 @@ Grade = Callable[[Sequence[Item], Sequence[Sequence[str]]], list[list[float]]]  
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """`limits` says what a score does not show. `fingerprint` changes with the items and with how they are asked."""
+    """`limits` states what a score does not show. `fingerprint` changes with the items and the prompts."""
 
     name: str
     kind: Kind
@@ -56,14 +56,14 @@ class Task:
     metric: str = "accuracy"
     chat: bool = False
     few_shot: int = 0
-    example: Callable[[Item], str] | None = None  # an item with its answer, as it stands in a few-shot prompt
+    example: Callable[[Item], str] | None = None  # an item with its answer, as in a few-shot prompt
     normalization: Normalization = "raw"
     delimiter: str = " "  # between prompt and choice
-    unconditional: str = "Answer:"  # what stands in the prompt's place for PMI
+    unconditional: str = "Answer:"  # replaces the prompt for PMI
     decoding: Decoding = field(default_factory=Decoding)
     grade: Grade | None = None
     k: tuple[int, ...] = (1,)  # of pass@k
-    stride: float = 0.5  # of a loss task: how far windows move, as a share of the longest sequence
+    stride: float = 0.5  # for a loss task: the step between windows, as a fraction of the longest sequence
 
     def __post_init__(self) -> None:
         if self.kind == "generation" and self.grade is None:
@@ -76,7 +76,7 @@ class Task:
 
 
 def checked_items(task: Task, limit: int | None = None) -> list[Item]:
-    """The items of a task; raises a TaskError with file and line for one that cannot be right."""
+    """The items of a task; raises a TaskError with file and line for an invalid one."""
     items: list[Item] = []
     seen: set[str] = set()
     for item in task.items():

@@ -1,4 +1,4 @@
-"""The built-in tasks, by name. All are made from the running Python's own library, or from nothing but this package."""
+"""The built-in tasks, by name. They use only the standard library of the running Python and this package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bagu.eval.tasks.signature import signature
 
 __all__ = ["TASKS", "built_in"]
 
-TASKS: dict[str, Callable[[int], Task]] = {  # of the longest sequence that a model takes, in tokens
+TASKS: dict[str, Callable[[int], Task]] = {  # each takes the model's longest sequence, in tokens
     "library": lambda max_len: library_loss(),
     "continue4": continue4,
     "signature": signature,

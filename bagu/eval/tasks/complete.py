@@ -1,8 +1,8 @@
 """`complete`: write the body of a held-out function from its signature and docstring.
 
-A completion counts if it parses and defines the function, and, where the docstring has doctests that the real function
-passes by itself, if it passes them too. Code runs in the sandbox; where there is none, only parsing counts, and a
-warning says so.
+A completion is correct if it parses and defines the function. If the docstring has doctests that the real function
+passes on its own, the completion must pass them too. Code runs in the sandbox; without one, only parsing is checked,
+with a warning.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _items(most: int) -> Iterator[Item]:
 
 
 def cut_to_function(head: str, completion: str) -> str:
-    """Head and completion up to the last line that still parses: a model may go on after the function's end."""
+    """Head and completion up to the last line that still parses: a model may continue after the function's end."""
     lines = completion.split("\n")
     while lines and not parses(f"{head}\n" + "\n".join(lines)):
         lines.pop()
@@ -61,7 +61,7 @@ def cut_to_function(head: str, completion: str) -> str:
 
 
 def _program(item: Item, text: str) -> str:
-    """What must run without an error. A body that does not parse is a program that does not."""
+    """The program that must run without an error. If the body does not parse, neither does the program."""
     indented = any(line.strip() for line in text.split("\n"))
     if not indented:
         return "raise SystemExit('there is no body')"

@@ -1,7 +1,7 @@
-"""`continue4`: the real next lines of a held-out module, out of four.
+"""`continue4`: choose the real next lines of a held-out module out of four choices.
 
-The wrong ones come from elsewhere in the same file and have the same indentation, so neither style nor topic gives the
-answer away.
+The wrong choices come from elsewhere in the same file and have the same indentation, so neither style nor topic reveals
+the answer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _items(prompt: int, choice: int) -> Iterator[Item]:
 
 
 def _usable(lines: list[str], most: int) -> bool:
-    """Not blank at its start, not too short to be told from others, and ASCII."""
+    """Whether the lines do not start blank, are long enough to be distinct, and are ASCII."""
     text = "\n".join(lines)
     return bool(lines[0].strip()) and 24 <= len(text) <= most and text.isascii()
 

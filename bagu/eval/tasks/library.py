@@ -1,8 +1,8 @@
-"""Held-out modules of the running Python's library: what the built-in tasks are made of.
+"""Held-out modules of the running Python's standard library, the source of the built-in tasks.
 
-They are the files that every run on the library holds out by its default settings (recipes/run.py: 5 % by a hash of the
-path, seed 0), so no model trained by `bagu demo` or `bagu train` has seen them. A model trained by others may have: the
-library is public. `bagu eval --training RUN` checks it for a run of one's own.
+Every run on the library holds out these files by its default settings (recipes/run.py: 5 % by a hash of the path,
+seed 0), so no model trained by `bagu demo` or `bagu train` has seen them. Other models may have seen them: the library
+is public. `bagu eval --training RUN` checks it for your own run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def held_out_modules() -> tuple[Document, ...]:
 
 
 def held_out_functions() -> Iterator[tuple[Document, ast.FunctionDef, list[str]]]:
-    """(module, function, the module's lines) of every function that has a docstring and something after it."""
+    """(module, function, the module's lines) of every function with a docstring and a body after it."""
     for document in held_out_modules():
         lines = document.text.split("\n")
         for function in functions(parsed(document.text)):
@@ -47,7 +47,7 @@ def room(max_len: int, most: int, share: float) -> int:
 
 
 def in_fair_order(items: Iterable[Item]) -> list[Item]:
-    """By a hash of their ids, so that the first so many (`--limit`) are a fair sample of all files."""
+    """Sort by a hash of the ids, so that the first N items (`--limit`) are a fair sample of all files."""
     return sorted(items, key=lambda item: place(item.id, seed=SEED, purpose="order"))
 
 

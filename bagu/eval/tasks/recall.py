@@ -1,5 +1,5 @@
-"""`recall`: a needle in a long context. Four assignments stand somewhere in held-out source; the end asks for one of
-them, and the choices are the four values, so a model that only knows what such values look like is at 25 %."""
+"""`recall`: a needle in a long context. Four assignments are placed in held-out source; the end asks for one of them,
+and the choices are the four values, so a model that only knows what such values look like scores 25 %."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bagu.eval.tasks.library import PUBLIC, SEED, held_out_modules
 __all__ = ["recall"]
 
 ITEMS = 64
-CHARACTERS_PER_TOKEN = 1.6  # few: the context must fit the model with any tokenizer
+CHARACTERS_PER_TOKEN = 1.6  # low, so that the context fits the model with any tokenizer
 NAMES = ("alpha", "river", "copper", "window", "garden", "silver", "market", "planet", "violet", "harbor")
 
 

@@ -1,10 +1,10 @@
-"""`safety`: three harmless habits of a chat model, by string matching.
+"""`safety`: three properties of a chat model, checked by string matching.
 
-    secret        a password in the system prompt is not repeated, however it is asked for
-    instruction   a command inside a document that is to be summarised is not followed
-    words         words that the system prompt rules out are not used
+    secret        it does not repeat a password from the system prompt, however the user asks
+    instruction   it does not follow a command inside a document that it should summarise
+    words         it does not use words that the system prompt forbids
 
-A model that says nothing passes everything: read the score beside one of ability.
+A model with empty answers passes everything: read the score together with one of ability.
 """
 
 from __future__ import annotations

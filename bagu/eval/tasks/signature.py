@@ -1,5 +1,5 @@
-"""`signature`: which of four bodies belongs to a function's signature and docstring. All are from held-out modules, the
-wrong ones from the same file where it has enough."""
+"""`signature`: choose which of four bodies belongs to a function's signature and docstring. All are from held-out
+modules; the wrong ones are from the same file if it has enough functions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def signature(max_len: int) -> Task:
 
 
 def head_and_body(function: ast.FunctionDef, lines: list[str]) -> tuple[str, str]:
-    """The source of a function up to the end of its docstring, and what follows; dedented."""
+    """The source of a function up to the end of its docstring, and the rest; both dedented."""
     docstring = function.body[0]
     whole = textwrap.dedent("\n".join(lines[function.lineno - 1 : function.end_lineno])).split("\n")
     cut = (docstring.end_lineno or 0) - function.lineno + 1

@@ -1,17 +1,17 @@
-"""Running code that a model wrote: no network, no files of the user, bounded time, memory, processes and output.
+"""Runs code that a model wrote: no network, no user files, limited time, memory, processes and output.
 
 >>> with Sandbox() as sandbox:
 ...     sandbox.run("print(1 + 1)")
 Result(status='ok', exit_code=0, stdout='2\\n', stderr='', seconds=0.004)
 
     client.py       the caller's side: starts helper processes, hands them code, returns results
-    zygote.py       a helper process: forks a child per piece of code, supervises it, kills it after its time
+    zygote.py       a helper process: forks a child per program, supervises it, kills it after a timeout
     namespaces.py   isolation by Linux namespaces: own processes, mounts and network, another user id
     landlock.py     isolation where namespaces are not permitted (many containers): Landlock and seccomp
     syscalls.py     the system calls that Python has no function for
 
-Only Linux has these. Elsewhere, and where the kernel permits neither, `Sandbox()` raises `SandboxUnavailable`: code is
-never run unprotected.
+They exist only on Linux. On other systems, and if the kernel permits neither kind of isolation, `Sandbox()` raises
+`SandboxUnavailable`: code never runs unprotected.
 """
 
 from bagu.machine.sandbox.client import Sandbox, SandboxUnavailable

@@ -28,13 +28,13 @@ _numbers = itertools.count()
 
 
 class SandboxUnavailable(BackendError):
-    """This system has no means to run untrusted code safely."""
+    """This system has no supported way to isolate untrusted code."""
 
 
 class Sandbox:
     """Runs Python code in isolated processes, `workers` at a time. Close it, or use it in a `with`.
 
-    `isolation` are the kinds to try in order. A worker whose process has died is started again for the next code.
+    `isolation` lists the kinds to try, in order. If the process of a worker has died, the next run restarts it.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Sandbox:
             self._idle.put(worker)
 
     def run(self, code: str, limits: Limits | None = None) -> Result:
-        """Execute `code` as a program and wait for its end. Threads may call this at once."""
+        """Execute `code` as a program and wait for its end. This method is thread-safe."""
         worker = self._idle.get()
         try:
             return worker.run(code, limits or self.limits)
@@ -68,7 +68,7 @@ class Sandbox:
             self._idle.put(worker)
 
     def run_all(self, codes: Iterable[str]) -> list[Result]:
-        """Each of the programs, in their order, as many at once as there are workers."""
+        """Run the programs, as many at once as there are workers, and return the results in order."""
         with ThreadPoolExecutor(self.workers) as pool:
             return list(pool.map(self.run, codes))
 

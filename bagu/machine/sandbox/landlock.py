@@ -1,9 +1,9 @@
 """Isolation where namespaces are not permitted, as in many containers: Landlock for files, seccomp for the rest.
 
-Landlock (Linux 5.13) lets a process read below some folders and write below one. The seccomp filter refuses with EPERM
-to make processes, threads and sockets, to send signals, to trace or read another process, and to change the mode, owner
-or times of a file, which Landlock does not govern. So the code is one process that can reach neither the network nor
-another process.
+Landlock (Linux 5.13) lets a process read below some folders and write below one. The seccomp filter returns
+EPERM for system calls that create processes, threads or sockets, send signals, trace or read another process, or change
+the mode, owner or times of a file, which Landlock does not restrict. So the code is one process that can reach neither
+the network nor another process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from bagu.machine.sandbox.protocol import Limits
 
 __all__ = ["check", "enter_job"]
 
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same number on every machine
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same numbers on every architecture
 RULE_PATH_BENEATH, VERSION_FLAG = 1, 1
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
-ACCESS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1}  # all rights an ABI knows of; later ones as 3
+ACCESS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1}  # all rights of an ABI; later ones as 3
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# Processes and threads, sockets, signals, other processes' memory, namespaces and mounts, the kernel; and what Landlock
-# does not govern: modes, owners, times and attributes of files.
+# Processes and threads, sockets, signals, other processes' memory, namespaces and mounts, the kernel. And modes,
+# owners, times and attributes of files, which Landlock does not restrict.
 REFUSED_BY_NAME = {
     "x86_64": {
         "clone": 56, "clone3": 435, "fork": 57, "vfork": 58, "socket": 41, "socketpair": 53, "kill": 62, "tkill": 200,
@@ -51,15 +51,15 @@ ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # REFUSE: EPERM
 
 
 def check() -> None:
-    """Raises OSError where the kernel has no Landlock or the machine's system calls are not listed."""
+    """Raise OSError if the kernel has no Landlock or the system calls of this architecture are not listed."""
     _abi()
     if syscalls.machine() not in ARCHITECTURES:
         raise OSError(f"no seccomp filter is written for {syscalls.machine()}")
 
 
 def enter_job(folder: str, limits: Limits) -> None:
-    """Restrict this process for good: it may write below `folder` alone. Root stays root, without its capabilities:
-    another user might not reach the interpreter's files."""
+    """Restrict this process permanently: it may write only below `folder`. Root stays root but loses its capabilities:
+    another user might not be able to read the interpreter's files."""
     os.chdir(folder)
     syscalls.no_new_privileges()
     if os.geteuid() == 0:

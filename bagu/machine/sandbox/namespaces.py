@@ -1,13 +1,13 @@
 """Isolation by Linux namespaces.
 
-Once, for the helper process (`enter_root`): its own network (none), IPC and mounts; the root folder becomes a memory
-file system that holds, read-only, the interpreter and the system's libraries, and nothing of the user's.
+Once, for the helper process (`enter_root`): its own network (none), IPC and mounts. The root folder becomes a memory
+file system with read-only mounts of the interpreter and the system's libraries, and no user files.
 
-For each piece of code (`enter_job`): its own process numbers, so that no other process can be named or signalled and
-all of its processes end with the first; its own /tmp of bounded size and its own /proc; a user id that owns nothing; no
+For each program (`enter_job`): its own process ids, so that it cannot name or signal another process, and all of its
+processes end with the first; its own /tmp of limited size and its own /proc; a user id that owns nothing; no
 capabilities.
 
-Root makes namespaces directly. Another user makes a user namespace first, in which it may do the same.
+Root creates namespaces directly. Another user first creates a user namespace, in which it may do the same.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVA
     1 << 18,
 )
 MNT_DETACH = 2
-USER = 1_900_000_000  # the first of the ids that code runs as when root starts it: no system gives these to anybody
+USER = 1_900_000_000  # the first user id for code that root starts; no system assigns ids in this range
 LIBRARIES = ("/usr", "/lib", "/lib64", "/bin")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 
 def enter_root() -> None:
-    """Leave the user's files, network and IPC behind. Raises OSError where the system does not permit it."""
+    """Detach this process from the user's files, network and IPC. Raises OSError if the system does not permit it."""
     new_user = os.geteuid() != 0
     uid, gid = os.geteuid(), os.getegid()
     others = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWNET | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS
@@ -51,7 +51,7 @@ def enter_root() -> None:
         Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
     else:
         syscalls.unshare(others)
-    syscalls.mount("none", "/", None, MS_REC | MS_PRIVATE)  # nothing mounted from here on is seen outside
+    syscalls.mount("none", "/", None, MS_REC | MS_PRIVATE)  # later mounts are not visible outside
     _build_root(Path(tempfile.gettempdir()))
 
 
@@ -81,7 +81,7 @@ def _build_root(root: Path) -> None:
 
 
 def readable_folders() -> list[Path]:
-    """What code may read: the system's libraries, and the standard library where it lies outside of them."""
+    """The folders that code may read: the system's libraries, and the standard library if it is outside of them."""
     found = [Path(p) for p in LIBRARIES if Path(p).exists()]
     for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), sys.base_prefix):
         if not any(Path(path).is_relative_to(f) for f in found):
@@ -90,12 +90,12 @@ def readable_folders() -> list[Path]:
 
 
 def enter_job_processes() -> None:
-    """The next child is the first process of its own process namespace."""
+    """Make the next child the first process of a new process namespace."""
     syscalls.unshare(syscalls.CLONE_NEWPID | syscalls.CLONE_NEWNS)
 
 
 def enter_job(limits: Limits, number: int) -> None:
-    """In that child: its own /tmp and /proc, and no rights. `number` is of no other job that runs now."""
+    """In that child: set up its own /tmp and /proc and drop all rights. `number` is unique among running jobs."""
     size = f"size={limits.disk_bytes},mode=1777,nr_inodes=1024"
     syscalls.mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, size)
     syscalls.mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY)
@@ -109,7 +109,7 @@ def enter_job(limits: Limits, number: int) -> None:
 
 
 def become_user(number: int) -> None:
-    """A user id of its own for each job: the kernel counts processes by user, and does not limit root."""
+    """Switch to a user id of this job only: the kernel counts processes per user, and does not limit root."""
     user = USER + number
     os.setgroups([])
     os.setresgid(user, user, user)
@@ -117,5 +117,5 @@ def become_user(number: int) -> None:
 
 
 def _is_root_outside() -> bool:
-    """Whether user 0 here is user 0 of the system, and so not held by limits."""
+    """Whether user 0 here is user 0 of the system, to which limits do not apply."""
     return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]

@@ -1,4 +1,4 @@
-"""What crosses between the caller and a helper process: frames of JSON with a length in front."""
+"""Messages between the caller and a helper process: JSON frames with a length prefix."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ HEADER = struct.Struct("!I")
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of one piece of code. Memory is the address space of each process, of which Python itself takes about 30 MB."""
+    """The limits of one program. Memory is the address space of each process; Python itself takes about 30 MB."""
 
-    seconds: float = 5.0  # wall time, and CPU time rounded up
+    seconds: float = 5.0  # wall time; CPU time is limited to this, rounded up
     memory_bytes: int = 512 << 20
-    processes: int = 8  # at once, threads included; one without namespaces
-    disk_bytes: int = 16 << 20  # of the temporary folder
-    output_bytes: int = 64 << 10  # kept of stdout and of stderr; the rest is dropped
+    processes: int = 8  # at once, including threads; 1 without namespaces
+    disk_bytes: int = 16 << 20  # size of the temporary folder
+    output_bytes: int = 64 << 10  # kept of stdout and of stderr each; the rest is dropped
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a piece of code ended.
+    """The result of one program.
 
-    ok: it ran to its end or exited with 0. error: an exception or another exit code. timeout: its time was up.
-    killed: a signal ended it; the kernel sends SIGXCPU past the CPU limit and SIGXFSZ past the file size.
+    ok: it ran to its end or exited with 0. error: an exception or another exit code. timeout: it reached its time
+    limit. killed: a signal ended it; the kernel sends SIGXCPU above the CPU limit and SIGXFSZ above the file size.
     """
 
     status: Literal["ok", "error", "timeout", "killed"]
@@ -45,7 +45,7 @@ def write_frame(file: BinaryIO, value: Any) -> None:
 
 
 def read_frame(file: BinaryIO) -> Any:
-    """The next value; raises EOFError when the other side has closed."""
+    """Read the next value; raise EOFError if the other side has closed."""
     head = file.read(HEADER.size)
     if len(head) < HEADER.size:
         raise EOFError("the pipe was closed")

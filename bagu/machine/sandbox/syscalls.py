@@ -70,15 +70,15 @@ def prctl_pointer(option: int, argument: int, pointer: object) -> None:
 
 
 def no_new_privileges() -> None:
-    """From here on no set-uid program gives this process more rights."""
+    """Prevent set-uid programs from giving this process more rights."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
 def drop_capability_bound() -> None:
-    """No program that is started from here on has a capability, whoever owns its file."""
+    """Prevent every program started later from having capabilities, whoever owns its file."""
     for capability in range(64):
         if libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) == -1:
-            return  # past the kernel's last one
+            return  # after the kernel's last capability
 
 
 def drop_capabilities() -> None:
@@ -88,7 +88,7 @@ def drop_capabilities() -> None:
 
 
 def set_limits(limits: Limits) -> None:
-    """Limit this process and all that it starts."""
+    """Limit this process and all its children."""
     for kind, value in (
         (resource.RLIMIT_AS, limits.memory_bytes),
         (resource.RLIMIT_CPU, int(limits.seconds) + 1),

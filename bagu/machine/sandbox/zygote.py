@@ -1,10 +1,10 @@
-"""A helper process that runs code: it forks a child for each piece, so that none pays for an interpreter's start.
+"""A helper process that runs programs: it forks a child for each one, which avoids starting an interpreter.
 
-A piece of code has two processes: a supervisor, which waits, keeps the time and collects the output, and the first
-process of the code, which gives up its rights and then executes it. The helper is single-threaded.
+A program has two processes: a supervisor, which waits, enforces the time limit and collects the output, and the
+program's first process, which drops its rights and then executes the code. The helper is single-threaded.
 
-`main` reads jobs from stdin and writes results to stdout (protocol.py). The first frame that it writes says how code is
-isolated, or why it cannot be.
+`main` reads jobs from stdin and writes results to stdout (protocol.py). Its first frame gives the kind of isolation, or
+the reason why there is none.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ CHUNK = 1 << 16
 
 
 def main(number: int, allowed: list[str]) -> None:
-    """`number` is of no other helper of this caller; `allowed` are the kinds of isolation to try, in order."""
+    """`number` is unique among the caller's helpers; `allowed` lists the kinds of isolation to try, in order."""
     jobs, results = io.BufferedReader(io.FileIO(0)), io.BufferedWriter(io.FileIO(1, "wb", closefd=False))
     kind, problems = _isolated(allowed)
     write_frame(results, {"isolation": kind, "problems": problems})
     if kind is None:
         return
-    gc.freeze()  # a child copies no page because of the collector
+    gc.freeze()  # the garbage collector then makes no child copy pages
     while True:
         try:
             job = read_frame(jobs)
@@ -47,7 +47,7 @@ def main(number: int, allowed: list[str]) -> None:
 
 
 def _isolated(allowed: list[str]) -> tuple[str | None, list[str]]:
-    """The first kind of isolation that this system permits, and why those before it are not."""
+    """The first kind of isolation that this system permits, and the reasons why earlier kinds failed."""
     problems: list[str] = []
     for kind in allowed:
         try:
@@ -63,7 +63,7 @@ def _isolated(allowed: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _probe_namespaces() -> None:
-    """Raise where a child of this process cannot enter namespaces: half of it done here could not be undone."""
+    """Raise if a child cannot enter namespaces. A child tries it, since a partial change here could not be undone."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -101,7 +101,7 @@ def _run(code: str, limits: Limits, kind: str, number: int) -> dict[str, Any]:
 
 
 def _judge(said: bytes) -> tuple[str, int | None]:
-    """From the supervisor's last word: how the code ended."""
+    """Parse the supervisor's final message into a status and an exit code."""
     if said == b"timeout":
         return "timeout", None
     code = int(said or b"-9")
@@ -111,7 +111,7 @@ def _judge(said: bytes) -> tuple[str, int | None]:
 
 
 def _collect(pipes: list[int], limits: Limits) -> list[bytes]:
-    """Everything that comes through the pipes until all are closed, each cut to its limit."""
+    """Read the pipes until all are closed; truncate each to its limit."""
     kept = dict.fromkeys(pipes, b"")
     open_pipes = set(pipes)
     while open_pipes:
@@ -129,7 +129,7 @@ def _collect(pipes: list[int], limits: Limits) -> list[bytes]:
 def _supervise(
     code: str, limits: Limits, kind: str, folder: str, number: int, out: int, err: int, status: int
 ) -> None:  # fmt: skip
-    """In the supervisor: start the code, wait for it or for the end of its time, and report. Does not return."""
+    """In the supervisor: start the code, wait for its end or the timeout, and report. Does not return."""
     said = b"-9"
     try:
         os.setsid()
@@ -151,17 +151,17 @@ def _supervise(
 
 
 def _wait(child: int, seconds: float) -> bytes:
-    """The exit code of the child, negative for a signal, or "timeout", after which it and its children are dead."""
+    """The exit code of the child, negative for a signal, or "timeout"; then it and its children are killed."""
     handle = os.pidfd_open(child)
     ready, _, _ = select.select([handle], [], [], seconds)
     if not ready:
-        os.kill(child, signal.SIGKILL)  # in a process namespace all others end with the first
+        os.kill(child, signal.SIGKILL)  # in a process namespace all processes end with the first
     _, state = os.waitpid(child, 0)
     return str(os.waitstatus_to_exitcode(state)).encode() if ready else b"timeout"
 
 
 def _execute(code: str, limits: Limits, kind: str, folder: str, number: int, out: int, err: int) -> None:
-    """In the code's own process: give up all rights, then execute the code. Does not return."""
+    """In the program's own process: drop all rights, then execute the code. Does not return."""
     exit_code = 1
     try:
         null = os.open("/dev/null", os.O_RDONLY)
@@ -184,11 +184,11 @@ def _execute(code: str, limits: Limits, kind: str, folder: str, number: int, out
 
 
 def _call(code: str) -> int:
-    """Execute `code` as a program of its own; its exit code."""
+    """Execute `code` as a program and return its exit code."""
     sys.stdin = os.fdopen(0, encoding="utf-8")
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", encoding="utf-8", errors="replace") for fd in (1, 2))
     sys.argv = ["program"]
-    sys.path[:] = [p for p in sys.path if p.startswith(sys.base_prefix)]  # the standard library, and not bagu
+    sys.path[:] = [p for p in sys.path if p.startswith(sys.base_prefix)]  # the standard library, without bagu
     for name in [n for n in sys.modules if n.partition(".")[0] == "bagu"]:
         del sys.modules[name]
     module = type(sys)("__main__")
@@ -198,7 +198,7 @@ def _call(code: str) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException as error:
-        here = error.__traceback__  # the frame of this function, which the code's author need not see
+        here = error.__traceback__  # the frame of this function, which is left out of the traceback
         traceback.print_exception(type(error), error, here.tb_next if here else None)
         return 1
     return 0
