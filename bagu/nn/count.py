@@ -1,10 +1,10 @@
-"""What a model costs before it is run: parameters, FLOPs, bytes of activations and of KV cache.
+"""The cost of a model, without running it: parameters, FLOPs, bytes of activations and of the KV cache.
 
-FLOPs are a token's, in documents of `context` tokens. Attention is counted as far as a token sees: half the square of
-the context when causal, the window where there is one. Two conventions for training:
+FLOPs are per token, in documents of `context` tokens. Attention counts only the keys that a token attends to: half the
+square of the context if causal, the window if there is one. There are two conventions for training:
 
     model FLOPs      three times the forward's products with weights, keys and values (each has two gradients); for MFU
-    op FLOPs         the sum of the ops' own costs: norms and activations too, and what a backward makes again
+    op FLOPs         the sum of the costs in the ops' specs, with norms, activations and recomputation in the backward
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["Flops", "Parameters", "activation_bytes", "flops", "kv_bytes", "mfu"
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """How many, by part. `active` are those that one token meets: all but the experts it is not sent to."""
+    """Parameter counts by part. `active` counts those that one token uses: all but the experts it is not routed to."""
 
-    embedding: int  # of tokens, positions and token types; with a tied head this is the head too
+    embedding: int  # tokens, positions and token types; includes a tied head
     attention: int
-    ffn: int  # routers and all experts
+    ffn: int  # includes routers and all experts
     norm: int
     head: int
     active: int
@@ -44,16 +44,16 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """A token's share of one forward, and of forward and backward together."""
+    """FLOPs per token of a forward, and of forward and backward together."""
 
-    linear: float  # products with weights, the head's included
+    linear: float  # products with weights, including the head
     attention: float  # queries with keys, weights with values
     other: float  # norms, activations, RoPE, softmax of the router
-    op_training: float  # the ops' own costs, forward and backward
+    op_training: float  # the costs in the ops' specs, forward and backward
 
     @property
     def forward(self) -> float:
-        """Of the products alone."""
+        """FLOPs of the products in a forward."""
         return self.linear + self.attention
 
     @property
@@ -85,7 +85,7 @@ def parameters(config: ModelConfig) -> Parameters:
 
 @functools.cache
 def flops(config: ModelConfig, context: int) -> Flops:
-    """Of a token in documents of `context` tokens, the head included."""
+    """FLOPs per token in documents of `context` tokens, including the head."""
     forward, backward = Trace(_on_meta(config, 2, context), context).flops()
     return Flops(
         linear=forward["linear"] / context,
@@ -96,19 +96,19 @@ def flops(config: ModelConfig, context: int) -> Flops:
 
 
 def six_nd(config: ModelConfig, *, embeddings: bool = False) -> int:
-    """The rule of thumb for a token's training FLOPs: 6 N, N the active parameters, without the embedding tables
-    unless asked for. A tied table is the head's weight, which is a product, and stays."""
+    """The rule of thumb for training FLOPs per token: 6 N, where N counts the active parameters. It includes embedding
+    tables only if `embeddings` is set, except a tied table, which is also the weight of the head."""
     n = parameters(config)
     return 6 * (n.active - (0 if embeddings or config.tie_embeddings else n.embedding))
 
 
 def mfu(*, tokens_per_s: float, flops_per_token: float, peak_flops: float) -> float:
-    """Model FLOPs utilisation, a share: 0.4 is 40 %. `flops_per_token` is `Flops.training`, or `forward` in serving."""
+    """Model FLOPs utilisation as a fraction: 0.4 is 40 %. Pass `Flops.training`, or `forward` for serving."""
     return tokens_per_s * flops_per_token / peak_flops
 
 
 def kv_bytes(config: ModelConfig, *, itemsize: int = 2) -> int:
-    """Of one token in the cache, all layers together. Linear attention keeps a state instead, whatever the length."""
+    """Bytes of one token in the KV cache, over all layers. Linear attention has a state of fixed size instead."""
     if config.attention == "linear":
         return 0
     if config.mla is not None:
@@ -119,10 +119,11 @@ def kv_bytes(config: ModelConfig, *, itemsize: int = 2) -> int:
 def activation_bytes(
     config: ModelConfig, context: int, *, itemsize: int = 2, recompute: Literal["none", "block"] = "none"
 ) -> float:
-    """Bytes a token that one forward keeps for the backward, up to the head's input.
+    """Bytes per token that a forward saves for the backward, up to the head's input.
 
-    "block" keeps the inputs of each block and computes the rest again, so what one block keeps comes on top once.
-    They are what a second document adds: what does not grow with the tokens, such as a cast weight, is not counted.
+    "block" saves the inputs of each block and recomputes the rest, so the tensors that one block saves are added once.
+    The count is the difference that a second document makes, so memory that does not grow with the tokens, such as a
+    cast weight, is not counted.
     """
     model = _on_meta(config, itemsize, context)
     one, two = (Trace(model, context, documents) for documents in (1, 2))
@@ -133,7 +134,7 @@ def activation_bytes(
 
 
 def _on_meta(config: ModelConfig, itemsize: int, context: int) -> Transformer:
-    """The model without memory; counts do not depend on how many positions it has."""
+    """The model on the meta device; counts do not depend on its number of positions."""
     dtypes = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
     if itemsize not in dtypes:
         raise ArgumentError(f"a model of {itemsize} bytes a number", hint="itemsize is 2, 4 or 8")

@@ -1,8 +1,8 @@
-"""A training forward recorded on meta tensors: what each of its calls costs, and what autograd keeps of it.
+"""A training forward recorded on meta tensors: the cost of each call, and the tensors that autograd saves.
 
-`Transformer.forward` itself is run, so a trace cannot differ from the model (docs/decisions/014). FLOPs are those of
-the ops' specs, and of PyTorch's products between the ops by its own FLOP counter. Bytes are those of the storages that
-a backward would read: v is a view of what the QKV matmul wrote, so keeping v keeps all of that.
+It runs `Transformer.forward` itself, so a trace cannot differ from the model (docs/decisions/014). FLOPs come from the
+ops' specs, and from PyTorch's FLOP counter for products between the ops. Bytes are those of the storages that a
+backward would read: v is a view of the output of the QKV matmul, so saving v keeps that whole output.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Trace:
         cu_seqlens = torch.empty(documents + 1, dtype=torch.int32, device="meta")
         self.weights = {storage_id(t) for t in (*model.parameters(), *model.buffers())}
         self.given = self.weights | {storage_id(t) for t in (ids, positions, cu_seqlens)}
-        self.saved: list[list[torch.Tensor]] = [[]]  # before the first block, in it, between it and the second, …
+        self.saved: list[list[torch.Tensor]] = [[]]  # before the first block, inside it, between it and the second, …
         self.block_inputs: list[torch.Tensor] = []
         hooks = [block.register_forward_pre_hook(self._enter) for block in model.blocks]
         hooks += [block.register_forward_hook(lambda *_: self.saved.append([])) for block in model.blocks]
@@ -61,7 +61,7 @@ class Trace:
         return x
 
     def flops(self) -> tuple[Counter[Kind], Counter[Kind]]:
-        """Of the forward and of the backward."""
+        """The FLOPs of the forward and of the backward."""
         forward: Counter[Kind] = Counter()
         backward: Counter[Kind] = Counter()
         for call in self.calls:
@@ -82,11 +82,11 @@ class Trace:
         return any(isinstance(x, torch.Tensor) and storage_id(x) in self.weights for x in call.args.values())
 
     def kept_bytes(self) -> int:
-        """Of what autograd saves; weights and the batch are left out."""
+        """The bytes that autograd saves, without weights and the batch."""
         return self._bytes(chain(*self.saved))
 
     def kept_bytes_recomputing(self) -> list[int]:
-        """The same where blocks keep their inputs alone, while the backward recomputes each block in turn."""
+        """Like `kept_bytes`, with blocks that save only their inputs: one value for the recomputation of each block."""
         return [self._bytes(chain(*self.saved[::2], self.block_inputs, block)) for block in self.saved[1::2]]
 
     def _bytes(self, tensors: Iterable[torch.Tensor]) -> int:
@@ -95,7 +95,7 @@ class Trace:
 
 
 class _GpuDropout(TorchFunctionMode):
-    """Dropout as it is on a GPU, where it keeps a mask of one byte; elsewhere it keeps the factors themselves."""
+    """Dropout as on a GPU, where it saves a mask of one byte per element; other devices save the factors themselves."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is dropout and kwargs is not None and kwargs["training"]:

@@ -1,9 +1,9 @@
-"""A small model's forward and backward on a GPU, as one CUDA graph each.
+"""Runs a small model's forward and backward on a GPU as one CUDA graph each.
 
-A step of the demo's 6M model is 500 kernels of 4 ms together, and a host needs 20 ms to launch them: the GPU waits. As
-graphs the model's share of them are two launches. A batch always has the same shape, so a graph is captured once: at
-the third step, when kernels are compiled and allocators warm. Larger models keep a GPU busy as they are, and a graph
-would hold their activations for good.
+A step of the demo's 6M model has 500 kernels that take 4 ms together, but a host needs 20 ms to launch them, so the GPU
+is idle. With graphs, the model's kernels are two launches. A batch always has the same shape, so a graph is captured
+once: at the third step, when kernels are compiled and allocators are warm. Larger models keep a GPU busy without
+graphs, and a graph would keep the memory of their activations.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from bagu.nn.model import Output, Transformer
 
 __all__ = ["can_capture", "captured"]
 
-SMALL = 4e12  # FLOPs of a forward and backward: 10 ms of an H200, in which a host launches a step
-BEFORE = 2  # calls of a shape that run as they are
-SHAPES = 4  # of batches that are captured; each has memory of its own
+SMALL = 4e12  # FLOPs of a forward and backward: 10 ms on an H200, about the time a host needs to launch a step
+BEFORE = 2  # calls of a shape that run without a graph
+SHAPES = 4  # the most batch shapes that are captured; each graph has its own memory
 
 
 def can_capture(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Whether a forward and its backward are launches alone: nothing reads a value back, nothing counts its calls.
+    """Whether a forward and its backward only launch kernels: they read no value on the host and keep no state.
 
-    Experts are chosen by values, batch norm keeps statistics, and attention with a bias or in fp32 has all scores in
-    memory, whose size it reads from the offsets.
+    Expert routing depends on values, batch norm updates statistics, and attention with a bias or in fp32 has all scores
+    in memory and reads their size from the offsets.
     """
     return (
         config.moe is None
@@ -45,23 +45,23 @@ def can_capture(config: ModelConfig, dtype: torch.dtype) -> bool:
 
 @contextmanager
 def captured(model: Transformer) -> Iterator[None]:
-    """Inside, training batches go through graphs of the model."""
+    """Inside, training batches run as CUDA graphs of the model."""
     model.forward = _Graphs(model)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del model.forward  # the instance's; the class's shows again
+        del model.forward  # the attribute of the instance; the method of the class is visible again
 
 
 class _Graphs:
-    """`model.forward`, whose training batches of a shape that came before are replayed."""
+    """A replacement for `model.forward` that replays training batches of a known shape."""
 
     def __init__(self, model: Transformer) -> None:
         self.model, self.forward = model, model.forward
         self.parameters = sum(p.numel() for p in model.parameters())
         self.graphs: dict[tuple[Any, ...], Callable[..., torch.Tensor]] = {}
         self._calls: Counter[tuple[Any, ...]] = Counter()
-        self._open: set[tuple[Any, ...]] = set()  # graphs whose backward is still to come
+        self._open: set[tuple[Any, ...]] = set()  # graphs whose backward has not run yet
 
     def __call__(
         self,
@@ -84,8 +84,9 @@ class _Graphs:
         return self.forward(ids, positions, cu_seqlens, max_len, kv, token_types=token_types)
 
     def _replayed(self, shape: tuple[Any, ...], *batch: torch.Tensor) -> torch.Tensor:
-        """The hidden states. Until their backward the graph is taken: another forward would write over what it kept, so
-        a loss of two forwards (chosen and rejected, say) makes the second one as it is."""
+        """The hidden states. A graph cannot be replayed again before its backward: a second forward would overwrite the
+        saved tensors. So if a loss needs two forwards (such as chosen and rejected), the second runs without a graph.
+        """
         hidden = self.graphs[shape](*batch)
         self._open.add(shape)
         hidden.register_hook(lambda grad: self._open.discard(shape))
@@ -94,10 +95,10 @@ class _Graphs:
     def _capture(
         self, ids: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int
     ) -> Callable[..., torch.Tensor]:
-        """The hidden states as a function of a batch of this shape.
+        """Capture the hidden states as a function of a batch of this shape.
 
-        It is captured on other leaves than the parameters, in the same memory: the nodes of these belong to the stream
-        that steps run on, and a capture has a stream of its own.
+        The capture uses new leaf tensors that share memory with the parameters: the autograd nodes of the parameters
+        belong to the stream that steps run on, and a capture has its own stream.
         """
         whole = _Hidden(self.model, self.forward, max_len)
         trained = {name: p for name, p in whole.named_parameters() if p.requires_grad}
@@ -105,7 +106,7 @@ class _Graphs:
         def run(ids: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, *weights: torch.Tensor) -> Any:
             return functional_call(whole, dict(zip(trained, weights, strict=True)), (ids, positions, cu_seqlens))
 
-        own = tuple(t.clone() for t in (ids, positions, cu_seqlens))  # a graph reads its inputs where they were
+        own = tuple(t.clone() for t in (ids, positions, cu_seqlens))  # a graph reads its inputs at fixed addresses
         leaves = tuple(p.detach().requires_grad_() for p in trained.values())
         with _streams_may_differ():
             graphed: Any = torch.cuda.make_graphed_callables(run, (*own, *leaves), allow_unused_input=True)
@@ -114,8 +115,8 @@ class _Graphs:
 
 @contextmanager
 def _streams_may_differ() -> Iterator[None]:
-    """make_graphed_callables warms up on one stream and captures on another, while the leaves' nodes are still those of
-    the warm-up. Nothing waits for either, and autograd would warn of it."""
+    """Turn off autograd's warning about streams. make_graphed_callables warms up on one stream and captures on another,
+    while the leaves still have the autograd nodes of the warm-up. Nothing waits on either, so this is harmless."""
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     try:
         yield
@@ -124,7 +125,7 @@ def _streams_may_differ() -> Iterator[None]:
 
 
 class _Hidden(nn.Module):
-    """What is captured: tensors to the tensor that the head takes."""
+    """The captured module: maps the tensors of a batch to the hidden states for the head."""
 
     def __init__(self, model: Transformer, forward: Callable[..., Output], max_len: int) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Decoding on a CPU: a step as one call of C++ for the models that match it; int8 weights."""
+"""Decoding on a CPU: a step as one C++ call for supported models; int8 weights."""

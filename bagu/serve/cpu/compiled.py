@@ -1,18 +1,18 @@
-"""A decode step on a CPU as one call of C++, compiled for this machine: step.cpp, and what it is called with.
+"""A decode step on a CPU as one C++ call: step.cpp, compiled for this machine, and its arguments.
 
-It is used where match.py finds that it computes what the model does, and `Transformer.forward` decodes elsewhere. ms a
-step of the 8M model without its head, 128 tokens a stream, two cores in a noisy hour, in turns in one process (lower
-quartiles; in a quiet one fp32 is 0.66, 1.3, 4.1):
+It is used if match.py finds that step.cpp computes the same as the model; `Transformer.forward` decodes otherwise. ms
+per step of the 8M model without its head, 128 tokens per stream, two cores of a noisy machine, alternating in one
+process (lower quartiles; on a quiet machine fp32 takes 0.66, 1.3, 4.1):
 
     streams                      1      8      32     32 with one token each: no attention
     fp32                         0.75   1.9    6.6    3.3
     bf16                         0.48   1.5    5.7    3.1
     int8                         0.38   1.3    6.2    2.9
 
-The gain of a norm and the square root of its size are multiplied into the weight behind it. The weights of this are a
-copy; prompts are computed by `Transformer.forward` with the model's own. On x86 int8 is of the weights alone, a scale a
-row: activations stay fp32, so that a product is nearer to the exact one than that of quantize.py, which rounds both and
-computes the prompts. On ARM with int8 dot products both round activations too.
+The gain of a norm and the square root of its size are multiplied into the weight after it. These weights are a copy;
+`Transformer.forward` computes prompts with the model's own weights. On x86, int8 quantizes only the weights, with a
+scale per row: activations stay fp32, so a product is more accurate than that of quantize.py, which rounds both and
+computes the prompts. On ARM with int8 dot products, both files round activations too.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ POINTER, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 def compiles(dtype: torch.dtype) -> bool:
-    """Whether step.cpp can be compiled here, and has models of this dtype."""
+    """Whether step.cpp can be compiled on this machine and supports models of this dtype."""
     return dtype in (torch.float32, torch.bfloat16) and native.library(SOURCE) is not None
 
 
 def has_int8_dot() -> bool:
-    """Whether int8 products are dot products here, with activations in int8 too."""
+    """Whether this CPU has int8 dot products, which take activations in int8 too."""
     found = native.library(SOURCE)
     return found is not None and found.bagu_int8_dot() > 1
 
@@ -62,7 +62,7 @@ def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def padded_inputs(K: int) -> int:
-    """K as int8 weights and activations are padded to it."""
+    """K rounded up to the padded size of int8 weights and activations."""
     step: int = library().bagu_int8_k_step()
     return -(-K // step) * step
 
@@ -151,7 +151,7 @@ class CompiledDecode:
         self._step.restype = None
         self.hidden, self.inner = step.table.shape[1], step.layers[0].down.weight.shape[1]
         self.gain = step.gain.float() * math.sqrt(self.hidden)
-        self.kept: list[object] = []  # what the structs point to
+        self.kept: list[object] = []  # keeps the memory alive that the structs point to
         self.structs = (_Layer * len(step.layers))(*map(self._layer, step.layers))
         self.model = _Model(
             self.hidden, step.num_heads, step.num_key_heads, step.head_dim, self.inner, kv.block_size,
@@ -179,7 +179,7 @@ class CompiledDecode:
         return PackedLinear(w, linear.bias, gated=gated, int8=self.int8)
 
     def __call__(self, step: Decodes) -> torch.Tensor:
-        """The hidden state of each sequence's new token, [S, hidden size], as `Transformer.forward` gives it."""
+        """The hidden state of each sequence's new token, [S, hidden size], as `Transformer.forward` returns it."""
         S = step.new.shape[1]
         if not self.buffers or len(self.buffers[0]) != S:
             heads, keys = (n * self.step.head_dim for n in (self.step.num_heads, self.step.num_key_heads))

@@ -1,8 +1,9 @@
-"""Where the tensors of a recorded forward come from: which call has made each, through views and copies.
+"""The origin of the tensors of a recorded forward: the call that computed each one, followed through views and copies.
 
-Views share a storage, so a tensor is a storage, an offset, a shape and strides. For each storage `Dataflow` has the
-tensor that was computed into it and the place of each of its elements; a copy has those of its source, moved as the
-copy moves them. So a tensor that is some columns of a result, in any order and after any reshape, says which columns.
+Views share a storage, so a tensor is identified by a storage, an offset, a shape and strides. For each storage,
+`Dataflow` holds the tensor that was computed into it and the position of each of its elements. A copy has the elements
+of its source, permuted as the copy permutes them. So if a tensor consists of some columns of a result, in any order and
+after any reshape, `Dataflow` finds these columns.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from bagu.ops.recording import Call, storage_id
 
 __all__ = ["Dataflow", "Mismatch"]
 
-COPIES = ("aten.clone.default", "aten.repeat.default")  # results hold elements of the first argument, unchanged
+COPIES = ("aten.clone.default", "aten.repeat.default")  # results hold unchanged elements of the first argument
 
 
 class Mismatch(Exception):
@@ -24,7 +25,7 @@ class Mismatch(Exception):
 
 
 class Root(NamedTuple):
-    """A result of a call, and which of its elements are where in a storage."""
+    """A result of a call, and the index of its element at each position of a storage."""
 
     call: Call
     result: int
@@ -32,7 +33,7 @@ class Root(NamedTuple):
 
 
 class Dataflow:
-    """`known` names the arguments of each op that the comparison reads; `given` are the tensors that no call makes."""
+    """`known` lists the arguments of each op that the comparison reads; `given` are tensors that no call computes."""
 
     def __init__(self, calls: Sequence[Call], known: Mapping[str, str], given: Iterable[torch.Tensor]) -> None:
         self.calls, self.known = calls, known
@@ -56,17 +57,17 @@ class Dataflow:
         return root._replace(elements=moved)
 
     def producer_name(self, x: torch.Tensor) -> str:
-        """The name of the call that has computed x."""
+        """The name of the call that computed x."""
         root = self.roots.get(storage_id(x))
         return "a weight or an input" if root is None else root.call.name
 
     def elements(self, x: torch.Tensor) -> tuple[Root, torch.Tensor]:
-        """The result that x is a view or copy of, and the element of it in each place of x."""
+        """The result that x is a view or copy of, and the index of its element at each position of x."""
         root = self.roots[storage_id(x)]
         return root, root.elements.as_strided(x.shape, x.stride(), x.storage_offset())
 
     def part_of(self, x: torch.Tensor, *ops: str, result: int = 0) -> tuple[Call, torch.Tensor]:
-        """The call of one of `ops` that has made x, and which elements of that result are where in x."""
+        """The call of one of `ops` that computed x, and the index of the result's element at each position of x."""
         if self.producer_name(x) not in ops:
             raise Mismatch(f"{self.producer_name(x)} where {' or '.join(ops)} is expected")
         root, elements = self.elements(x)
@@ -75,7 +76,7 @@ class Dataflow:
         return self.check_arguments(root.call), elements
 
     def producer(self, x: torch.Tensor, *ops: str, result: int = 0) -> Call:
-        """The call of one of `ops` of which x is that result, whole and in order."""
+        """The call of one of `ops` whose result is x: all elements, in order."""
         call, elements = self.part_of(x, *ops, result=result)
         if not torch.equal(elements.flatten(), torch.arange(call.results[result].numel())):
             raise Mismatch(f"a part of the result of {call.name}, or another order")
@@ -87,6 +88,6 @@ class Dataflow:
         return call
 
     def check_same(self, x: torch.Tensor, given: torch.Tensor) -> None:
-        """x is this tensor itself."""
+        """Check that x is the tensor `given`."""
         if storage_id(x) != storage_id(given) or (x.shape, x.stride()) != (given.shape, given.stride()):
             raise Mismatch(f"{self.producer_name(x)} where another tensor is expected, or a part of it")

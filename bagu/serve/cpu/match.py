@@ -1,14 +1,14 @@
-"""Whether step.cpp computes a model's decode step: the recorded forward is matched against that one computation.
+"""Checks whether step.cpp computes a model's decode step, by matching the recorded forward against that computation.
 
-A forward of one new token a sequence is recorded on meta tensors (bagu.ops.recording) and followed from the hidden
-states back to the embedding. What step.cpp computes, in every layer, is
+A forward of one new token per sequence is recorded on meta tensors (bagu.ops.recording) and followed from the hidden
+states back to the embedding. In every layer step.cpp computes
 
     h = rms_norm(x + delta)     q, k, v = h Wqkv     q, k = rope(rms_norm(q)), rope(rms_norm(k))     kv_write(k, v)
     h = rms_norm(x + paged_attention(q) Wout)        delta = activation(h Wup) Wdown
 
 with or without QK norm, RoPE, window, gate and biases. Weights, the order of their rows, windows and constants are read
-off the recording. Any other call on the way, and any argument that is not known here, is a `Mismatch`, and the model
-decodes by `Transformer.forward`.
+from the recording. Any other call or any unknown argument raises `Mismatch`; the model then decodes by
+`Transformer.forward`.
 
 Dims: S = sequences = new tokens, H = heads, G = key heads, D = features of a head.
 """
@@ -31,7 +31,7 @@ from bagu.serve.kv.paged import Batch, PagedKV
 __all__ = ["DecodeStep", "LayerWeights", "Weight", "match"]
 
 ATTENTION = "q k_cache v_cache block_tables cu_seqlens context_lens slopes bias max_len max_context window scale"
-KNOWN = {  # the arguments that are read here, of each call
+KNOWN = {  # the arguments of each call that this file reads
     "add_rms_norm": "x residual w eps", "rms_norm": "x w eps", "matmul": "x w bias", "kv_write": "cache x slots",
     "rope": "x cos sin positions layout", "paged_attention": ATTENTION, "swiglu": "x up", "geglu": "x up approximate",
     "gelu": "x approximate", "relu_squared": "x", "aten.embedding.default": "weight indices",
@@ -40,11 +40,11 @@ KNOWN = {  # the arguments that are read here, of each call
 
 
 class Weight(NamedTuple):
-    """Of a linear layer."""
+    """The weights of a linear layer."""
 
     weight: torch.Tensor  # [out, in]
     bias: torch.Tensor | None
-    gain: torch.Tensor | None = None  # [in]: of the norm before it
+    gain: torch.Tensor | None = None  # [in]: the gain of the norm before it
 
 
 class LayerWeights(NamedTuple):
@@ -55,17 +55,17 @@ class LayerWeights(NamedTuple):
     qkv_rows: torch.Tensor  # [(H + 2G) D]: the rows of qkv that are [q heads, k heads, v heads]
     qk_gain: torch.Tensor | None  # [H + G, D], with a QK norm
     window: int | None
-    cache: int  # the layer of the pool that it writes and reads
+    cache: int  # the layer of the KV pool that it writes and reads
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeStep:
-    """What step.cpp needs to know of a model."""
+    """The weights and constants of a model that step.cpp needs."""
 
     table: torch.Tensor  # [vocabulary, hidden size]
     layers: Sequence[LayerWeights]
-    gain: torch.Tensor  # [hidden size]: of the last norm
-    rope_tables: Sequence[torch.Tensor]  # cos and sin, each [positions, D / 2]; none without RoPE
+    gain: torch.Tensor  # [hidden size]: the gain of the last norm
+    rope_tables: Sequence[torch.Tensor]  # cos and sin, each [positions, D / 2]; empty without RoPE
     activation: str  # "silu", "gelu", "gelu_tanh" or "relu_squared"
     gated: bool
     eps: float
@@ -77,16 +77,16 @@ class DecodeStep:
 
 
 def match(model: Transformer) -> DecodeStep:
-    """What step.cpp needs to decode with `model`; raises Mismatch where it computes something else.
+    """Return the weights and constants to decode `model` with step.cpp; raise Mismatch if it does not support it.
 
-    Steps of one and of three sequences are recorded, since a model may treat a lone token differently.
+    It records steps of one and of three sequences, since a model may treat a single token differently.
     """
-    with torch.inference_mode(False), torch.no_grad():  # inference mode does not decompose `reshape` and its like
+    with torch.inference_mode(False), torch.no_grad():  # inference mode does not decompose `reshape` and similar ops
         return [_Matcher(_Recorded(model, S)).step() for S in (1, 3)][-1]
 
 
 class _Recorded:
-    """A decode step of S sequences, by a copy of the model on the meta device."""
+    """A recorded decode step of S sequences, run by a copy of the model on the meta device."""
 
     def __init__(self, model: Transformer, S: int) -> None:
         own, meta, dtype = [*model.parameters(), *model.buffers()], torch.device("meta"), model.embedding.weight.dtype
@@ -104,7 +104,7 @@ class _Recorded:
         try:
             with Recorder() as recorder:
                 self.hidden = copied(batch.ids, batch.positions, batch.cu_seqlens, 1, self.kv).hidden
-        except (RuntimeError, BaguError) as error:  # it reads a value, or has a tensor that is no parameter or buffer
+        except (RuntimeError, BaguError) as error:  # reads a value, or has a tensor that is not a parameter or buffer
             raise Mismatch(f"the forward does not run on meta tensors: {error}") from error
         self.calls = recorder.calls
 
@@ -113,7 +113,7 @@ class _Heads(NamedTuple):
     """Queries, keys or values as they reach attention."""
 
     product: Call
-    rows: torch.Tensor  # [heads, D]: of the product's weight
+    rows: torch.Tensor  # [heads, D]: row indices of the matmul's weight
     gain: torch.Tensor | None
     rope_tables: tuple[int, ...]  # storages of cos and sin
 
@@ -146,7 +146,7 @@ class _Matcher:
         return DecodeStep(table=table, layers=layers, gain=gain, **shared)
 
     def layer(self, after: Call) -> tuple[LayerWeights, Call]:
-        """The layer before the norm `after`, and the norm at its beginning, which adds nothing in the first layer."""
+        """The layer before the norm `after`, and the norm at its start, which adds nothing in the first layer."""
         down = self.producer(after.args["x"], "matmul")
         activation = self.activation(down.args["x"])
         up = self.producer(activation.args["x"], "matmul")
@@ -177,7 +177,7 @@ class _Matcher:
         return call
 
     def attention(self, call: Call) -> tuple[Call, dict[str, Any]]:
-        """The product that makes queries, keys and values, and what else a layer says of its attention."""
+        """The matmul that computes queries, keys and values, and the other attention parameters of the layer."""
         a, b, pools = call.args, self.batch, [storage_id(k) for k in self.kv.keys]
         cache = pools.index(storage_id(a["k_cache"])) if storage_id(a["k_cache"]) in pools else 0
         keys, values = self.kv.keys[cache], (self.kv.values or [])[cache]
@@ -205,7 +205,7 @@ class _Matcher:
         return q.product, {"qkv_rows": rows, "qk_gain": gain, "window": a["window"], "cache": cache}
 
     def written(self, pool: torch.Tensor, reader: Call) -> Any:
-        """What is written to the places of the new tokens before the pool is read."""
+        """The tensors that are written to the slots of the new tokens before the pool is read."""
         before = self.flow.calls[: self.flow.calls.index(reader)]
         writes = [c for c in before if c.name == "kv_write" and storage_id(c.args["cache"]) == storage_id(pool)]
         if len(writes) != 1:
@@ -216,7 +216,7 @@ class _Matcher:
         return args["x"]
 
     def heads(self, x: torch.Tensor) -> _Heads:
-        """x[S, heads, D] back to the product it is a part of."""
+        """Follow x[S, heads, D] back to the matmul whose result it is part of."""
         (_, heads, D), gain, tables = x.shape, None, tuple[int, ...]()
         if self.flow.producer_name(x) == "rope":
             call = self.flow.producer(x, "rope")
@@ -234,7 +234,7 @@ class _Matcher:
         return _Heads(product, rows[0], gain, tables)
 
     def rope_tables(self, call: Call, D: int) -> tuple[int, ...]:
-        """The storages of cos and sin of which a token has the row of its position."""
+        """The storages of cos and sin, from which each token reads the row of its position."""
         a, lookups = call.args, [self.producer(call.args[name], "aten.index_select.default") for name in ("cos", "sin")]
         for lookup in lookups:
             self.flow.check_same(lookup.args["index"], self.batch.positions)
@@ -249,20 +249,20 @@ class _Matcher:
         return tuple(storage_id(lookup.args["self"]) for lookup in lookups)
 
     def producer(self, x: torch.Tensor, *ops: str, result: int = 0) -> Call:
-        """As in Dataflow, of a result [S, features]."""
+        """Like `Dataflow.producer`, for a result [S, features]."""
         call = self.flow.producer(x, *ops, result=result)
         if call.results[result].ndim != 2 or len(call.results[result]) != self.S:
             raise Mismatch(f"{call.name} of several rows a token")
         return call
 
     def constant(self, **values: Any) -> None:
-        """What all layers share."""
+        """Store values that must be equal in all layers."""
         for name, value in values.items():
             if self.constants.setdefault(name, value) != value:
                 raise Mismatch(f"layers that differ in {name}: {self.constants[name]} and {value}")
 
     def weight(self, x: torch.Tensor) -> torch.Tensor:
-        """The model's own tensor for one of its copy."""
+        """The model's tensor that corresponds to a tensor of its meta copy."""
         if storage_id(x) not in self.recorded.weights:
             raise Mismatch(f"{self.flow.producer_name(x)} where a weight is expected")
         there, own = self.recorded.weights[storage_id(x)]

@@ -1,15 +1,15 @@
-"""Dynamic int8 on a CPU (W8A8): weights are rounded once, a scale a row; activations at each call, a scale a token.
+"""Dynamic int8 on a CPU (W8A8): weights are rounded once with a scale per row, activations per call, a scale per token.
 
-For prompts, and for decodes that step.cpp does not compute. The product is that of packed_linear.h where it has dot
-products of int8 (`DotInt8`: ARM), else torch's (`TorchInt8`).
+It is used for prompts, and for decodes that step.cpp does not support. The matmul is that of packed_linear.h if it has
+int8 dot products (`DotInt8`: ARM), else torch's (`TorchInt8`).
 
-A decode step reads every weight once, so a quarter of the bytes is most of a quarter of the time. All linears and the
-head of the 135M shape for one row, two cores, each alone in its process, several runs: 18-23 ms in fp32, 4.2-7.1 ms
-here; a whole step of 32 streams, in turns in one process: 142 and 63 ms. Weight-only int8 (`_weight_int8pack_mm`) is
-nearer to the exact product (0.8 % rms against 1.1 %), but takes 1.5 of the time of `linear_dynamic` for one row, and
-that of fp32 for 32; oneDNN takes 1.6.
+A decode step reads every weight once, so a quarter of the bytes takes little more than a quarter of the time. All
+linears and the head of the 135M shape for one row, two cores, each in its own process, several runs: 18-23 ms in fp32,
+4.2-7.1 ms in int8; a whole step of 32 streams, alternating in one process: 142 and 63 ms. Weight-only int8
+(`_weight_int8pack_mm`) is more accurate (0.8 % rms error against 1.1 %), but takes 1.5 times as long as
+`linear_dynamic` for one row, and as long as fp32 for 32 rows; oneDNN takes 1.6 times as long.
 
-Logits change, so greedy text may: parity with the trainer is for fp32 and bf16.
+Logits change, so greedy text may change too: parity with the trainer holds for fp32 and bf16.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = ["DotInt8", "TorchInt8", "int8", "quantized"]
 
 
 def int8(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DotInt8 | TorchInt8:
-    """y = x Wᵀ + b with W in int8, by the faster of the two."""
+    """y = x Wᵀ + b with W in int8, by the faster implementation on this CPU."""
     return DotInt8(weight, bias) if has_int8_dot() and weight.device.type == "cpu" else TorchInt8(weight, bias)
 
 
 class DotInt8:
-    """By dot products in C++. 1536 x 576 on one Neoverse-N1 core, 32 rows: 100 GOP/s, where fp32 has 32 GFLOP/s and
-    torch's QNNPACK less."""
+    """int8 linear with dot products in C++. 1536 x 576 on one Neoverse-N1 core, 32 rows: 100 GOP/s; fp32 reaches
+    32 GFLOP/s, and torch's QNNPACK less."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.linear = PackedLinear(weight, bias, int8=True)
@@ -51,7 +51,7 @@ class DotInt8:
 
 
 class TorchInt8:
-    """By torch's quantized linear."""
+    """int8 linear with torch's quantized linear."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         if weight.device.type != "cpu":
@@ -62,7 +62,7 @@ class TorchInt8:
         w = weight.detach().float()
         scales = w.abs().amax(1).clamp_(min=1e-12).double() / 127
         zeros = torch.zeros(len(w), dtype=torch.int64)
-        with warnings.catch_warnings():  # torch points to torchao, which is not a dependency
+        with warnings.catch_warnings():  # torch recommends torchao, which is not a dependency
             warnings.simplefilter("ignore")
             rounded = torch.quantize_per_channel(w, scales, zeros, 0, torch.qint8)
             with _quantized_engine(engine()):
@@ -76,10 +76,10 @@ class TorchInt8:
 
 @functools.cache
 def engine() -> str:
-    """torch's engine for int8 products on this CPU: its default, or QNNPACK where that one is for x86 only.
+    """torch's engine for int8 products on this CPU: its default, or QNNPACK if the default works only on x86.
 
-    torch for ARM names x86 as its default and raises when a weight is packed for it. oneDNN's works everywhere, but
-    without VNNI it is a reference loop, 60 times as slow as fp32.
+    torch for ARM has x86 as its default and raises when a weight is packed for it. oneDNN works everywhere, but without
+    VNNI it is a reference loop, 60 times as slow as fp32.
     """
     for name in (torch.backends.quantized.engine, "qnnpack"):
         if name in torch.backends.quantized.supported_engines and _packs(name):
@@ -105,7 +105,7 @@ def _packs(name: str) -> bool:
 
 @contextlib.contextmanager
 def _quantized_engine(name: str) -> Iterator[None]:
-    """A packed weight keeps the engine it was packed for; the setting is the process's, and is restored."""
+    """Set torch's engine, a global setting, and restore it. A packed weight keeps the engine it was packed for."""
     before = torch.backends.quantized.engine
     torch.backends.quantized.engine = name
     try:
@@ -119,9 +119,9 @@ def _product(
     weight: torch.classes.quantized.LinearPackedParamsBase,  # type: ignore[name-defined]
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """x Wᵀ + bias. `linear_dynamic` has one scale for all of x, and a token of large values, as the first one of a
-    text often is, would leave the others a few levels: rows are scaled to a largest value of 1 first. QNNPACK raises
-    for a NaN: it is replaced there, and the row becomes NaN by its scale."""
+    """x Wᵀ + bias. `linear_dynamic` has one scale for all of x. A token with large values, often the first one of a
+    text, would leave few levels for the others, so rows are first scaled to a maximum of 1. QNNPACK raises for NaN, so
+    NaN is replaced in x, and the scale of the row makes the result NaN."""
     wide = x.float()
     largest = wide.abs().amax(-1, True).clamp_(min=1e-30)
     y = torch.ops.quantized.linear_dynamic((wide / largest).nan_to_num_(), weight, False).mul_(largest)
@@ -132,17 +132,17 @@ def _product(
 
 @functools.cache
 def _compiled() -> Callable[..., torch.Tensor]:
-    """`_product` in TorchScript, for the way a packed weight comes in: from Python torch looks up a class by its name
-    for each call of an op that takes one, 8 to 13 us of 18 to 28, and there are 121 calls in a step of 30 layers. A
-    scripted function takes it as it is."""
-    with warnings.catch_warnings():  # deprecated for torch.compile, which needs a C++ compiler
+    """`_product` in TorchScript, to pass packed weights faster. From Python, torch looks up a class by name for each
+    call of an op with a packed weight: 8 to 13 us of 18 to 28, and a step of 30 layers has 121 calls. A scripted
+    function skips the lookup."""
+    with warnings.catch_warnings():  # deprecated in favour of torch.compile, which needs a C++ compiler
         warnings.simplefilter("ignore", DeprecationWarning)
         function: Callable[..., torch.Tensor] = torch.jit.script(_product)
     return function
 
 
 class Int8Linear(nn.Module):
-    """In the place of a `Linear` of a model that is not changed otherwise."""
+    """Replaces a `Linear` of a model; the rest of the model is unchanged."""
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
@@ -154,13 +154,13 @@ class Int8Linear(nn.Module):
 
 
 def quantized(model: Transformer) -> Transformer:
-    """The same model with int8 in its linear layers; everything else is shared. Routers keep their dtype: a rounded
-    score is another choice of expert. Experts do too: they are not `Linear`."""
+    """The same model with int8 linear layers; everything else is shared. Routers keep their dtype, because a rounded
+    score may select another expert. Experts keep theirs too: they are not `Linear`."""
     return replace_linears(model, lambda linear: linear if isinstance(linear, Router) else Int8Linear(linear))
 
 
 def merged(model: Transformer) -> Transformer:
-    """The same model with one weight in each linear layer: weight normalisation and LoRA multiplied out."""
+    """The same model with one weight in each linear layer: weight normalisation and LoRA are merged into it."""
 
     def merge(linear: Linear) -> Linear:
         twin, nothing = copy.copy(linear), dict.fromkeys(("gain", "lora_a", "lora_b"))
@@ -171,7 +171,7 @@ def merged(model: Transformer) -> Transformer:
 
 
 def replace_linears(model: Transformer, make: Callable[[Linear], nn.Module]) -> Transformer:
-    """A copy of the model that shares all of its modules but the linear layers that `make` replaces."""
+    """A copy of the model that shares all modules except the linear layers that `make` replaces."""
 
     def copied(module: nn.Module) -> nn.Module:
         if isinstance(module, Linear):
