@@ -32,8 +32,7 @@ def train_main(
     data: list[str], *, recipe: str | None, config: Path | None, start: str | None, settings: list[str], out: Path,
     resume: bool, accept_data_change: bool, prompts: list[str], wandb: str | None, dry_run: bool,
 ) -> int:  # fmt: skip
-    """Build a run from the arguments, train it, and write its report. With `dry_run`, check its data and print a
-    summary.
+    """Build a run from the arguments, train it, and write its report. With `dry_run`, only check and print the run.
 
     With `resume` the run is read from the folder's config.json; if there is none, a new run starts from data, config or
     start.

@@ -52,8 +52,7 @@ def find_model(name: str | Path) -> Path:
 
 
 def tokenizer_folder(folder: Path) -> Path | None:
-    """The folder of the tokenizer of the model in `folder`: the same folder, the run of a checkpoint, or an adapter's
-    base.
+    """The tokenizer's folder for the model in `folder`: the same one, a checkpoint's run, or an adapter's base.
 
     None if there is no tokenizer.
     """

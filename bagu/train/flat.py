@@ -86,8 +86,7 @@ def roles(model: nn.Module) -> dict[str, Role]:
 
 
 class FlatParameters:
-    """The trained parameters of a model in flat buffers. The constructor moves the parameters' data and keeps their
-    values.
+    """The trained parameters of a model in flat buffers. The constructor moves the data and keeps the values.
 
     Frozen parameters do not change. `release()` removes the hooks; the parameters stay views of these buffers.
     """
@@ -149,9 +148,7 @@ class FlatParameters:
         parameter.grad = None
 
     def begin(self) -> None:
-        """Start a step: the next gradient of each parameter replaces that of the last step. Does not access the
-        buffers.
-        """
+        """Start a step: the next gradient of each parameter replaces the last step's. Writes no memory."""
         self._has_grad = [False] * len(self._has_grad)
 
     def finish(self) -> torch.Tensor:
@@ -165,9 +162,7 @@ class FlatParameters:
         return torch.linalg.vector_norm(self.grad)
 
     def publish(self) -> None:
-        """Cast the masters into the parameters that the model computes with; fp32 parameters are the masters
-        themselves.
-        """
+        """Cast the masters into the model's parameters; fp32 parameters are the masters themselves."""
         for segment, compute in zip(self.segments, self._compute, strict=True):
             if compute is not None:
                 compute.copy_(segment.of(self.master))

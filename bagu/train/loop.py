@@ -37,8 +37,7 @@ Begin = Callable[[int], Sequence[Observer]]  # called with the first step of the
 
 
 class Batches(Protocol[BatchT_co]):
-    """The loader interface of `fit`: the micro-batches of global steps from `start` on, and the position of a step as
-    JSON.
+    """The loader interface of `fit`: the micro-batches of global steps from `start` on, and a step's position as JSON.
 
     Global step s is a function of s (and of the model's weights, if the model generates the batches): a resume calls
     `prefetch` with another step. The iterator is advanced just before each step.

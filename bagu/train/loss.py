@@ -78,8 +78,7 @@ class Loss(ABC, Generic[BatchT, TotalsT]):
 
     @abstractmethod
     def metrics(self, loss: float, sums: Mapping[str, float], totals: TotalsT) -> Metrics:
-        """The logged metrics of a step, from its loss and its metrics summed over the micro-batches. Names end in
-        units.
+        """The logged metrics of a step, from its loss and metrics, summed over micro-batches. Names end in units.
 
         Values that cannot be summed, such as a ratio of two sums, are computed here.
         """

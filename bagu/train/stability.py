@@ -68,9 +68,7 @@ def robust_z(value: float, history: Sequence[float], floor: float) -> float:
 
 
 class Guard:
-    """Accepts or refuses steps. Its history is part of the checkpoint, so a resumed run decides as an uninterrupted
-    one.
-    """
+    """Accepts or refuses steps. Its history is part of the checkpoint, so a resumed run decides the same."""
 
     def __init__(self, config: StabilityConfig) -> None:
         self.config = config

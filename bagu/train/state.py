@@ -96,9 +96,7 @@ class TrainState:
 
     @functools.cached_property
     def frozen_digest(self) -> str | None:
-        """A fingerprint of the frozen parameters, which a checkpoint does not contain; None if all parameters are
-        trained.
-        """
+        """A fingerprint of the frozen parameters, which checkpoints do not contain; None if there are none."""
         frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
         if not frozen:
             return None

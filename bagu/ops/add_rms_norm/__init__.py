@@ -11,9 +11,8 @@ from bagu.ops.dispatch import call
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, eps: float = 1e-6, *, backend: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (y, s): s = x + residual in x's dtype is the new residual stream, and y = rms_norm(s, w, eps) of the
-    rounded s.
+    """Return (y, s): the new residual stream s = x + residual in x's dtype, and y = rms_norm(s, w, eps).
 
-    Both are differentiable; x and residual have the same gradient.
+    y is computed from the rounded s. Both are differentiable; x and residual have the same gradient.
     """
     return call(SPEC, backend, x=x, residual=residual, w=w, eps=eps)

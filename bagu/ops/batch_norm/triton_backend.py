@@ -1,5 +1,4 @@
-"""BatchNorm on Triton: tensors as [O, K, I], statistics along K, three-dimensional tiles. group_norm shares the
-kernels.
+"""BatchNorm on Triton: tensors as [O, K, I], statistics along K, 3-d tiles. group_norm shares the kernels.
 
 For x[B, C, *S] the tensor is [B, C, S]: a tile is long along the contiguous dim, which is S, or C if there is no S.
 Bandwidth is the limit. A channel's statistics must be known before its first output, so x is read twice. All programs

@@ -63,9 +63,7 @@ def _finish(
     x_ptr, y_ptr, lse_ptr, m, start, V, target, kept, high, total, plain, smoothing, z_loss,
     ACC: tl.constexpr, SMOOTH: tl.constexpr, LOSS: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's lse, and its loss or its target's logit. A target outside the vocabulary gives NaN; it is not
-    loaded.
-    """
+    """Write a row's lse, and its loss or its target's logit. A target outside the vocabulary is not loaded: NaN."""
     lse = _base(high) + tl.log(total)
     y = tl.load(x_ptr + start + target, (target >= 0) & (target < V), float("nan")).to(ACC)
     if LOSS:

@@ -1,5 +1,4 @@
-"""GroupNorm for planes of any size: a group of one sample, D channels of I values, is one run of memory cut into
-eights.
+"""GroupNorm for planes of any size: a group of one sample, D channels of I values, is one run cut into eights.
 
 A plane of 27 x 27 values starts at any offset, so a tile [D, I] of planes moves 16 bits at a time. A sample starts at a
 multiple of 16 bytes if C * I is a multiple of 8. The sample is cut into eights of values across groups and channels: an
@@ -218,8 +217,7 @@ def _backward(
 def _launch(
     x: torch.Tensor, groups: int, *, tensors: int, per_sm: int, per_warp: int, most_warps: int, num_warps: int | None
 ) -> tuple[int, dict[str, Any]]:
-    """The number of programs along the batch of x[B, C, I], and the constants of a launch that reads `tensors` of its
-    size.
+    """Programs along the batch of x[B, C, I], and the constants of a launch that reads `tensors` tensors of its size.
 
     An SM processes `per_sm` values of x at a time, or one tile, and a warp processes `per_warp`: more would spill.
     """

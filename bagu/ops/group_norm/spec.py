@@ -65,9 +65,7 @@ def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
 
 
 def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
-    """dy and x are read once and dx is written once; long groups in a tensor larger than the L2 take five transfers
-    instead of these three.
-    """
+    """dy and x are read once and dx is written once; long groups past the L2 take five transfers, not three."""
     n = dims["B"] * dims["C"] * dims["S"]
     return Cost(flops=11 * n, bytes=(3 * n + 3 * dims["C"]) * itemsize + 4 * 2 * dims["B"] * dims["groups"])
 

@@ -95,9 +95,7 @@ def _shares(offsets: torch.Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _one_launch(*operands: torch.Tensor) -> bool:
-    """Whether CUTLASS's grouped GEMM supports these: bf16, and every row at a multiple of 16 bytes (torch 2.11 to
-    2.13).
-    """
+    """Whether CUTLASS's grouped GEMM supports these: bf16, rows at multiples of 16 bytes (torch 2.11 to 2.13)."""
 
     def aligned(t: torch.Tensor) -> bool:
         unit, row = sorted(t.stride()[-2:])

@@ -28,8 +28,7 @@ CHUNK = 64  # tokens: the scores of a chunk cost CHUNK * (D + E) per token, its 
 def mix(
     a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, segment: torch.Tensor, *, past: bool, future: bool
 ) -> torch.Tensor:
-    """sum_j (a[i] . b[j]) c[j] over the j of i's segment: i itself and the tokens before it (past), after it (future),
-    or both.
+    """sum_j (a[i] . b[j]) c[j] over i and the tokens of its segment before it (past), after it (future), or both.
 
     a[T, H, D], b[T, H, D], c[T, H, E], and the segment of each token [T]; T is a multiple of CHUNK.
     """
@@ -82,9 +81,7 @@ def _groups(x: torch.Tensor, G: int) -> torch.Tensor:
 
 
 def _segments(cu_seqlens: torch.Tensor, T: int) -> tuple[torch.Tensor, int]:
-    """The segments of the tokens and of the rows that pad the last chunk (one past all others); the number of these
-    rows.
-    """
+    """Segments of the tokens and of the last chunk's padding rows (one past all others); the number of padding rows."""
     rows = -T % CHUNK
     return segment_of(cu_seqlens, T + rows), rows
 

@@ -20,8 +20,7 @@ def linear_cross_entropy(
     *,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (target_logit, lse) of each token in fp32. Both are differentiable, and 0 where the target is
-    `ignore_index`.
+    """Return (target_logit, lse) of each token in fp32, differentiable, and 0 where the target is `ignore_index`.
 
     `memory` limits the bytes of logits that exist at one time (by default 16 MiB and at least 512 tokens on a CPU, 2
     GiB elsewhere), and so the tokens per chunk. `token_losses` computes loss, z-loss and logprobs from the two results.

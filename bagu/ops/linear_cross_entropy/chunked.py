@@ -107,9 +107,7 @@ class Gradients:
     def __init__(
         self, weight: torch.Tensor, V: int, dtype: torch.dtype, count: int, *, of_hidden: bool, of_weight: bool
     ) -> None:
-        """`weight` is an operand of which V rows are real, `dtype` is that of the gradients, `count` the number of
-        chunks.
-        """
+        """`weight` is an operand with V real rows, `dtype` the gradients' dtype, `count` the number of chunks."""
         self.weight, self.V, self.dtype, self.of_hidden, self.of_weight = weight, V, dtype, of_hidden, of_weight
         self.total_dtype = weight.dtype if count <= 2 else accumulator(dtype)
         self.parts: list[torch.Tensor] = []

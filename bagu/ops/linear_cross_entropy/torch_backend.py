@@ -59,8 +59,8 @@ class _Kernels(Kernels):
         """On a CPU, one exp per logit instead of two: at 4096 x 4096 on two cores, a softmax of 6 ms and two maxima of
         1.4 ms replace a logsumexp of 9 ms and an exp of 5 ms.
 
-        The softmax at the largest logit is exp(0) / sum = 1 / sum, so lse = max - log(softmax there). It is in [1/V,
-        1], where a log is exact to a few spacings.
+        The softmax at the largest logit is exp(0) / sum = 1 / sum, so lse = max - log(softmax there). It is in
+        [1/V, 1], where a log is exact to a few spacings.
         """
         if not eager.plain(logits):
             return super().turn(logits, targets, weights, z_loss, ignore_index, dtype)

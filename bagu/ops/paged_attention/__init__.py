@@ -24,8 +24,7 @@ def paged_attention(
     bias: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out[T, H, E], lse[T, H]) of the new tokens q[T, H, D] over k_cache[N, B, G, D] and v_cache[N, B, G, E];
-    causal.
+    """(out[T, H, E], lse[T, H]) of the new tokens q[T, H, D] over k_cache[N, B, G, D] and v_cache[N, B, G, E]; causal.
 
     The tokens cu_seqlens[s] … cu_seqlens[s + 1] are the last ones of sequence s, which has `context_lens[s]` tokens in
     all, including the new ones (which are already written). Position j of a sequence is row j % B of block

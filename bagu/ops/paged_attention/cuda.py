@@ -1,5 +1,4 @@
-"""Paged attention on a GPU with PyTorch's FlashAttention-2, until bagu has its own kernel. Nothing is copied to the
-host.
+"""Paged attention on a GPU with PyTorch's FlashAttention-2, until bagu has its own kernel; no copies to the host.
 
 PyTorch's FlashAttention-2 does not support block tables, but it reads a sequence's keys from any position: it takes the
 start and the number of keys of each sequence.

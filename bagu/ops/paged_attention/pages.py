@@ -28,8 +28,7 @@ class Pages:
         return self.v.data_ptr() == self.k.data_ptr() and self.v.stride() == self.k.stride()
 
     def last(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys that the last token of each sequence attends to: (slots[S, C] int64, distance[S, C] to it, 0 or
-        below).
+        """The keys that each sequence's last token attends to: (slots[S, C] int64, distance[S, C], 0 or below).
 
         C is the largest number of keys of a sequence. Columns past a sequence's end have a positive distance, and the
         slot of a key that the token attends to.
@@ -46,8 +45,7 @@ class Pages:
         return torch.where(distance <= 0, slots[:, : self.longest], slots[:, :1]), distance
 
     def of(self, s: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """k[C, G, D] and v[C, G, E] of positions begin … end of sequence s on a CPU; views if its blocks are
-        consecutive.
+        """k[C, G, D] and v[C, G, E] of positions begin … end of sequence s on a CPU; views of consecutive blocks.
 
         Blocks are often consecutive: a pool allocates its blocks in order, and a prompt allocates all of its blocks at
         once. Otherwise whole blocks are copied, in half the time of single rows (2112 positions of 4 heads of 64: 75

@@ -1,9 +1,10 @@
 """Quantization to int8 on Triton: memory is the limit, at 3 bytes per bf16 number if a row is read once.
 
 By row: one program owns rows in registers. A row of more than MAX_COLUMNS numbers is read twice, the second time from
-the L2. By tensor: in a first launch each of a few programs writes its largest |x|; each program of the second launch
-reduces these, then quantizes a tile. It starts at the end of x, which may still be in the L2 after the first launch. By
-channel: the largest |x| of pieces of columns, a small launch that computes the scales and their inverses, then tiles.
+the L2.
+By tensor: in a first launch each of a few programs writes its largest |x|; each program of the second launch reduces
+these, then quantizes a tile. It starts at the end of x, which may still be in the L2 after the first launch.
+By channel: the largest |x| of pieces of columns, a small launch that computes scales and their inverses, then tiles.
 
 At 6 numbers per clock and multiprocessor, 20 instructions per number are available, so:
 - |x| is compared as an integer (its bits without the sign), where NaN is above infinity and so survives a maximum;

@@ -175,8 +175,6 @@ def wide_backward(args: tuple[Any, ...], y: torch.Tensor, num_warps: int | None)
 
 
 def _programs(M: int, row_bytes: int, sms: int, num_warps: int | None) -> tuple[int, int]:
-    """The number of programs and their warps: two programs per multiprocessor if the L2 holds their rows for the second
-    pass.
-    """
+    """Programs and warps of each: two programs per multiprocessor if the L2 holds their rows for the second pass."""
     per_sm = 2 if 2 * sms * row_bytes <= L2_BYTES else 1
     return min(M, per_sm * sms), num_warps or 16 // per_sm

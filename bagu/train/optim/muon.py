@@ -1,5 +1,4 @@
-"""Muon: momentum, then the nearest (semi-)orthogonal matrix to it, so that all directions of a matrix are updated
-equally.
+"""Muon: momentum, then the nearest (semi-)orthogonal matrix to it, so that all directions are updated equally.
 
     m ← μm + (1-μ)g        O = UVᵀ of (1-μ)g + μm = UΣVᵀ        θ ← (1 - ηλ) θ - η · 0.2 √max(R, C) · O
 

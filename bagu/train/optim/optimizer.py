@@ -77,9 +77,7 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, *, lr: float, step: int, scale: float = 1.0) -> None:
-        """Run update number `step` (from 1) with the gradients times `scale` (clipping). The gradients are undefined
-        afterwards.
-        """
+        """Run update number `step` (from 1) with the gradients times `scale` (clipping); leaves them undefined."""
         now = Now(lr=lr, step=step)
         self._step.fill_(step)
         for part in self.parts:
