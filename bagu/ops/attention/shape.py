@@ -56,7 +56,7 @@ class Shape:
         Its shape is [L, L], or [H, L, L] if heads differ. `segment` is the segment of each of the L tokens; if it is
         given, keys of other segments are masked too.
         """
-        return self.between(_apart(L, like), like, segment)
+        return self.between(_distances(L, like), like, segment)
 
     def between(
         self, distance: torch.Tensor, like: torch.Tensor, segment: torch.Tensor | None = None
@@ -80,7 +80,7 @@ class Shape:
     def bias_gradient(self, dscores: torch.Tensor) -> torch.Tensor:
         """The gradient of `bias` from that of the scores [B, H, L, L]: one sum for each distance."""
         assert self.bias is not None
-        column = self._column(_apart(dscores.shape[-1], dscores)).flatten()
+        column = self._column(_distances(dscores.shape[-1], dscores)).flatten()
         summed = dscores.sum(0).flatten(1)
         return summed.new_zeros(self.bias.shape).index_add(1, column, summed)
 
@@ -102,6 +102,6 @@ class Shape:
         return distance.clamp(-reach, reach) + reach
 
 
-def _apart(L: int, like: torch.Tensor) -> torch.Tensor:
+def _distances(L: int, like: torch.Tensor) -> torch.Tensor:
     place = index(L, like)
     return place.unsqueeze(0) - place.unsqueeze(1)
