@@ -11,7 +11,7 @@ from bagu.errors import ArgumentError
 from bagu.eval import intervals
 from bagu.eval.intervals import compare, estimate, pass_at_k
 
-RUNS = 1000  # the share that covers has a standard error of 0.7 %
+RUNS = 500  # the share that covers has a standard error of 1 %
 
 
 def coverage(draw: object, truth: float) -> float:
