@@ -129,5 +129,5 @@ def parsed(text: str) -> ast.Module | None:
         warnings.simplefilter("ignore")  # old modules have invalid escape sequences
         try:
             return ast.parse(text)
-        except (SyntaxError, ValueError, RecursionError):  # ValueError: a null byte
+        except (SyntaxError, ValueError, RecursionError, MemoryError):  # ValueError: a null byte
             return None

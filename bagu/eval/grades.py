@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import re
-import warnings
 from collections.abc import Callable, Sequence
 
+from bagu.data.stdlib import parsed
 from bagu.errors import BaguError
 from bagu.eval.task import Grade, Item, TaskError
 from bagu.machine.sandbox import Sandbox, SandboxUnavailable
@@ -49,13 +48,9 @@ def first_code(text: str) -> str:
 
 
 def parses(text: str) -> bool:
-    """Whether a text is valid, non-empty Python."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
-            return bool(ast.parse(text).body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
+    """Whether a text is Python with at least one statement."""
+    tree = parsed(text)
+    return tree is not None and bool(tree.body)
 
 
 def program_grade(program: Callable[[Item, str], str]) -> Grade:
@@ -64,10 +59,10 @@ def program_grade(program: Callable[[Item, str], str]) -> Grade:
 
     def grade(items: Sequence[Item], texts: Sequence[Sequence[str]]) -> list[list[float]]:
         programs = [program(item, text) for item, answers in zip(items, texts, strict=True) for text in answers]
-        runs = [code for code in programs if parses(code)]  # code that does not parse is not run
+        valid = [parses(code) for code in programs]  # code that does not parse needs no process
         with Sandbox() as sandbox:
-            ended = iter([float(r.status == "ok") for r in sandbox.run_all(runs)])
-        grades = iter([next(ended) if parses(code) else 0.0 for code in programs])
+            ended = iter(sandbox.run_all(code for code, runs in zip(programs, valid, strict=True) if runs))
+        grades = iter([float(runs and next(ended).status == "ok") for runs in valid])
         return [[next(grades) for _ in answers] for answers in texts]
 
     return grade

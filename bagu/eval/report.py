@@ -113,16 +113,16 @@ def interval_plot(rows: Sequence[tuple[str, Estimate]], *, scale: float = 1.0, u
 
 
 def _items(c: Compared, names: tuple[str, str]) -> str:
-    shown = "".join(_item(a, b, names) for a, b in c.differing[:ITEMS])
+    shown = "".join(_item(a, b, names, c.selected_by) for a, b in c.differing[:ITEMS])
     more = len(c.differing) - ITEMS
     note = f'<p class="note">{more} more are in items.jsonl.</p>' if more > 0 else ""
     return f"<h2>{text(c.task)}: {len(c.differing)} items on which they differ</h2>{shown}{note}"
 
 
-def _item(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> str:
+def _item(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str], selected_by: str) -> str:
     asked = a.get("prompt") or "\n".join(f"{m['role']}: {m['content']}" for m in a.get("messages", ()))
     sides = "".join(
-        f'<div><p class="label">{text(name)}</p><pre>{text(_answer(row))}</pre></div>'
+        f'<div><p class="label">{text(name)}</p><pre>{text(_answer(row, selected_by))}</pre></div>'
         for name, row in zip(names, (a, b), strict=True)
     )
     right = f'<p class="label">right</p><pre>{text(a["choices"][a["answer"]])}</pre>' if "choices" in a else ""
@@ -132,8 +132,8 @@ def _item(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> str:
     )
 
 
-def _answer(row: dict[str, Any]) -> str:
+def _answer(row: dict[str, Any], selected_by: str) -> str:
     if "choices" in row:
-        chosen = answers(row)
-        return str(row["choices"][chosen.get("characters", chosen["raw"])])
+        chosen: dict[str, int] = dict(answers(row))
+        return str(row["choices"][chosen[selected_by]])
     return "\n---\n".join(f"{g:g}: {t}" for g, t in zip(row["grades"], row["answers"], strict=True))

@@ -54,7 +54,7 @@ def model_of(
 
 def _checksum(model: Any) -> str:
     """A checksum of the weights: sums of all parameters, in fp64."""
-    weights = [p.detach().double() for p in model.parameters()]
+    weights = (p.detach().double() for p in model.parameters())  # one at a time: a copy of all would be too large
     return f"{sum(float(w.sum() + w.abs().sum()) for w in weights):.17g}"
 
 

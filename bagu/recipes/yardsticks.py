@@ -10,9 +10,10 @@ from __future__ import annotations
 import ast
 import gzip
 import lzma
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from bagu.data.stdlib import parsed
 
 __all__ = ["CodeSamples", "Compressors", "compressors", "judge_code"]
 
@@ -77,14 +78,9 @@ def judge_code(samples: Sequence[str]) -> CodeSamples:
 
 
 def _parse(text: str) -> ast.Module | None:
-    """The tree of a sample that is valid Python and not empty, else None."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # for example "\d" in a sample
-            tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # ast.parse raises these for text that is not Python
-        return None
-    return tree if tree.body else None
+    """The tree of a sample that is Python with at least one statement, else None."""
+    tree = parsed(text)
+    return tree if tree is not None and tree.body else None
 
 
 def _defines(tree: ast.Module) -> bool:

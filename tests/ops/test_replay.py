@@ -204,11 +204,11 @@ def test_a_tensor_given_twice_is_two_arguments() -> None:
 
 def test_halves_of_one_tensor_are_two_arguments() -> None:
     run = forward_of("swiglu", launcher())
-    whole, apart = torch.randn(4, 64, device=DEVICE), torch.randn(4, 128, device=DEVICE)
+    whole, padded = torch.randn(4, 64, device=DEVICE), torch.randn(4, 128, device=DEVICE)
     for _ in range(2):
         run(whole[:, :32], whole[:, 32:])
     assert plans(run)
-    gate, up = whole[:, :32], apart[:, 64:128].as_strided((4, 32), (64, 1))
+    gate, up = whole[:, :32], padded[:, 64:128].as_strided((4, 32), (64, 1))
     assert torch.equal(run(gate, up)[0], forward_of("swiglu", None)(gate, up)[0])
 
 
