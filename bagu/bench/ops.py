@@ -7,7 +7,6 @@ with --quick the sizes shrink to a budget (`sizing.shrink`), and a row has the s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import groupby
@@ -30,12 +29,12 @@ from bagu.machine.device import named_device
 from bagu.machine.timing import Ceilings, flush_buffer, measure_ceilings
 from bagu.ops import catalogue
 from bagu.ops.core import OpSpec
+from bagu.runs.progress import plain_progress
 
 __all__ = ["main"]
 
 HOST_BYTES = 1 << 18  # that a forward moves where the host is timed: microseconds of a GPU, so that it never waits
 RETRIES = 2  # a result above its ceiling is measured again, with the ceiling: usually the machine was busy
-SECONDS_BETWEEN_LINES = 5.0  # of progress, without a terminal
 
 
 def main(
@@ -141,7 +140,6 @@ def _jobs(
 
 def _track(jobs: Sequence[Job], console: Console) -> Iterator[Job]:
     """Yield the jobs with a progress bar on a terminal, else with a line every few seconds."""
-    start = last = time.perf_counter()
     if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("runs"))
         times = (TimeElapsedColumn(), TextColumn("elapsed, left"), TimeRemainingColumn())
@@ -154,10 +152,4 @@ def _track(jobs: Sequence[Job], console: Console) -> Iterator[Job]:
                 yield job
                 progress.advance(task)
         return
-    for index, job in enumerate(jobs):
-        now = time.perf_counter()
-        if now - last >= SECONDS_BETWEEN_LINES:
-            left = (now - start) / index * (len(jobs) - index)
-            console.print(f"{index} of {len(jobs)} runs in {now - start:.0f} s, about {left:.0f} s left")
-            last = now
-        yield job
+    yield from plain_progress(jobs, "runs", console)

@@ -19,41 +19,46 @@ from typing import Any
 from bagu.eval.model import Model
 from bagu.eval.task import Item, Normalization, Task, TaskError
 
-__all__ = ["answers", "continuation", "score_choices"]
+__all__ = ["answers", "continuation", "continuations", "score_choices"]
 
 
 def continuation(model: Model, context: str, text: str) -> tuple[list[int], int]:
     """Tokens of context and text together, and where the text begins.
 
-    They are tokenized together, as in training; white space at the end of the context belongs to the text's first
-    token. A token that spans the end of the context counts as part of the text.
+    They are tokenized together, as the model read text in training; white space at the end of the context belongs to
+    the text's first token. Where a token crosses the border, it counts as the text's.
     """
+    return continuations(model, context, [text])[0]
+
+
+def continuations(model: Model, context: str, texts: Sequence[str]) -> list[tuple[list[int], int]]:
+    """`continuation` of each text; the context, which may hold long examples, is tokenized by itself once."""
     kept = context.rstrip()
-    text = context[len(kept) :] + text
-    both, before = model.encode(kept + text), model.encode(kept)
-    start = min(len(before), len(both) - 1)
-    while both[:start] != before[:start]:
-        start -= 1
-    return both, max(start, 1)
+    before, found = model.encode(kept), []
+    for text in texts:
+        both = model.encode(context + text)
+        start = min(len(before), len(both) - 1)
+        while both[:start] != before[:start]:
+            start -= 1
+        found.append((both, max(start, 1)))
+    return found
 
 
 def score_choices(model: Model, task: Task, items: Sequence[Item], prefix: str) -> list[dict[str, Any]]:
     """For each item, the log-likelihoods of its choices and their divisors. `prefix` holds the few-shot examples."""
     sequences, starts = [], []
     for item in items:
-        contexts = [prefix + item.prompt] * len(item.choices)
-        if task.normalization == "pmi":
-            contexts += [task.unconditional] * len(item.choices)
-        for context, choice in zip(contexts, item.choices * 2, strict=False):
-            ids, start = continuation(model, context, task.delimiter + choice)
-            if len(ids) > model.max_len:
-                where = item.place or f"task {task.name}, item {item.id}"
-                raise TaskError(
-                    f"{where}: prompt and choice have {len(ids)} tokens, and the model takes {model.max_len}",
-                    hint="use fewer examples (--few-shot), or a model with a longer context",
-                )
-            sequences.append(ids)
-            starts.append(start)
+        contexts = [prefix + item.prompt, *([task.unconditional] if task.normalization == "pmi" else [])]
+        for context in contexts:
+            for ids, start in continuations(model, context, [task.delimiter + choice for choice in item.choices]):
+                if len(ids) > model.max_len:
+                    where = item.place or f"task {task.name}, item {item.id}"
+                    raise TaskError(
+                        f"{where}: prompt and choice have {len(ids)} tokens, and the model takes {model.max_len}",
+                        hint="use fewer examples (--few-shot), or a model with a longer context",
+                    )
+                sequences.append(ids)
+                starts.append(start)
     logprobs = iter(zip(model.score(sequences, starts), sequences, starts, strict=True))
     rows = []
     for item in items:

@@ -134,6 +134,6 @@ def _item(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str], selected
 
 def _answer(row: dict[str, Any], selected_by: str) -> str:
     if "choices" in row:
-        chosen: dict[str, int] = dict(answers(row))
+        chosen = {str(name): choice for name, choice in answers(row).items()}
         return str(row["choices"][chosen[selected_by]])
     return "\n---\n".join(f"{g:g}: {t}" for g, t in zip(row["grades"], row["answers"], strict=True))

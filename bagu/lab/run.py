@@ -17,10 +17,10 @@ from bagu.lab import catalogue, plot
 from bagu.lab.core import Lab, Result, Setting, T
 from bagu.machine.device import default_device, this_machine
 from bagu.machine.environment import environment
+from bagu.runs.progress import plain_progress
 from bagu.runs.record import ensure_folder
 
 COLOUR = {"held": "green", "did not hold": "red", "holds only where": "yellow"}
-SECONDS_BETWEEN_LINES = 5.0
 
 
 def run_labs(names: Sequence[str], *, out: Path, quick: bool, console: Console | None = None) -> int:
@@ -52,7 +52,11 @@ def run_lab(lab: Lab, *, machine: str, device: str, quick: bool, console: Consol
     """Measure one lab and decide. Writes nothing."""
 
     def track(points: Sequence[T]) -> Iterator[T]:
-        return _bar(points, lab.name, console) if console.is_terminal else _lines(points, lab.name, console)
+        return (
+            _bar(points, lab.name, console)
+            if console.is_terminal
+            else plain_progress(points, "points", console, prefix=f"{lab.name}: ")
+        )
 
     start = time.perf_counter()
     rows = lab.run(Setting(device=device, quick=quick, track=track))
@@ -84,14 +88,3 @@ def _bar(points: Sequence[T], name: str, console: Console) -> Iterator[T]:
     times = (TimeElapsedColumn(), TextColumn("elapsed, left"), TimeRemainingColumn())
     with Progress(*columns, *times, console=console, transient=True) as progress:
         yield from progress.track(points, description=name)
-
-
-def _lines(points: Sequence[T], name: str, console: Console) -> Iterator[T]:
-    start = last = time.perf_counter()
-    for index, point in enumerate(points):
-        now = time.perf_counter()
-        if now - last >= SECONDS_BETWEEN_LINES:
-            left = (now - start) / index * (len(points) - index)
-            console.print(f"{name}: {index} of {len(points)} points in {now - start:.0f} s, about {left:.0f} s left")
-            last = now
-        yield point

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -20,7 +20,10 @@ from rich.text import Text
 
 from bagu.runs.observer import Metrics, Observer
 
-__all__ = ["Stage", "Stages", "TrainProgress", "duration"]
+__all__ = ["Stage", "Stages", "TrainProgress", "duration", "plain_progress"]
+
+SECONDS_BETWEEN_LINES = 5.0  # of `plain_progress`
+T = TypeVar("T")
 
 REFRESH_PER_S = 8
 QUIET_EVENTS = {"start", "save", "evaluate", "sample"}  # recorded, and not printed
@@ -209,6 +212,18 @@ class Stage:
         words.truncate(max(options.max_width - 2, 1), overflow="ellipsis")
         self._spinner.update(text=words)
         yield Group(self._spinner, self.progress) if self.progress else self._spinner
+
+
+def plain_progress(items: Sequence[T], unit: str, console: Console, *, prefix: str = "") -> Iterator[T]:
+    """The items, with a line of progress every few seconds: for output that is not a terminal."""
+    start = last = time.perf_counter()
+    for index, item in enumerate(items):
+        now = time.perf_counter()
+        if now - last >= SECONDS_BETWEEN_LINES:
+            left = (now - start) / index * (len(items) - index)
+            console.print(f"{prefix}{index} of {len(items)} {unit} in {now - start:.0f} s, about {left:.0f} s left")
+            last = now
+        yield item
 
 
 def draws(console: Console) -> bool:
