@@ -9,7 +9,8 @@ unchanged until training. `merge` adds the pairs to the weights and removes them
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -20,7 +21,16 @@ from bagu.nn.init import draw
 from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
 
-__all__ = ["add_lora", "check_targets", "load_lora", "lora_parameters", "lora_state", "merge"]
+__all__ = [
+    "add_lora",
+    "check_targets",
+    "has_lora",
+    "load_lora",
+    "lora_parameters",
+    "lora_state",
+    "merge",
+    "without_lora",
+]
 
 
 def add_lora(model: Transformer, *, rank: int, alpha: float, targets: str = ".*", seed: int = 0) -> list[str]:
@@ -64,6 +74,23 @@ def lora_parameters(config: ModelConfig, *, rank: int, targets: str = ".*") -> i
     """The number of parameters that `add_lora` adds to a model of this configuration."""
     chosen = _chosen(Transformer(config, device="meta"), targets)
     return sum(rank * (m.in_features + m.out_features) for m in chosen.values())
+
+
+def has_lora(model: Transformer) -> bool:
+    return any(isinstance(m, Linear) and m.lora_a is not None for m in model.modules())
+
+
+@contextmanager
+def without_lora(model: Transformer) -> Iterator[None]:
+    """Inside, the model computes with its base weights alone: the pairs are taken out, and put back at the end."""
+    pairs = [(linear, linear.lora_a, linear.lora_b) for linear in _adapted(model).values()]
+    for linear, _, _ in pairs:
+        linear.lora_a = linear.lora_b = None
+    try:
+        yield
+    finally:
+        for linear, a, b in pairs:
+            linear.lora_a, linear.lora_b = a, b
 
 
 @torch.no_grad()
