@@ -10,6 +10,7 @@ from bagu.data.masked import mask_batch
 from bagu.data.mix import MixConfig, MixPoint, Mixture
 from bagu.data.pack import Packing
 from bagu.data.prefetch import Prefetch
+from bagu.data.prompts import Prompt, PromptCorpus
 from bagu.data.source import (
     Conversation,
     Document,
@@ -45,6 +46,8 @@ __all__ = [
     "Packing",
     "ParquetSource",
     "Prefetch",
+    "Prompt",
+    "PromptCorpus",
     "Selection",
     "SourceConfig",
     "Split",

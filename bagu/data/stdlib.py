@@ -22,7 +22,7 @@ from typing import Any
 from bagu.data.source import Conversation, Document, describe_files, list_files, non_empty, read
 from bagu.errors import BaguError
 
-__all__ = ["StdlibSource", "sft_pairs"]
+__all__ = ["Function", "StdlibSource", "documented_functions", "sft_pairs"]
 
 INSTALLED = {"site-packages", "dist-packages", "__pycache__"}  # in its folder, but not part of the standard library
 TESTS = {"test", "tests", "idle_test"}
@@ -78,24 +78,46 @@ def decoded(data: bytes) -> str | None:
         return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """A function with a docstring: the question for it, and its code without the docstring."""
+
+    document: Document
+    node: ast.FunctionDef
+    docstring: str
+    answer: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.document.id}:{self.node.lineno}:{self.node.name}"
+
+    @property
+    def question(self) -> str:
+        summary = self.docstring.split("\n\n")[0]
+        return f"Write the Python function `{self.node.name}`.\n{summary}"
+
+
 def sft_pairs(documents: Iterable[Document], *, max_bytes: int = 1024) -> Iterator[Conversation]:
     """Chats from the functions of Python modules: the question has the name and docstring, the answer is the code.
 
-    Uses functions and methods with a docstring and a body, with answers of at most `max_bytes`, in the order of the
-    file. The argument is documents, not a source, so that pairs of held-out files stay held out.
+    The argument is documents, not a source, so that pairs of held-out files stay held out.
     """
+    for function in documented_functions(documents, max_bytes=max_bytes):
+        question = {"role": "user", "content": function.question}
+        yield Conversation(id=function.id, messages=(question, {"role": "assistant", "content": function.answer}))
+
+
+def documented_functions(documents: Iterable[Document], *, max_bytes: int = 1024) -> Iterator[Function]:
+    """Functions and methods with a docstring and a body of at most `max_bytes` of code, in the order of the file."""
     for document in documents:
         lines = document.text.split("\n")  # line numbers as in `ast`; splitlines() also splits at form feeds
         answers: set[str] = set()  # two branches of a module may define the same function
-        for function in functions(parsed(document.text)):
-            summary = (ast.get_docstring(function) or "").strip().split("\n\n")[0]
-            answer = without_docstring(function, lines, max_bytes) if summary else None
-            if answer is None or answer in answers:
-                continue
-            answers.add(answer)
-            question = f"Write the Python function `{function.name}`.\n{summary}"
-            messages = ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
-            yield Conversation(id=f"{document.id}:{function.lineno}:{function.name}", messages=messages)
+        for node in functions(parsed(document.text)):
+            docstring = (ast.get_docstring(node) or "").strip()
+            answer = without_docstring(node, lines, max_bytes) if docstring else None
+            if answer is not None and answer not in answers:
+                answers.add(answer)
+                yield Function(document=document, node=node, docstring=docstring, answer=answer)
 
 
 def functions(node: ast.AST | None) -> Iterator[ast.FunctionDef]:
