@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from bagu.errors import BaguError, UnknownName
 
-__all__ = ["ConfigError", "diff", "fingerprint", "from_dict", "load", "override", "save", "to_dict", "write_whole"]
+__all__ = ["ConfigError", "diff", "fingerprint", "from_dict", "load", "override", "save", "to_dict", "write_atomic"]
 
 C = TypeVar("C")
 MISSING = dataclasses.MISSING
@@ -125,7 +125,7 @@ def save(config: Any, path: str | os.PathLike[str]) -> None:
     for key, value in _leaves(data):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{key}: {value} is not finite", hint="JSON cannot represent it; use null")
-    write_whole(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    write_atomic(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 
 def load(cls: type[C], path: str | os.PathLike[str], *, upgrade: Callable[[Any], Any] | None = None) -> C:
@@ -147,7 +147,7 @@ def load(cls: type[C], path: str | os.PathLike[str], *, upgrade: Callable[[Any],
         raise
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
+def write_atomic(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` to `path` atomically: a reader sees the old text or the new text, also after a crash.
 
     An OSError carries the file name, which the error of a full disk would otherwise lack.

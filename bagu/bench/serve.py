@@ -116,7 +116,7 @@ def main(
     row = {"system": "serve", "model_id": name, **asked, **result, "where": at.where}
     rows.add([row])
     why = None if plot is None else draw(answers, plot, f"{name}, {_load(row)}")
-    rows.finish(*_shown(row, answers, why), single=True)
+    rows.finish(*_summary(row, answers, why), single=True)
     return int(result["failed"] > 0)
 
 
@@ -189,7 +189,7 @@ def _load(row: Mapping[str, Any]) -> str:
     return f"Poisson, {row['request_rate']:g} requests/s{most}"
 
 
-def _shown(row: Mapping[str, Any], answers: Sequence[Answer], no_plot: str | None) -> Iterator[RenderableType]:
+def _summary(row: Mapping[str, Any], answers: Sequence[Answer], no_plot: str | None) -> Iterator[RenderableType]:
     yield Text(
         f"{row['model_id']}, {_load(row)}: {row['completed']} of {row['num_prompts']} requests in "
         f"{row['duration']:.2f} s; {row['inputs']} tokens in, {row['outputs']} out"

@@ -27,7 +27,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from bagu.config import write_whole
+from bagu.config import write_atomic
 from bagu.errors import BaguError
 
 __all__ = ["MASK_TOKENS", "SPECIAL_TOKENS", "BpeTokenizer"]
@@ -128,8 +128,8 @@ class BpeTokenizer:
         }
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
-        write_whole(folder / FILES[1], json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-        write_whole(folder / FILES[0], self.spec)
+        write_atomic(folder / FILES[1], json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        write_atomic(folder / FILES[0], self.spec)
 
     @property
     def variables(self) -> dict[str, str]:

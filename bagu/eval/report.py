@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bagu import __version__
-from bagu.config import write_whole
+from bagu.config import write_atomic
 from bagu.eval.choice import answers
 from bagu.eval.compare import Compared
 from bagu.eval.intervals import Estimate
@@ -49,7 +49,7 @@ def write_comparison(found: Sequence[Compared], names: tuple[str, str], path: Pa
 </html>
 """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, page)
+    write_atomic(path, page)
     return path
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bagu.config import write_whole
+from bagu.config import write_atomic
 from bagu.eval.choice import answers, score_choices
 from bagu.eval.generation import generate_answers
 from bagu.eval.intervals import Estimate, estimate, estimate_ratio, pass_at_k
@@ -198,4 +198,4 @@ def _write(result: Result, task: Task, header: Row) -> None:
         **header["header"], "limits": result.limits, "seconds": result.seconds, "environment": environment(),
         "metrics": {name: asdict(value) for name, value in result.metrics.items()}, "k": list(task.k),
     }  # fmt: skip
-    write_whole(result.folder / "result.json", json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+    write_atomic(result.folder / "result.json", json.dumps(facts, indent=2, ensure_ascii=False) + "\n")

@@ -24,7 +24,7 @@ from typing import Literal
 
 import torch
 
-from bagu.config import write_whole
+from bagu.config import write_atomic
 from bagu.machine import device as machine
 from bagu.machine.cache import cache_folder
 
@@ -79,7 +79,7 @@ def _rates_of(facts: tuple[tuple[str, str], ...], folder: Path) -> MatmulRates:
     if found is None:
         found = _measure()
         with contextlib.suppress(OSError):  # if the folder is not writable, each process measures again
-            write_whole(path, json.dumps({**asdict(found), "of": dict(facts)}, indent=1) + "\n")
+            write_atomic(path, json.dumps({**asdict(found), "of": dict(facts)}, indent=1) + "\n")
     return found
 
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from bagu.config import write_whole
+from bagu.config import write_atomic
 from bagu.nn.families import Family, family_for
 from bagu.nn.families.core import Part
 from bagu.nn.hub import WeightsError, read_json
@@ -88,7 +88,7 @@ def save_adapter(model: Transformer, folder: str | Path, *, base: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        write_whole(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+        write_atomic(folder / CONFIG, json.dumps(config, indent=2) + "\n")
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"cannot write {folder}: {error}", hint="free some space, or save elsewhere") from error
 

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from bagu.config import write_whole
+from bagu.config import write_atomic
 from bagu.errors import UnknownName
 from bagu.nn import hub
 from bagu.nn.families import Family, can_describe, family_for, family_named, family_of
@@ -96,7 +96,7 @@ def save_pretrained(
         for old in [*folder.glob("model*.safetensors"), folder / INDEX]:
             if old.name not in written:  # transformers would load an old model.safetensors before an index
                 old.unlink(missing_ok=True)
-        write_whole(folder / "config.json", json.dumps(hf, indent=2) + "\n")
+        write_atomic(folder / "config.json", json.dumps(hf, indent=2) + "\n")
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"cannot write {folder}: {error}", hint="free some space, or save elsewhere") from error
 

@@ -18,12 +18,12 @@ from bagu.ops.eager import traced
 from bagu.ops.link import Backward, Forward, Link, received, selective
 from bagu.ops.node import backward_host, forward_host
 
-__all__ = ["listed", "register", "watched"]
+__all__ = ["listed", "needs_custom_op", "register"]
 
 Run = Callable[..., Any]  # takes positional values; returns None, a tensor or a tuple of tensors
 
 
-def watched(values: Sequence[Any]) -> bool:
+def needs_custom_op(values: Sequence[Any]) -> bool:
     """Whether a call on these arguments is traced or intercepted, so that it must run as a custom op."""
     return torch._C._len_torch_dispatch_stack() > 0 or any(traced(v) for v in values if isinstance(v, torch.Tensor))
 

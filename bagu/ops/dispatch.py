@@ -23,7 +23,7 @@ from bagu.errors import ArgumentError, BackendError, UnknownName
 from bagu.machine.device import triton_interprets
 from bagu.ops import recording, scope
 from bagu.ops.core import OpSpec
-from bagu.ops.custom import listed, register, watched
+from bagu.ops.custom import listed, needs_custom_op, register
 from bagu.ops.eager import autocasting, constant, traced, transformed
 from bagu.ops.invariant import forward_of
 from bagu.ops.launcher import cuda_launcher
@@ -40,7 +40,7 @@ BACKENDS = ("torch", "triton")
 
 _any_autocast = torch._C._is_any_autocast_enabled  # the check for a single device takes 4 us
 _nodes: dict[tuple[str, str], Node] = {}  # loaded backends, by op and backend
-_said: set[str] = set()  # warnings already given
+_warned: set[str] = set()  # warnings already given
 
 
 class use:
@@ -142,7 +142,7 @@ def _found_route(
             f"{spec.name}: the {name} backend has no torch.func transforms (grad, vmap, jvp) and no forward-mode AD",
             hint="ask for backend='torch' there",
         )
-    elif watched(values):
+    elif needs_custom_op(values):
         load_op(spec.name, name)
         op = getattr(torch.ops.bagu, f"{spec.name}_{name}")
         route = lambda args, values, pointers: listed(op(*values))  # noqa: E731
@@ -234,15 +234,15 @@ def _choose(spec: OpSpec, asked: str | None, first: torch.Tensor, args: Mapping[
 def automatic_backend(spec: OpSpec, args: Mapping[str, Any]) -> str:
     """The default backend on a CUDA device with Triton: "triton", unless it cannot run the call or torch is faster."""
     if spec.unsupported is not None and (lack := spec.unsupported(args)) is not None:
-        _say_once(f"{spec.name} runs on the torch backend here, not on Triton: {lack}")
+        _warn_once(f"{spec.name} runs on the torch backend here, not on Triton: {lack}")
         return "torch"
     return "torch" if any(rule.holds(args) for rule in spec.prefer_torch) else "triton"
 
 
 @constant
-def _say_once(sentence: str) -> None:
-    if sentence not in _said:
-        _said.add(sentence)
+def _warn_once(sentence: str) -> None:
+    if sentence not in _warned:
+        _warned.add(sentence)
         warnings.warn(sentence, RuntimeWarning, stacklevel=2)
 
 

@@ -10,7 +10,7 @@ Fast kernels choose the order of a sum by the number of rows: a GEMM of 3 rows s
     attention      attention/tiles.py, for packed segments and for pages: keys in tiles of 64, in order, for 16 queries
     row by row     norms, rope, softmax: PyTorch already sums each row separately (ROW_BY_ROW)
     gates          one formula for every element (`times_sigmoid`, `sigmoid`); PyTorch's kernels have two
-    long rows      at least two (`in_company`): PyTorch splits a single sum of 32768 or more numbers among threads
+    long rows      `at_least_two_rows`: PyTorch splits a single sum of 32768 or more numbers among threads
 
 Bits are equal on one machine with one number of threads. The backward is not changed by this mode and not
 batch-invariant: no token's probability depends on it. Compiled code fuses and rounds differently, so it raises an
@@ -30,7 +30,16 @@ from bagu.ops import scope
 from bagu.ops.core import OpSpec
 from bagu.ops.eager import constant
 
-__all__ = ["ROW_BY_ROW", "active", "forward_of", "in_blocks", "in_company", "invariant", "sigmoid", "times_sigmoid"]
+__all__ = [
+    "ROW_BY_ROW",
+    "active",
+    "at_least_two_rows",
+    "forward_of",
+    "in_blocks",
+    "invariant",
+    "sigmoid",
+    "times_sigmoid",
+]
 
 ROWS = 16  # per block. MKL has other kernels below 16 rows; on AVX-512 and AMX, fp32 and bf16, any fixed number works
 
@@ -116,7 +125,7 @@ def sigmoid(z: torch.Tensor) -> torch.Tensor:
     return (z.neg().clamp(max=80.0).exp() + 1.0).reciprocal() if active() else z.sigmoid()
 
 
-def in_company(x: torch.Tensor) -> torch.Tensor:
+def at_least_two_rows(x: torch.Tensor) -> torch.Tensor:
     """x[*M, N] as at least two rows: a single row is repeated, and the caller keeps the first M of the sums."""
     rows = x.reshape(-1, x.shape[-1])
     return rows.expand(2, -1) if rows.shape[0] == 1 else rows

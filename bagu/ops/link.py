@@ -43,7 +43,7 @@ class Link:
     constant: tuple[int, ...]  # in results: without a gradient
     flows: tuple[int, ...]  # in results: with a gradient
     sources: tuple[int | None, ...]  # for each input, the index of its gradient
-    askers: tuple[tuple[int, ...], ...]  # for each gradient, the inputs it belongs to (two for twins)
+    grad_inputs: tuple[tuple[int, ...], ...]  # for each gradient, the inputs it belongs to (two for twins)
 
     @classmethod
     def of(cls, spec: OpSpec) -> Link:
@@ -56,7 +56,7 @@ class Link:
             constant=tuple(i for i, r in enumerate(results) if r not in spec.differentiable),
             flows=tuple(i for i, r in enumerate(results) if r in spec.differentiable),
             sources=tuple(made.get(name) for name in inputs),
-            askers=tuple(tuple(places[n] for n, m in made.items() if m == i) for i in range(len(spec.made))),
+            grad_inputs=tuple(tuple(places[n] for n, m in made.items() if m == i) for i in range(len(spec.made))),
         )
 
     def keep(self, ctx: Any, inputs: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
@@ -68,7 +68,7 @@ class Link:
 
     def needs(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
         """For each gradient of the backward, whether an input needs it (`needs_input_grad`)."""
-        return tuple([any(wanted[i] for i in inputs) for inputs in self.askers])
+        return tuple([any(wanted[i] for i in inputs) for inputs in self.grad_inputs])
 
     def hand_out(self, wanted: Sequence[bool], made: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """The gradient of each input that needs one; None for the others."""

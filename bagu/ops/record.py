@@ -34,14 +34,14 @@ def recorded(
 
 
 class _Recorder(TorchDispatchMode):
-    """Follows tensors from inputs and allocations through views to launches. Any other operation is a `hindrance`."""
+    """Follows tensors from inputs and allocations through views to launches. No other operation can be replayed."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         super().__init__()
         self.tensors = [v for v in values if isinstance(v, torch.Tensor)]  # the inputs, then the allocations
         self.inputs = len(self.tensors)
         self.launches: list[Launch] = []
-        self.hindrance: str | None = None
+        self.replayable = True
         self._views: list[torch.Tensor] = []  # kept alive, so that an id identifies one tensor
         self._origin = {id(t): i for i, t in enumerate(self.tensors)}
 
@@ -54,11 +54,11 @@ class _Recorder(TorchDispatchMode):
             for view in out if isinstance(out, (list, tuple)) else (out,):
                 self._views.append(view)
                 if not torch._C._is_alias_of(view, args[0]):  # type: ignore[attr-defined]
-                    self.hindrance = str(func)
+                    self.replayable = False
                 elif id(args[0]) in self._origin:
                     self._origin[id(view)] = self._origin[id(args[0])]
         else:
-            self.hindrance = str(func)
+            self.replayable = False
         return out
 
     def plan(self, results: Results, launcher: Launcher) -> Plan | None:
@@ -67,7 +67,7 @@ class _Recorder(TorchDispatchMode):
         steps = [self._step(launch, launcher) for launch in self.launches]
         made = [None if r is None else self._made(r) for r in results]
         lost = any(r is not None and m is None for r, m in zip(results, made, strict=True))
-        if self.hindrance is not None or len(devices) != 1 or lost or None in steps:
+        if not self.replayable or len(devices) != 1 or lost or None in steps:
             return None
         allocations = tuple((tuple(t.shape), t.stride(), t.dtype) for t in self.tensors[self.inputs :])
         return Plan(

@@ -109,7 +109,8 @@ TINY = replace(
     eval_items=16, validation_batches=4, priming_bytes=1_000_000, enough_tokens=0,
 )  # fmt: skip
 CPU_SIZES = (LARGE, MEDIUM, SMALL, TINY)  # the largest first
-# A GPU step of 4096 or of 16384 tokens takes the same 40 ms, which is host time: so there are fewer, larger steps.
+# Fewer steps of 16384 tokens instead of 4096. A step takes 6.6 ms on an H200 (docs/decisions/015), of which 2.6 ms are
+# Muon, whose time does not depend on the number of tokens.
 GPU = replace(LARGE, rows=64, pretrain_steps=160, sft_steps=48)
 QUICK = Demo(
     name="quick", hidden_size=64, num_layers=2, vocab_size=512, context=128, rows=8, lr=0.007, pretrain_steps=12,

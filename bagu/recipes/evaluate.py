@@ -105,7 +105,7 @@ def eval_main(
     results = []
     for task in found:
         task = replace(task, **changes)
-        with _shown(task.name, console) as progress:
+        with _ProgressBar(task.name, console) as progress:
             results.append(
                 evaluate(asked, task, out=folder, limit=limit, seed=seed, identity=identity, progress=progress)
             )
@@ -119,7 +119,7 @@ def eval_main(
     return 0
 
 
-class _shown:
+class _ProgressBar:
     """A progress line on a terminal; nothing elsewhere, because a table follows."""
 
     def __init__(self, name: str, console: Console) -> None:

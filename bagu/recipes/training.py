@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bagu import config as configs
-from bagu.config import write_whole
+from bagu.config import write_atomic
 from bagu.data.corpus import Corpus
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.machine.device import named_device
@@ -134,7 +134,7 @@ def _record(run: Run, inputs: Inputs, folder: RunFolder, progress: Observer | No
     if not (kept / "tokenizer.json").is_file() or BpeTokenizer.load(kept).fingerprint != known:
         inputs.tokenizer.save(kept)
     configs.save(inputs.model, folder.path / NATIVE)
-    write_whole(folder.path / DATA, json.dumps(facts_of(run, inputs), indent=2) + "\n")
+    write_atomic(folder.path / DATA, json.dumps(facts_of(run, inputs), indent=2) + "\n")
     formats = run.objective.display().progress
     shown = progress or TrainProgress(run.train.steps, name=run.objective.kind, formats=formats)
     return RunRecorder(folder, progress=shown, trackers=trackers)

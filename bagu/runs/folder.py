@@ -84,7 +84,7 @@ class RunFolder:
         before = {"config": self.config(), "environment": self.environment()} if self.is_run() else None
         now = {"config": configs.to_dict(config), "environment": environment.environment()}
         with _writing(self.path):
-            configs.write_whole(self.environment_path, json.dumps(now["environment"], indent=2) + "\n")
+            configs.write_atomic(self.environment_path, json.dumps(now["environment"], indent=2) + "\n")
             configs.save(config, self.config_path)  # last, because config.json marks the folder as a run
         changed = [line for line in configs.diff(before, now) if not line.startswith("environment.time:")]
         _append(self.events_path, _event("start", None, resumed=before is not None, changed=changed if before else []))
@@ -175,7 +175,7 @@ class RunRecorder(Observer):
     def on_sample(self, step: int, texts: Sequence[str]) -> None:
         data = {"step": step, "texts": list(texts)}
         path = self.folder.samples_path / f"{step:09d}.json"
-        configs.write_whole(path, json.dumps(data, ensure_ascii=False, indent=2) + "\n")
+        configs.write_atomic(path, json.dumps(data, ensure_ascii=False, indent=2) + "\n")
         for observer in self.others:
             observer.on_sample(step, texts)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from bagu.config import write_whole
+from bagu.config import write_atomic
 from bagu.errors import BackendError
 
 __all__ = ["Metrics", "Observer", "TensorBoard", "WeightsAndBiases"]
@@ -108,7 +108,7 @@ class WeightsAndBiases(Observer):
                 f"Weights & Biases could not start a run: {str(error).splitlines()[0]}",
                 hint="run `wandb login`, set WANDB_MODE=offline, or leave wandb out",
             ) from error
-        write_whole(kept, id + "\n")
+        write_atomic(kept, id + "\n")
         self._run.define_metric("*", step_metric="step")
 
     @staticmethod

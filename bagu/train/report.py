@@ -20,7 +20,7 @@ from typing import Any
 import bagu.train.objectives  # noqa: F401  (makes them known by their kind)
 from bagu import __version__
 from bagu import config as configs
-from bagu.config import write_whole
+from bagu.config import write_atomic
 from bagu.errors import BaguError
 from bagu.runs.charts import Chart, Line, Mark, Reference
 from bagu.runs.display import Curve, Display, Table
@@ -120,7 +120,7 @@ def write_report(
         folder = source if isinstance(source, RunFolder) else RunFolder(source)
         run = read_run(folder)
         data, path = ReportData(title=run.name, runs=[run]), path or folder.report
-    write_whole(path, render(data))
+    write_atomic(path, render(data))
     return Path(path)
 
 

@@ -296,7 +296,7 @@ def test_the_best_peer_is_the_fastest_at_the_same_work() -> None:
     assert best is not None and best["peer"] == "liger"
 
 
-def _shown(*rows: dict[str, Any]) -> str:
+def _printed(*rows: dict[str, Any]) -> str:
     console = Console(width=80)
     with console.capture() as captured:
         for part in (*ops_table.tables(rows), *ops_table.remarks(rows)):
@@ -306,21 +306,21 @@ def _shown(*rows: dict[str, Any]) -> str:
 
 def test_a_table_names_the_ceiling_of_its_fractions() -> None:
     matmul = _row(seconds=2.0, cost=Cost(flops=10**12, bytes=10**6))
-    assert "copy ceiling 50 GB/s" in _shown(_row(seconds=1.0)) and "matmul ceiling" not in _shown(_row(seconds=1.0))
-    assert "matmul ceiling 1 TFLOP/s" in _shown(matmul)
-    assert "500 GFLOP/s" in _shown(matmul) and "50 % matmul" in _shown(matmul)
+    assert "copy ceiling 50 GB/s" in _printed(_row(seconds=1.0)) and "matmul ceiling" not in _printed(_row(seconds=1.0))
+    assert "matmul ceiling 1 TFLOP/s" in _printed(matmul)
+    assert "500 GFLOP/s" in _printed(matmul) and "50 % matmul" in _printed(matmul)
 
 
 def test_a_ratio_inside_the_spread_is_marked() -> None:
     ours = _row(seconds=1.0)
     peer = ours | {"backend": None, "peer": "eager", "median_s": 1.2, "low_s": 1.1, "high_s": 1.3}
-    clear, hidden = _shown(ours, peer), _shown(ours | {"low_s": 0.8, "high_s": 1.15}, peer)
+    clear, hidden = _printed(ours, peer), _printed(ours | {"low_s": 0.8, "high_s": 1.15}, peer)
     assert "1.20× eager" in clear and "~" not in clear
     assert "~1.20× eager" in hidden and "the ratio is meaningless" in hidden
 
 
 def test_times_are_in_units_that_fit() -> None:
-    shown = _shown(_row(seconds=3e-5), _row(seconds=0.25) | {"case": "b"}, _row(seconds=30.0) | {"case": "c"})
+    shown = _printed(_row(seconds=3e-5), _row(seconds=0.25) | {"case": "b"}, _row(seconds=30.0) | {"case": "c"})
     assert "30.0 µs" in shown and "250.0 ms" in shown and "30.0 s" in shown
 
 

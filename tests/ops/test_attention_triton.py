@@ -155,7 +155,7 @@ def test_older_gpus_keep_flash_attention_2(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_no_kernel_takes_falls_back_and_says_so_once(
     call: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "_said", set())
+    monkeypatch.setattr(dispatch, "_warned", set())
     with pytest.warns(RuntimeWarning, match=f"attention runs on the torch backend here.*{words}"):
         assert dispatch.automatic_backend(SPEC, fake([8, 5], **call)) == "torch"
     with warnings.catch_warnings():

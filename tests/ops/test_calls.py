@@ -243,11 +243,11 @@ def test_a_call_is_a_custom_op_only_where_something_looks() -> None:
     x, w = torch.randn(4, 16, device=DEVICE, requires_grad=True), torch.ones(16, device=DEVICE)
     bare = bagu.ops.rms_norm(x, w, backend="triton")
     with Watch():
-        watched = bagu.ops.rms_norm(x, w, backend="triton")
-        (grad,) = torch.autograd.grad(watched.sum(), x)
+        intercepted = bagu.ops.rms_norm(x, w, backend="triton")
+        (grad,) = torch.autograd.grad(intercepted.sum(), x)
     assert {"bagu.rms_norm_triton.default", "bagu.rms_norm_triton_backward.default"} <= set(seen)
     assert type(bare.grad_fn).__name__ == "rms_norm_tritonBackward"
-    assert torch.equal(bare, watched) and torch.equal(grad, torch.autograd.grad(bare.sum(), x)[0])
+    assert torch.equal(bare, intercepted) and torch.equal(grad, torch.autograd.grad(bare.sum(), x)[0])
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

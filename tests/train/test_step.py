@@ -174,8 +174,8 @@ def test_recomputed_activations_give_the_same_bits_from_less_memory(how: str) ->
         m = model(dropout=0.1)
         config = dataclasses.replace(CONFIG, activation_checkpointing=mode)
         state = TrainState(m, config)
-        watched = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
-        with prepare.prepared(m, config, state.device), watched:
+        saving = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
+        with prepare.prepared(m, config, state.device), saving:
             step(state, batches())
         return {n: t.clone() for n, t in state.flat.masters().items()}, sum(kept.values())
 

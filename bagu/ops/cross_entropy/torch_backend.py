@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bagu.ops.invariant import in_company
+from bagu.ops.invariant import at_least_two_rows
 from bagu.ops.signature import accumulator
 
 __all__ = ["backward", "forward", "invariant_forward", "target_logits"]
@@ -34,7 +34,7 @@ def forward(
 def invariant_forward(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, label_smoothing: float, z_loss: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, count = in_company(logits), targets.numel()
+    rows, count = at_least_two_rows(logits), targets.numel()
     losses, lse = forward(rows, targets.reshape(-1).expand(len(rows)), ignore_index, label_smoothing, z_loss)
     return losses[:count].view(targets.shape), lse[:count].view(targets.shape)
 

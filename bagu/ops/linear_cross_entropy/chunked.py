@@ -53,7 +53,7 @@ class Kernels:
     slope: Callable[..., torch.Tensor]
     pad: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight
 
-    def turn(
+    def score_and_slope(
         self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, z_loss: float, ignore_index: int,
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip

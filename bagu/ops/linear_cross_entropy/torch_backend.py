@@ -9,7 +9,7 @@ import torch
 
 from bagu.ops import eager
 from bagu.ops.cross_entropy.torch_backend import target_logits
-from bagu.ops.invariant import in_blocks, in_company
+from bagu.ops.invariant import at_least_two_rows, in_blocks
 from bagu.ops.linear_cross_entropy import chunked
 from bagu.ops.linear_cross_entropy.chunked import EVERY, Kernels, product
 from bagu.ops.signature import accumulator
@@ -52,7 +52,7 @@ def _sloped(
 
 
 class _Kernels(Kernels):
-    def turn(
+    def score_and_slope(
         self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, z_loss: float, ignore_index: int,
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -63,7 +63,7 @@ class _Kernels(Kernels):
         [1/V, 1], where a log is exact to a few spacings.
         """
         if not eager.plain(logits):
-            return super().turn(logits, targets, weights, z_loss, ignore_index, dtype)
+            return super().score_and_slope(logits, targets, weights, z_loss, ignore_index, dtype)
         kept = targets != ignore_index
         largest = logits.amax(-1)
         target_logit = torch.where(kept, target_logits(logits, targets), 0.0)
@@ -78,17 +78,17 @@ def _logits_in_blocks(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
     return in_blocks(lambda block: _logits(block, weight), hidden)
 
 
-def _score_in_company(
+def _score_invariant(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = in_company(logits)
+    rows = at_least_two_rows(logits)
     target_logit, lse = _score(rows, targets.expand(len(rows)), ignore_index)
     return target_logit[: len(targets)], lse[: len(targets)]
 
 
 KERNELS = _Kernels(logits=_logits, score=_score, slope=_slope)
-# `turn` is the plain version here, so that the one-pass loss gives a token's lse the same bits as `score`.
-INVARIANT = Kernels(logits=_logits_in_blocks, score=_score_in_company, slope=_slope)
+# `score_and_slope` is the plain version here, so that the one-pass loss gives a token's lse the same bits as `score`.
+INVARIANT = Kernels(logits=_logits_in_blocks, score=_score_invariant, slope=_slope)
 
 
 class _Head(torch.autograd.Function):

@@ -31,7 +31,7 @@ def forward(
     for s in spans:
         logits, words, own = kernels.logits(part(h, s), w)[:, :V], part(t, s), part(weights, s)
         if grad_hidden or grad_weight:
-            target_logit, lse, dlogits = kernels.turn(logits, words, own, z_loss, ignore_index, hidden.dtype)
+            target_logit, lse, dlogits = kernels.score_and_slope(logits, words, own, z_loss, ignore_index, hidden.dtype)
             grads.add(operand(dlogits, hidden.dtype), part(h, s))
             del dlogits
         else:
