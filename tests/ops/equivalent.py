@@ -1,23 +1,67 @@
 """Mutants that conformance here cannot tell from the original, each with the reason."""
 
+EAGER_RAGGED = "q, k, v, cu_seqlens, slopes, bias, sinks, max_len, causal, window, scale, softcap"
+SIZES = "sets the size of chunks, not what is computed"
+TILES = "sets the size of tiles, not what is computed"
+BOUND = "a larger bound computes the same, and a smaller one is refused: test_values.py, test_paged_attention.py"
+GPU = "runs on a GPU alone"
+
 EQUIVALENT = {
+    # What is changed has no effect.
     "attention.work_list: zero: _list: tl.store(past + tl.arange(0, LEFT_OVER), tl.zeros([LEFT_OVER], tl.int32))": (
         "what is stored there is zeros"
     ),
-    "add_rms_norm.torch_backend: default: backward: eps": "RMSNorm's backward has r and reads no eps",
-    "add_rms_norm.triton_backend: default: backward: eps": "RMSNorm's backward has r and reads no eps",
-    "rms_norm.triton_backend: default: backward: eps": "RMSNorm's backward has r and reads no eps",
-    "layer_norm.triton_backend: default: backward: eps": "LayerNorm's backward has r and reads no eps",
+    "add_rms_norm.torch_backend: default: backward: eps in rms_norm.backward(dy, s.to(r.dtype), w, r, eps)":
+        "RMSNorm's backward has r and reads no eps",
+    "add_rms_norm.triton_backend: default: backward: eps in"
+    " run_backward('rms', dy, s, w, r, eps, programs_per_sm, num_warps, ds=ds)":
+        "RMSNorm's backward has r and reads no eps",
+    "rms_norm.triton_backend: default: backward: eps in"
+    " run_backward('rms', dy, x, w, r, eps, programs_per_sm, num_warps)":
+        "RMSNorm's backward has r and reads no eps",
+    "layer_norm.triton_backend: default: backward: eps in"
+    " run_backward('layer', dy, x, w, rstd, eps, programs_per_sm, num_warps, mean=mean, b=b)":
+        "LayerNorm's backward has r and reads no eps",
     "kernels.scalars: short: rsqrt: x < float('inf')": "infinity less 1 is infinity",
+    "batch_norm.triton_backend: packed: pull: part.stride(0)": "channel_sums makes it without gaps",
     "linear_cross_entropy.triton_backend: packed: _overwrite: dlogits.stride(0)": "a view of rows without gaps",
-    "linear_cross_entropy.torch_backend: default: backward: memory": "sets the size of chunks, not what is computed",
-    "linear_cross_entropy.triton_backend: default: backward: memory": "sets the size of chunks, not what is computed",
-    # Not seen by conformance here, and tested elsewhere:
+    **{
+        f"attention.cpu: default: ragged: {name} in _ragged_like({EAGER_RAGGED})":
+            "the results are allocated from the shapes alone"
+        for name in ("max_len", "causal", "window", "softcap")
+    },
+    # What is changed sets how the same result is computed.
+    "linear_cross_entropy.torch_backend: default: backward: memory in"
+    " chunked.backward(dtarget_logit, dlse, hidden, weight, targets, lse, ignore_index, memory, needs, KERNELS)": SIZES,
+    "linear_cross_entropy.triton_backend: default: backward: memory in"
+    " chunked.backward(dtarget_logit, dlse, hidden, weight, targets, lse, ignore_index, memory, needs, kernels)": SIZES,
+    "dequantize_int8.triton_backend: default: forward: granularity in granularity != 'channel'": TILES,
+    "dequantize_int8.triton_backend: default: forward: granularity in granularity == 'channel'": TILES,
+    "paged_attention.cpu: default: forward: max_len in max_len == 1":
+        "a plan of decodes alone skips the search for decodes in the offsets, which finds the same",
+    # A bound of lengths that are read from the tensors.
+    "attention.cpu: default: ragged: max_len in runs(cu_seqlens, q.shape[0], max_len)": BOUND,
+    f"attention.torch_backend: default: forward: max_len in cpu.ragged({EAGER_RAGGED})": BOUND,
+    "attention.torch_backend: default: _added: max_len in shape.additive(max_len, like)":
+        "a mask of another size than the segment is a shape error",
+    "paged_attention.torch_backend: default: forward: max_len in"
+    " cpu.forward(shape, scale, q, pages, cu_seqlens, max_len)": BOUND,
+    "paged_attention.torch_backend: default: forward: max_len in"
+    " dense.forward(shape, scale, q, pages, cu_seqlens, max_len)":
+        "a larger bound only pads more, and a smaller one is an index error",
+    "paged_attention.dense: default: forward: max_len in torch.arange(max_len, device=device)":
+        "a larger bound only pads more, and a smaller one is an index error",
+    # Not seen by conformance here, and tested elsewhere.
+    "attention.torch_backend: default: forward: max_len in cuda.packed(shape, scale, q, k, v, cu_seqlens, max_len)":
+        GPU,
+    "paged_attention.torch_backend: default: forward: max_len in"
+    " cuda.forward(shape, scale, q, pages, cu_seqlens, max_len)": GPU,
     "linear_cross_entropy_loss.torch_backend: no select: forward: torch.where(targets != ignore_index, losses, 0.0)":
         "runs under torch.func alone: test_transforms.py",
-    "linear_cross_entropy_loss.one_pass: default: check_made: grad_weight": "raises: test_linear_cross_entropy.py",
-    "linear_cross_entropy_loss.torch_backend: default: _scaled: grad_weight": "raises: test_linear_cross_entropy.py",
-    "linear_cross_entropy_loss.triton_backend: default: backward: grad_weight": "raises: test_linear_cross_entropy.py",
+    "linear_cross_entropy_loss.torch_backend: default: _scaled: grad_weight in grad_weight=grad_weight":
+        "raises: test_linear_cross_entropy.py",
+    "linear_cross_entropy_loss.triton_backend: default: backward: grad_weight in grad_weight=grad_weight":
+        "raises: test_linear_cross_entropy.py",
     "quantize_int8.triton_backend: no select: _rounded: tl.where(inverse > 0.0, q, 0)":
         "the low byte of a NaN is 0 on a CPU and 255 on a GPU, where conformance runs too",
 }  # fmt: skip

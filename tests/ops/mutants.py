@@ -50,6 +50,7 @@ from bagu.ops.core import OpSpec, Streams, check
 from tests.ops import sources
 from tests.ops.points import Point, other_points, points, run_as
 
+NOT_NONE = ", not None"
 SECONDS = 300  # for all points of an op with one mutant; past this it counts as dead
 
 
@@ -59,8 +60,8 @@ class Mutant:
     kind: str
     module: str
     function: str
-    was: str  # the expression that is changed
-    becomes: str  # another expression, or the name of the scalar whose usual value it becomes
+    was: str  # the expression that is changed; of a name, with the expression around it
+    becomes: str  # another expression; of a scalar that is ignored its name, and NOT_NONE where None has no meaning
     at: tuple[int, int]  # where it is: which statement of the module, which node of that
 
     @property
@@ -68,15 +69,19 @@ class Mutant:
         """The whole module, changed."""
         changed = copy.deepcopy(sources.tree(self.module))
         target = next(itertools.islice(ast.walk(changed.body[self.at[0]]), self.at[1], None))
-        other = _expression(repr(self._usual()) if self.kind == "default" else self.becomes)
+        other = _expression(repr(self._default()) if self.kind == "default" else self.becomes)
         target.__class__ = other.__class__
         target.__dict__ = other.__dict__
         return ast.unparse(ast.fix_missing_locations(changed))
 
-    def _usual(self) -> Any:
+    def _default(self) -> Any:
         """What a scalar that is ignored becomes."""
-        ops = sources.users(self.module, self.function, self.backend)
-        return next(usual(op)[self.becomes] for op in ops if self.becomes in usual(op))
+        name = self.becomes.removesuffix(NOT_NONE)
+        op = next(
+            op for op in sources.users(self.module, self.function, self.backend)
+            if name in (s.name for s in SPECS[op].sig.scalars)
+        )  # fmt: skip
+        return statistics.mode(v for v in values(op, name) if v is not None or name == self.becomes)
 
     def __str__(self) -> str:
         return f"{self.module.removeprefix('bagu.ops.')}: {self.kind}: {self.function}: {self.was}"
@@ -88,16 +93,27 @@ def mutants(backend: str, module: str) -> Iterator[Mutant]:
     for at, node in enumerate(sources.tree(module).body):
         if not isinstance(node, sources.Function) or node.name not in reached:
             continue
+        around = {child: parent for parent in ast.walk(node) for child in ast.iter_child_nodes(parent)}
         for i, inner in enumerate(ast.walk(node)):
-            for kind, becomes in _changes(inner, node, backend, module):
-                yield Mutant(backend, kind, module, node.name, ast.unparse(inner), becomes, (at, i))
+            parent = around.get(inner)
+            for kind, becomes in _changes(inner, parent, node, backend, module):
+                yield Mutant(backend, kind, module, node.name, _text(inner, parent), becomes, (at, i))
+
+
+def _text(node: ast.AST, parent: ast.AST | None) -> str:
+    """The source of a node. A name alone does not say which of its uses is changed."""
+    if isinstance(node, ast.Name) and isinstance(parent, ast.expr | ast.keyword):
+        return f"{node.id} in {ast.unparse(parent)}"
+    return ast.unparse(node)
 
 
 def _expression(text: str) -> ast.expr:
     return ast.parse(text, mode="eval").body
 
 
-def _changes(node: ast.AST, function: sources.Function, backend: str, module: str) -> Iterator[tuple[str, str]]:
+def _changes(
+    node: ast.AST, parent: ast.AST | None, function: sources.Function, backend: str, module: str
+) -> Iterator[tuple[str, str]]:
     """(kind, what the node becomes) of each bug that can be planted at this node."""
     kernel = backend == "triton" and sources.is_kernel(function)
     if kernel:
@@ -105,7 +121,8 @@ def _changes(node: ast.AST, function: sources.Function, backend: str, module: st
     if kernel or backend == "torch":
         yield from _in_formula(node)
     if not kernel:
-        yield from _in_host_code(node, function, backend, module)
+        yield from _ignored_scalar(node, parent, function, backend, module)
+        yield from _wrong_stride(node, function, backend)
 
 
 def _in_kernel(node: ast.AST, function: sources.Function) -> Iterator[tuple[str, str]]:
@@ -137,12 +154,25 @@ def _in_formula(node: ast.AST) -> Iterator[tuple[str, str]]:
         yield "no select", f"{called}({test}, {value}, {value})"
 
 
-def _in_host_code(node: ast.AST, function: sources.Function, backend: str, module: str) -> Iterator[tuple[str, str]]:
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-        ops, kinds = sources.users(module, function.name, backend), _parameters(function)
-        known = {s.name: s.optional for op in ops for s in SPECS[op].sig.scalars}
-        if node.id in known and node.id in kinds and (not known[node.id] or "None" in kinds[node.id]):
-            yield "default", node.id
+def _ignored_scalar(
+    node: ast.AST, parent: ast.AST | None, function: sources.Function, backend: str, module: str
+) -> Iterator[tuple[str, str]]:
+    if not (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)):
+        return
+    if _only_raises(function.name) or (isinstance(parent, ast.Call) and _only_raises(ast.unparse(parent.func))):
+        return
+    ops, kinds = sources.users(module, function.name, backend), _parameters(function)
+    known = {s.name: s.optional for op in ops for s in SPECS[op].sig.scalars}
+    if node.id in known and node.id in kinds and (not known[node.id] or "None" in kinds[node.id]):
+        yield "default", node.id + NOT_NONE if known[node.id] and isinstance(parent, ast.BinOp) else node.id
+
+
+def _only_raises(function: str) -> bool:
+    """Whether a function checks arguments. It computes nothing to compare; its tests expect the error."""
+    return function.rpartition(".")[2].lstrip("_").startswith("check")
+
+
+def _wrong_stride(node: ast.AST, function: sources.Function, backend: str) -> Iterator[tuple[str, str]]:
     if backend == "triton" and isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".stride") and node.args:
         assert isinstance(node.func, ast.Attribute)
         tensor, dim = ast.unparse(node.func.value), ast.unparse(node.args[0])
@@ -181,11 +211,10 @@ class _Usual(Streams):
 
 
 @cache
-def usual(op: str) -> dict[str, Any]:
-    """The value that each scalar argument of an op has most often."""
+def values(op: str, scalar: str) -> list[Any]:
+    """The value of a scalar argument in each small case, the usual one where the case draws it."""
     spec = SPECS[op]
-    drawn = [spec.inputs(case, _Usual(op, case.name)) for case in spec.cases if not case.bench]
-    return {s.name: statistics.mode([args[s.name] for args in drawn]) for s in spec.sig.scalars}
+    return [spec.inputs(case, _Usual(op, case.name))[scalar] for case in spec.cases if not case.bench]
 
 
 class _Finder(MetaPathFinder):

@@ -29,7 +29,8 @@ def forward(
     token, begins = torch.arange(T, device=device), cu_seqlens[:-1].long()
     owner = segment_of(cu_seqlens, T)
     turn = token - begins[owner]  # index of a token among the new tokens of its sequence
-    rows = (begins.unsqueeze(1) + torch.arange(max_len, device=device)).clamp(max=T - 1)  # [S, L]
+    turns = torch.arange(max_len, device=device)
+    rows = (begins.unsqueeze(1) + turns).clamp(max=T - 1)  # [S, L]
     queries = q.to(acc)[rows].transpose(1, 2)  # [S, H, L, D]
 
     place = torch.arange(C, device=device)
@@ -41,7 +42,7 @@ def forward(
         for x in (pages.keys(slots), pages.values(slots))
     )  # [S, H, C, D] and [S, H, C, E]
 
-    at = lengths.unsqueeze(1) - cu_seqlens.diff().long().unsqueeze(1) + torch.arange(max_len, device=device)  # [S, L]
+    at = (lengths - cu_seqlens.diff()).unsqueeze(1) + turns  # [S, L], positions in the sequence
     distance = place - at.unsqueeze(-1)  # [S, L, C]
     scores = (queries * scale) @ k.mT
     terms = shape.terms(distance, scores)
