@@ -31,7 +31,7 @@ from bagu.serve.kv.blocks import Blocks, IntegrityError
 from bagu.serve.kv.paged import PagedKV
 from bagu.serve.kv.pool import size_pool
 from bagu.serve.plan import Plan
-from bagu.serve.request import Event, PromptLogprobs, Request, Sampling, TokenEvent
+from bagu.serve.request import Event, PromptLogprobs, Request, Sampling, TokenEvent, TokenLogprob
 from bagu.serve.runner import Runner
 from bagu.serve.sampler import Sampler, SamplerOutput
 from bagu.serve.scheduler import Scheduler, SchedulerConfig
@@ -174,16 +174,19 @@ class Engine:
     def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[float]]:
         """For each sequence the logprobs of ids[start:]. A prefix that several sequences share is computed once, if it
         ends before their starts."""
+        return [[token.logprob for token in tokens] for tokens in self.score_tokens(sequences, starts)]
+
+    def score_tokens(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], *, top: int = 0
+    ) -> list[tuple[TokenLogprob, ...]]:
+        """`score`, with the `top` most probable tokens at each position."""
         for ids, start in zip(sequences, starts, strict=True):
             if not 1 <= start < len(ids):
                 hint = "start is 1 to length - 1: the first token has no logprob, and at least one token is scored"
                 raise ArgumentError(f"score: start = {start} for a sequence of {len(ids)} tokens", hint=hint)
-        only_score = Sampling(max_tokens=0, prompt_logprobs=0)
+        only_score = Sampling(max_tokens=0, prompt_logprobs=top)
         requests = [self._request(ids, only_score, score_start=s) for ids, s in zip(sequences, starts, strict=True)]
-        found: dict[str, list[float]] = {}
-        for event in self._run(requests):
-            if isinstance(event, PromptLogprobs):
-                found[event.request_id] = [t.logprob for t in event.tokens]
+        found = {e.request_id: e.tokens for e in self._run(requests) if isinstance(e, PromptLogprobs)}
         return [found[r.id] for r in requests]
 
     def stats(self) -> EngineStats:

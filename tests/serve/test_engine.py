@@ -117,6 +117,16 @@ def test_score_equals_the_trainers_and_shares_prefixes(length: int) -> None:
         engine.score([base], [0])
 
 
+def test_scored_tokens_have_the_top_tokens_of_their_positions() -> None:
+    """The most probable token at a position is the one that greedy decoding generates there."""
+    engine, prompt = small_engine(MODEL), [3, 1, 4, 1, 5]
+    greedy = engine.generate([prompt], Sampling(max_tokens=6, temperature=0.0))[0].tokens
+    (found,) = engine.score_tokens([[*prompt, *greedy]], [len(prompt)], top=2)
+    assert [token.top[0][0] for token in found] == list(greedy)
+    assert all(len(token.top) == 2 and token.top[0][1] >= token.top[1][1] for token in found)
+    assert engine.score([[*prompt, *greedy]], [len(prompt)]) == [[token.logprob for token in found]]
+
+
 def test_new_weights_change_the_text_and_empty_the_cache() -> None:
     model, other = small_model(), small_model()
     init_weights(other, 9)
