@@ -84,6 +84,7 @@ class ModelConfig:
     embedding_norm: bool = False  # BERT: a norm on the sum of the embeddings
     num_token_types: int = 0  # BERT: a learned vector per segment type, added to the embedding
     mlm_head: bool = False  # BERT: dense, GELU and norm before the head, and a bias in the head
+    score_head: bool = False  # one number per token instead of logits: a reward model, or a critic
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -154,6 +155,8 @@ class ModelConfig:
             refuse(f"norm.groups = {groups} does not divide hidden_size = {self.hidden_size}", "choose a divisor")
         if self.mlm_head and self.causal:
             refuse("a masked-LM head on a causal model", "set causal=False, or leave mlm_head out")
+        if self.score_head and self.mlm_head:
+            refuse("a score head on a model with a masked-LM head", "a model has one head: leave one of them out")
         if self.norm.placement == "none" and (self.embedding_norm or self.mlm_head):
             refuse("norm.placement = 'none' with embedding_norm or mlm_head", "both contain a norm: leave them out")
         if self.moe is not None:

@@ -73,7 +73,7 @@ def parameters(config: ModelConfig) -> Parameters:
         elif top == "blocks":
             parts["ffn" if ".ffn" in path else "attention"] += size
         else:
-            parts["head" if top in ("head", "mlm") else "embedding"] += size
+            parts["head" if top in ("head", "mlm", "score") else "embedding"] += size
     idle = sum(
         (m.moe.num_experts - m.moe.top_k) * p[0].numel()
         for m in model.modules() if isinstance(m, MoE)

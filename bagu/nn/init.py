@@ -2,6 +2,7 @@
 
 matrices, embeddings     normal, init_std (0.02, as GPT-2 and Llama)
 output projections       init_std / sqrt(2 * layers): the 2 * layers of them sum to the variance of one (GPT-2)
+score head               0: every text has the same score until training
 gains 1, biases 0        with weight normalization the gain is the length of the drawn row, so W is the drawn matrix
 model without norms      1 / sqrt(inputs) for matrices: a block keeps the variance of its input
 """
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from bagu.nn.linear import Linear
-from bagu.nn.model import Transformer
+from bagu.nn.model import ScoreHead, Transformer
 from bagu.nn.moe import MoE
 from bagu.nn.norm import Norm, ScaleNorm
 
@@ -31,7 +32,7 @@ def init_weights(model: Transformer, seed: int) -> Transformer:
         for name, p in module.named_parameters(recurse=False):
             if isinstance(module, Norm) and name == "weight":
                 p.fill_(math.sqrt(config.hidden_size) if isinstance(module, ScaleNorm) else 1.0)
-            elif name == "bias":
+            elif name == "bias" or isinstance(module, ScoreHead):
                 p.zero_()
             elif name != "gain":
                 p.copy_(draw(p.shape, f"{path}.{name}", seed) * _std(model, module, path, name, p))

@@ -34,7 +34,8 @@ __all__ = [
 
 
 def add_lora(model: Transformer, *, rank: int, alpha: float, targets: str = ".*", seed: int = 0) -> list[str]:
-    """Add a pair of rank `rank` to every linear whose full name matches `targets`, and freeze all other parameters.
+    """Add a pair of rank `rank` to every linear whose full name matches `targets`, and freeze all other parameters
+    except a score head, which starts at zero and has nothing to keep.
 
     Names are those of `model.named_modules()`: ".*(qkv|out)" is attention, ".*" is every linear. Returns the names.
     """
@@ -50,6 +51,8 @@ def add_lora(model: Transformer, *, rank: int, alpha: float, targets: str = ".*"
                 hint="create the model with weight_norm=False",
             )
     model.requires_grad_(False)
+    if model.score is not None:
+        model.score.requires_grad_(True)
     for name, linear in chosen.items():
         w = linear.weight
         a = draw((rank, linear.in_features), f"{name}.lora_a", seed) / linear.in_features**0.5

@@ -24,7 +24,7 @@ from bagu.nn.moe import MoE
 from bagu.nn.norm import make_norm
 from bagu.nn.positions import make_encoding
 
-__all__ = ["Embedding", "MLMHead", "Output", "Transformer"]
+__all__ = ["Embedding", "MLMHead", "Output", "ScoreHead", "Transformer"]
 
 
 class Output(NamedTuple):
@@ -64,6 +64,22 @@ class MLMHead(nn.Module):
         return torch.cat((table, self.bias.unsqueeze(1), table.new_zeros(len(table), 7)), 1)
 
 
+class ScoreHead(nn.Module):
+    """A linear map of the hidden state to one number, in fp32 also for a bf16 model: 8 bits would tie close scores.
+
+    Not a `Linear`, so that LoRA does not adapt it: one row is trained whole.
+    """
+
+    def __init__(self, size: int, **factory: Unpack[Factory]) -> None:
+        super().__init__()
+        self.weight = parameter(1, size, **factory)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T] fp32."""
+        acc = torch.promote_types(hidden.dtype, torch.float32)
+        return hidden.to(acc) @ self.weight[0].to(acc)
+
+
 class Transformer(nn.Module):
     """`init_weights` initializes its weights, nn/weights.py loads them; until then they are NaN."""
 
@@ -78,7 +94,8 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, i, **factory) for i in range(config.num_layers))
         self.norm = make_norm(config.norm, D, **factory) if placement in ("pre", "sandwich") else None
         self.mlm = MLMHead(config, **factory) if config.mlm_head else None
-        self.head = None if config.tie_embeddings else Embedding(V, D, **factory)
+        self.score = ScoreHead(D, **factory) if config.score_head else None
+        self.head = None if config.tie_embeddings or config.score_head else Embedding(V, D, **factory)
 
     def forward(
         self,
@@ -145,6 +162,8 @@ class Transformer(nn.Module):
     @property
     def head_weight(self) -> torch.Tensor:
         """[V, D] (D as in `Output.hidden`): the weight that the loss uses with the hidden states."""
+        if self.score is not None:
+            raise ArgumentError("the model has a score head and no logits", hint="use model.score(hidden)")
         table = self.embedding.weight if self.head is None else self.head.weight
         return table if self.mlm is None else self.mlm.weight(table)
 

@@ -46,7 +46,8 @@ class Trace:
         saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda x: x)
         try:
             with _GpuDropout(), Recorder() as recorder, saving:
-                self.logits = model.logits(model(ids, positions, cu_seqlens, context).hidden)
+                hidden = model(ids, positions, cu_seqlens, context).hidden
+                self.result = model.logits(hidden) if model.score is None else model.score(hidden)
         finally:
             for hook in hooks:
                 hook.remove()

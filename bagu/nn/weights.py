@@ -78,7 +78,7 @@ def save_pretrained(
     for spare, used in chosen.spares.items():
         if used in parts:  # safetensors does not allow two names for the same memory
             parts[spare] = parts[used]._replace(view=parts[used].view.clone())
-    hf = {"architectures": [chosen.architecture], "model_type": chosen.name, **chosen.write(model.config)}
+    hf = chosen.file(model.config)
     dtype = next(model.parameters()).dtype
     hf |= {
         "torch_dtype": str(dtype).removeprefix("torch."),

@@ -9,6 +9,7 @@ in PEFT's format.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import safetensors.torch
@@ -99,6 +100,9 @@ def save_model(model: Transformer, tokenizer: BpeTokenizer | None, folder: Path)
     """Write the model as a Hugging Face folder if it belongs to a supported family, else under bagu's names."""
     folder.mkdir(parents=True, exist_ok=True)
     extra = None if tokenizer is None else {"eos_token_id": tokenizer.eos_id}
+    if tokenizer is not None and extra is not None and model.score is not None:
+        tokenizer = _with_padding(tokenizer)
+        extra["pad_token_id"] = tokenizer.token_id(tokenizer.named["pad_token"])
     try:
         family_for(model.config)
     except WeightsError:
@@ -110,6 +114,17 @@ def save_model(model: Transformer, tokenizer: BpeTokenizer | None, folder: Path)
         (folder / NATIVE).unlink(missing_ok=True)  # left by an earlier model: it would be read first
     if tokenizer is not None:
         tokenizer.save(folder)
+
+
+def _with_padding(tokenizer: BpeTokenizer) -> BpeTokenizer:
+    """The tokenizer with a pad token for a sequence classifier. transformers scores the last token that is not the pad
+    token, so it must be one that ends no text: not eos, if there is another.
+    """
+    named = tokenizer.named
+    found = next(
+        (t for n in ("pad_token", "mask_token") if (t := named.get(n)) not in (None, tokenizer.eos_token)), None
+    )
+    return replace(tokenizer, named={**named, "pad_token": found or tokenizer.eos_token})
 
 
 def _base_of(adapter: Path) -> Path:

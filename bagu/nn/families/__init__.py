@@ -53,7 +53,7 @@ def family_for(config: ModelConfig) -> Family:
 def can_describe(family: Family, config: ModelConfig) -> bool:
     """Whether a config.json of this family can describe a model with the logits of `config`."""
     try:
-        return _for_inference(family.config(family.write(config))) == _for_inference(config)
+        return _for_inference(family.config(family.file(config))) == _for_inference(config)
     except BaguError:  # the family cannot write this config
         return False
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -23,6 +23,10 @@ from bagu.nn.families.keys import Keys, resolve
 from bagu.nn.hub import WeightsError
 
 __all__ = ["Family", "Layout", "Part", "Rule", "conv1d", "experts", "gate_up", "gpt2_qkv", "qkv", "same"]
+
+
+# a classifier with one label is a regression in transformers: its output is the score itself
+ONE_LABEL: dict[str, Any] = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 class Part(NamedTuple):
@@ -111,6 +115,7 @@ class Family:
 
     name: str  # config.json's model_type
     architecture: str  # the class name in transformers
+    classifier: str | None = None  # the class of a model with a score head, None if the family has none
     keys: Keys
     read: Callable[[Mapping[str, Any]], ModelConfig]
     write: Callable[[ModelConfig], dict[str, Any]]
@@ -136,11 +141,34 @@ class Family:
         given |= {self.aliases[k]: v for k, v in hf.items() if k in self.aliases}
         values = resolve(f"{self.name}: config.json", given, self.keys)
         try:
-            return self.read(values)
+            config = self.read(values)
+            return replace(config, score_head=True) if self._scores(hf) else config
         except ConfigError as error:
             raise WeightsError(
                 f"{self.name}: config.json describes a model that bagu does not support: {error}", hint=error.hint
             ) from error
+
+    def file(self, config: ModelConfig) -> dict[str, Any]:
+        """The config.json of a model."""
+        if not config.score_head:
+            return {"architectures": [self.architecture], "model_type": self.name, **self.write(config)}
+        if self.classifier is None:
+            raise WeightsError(f"{self.name} has no model with a score head", hint="keep it as a bagu checkpoint")
+        return {"architectures": [self.classifier], "model_type": self.name, **self.write(config), **ONE_LABEL}
+
+    def _scores(self, hf: Mapping[str, Any]) -> bool:
+        """Whether a config.json describes a sequence classifier; raises if it has more than one label."""
+        classes = hf.get("architectures")
+        if self.classifier is None or not isinstance(classes, list) or self.classifier not in classes:
+            return False
+        names = hf.get("id2label")
+        labels = len(names) if isinstance(names, Mapping) else hf.get("num_labels", 2)  # 2 is transformers' default
+        if labels != 1:
+            raise WeightsError(
+                f"{self.name}: config.json describes a classifier with {labels} labels",
+                hint="bagu reads classifiers with one label, such as reward models",
+            )
+        return True
 
     def parts(self, tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, Part]:
         """The checkpoint name of every tensor -> its view in ours."""

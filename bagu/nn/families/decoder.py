@@ -64,6 +64,7 @@ OUTER = (
     Rule("embedding.weight", "model.embed_tokens.weight"),
     Rule("norm.weight", "model.norm.weight"),
     Rule("head.weight", "lm_head.weight"),
+    Rule("score.weight", "score.weight"),
     Rule("blocks.{layer}.attention_norm.weight", "model.layers.{layer}.input_layernorm.weight"),
     Rule("blocks.{layer}.ffn_norm.weight", "model.layers.{layer}.post_attention_layernorm.weight"),
     Rule("blocks.{layer}.attention.out.*", "model.layers.{layer}.self_attn.o_proj.*"),
@@ -116,6 +117,7 @@ def decoder(
     return Family(
         name=name,
         architecture=architecture,
+        classifier=architecture.replace("ForCausalLM", "ForSequenceClassification"),
         keys=keys,
         read=read,
         write=write,

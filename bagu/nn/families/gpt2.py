@@ -80,6 +80,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 GPT2 = Family(
     name="gpt2",
     architecture="GPT2LMHeadModel",
+    classifier="GPT2ForSequenceClassification",
     keys=KEYS,
     read=read,
     write=write,
@@ -88,6 +89,7 @@ GPT2 = Family(
         Rule("positions.weight", "transformer.wpe.weight"),
         Rule("norm.*", "transformer.ln_f.*"),
         Rule("head.weight", "lm_head.weight"),
+        Rule("score.weight", "score.weight"),
         Rule("blocks.{layer}.attention_norm.*", "transformer.h.{layer}.ln_1.*"),
         Rule("blocks.{layer}.attention.qkv.*", "transformer.h.{layer}.attn.c_attn.*", gpt2_qkv),
         Rule("blocks.{layer}.attention.out.*", "transformer.h.{layer}.attn.c_proj.*", conv1d),
