@@ -37,10 +37,12 @@ class Tokens:
         return len(self.ids) - self.start
 
 
-def pack(sequences: Sequence[Tokens], *, tokens: int, max_segments: int) -> Batch:
-    """Pack whole sequences into a batch of exactly `tokens`: sequence i is segment i, and padding is the segment after.
+def pack(sequences: Sequence[Tokens], *, tokens: int, max_segments: int, context: int | None = None) -> Batch:
+    """Pack whole sequences into a batch of exactly `tokens`: sequence i is segment i, and padding follows.
 
-    `cu_seqlens` has room for `max_segments` sequences and the padding, so that batches of one run have one shape.
+    `context` is the most tokens of a sequence; padding is split into segments of at most that length, because a model
+    has positions for no more. `cu_seqlens` has room for `max_segments` sequences and for padding, and with `context`
+    `max_len` is always `context`: so batches of one run have one shape. Without it padding is one segment.
     """
     used = sum(len(s.ids) for s in sequences)
     if used > tokens or not 0 < len(sequences) <= max_segments:
@@ -50,8 +52,15 @@ def pack(sequences: Sequence[Tokens], *, tokens: int, max_segments: int) -> Batc
         )
     ids = np.full(tokens, PAD_ID, np.int64)
     targets = np.full(tokens, IGNORE, np.int64)
-    offsets = np.full(max_segments + 2, tokens, np.int32)
+    longest = max(len(s.ids) for s in sequences)
+    if context is not None and longest > context:
+        raise ArgumentError(f"a sequence has {longest} tokens; context is {context}", hint="leave it out")
+    pieces = 1 if context is None else -(-tokens // context)  # of padding, at most
+    offsets = np.full(max_segments + pieces + 1, tokens, np.int32)
     offsets[: len(sequences) + 1] = np.cumsum([0, *(len(s.ids) for s in sequences)])
+    if context is not None:
+        ends = np.arange(used, tokens, context)[1:]
+        offsets[len(sequences) + 1 : len(sequences) + 1 + len(ends)] = ends
     for at, s in zip(offsets.tolist(), sequences, strict=False):
         ids[at : at + len(s.ids)] = s.ids
         targets[at + s.start - 1 : at + len(s.ids) - 1] = s.ids[s.start :]
@@ -62,7 +71,7 @@ def pack(sequences: Sequence[Tokens], *, tokens: int, max_segments: int) -> Batc
         targets=torch.from_numpy(targets),
         positions=torch.from_numpy(positions),
         cu_seqlens=torch.from_numpy(offsets),
-        max_len=max(max(len(s.ids) for s in sequences), tokens - used),
+        max_len=max(longest, tokens - used) if context is None else context,
         num_targets=sum(s.num_targets for s in sequences),
         target_bytes=0,
         num_padding=tokens - used,

@@ -26,6 +26,18 @@ def test_a_full_batch_has_no_padding() -> None:
     assert batch.targets.tolist() == [IGNORE, 7, IGNORE] and batch.cu_seqlens.dtype == torch.int32
 
 
+def test_padding_is_split_into_segments_that_a_model_has_positions_for() -> None:
+    sequences = [Tokens(ids=(5, 6, 7), start=1)]
+    batch = pack(sequences, tokens=12, max_segments=2, context=4)
+    assert batch.cu_seqlens.tolist() == [0, 3, 7, 11, 12, 12] and batch.max_len == 4
+    assert int(batch.positions.max()) == 3
+    full = pack([Tokens(ids=(1, 2, 3, 4), start=1)] * 3, tokens=12, max_segments=3, context=4)
+    assert full.cu_seqlens.tolist() == [0, 4, 8, 12, 12, 12, 12]
+    assert pack(sequences, tokens=12, max_segments=3, context=4).cu_seqlens.shape == full.cu_seqlens.shape
+    with pytest.raises(ArgumentError, match="a sequence has 3 tokens; context is 2"):
+        pack(sequences, tokens=12, max_segments=2, context=2)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_every_sequence_is_in_one_micro_batch_that_it_fits_in(seed: int) -> None:
     lengths = np.random.default_rng(seed).integers(1, 40, 60).tolist()
