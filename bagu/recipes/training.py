@@ -19,6 +19,7 @@ from bagu.data.tokenizer import BpeTokenizer
 from bagu.machine.device import named_device
 from bagu.machine.fast_dtype import compute_dtype_name
 from bagu.nn import count
+from bagu.nn.config import ModelConfig
 from bagu.nn.families import family_for
 from bagu.nn.hub import WeightsError
 from bagu.nn.init import init_weights
@@ -112,7 +113,7 @@ def train(
             run.train if sample else replace(run.train, sample_every=None), model, data.loader, loss=loss,
             folder=folder.checkpoints, resume=resume, pause_after=pause_after, begin=begin,
             evaluate=evaluate, sample=sample, settings={"objective": configs.to_dict(run.objective)},
-            identity={"tokenizer": inputs.tokenizer.fingerprint, "model": configs.fingerprint(model.config)},
+            identity={"tokenizer": inputs.tokenizer.fingerprint, "model": _model_id(model.config)},
             flops_per_token=count.flops(model.config, run.data.context).training, peak_flops=peak,
         )  # fmt: skip
         if run.lora is not None:
@@ -156,6 +157,12 @@ def _model(run: Run, inputs: Inputs) -> Transformer:
     if run.lora is not None:
         add_lora(model, rank=run.lora.rank, alpha=run.lora.alpha, targets=run.lora.targets, seed=run.train.seed)
     return model
+
+
+def _model_id(config: ModelConfig) -> str:
+    """The fingerprint in checkpoints. A field that is newer than some of them counts only where it is used."""
+    fields = configs.to_dict(config)
+    return configs.fingerprint({k: v for k, v in fields.items() if k != "score_head" or v})
 
 
 def _save_adapter(model: Transformer, inputs: Inputs, folder: Path) -> None:

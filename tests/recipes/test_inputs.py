@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from bagu.config import override
 from bagu.data import BpeTokenizer
 from bagu.data.corpus import SourceConfig
 from bagu.nn import count
+from bagu.nn.config import ModelConfig
 from bagu.recipes.catalogue import recipe, with_data
 from bagu.recipes.inputs import read_inputs
 from bagu.recipes.run import Run
 from bagu.recipes.summary import summarise
+from bagu.recipes.training import _model_id
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -146,3 +149,12 @@ def test_a_dry_run_checks_the_data_and_writes_no_run(
     texts.write_text(texts.read_text() + '{"text": oops}\n')
     assert bagu("train", texts, "--out", tmp_path / "run", *settings, "--dry-run") == 2
     assert f"{texts}:11: not JSON" in capsys.readouterr().err
+
+
+def test_checkpoints_made_before_the_score_head_still_match_their_model() -> None:
+    config = ModelConfig(
+        vocab_size=262, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, intermediate_size=48,
+        max_len=32,
+    )  # fmt: skip
+    assert _model_id(config) == "f03587670d6d5e3c"  # as written at 4fa50d6
+    assert _model_id(replace(config, score_head=True)) != _model_id(config)
