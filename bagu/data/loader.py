@@ -147,6 +147,9 @@ class Loader:
             }
         return {"step": step, "seed": self.config.seed, "sources": sources}
 
+    def restore(self, cursor: Mapping[str, Any]) -> None:
+        """Nothing to do: a step is a function of its number."""
+
     def report(self, steps: int | None = None) -> dict[str, Any]:
         """Statistics of one epoch of each source, and with `steps` how much a run of this many steps reads from it."""
         sources = {name: dict(layout.report()) for name, layout in self.layouts.items()}

@@ -39,13 +39,18 @@ Begin = Callable[[int], Sequence[Observer]]  # called with the first step of the
 class Batches(Protocol[BatchT_co]):
     """The loader interface of `fit`: the micro-batches of global steps from `start` on, and a step's position as JSON.
 
-    Global step s is a function of s (and of the model's weights, if the model generates the batches): a resume calls
-    `prefetch` with another step. The iterator is advanced just before each step.
+    Global step s is a function of s, and if the model generates the batches also of its weights and of what the loader
+    keeps between steps, which the cursor contains. A resume calls `restore` with the cursor of its checkpoint, and then
+    `prefetch` with the step of that cursor. The iterator is advanced just before each step.
     """
 
     def prefetch(self, start: int) -> contextlib.AbstractContextManager[Iterator[Sequence[BatchT_co]]]: ...
 
     def cursor(self, step: int) -> dict[str, Any]: ...
+
+    def restore(self, cursor: Mapping[str, Any]) -> None:
+        """Bring back the state in `cursor`. A loader whose step s depends on s only has nothing to do."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +245,8 @@ class _Run:
     def begin(self, *, resume: bool, callback: Begin | None) -> None:
         """Start at step 0, or with `resume` at the last good checkpoint, if there is one."""
         path, bad = self._restored() if resume else (None, [])
+        if path is not None:  # not after a rollback, which continues with the data after the refused batches
+            self.loader.restore(checkpoint.state_of(path)["cursor"])
         if not resume and self.folder is not None and (found := checkpoint.checkpoints(self.folder)):
             raise ArgumentError(
                 f"{self.folder} has {len(found)} checkpoints of another run", hint="resume it, or give another folder"

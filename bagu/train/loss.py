@@ -9,6 +9,7 @@ A step reads the sums of all micro-batches from the device once, together with t
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,17 +45,23 @@ class MicroBatch(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Host counts over all micro-batches of a step. A loss adds the counts that it divides by in a subclass."""
+    """Host counts over all micro-batches of a step. A loss adds the counts that it divides by in a subclass.
+
+    `idle` means that there is nothing to learn from the step (rollouts whose rewards are all equal): it is counted, its
+    metrics are logged, and the weights do not change.
+    """
 
     tokens: int
     padding: int
+    idle: bool = False
 
 
 class MicroBatchLoss(NamedTuple):
-    """The contribution of one micro-batch to the loss and metrics of its step. They sum to the step's values."""
+    """The contribution of one micro-batch to its step: loss and metrics sum to the step's values."""
 
     loss: torch.Tensor  # for backward
     metrics: Mapping[str, torch.Tensor] = {}  # scalars without a gradient, the same names in every micro-batch
+    peaks: Mapping[str, torch.Tensor] = {}  # the same, but the step's value is the largest instead of the sum
     expert_load: tuple[torch.Tensor, ...] = ()  # tokens per expert, for each MoE layer
 
 
@@ -80,7 +87,8 @@ class Loss(ABC, Generic[BatchT, TotalsT]):
     def metrics(self, loss: float, sums: Mapping[str, float], totals: TotalsT) -> Metrics:
         """The logged metrics of a step, from its loss and metrics, summed over micro-batches. Names end in units.
 
-        Values that cannot be summed, such as a ratio of two sums, are computed here.
+        Values that cannot be summed, such as a ratio of two sums, are computed here. `sums` also has the peaks by name.
+        An idle step has no sums.
         """
 
     def evaluate(self, model: Transformer, batches: Iterable[BatchT]) -> Metrics:
@@ -96,6 +104,8 @@ class Loss(ABC, Generic[BatchT, TotalsT]):
                 loss += float(part.loss)
                 for name, value in part.metrics.items():
                     sums[name] = sums.get(name, 0.0) + float(value)
+                for name, value in part.peaks.items():
+                    sums[name] = max(sums.get(name, -math.inf), float(value))
         return {f"val_{name}": value for name, value in self.metrics(loss, sums, totals).items()}
 
     def updated(self, metrics: Mapping[str, float | None]) -> None:

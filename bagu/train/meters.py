@@ -43,7 +43,7 @@ class Meters:
             "tokens_per_s": tokens / seconds,
             "mfu_percent": None,
             "memory_bytes": peak_memory(self.device),
-            "padding_percent": 100 * result.totals.padding / tokens,
+            "padding_percent": 100 * result.totals.padding / tokens if tokens else 0.0,
             "data_wait_s": self._data_wait,
         }
         if self.flops_per_token is not None and self.peak_flops is not None:

@@ -34,6 +34,8 @@ def step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
     """Run one update from the micro-batches of one global step, or refuse it (see `stability`)."""
     seed_step(state.config.seed, state.data_step)
     totals, lr = state.loss.totals(batches), state.lr
+    if totals.idle:
+        return _idle(state, totals, lr)
     state.flat.begin()
     parts = []
     for batch in batches:
@@ -56,12 +58,21 @@ def step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
     return StepResult(loss=loss, metrics=metrics, grad_norm=grad_norm, lr=lr, totals=totals, skipped=skipped)
 
 
+def _idle(state: TrainState, totals: Totals, lr: float) -> StepResult:
+    """Count a step without an update: no gradient, and no change of the optimizer's state either."""
+    state.step += 1
+    state.data_step += 1
+    metrics = state.loss.metrics(0.0, {}, totals)
+    return StepResult(loss=0.0, metrics=metrics, grad_norm=0.0, lr=lr, totals=totals, skipped=None)
+
+
 def _read(parts: Sequence[MicroBatchLoss], norm: torch.Tensor) -> tuple[float, Mapping[str, float], float]:
-    """Loss and metrics of a step, summed over its micro-batches, and the gradient norm, in one copy to the host."""
-    names = list(parts[0].metrics)
-    sums = [sum(p.loss for p in parts), *(sum(p.metrics[name] for p in parts) for name in names), norm]
-    loss, *values, grad_norm = torch.stack(sums).tolist()  # type: ignore[arg-type]
-    return loss, dict(zip(names, values, strict=True)), grad_norm
+    """Loss and metrics of a step over its micro-batches, and the gradient norm, in one copy to the host."""
+    names, peaks = list(parts[0].metrics), list(parts[0].peaks)
+    sums = [sum(p.loss for p in parts), *(sum(p.metrics[name] for p in parts) for name in names)]
+    largest = [torch.stack([p.peaks[name] for p in parts]).amax() for name in peaks]
+    loss, *values, grad_norm = torch.stack([*sums, *largest, norm]).tolist()  # type: ignore[list-item]
+    return loss, dict(zip([*names, *peaks], values, strict=True)), grad_norm
 
 
 def seed_step(seed: int, data_step: int) -> None:

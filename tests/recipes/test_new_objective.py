@@ -126,6 +126,9 @@ class PairLoader:
     def cursor(self, step: int) -> dict[str, Any]:
         return {"step": step}
 
+    def restore(self, cursor: Mapping[str, Any]) -> None:
+        pass
+
     def report(self, steps: int) -> dict[str, Any]:
         return {"sources": {self.name: {"epochs": steps * self.data.rows_per_step / len(self.pairs)}}}
 
@@ -351,6 +354,9 @@ class Rollouts:
 
     def cursor(self, step: int) -> dict[str, Any]:
         return {"step": step}
+
+    def restore(self, cursor: Mapping[str, Any]) -> None:
+        pass
 
 
 def test_batches_may_come_from_the_model_that_is_trained(tmp_path: Path) -> None:

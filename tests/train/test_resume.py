@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import multiprocessing
 import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,6 +23,7 @@ from bagu.runs.folder import RunFolder
 from bagu.train import TrainConfig, checkpoint, fit
 from bagu.train.optim import OptimizerConfig
 from bagu.train.schedule import ScheduleConfig
+from bagu.types import Batch
 
 STEPS = 60
 OPTIONS = {"steps": STEPS, "save_every": 7, "keep_last": 2, "optimizer": {"lr": 0.01}}
@@ -131,6 +134,36 @@ def test_a_gpu_run_is_the_same_to_the_bit(tmp_path: Path, monkeypatch: pytest.Mo
     fit(config, begun, loader(micro_batches=2), folder=tmp_path, observers=[PressAt(11)])
     result = fit(config, again, loader(micro_batches=2), folder=tmp_path, resume=True)
     assert result.step == 30
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+
+
+class Remembering:
+    """A loader whose step depends on the steps before it: it draws a data step, and adds all draws so far."""
+
+    def __init__(self) -> None:
+        self.data, self.drawn = loader(), 0
+
+    @contextlib.contextmanager
+    def prefetch(self, start: int) -> Iterator[Iterator[tuple[Batch, ...]]]:
+        yield map(self.batch, itertools.count(start))
+
+    def batch(self, step: int) -> tuple[Batch, ...]:
+        self.drawn = (3 * self.drawn + step) % 50
+        return self.data.batch(self.drawn)
+
+    def cursor(self, step: int) -> dict[str, Any]:
+        return {"drawn": self.drawn}
+
+    def restore(self, cursor: Mapping[str, Any]) -> None:
+        self.drawn = cursor["drawn"]
+
+
+def test_a_resume_restores_what_the_loader_keeps_between_steps(tmp_path: Path) -> None:
+    config = TrainConfig(steps=12)
+    whole, again = model(), model()
+    fit(config, whole, Remembering())
+    fit(config, model(), Remembering(), folder=tmp_path, pause_after=7)
+    fit(config, again, Remembering(), folder=tmp_path, resume=True)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
 
 

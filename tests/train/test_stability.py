@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +100,9 @@ class Poison:
 
     def cursor(self, step: int) -> dict[str, object]:
         return self.loader.cursor(step)
+
+    def restore(self, cursor: Mapping[str, Any]) -> None:
+        pass
 
 
 class NaNAt(CrossEntropy):

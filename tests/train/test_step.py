@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import math
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from bagu.nn.config import Alibi, MoEConfig
 from bagu.nn.model import Transformer
 from bagu.train import OptimizerConfig, StabilityConfig, TrainConfig, TrainState, fit, graphs, prepare, step
 from bagu.train.cross_entropy import CrossEntropy, TargetTotals
-from bagu.train.loss import MicroBatchLoss
+from bagu.train.loss import Loss, Metrics, MicroBatchLoss
 from bagu.types import IGNORE, Batch
 
 CONFIG = TrainConfig(steps=20, optimizer=OptimizerConfig(lr=0.02))
@@ -316,3 +318,41 @@ def test_a_captured_step_has_the_gradients_of_one_that_is_not() -> None:
         assert loss == pytest.approx(want_loss, rel=2**-8)
         assert (grad - want).abs().max() <= 2**-7 * want.abs().max()  # two roundings to bf16
     assert not torch.equal(found[2][2], found[3][2])
+
+
+class Noted(CrossEntropy):
+    """Cross-entropy with a metric of each kind: the targets of a micro-batch, summed and at most."""
+
+    def __call__(self, m: Transformer, batch: Batch, totals: TargetTotals) -> MicroBatchLoss:
+        part, count = super().__call__(m, batch, totals), torch.tensor(float(batch.num_targets))
+        return part._replace(metrics={**part.metrics, "all": count}, peaks={"most": count})
+
+    def metrics(self, loss: float, sums: Mapping[str, float], totals: TargetTotals) -> Metrics:
+        return {"all": sums.get("all"), "most": sums.get("most")}
+
+
+class Idle(Noted):
+    def totals(self, batches: Sequence[Batch]) -> TargetTotals:
+        return dataclasses.replace(super().totals(batches), idle=True)
+
+
+def test_metrics_are_summed_over_micro_batches_and_peaks_are_the_largest() -> None:
+    first, second = batches(rows=4, micro_batches=2)
+    micro = (masked(first, 5), masked(second, 7))
+    state = TrainState(model(), CONFIG, Noted())
+    assert step(state, micro).metrics == {"all": 12, "most": 7}
+    assert state.loss.evaluate(state.model, micro) == {"val_loss_nats": ANY, "val_bits_per_byte": ANY}
+    found = Loss.evaluate(state.loss, state.model, micro)
+    assert found == {"val_all": 12, "val_most": 7}
+
+
+def test_an_idle_step_is_counted_and_changes_nothing() -> None:
+    state = TrainState(model(), CONFIG, Noted())
+    step(state, batches())  # the optimizer now has momentum
+    state.loss = Idle()
+    before, moments = state.flat.master.clone(), {k: t.clone() for k, t in state.optimizer.tensors().items()}
+    result = step(state, batches(1))
+    assert result.skipped is None and result.grad_norm == 0 and result.metrics == {"all": None, "most": None}
+    assert (state.step, state.data_step) == (2, 2)
+    assert torch.equal(state.flat.master, before)
+    assert all(torch.equal(t, moments[name]) for name, t in state.optimizer.tensors().items())
