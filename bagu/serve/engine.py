@@ -80,7 +80,7 @@ class Engine:
         self.sampler = Sampler(self.runner, tokenizer, config.seed, eos_ids)
         self._overlaps = table.is_cuda if config.async_scheduling is None else config.async_scheduling
         self._pending: PendingStep | None = None
-        self._unreturned: list[Event] = []  # events of a step that `update_weights` committed
+        self._unreturned: list[Event] = []  # events of a step that `weights_changed` committed
         self._ids = itertools.count()
         self._sampled: deque[tuple[float, int]] = deque()  # (time, number of tokens) of the last steps
         self._steps = self._tokens = self._batch_size = 0
@@ -132,8 +132,8 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def update_weights(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Replace weights in place, all or some of them, by their names in the model's state dict. KV computed with the
-        old weights is dropped: the prefix cache is emptied, and running sequences are recomputed."""
+        """Replace weights in place, all or some of them, by their names in the model's state dict, and drop what was
+        computed with the old ones."""
         own = self.model.state_dict()
         for name, tensor in state.items():
             if name not in own or own[name].shape != tensor.shape:
@@ -144,6 +144,12 @@ class Engine:
         with torch.no_grad():
             for name, tensor in state.items():
                 own[name].copy_(tensor)
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Drop what was computed with old weights, after other code (a trainer of the same model) has changed them in
+        place: the prefix cache is emptied, running sequences are recomputed, and packed weights are packed again."""
+        self._unreturned += self._commit_pending()
         self.runner.prepare()
         self.scheduler.restart()
 

@@ -52,6 +52,10 @@ def pad(batch: Batch, rows: int, context: int, block_size: int, spare: int) -> B
     )
 
 
+def addresses(model: torch.nn.Module) -> list[int]:
+    return [t.data_ptr() for t in (*model.parameters(), *model.buffers())]
+
+
 class GraphDecode:
     """The forward of a batch with one token per sequence, as a graph replay. Satisfies runner.Forward."""
 
@@ -60,6 +64,12 @@ class GraphDecode:
         self.spare = kv.keys[0].shape[0] - 1
         self.captured: dict[tuple[int, int], Captured] = {}
         self.memory = torch.cuda.graph_pool_handle()
+        self._addresses = addresses(model)
+
+    @property
+    def current(self) -> bool:
+        """Whether the weights are where the graphs read them. A trainer moves them once, into its flat buffers."""
+        return self._addresses == addresses(self.model)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         rows = bucket(len(batch.ids))

@@ -51,10 +51,14 @@ class Runner:
         self.source, self.kv, self.config = model, kv, config
         self.device = model.embedding.weight.device
         self.tables = np.zeros((config.max_num_seqs, -(-max_model_len // kv.block_size)), dtype=np.int32)
+        self.graphs: GraphDecode | None = None
         self.prepare()
 
     def prepare(self) -> None:
-        """Pack or quantize the weights for inference. Call it again after the weights change."""
+        """Pack or quantize the weights for inference. Call it again after the weights change.
+
+        CUDA graphs read the weights at their addresses, so they stay valid after a change in place.
+        """
         model, rounds = self.source, self.config.quantization == "int8"
         self.model = quantized(model) if rounds else model
         self.project: Project
@@ -62,7 +66,9 @@ class Runner:
         self.compiled: CompiledDecode | None = None  # C++ for the same steps
         self.mismatch: Mismatch | None = None  # why the C++ does not support this model, if the machine could use it
         if self.device.type == "cuda" and self.config.cuda_graphs:
-            self.decode = GraphDecode(self.model, self.kv, self.tables.shape[1] * self.kv.block_size)
+            if self.graphs is None or not self.graphs.current:
+                self.graphs = GraphDecode(self.model, self.kv, self.tables.shape[1] * self.kv.block_size)
+            self.decode = self.graphs
         if self.device.type == "cpu" and not self.config.invariant and compiles(model.embedding.weight.dtype):
             try:
                 self.compiled = CompiledDecode(match(merged(model)), self.kv, int8=rounds)

@@ -143,6 +143,23 @@ def test_new_weights_change_the_text_and_empty_the_cache() -> None:
         engine.update_weights({"embedding.weight": torch.zeros(1)})
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_weights_that_a_trainer_changed_in_place_are_used_after_weights_changed(invariant: bool) -> None:
+    """The engine shares the tensors of the model, and what it packed for decoding is packed again."""
+    model, other = small_model(), init_weights(small_model(), 9)
+    engine = small_engine(model, invariant=invariant)
+    prompt, sampling = [list(range(20))], Sampling(max_tokens=8, temperature=0.0)
+    before = engine.generate(prompt, sampling)[0].tokens
+    with torch.no_grad():
+        for mine, new in zip(model.parameters(), other.parameters(), strict=True):
+            mine.copy_(new)
+    engine.weights_changed()
+    assert engine.stats().blocks_cached == 0
+    assert engine.model is model and engine.runner.source is model
+    after = engine.generate(prompt, sampling)[0].tokens
+    assert after == small_engine(other, invariant=invariant).generate(prompt, sampling)[0].tokens != before
+
+
 def test_new_weights_in_the_middle_of_a_text() -> None:
     engine = small_engine(small_model())
     engine.submit(Request(id="r", prompt=(1, 2, 3), sampling=Sampling(max_tokens=6, temperature=0.0)))

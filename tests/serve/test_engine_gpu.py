@@ -12,6 +12,7 @@ from bagu.nn.sample import generate
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Sampling
+from bagu.train.flat import FlatParameters
 
 pytestmark = pytest.mark.gpu
 
@@ -77,3 +78,25 @@ def test_weights_replaced_while_a_step_is_in_flight_are_used_from_the_next_token
     known = len(PROMPTS[0]) + 5
     fresh = generate(it.model, [PROMPTS[0] + head + rest[: 40 - 5 - 20]], 20, temperature=0.0)[0]
     assert rest[-20:] == fresh, f"tokens from {known} on are those of the old weights"
+
+
+def test_graphs_over_shared_weights_are_kept_while_a_trainer_updates_them_in_place() -> None:
+    """The flat buffers of a trainer move the weights once, and the graphs are captured again. After that every update
+    is in place: the captured graphs decode with the new weights."""
+    it = engine("gqa", torch.float32)
+    it.generate(PROMPTS, GREEDY)
+    first = it.runner.graphs
+    assert first is not None and first.captured
+    flat = FlatParameters(it.model)
+    assert not first.current
+    it.weights_changed()
+    moved = it.runner.graphs
+    assert moved is not None and moved is not first
+    for number in range(3):
+        flat.master.copy_(flat.master.roll(1 + number))
+        flat.publish()
+        it.weights_changed()
+        assert it.runner.graphs is moved and it.stats().blocks_cached == 0
+        want = generate(it.model, PROMPTS, 40, temperature=0.0)
+        assert [list(c.tokens) for c in it.generate(PROMPTS, GREEDY)] == want
+    assert moved.captured
