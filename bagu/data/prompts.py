@@ -10,7 +10,6 @@ also if another file defines a function of that name.
 
 from __future__ import annotations
 
-import ast
 import doctest
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -134,23 +133,13 @@ def fitting(prompts: Sequence[Prompt], *, room: int) -> tuple[list[Prompt], int]
 
 def function_question(function: Function) -> Question:
     """The question for a function. The facts are its name, arguments, docstring, code, and examples if it has some."""
-    node = function.node
     facts: dict[str, Any] = {
-        "name": node.name, "args": argument_names(node.args), "docstring": function.docstring,
-        "answer": function.answer,
+        "name": function.name, "args": list(function.args), "docstring": function.docstring, "answer": function.answer,
     }  # fmt: skip
     if examples := _examples(function.docstring):
         facts["doctests"] = examples
-    return Question(
-        id=function.id, messages=({"role": "user", "content": function.question},), text=function.question,
-        facts=facts, place=f"{function.document.id}:{node.lineno}",
-    )  # fmt: skip
-
-
-def argument_names(args: ast.arguments) -> list[str]:
-    """The names of all arguments, in the order of the signature."""
-    named = [*args.posonlyargs, *args.args, args.vararg, *args.kwonlyargs, args.kwarg]
-    return [arg.arg for arg in named if arg is not None]
+    message = {"role": "user", "content": function.question}
+    return Question(id=function.id, messages=(message,), text=function.question, facts=facts, place=function.id)
 
 
 def _examples(docstring: str) -> list[dict[str, str]]:

@@ -16,13 +16,14 @@ import tokenize
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from bagu.data.source import Conversation, Document, describe_files, list_files, non_empty, read
 from bagu.errors import BaguError
 
-__all__ = ["Function", "StdlibSource", "documented_functions", "sft_pairs"]
+__all__ = ["Function", "StdlibSource", "argument_names", "documented_functions", "sft_pairs"]
 
 INSTALLED = {"site-packages", "dist-packages", "__pycache__"}  # in its folder, but not part of the standard library
 TESTS = {"test", "tests", "idle_test"}
@@ -82,19 +83,16 @@ def decoded(data: bytes) -> str | None:
 class Function:
     """A function with a docstring: the question for it, and its code without the docstring."""
 
-    document: Document
-    node: ast.FunctionDef
+    id: str  # file, line and name
+    name: str
+    args: tuple[str, ...]
     docstring: str
     answer: str
 
     @property
-    def id(self) -> str:
-        return f"{self.document.id}:{self.node.lineno}:{self.node.name}"
-
-    @property
     def question(self) -> str:
         summary = self.docstring.split("\n\n")[0]
-        return f"Write the Python function `{self.node.name}`.\n{summary}"
+        return f"Write the Python function `{self.name}`.\n{summary}"
 
 
 def sft_pairs(documents: Iterable[Document], *, max_bytes: int = 1024) -> Iterator[Conversation]:
@@ -110,14 +108,22 @@ def sft_pairs(documents: Iterable[Document], *, max_bytes: int = 1024) -> Iterat
 def documented_functions(documents: Iterable[Document], *, max_bytes: int = 1024) -> Iterator[Function]:
     """Functions and methods with a docstring and a body of at most `max_bytes` of code, in the order of the file."""
     for document in documents:
-        lines = document.text.split("\n")  # line numbers as in `ast`; splitlines() also splits at form feeds
-        answers: set[str] = set()  # two branches of a module may define the same function
-        for node in functions(parsed(document.text)):
-            docstring = (ast.get_docstring(node) or "").strip()
-            answer = without_docstring(node, lines, max_bytes) if docstring else None
-            if answer is not None and answer not in answers:
-                answers.add(answer)
-                yield Function(document=document, node=node, docstring=docstring, answer=answer)
+        yield from _documented_functions(document, max_bytes)
+
+
+@lru_cache(maxsize=1024)  # fine-tuning, preferences and prompts of one process read the same modules
+def _documented_functions(document: Document, max_bytes: int) -> tuple[Function, ...]:
+    lines = document.text.split("\n")  # line numbers as in `ast`; splitlines() also splits at form feeds
+    found: dict[str, Function] = {}  # by code: two branches of a module may define the same function
+    for node in functions(parsed(document.text)):
+        docstring = (ast.get_docstring(node) or "").strip()
+        answer = without_docstring(node, lines, max_bytes) if docstring else None
+        if answer is not None and answer not in found:
+            found[answer] = Function(
+                id=f"{document.id}:{node.lineno}:{node.name}", name=node.name, args=tuple(argument_names(node.args)),
+                docstring=docstring, answer=answer,
+            )  # fmt: skip
+    return tuple(found.values())
 
 
 def functions(node: ast.AST | None) -> Iterator[ast.FunctionDef]:
@@ -128,6 +134,12 @@ def functions(node: ast.AST | None) -> Iterator[ast.FunctionDef]:
             if isinstance(statement, ast.FunctionDef):
                 yield statement
             yield from functions(statement)
+
+
+def argument_names(args: ast.arguments) -> list[str]:
+    """The names of all arguments, in the order of the signature."""
+    named = [*args.posonlyargs, *args.args, args.vararg, *args.kwonlyargs, args.kwarg]
+    return [arg.arg for arg in named if arg is not None]
 
 
 def without_docstring(function: ast.FunctionDef, lines: list[str], max_bytes: int) -> str | None:
