@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import tokenizers
@@ -78,6 +79,16 @@ class ChatEncoder:
         """The ids of the messages and the generation prompt, after which the assistant's answer starts."""
         safe = self._safe(variables)
         return self._tokens(self.template.render(self._safe(messages), add_generation_prompt=True, **safe))[0]
+
+    @cached_property
+    def turn_ends(self) -> tuple[int, ...]:
+        """The token that ends the assistant's turn: generation stops there too, not only at the end-of-text token.
+        Empty if the template does not mark the assistant's tokens."""
+        try:
+            chat = self.encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        except BaguError:
+            return ()
+        return (chat.ids[max(i for i, in_answer in enumerate(chat.mask) if in_answer)],)
 
     def documents(self, conversations: Iterable[Conversation]) -> Iterator[TokenDocument]:
         """Encode conversations for a token store."""

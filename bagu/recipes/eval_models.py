@@ -24,7 +24,8 @@ MAX_WAITS = 120  # seconds to wait while the queue is full
 
 
 class EngineModel:
-    """Runs batches on the engine: the common prefix of sequences is computed once."""
+    """Runs batches on the engine: the common prefix of sequences is computed once. With `chat`, an answer also ends
+    where the assistant's turn ends."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, chat: ChatEncoder | None, name: str) -> None:
         self.engine, self.tokenizer, self.chat, self.name = engine, tokenizer, chat, name
@@ -49,7 +50,7 @@ class EngineModel:
     def generate(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[list[str]]:
         sampling = Sampling(
             max_tokens=decoding.max_tokens, temperature=decoding.temperature, n=decoding.samples, stop=decoding.stop,
-            seed=decoding.seed,
+            seed=decoding.seed, stop_token_ids=() if self.chat is None else self.chat.turn_ends,
         )  # fmt: skip
         found: list[list[str]] = [[] for _ in prompts]
         for completion in self.engine.generate(prompts, sampling):

@@ -91,7 +91,6 @@ def chat_main(
         return terminal.main(HttpChat(model, api_key=api_key), system=system, settings=settings, prompt=prompt)
     from bagu.serve.config import EngineConfig
     from bagu.serve.engine import Engine
-    from bagu.serve.http.worker import Ready
 
     loaded, tokenizer, encoder = loader()
     if encoder is None:
@@ -101,8 +100,8 @@ def chat_main(
     generation = read_generation(find_model(model))
     engine = Engine(loaded, tokenizer, EngineConfig(generation=generation))
     settings = {"temperature": TEMPERATURE, **generation.sampling, **settings}
-    length, vocabulary = engine.max_model_len, loaded.config.vocab_size
-    ready = Ready(tokenizer=tokenizer, chat=encoder, generates=True, max_model_len=length, vocab_size=vocabulary)
     name = Path(model).name or model
-    chat = EngineChat(engine, encoder.prompt, name=name, max_len=length, turn_ends=ready.turn_ends)
+    chat = EngineChat(
+        engine, encoder.prompt, name=name, max_len=engine.max_model_len, turn_ends=encoder.turn_ends
+    )  # fmt: skip
     return terminal.main(chat, system=system, settings=settings, prompt=prompt)

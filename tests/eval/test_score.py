@@ -158,3 +158,13 @@ def test_bad_tasks_are_refused_in_one_sentence() -> None:
     ):
         with pytest.raises(TaskError, match=message):
             evaluate(real_model(), task)
+
+
+def test_an_answer_ends_with_the_turn_of_the_assistant() -> None:
+    """Random weights sample the token that ends a turn about once in 320 tokens."""
+    model = real_model()
+    drawn = Decoding(max_tokens=100, temperature=1.0, samples=8)
+    prompts = [model.encode_chat([{"role": "user", "content": word}]) for word in WORDS[:4]]
+    assert not any("<|end|>" in text for texts in model.generate(prompts, drawn) for text in texts)
+    model.chat = None
+    assert any("<|end|>" in text for texts in model.generate(prompts, drawn) for text in texts)

@@ -89,8 +89,9 @@ class Chat(Protocol):
 
     @property
     def template(self) -> Template: ...
+    @property
+    def turn_ends(self) -> tuple[int, ...]: ...
     def prompt(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]: ...
-    def encode(self, messages: Sequence[dict[str, Any]]) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,17 +105,10 @@ class Ready:
     vocab_size: int
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
-    @cached_property
+    @property
     def turn_ends(self) -> tuple[int, ...]:
-        """The token that ends the assistant's turn in the chat template: a chat stops there too, not only at the
-        end-of-text token. Empty if the template does not mark the assistant's tokens."""
-        if self.chat is None:
-            return ()
-        try:
-            encoded = self.chat.encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-        except BaguError:
-            return ()
-        return (encoded.ids[max(i for i, in_answer in enumerate(encoded.mask) if in_answer)],)
+        """The tokens that end the assistant's turn, in addition to the end-of-text token."""
+        return () if self.chat is None else self.chat.turn_ends
 
     @cached_property
     def longest_token(self) -> int:
