@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Sequence
 
 from bagu.data.stdlib import parsed
 from bagu.errors import BaguError
 from bagu.eval.task import Grade, Item, TaskError
 from bagu.machine.sandbox import Sandbox, SandboxUnavailable
 
-__all__ = ["Judge", "code_grade", "each", "exact_match", "first_code", "judged", "parses", "program_grade"]
+__all__ = [
+    "Judge", "code_grade", "doctest_program", "each", "exact_match", "first_code", "judged", "parses", "program_grade",
+    "run_to_end",
+]  # fmt: skip
 
 Judge = Callable[[str], str]  # a question for another model -> its answer
+
+DOCTESTS = """
+import doctest as _doctest
+_found = _doctest.DocTestFinder().find({name}, {name!r}, globs=dict(globals()))
+_runner = _doctest.DocTestRunner(verbose=False)
+for _test in _found:
+    _runner.run(_test)
+assert _runner.failures == 0
+"""
 
 
 def each(grade: Callable[[Item, str], float]) -> Grade:
@@ -53,16 +66,30 @@ def parses(text: str) -> bool:
     return tree is not None and bool(tree.body)
 
 
+def run_to_end(sandbox: Sandbox, programs: Iterable[str]) -> list[bool]:
+    """Whether each program runs to its end without an error. A program that exits before its end has failed: model
+    code could otherwise end the tests that follow it with `sys.exit()`."""
+    token = secrets.token_hex(8)
+    ended = sandbox.run_all(f"{program}\nprint({token!r})" for program in programs)
+    return [result.status == "ok" and result.stdout.rstrip().endswith(token) for result in ended]
+
+
+def doctest_program(code: str, name: str, docstring: str | None = None) -> str:
+    """A program that runs the doctests of the function `name` in `code`: of its own docstring, or of the given one."""
+    given = "" if docstring is None else f"\n{name}.__doc__ = {docstring!r}"
+    return f"{code}{given}{DOCTESTS.format(name=name)}"
+
+
 def program_grade(program: Callable[[Item, str], str]) -> Grade:
-    """1 if `program(item, answer)` runs in the sandbox without an error. Raises SandboxUnavailable if there is no
-    sandbox."""
+    """1 if `program(item, answer)` runs to its end in the sandbox without an error. Raises SandboxUnavailable if there
+    is no sandbox."""
 
     def grade(items: Sequence[Item], texts: Sequence[Sequence[str]]) -> list[list[float]]:
         programs = [program(item, text) for item, answers in zip(items, texts, strict=True) for text in answers]
         valid = [parses(code) for code in programs]  # code that does not parse needs no process
         with Sandbox() as sandbox:
-            ended = iter(sandbox.run_all(code for code, runs in zip(programs, valid, strict=True) if runs))
-        grades = iter([float(runs and next(ended).status == "ok") for runs in valid])
+            ended = iter(run_to_end(sandbox, [code for code, runs in zip(programs, valid, strict=True) if runs]))
+        grades = iter([float(runs and next(ended)) for runs in valid])
         return [[next(grades) for _ in answers] for answers in texts]
 
     return grade

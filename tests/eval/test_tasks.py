@@ -197,3 +197,9 @@ def test_contamination_finds_copies_and_no_others() -> None:
 def test_a_generation_task_needs_a_grade() -> None:
     with pytest.raises(TaskError, match="needs a way to grade"):
         Task(name="t", kind="generation", items=list, limits="")
+
+
+def test_a_program_that_exits_before_its_end_has_not_passed() -> None:
+    grade = program_grade(lambda item, text: f"{text}\nassert False")
+    exits = ["raise SystemExit", "import sys; sys.exit(0)", "import os; os._exit(0)"]
+    assert grade([Item(id="a")], [exits]) == [[0.0] * 3]

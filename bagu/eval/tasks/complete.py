@@ -11,7 +11,7 @@ import ast
 import warnings
 from collections.abc import Iterator
 
-from bagu.eval.grades import code_grade, parses
+from bagu.eval.grades import code_grade, doctest_program, parses
 from bagu.eval.model import Decoding
 from bagu.eval.task import Item, Task
 from bagu.eval.tasks.library import PUBLIC, held_out_functions, in_fair_order, room
@@ -20,14 +20,6 @@ from bagu.eval.tasks.signature import head_and_body
 __all__ = ["complete", "cut_to_function"]
 
 HEAD, TOKENS, ITEMS = 240, 96, 64
-CHECK = """
-import doctest as _doctest
-_found = _doctest.DocTestFinder().find({name}, {name!r}, globs=dict(globals()))
-_runner = _doctest.DocTestRunner(verbose=False)
-for _test in _found:
-    _runner.run(_test)
-raise SystemExit(_runner.failures > 0)
-"""
 
 
 def complete(max_len: int) -> Task:
@@ -68,7 +60,7 @@ def _program(item: Item, text: str) -> str:
     code = cut_to_function(item.prompt.rstrip("\n"), text)
     if code.rstrip("\n") == item.prompt.rstrip("\n"):  # nothing of the completion parses
         return "raise SystemExit('the completion does not parse')"
-    return code + (CHECK.format(name=item.facts["name"]) if item.facts["doctest"] else "")
+    return doctest_program(code, item.facts["name"]) if item.facts["doctest"] else code
 
 
 def _warn() -> None:
