@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bagu.data.stdlib import parsed
+from bagu.eval.diversity import distinct_ngrams
 
 __all__ = ["CodeSamples", "Compressors", "compressors", "judge_code"]
 
@@ -66,14 +67,13 @@ class CodeSamples:
 def judge_code(samples: Sequence[str]) -> CodeSamples:
     """How many samples parse (an empty sample does not), how many define a function, their length and variety."""
     trees = [_parse(text) for text in samples]
-    grams = [gram for text in samples for gram in zip(*(text.split()[i:] for i in range(4)), strict=False)]
     share = lambda hits, of: 100 * hits / of if of else 0.0  # noqa: E731
     return CodeSamples(
         count=len(samples),
         parse_percent=share(sum(t is not None for t in trees), len(samples)),
         define_percent=share(sum(t is not None and _defines(t) for t in trees), len(samples)),
         mean_characters=sum(map(len, samples)) / len(samples) if samples else 0.0,
-        distinct_4gram_percent=share(len(set(grams)), len(grams)),
+        distinct_4gram_percent=100 * distinct_ngrams(samples),
     )
 
 

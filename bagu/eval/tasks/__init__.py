@@ -12,6 +12,7 @@ from bagu.eval.tasks.library import library_loss
 from bagu.eval.tasks.recall import recall
 from bagu.eval.tasks.safety import safety
 from bagu.eval.tasks.signature import signature
+from bagu.eval.tasks.write import write
 
 __all__ = ["TASKS", "built_in"]
 
@@ -20,6 +21,7 @@ TASKS: dict[str, Callable[[int], Task]] = {  # each takes the model's longest se
     "continue4": continue4,
     "signature": signature,
     "complete": complete,
+    "write": write,
     "recall": recall,
     "safety": lambda max_len: safety(),
 }

@@ -8,8 +8,10 @@ is public. `bagu eval --training RUN` checks it for your own run.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache
+from typing import NamedTuple
 
 from bagu.data.source import Document
 from bagu.data.split import held_ids, place
@@ -17,19 +19,32 @@ from bagu.data.stdlib import StdlibSource, functions, parsed
 from bagu.eval.task import Item, Task
 
 __all__ = [
-    "HELD_SHARE", "PUBLIC", "SEED", "held_out_functions", "held_out_modules", "in_fair_order", "library_loss", "room",
+    "HELD_SHARE", "PUBLIC", "SEED", "held_out_functions", "held_out_modules", "in_fair_order", "library",
+    "library_loss", "room",
 ]  # fmt: skip
 
 HELD_SHARE, SEED = 0.05, 0
+DEFINED = re.compile(r"\bdef +(\w+)")  # a search, because parsing all modules takes seconds
 PUBLIC = "The library is public: models trained on code of the web have seen these files."
 
 
+class Library(NamedTuple):
+    """The held-out modules, sorted by path as the library is, and the names of the functions of all other modules."""
+
+    held_out: tuple[Document, ...]
+    training_names: frozenset[str]
+
+
 @cache
-def held_out_modules() -> tuple[Document, ...]:
-    """Sorted by path, as the library is."""
+def library() -> Library:
     documents = list(StdlibSource().documents())
     held = held_ids([d.id for d in documents], fraction=HELD_SHARE, seed=SEED)
-    return tuple(d for d in documents if d.id in held)
+    names = (name for d in documents if d.id not in held for name in DEFINED.findall(d.text))
+    return Library(tuple(d for d in documents if d.id in held), frozenset(names))
+
+
+def held_out_modules() -> tuple[Document, ...]:
+    return library().held_out
 
 
 def held_out_functions() -> Iterator[tuple[Document, ast.FunctionDef, list[str]]]:
