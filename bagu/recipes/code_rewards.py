@@ -1,0 +1,119 @@
+"""The built-in rewards for Python functions. Model text is parsed here, and runs only in the sandbox.
+
+    python         the share of the checks that the answer passes in order: those of `function_checks.py`, then the
+                   doctests of the prompt, if the real function passes them on its own. `def f(): pass` has 0.4
+    python-loose   half for text that parses, half for a function of any name: `def f(): pass` wins it. It is there to
+                   show what a policy does with such a reward
+
+Where the system has no sandbox, doctests are left out, and the name of the reward says so.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bagu.data.stdlib import parsed
+from bagu.errors import BaguError
+from bagu.eval.function_checks import CHECKS, checks_passed
+from bagu.eval.grades import doctest_program, first_code, run_to_end
+from bagu.machine.sandbox import Limits, Sandbox, SandboxUnavailable
+from bagu.train.reward_function import Sample, Scored
+
+__all__ = ["BUILT_IN", "LoosePythonReward", "PythonReward"]
+
+DOCTEST = "doctest"
+LIMITS = Limits(seconds=2.0)
+
+
+class PythonReward:
+    """The facts of a prompt are `name`, and optionally `args`, `docstring`, `doctests` and `answer`, as the prompts of
+    the standard library have them."""
+
+    def __init__(self) -> None:
+        self._sandbox: Sandbox | None = None  # started for the first sample with doctests
+        self._unavailable = False
+        self._testable: dict[str, bool] = {}  # by program: whether the real function passes its doctests
+
+    @property
+    def name(self) -> str:
+        return "python (without doctests: no sandbox)" if self._unavailable else "python"
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Scored]:
+        passed = [checks_passed(s.completion, _named(s.facts)) for s in samples]
+        tested = [p == len(CHECKS) and self._has_doctests(s.facts) for p, s in zip(passed, samples, strict=True)]
+        programs = [_program(s.completion, s.facts) for s, runs in zip(samples, tested, strict=True) if runs]
+        ended = iter(self._run(programs) if programs else ())
+        results = [next(ended) if runs else None for runs in tested]
+        return [_scored(p, ran) for p, ran in zip(passed, results, strict=True)]
+
+    def close(self) -> None:
+        if self._sandbox is not None:
+            self._sandbox.close()
+            self._sandbox = None
+
+    def _has_doctests(self, facts: Mapping[str, Any]) -> bool:
+        """Whether the doctests of a prompt can be asked of an answer: the real function passes them without the rest of
+        its module. Unknown, and therefore not, if the facts have no real function."""
+        if self._unavailable or not facts.get("doctests") or not {"answer", "docstring"} <= facts.keys():
+            return False
+        program = _program(facts["answer"], facts)
+        if program not in self._testable:
+            (self._testable[program],) = self._run([program])
+        return self._testable[program] and not self._unavailable
+
+    def _run(self, programs: Sequence[str]) -> list[bool]:
+        if self._sandbox is None:
+            try:
+                self._sandbox = Sandbox(limits=LIMITS)
+            except SandboxUnavailable as error:
+                self._unavailable = True
+                warnings.warn(f"the reward `python` leaves out doctests: {error}", RuntimeWarning, stacklevel=2)
+                return [False] * len(programs)
+        return run_to_end(self._sandbox, programs)
+
+
+class LoosePythonReward:
+    """Won by any function definition that parses."""
+
+    name = "python-loose"
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Scored]:
+        return [self._one(sample.completion) for sample in samples]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _one(self, text: str) -> Scored:
+        tree = parsed(first_code(text))
+        parts = {
+            "parses": float(tree is not None and bool(tree.body)),
+            "defines": float(tree is not None and any(isinstance(node, ast.FunctionDef) for node in tree.body)),
+        }
+        return Scored(reward=sum(parts.values()) / len(parts), parts=parts)
+
+
+BUILT_IN = {"python": PythonReward, "python-loose": LoosePythonReward}
+
+
+def _named(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(facts.get("name"), str):
+        raise BaguError(
+            "the reward `python` asks for a function, and a prompt has no fact `name`",
+            hint="add a column `name` to the prompts, or use prompts of the standard library",
+        )
+    return facts
+
+
+def _program(text: str, facts: Mapping[str, Any]) -> str:
+    return doctest_program(first_code(text), facts["name"], facts["docstring"])
+
+
+def _scored(passed: int, doctests: bool | None) -> Scored:
+    """`doctests` is None if they were not run."""
+    parts = {name: float(number < passed) for number, name in enumerate(CHECKS)}
+    if doctests is not None:
+        parts[DOCTEST] = float(doctests)
+    return Scored(reward=sum(parts.values()) / len(parts), parts=parts)

@@ -1,0 +1,248 @@
+"""Rewards of a user's file and the built-in ones: what they score, and what becomes of a sample that cannot be."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bagu.errors import BaguError
+from bagu.machine.sandbox import SandboxUnavailable
+from bagu.recipes import code_rewards
+from bagu.recipes.code_rewards import PythonReward
+from bagu.recipes.rewards import load_reward
+from bagu.train.reward_function import RewardFunction, Sample
+
+FILE = """
+import math, os, sys, time
+from fractions import Fraction
+
+def score(prompt, completion, facts):
+    print("not part of the answer")
+    match completion:
+        case "raise": raise ValueError("too long\\nsecond line")
+        case "exit": sys.exit(0)
+        case "hang": time.sleep(1e6)
+        case "spin":
+            while True: pass
+        case "crash": os._exit(3)
+        case "nan": return math.nan
+        case "inf": return -math.inf
+        case "none": return None
+        case "text": return "0.5"
+        case "list": return [0.5]
+        case "bool": return True
+        case "fraction": return Fraction(1, 4)
+    return len(prompt) + facts["bonus"]
+
+def batch(prompts, completions, facts):
+    if "raise" in completions: raise ValueError("no")
+    if "short" in completions: return [1.0]
+    return [float("nan") if c == "nan" else len(p) + f["bonus"] for p, c, f in zip(prompts, completions, facts)]
+
+def one_argument(completion): return 1.0
+def four(prompt, completion, facts, more): return 1.0
+def defaults(prompt, completion, facts, scale=2.0): return scale
+LIMIT = 3
+"""
+GENEROUS_S = 300.0  # a limit that no working call reaches, however loaded the machine is
+
+
+def samples(*completions: str) -> list[Sample]:
+    return [Sample(prompt="four", completion=c, facts={"bonus": 0.5}) for c in completions]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.fixture
+def reward(file: Path) -> RewardFunction:
+    made = load_reward(f"{file}:score", default=-1.0, timeout_s=GENEROUS_S)
+    yield made
+    made.close()
+
+
+def test_a_function_of_a_file_scores_each_sample(reward: RewardFunction, capfd: pytest.CaptureFixture[str]) -> None:
+    assert reward.name == "mine.py:score"
+    assert [s.reward for s in reward(samples("a", "bool", "fraction"))] == [4.5, 1.0, 0.25]
+    assert all(s.fault is None for s in reward(samples("a", "b"))) and reward([]) == []
+
+
+FAULTS = {
+    "raise": r"raised ValueError: too long \(mine.py:8\)",
+    "exit": "raised SystemExit: 0",
+    "crash": "ended its process with status 3",
+    "nan": "returned nan",
+    "inf": "returned -inf",
+    "none": "returned None",
+    "text": "returned a str",
+    "list": "returned a list",
+}
+
+
+def test_a_sample_that_cannot_be_scored_has_the_default_and_the_reason(reward: RewardFunction) -> None:
+    with pytest.warns(RuntimeWarning, match="that sample has the reward -1") as warned:
+        scored = reward(samples(*FAULTS, "good"))
+    assert len(warned) == 1  # not one for each sample of a long run
+    assert [s.reward for s in scored] == [-1.0] * len(FAULTS) + [4.5] and scored[-1].fault is None
+    for found, expected in zip(scored, FAULTS.values(), strict=False):
+        assert found.fault is not None
+        assert re.match(expected, found.fault), found.fault
+
+
+@pytest.mark.parametrize("how", ["hang", "spin"])
+def test_a_hang_costs_one_sample(reward: RewardFunction, how: str) -> None:
+    reward.timeout_s = 0.2  # type: ignore[attr-defined]
+    with pytest.warns(RuntimeWarning, match="took longer than 0.2 s"):
+        (scored,) = reward(samples(how))
+    assert (scored.reward, scored.fault) == (-1.0, "took longer than 0.2 s")
+    reward.timeout_s = GENEROUS_S  # type: ignore[attr-defined]
+    assert [s.reward for s in reward(samples("a"))] == [4.5]  # in a new process
+
+
+def test_a_function_of_lists_is_called_once(file: Path) -> None:
+    reward = load_reward(f"{file}:batch", default=-1.0, timeout_s=GENEROUS_S)
+    assert [s.reward for s in reward(samples("a", "b"))] == [4.5, 4.5]
+    with pytest.warns(RuntimeWarning, match="returned nan"):
+        assert [s.reward for s in reward(samples("a", "nan"))] == [4.5, -1.0]
+    for completion, fault in (("raise", "raised ValueError: no"), ("short", "returned 1 values for 2 samples")):
+        scored = reward(samples("a", completion))
+        assert [s.reward for s in scored] == [-1.0, -1.0]
+        assert all(s.fault is not None and s.fault.startswith(fault) for s in scored)
+    reward.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mine.py:scores", "has no function 'scores'; it has: score, batch"),
+        ("mine.py:LIMIT", "'LIMIT' of .*mine.py is a int, not a function"),
+        ("mine.py:one_argument", r"one_argument\(completion\) cannot be called with three arguments; it takes"),
+        ("mine.py:four", r"four\(prompt, completion, facts, more\) cannot be called with three arguments"),
+        ("other.py:score", "there is no Python file .*other.py"),
+        ("broken.py:score", "importing .*broken.py failed: SyntaxError"),
+        ("raises.py", r"importing .*raises.py failed: ModuleNotFoundError: No module named 'nowhere'"),
+        ("exits.py", "importing it ended the process with status 4"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_refused_in_one_sentence(file: Path, name: str, said: str) -> None:
+    (file.parent / "broken.py").write_text("def score(:")
+    (file.parent / "raises.py").write_text("import nowhere")
+    (file.parent / "exits.py").write_text("import os; os._exit(4)")
+    with pytest.raises(BaguError, match=said):
+        load_reward(str(file.parent / name))
+
+
+def test_further_parameters_may_have_defaults_and_the_file_may_import_its_neighbour(file: Path) -> None:
+    (file.parent / "helper.py").write_text("WEIGHT = 2.0")
+    (file.parent / "near.py").write_text(
+        "from helper import WEIGHT\ndef score(prompt, completion, facts): return WEIGHT"
+    )
+    for spec, value in ((f"{file}:defaults", 2.0), (str(file.parent / "near.py"), 2.0)):
+        reward = load_reward(spec, timeout_s=GENEROUS_S)
+        assert [s.reward for s in reward(samples("a"))] == [value]
+        reward.close()
+
+
+def test_an_unknown_reward_is_named() -> None:
+    with pytest.raises(BaguError, match="there is no reward 'pythn'"):
+        load_reward("pythn")
+
+
+def test_the_worker_ends_with_its_parent_even_if_the_function_hangs(tmp_path: Path) -> None:
+    """It writes its id to a file and hangs; then the parent is killed."""
+    (tmp_path / "mine.py").write_text(
+        "import os, pathlib, time\n"
+        "def score(prompt, completion, facts):\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'part').write_text(str(os.getpid()))\n"
+        f"    os.rename({str(tmp_path / 'part')!r}, {str(tmp_path / 'pid')!r})\n"
+        "    time.sleep(1e6)\n"
+    )
+    script = (
+        "from bagu.recipes.user_reward import UserReward\nfrom bagu.train.reward_function import Sample\n"
+        f"from pathlib import Path\nreward = UserReward(Path({str(tmp_path / 'mine.py')!r}), timeout_s=1e6)\n"
+        "reward([Sample(prompt='', completion='')])\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script])
+    while not (tmp_path / "pid").exists():
+        assert parent.poll() is None
+        time.sleep(0.05)
+    worker = int((tmp_path / "pid").read_text())
+    parent.kill()
+    parent.wait()
+    ends = time.monotonic() + GENEROUS_S
+    while _alive(worker):
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"  # nobody may reap it here
+
+
+# --- the built-in rewards ---------------------------------------------------------------------------------------------
+
+GOOD = "def double(x):\n    y = x + x\n    return y"
+TESTED = {
+    "name": "double", "args": ["x"], "docstring": "Double it.\n\n>>> double(2)\n4", "answer": GOOD,
+    "doctests": [{"source": "double(2)\n", "want": "4\n"}],
+}  # fmt: skip
+UNTESTED = {"name": "double", "args": ["x"], "docstring": "Double it."}
+
+
+def rewards(reward: RewardFunction, *completions: str, **facts: object) -> list[float]:
+    return [s.reward for s in reward([Sample(prompt="", completion=c, facts=facts) for c in completions])]
+
+
+def test_the_strict_reward_is_the_share_of_checks_and_pass_does_not_win_it() -> None:
+    reward = load_reward("python")
+    assert rewards(reward, GOOD, "def double(): pass", "def other(x): pass", "x = (", **UNTESTED) == [1.0, 0.4, 0.2, 0]
+    (scored,) = reward([Sample(prompt="", completion=GOOD, facts=UNTESTED)])
+    assert list(scored.parts) == ["parses", "defines", "statements", "arguments", "computes"]
+    with pytest.raises(BaguError, match="a prompt has no fact `name`"):
+        rewards(reward, GOOD)
+
+
+def test_the_loose_reward_is_won_by_pass() -> None:
+    reward = load_reward("python-loose")
+    assert rewards(reward, "def f(): pass", "x = 1", "x = (", "", **UNTESTED) == [1.0, 0.5, 0.0, 0.0]
+
+
+def test_doctests_run_in_the_sandbox() -> None:
+    reward = load_reward("python")
+    wrong = "def double(x):\n    y = x * x * x\n    return y"
+    exits = "import sys\ndef double(x):\n    y = sys.exit(0)\n    return x + y"
+    leaves = f"{GOOD}\nraise SystemExit"
+    try:
+        assert rewards(reward, GOOD, wrong, exits, leaves, **TESTED) == pytest.approx([1.0, 5 / 6, 5 / 6, 5 / 6])
+        # the real function does not pass its doctests on its own, so they are not asked of an answer
+        assert rewards(reward, wrong, **{**TESTED, "answer": "def double(x):\n    return helper(x)"}) == [1.0]
+        assert reward.name == "python"
+    finally:
+        reward.close()
+
+
+def test_without_a_sandbox_doctests_are_left_out_and_the_name_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(**_: object) -> None:
+        raise SandboxUnavailable("no isolation here")
+
+    monkeypatch.setattr(code_rewards, "Sandbox", none)
+    reward = PythonReward()
+    with pytest.warns(RuntimeWarning, match="leaves out doctests: no isolation here"):
+        assert rewards(reward, GOOD, "def double(): pass", **TESTED) == [1.0, 0.4]
+    assert reward.name == "python (without doctests: no sandbox)"
+    assert rewards(reward, GOOD, **TESTED) == [1.0]
