@@ -18,7 +18,7 @@ from bagu.errors import BaguError
 from bagu.machine.device import named_device, named_dtype
 from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn.config import ModelConfig
-from bagu.recipes.models import find_model, model_config
+from bagu.recipes.models import find_model, model_config, tokenizer_folder
 from bagu.recipes.run import Run
 from bagu.recipes.tokenizer import run_tokenizer
 from bagu.train.objective import TrainingData
@@ -30,13 +30,14 @@ DATA = "data.json"  # in the folder of a run
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """`start` is the folder of the model that the run starts from; `data_changes` has a line for each source that has
-    changed since the run last started.
+    """`start` is the folder of the model that the run starts from, `auxiliary` the folders of the objective's other
+    models, by role; `data_changes` has a line for each source that has changed since the run last started.
     """
 
     device: torch.device
     dtype: torch.dtype
     start: Path | None
+    auxiliary: Mapping[str, Path]
     corpora: Mapping[str, Corpus]
     tokenizer: BpeTokenizer
     model: ModelConfig
@@ -68,12 +69,13 @@ def read_inputs(
     tokenizer = tokenizer or run_tokenizer(run, start, made, out)
     run.objective.check_tokenizer(tokenizer)
     _check_vocabulary(tokenizer, model)
+    auxiliary = _auxiliary(run, tokenizer, model)
     data = run.objective.read(made, tokenizer, run.data, model)
     if corpora is None:
         made = {name: corpus.without_text() for name, corpus in made.items()}
     return Inputs(
         device=device, dtype=named_dtype(run.dtype) if run.dtype else compute_dtype(device), start=start,
-        corpora=made, tokenizer=tokenizer, model=model, data=data, data_changes=changes,
+        auxiliary=auxiliary, corpora=made, tokenizer=tokenizer, model=model, data=data, data_changes=changes,
     )  # fmt: skip
 
 
@@ -108,6 +110,32 @@ def _check_vocabulary(tokenizer: BpeTokenizer, model: ModelConfig) -> None:
             f"the tokenizer has {tokenizer.vocab_size} tokens, and the model's vocabulary {model.vocab_size}",
             hint=f"set model.vocab_size={tokenizer.vocab_size}, or use the tokenizer the model was made with",
         )
+
+
+def _auxiliary(run: Run, tokenizer: BpeTokenizer, model: ModelConfig) -> dict[str, Path]:
+    """The folders of the objective's auxiliary models. They read the same token ids as the trained model."""
+    found = {}
+    for role, name in run.objective.auxiliary().items():
+        if not name:
+            raise BaguError(
+                f"objective {run.objective.kind!r} needs a {role}, and objective.{role} is empty",
+                hint=f"give a model with --set objective.{role}=MODEL",
+            )
+        folder = found[role] = find_model(name)
+        config, place = model_config(folder), tokenizer_folder(folder)
+        if place is None or BpeTokenizer.load(place).fingerprint != tokenizer.fingerprint:
+            has = "has no tokenizer" if place is None else "has another tokenizer than the trained model"
+            raise BaguError(
+                f"the {role} {name} {has}, so token ids would not mean the same to both",
+                hint=f"choose a {role} of the same family, or train a new model with tokenizer.path={place or folder}",
+            )
+        if run.data.context > config.max_len:
+            raise BaguError(
+                f"data.context is {run.data.context}, and the {role} {name} has positions for {config.max_len}",
+                hint=f"set data.context={config.max_len} or less",
+            )
+        run.objective.check_auxiliary(role, config, model)
+    return found
 
 
 def facts_of(run: Run, inputs: Inputs) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from bagu.machine.device import vendor_flops
 from bagu.nn import count
 from bagu.nn.lora import lora_parameters
 from bagu.recipes.inputs import Inputs
+from bagu.recipes.models import model_config
 from bagu.recipes.run import Run
 from bagu.runs.progress import duration
 
@@ -44,6 +46,7 @@ class Summary:
     parameters: int
     trained: int
     sources: tuple[SourceSummary, ...]
+    auxiliary: Mapping[str, int]  # parameters of the objective's other models, by role
     first_step: int
     steps: int
     tokens_per_step: int
@@ -59,6 +62,7 @@ class Summary:
         begun = f" from step {self.first_step:,} on" if self.first_step else ""
         lines = [
             f"model     {self.parameters:,} parameters{trained}, {self.dtype} on {self.device}",
+            *(f"{role:<9} {size:,} parameters, frozen" for role, size in self.auxiliary.items()),
             *(
                 f"data      {s.name}: {s.documents:,} documents, {s.tokens:,} tokens, {s.held_out_tokens:,} held out; "
                 f"seen {s.epochs:.3g} times"
@@ -92,12 +96,16 @@ def summarise(run: Run, inputs: Inputs, *, first_step: int = 0, peak_flops: floa
         for name, size in inputs.data.sources.items()
     )  # fmt: skip
     total = count.parameters(inputs.model).total
-    flops = count.flops(inputs.model, run.data.context).training * run.data.tokens_per_step
+    others = {role: model_config(folder) for role, folder in inputs.auxiliary.items()}
+    per_token = count.flops(inputs.model, run.data.context).training
+    per_token += sum(count.flops(other, run.data.context).forward for other in others.values())
+    flops = per_token * run.data.tokens_per_step
     least = LAYER_S * inputs.model.num_layers * run.data.micro_batches
     step_s = max(flops / (peak * UTILISATION), least)
     trained = total if run.lora is None else lora_parameters(inputs.model, rank=run.lora.rank, targets=run.lora.targets)
     return Summary(
-        objective=run.objective.kind, parameters=total, trained=trained, sources=sources, first_step=first_step,
+        objective=run.objective.kind, parameters=total, trained=trained, sources=sources,
+        auxiliary={role: count.parameters(other).total for role, other in others.items()}, first_step=first_step,
         steps=run.train.steps, tokens_per_step=run.data.tokens_per_step, device=str(inputs.device),
         dtype=str(inputs.dtype).removeprefix("torch."), peak_flops=peak,
         seconds=(run.train.steps - first_step) * step_s,

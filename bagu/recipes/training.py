@@ -39,6 +39,7 @@ from bagu.train import checkpoint
 from bagu.train.loop import FitResult, fit
 from bagu.train.loss import Loss, Metrics
 from bagu.train.objective import TrainingData
+from bagu.train.state import digest_of
 
 __all__ = ["Trained", "check", "train"]
 
@@ -93,7 +94,11 @@ def train(
     inputs = read_inputs(run, out, accept_data_change=accept_data_change, tokenizer=tokenizer, corpora=corpora)
     model = _model(run, inputs)
     peak = matmul_rate(inputs.device, inputs.dtype)
-    data, loss = inputs.data, run.objective.loss(model)
+    auxiliary = {
+        role: load_model(folder, dtype=inputs.dtype, device=inputs.device).requires_grad_(False)
+        for role, folder in inputs.auxiliary.items()
+    }
+    data, loss = inputs.data, run.objective.loss_with(model, auxiliary)
     evaluate = partial(_evaluate, loss, data, run.eval_batches) if run.train.eval_every else None
     sample = _sampler(inputs.tokenizer, prompts) if run.train.sample_every and prompts else None
     with contextlib.ExitStack() as stack:
@@ -113,7 +118,10 @@ def train(
             run.train if sample else replace(run.train, sample_every=None), model, data.loader, loss=loss,
             folder=folder.checkpoints, resume=resume, pause_after=pause_after, begin=begin,
             evaluate=evaluate, sample=sample, settings={"objective": configs.to_dict(run.objective)},
-            identity={"tokenizer": inputs.tokenizer.fingerprint, "model": _model_id(model.config)},
+            identity={
+                "tokenizer": inputs.tokenizer.fingerprint, "model": _model_id(model.config),
+                **{role: digest_of(other.state_dict()) for role, other in auxiliary.items()},
+            },
             flops_per_token=count.flops(model.config, run.data.context).training, peak_flops=peak,
         )  # fmt: skip
         if run.lora is not None:

@@ -81,6 +81,18 @@ class Objective(ABC, Generic[BatchT]):
     def check_model(self, model: ModelConfig) -> None:
         """Raise ConfigError for a model that this objective cannot train."""
 
+    def auxiliary(self) -> Mapping[str, str]:
+        """The models that the loss needs besides the trained one, as role: MODEL (see `Run.init_from`). The setting
+        `objective.<role>` names each of them.
+
+        They are loaded frozen, in the dtype and on the device of the run, and `loss_with` receives them. They must have
+        the run's tokenizer. Checkpoints do not contain them; a resume raises if their weights have changed.
+        """
+        return {}
+
+    def check_auxiliary(self, role: str, auxiliary: ModelConfig, model: ModelConfig) -> None:
+        """Raise ConfigError for an auxiliary model that does not fit the trained model."""
+
     def check_tokenizer(self, tokenizer: BpeTokenizer) -> None:
         """Raise BaguError for a tokenizer that lacks something this objective needs, such as a mask token."""
 
@@ -94,11 +106,15 @@ class Objective(ABC, Generic[BatchT]):
     ) -> TrainingData[BatchT]:
         """Tokenise the corpora (from `corpus`), or load their tokens from the cache, and create the batches."""
 
-    @abstractmethod
     def loss(self, model: Transformer) -> Loss[BatchT, Any]:
         """The loss of one run. `model` has the initial weights of the run, also when it is resumed: a loss that
-        compares with them takes its frozen copy here.
+        compares with them takes its frozen copy here. An objective with auxiliary models defines `loss_with` instead.
         """
+        raise NotImplementedError(f"{type(self).__name__} defines neither loss nor loss_with")
+
+    def loss_with(self, model: Transformer, auxiliary: Mapping[str, Transformer]) -> Loss[BatchT, Any]:
+        """The same, given the models of `auxiliary` by role."""
+        return self.loss(model)
 
     @abstractmethod
     def display(self) -> Display:

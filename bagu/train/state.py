@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -18,7 +19,7 @@ from bagu.train.optim import Optimizer, OptimizerConfig
 from bagu.train.schedule import ScheduleConfig, factor
 from bagu.train.stability import Guard, StabilityConfig
 
-__all__ = ["TrainConfig", "TrainState"]
+__all__ = ["TrainConfig", "TrainState", "digest_of"]
 
 Recompute = Literal["none", "selective", "block"]
 
@@ -69,6 +70,15 @@ class TrainConfig:
             )
 
 
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of the names, shapes, dtypes and values of tensors."""
+    digest = hashlib.sha256()
+    for name, t in tensors.items():
+        digest.update(f"{name} {tuple(t.shape)} {t.dtype}".encode())
+        digest.update(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 class TrainState:
     """The model with its flat parameters, the loss (by default cross-entropy), the optimizer, and the run's position.
 
@@ -97,14 +107,8 @@ class TrainState:
     @functools.cached_property
     def frozen_digest(self) -> str | None:
         """A fingerprint of the frozen parameters, which checkpoints do not contain; None if there are none."""
-        frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
-        if not frozen:
-            return None
-        digest = hashlib.sha256()
-        for name, p in frozen:
-            digest.update(f"{name} {tuple(p.shape)} {p.dtype}".encode())
-            digest.update(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        frozen = {name: p for name, p in self.model.named_parameters() if not p.requires_grad}
+        return digest_of(frozen) if frozen else None
 
     def close(self) -> None:
         """Release the flat buffers; the model keeps its trained parameters."""
