@@ -11,6 +11,7 @@ from bagu.data.loader import DataConfig
 from bagu.errors import BaguError, UnknownName
 from bagu.nn.presets import preset
 from bagu.recipes.run import LoraConfig, Run, TokenizerConfig
+from bagu.train.objectives.distill import Distillation
 from bagu.train.objectives.masked import MaskedLanguageModelling
 from bagu.train.objectives.sft import SupervisedFineTuning
 from bagu.train.optim import OptimizerConfig
@@ -101,7 +102,21 @@ def lora() -> Run:
     return replace(run, lora=LoraConfig(), train=replace(run.train, optimizer=optimizer))
 
 
-RECIPES: dict[str, Callable[[], Run]] = {f.__name__: f for f in (small, gpt2_124m, llama_1b, mlm, sft, lora)}
+def distill() -> Run:
+    """Distillation of the model `objective.teacher` into the model given with `--from`, on texts. Both must have the
+    same vocabulary.
+    """
+    return Run(
+        objective=Distillation(), init_from="",
+        data=DataConfig(context=256, rows=16),
+        train=TrainConfig(
+            steps=200, eval_every=50, save_every=100, optimizer=OptimizerConfig(kind="adamw", lr=3e-4),
+            schedule=ScheduleConfig(kind="linear", warmup_steps=10),
+        ),
+    )  # fmt: skip
+
+
+RECIPES: dict[str, Callable[[], Run]] = {f.__name__: f for f in (small, gpt2_124m, llama_1b, mlm, sft, lora, distill)}
 
 
 def recipe(name: str) -> Run:
