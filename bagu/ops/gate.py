@@ -194,7 +194,7 @@ def _compile(spec: OpSpec, case: Case, launch: Launch, source: Any, options: dic
     from triton.backends.compiler import GPUTarget
 
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    report = _disassemble(compiled.asm["cubin"])
+    ttir, report = compiled.asm["ttir"], _disassemble(compiled.asm["cubin"])
     large = [a for a in launch.args.values() if isinstance(a, torch.Tensor) and a.numel() >= LARGE]
     aligned = all(a.shape[-1] % 16 == 0 for a in large if a.ndim)
     loads, stores = re.findall(r"\bLDG(?:STS)?\.E[.\w]*", report), re.findall(r"\bSTG\.E[.\w]*", report)
@@ -214,7 +214,8 @@ def _compile(spec: OpSpec, case: Case, launch: Launch, source: Any, options: dic
         wants_wide=spec.wide_loads and bool(large) and aligned and bool(loads),
         allowed_spills=spec.spills.get(launch.fn.fn.__name__, 0),
         wgmma=len(re.findall(r"\bHGMMA\b", report)),
-        wants_wgmma=bool(re.search(r"tt\.dot .*x(?:bf16|f16)>", compiled.asm["ttir"])),
+        # wgmma multiplies 64 rows; a decode has 16
+        wants_wgmma=any(int(m) >= 64 for m in re.findall(r"tt\.dot .* : tensor<(\d+)x\d+x(?:bf16|f16)>", ttir)),
     )
 
 

@@ -20,7 +20,7 @@ import torch
 
 from bagu.ops.attention import dense, flash, tiles
 from bagu.ops.attention.pieces import pieces
-from bagu.ops.attention.shape import Shape
+from bagu.ops.attention.shape import Shape, add_sinks
 from bagu.ops.eager import once_differentiable, without_autocast
 from bagu.ops.signature import accumulator
 from bagu.ops.values import check_offsets
@@ -41,24 +41,15 @@ def _forward(shape: Shape, scale: float, q: torch.Tensor, k: torch.Tensor, v: to
     if shape.bias is not None:
         return dense.forward(shape.additive(q.shape[1], _like(q)), scale, q, k, v, sinks=sinks, softcap=softcap)
     if replace(shape, sinks=None).plain:
-        return _sunk(flash.forward(scale, q, k, v, None, causal=shape.causal), shape.sinks)
+        return add_sinks(flash.forward(scale, q, k, v, None, causal=shape.causal), shape.sinks)
     found = []
     for p in pieces(shape, 0, q.shape[1], _like(q)):
         part = q[:, p.queries], k[:, p.keys], v[:, p.keys]
         if shape.softcap is not None:
             found.append(dense.forward(p.added, scale, *part, sinks=sinks, softcap=softcap))
         else:
-            found.append(_sunk(flash.forward(scale, *part, p.added, causal=False), shape.sinks))
+            found.append(add_sinks(flash.forward(scale, *part, p.added, causal=False), shape.sinks))
     return found[0] if len(found) == 1 else (torch.cat([o for o, _ in found], 1), torch.cat([n for _, n in found], 1))
-
-
-def _sunk(found: Pair, sinks: torch.Tensor | None) -> Pair:
-    """Add the sinks to the denominator of out and lse, which were computed without them."""
-    if sinks is None:
-        return found
-    out, lse = found
-    sinks = sinks.to(lse.dtype)
-    return (out * (lse - sinks).sigmoid().unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sinks)
 
 
 class _Gradients(NamedTuple):

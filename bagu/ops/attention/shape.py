@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Shape", "index", "segment_of", "side_by_side"]
+__all__ = ["Shape", "add_sinks", "index", "segment_of", "side_by_side"]
 
 
 def index(n: int, like: torch.Tensor) -> torch.Tensor:
@@ -23,6 +23,17 @@ def index(n: int, like: torch.Tensor) -> torch.Tensor:
 def side_by_side(x: torch.Tensor) -> torch.Tensor:
     """x with contiguous features per head: fused kernels assume unit stride without a check."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def add_sinks(
+    found: tuple[torch.Tensor, torch.Tensor], sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add the sinks to the denominator of out and lse, which were computed without them."""
+    if sinks is None:
+        return found
+    out, lse = found
+    sinks = sinks.to(lse.dtype)
+    return (out * (lse - sinks).sigmoid().unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sinks)
 
 
 def segment_of(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ def paged_attention(
     scale: float | None = None,
     slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out[T, H, E], lse[T, H]) of the new tokens q[T, H, D] over k_cache[N, B, G, D] and v_cache[N, B, G, E]; causal.
@@ -34,6 +35,6 @@ def paged_attention(
     """
     return call(
         SPEC, backend, q=q, k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, cu_seqlens=cu_seqlens,
-        context_lens=context_lens, slopes=slopes, bias=bias, max_len=max_len, max_context=max_context, window=window,
-        scale=scale,
+        context_lens=context_lens, slopes=slopes, bias=bias, sinks=sinks, max_len=max_len, max_context=max_context,
+        window=window, scale=scale,
     )  # fmt: skip

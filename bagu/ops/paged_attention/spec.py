@@ -2,7 +2,7 @@
 
     position j of sequence s    k = k_cache[block_tables[s, j // B], j % B], v from v_cache in the same way
     s[i, j] = scale * q[i] . k[j] - slope * (i - j) + bias[R - 1 + clamp(j - i, ±(R - 1))]
-    lse[i]  = log(sum_j exp(s[i, j]))        out[i] = sum_j exp(s[i, j] - lse[i]) * v[j]
+    lse[i]  = log(exp(sink) + sum_j exp(s[i, j]))        out[i] = sum_j exp(s[i, j] - lse[i]) * v[j]
 
 for each head, over the positions j <= i (with i - j < window if there is one) of the query's own sequence. The new
 tokens of sequence s are q[cu_seqlens[s] : cu_seqlens[s + 1]], and they are the last of its context_lens[s] positions:
@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from bagu.errors import ArgumentError
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.attention.block_sizes import WIDEST
+from bagu.ops.core import Case, Cost, OpSpec, Rule, Streams
 from bagu.ops.paged_attention import cpu, torch_backend
 from bagu.ops.signature import Dims
 from bagu.ops.values import check_range
@@ -32,8 +33,8 @@ from bagu.ops.values import check_range
 
 def reference(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor, slopes: torch.Tensor | None, bias: torch.Tensor | None, max_len: int, max_context: int,
-    window: int | None, scale: float | None,
+    context_lens: torch.Tensor, slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
+    max_len: int, max_context: int, window: int | None, scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The definition, one sequence at a time."""
     B, per_group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
@@ -58,6 +59,8 @@ def reference(
         seen = (j <= i) if window is None else (j <= i) & (i - j < window)
         scores = scores.masked_fill(~seen, -torch.inf)
         lse = scores.logsumexp(-1)
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks[:, None])
         outs.append(torch.einsum("hij,jhe->ihe", (scores - lse[..., None]).exp(), v))
         lses.append(lse.T)
     return torch.cat(outs), torch.cat(lses)
@@ -101,6 +104,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         "context_lens": torch.tensor(contexts, dtype=torch.int32),
         "slopes": 2 ** (-8 * heads / H) if case.get("alibi", False) else None,
         "bias": streams.normal("bias", H, 2 * case["R"] - 1) if "R" in case.params else None,
+        "sinks": streams.normal("sinks", H) if case.get("sinks", False) else None,
         "max_len": max(new for _, new in plan) + case.get("slack", 0),
         "max_context": max(contexts) + case.get("slack", 0),
         "window": case.get("window", None),
@@ -138,6 +142,16 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
             f"paged_attention: bias has {dims['P']} distances, expected an odd number",
             hint="2R - 1 columns stand for the distances -(R - 1) … R - 1",
         )
+
+
+def unsupported(args: Mapping[str, Any]) -> str | None:
+    """The reason the Triton kernels cannot run a call; None if they can."""
+    widest = max(args["q"].shape[-1], args["v_cache"].shape[-1])
+    if args["bias"] is not None:
+        return "its kernels have no learned bias by distance"
+    if widest > WIDEST:
+        return f"its tiles have room for heads of {WIDEST} features, and here is one of {widest}"
+    return None
 
 
 def check_values(args: Mapping[str, Any], dims: Dims) -> None:
@@ -189,7 +203,10 @@ CASES = [
     Case("large_blocks_chunk", "the same beside a chunk", plan=((300, 1), (120, 20)), H=2, D=16, B=128, dirty=True),
     Case("block_of_one", "a block is a single place", plan=MIXED, H=2, D=8, B=1),
     Case("gqa", "two query heads share a key head", plan=MIXED, H=4, G=2, D=8),
-    Case("mqa", "all query heads share one key head", plan=DECODE, H=8, G=1, D=8),
+    Case("mqa", "all query heads share one key head, and they are more than a tile has rows", plan=DECODE, H=40, G=1,
+         D=8),
+    Case("wide", "heads of 160 features", plan=((7, 1), (3, 4)), H=2, D=160, E=144),
+    Case("none", "sequences without new tokens", plan=((4, 0), (9, 0)), H=2, D=8),
     Case("latent", "MLA: the values are the first features of the keys", plan=MIXED, H=8, G=1, D=24, E=16, latent=True),
     Case("narrow_values", "a value is shorter than a key", plan=MIXED, H=2, D=24, E=16),
     Case("wide_values", "a value is longer than a key", plan=MIXED, H=2, D=8, E=20),
@@ -198,14 +215,21 @@ CASES = [
          H=2, D=8, window=3, dirty=True),
     Case("window_wide", "the window is past every context, so it hides nothing", plan=MIXED, H=2, D=8, window=99),
     Case("window_decode", "only decodes, some contexts shorter than the window", plan=DECODE, H=2, D=8, window=6),
-    Case("pieces", "more queries behind a past than one piece has", plan=((90, 530), (3, 1)), H=2, D=8),
-    Case("window_pieces", "the same through a window, with a past and without", plan=((90, 530), (0, 300)), H=2, D=8,
+    Case("pieces", "more queries behind a past than one piece has", plan=((90, 530), (3, 1)), H=1, D=8),
+    Case("window_pieces", "the same through a window, with a past and without", plan=((90, 530), (0, 300)), H=1, D=8,
          window=70),
     Case("alibi", "each head has a slope of its own", plan=MIXED, H=4, G=2, D=8, alibi=True),
     Case("alibi_far", "slope times distance has more digits than bf16", plan=((300, 1), (290, 3)), H=2, D=8, alibi=True,
          mixed=["slopes"]),
     Case("bias", "a learned bias by distance, clamped at its end", plan=MIXED, H=2, D=8, R=4),
     Case("bias_alibi", "slopes, bias and window at once", plan=MIXED, H=2, D=8, R=3, alibi=True, window=4),
+    Case("sinks", "a logit per head without a value", plan=MIXED, H=4, G=2, D=8, sinks=True),
+    Case("sinks_split", "the same, added once although the keys are split", plan=((300, 1), (9, 1), (700, 1)), H=2,
+         D=8, B=16, sinks=True, sms=8),
+    Case("split_window", "the keys are split, and some ranges lie before the window", plan=((600, 1), (700, 2)), H=2,
+         D=8, B=16, window=200, dirty=True, sms=8),
+    Case("verify", "a few tokens of each sequence, as a check of drafted ones has", plan=((70, 5), (300, 4), (0, 5)),
+         H=6, G=2, D=16, B=16),
     Case("scale", "the scale is given and is not 1 / sqrt(D)", plan=MIXED, H=2, D=8, scale=0.3),
     Case("loud", "exp of these scores overflows unless the maximum is taken off", plan=MIXED, H=2, D=16, loud=256.0),
     Case("odd", "no size is a multiple of a block", plan=((6, 7), (12, 1), (30, 1)), H=3, D=11, E=5, B=5),
@@ -224,8 +248,8 @@ BENCH = [
 SPEC = OpSpec(
     name="paged_attention",
     signature="q[T, H, D], k_cache[N, B, G, D], v_cache[N, B, G, E], block_tables[S, W]: i32, cu_seqlens[S1]: i32,"
-    " context_lens[S]: i32, slopes[H]?: float, bias[H, P]?: float, max_len: int, max_context: int, window: int?,"
-    " scale: float? -> out[T, H, E], lse[T, H]: acc",
+    " context_lens[S]: i32, slopes[H]?: float, bias[H, P]?: float, sinks[H]?: float, max_len: int, max_context: int,"
+    " window: int?, scale: float? -> out[T, H, E], lse[T, H]: acc",
     reference=reference,
     torch_backend=torch_backend,
     inputs=inputs,
@@ -236,6 +260,14 @@ SPEC = OpSpec(
     ulps_of={"lse": 512},  # PyTorch's CPU kernel has a fast exp for 16-bit inputs: exp(0) differs from 1 by 5.4e-5
     nonempty=("N", "B", "W", "H", "G", "D"),
     independent=("H", "G"),
-    backends=("torch",),
+    unsupported=unsupported,
+    prefer_torch=(
+        Rule(
+            when="any call on a GPU",
+            runs="FlashAttention-2, or PyTorch's operations",
+            why="the Triton kernels are tested in the interpreter and compiled for sm_90, and not yet timed on a GPU",
+            holds=lambda args: True,
+        ),
+    ),
     cases=[*CASES, *BENCH],
 )

@@ -12,7 +12,7 @@ import torch
 from bagu.ops import eager
 from bagu.ops.attention import tiles
 from bagu.ops.attention.cuda import fits
-from bagu.ops.attention.shape import Shape
+from bagu.ops.attention.shape import Shape, add_sinks
 from bagu.ops.paged_attention import cpu, cuda, dense
 from bagu.ops.paged_attention.pages import Pages
 
@@ -22,29 +22,26 @@ __all__ = ["forward", "invariant_forward"]
 @torch.no_grad()
 def forward(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor, slopes: torch.Tensor | None, bias: torch.Tensor | None, max_len: int, max_context: int,
-    window: int | None, scale: float | None,
+    context_lens: torch.Tensor, slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
+    max_len: int, max_context: int, window: int | None, scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     shape = Shape(causal=True, window=window, slopes=slopes, bias=bias)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     pages = Pages(k_cache, v_cache, block_tables, context_lens, max_context)
     if q.shape[0] == 0:
         return dense.empty(q, v_cache)
-    if eager.plain(q):
-        return cpu.forward(shape, scale, q, pages, cu_seqlens, max_len)
-    if q.is_cuda and fits(q, v_cache, shape):
-        return cuda.forward(shape, scale, q, pages, cu_seqlens, max_len)
-    return dense.forward(shape, scale, q, pages, cu_seqlens, max_len)
+    device = cpu if eager.plain(q) else cuda if q.is_cuda and fits(q, v_cache, shape) else dense
+    return add_sinks(device.forward(shape, scale, q, pages, cu_seqlens, max_len), sinks)
 
 
 @torch.no_grad()
 def invariant_forward(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor, slopes: torch.Tensor | None, bias: torch.Tensor | None, max_len: int, max_context: int,
-    window: int | None, scale: float | None,
+    context_lens: torch.Tensor, slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
+    max_len: int, max_context: int, window: int | None, scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The same bits that `attention` gives these tokens in batch-invariant mode."""
-    shape = Shape(causal=True, window=window, slopes=slopes, bias=bias)
+    shape = Shape(causal=True, window=window, slopes=slopes, bias=bias, sinks=sinks)
     scale, B = q.shape[-1] ** -0.5 if scale is None else scale, k_cache.shape[1]
     offsets, lengths = cu_seqlens.tolist(), context_lens.tolist()
     cpu.check(offsets, lengths, q.shape[0], max_len, max_context)
