@@ -240,6 +240,8 @@ BENCH = [
     Case(
         "decode_8b", "64 requests of 2k tokens to an 8B model: bytes of the cache are the time", S=64, past=2047, **BIG
     ),
+    Case("decode_32k", "4 long contexts: few sequences must still fill the GPU", S=4, past=32767, **BIG),
+    Case("decode_small", "256 requests of 1k tokens to a 0.6B model", S=256, past=1049, **BIG | {"H": 16}),
     Case("prefill_8b", "a prompt of 8k tokens to an 8B model", S=1, new=8192, **BIG),
     Case("chunk_8b", "a chunk of 512 tokens after 8k", S=1, past=8192, new=512, **BIG),
     Case("laptop", "bagu's demo model, 32 streams", S=32, past=127, H=4, D=64, B=16, bench=True),
