@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from bagu.eval.grades import exact_match, first_code, judged, program_grade
 from bagu.eval.task import Item, Task, TaskError, checked_items
 from bagu.eval.tasks import TASKS, built_in
 from bagu.eval.tasks.complete import cut_to_function
+from bagu.eval.tasks.continue4 import continue4
 from bagu.eval.tasks.library import HELD_SHARE, SEED, held_out_modules
+from bagu.eval.tasks.signature import signature
 from bagu.recipes.catalogue import recipe
 
 CHOICE = """
@@ -136,6 +139,14 @@ def test_built_in_tasks_are_made_of_files_that_runs_hold_out() -> None:
         i.cluster for name in ("continue4", "signature", "complete") for i in checked_items(built_in(name, 256))
     }
     assert clusters <= held
+
+
+@pytest.mark.parametrize("task", [continue4, signature])
+def test_a_task_can_be_made_of_other_modules(task: Callable[..., Task]) -> None:
+    chosen = held_out_modules()[:12]
+    items = list(task(512, lambda: chosen).items())
+    assert items and {i.cluster for i in items} <= {d.id for d in chosen}
+    assert len(items) < len(list(task(512).items()))
 
 
 def test_an_unknown_task_is_named() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from bagu.eval.grades import code_grade, doctest_program, parses
 from bagu.eval.model import Decoding
 from bagu.eval.task import Item, Task
-from bagu.eval.tasks.library import PUBLIC, held_out_functions, in_fair_order, room
+from bagu.eval.tasks.library import PUBLIC, functions_with_docstring, held_out_modules, in_fair_order, room
 from bagu.eval.tasks.signature import head_and_body
 
 __all__ = ["complete", "cut_to_function"]
@@ -33,7 +33,7 @@ def complete(max_len: int) -> Task:
 
 
 def _items(most: int) -> Iterator[Item]:
-    for document, function, lines in held_out_functions():
+    for document, function, lines in functions_with_docstring(held_out_modules()):
         head, body = head_and_body(function, lines)
         if len(head) > most or not parses(f"{head}\n{body}") or [a.arg for a in function.args.args[:1]] == ["self"]:
             continue

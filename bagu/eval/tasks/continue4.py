@@ -7,10 +7,11 @@ the answer.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from bagu.data.source import Document
 from bagu.eval.task import Item, Task
-from bagu.eval.tasks.library import PUBLIC, SEED, held_out_modules, in_fair_order, room
+from bagu.eval.tasks.library import PUBLIC, SEED, Modules, held_out_modules, in_fair_order, room
 
 __all__ = ["continue4"]
 
@@ -18,17 +19,17 @@ PROMPT, CHOICE = 240, 160  # characters at most
 LINES, PER_FILE = 3, 12  # lines to continue with, items of a file at most
 
 
-def continue4(max_len: int) -> Task:
+def continue4(max_len: int, modules: Modules = held_out_modules) -> Task:
     prompt, choice = room(max_len, PROMPT, 0.55), room(max_len, CHOICE, 0.4)
     return Task(
-        name="continue4", kind="choice", items=lambda: in_fair_order(_items(prompt, choice)), delimiter="\n",
+        name="continue4", kind="choice", items=lambda: in_fair_order(_items(modules(), prompt, choice)), delimiter="\n",
         normalization="characters",
         limits=f"Local coherence of Python source, over a few lines. Chance is 25 %. {PUBLIC}",
     )  # fmt: skip
 
 
-def _items(prompt: int, choice: int) -> Iterator[Item]:
-    for document in held_out_modules():
+def _items(modules: Sequence[Document], prompt: int, choice: int) -> Iterator[Item]:
+    for document in modules:
         lines = document.text.split("\n")
         rng = random.Random(f"{SEED}:{document.id}")
         places = [i for i in range(8, len(lines) - LINES) if _usable(lines[i : i + LINES], choice)]

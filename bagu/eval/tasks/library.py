@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -19,13 +19,15 @@ from bagu.data.stdlib import StdlibSource, functions, parsed
 from bagu.eval.task import Item, Task
 
 __all__ = [
-    "HELD_SHARE", "PUBLIC", "SEED", "held_out_functions", "held_out_modules", "in_fair_order", "library",
-    "library_loss", "room",
+    "HELD_SHARE", "PUBLIC", "SEED", "Modules", "functions_with_docstring", "held_out_modules", "in_fair_order",
+    "library", "library_loss", "room",
 ]  # fmt: skip
 
 HELD_SHARE, SEED = 0.05, 0
 DEFINED = re.compile(r"\bdef +(\w+)")  # a search, because parsing all modules takes seconds
 PUBLIC = "The library is public: models trained on code of the web have seen these files."
+
+Modules = Callable[[], Sequence[Document]]  # a function, so that building a task reads no files
 
 
 class Library(NamedTuple):
@@ -47,9 +49,9 @@ def held_out_modules() -> tuple[Document, ...]:
     return library().held_out
 
 
-def held_out_functions() -> Iterator[tuple[Document, ast.FunctionDef, list[str]]]:
+def functions_with_docstring(modules: Sequence[Document]) -> Iterator[tuple[Document, ast.FunctionDef, list[str]]]:
     """(module, function, the module's lines) of every function with a docstring and a body after it."""
-    for document in held_out_modules():
+    for document in modules:
         lines = document.text.split("\n")
         for function in functions(parsed(document.text)):
             if ast.get_docstring(function) and len(function.body) > 1:

@@ -6,11 +6,20 @@ from __future__ import annotations
 import ast
 import random
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from bagu.data.source import Document
 from bagu.eval.task import Item, Task
-from bagu.eval.tasks.library import PUBLIC, SEED, held_out_functions, in_fair_order, room
+from bagu.eval.tasks.library import (
+    PUBLIC,
+    SEED,
+    Modules,
+    functions_with_docstring,
+    held_out_modules,
+    in_fair_order,
+    room,
+)
 
 __all__ = ["head_and_body", "signature"]
 
@@ -25,10 +34,10 @@ class Function(NamedTuple):
     body: str
 
 
-def signature(max_len: int) -> Task:
+def signature(max_len: int, modules: Modules = held_out_modules) -> Task:
     head, body = room(max_len, HEAD, 0.55), room(max_len, BODY, 0.4)
     return Task(
-        name="signature", kind="choice", items=lambda: in_fair_order(_items(head, body)), delimiter="\n",
+        name="signature", kind="choice", items=lambda: in_fair_order(_items(modules(), head, body)), delimiter="\n",
         normalization="characters",
         limits=f"Whether names and a docstring raise the likelihood of their own code. Chance is 25 %. {PUBLIC}",
     )  # fmt: skip
@@ -42,17 +51,17 @@ def head_and_body(function: ast.FunctionDef, lines: list[str]) -> tuple[str, str
     return "\n".join(whole[:cut]), "\n".join(whole[cut:]).rstrip()
 
 
-def _functions(most_head: int, most_body: int) -> Iterator[Function]:
+def _functions(modules: Sequence[Document], most_head: int, most_body: int) -> Iterator[Function]:
     seen = set()
-    for document, function, lines in held_out_functions():
+    for document, function, lines in functions_with_docstring(modules):
         head, body = head_and_body(function, lines)
         if len(head) <= most_head and 20 <= len(body) <= most_body and body not in seen and (head + body).isascii():
             seen.add(body)
             yield Function(document.id, function.name, function.lineno, head, body)
 
 
-def _items(head: int, body: int) -> Iterator[Item]:
-    every = list(_functions(head, body))
+def _items(modules: Sequence[Document], head: int, body: int) -> Iterator[Item]:
+    every = list(_functions(modules, head, body))
     for function in every:
         rng = random.Random(f"{SEED}:{function.file}:{function.line}")
         near = [f for f in every if f.file == function.file and f is not function]
