@@ -1,7 +1,7 @@
 """The linear layer: y = x Wᵀ + b, W as [out, in]. Every matmul with a weight goes through it, so FLOPs can be counted.
 
 A weight may have two additions: weight normalization (W = gain * V / |V|, per row; https://arxiv.org/abs/1602.07868)
-and LoRA (W + scale * B A; https://arxiv.org/abs/2106.09685, added by nn/lora.py).
+and LoRA (W + scale * B A; https://arxiv.org/abs/2106.09685, added by nn/lora.py). A frozen weight may be int8.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bagu import ops
+from bagu.nn.int8 import int8_matmul
 
 __all__ = ["Factory", "Linear", "parameter"]
 
@@ -30,6 +31,7 @@ def parameter(*shape: int, **factory: Unpack[Factory]) -> nn.Parameter:
 
 class Linear(nn.Module):
     weight: nn.Parameter
+    weight_scale: nn.Parameter | None  # [out] fp32: the size of a step of an int8 weight, per row
     bias: nn.Parameter | None
     gain: nn.Parameter | None  # length of each row, with weight normalization
     lora_a: nn.Parameter | None  # [rank, in]
@@ -48,8 +50,9 @@ class Linear(nn.Module):
         self.weight = parameter(out_features, in_features, **factory)
         self.bias = parameter(out_features, **factory) if bias else None
         self.gain = parameter(out_features, **factory) if weight_norm else None
-        self.lora_a = self.lora_b = None
+        self.weight_scale = self.lora_a = self.lora_b = None
         self.lora_scale = 0.0
+        self._dtype = self.weight.dtype
 
     @property
     def in_features(self) -> int:
@@ -59,8 +62,31 @@ class Linear(nn.Module):
     def out_features(self) -> int:
         return self.weight.shape[0]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the layer's products: that of the weight, or of the weight before it was int8."""
+        return self.weight.dtype if self.weight_scale is None else self._dtype
+
+    @torch.no_grad()
+    def quantize(self) -> None:
+        """Round the weight to int8, with a scale per row, and freeze it."""
+        self._dtype = self.weight.dtype
+        q, scale = ops.quantize_int8(self.weight)
+        self.weight, self.weight_scale = nn.Parameter(q, False), nn.Parameter(scale, False)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Make `merged()` the weight: add LoRA to it, dequantize it."""
+        if self.weight_scale is None:
+            self.weight.copy_(self.merged())
+        else:
+            self.weight = nn.Parameter(self.merged(), False)
+        self.weight_scale = self.lora_a = self.lora_b = None
+
     def matrix(self) -> torch.Tensor:
-        """The weight without LoRA: the parameter itself, or its rows scaled to their learned lengths."""
+        """The weight without LoRA: the parameter itself, dequantized, or its rows scaled to their learned lengths."""
+        if self.weight_scale is not None:
+            return ops.dequantize_int8(self.weight, self.weight_scale, dtype=self.dtype)
         if self.gain is None:
             return self.weight
         acc = torch.promote_types(self.weight.dtype, torch.float32)
@@ -76,11 +102,16 @@ class Linear(nn.Module):
         return (w.to(acc) + self.lora_scale * (self.lora_b.to(acc) @ self.lora_a.to(acc))).to(w.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = ops.matmul(x, self.matrix(), self.bias)
+        if self.weight_scale is None:
+            y: torch.Tensor = ops.matmul(x, self.matrix(), self.bias)
+        else:
+            y = int8_matmul(x, self.weight, self.weight_scale, self.bias)
         if self.lora_a is None or self.lora_b is None:
             return y
         return y + ops.matmul(ops.matmul(x, self.lora_a) * self.lora_scale, self.lora_b)
 
     def extra_repr(self) -> str:
-        more = "".join(f", {name}" for name in ("bias", "gain", "lora_a") if getattr(self, name) is not None)
+        more = "".join(
+            f", {name}" for name in ("bias", "gain", "weight_scale", "lora_a") if getattr(self, name) is not None
+        )
         return f"{self.in_features} -> {self.out_features}{more}"

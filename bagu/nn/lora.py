@@ -4,6 +4,9 @@ Paper: https://arxiv.org/abs/2106.09685
 
 `add_lora` freezes the model and adds a pair (A, B) to each selected linear. B starts at zero, so the outputs are
 unchanged until training. `merge` adds the pairs to the weights and removes them. A fused linear (qkv) gets one pair.
+
+With base="int8", W is int8 with a scale per row (nn/int8.py). QLoRA does the same with 4 bits:
+https://arxiv.org/abs/2305.14314
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import nn
@@ -20,8 +24,10 @@ from bagu.nn.config import ModelConfig
 from bagu.nn.init import draw
 from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
+from bagu.nn.moe import Router
 
 __all__ = [
+    "Base",
     "add_lora",
     "check_targets",
     "has_lora",
@@ -32,12 +38,18 @@ __all__ = [
     "without_lora",
 ]
 
+Base = Literal["int8"]  # how the frozen weights are stored, if not in the dtype of the model
 
-def add_lora(model: Transformer, *, rank: int, alpha: float, targets: str = ".*", seed: int = 0) -> list[str]:
+
+def add_lora(
+    model: Transformer, *, rank: int, alpha: float, targets: str = ".*", seed: int = 0, base: Base | None = None
+) -> list[str]:
     """Add a pair of rank `rank` to every linear whose full name matches `targets`, and freeze all other parameters
     except a score head, which starts at zero and has nothing to keep.
 
     Names are those of `model.named_modules()`: ".*(qkv|out)" is attention, ".*" is every linear. Returns the names.
+    `base` "int8" rounds the weights of all linears, chosen or not. Embeddings, norms, routers and experts keep their
+    dtype: a rounded router may choose another expert.
     """
     if rank < 1:
         raise ArgumentError(f"LoRA of rank {rank}", hint="use a rank of 1 or more; 8 to 64 is common")
@@ -59,6 +71,10 @@ def add_lora(model: Transformer, *, rank: int, alpha: float, targets: str = ".*"
         linear.lora_a = nn.Parameter(a.to(w.device, w.dtype))
         linear.lora_b = nn.Parameter(torch.zeros(linear.out_features, rank, device=w.device, dtype=w.dtype))
         linear.lora_scale = alpha / rank
+    if base == "int8":
+        for linear in _linears(model).values():
+            if linear.gain is None and not isinstance(linear, Router):
+                linear.quantize()
     return list(chosen)
 
 
@@ -98,10 +114,10 @@ def without_lora(model: Transformer) -> Iterator[None]:
 
 @torch.no_grad()
 def merge(model: Transformer) -> None:
-    """Add every pair to its weight, remove it, and make all parameters trainable again."""
-    for linear in _adapted(model).values():
-        linear.weight.copy_(linear.merged())
-        linear.lora_a = linear.lora_b = None
+    """Add every pair to its weight, remove it, dequantize int8 weights, and make all parameters trainable again."""
+    int8 = [linear for linear in _linears(model).values() if linear.weight_scale is not None]
+    for linear in {*_adapted(model).values(), *int8}:
+        linear.merge()
     model.requires_grad_(True)
 
 
@@ -127,7 +143,7 @@ def load_lora(model: Transformer, state: Mapping[str, torch.Tensor]) -> None:
 def _chosen(model: Transformer, targets: str) -> dict[str, Linear]:
     """The linears whose full name matches `targets`, at least one."""
     check_targets(targets)
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+    linears = _linears(model)
     chosen = {name: m for name, m in linears.items() if re.fullmatch(targets, name)}
     if not chosen:
         example = ", ".join(list(linears)[:4])
@@ -135,8 +151,12 @@ def _chosen(model: Transformer, targets: str) -> dict[str, Linear]:
     return chosen
 
 
+def _linears(model: Transformer) -> dict[str, Linear]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+
+
 def _adapted(model: Transformer) -> dict[str, Linear]:
-    found = {name: m for name, m in model.named_modules() if isinstance(m, Linear) and m.lora_a is not None}
+    found = {name: m for name, m in _linears(model).items() if m.lora_a is not None}
     if not found:
         raise ArgumentError("the model has no LoRA", hint="call add_lora first")
     return found

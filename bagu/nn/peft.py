@@ -119,7 +119,7 @@ def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
     for name, (a, b) in pairs.items():
         linear = linears[name]
         w = linear.weight
-        linear.lora_a, linear.lora_b = nn.Parameter(a.to(w.device, w.dtype)), nn.Parameter(b.to(w.device, w.dtype))
+        linear.lora_a, linear.lora_b = (nn.Parameter(x.to(w.device, linear.dtype)) for x in (a, b))
         linear.lora_scale = scale
     return list(pairs)
 

@@ -17,7 +17,7 @@ from bagu.config import ConfigError
 from bagu.data.corpus import STDLIB, Corpus, Selection, SourceConfig
 from bagu.data.loader import DataConfig
 from bagu.nn.config import ModelConfig
-from bagu.nn.lora import check_targets
+from bagu.nn.lora import Base, check_targets
 from bagu.train.objective import Objective, RunSettings
 from bagu.train.objectives.language_modelling import LanguageModelling
 from bagu.train.state import TrainConfig
@@ -45,11 +45,16 @@ class TokenizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """LoRA: low-rank adapters on the linear layers whose name matches the regular expression `targets`."""
+    """LoRA: low-rank adapters on the linear layers whose name matches the regular expression `targets`.
+
+    `base` is how the frozen weights of linear layers are stored: null is the dtype of the run, "int8" a quarter of
+    fp32's memory, rounded with a scale per output row.
+    """
 
     rank: int = 8
     alpha: float = 16.0
     targets: str = ".*"
+    base: Base | None = None
 
     def __post_init__(self) -> None:
         if self.rank < 1:

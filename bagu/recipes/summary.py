@@ -45,6 +45,7 @@ class Summary:
     objective: str
     parameters: int
     trained: int
+    lora_base: str | None
     sources: tuple[SourceSummary, ...]
     auxiliary: Mapping[str, int]  # parameters of the objective's other models, by role
     first_step: int
@@ -57,7 +58,8 @@ class Summary:
 
     def lines(self) -> list[str]:
         """The summary as text, one fact per line, warnings last."""
-        trained = "" if self.trained == self.parameters else f", of which {self.trained:,} are trained (LoRA)"
+        lora = "LoRA" if self.lora_base is None else f"LoRA over {self.lora_base} weights"
+        trained = "" if self.trained == self.parameters else f", of which {self.trained:,} are trained ({lora})"
         left = self.steps - self.first_step
         begun = f" from step {self.first_step:,} on" if self.first_step else ""
         lines = [
@@ -104,7 +106,8 @@ def summarise(run: Run, inputs: Inputs, *, first_step: int = 0, peak_flops: floa
     step_s = max(flops / (peak * UTILISATION), least)
     trained = total if run.lora is None else lora_parameters(inputs.model, rank=run.lora.rank, targets=run.lora.targets)
     return Summary(
-        objective=run.objective.kind, parameters=total, trained=trained, sources=sources,
+        objective=run.objective.kind, parameters=total, trained=trained,
+        lora_base=None if run.lora is None else run.lora.base, sources=sources,
         auxiliary={role: count.parameters(other).total for role, other in others.items()}, first_step=first_step,
         steps=run.train.steps, tokens_per_step=run.data.tokens_per_step, device=str(inputs.device),
         dtype=str(inputs.dtype).removeprefix("torch."), peak_flops=peak,

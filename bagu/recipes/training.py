@@ -158,13 +158,17 @@ def _resolved(run: Run, device: torch.device) -> Run:
 
 
 def _model(run: Run, inputs: Inputs) -> Transformer:
-    if inputs.start is not None:
-        model = load_model(inputs.start, dtype=inputs.dtype, device=inputs.device)
+    int8 = run.lora is not None and run.lora.base == "int8"
+    if inputs.start is not None:  # int8 weights are rounded on the host, so that a GPU never holds the others
+        model = load_model(inputs.start, dtype=inputs.dtype, device="cpu" if int8 else inputs.device)
     else:
         model = init_weights(Transformer(inputs.model, device=inputs.device, dtype=inputs.dtype), run.train.seed)
     if run.lora is not None:
-        add_lora(model, rank=run.lora.rank, alpha=run.lora.alpha, targets=run.lora.targets, seed=run.train.seed)
-    return model
+        config = run.lora
+        add_lora(
+            model, rank=config.rank, alpha=config.alpha, targets=config.targets, seed=run.train.seed, base=config.base
+        )
+    return model.to(inputs.device)
 
 
 def _model_id(config: ModelConfig) -> str:

@@ -121,11 +121,11 @@ def test_lora_says_how_much_is_trained(texts: Path, tmp_path: Path) -> None:
     chats.write_text("".join(json.dumps({"instruction": f"say {i}", "output": f"{i}"}) + "\n" for i in range(20)))
     run = recipe("lora")
     run = dataclasses.replace(run, init_from=str(tmp_path / "base"), sources={"c": SourceConfig(path=str(chats))})
-    run = override(run, ["data.context=32", "lora.rank=2", "dtype=fp32", "device=cpu"])
+    run = override(run, ["data.context=32", "lora.rank=2", "lora.base=int8", "dtype=fp32", "device=cpu"])
     summary = summarise(run, read_inputs(run, tmp_path / "run"), peak_flops=1e9)
     # qkv [64, 32], out [32, 32], gate_up [96, 32], down [32, 48]
     assert summary.trained == 2 * (96 + 64 + 128 + 80)
-    assert f"{summary.trained} are trained" in summary.lines()[0]
+    assert f"{summary.trained} are trained (LoRA over int8 weights)" in summary.lines()[0]
 
 
 def test_the_summary_comes_before_the_first_step(

@@ -160,10 +160,10 @@ def quantized(model: Transformer) -> Transformer:
 
 
 def merged(model: Transformer) -> Transformer:
-    """The same model with one weight in each linear layer: weight normalisation and LoRA are merged into it."""
+    """The same model with one weight in each linear layer: weight normalisation, int8 scales and LoRA are merged."""
 
     def merge(linear: Linear) -> Linear:
-        twin, nothing = copy.copy(linear), dict.fromkeys(("gain", "lora_a", "lora_b"))
+        twin, nothing = copy.copy(linear), dict.fromkeys(("gain", "weight_scale", "lora_a", "lora_b"))
         twin._parameters = linear._parameters | {"weight": nn.Parameter(linear.merged().detach(), False)} | nothing
         return twin
 

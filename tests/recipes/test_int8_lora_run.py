@@ -1,0 +1,68 @@
+"""`lora.base=int8`: a run trains adapters over int8 weights, resumes to the same bits, and leaves the merged model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bagu.config import override
+from bagu.data.chat_template import DEFAULT_TEMPLATE
+from bagu.data.tokenizer import BpeTokenizer
+from bagu.nn.config import ModelConfig
+from bagu.nn.init import init_weights
+from bagu.nn.linear import Linear
+from bagu.nn.lora import merge
+from bagu.nn.model import Transformer
+from bagu.nn.peft import load_adapter
+from bagu.recipes.catalogue import recipe, with_data, with_start
+from bagu.recipes.models import load_model, save_model
+from bagu.recipes.run import Run
+from bagu.recipes.training import train
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+MODEL = ModelConfig(
+    vocab_size=262, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, intermediate_size=48,
+    max_len=32,
+)  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    tokenizer = BpeTokenizer.train(["abc"], vocab_size=262, chat_template=DEFAULT_TEMPLATE)
+    save_model(init_weights(Transformer(MODEL, dtype=torch.float32), 1), tokenizer, tmp_path / "base")
+    chats = [
+        [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}{i}"}] for i in range(12)
+    ]  # fmt: skip
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in chats))
+    plain = with_start(with_data(recipe("lora"), [str(tmp_path / "chats.jsonl")]), str(tmp_path / "base"))
+    return override(
+        plain,
+        ["lora.base=int8", "lora.rank=2", "data.context=32", "data.rows=4", "data.micro_batches=2", "dtype=fp32",
+         "device=cpu", "validation=0.3", "train.steps=4", "train.eval_every=2", "train.save_every=2"],
+    )  # fmt: skip
+
+
+def test_it_leaves_the_dequantized_weights_with_the_adapter_added(run: Run, tmp_path: Path) -> None:
+    train(run, tmp_path / "run")
+    base = load_model(tmp_path / "base")
+    for linear in base.modules():
+        if isinstance(linear, Linear):
+            linear.quantize()
+    load_adapter(base, tmp_path / "run" / "adapter")
+    merge(base)
+    trained, plain = load_model(tmp_path / "run"), load_model(tmp_path / "base")
+    for name, weight in trained.state_dict().items():
+        assert weight.dtype == torch.float32 and torch.equal(weight, base.state_dict()[name]), name
+    assert not torch.equal(trained.blocks[0].attention.qkv.weight, plain.blocks[0].attention.qkv.weight)
+
+
+def test_it_resumes_to_the_same_bits(run: Run, tmp_path: Path) -> None:
+    whole = train(run, tmp_path / "whole")
+    train(run, tmp_path / "run", pause_after=2)
+    ended = train(run, tmp_path / "run", resume=True)
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, ended.model.state_dict()[name]), name
