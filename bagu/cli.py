@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +38,17 @@ app.add_typer(bench, name="bench")
 app.add_typer(ops, name="ops")
 app.add_typer(lab, name="lab")
 app.add_typer(tokenizers, name="tokenizer")
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause garbage collection in a verb that imports torch and ends: it takes 0.1 s of the 3.1 s CPU of `ops list`."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, quota reached, file size limit reached
 
@@ -404,11 +417,12 @@ def bench_ops(
 @ops.command("list")
 def ops_list() -> None:
     """List every op with its backends, gradients and bound (memory or compute)."""
-    from rich.console import Console
+    with _collector_paused():
+        from rich.console import Console
 
-    from bagu.bench import show
+        from bagu.bench import show
 
-    show.list_ops(Console())
+        show.list_ops(Console())
 
 
 @ops.command("show")
