@@ -37,6 +37,7 @@ EQUIVALENT = {
     " chunked.backward(dtarget_logit, dlse, hidden, weight, targets, lse, ignore_index, memory, needs, kernels)": SIZES,
     "dequantize_int8.triton_backend: default: forward: granularity in granularity != 'channel'": TILES,
     "dequantize_int8.triton_backend: default: forward: granularity in granularity == 'channel'": TILES,
+    "group_norm.triton_backend: default: backward: groups in next_power_of_2(groups)": TILES,
     "paged_attention.cpu: default: forward: max_len in max_len == 1":
         "a plan of decodes alone skips the search for decodes in the offsets, which finds the same",
     # A bound of lengths that are read from the tensors.

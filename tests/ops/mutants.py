@@ -49,6 +49,7 @@ from bagu.ops.catalogue import SPECS
 from bagu.ops.core import OpSpec, Streams, check
 from tests.ops import sources
 from tests.ops.points import Point, other_points, points, run_as
+from tests.ops.reaching import reached_at
 
 NOT_NONE = ", not None"
 SECONDS = 300  # for all points of an op with one mutant; past this it counts as dead
@@ -291,6 +292,12 @@ def ordered(op: str, backend: str) -> list[Point]:
     return sorted([*points(spec, backend), *other_points(spec)], key=lambda p: size[p.case.name])
 
 
+def reaching(op: str, mutant: Mutant) -> list[Point]:
+    """The points of an op at which it runs the function that is changed. Torch backends are fast: all points."""
+    at, name = ordered(op, mutant.backend), (mutant.module, mutant.function)
+    return at if mutant.backend == "torch" else [p for p in at if name in reached_at(op, p)]
+
+
 def _judge(spec: OpSpec, changed: Mapping[str, str], backend: str, at: Sequence[Point]) -> Verdict:
     """The first comparison that fails, if one does; else the first error of another kind."""
     died = None
@@ -314,7 +321,7 @@ def verdict(mutant: Mutant) -> Verdict:
     """
     worst = Verdict("survived")
     for op in sources.users(mutant.module, mutant.function, mutant.backend):
-        found, at = Verdict("caught"), ordered(op, mutant.backend)
+        found, at = Verdict("caught"), reaching(op, mutant)
         while found.outcome == "caught":
             found = in_child(partial(_judge, SPECS[op], {mutant.module: mutant.source}, mutant.backend, at))
             if found.outcome == "caught":

@@ -53,12 +53,20 @@ def reached(spec_name: str, backend: str) -> Names:
     """The names that a call of a backend's two functions can lead to."""
     module = backend_module(SPECS[spec_name], backend)
     found: Names = defaultdict(set)
-    new = {(module, "forward"), (module, "backward")}
+    for where, name in closure(module, "forward") | closure(module, "backward"):
+        found[where].add(name)
+    return dict(found)
+
+
+@cache
+def closure(module: str, name: str) -> frozenset[tuple[str, str]]:
+    """(module, name) of a definition and of all that it can lead to."""
+    found: set[tuple[str, str]] = set()
+    new = {(module, name)}
     while new:
-        for where, name in new:
-            found[where].add(name)
-        new = {use for where, name in new for use in _uses(where, name) if use[1] not in found[use[0]]}
-    return {where: names for where, names in found.items() if names}
+        found |= new
+        new = {use for at in new for use in _uses(*at)} - found
+    return frozenset(found)
 
 
 @cache

@@ -12,13 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bagu.ops import core
-from bagu.ops.core import OpSpec, Streams, _placed, _run
-from bagu.ops.layouts import lay_out
-from bagu.ops.node import paired
 from tests.ops import branches, sources
 from tests.ops.mutants import replace_modules
 from tests.ops.points import Point, other_points, points, small, tunings
+from tests.ops.reaching import launch
 
 # part of a branch's text -> why no case on a CPU takes it
 ELSEWHERE = {
@@ -45,16 +42,6 @@ ELSEWHERE = {
     "softmax.wide_kernels._programs: num_warps": "tunings meet the second case alone, which is not wide",
     "softmax.wide_kernels._programs: not (2 * sms * row_bytes <= L2_BYTES)": "rows larger than the L2",
 }
-
-
-def launch(spec: OpSpec, point: Point, forward: object, backward: object) -> None:
-    """Run the host code of a call and of its backward."""
-    streams = Streams(spec.name, point.case.name)
-    place = lambda v, i: lay_out(v, point.layout, i)  # noqa: E731
-    args = _placed(spec.cast(point.case, spec.inputs(point.case, streams), point.dtype), place)
-    fn = paired(spec, forward, backward)
-    with core.interpreted_sms(point.case.sms):
-        _run(spec, point.case, fn, args, None, streams=streams, layout=point.layout, place=place)
 
 
 def untaken() -> list[str]:

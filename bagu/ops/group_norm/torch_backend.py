@@ -43,4 +43,4 @@ def backward(
 
 def _by_group(x: torch.Tensor, groups: int) -> torch.Tensor:
     """[B, C, *S] as [B, groups, D * S]."""
-    return x.unflatten(1, (groups, x.shape[1] // groups)).flatten(2)
+    return x.unflatten(1, (groups, -1)).flatten(2)

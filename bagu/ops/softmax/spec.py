@@ -45,7 +45,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     mask = lengths = None
     if case.get("mask", False):
         shape = case.get("mask_lead", lead)  # fewer rows than x: the mask of a bench case is broadcast, not copied
-        mask = streams.uniform("mask", *shape, N) < 0.6
+        mask = streams.uniform("mask", *shape, case.get("mask_columns", N)) < 0.6
         if case.get("blind", False):
             mask[0] = False
         mask = mask.expand(*lead, N)
@@ -94,6 +94,8 @@ SPEC = OpSpec(
         Case("batched", "the leading dims are several, and are folded into rows", lead=(2, 3), N=40, mask=True),
         Case("shared", "one mask serves several batches, with stride 0", lead=(2, 1, 3), N=40, mask=True,
              mask_lead=(3,)),
+        Case("whole_rows", "a mask with one value per row, with stride 0 along its columns", M=5, N=24, mask=True,
+             mask_columns=1),
         Case("many_dims", "more non-contiguous leading dims than a kernel indexes", lead=(2, 2, 2, 3), N=20, mask=True),
         Case("single", "there is no leading dim at all: one row", lead=(), N=24),
         Case("empty", "there is no row, and nothing is launched", M=0, N=24),

@@ -142,6 +142,7 @@ def _fold(mask: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     more than three strides, or whose columns are neither adjacent nor one value, is copied.
     """
     dims: list[tuple[int, int]] = []
+    step = mask.stride(-1)
     for size, stride in zip(mask.shape[:-1], mask.stride()[:-1], strict=True):
         if size == 1:
             continue
@@ -149,7 +150,7 @@ def _fold(mask: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
             dims[-1] = (dims[-1][0] * size, stride)
         else:
             dims.append((size, stride))
-    if len(dims) > 3 or (mask.stride(-1) not in (0, 1) and mask.shape[-1] > 1):
+    if len(dims) > 3 or (step not in (0, 1) and mask.shape[-1] > 1):
         return _fold(mask.contiguous())
     outer, middle, inner = [(1, 0)] * (3 - len(dims)) + dims
-    return mask.view(torch.uint8), (middle[0], inner[0], outer[1], middle[1], inner[1], mask.stride(-1))
+    return mask.view(torch.uint8), (middle[0], inner[0], outer[1], middle[1], inner[1], step)
