@@ -8,7 +8,7 @@ and the data only. A sequence longer than `context`, or a pair longer than a mic
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -18,14 +18,14 @@ import torch
 
 from bagu.data.loader import DataConfig
 from bagu.data.mix import Mixture
-from bagu.data.pack import Order, Place, shuffled
+from bagu.data.pack import Order, Place, in_order, shuffled
 from bagu.data.prefetch import Prefetch
 from bagu.data.sequences import Tokens, pack
 from bagu.data.store import TokenStore
 from bagu.errors import ArgumentError, BaguError
 from bagu.types import Batch
 
-__all__ = ["PreferenceBatch", "PreferenceLoader", "PreferenceSet", "evaluation_batches"]
+__all__ = ["PreferenceBatch", "PreferenceLoader", "PreferenceSet", "evaluation_batches", "unit_batches"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +37,7 @@ class PreferenceBatch:
 
     batch: Batch
     num_sequences: int
+    num_chosen: int
     chosen: torch.Tensor  # [S] bool: the answer is a chosen or good one
     lengths: torch.Tensor  # [S] fp32: tokens of the answer
     reference: torch.Tensor | None = None  # [S] fp32: log-probability of the answer under the reference, if cached
@@ -189,6 +190,9 @@ class PreferenceLoader:
             }  # fmt: skip
         return {"step": step, "seed": self.config.seed, "sources": sources}
 
+    def restore(self, cursor: Mapping[str, Any]) -> None:
+        """Nothing to do: a step depends on its number only."""
+
     def report(self, steps: int) -> dict[str, Any]:
         """Statistics of one epoch of each source, and how much a run of `steps` steps reads from it."""
         sources = {name: rows.report() for name, rows in self.rows.items()}
@@ -207,6 +211,14 @@ def evaluation_batches(
     count = len(rows._rows(0))
     for number in range(count if limit is None else min(limit, count)):
         yield from batches_of([(found, rows.row(number))], config, mismatched=mismatched)
+
+
+def unit_batches(
+    found: PreferenceSet, config: DataConfig
+) -> list[tuple[np.ndarray, Callable[[], PreferenceBatch]]]:  # fmt: skip
+    """All units in order, in batches: the units of each, and a function that makes it."""
+    rows = _rows(found, config, in_order)._rows(0)
+    return [(units, lambda units=units: batches_of([(found, units)], config)[0]) for units in rows]  # type: ignore[misc]
 
 
 def _rows(found: PreferenceSet, config: DataConfig, order: Order) -> EpochRows:
@@ -255,6 +267,7 @@ def _batch(
             sequences, tokens=config.rows * config.context, max_segments=_max_sequences(config), context=config.context
         ),
         num_sequences=len(sequences),
+        num_chosen=sum(found.is_chosen(d) for found, d in row),
         chosen=torch.tensor([found.is_chosen(d) for found, d in row]),
         lengths=torch.tensor([float(s.num_targets) for s in sequences]),
         reference=reference,

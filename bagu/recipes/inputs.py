@@ -56,7 +56,7 @@ def read_inputs(
     """Read and check the inputs of `run` in the folder `out`. A given tokenizer or corpus is not read again."""
     device = named_device(run.device)
     start = find_model(run.init_from) if run.init_from else None
-    model = run.model if start is None else model_config(start)
+    model = run.model if start is None else run.objective.model_config(model_config(start))
     assert model is not None, "Run has model or init_from"
     run.check_model(model)
     made = run.corpora() if corpora is None else corpora

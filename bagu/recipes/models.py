@@ -17,6 +17,7 @@ import torch
 
 from bagu import config as configs
 from bagu.data.tokenizer import BpeTokenizer
+from bagu.errors import BaguError
 from bagu.nn import hub, peft, weights
 from bagu.nn.config import ModelConfig
 from bagu.nn.families import family_for, family_of
@@ -30,6 +31,7 @@ __all__ = [
     "ADAPTER",
     "MODEL",
     "NATIVE",
+    "check_predicts_tokens",
     "find_model",
     "load_model",
     "model_config",
@@ -76,6 +78,15 @@ def model_config(folder: Path) -> ModelConfig:
         return _native_config(folder / NATIVE)
     hf = hub.read_json(folder / "config.json")
     return family_of(hf).config(hf)
+
+
+def check_predicts_tokens(folder: Path, name: str | Path) -> None:
+    """Raise for a model with a score head, which cannot generate. `name` is what the user called it."""
+    if model_config(folder).score_head:
+        raise BaguError(
+            f"{name} is a reward model: it scores texts and predicts no tokens",
+            hint="name a language model; transformers reads a reward model as AutoModelForSequenceClassification",
+        )
 
 
 def load_model(

@@ -29,11 +29,12 @@ class Loader:
         from bagu.data.tokenizer import BpeTokenizer
         from bagu.machine.device import named_device, named_dtype
         from bagu.machine.fast_dtype import compute_dtype
-        from bagu.recipes.models import find_model, load_model, tokenizer_folder
+        from bagu.recipes.models import check_predicts_tokens, find_model, load_model, tokenizer_folder
 
         device = named_device(self.device)
         dtype = compute_dtype(device) if self.dtype == "auto" else named_dtype(self.dtype)
         found = find_model(self.model)
+        check_predicts_tokens(found, self.model)
         model = load_model(found, dtype=dtype, device=device)
         place = Path(self.tokenizer) if self.tokenizer else tokenizer_folder(found)
         if place is None:
@@ -49,11 +50,12 @@ def serve_main(
     generation_config.json from the model's folder), "none", or a folder that contains the file."""
     wait_briefly()  # the engine process inherits this environment
     from bagu.recipes.generation import GENERATION_CONFIG, read_generation
-    from bagu.recipes.models import find_model
+    from bagu.recipes.models import check_predicts_tokens, find_model
     from bagu.serve.config import EngineConfig
     from bagu.serve.http.server import main
 
     found = find_model(model)  # a wrong name is reported here, before anything starts
+    check_predicts_tokens(found, model)
     if generation_config != "none":
         folder = found if generation_config == "auto" else Path(generation_config)
         if generation_config != "auto" and not (folder / GENERATION_CONFIG).is_file():

@@ -104,7 +104,10 @@ def summarise(run: Run, inputs: Inputs, *, first_step: int = 0, peak_flops: floa
     flops = per_token * run.data.tokens_per_step
     least = LAYER_S * inputs.model.num_layers * run.data.micro_batches
     step_s = max(flops / (peak * UTILISATION), least)
-    trained = total if run.lora is None else lora_parameters(inputs.model, rank=run.lora.rank, targets=run.lora.targets)
+    trained = total
+    if run.lora is not None:
+        trained = lora_parameters(inputs.model, rank=run.lora.rank, targets=run.lora.targets)
+        trained += inputs.model.hidden_size if inputs.model.score_head else 0  # a score head is trained whole
     return Summary(
         objective=run.objective.kind, parameters=total, trained=trained,
         lora_base=None if run.lora is None else run.lora.base, sources=sources,

@@ -27,6 +27,7 @@ from bagu.nn.lora import add_lora, merge
 from bagu.nn.model import Transformer
 from bagu.nn.peft import save_adapter
 from bagu.nn.sample import generate
+from bagu.nn.score import with_score_head
 from bagu.recipes.inputs import DATA, Inputs, facts_of, read_inputs
 from bagu.recipes.models import ADAPTER, MODEL, NATIVE, load_model, save_model
 from bagu.recipes.run import Run
@@ -98,7 +99,7 @@ def train(
         role: load_model(folder, dtype=inputs.dtype, device=inputs.device).requires_grad_(False)
         for role, folder in inputs.auxiliary.items()
     }
-    data, loss = inputs.data, run.objective.loss_with(model, auxiliary)
+    data, loss = run.objective.prepare(inputs.data, model), run.objective.loss_with(model, auxiliary)
     evaluate = partial(_evaluate, loss, data, run.eval_batches) if run.train.eval_every else None
     sample = _sampler(inputs.tokenizer, prompts) if run.train.sample_every and prompts else None
     with contextlib.ExitStack() as stack:
@@ -161,6 +162,8 @@ def _model(run: Run, inputs: Inputs) -> Transformer:
     int8 = run.lora is not None and run.lora.base == "int8"
     if inputs.start is not None:  # int8 weights are rounded on the host, so that a GPU never holds the others
         model = load_model(inputs.start, dtype=inputs.dtype, device="cpu" if int8 else inputs.device)
+        if inputs.model.score_head and model.score is None:
+            with_score_head(model)
     else:
         model = init_weights(Transformer(inputs.model, device=inputs.device, dtype=inputs.dtype), run.train.seed)
     if run.lora is not None:

@@ -54,6 +54,8 @@ class PendingStep(NamedTuple):
 class Engine:
     def __init__(self, model: Transformer, tokenizer: Tokenizer | None = None, config: EngineConfig | None = None):
         config = EngineConfig() if config is None else config
+        if model.score is not None:
+            raise ArgumentError("the model has a score head and predicts no tokens", hint="use a language model")
         model.eval()
         if config.threads is not None:
             torch.set_num_threads(config.threads)

@@ -81,6 +81,12 @@ class Objective(ABC, Generic[BatchT]):
     def check_model(self, model: ModelConfig) -> None:
         """Raise ConfigError for a model that this objective cannot train."""
 
+    def model_config(self, start: ModelConfig) -> ModelConfig:
+        """The model that the run trains, given the one that it starts from. Only `score_head` may differ: the head of
+        `start` is then replaced by a new score head.
+        """
+        return start
+
     def auxiliary(self) -> Mapping[str, str]:
         """The models that the loss needs besides the trained one, as role: MODEL (see `Run.init_from`). The setting
         `objective.<role>` names each of them.
@@ -106,6 +112,12 @@ class Objective(ABC, Generic[BatchT]):
     ) -> TrainingData[BatchT]:
         """Tokenise the corpora (from `corpus`), or load their tokens from the cache, and create the batches."""
 
+    def prepare(self, data: TrainingData[BatchT], model: Transformer) -> TrainingData[BatchT]:
+        """The data with what must be computed from the initial weights, such as the logprobs of a reference. Called
+        before the first step and on resume; `model` has the initial weights in both cases.
+        """
+        return data
+
     def loss(self, model: Transformer) -> Loss[BatchT, Any]:
         """The loss of one run. `model` has the initial weights of the run, also when it is resumed: a loss that
         compares with them takes its frozen copy here. An objective with auxiliary models defines `loss_with` instead.
@@ -119,6 +131,10 @@ class Objective(ABC, Generic[BatchT]):
     @abstractmethod
     def display(self) -> Display:
         """How the metrics of this objective are shown."""
+
+    def metric_tables(self, metrics: Sequence[Mapping[str, Any]]) -> Sequence[Table]:
+        """Tables for the report that are made from the logged metrics of a run."""
+        return ()
 
     def tables(self, data: TrainingData[BatchT], eval_batches: int) -> Sequence[Table]:
         """Additional tables for the report of a run."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -38,17 +38,17 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """log p of each target, [T] fp32 and 0 where the target is IGNORE, without dropout."""
-        if not self.shared:
-            return token_logprobs(self.model, batch)[0]
-        with _evaluating(self.model), without_lora(self.model):
+        with _evaluating(self.model), without_lora(self.model) if self.shared else nullcontext():
             return token_logprobs(self.model, batch)[0]
 
 
 @contextmanager
 def _evaluating(model: Transformer) -> Iterator[None]:
     was = model.training
-    model.eval()
+    if was:
+        model.eval()
     try:
         yield
     finally:
-        model.train(was)
+        if was:
+            model.train()

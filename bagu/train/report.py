@@ -12,7 +12,7 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -188,11 +188,19 @@ def summary(run: Run) -> list[Card]:
 
 def display_of(run: Run) -> Display:
     """How the metrics of the run's objective are shown; one chart per metric if this version has no such objective."""
-    try:
-        return configs.from_dict(Shown, {"objective": upgrade_run(run.config)["objective"]}).objective.display()
-    except BaguError:
+    objective = objective_of(run)
+    if objective is None:
         common = {"step", "tokens", *(key for curve in CURVES for key in curve.metrics)}
         return Display.of_names(sorted({key for row in run.metrics for key in row} - common))
+    return objective.display()
+
+
+def objective_of(run: Run) -> Objective[Any] | None:
+    """The objective of a run; None if this version has no such objective."""
+    try:
+        return configs.from_dict(Shown, {"objective": upgrade_run(run.config)["objective"]}).objective
+    except BaguError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -258,7 +266,11 @@ def _run(run: Run, references: Mapping[str, float], named: bool) -> str:
         return ""
     title = f"Curves: {run.name}" if named else "Curves"
     constant = facts(constants) if constants else ""
-    return f'<section><h2>{text(title)}</h2><div class="grid">{"".join(figures)}</div>{constant}</section>\n'
+    curves = f'<section><h2>{text(title)}</h2><div class="grid">{"".join(figures)}</div>{constant}</section>\n'
+    objective = objective_of(run)
+    tables = () if objective is None else objective.metric_tables(run.metrics)
+    of = f": {run.name}" if named else ""
+    return curves + "".join(_table(replace(table, title=table.title + of)) for table in tables)
 
 
 def _points(metrics: Sequence[Mapping[str, Any]], key: str, factor: float) -> list[tuple[float, float]]:

@@ -234,7 +234,7 @@ def test_kto_pairs_each_prompt_with_the_answer_of_the_next(tokenizer: BpeTokeniz
     batches = PreferenceLoader({"pairs": train}, CONFIG, mismatched=True).batch(0)
     own = [s for b in batches for s in sequences(b)]
     other = [s for b in batches if b.mismatched is not None
-             for s in sequences(PreferenceBatch(batch=b.mismatched, num_sequences=b.num_sequences,
+             for s in sequences(PreferenceBatch(batch=b.mismatched, num_sequences=b.num_sequences, num_chosen=0,
                                                 chosen=b.chosen, lengths=b.lengths))]  # fmt: skip
     assert len(other) == len(own)
     for (ids, targets), (mixed, _), (_, following) in zip(own, other, [*own[1:], own[0]], strict=True):

@@ -77,7 +77,12 @@ def text_stores(
 
 
 def check_causal(kind: str, model: ModelConfig) -> None:
-    """Raise for a model that attends to the tokens it must predict."""
+    """Raise for a model that attends to the tokens it must predict, or that predicts none."""
+    if model.score_head:
+        raise ConfigError(
+            f"objective {kind!r} predicts tokens, and this model has a score head instead of logits",
+            hint="start from the language model that it was made from; --recipe reward trains a score head",
+        )
     if not model.causal:
         raise ConfigError(
             f"objective {kind!r} predicts the next token, and a model with causal=false sees both sides of it",

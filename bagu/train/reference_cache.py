@@ -1,0 +1,107 @@
+"""Reference log-probabilities of preferences, computed once for all answers and kept on disk.
+
+DPO needs the reference only for the sum over each answer, which does not change during a run: with the cache no second
+model is in memory. The key covers the initial weights, the data, and how batches are computed, so that a resumed run
+finds its file and another run does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+from rich.console import Console
+
+from bagu.data.loader import DataConfig
+from bagu.data.preference_loader import PreferenceSet, unit_batches
+from bagu.errors import BaguError
+from bagu.nn.lora import has_lora
+from bagu.nn.model import Transformer
+from bagu.runs.progress import plain_progress
+from bagu.train.logprobs import segment_sums
+from bagu.train.reference import Reference
+from bagu.train.state import digest_of
+
+__all__ = ["model_digest", "with_reference"]
+
+
+def model_digest(model: Transformer) -> str:
+    """A hash of the weights without LoRA, the dtype, and the kind of device, whose kernels round in their own way."""
+    weights = {n: t for n, t in model.state_dict().items() if not n.endswith((".lora_a", ".lora_b"))}
+    return f"{digest_of(weights)} {next(model.parameters()).device.type}"
+
+
+def with_reference(
+    found: PreferenceSet, model: Transformer, digest: str, config: DataConfig, folder: Path
+) -> PreferenceSet:
+    """The set with the log-probability of each answer under `model`, which has its initial weights.
+
+    `digest` is `model_digest(model)`. Read from `folder` if it was computed before.
+    """
+    facts = {
+        "format": 1, "model": digest, "context": config.context, "rows": config.rows,
+        "units": hashlib.sha256(found.units.tobytes()).hexdigest(), "tokens": _tokens_digest(found),
+    }  # fmt: skip
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    path = folder / f"{key}.safetensors"
+    values = _read(path, found.store.num_documents)
+    if values is None:
+        values = _computed(found, model, config)
+        _write(path, values)
+    return replace(found, reference=values)
+
+
+def _tokens_digest(found: PreferenceSet) -> str:
+    mask = found.store.loss_mask
+    assert mask is not None
+    digest = hashlib.sha256(np.ascontiguousarray(found.store.flat).data)
+    digest.update(np.ascontiguousarray(mask).data)
+    digest.update(np.ascontiguousarray(found.store.offsets).data)
+    return digest.hexdigest()
+
+
+def _computed(found: PreferenceSet, model: Transformer, config: DataConfig) -> np.ndarray:
+    """One pass over the units in order; documents that do not fit have NaN."""
+    reference = Reference(model, shared=has_lora(model))
+    device = next(model.parameters()).device
+    values = np.full(found.store.num_documents, np.nan, np.float32)
+    rows = unit_batches(found, config)
+    console = Console(stderr=True)
+    for units, make in plain_progress(rows, "batches", console, prefix=f"reference of {found.name!r}: "):
+        batch = make()
+        sums = segment_sums(
+            reference.logprobs(batch.batch.to(device)), batch.batch.cu_seqlens.to(device), batch.num_sequences
+        )
+        values[found.units[units].ravel()] = sums.float().cpu().numpy()
+    return values
+
+
+def _read(path: Path, documents: int) -> np.ndarray | None:
+    """The stored values; None if there are none, or if the file is damaged."""
+    try:
+        values = safetensors.numpy.load_file(path)["logprobs"]
+    except (FileNotFoundError, safetensors.SafetensorError, KeyError):
+        return None
+    return values if values.shape == (documents,) else None
+
+
+def _write(path: Path, values: np.ndarray) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".partial-", delete=False) as file:
+            file.write(safetensors.numpy.save({"logprobs": values}))
+            file.flush()
+            os.fsync(file.fileno())
+        Path(file.name).replace(path)
+    except OSError as error:
+        raise BaguError(
+            f"cannot write the reference log-probabilities to {path.parent}: {error}",
+            hint="free some disk space, set BAGU_CACHE, or use --set objective.reference=live",
+        ) from error

@@ -1,0 +1,430 @@
+"""Reward model and DPO by the command: known answers, losses in fp64, exact resume, LoRA, micro-batches, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bagu.cli import main
+from bagu.config import save
+from bagu.data.chat_template import DEFAULT_TEMPLATE
+from bagu.data.corpus import SourceConfig
+from bagu.data.loader import DataConfig
+from bagu.data.preference_loader import PreferenceBatch, batches_of
+from bagu.data.tokenizer import BpeTokenizer
+from bagu.nn.config import ModelConfig
+from bagu.nn.init import init_weights
+from bagu.nn.model import Transformer
+from bagu.nn.score import with_score_head
+from bagu.recipes.inputs import read_inputs
+from bagu.recipes.models import load_model, save_model
+from bagu.recipes.run import LoraConfig, Run
+from bagu.recipes.training import train
+from bagu.runs.folder import RunFolder
+from bagu.train import checkpoint
+from bagu.train.loss import Loss
+from bagu.train.objectives.dpo import GAMMA, PreferenceOptimization
+from bagu.train.objectives.reward import RewardModelling
+from bagu.train.optim import OptimizerConfig
+from bagu.train.preference_objective import PreferenceData
+from bagu.train.reference import Reference
+from bagu.train.state import TrainConfig
+from bagu.types import IGNORE
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+MODEL = ModelConfig(
+    vocab_size=270, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, intermediate_size=48,
+    max_len=32,
+)  # fmt: skip
+DPO, REWARD = PreferenceOptimization(beta=0.5), RewardModelling()
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A model to start from, with a chat template."""
+    tokenizer = BpeTokenizer.train(["please go off"], vocab_size=270, chat_template=DEFAULT_TEMPLATE)
+    save_model(init_weights(Transformer(MODEL, dtype=torch.float32), seed=0), tokenizer, tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def run(base: Path, tmp_path: Path) -> Run:
+    """Polite answers are chosen over rude ones: a preference that can be learned."""
+    rows = [{"prompt": f"{i}?", "chosen": f"{i} please", "rejected": f"{i} go off"} for i in range(24)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Run(
+        objective=DPO, init_from=str(base), sources={"pairs": SourceConfig(path=str(tmp_path / "pairs.jsonl"))},
+        data=DataConfig(context=32, rows=4, micro_batches=2), validation=0.3, dedup=None, dtype="fp32", device="cpu",
+        train=TrainConfig(
+            steps=8, eval_every=2, save_every=2, keep_best=True, optimizer=OptimizerConfig(kind="adamw", lr=0.01)
+        ),
+    )  # fmt: skip
+
+
+def bagu(*args: str | Path) -> int:
+    """Exit status of the command."""
+    with pytest.raises(SystemExit) as end:
+        main([str(a) for a in args])
+    return int(end.value.code or 0)
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """The metrics without what the machine decides."""
+    left_out = ("tokens_per_s", "memory_bytes", "data_wait_s", "mfu_percent")
+    return [{k: v for k, v in row.items() if k not in left_out} for row in RunFolder(folder).metrics()]
+
+
+# --- known answers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reference", ["cached", "live"])
+def test_dpo_starts_at_ln_2_and_learns_separable_pairs(run: Run, tmp_path: Path, reference: Any) -> None:
+    save(replace(run, objective=replace(DPO, reference=reference)), tmp_path / "dpo.json")
+    out = tmp_path / "run"
+    assert bagu("train", "--config", tmp_path / "dpo.json", "--out", out) == 0
+    rows = rows_of(out)
+    assert rows[0]["preference_loss"] == pytest.approx(math.log(2), rel=1e-5)  # the policy is its reference
+    assert rows[-1]["val_preference_loss"] < 0.5 * math.log(2) and rows[-1]["val_accuracy_percent"] == 100
+    assert rows[-1]["val_margin_nats"] > 1
+    if reference == "live":  # the same kernels and batches: equal bits, so every margin is 0
+        assert (rows[0]["margin_nats"], rows[0]["accuracy_percent"]) == (0, 50)
+    last = checkpoint.state_of(checkpoint.checkpoints(out / "checkpoints")[-1])
+    assert last["validation_loss"] == rows[-1]["val_preference_loss"]
+    assert bagu("report", out) == 0
+    page = RunFolder(out).report.read_text()
+    for words in ("Reward margin", "Implicit rewards", "Held-out accuracy", "nats per pair"):
+        assert words in page
+
+
+def test_a_reward_model_starts_at_ln_2_and_learns_separable_pairs(run: Run, tmp_path: Path) -> None:
+    save(replace(run, objective=REWARD), tmp_path / "reward.json")
+    out = tmp_path / "run"
+    assert bagu("train", "--config", tmp_path / "reward.json", "--out", out) == 0
+    rows = rows_of(out)
+    assert rows[0]["preference_loss"] == pytest.approx(math.log(2), rel=1e-6) and rows[0]["accuracy_percent"] == 50
+    assert rows[-1]["val_preference_loss"] < 0.5 * math.log(2) and rows[-1]["val_accuracy_percent"] == 100
+    assert sum(rows[-1][f"val_bin_{i}_pairs"] for i in range(5)) == rows[-1]["val_pairs"]
+    assert rows[-1]["val_brier"] < 0.25
+    assert "Reliability" in RunFolder(out).report.read_text()  # of `bagu train`
+    assert bagu("report", out) == 0
+    page = RunFolder(out).report.read_text()
+    assert "Reliability" in page and "Calibration error" in page and "90 to 100 %" in page
+
+
+def test_a_reward_model_is_a_classifier_that_transformers_reads(run: Run, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    done = train(replace(run, objective=REWARD), tmp_path / "run")
+    tokenizer = BpeTokenizer.load(tmp_path / "run" / "model")
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model").eval()
+    batch = next(iter(done.data.held_out(1)))
+    loaded = load_model(tmp_path / "run")
+    assert loaded.score is not None and tokenizer.named["pad_token"] == "<|mask|>"
+    ends = batch.batch.cu_seqlens.tolist()
+    with torch.no_grad():
+        hidden = loaded(batch.batch.ids, batch.batch.positions, batch.batch.cu_seqlens, batch.batch.max_len).hidden
+        ours = loaded.score(hidden)[[e - 1 for e in ends[1 : batch.num_sequences + 1]]]
+        longest = max(b - a for a, b in itertools.pairwise(ends[: batch.num_sequences + 1]))
+        ids = torch.full((batch.num_sequences, longest), theirs.config.pad_token_id)
+        for row, a, b in zip(ids, ends, ends[1:], strict=False):
+            row[: b - a] = batch.batch.ids[a:b]
+        found = theirs(ids, attention_mask=(ids != theirs.config.pad_token_id).long()).logits[:, 0]
+    assert ((found - ours).abs().max() / ours.abs().max()).item() <= 1e-5
+
+
+# --- the losses against a naive version -------------------------------------------------------------------------------
+
+
+def data_of(run: Run, tmp_path: Path) -> PreferenceData:
+    data = read_inputs(run, tmp_path / "none").data
+    assert isinstance(data, PreferenceData)
+    return data
+
+
+def models() -> tuple[Transformer, Transformer]:
+    """A policy and its reference, which differ."""
+    policy, reference = (init_weights(Transformer(MODEL, dtype=torch.float64), seed=seed) for seed in (1, 2))
+    return policy, reference
+
+
+def naive_logprobs(model: Transformer, ids: Sequence[int], start: int) -> torch.Tensor:
+    n = len(ids)
+    tokens = torch.tensor(list(ids))
+    hidden = model(tokens, torch.arange(n), torch.tensor([0, n], dtype=torch.int32), n).hidden
+    rows = (hidden @ model.head_weight.T).log_softmax(1)
+    return sum((rows[t - 1, ids[t]] for t in range(start, n)), torch.zeros((), dtype=torch.float64))
+
+
+def sequences_of(batch: PreferenceBatch) -> list[tuple[list[int], int]]:
+    """Ids and start of each sequence."""
+    ends, targets = batch.batch.cu_seqlens.tolist(), batch.batch.targets
+    found = []
+    for a, b in itertools.pairwise(ends[: batch.num_sequences + 1]):
+        found.append((batch.batch.ids[a:b].tolist(), b - a - int((targets[a:b] != IGNORE).sum())))
+    return found
+
+
+def naive_loss(o: PreferenceOptimization, policy: Transformer, reference: Transformer, batch: PreferenceBatch) -> Any:
+    """The loss of one batch, one sequence at a time in fp64, with formulas written out."""
+    beta, terms, values = o.strength, [], []
+    for ids, start in sequences_of(batch):
+        own = naive_logprobs(policy, ids, start)
+        with torch.no_grad():
+            theirs = naive_logprobs(reference, ids, start)
+        mean = len(ids) - start if o.variant in ("ipo", "simpo") else 1
+        values.append((own - (0 if o.variant == "simpo" else theirs)) / mean)
+    if o.variant == "kto":
+        for value, good in zip(values, batch.chosen.tolist(), strict=True):
+            weight = o.desirable_weight if good else o.undesirable_weight
+            terms.append(weight * (1 - 1 / (1 + torch.exp(-(1 if good else -1) * beta * (value - 0.25)))))
+        return sum(terms) / len(terms)
+    for w, l in zip(values[::2], values[1::2], strict=True):
+        if o.variant == "ipo":
+            terms.append((w - l - 1 / (2 * beta)) ** 2)
+            continue
+        margin = beta * (w - l) - (GAMMA if o.variant == "simpo" else 0)
+        e = o.label_smoothing
+        terms.append((1 - e) * torch.log1p(torch.exp(-margin)) + e * torch.log1p(torch.exp(margin)))
+    return sum(terms) / len(terms)
+
+
+VARIANTS = [
+    PreferenceOptimization(beta=0.3, reference="live"),
+    PreferenceOptimization(beta=0.3, reference="live", label_smoothing=0.2),
+    PreferenceOptimization(variant="ipo", beta=0.3, reference="live"),
+    PreferenceOptimization(variant="simpo", label_smoothing=0.1),
+    PreferenceOptimization(variant="kto", beta=0.3, desirable_weight=1.5),
+]
+
+
+@pytest.mark.parametrize("objective", VARIANTS, ids=lambda o: f"{o.variant}-{o.label_smoothing}")
+def test_losses_and_gradients_equal_a_naive_fp64_version(
+    run: Run, tmp_path: Path, objective: PreferenceOptimization
+) -> None:
+    """Logprobs are fp32 also for an fp64 model, and the smallest terms are a cancellation of two sums of some 50 nats
+    each: 50 * 2^-24 * 16 sequences."""
+    data = data_of(replace(run, objective=objective), tmp_path)
+    policy, reference = models()
+    loss = objective.loss(reference)
+    loss.kl = 0.25
+    (batch, *_) = data.loader.batch(0)  # type: ignore[attr-defined]
+    part = loss(policy, batch, loss.totals([batch]))
+    part.loss.backward()
+    grads = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    policy.zero_grad()
+    wanted = naive_loss(objective, policy, reference, batch)
+    wanted.backward()
+    tolerance = 50 * 2**-24 * 16
+    assert float(part.loss.detach()) == pytest.approx(float(wanted.detach()), rel=tolerance)
+    scale = max(float(p.grad.abs().max()) for p in policy.parameters() if p.grad is not None)
+    for name, p in policy.named_parameters():
+        assert p.grad is not None
+        assert float((grads[name] - p.grad).abs().max()) <= tolerance * scale, name
+
+
+def test_the_reward_loss_and_its_gradient_equal_a_naive_fp64_version(run: Run, tmp_path: Path) -> None:
+    objective = RewardModelling(label_smoothing=0.1, center=0.02)
+    data = data_of(replace(run, objective=objective), tmp_path)
+    model = with_score_head(models()[0])
+    assert model.score is not None
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))
+    (batch, *_) = data.loader.batch(0)  # type: ignore[attr-defined]
+    loss = objective.loss(model)
+    part = loss(model, batch, loss.totals([batch]))
+    part.loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    scores = []
+    for ids, _ in sequences_of(batch):
+        n = len(ids)
+        hidden = model(torch.tensor(ids), torch.arange(n), torch.tensor([0, n], dtype=torch.int32), n).hidden
+        scores.append((hidden[-1] * model.score.weight[0]).sum())
+    terms = []
+    for w, l in zip(scores[::2], scores[1::2], strict=True):
+        nll = 0.9 * torch.log1p(torch.exp(l - w)) + 0.1 * torch.log1p(torch.exp(w - l))
+        terms.append(nll + 0.02 * (w + l) ** 2)
+    wanted = sum(terms) / len(terms)
+    wanted.backward()
+    assert float(part.loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-12)
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        torch.testing.assert_close(grads[name], p.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("objective", [*VARIANTS[::2], REWARD], ids=lambda o: getattr(o, "variant", o.kind))
+def test_micro_batches_have_the_loss_and_metrics_of_one_batch(run: Run, tmp_path: Path, objective: Any) -> None:
+    data = data_of(replace(run, objective=objective), tmp_path)
+    found, config = data.train["pairs"], DataConfig(context=32, rows=16)
+    units = torch.arange(8).numpy()
+    policy, reference = models()
+    if objective is REWARD:
+        policy = with_score_head(policy)
+        assert policy.score is not None
+        torch.nn.init.normal_(policy.score.weight, generator=torch.Generator().manual_seed(3))
+    loss: Loss[Any, Any] = objective.loss(reference)
+    values = []
+    for rows in ([units], [units[:5], units[5:]]):
+        batches = batches_of([(found, row) for row in rows], config, mismatched=not objective.paired)
+        totals = loss.totals(batches)
+        parts = [loss(policy, batch, totals) for batch in batches]
+        sums = {name: float(sum(p.metrics[name] for p in parts)) for name in parts[0].metrics}
+        values.append({"whole": float(sum(p.loss.detach() for p in parts)), **loss.metrics(0.0, sums, totals)})
+    assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-5)
+
+
+# --- reference, LoRA, resume ------------------------------------------------------------------------------------------
+
+
+def test_the_cached_reference_is_computed_once_and_equals_the_live_one(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    real = Reference.logprobs
+    monkeypatch.setattr(Reference, "logprobs", lambda self, batch: calls.append(1) or real(self, batch))
+    train(run, tmp_path / "first", pause_after=2)
+    computed = len(calls)
+    assert computed > 0
+    train(run, tmp_path / "first", resume=True, pause_after=4)  # found on disk
+    train(run, tmp_path / "second", pause_after=2)
+    assert len(calls) == computed
+    assert rows_of(tmp_path / "first")[:2] == rows_of(tmp_path / "second")
+    train(replace(run, objective=replace(DPO, reference="live")), tmp_path / "live", pause_after=2)
+    cached, live = rows_of(tmp_path / "first")[1], rows_of(tmp_path / "live")[1]
+    assert cached["preference_loss"] == pytest.approx(live["preference_loss"], rel=1e-4)
+    (file, *_) = (tmp_path / "cache" / "reference").glob("*.safetensors")
+    file.write_bytes(b"damaged")
+    train(run, tmp_path / "third", pause_after=2)
+    assert len(calls) > computed and rows_of(tmp_path / "third") == rows_of(tmp_path / "second")
+
+
+@pytest.mark.parametrize("objective", [DPO, replace(DPO, reference="live"), REWARD], ids=["cached", "live", "reward"])
+def test_lora_trains_only_adapters_and_the_score_head(run: Run, tmp_path: Path, objective: Any) -> None:
+    tuned = replace(run, objective=objective, lora=LoraConfig(rank=4, alpha=8.0))
+    done = train(tuned, tmp_path / "run")
+    rows = rows_of(tmp_path / "run")
+    assert rows[0]["preference_loss"] == pytest.approx(math.log(2), rel=1e-5)
+    assert rows[-1]["val_preference_loss"] < rows[0]["preference_loss"]
+    base, model = load_model(run.init_from or ""), load_model(tmp_path / "run")
+    assert torch.equal(base.embedding.weight, model.embedding.weight)
+    if objective is REWARD:
+        assert model.score is not None and bool(model.score.weight.any())
+    assert torch.equal(done.model.state_dict()["norm.weight"], model.state_dict()["norm.weight"])
+
+
+@pytest.mark.parametrize(
+    "objective", [DPO, REWARD, PreferenceOptimization(variant="kto")], ids=["dpo", "reward", "kto"]
+)
+def test_a_paused_run_resumes_to_the_same_bits(run: Run, tmp_path: Path, objective: Any) -> None:
+    run = replace(run, objective=objective)
+    whole = train(run, tmp_path / "whole")
+    train(run, tmp_path / "run", pause_after=5)
+    again = train(run, tmp_path / "run", resume=True)
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, again.model.state_dict()[name]), name
+    if objective.kind == "dpo" and objective.variant == "kto":
+        assert rows_of(tmp_path / "run")[-1]["kl_nats"] is not None
+        state = checkpoint.state_of(checkpoint.checkpoints(tmp_path / "run" / "checkpoints")[-1])
+        assert state["loss"]["kl"] == rows_of(tmp_path / "run")[-1]["kl_nats"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from bagu.recipes.run import load_run
+from bagu.recipes.training import train
+from bagu.runs.observer import Observer
+
+class Kill(Observer):
+    def on_step(self, step, metrics):
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+train(load_run(sys.argv[1]), Path(sys.argv[2]), progress=Kill())
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+def test_a_killed_run_resumes_to_the_same_bits(run: Run, tmp_path: Path) -> None:
+    """The process is killed after its fifth step, whether or not the thread that saves step 4 is done."""
+    save(run, tmp_path / "dpo.json")
+    out = tmp_path / "run"
+    child = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "dpo.json", out], check=False)
+    assert child.returncode == -signal.SIGKILL
+    whole, again = train(run, tmp_path / "whole"), train(run, out, resume=True)
+    assert rows_of(out) == rows_of(tmp_path / "whole")
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, again.model.state_dict()[name]), name
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["objective.beta=0"], "beta is 0"),
+        (["objective.label_smoothing=0.5"], "label_smoothing is 0.5"),
+        (["objective.variant=ipo", "objective.label_smoothing=0.1"], "no effect with variant 'ipo'"),
+        (["objective.gamma=1"], "objective.gamma has no effect with variant 'dpo'"),
+        (["objective.variant=simpo", "objective.reference=live"], "no effect with variant 'simpo'"),
+        (["objective.variant=kto", "objective.reference=cached"], "kto also needs the reference"),
+        (["objective.variant=orpo"], "orpo"),
+        (["data.context=8"], "none of the"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_work_are_refused(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str], said: str
+) -> None:
+    save(run, tmp_path / "dpo.json")
+    sets = [part for s in settings for part in ("--set", s)]
+    assert bagu("train", "--config", tmp_path / "dpo.json", "--out", tmp_path / "no", *sets) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "no").exists()
+
+
+def test_a_reward_model_is_refused_where_tokens_are_predicted(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(replace(run, objective=REWARD, train=replace(run.train, steps=2)), tmp_path / "reward")
+    assert bagu("train", "--recipe", "dpo", "--from", tmp_path / "reward", tmp_path / "pairs.jsonl",
+                "--set", "data.context=32", "--out", tmp_path / "no") == 2  # fmt: skip
+    assert "score head instead of logits" in capsys.readouterr().err
+    for command in (
+        ["serve", tmp_path / "reward"],
+        ["chat", tmp_path / "reward"],
+        ["eval", tmp_path / "reward", "write"],
+    ):
+        assert bagu(*command) == 2
+        assert "is a reward model: it scores texts and predicts no tokens" in capsys.readouterr().err
+
+
+def test_a_bad_row_is_named(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(pairs.read_text() + json.dumps({"prompt": "a", "chosen": "b", "rejected": "b"}) + "\n")
+    save(run, tmp_path / "dpo.json")
+    assert bagu("train", "--config", tmp_path / "dpo.json", "--out", tmp_path / "no") == 2
+    assert f"{pairs}:25: 'chosen' and 'rejected' are equal" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", ["dpo", "reward"])
+def test_a_dry_run_of_the_recipe_describes_it(
+    base: Path, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    asked = ["train", "--recipe", recipe, "--from", base, tmp_path / "pairs.jsonl", "--out", tmp_path / "no"]
+    assert bagu(*asked, "--set", "data.context=32", "--dry-run") == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["objective"]["kind"] == recipe
+    assert "pairs: " in said.err and "held out" in said.err
+    assert not (tmp_path / "no").exists()
