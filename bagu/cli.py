@@ -110,11 +110,14 @@ def train(
         list[str] | None,
         Argument(
             metavar="DATA",
-            help="Files or folders of text, JSON or Parquet. SFT reads chats (messages, ShareGPT, Alpaca). "
+            help="Files or folders of text, JSON or Parquet. SFT reads chats (messages, ShareGPT, Alpaca), "
+            "reward and dpo read preferences (prompt, chosen, rejected). "
             "Default: 'stdlib', Python's standard library.",
         ),
     ] = None,
-    recipe: Annotated[str | None, Option(help="small (default), gpt2_124m, llama_1b, mlm, sft or lora.")] = None,
+    recipe: Annotated[
+        str | None, Option(help="small (default), gpt2_124m, llama_1b, mlm, sft, lora, distill, reward or dpo.")
+    ] = None,
     config: Annotated[Path | None, Option(help="A run's config.json, instead of a recipe.")] = None,
     start: Annotated[
         str | None, Option("--from", help="Initial weights: a run, a checkpoint, a Hugging Face folder, an adapter.")

@@ -181,8 +181,13 @@ def _model_id(config: ModelConfig) -> str:
 
 
 def _save_adapter(model: Transformer, inputs: Inputs, folder: Path) -> None:
-    """Save the adapter alone in PEFT's format, if the base belongs to a Hugging Face family."""
+    """Save the adapter alone in PEFT's format, if the base belongs to a Hugging Face family.
+
+    Not for a model with a score head: its base has none, so an adapter alone would not be the model.
+    """
     assert inputs.start is not None, "Run refuses lora without init_from"
+    if model.score is not None:
+        return
     try:
         family_for(model.config)
     except WeightsError:
