@@ -85,16 +85,16 @@ class PreferenceCorpus:
         """The real function over a broken one, for the functions of the files of a part."""
         limit = {} if self.config.max_bytes is None else {"max_bytes": self.config.max_bytes}
         before: list[str] = []
-        document = None
+        file = None
         for function in documented_functions(library.documents(part), **limit):
-            if function.document is not document:
-                before, document = [], function.document
+            if function.file != file:
+                before, file = [], function.file
             worse = broken(function.answer, others=before[-NEIGHBOURS:], seed=self.selection.seed)
             before.append(function.answer)
             if worse is None:
                 continue
             yield Preference(
-                id=function.id, place=f"{function.document.id}:{function.node.lineno}",
+                id=function.id, place=f"{function.file}:{function.line}",
                 prompt=({"role": "user", "content": function.question},),
                 chosen={"role": "assistant", "content": function.answer},
                 rejected={"role": "assistant", "content": worse.code}, strings=True,

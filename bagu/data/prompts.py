@@ -139,7 +139,13 @@ def function_question(function: Function) -> Question:
     if examples := _examples(function.docstring):
         facts["doctests"] = examples
     message = {"role": "user", "content": function.question}
-    return Question(id=function.id, messages=(message,), text=function.question, facts=facts, place=function.id)
+    return Question(
+        id=function.id,
+        messages=(message,),
+        text=function.question,
+        facts=facts,
+        place=f"{function.file}:{function.line}",
+    )
 
 
 def _examples(docstring: str) -> list[dict[str, str]]:

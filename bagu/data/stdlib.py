@@ -83,11 +83,16 @@ def decoded(data: bytes) -> str | None:
 class Function:
     """A function with a docstring: the question for it, and its code without the docstring."""
 
-    id: str  # file, line and name
+    file: str  # the id of its document
+    line: int
     name: str
     args: tuple[str, ...]
     docstring: str
     answer: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.file}:{self.line}:{self.name}"
 
     @property
     def question(self) -> str:
@@ -120,7 +125,7 @@ def _documented_functions(document: Document, max_bytes: int) -> tuple[Function,
         answer = without_docstring(node, lines, max_bytes) if docstring else None
         if answer is not None and answer not in found:
             found[answer] = Function(
-                id=f"{document.id}:{node.lineno}:{node.name}", name=node.name, args=tuple(argument_names(node.args)),
+                file=document.id, line=node.lineno, name=node.name, args=tuple(argument_names(node.args)),
                 docstring=docstring, answer=answer,
             )  # fmt: skip
     return tuple(found.values())

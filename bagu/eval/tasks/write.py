@@ -40,7 +40,7 @@ def _items(most: int) -> Iterator[Item]:
             continue
         if checks_passed(function.answer, question.facts) == len(CHECKS):
             yield Item(
-                id=function.id, messages=question.messages, answer=function.answer, cluster=function.id.split(":")[0],
+                id=function.id, messages=question.messages, answer=function.answer, cluster=function.file,
                 facts=question.facts,
             )  # fmt: skip
 
