@@ -216,7 +216,7 @@ class _Run:
             "cursor": self.loader.cursor(self.state.data_step),
             "config": self.settings,
             "identity": self.identity,
-            "validation_loss": row.get(self.state.loss.validation_metric),
+            "validation_loss": self.state.loss.validation_loss(row),
         }
         self.saver.save(lambda: checkpoint.snapshot(self.state, facts))
         self.saved_at = self.state.data_step

@@ -73,7 +73,8 @@ TotalsT = TypeVar("TotalsT", bound=Totals)
 class Loss(ABC, Generic[BatchT, TotalsT]):
     """A loss over micro-batches of one type. An instance belongs to one run and may keep state between its steps."""
 
-    validation_metric = "val_loss_nats"  # the lowest marks the best checkpoint (train.keep_best)
+    validation_metric = "val_loss_nats"  # marks the best checkpoint (train.keep_best)
+    higher_is_better = False  # of that metric
 
     @abstractmethod
     def totals(self, batches: Sequence[BatchT]) -> TotalsT:
@@ -107,6 +108,11 @@ class Loss(ABC, Generic[BatchT, TotalsT]):
                 for name, value in part.peaks.items():
                     sums[name] = max(sums.get(name, -math.inf), float(value))
         return {f"val_{name}": value for name, value in self.metrics(loss, sums, totals).items()}
+
+    def validation_loss(self, row: Mapping[str, float | int | None]) -> float | None:
+        """The number by which checkpoints are compared, the lowest is the best; None if `row` has no evaluation."""
+        value = row.get(self.validation_metric)
+        return -value if value is not None and self.higher_is_better else value
 
     def updated(self, metrics: Mapping[str, float | None]) -> None:
         """Called after each update of the weights with the step's metrics, for a loss that adapts to them."""

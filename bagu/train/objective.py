@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol
 
+from bagu.config import ConfigError
 from bagu.data.corpus import Corpus, Selection, SourceConfig
 from bagu.data.loader import DataConfig
 from bagu.data.tokenizer import BpeTokenizer
@@ -22,7 +23,7 @@ from bagu.runs.display import Display, Table
 from bagu.train.loop import Batches
 from bagu.train.loss import BatchT, BatchT_co, Loss
 
-__all__ = ["Objective", "RunLoader", "RunSettings", "SourceSize", "TrainingData"]
+__all__ = ["Objective", "RunLoader", "RunSettings", "SourceSize", "TrainingData", "check_causal"]
 
 
 class RunLoader(Batches[BatchT_co], Protocol[BatchT_co]):
@@ -139,3 +140,17 @@ class Objective(ABC, Generic[BatchT]):
     def tables(self, data: TrainingData[BatchT], eval_batches: int) -> Sequence[Table]:
         """Additional tables for the report of a run."""
         return ()
+
+
+def check_causal(kind: str, model: ModelConfig) -> None:
+    """Raise for a model that attends to the tokens it must predict, or that predicts none."""
+    if model.score_head:
+        raise ConfigError(
+            f"objective {kind!r} predicts tokens, and this model has a score head instead of logits",
+            hint="start from the language model that it was made from; --recipe reward trains a score head",
+        )
+    if not model.causal:
+        raise ConfigError(
+            f"objective {kind!r} predicts the next token, and a model with causal=false sees both sides of it",
+            hint="use a causal model, or train this one with --recipe mlm (objective.kind=mlm)",
+        )

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from bagu.config import ConfigError
 from bagu.data import store
 from bagu.data.corpus import PARTS, Selection, SourceConfig, TextCorpus
 from bagu.data.loader import DataConfig
@@ -14,7 +13,7 @@ from bagu.data.tokenizer import BpeTokenizer
 from bagu.machine.cache import cache_folder
 from bagu.nn.config import ModelConfig
 from bagu.runs.display import Curve, Display, Headline
-from bagu.train.objective import TrainingData
+from bagu.train.objective import TrainingData, check_causal
 from bagu.train.token_objective import TokenObjective, token_data
 from bagu.types import Batch
 
@@ -74,17 +73,3 @@ def text_stores(
         }
         for name, corpus in corpora.items()
     }
-
-
-def check_causal(kind: str, model: ModelConfig) -> None:
-    """Raise for a model that attends to the tokens it must predict, or that predicts none."""
-    if model.score_head:
-        raise ConfigError(
-            f"objective {kind!r} predicts tokens, and this model has a score head instead of logits",
-            hint="start from the language model that it was made from; --recipe reward trains a score head",
-        )
-    if not model.causal:
-        raise ConfigError(
-            f"objective {kind!r} predicts the next token, and a model with causal=false sees both sides of it",
-            hint="use a causal model, or train this one with --recipe mlm (objective.kind=mlm)",
-        )

@@ -1,0 +1,72 @@
+"""Rollouts of a run: the inference engine over the trained model, the reward, and the loader that joins them.
+
+The engine has the model's own tensors, not a copy. On a GPU it reads them at their addresses, also from CUDA graphs; on
+a CPU outside invariant mode it packs a copy for its compiled decode step, again for each rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from bagu.nn.model import Transformer
+from bagu.serve.config import EngineConfig
+from bagu.serve.engine import Engine
+from bagu.serve.request import Sampling
+from bagu.types import Completion, Tokenizer
+
+__all__ = ["EngineSampler", "engine_config"]
+
+MAX_SEQUENCES = 512  # answers that are sampled at the same time
+GPU_SHARE = 0.5  # of the memory, for the weights and the KV cache; the rest is the trainer's
+
+
+def engine_config(*, answers: int, max_len: int, invariant: bool) -> EngineConfig:
+    """An engine for `answers` answers at a time, of at most `max_len` tokens with their prompt."""
+    return EngineConfig(
+        max_num_seqs=min(answers, MAX_SEQUENCES), max_model_len=max_len, gpu_memory_utilization=GPU_SHARE,
+        invariant=invariant,
+    )  # fmt: skip
+
+
+class EngineSampler:
+    """`train.rollout.Sampler` with an engine over the model that is trained."""
+
+    def __init__(
+        self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig, *, stops: Sequence[int] = ()
+    ) -> None:
+        self.model, self.stops = model, tuple(stops)
+        with _evaluating(model):
+            self.engine = Engine(model, tokenizer, config)
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], *, n: int, max_tokens: int, seeds: Sequence[int]
+    ) -> list[Completion]:
+        each = [
+            Sampling(max_tokens=max_tokens, n=n, seed=seed, stop_token_ids=self.stops, logprobs=0) for seed in seeds
+        ]
+        with _evaluating(self.model), _eager(self.model):
+            return self.engine.generate(prompts, each)
+
+    def weights_changed(self) -> None:
+        with _evaluating(self.model):
+            self.engine.weights_changed()
+
+
+def _eager(model: Transformer) -> AbstractContextManager[None]:
+    """Run compiled blocks eagerly: they are compiled for the shapes of training, and here a shape changes each step."""
+    if all(m._compiled_call_impl is None for m in model.modules()):
+        return nullcontext()  # setting the stance imports the compiler, which takes a second
+    return torch.compiler.set_stance("force_eager")
+
+
+@contextmanager
+def _evaluating(model: Transformer) -> Iterator[None]:
+    was = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was)

@@ -1,0 +1,189 @@
+"""The common part of objectives that sample answers and learn from their rewards: settings, prompts, display."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bagu.config import ConfigError
+from bagu.data.chat import ChatEncoder
+from bagu.data.corpus import PARTS, Selection, SourceConfig
+from bagu.data.loader import DataConfig
+from bagu.data.prompts import Prompt, PromptCorpus, fitting
+from bagu.data.tokenizer import BpeTokenizer
+from bagu.nn.config import ModelConfig
+from bagu.runs.display import Curve, Display, Headline
+from bagu.train.objective import Objective, SourceSize, TrainingData, check_causal
+from bagu.train.policy_losses import Estimator, Normalization
+from bagu.train.rollout import PackShape, RolloutBatch
+from bagu.train.rollout_loader import PromptLoader, RolloutConfig
+
+__all__ = ["PolicyObjective"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyObjective(Objective[RolloutBatch]):
+    """Settings of GRPO and PPO.
+
+    `reward` is FILE.py:FUNCTION, the name of a built-in reward, or the folder of a reward model. A rollout has
+    `samples` answers of at most `max_tokens` tokens to each of `prompts` prompts, sampled at temperature 1; they are
+    trained on in `epochs` passes of `minibatches` steps. The ratio is clipped to 1 - `clip_low` and 1 + `clip_high`.
+
+    `importance_cap` bounds the weights that correct for the rounding of the engine (truncated importance sampling);
+    null takes the ratio to the engine's probabilities instead. `invariant` computes training and sampling so that both
+    have the same bits (on a CPU, slower).
+
+    `kl` is the coefficient of the KL to the initial policy, by the estimator `kl_estimator`; 0 needs no reference.
+    `normalization` is the weight of a token: by token, sequence, or fixed length (see `token_weights`). If nothing can
+    be learned from a rollout, other prompts are drawn, at most `max_draws` times in all.
+    """
+
+    reward: str = ""
+    prompts: int = 32
+    samples: int = 8
+    max_tokens: int = 128
+    epochs: int = 1
+    minibatches: int = 1
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    importance_cap: float | None = 2.0
+    kl: float = 0.0
+    kl_estimator: Estimator = "k3"
+    normalization: Normalization = "token"
+    max_draws: int = 4
+    invariant: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "samples", "max_tokens", "epochs", "minibatches", "max_draws"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"objective.{name} is {getattr(self, name)}", hint="at least 1")
+        if not 0 < self.clip_low < 1 or self.clip_high <= 0:
+            raise ConfigError(
+                f"clip_low is {self.clip_low} and clip_high {self.clip_high}",
+                hint="0 < clip_low < 1 and clip_high > 0; 0.2 is usual, DAPO has 0.2 and 0.28",
+            )
+        if self.importance_cap is not None and self.importance_cap < 1:
+            raise ConfigError(f"importance_cap is {self.importance_cap}", hint="at least 1 (2 is usual), or null")
+        if self.kl < 0:
+            raise ConfigError(f"objective.kl is {self.kl}", hint="0 or more; with 0 there is no reference")
+
+    @property
+    def steps_per_rollout(self) -> int:
+        return self.epochs * self.minibatches
+
+    @property
+    def fills(self) -> bool:
+        """Whether a group that teaches nothing is replaced by a group of another prompt."""
+        return False
+
+    def check_model(self, model: ModelConfig) -> None:
+        check_causal(self.kind, model)
+        if model.score_head:
+            raise ConfigError(
+                f"objective {self.kind!r} samples text, and the model has a score head instead of one for tokens",
+                hint="start from a language model; a reward model is the objective.reward",
+            )
+        if model.dropout:
+            raise ConfigError(
+                f"the model has dropout={model.dropout}, and answers are sampled without: every ratio would be wrong",
+                hint="use a model with dropout=0",
+            )
+
+    def check_tokenizer(self, tokenizer: BpeTokenizer) -> None:
+        ChatEncoder(tokenizer)  # raises for a tokenizer without a chat template
+
+    def corpus(self, name: str, config: SourceConfig, selection: Selection) -> PromptCorpus:
+        return PromptCorpus.of(name, config, selection)
+
+    def read(
+        self, corpora: Mapping[str, PromptCorpus], tokenizer: BpeTokenizer, data: DataConfig, model: ModelConfig
+    ) -> TrainingData[RolloutBatch]:
+        """The prompts. The answers are sampled by a RolloutLoader, which needs the model (recipes/rollout.py)."""
+        room = data.context - self.max_tokens
+        if room < 1:
+            raise ConfigError(
+                f"data.context is {data.context} and objective.max_tokens {self.max_tokens}: no room for a prompt",
+                hint="raise data.context, or lower objective.max_tokens",
+            )
+        encoder = ChatEncoder(tokenizer)
+        train, held = (
+            {name: fitting(corpus.prompts(part, encoder), room=room) for name, corpus in corpora.items()}
+            for part in PARTS
+        )
+        loader = PromptLoader(
+            sources={name: prompts for name, (prompts, _) in train.items()},
+            held_out_prompts=[prompt for prompts, _ in held.values() for prompt in prompts],
+            config=RolloutConfig(
+                prompts=self.prompts, samples=self.samples, max_tokens=self.max_tokens, epochs=self.epochs,
+                minibatches=self.minibatches, max_draws=self.max_draws, fill=self.fills, seed=data.seed,
+            ),
+            shape=PackShape(
+                tokens=data.rows * data.context, segments=self.prompts * self.samples, context=data.context
+            ),
+        )  # fmt: skip
+        facts = {
+            name: {
+                **corpus.facts, "train_prompts": len(train[name][0]), "validation_prompts": len(held[name][0]),
+                "prompts_too_long": train[name][1] + held[name][1],
+            }
+            for name, corpus in corpora.items()
+        }  # fmt: skip
+        sizes = {name: _size(train[name][0], held[name][0]) for name in corpora}
+        return TrainingData(loader=loader, held_out=loader.held_out, sources=sizes, facts=facts)
+
+    def display(self) -> Display:
+        return Display(
+            curves=(
+                Curve(title="Reward", unit="", metrics={"reward_mean": "training", "val_reward_mean": "validation"}),
+                Curve(title="Policy loss", unit="", metrics={"policy_loss": "policy loss"}),
+                Curve(
+                    title="KL", unit="nats per token",
+                    metrics={"kl_nats": "to the reference", "update_kl_nats": "of the updates of a rollout"},
+                ),
+                Curve(
+                    title="Entropy", unit="nats per token",
+                    metrics={"entropy_nats": "training", "val_entropy_nats": "validation"},
+                ),
+                Curve(
+                    title="Length of answers", unit="tokens", zero=True,
+                    metrics={"length_tokens": "training", "val_length_tokens": "validation"},
+                ),
+                Curve(title="Answers cut at max_tokens", unit="%", metrics={"truncated_percent": "cut"}, zero=True),
+                Curve(title="Clipped tokens", unit="%", metrics={"clip_share_percent": "clipped"}, zero=True),
+                Curve(title="Ratio", unit="", metrics={"ratio_mean": "mean", "ratio_max": "largest"}),
+                Curve(
+                    title="Difference of trainer and engine", unit="nats", metrics={"parity_nats": "largest"}, zero=True
+                ),
+                Curve(
+                    title="Groups left out, rewards that failed", unit="per rollout", zero=True,
+                    metrics={"skipped_groups": "groups of equal rewards", "reward_faults": "rewards that failed"},
+                ),
+                Curve(
+                    title="Time by phase", unit="s", zero=True,
+                    metrics={
+                        "rollout_s": "sampling", "reward_s": "rewards", "prepare_s": "logprobs and advantages",
+                        "update_s": "forward and backward",
+                    },
+                ),
+                Curve(
+                    title="Throughput by phase", unit="tokens/s", zero=True,
+                    metrics={"rollout_tokens_per_s": "sampling", "update_tokens_per_s": "forward and backward"},
+                ),
+            ),
+            headlines=(
+                Headline(metric="val_reward_mean", name="Reward of held-out prompts", unit=""),
+                Headline(metric="reward_mean", name="Reward", unit="", note="mean of the last rollout"),
+                Headline(metric="parity_nats", name="Trainer against engine", unit="nats", note="largest difference"),
+            ),
+            progress={
+                "reward_mean": "reward {:.3f}",
+                "length_tokens": "{:.0f} tokens",
+                "entropy_nats": "entropy {:.2f} nats",
+                "val_reward_mean": "validation {:.3f}",
+            },
+        )  # fmt: skip
+
+
+def _size(train: Sequence[Prompt], held: Sequence[Prompt]) -> SourceSize:
+    tokens, held_tokens = (sum(len(p.ids) for p in prompts) for prompts in (train, held))
+    return SourceSize(documents=len(train), tokens=tokens, targets=0, validation_tokens=held_tokens)

@@ -1,0 +1,319 @@
+"""The loader of a rollout objective: it samples answers, scores them, and serves them for several steps.
+
+    draw      the next prompts, in an order that the seed shuffles for each pass over them
+    sample    several answers to each, by the inference engine that shares the weights of the model
+    reward    a number for each answer
+    select    groups that teach nothing are left out and counted (GRPO: all rewards equal)
+    prepare   the columns of the loss: logprobs of the trainer and of the reference, values, advantages
+    steps     `epochs` passes over the answers in `minibatches` steps each
+
+Everything is a function of the weights, the seed, and the numbers in the cursor. If no group of a rollout is left, the
+next prompts are drawn, at most `max_draws` times; then one step is counted without an update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from bagu.data.prompts import Prompt
+from bagu.data.sequences import Tokens, micro_batches
+from bagu.errors import ArgumentError, BaguError
+from bagu.nn.model import Transformer
+from bagu.train.reward_function import RewardFunction, Sample, Scored
+from bagu.train.rollout import Answer, PackShape, Rollout, RolloutBatch, Sampler
+from bagu.types import Completion
+
+__all__ = ["Learner", "PromptLoader", "RolloutConfig", "RolloutLoader"]
+
+TRAIN, HELD_OUT = 0, 1  # parts of a seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """A rollout has `samples` answers of at most `max_tokens` tokens to each of `prompts` prompts. With `fill`, groups
+    that were left out are replaced by groups of other prompts (DAPO's dynamic sampling), in at most `max_draws` draws.
+    """
+
+    prompts: int
+    samples: int
+    max_tokens: int
+    epochs: int
+    minibatches: int
+    max_draws: int
+    fill: bool
+    seed: int
+
+
+class Learner(Protocol):
+    """The part of a policy loss that turns sampled answers into something to train on."""
+
+    def useful(self, rewards: Sequence[float]) -> bool:
+        """Whether answers to one prompt with these rewards have a gradient."""
+        ...
+
+    def prepare(self, model: Transformer, answers: Sequence[Answer], shape: PackShape) -> list[Answer]:
+        """Add the columns of the loss, with the weights that sampled the answers."""
+        ...
+
+    def weights(self, lengths: Sequence[int]) -> list[float]:
+        """The weight of each token of each answer in the loss of a step, for the answers of that step."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLoader:
+    """The prompts of a run by source, before there is an engine that answers them."""
+
+    sources: Mapping[str, Sequence[Prompt]]
+    held_out_prompts: Sequence[Prompt]
+    config: RolloutConfig
+    shape: PackShape
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return [prompt for prompts in self.sources.values() for prompt in prompts]
+
+    def report(self, steps: int) -> dict[str, Any]:
+        """The passes over the prompts if no further prompts are drawn."""
+        rollouts = math.ceil(steps / (self.config.epochs * self.config.minibatches))
+        epochs = rollouts * self.config.prompts / len(self.prompts)
+        return {"sources": {name: {"prompts": len(p), "epochs": epochs} for name, p in self.sources.items()}}
+
+    def prefetch(self, start: int) -> contextlib.AbstractContextManager[Iterator[Sequence[RolloutBatch]]]:
+        raise _unanswered()
+
+    def held_out(self, limit: int | None) -> Iterable[RolloutBatch]:
+        raise _unanswered()
+
+    def cursor(self, step: int) -> dict[str, Any]:
+        return {"step": step}
+
+    def restore(self, cursor: Mapping[str, Any]) -> None:
+        """Nothing to do."""
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """Counts over all answers that were sampled for one rollout, also those that are left out."""
+
+    rewards: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
+    logprob: float = 0.0
+    truncated: int = 0
+    faults: int = 0
+    skipped_groups: int = 0
+    rollout_s: float = 0.0
+    reward_s: float = 0.0
+
+    def add(self, completions: Sequence[Completion], scored: Sequence[Scored]) -> None:
+        self.rewards += [s.reward for s in scored]
+        self.faults += sum(s.fault is not None for s in scored)
+        for s in scored:
+            for name, value in s.parts.items():
+                self.parts.setdefault(name, []).append(value)
+        self.lengths += [len(c.tokens) for c in completions]
+        self.logprob += sum(sum(c.logprobs or ()) for c in completions)
+        self.truncated += sum(c.finish == "length" for c in completions)
+
+    def metrics(self) -> dict[str, float]:
+        """The entropy is estimated: minus the mean logprob of the sampled tokens."""
+        n, tokens = len(self.rewards), sum(self.lengths)
+        return {
+            "reward_mean": sum(self.rewards) / n,
+            "reward_std": float(np.std(self.rewards)),
+            **{f"reward_part_{name}": sum(values) / len(values) for name, values in sorted(self.parts.items())},
+            "length_tokens": tokens / n,
+            "truncated_percent": 100 * self.truncated / n,
+            "entropy_nats": -self.logprob / tokens,
+            "skipped_groups": self.skipped_groups,
+            "reward_faults": self.faults,
+            "rollout_s": self.rollout_s,
+            "reward_s": self.reward_s,
+            "rollout_tokens_per_s": tokens / max(self.rollout_s, 1e-9),
+        }
+
+
+class RolloutLoader:
+    """Rollouts on the prompts of `source`. `model` is the policy, and `sampler` samples with its weights."""
+
+    def __init__(
+        self,
+        source: PromptLoader,
+        *,
+        model: Transformer,
+        sampler: Sampler,
+        reward: RewardFunction,
+        learner: Learner,
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        self.source, self.prompts = source, source.prompts
+        self.config, self.shape = source.config, source.shape
+        self.model, self.sampler, self.reward, self.learner, self.decode = model, sampler, reward, learner, decode
+        self._step = 0  # the next global step
+        self._rollouts = 0  # rollouts made so far
+        self._drawn = 0  # prompts drawn so far
+        self._index = 0  # the next step of `_rollout`
+        self._rollout: Rollout | None = None
+
+    # --- the interface of fit -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def prefetch(self, start: int) -> Iterator[Iterator[tuple[RolloutBatch, ...]]]:
+        """Steps from `start` on, which is where the last iterator ended or `restore` set this loader."""
+        if start != self._step:
+            raise ArgumentError(
+                f"step {start} of rollouts was asked for, and the next one is {self._step}",
+                hint="rollouts depend on the weights and are made in order; restore a cursor to continue at its step",
+            )
+        yield iter(self._next, None)
+
+    def _next(self) -> tuple[RolloutBatch, ...]:
+        if self._rollout is None or self._index == self._steps(self._rollout):
+            self._rollout = None  # frees it before the next one is made
+            self._rollout, self._index = self._make(self._rollouts), 0
+            self._rollouts += 1
+        batches = self._batches(self._rollout, self._index)
+        self._index += 1
+        self._step += 1
+        return batches
+
+    def cursor(self, step: int) -> dict[str, Any]:
+        assert step == self._step, "the position of a rollout loader is known only at its next step"
+        unfinished = self._rollout is not None and self._index < self._steps(self._rollout)
+        return {
+            "step": step, "rollouts": self._rollouts, "drawn": self._drawn, "index": self._index,
+            "rollout": self._rollout.to_json() if unfinished and self._rollout is not None else None,
+        }  # fmt: skip
+
+    def restore(self, cursor: Mapping[str, Any]) -> None:
+        self._step, self._rollouts, self._drawn = cursor["step"], cursor["rollouts"], cursor["drawn"]
+        self._index = cursor["index"]
+        self._rollout = None if cursor["rollout"] is None else Rollout.from_json(cursor["rollout"])
+
+    def report(self, steps: int) -> dict[str, Any]:
+        return self.source.report(steps)
+
+    # --- a rollout ----------------------------------------------------------------------------------------------------
+
+    def _make(self, number: int) -> Rollout:
+        self.sampler.weights_changed()
+        tally, kept, groups, asked = Tally(), list[Answer](), 0, 0
+        for _ in range(self.config.max_draws):
+            prompts = self._draw(self.config.prompts - groups)
+            for answers in self._sampled(prompts, number, asked, tally):
+                if self.learner.useful([a.reward for a in answers]):
+                    kept += answers
+                    groups += 1
+                else:
+                    tally.skipped_groups += 1
+            asked += len(prompts)
+            if groups == self.config.prompts or (groups and not self.config.fill):
+                break
+        began = time.perf_counter()
+        ready = self.learner.prepare(self.model, kept, self.shape) if kept else []
+        metrics = {**tally.metrics(), "prepare_s": time.perf_counter() - began}
+        return Rollout(number=number, answers=tuple(ready), metrics=metrics)
+
+    def _draw(self, count: int) -> list[Prompt]:
+        """The next prompts: each pass over them has its own order."""
+        n, places = len(self.prompts), range(self._drawn, self._drawn + count)
+        orders = {e: np.random.default_rng([self.config.seed, e]).permutation(n) for e in {i // n for i in places}}
+        self._drawn += count
+        return [self.prompts[orders[i // n][i % n]] for i in places]
+
+    def _sampled(self, prompts: Sequence[Prompt], number: int, first: int, tally: Tally) -> list[list[Answer]]:
+        """The answers to each prompt, with their rewards. `first` is the number of the first prompt in the rollout."""
+        c = self.config
+        began = time.perf_counter()
+        seeds = [_seed(c.seed, TRAIN, number, first + i) for i in range(len(prompts))]
+        drawn = self.sampler.sample([p.ids for p in prompts], n=c.samples, max_tokens=c.max_tokens, seeds=seeds)
+        tally.rollout_s += time.perf_counter() - began
+        began = time.perf_counter()
+        scored = _scores(self.reward, prompts, drawn)
+        tally.reward_s += time.perf_counter() - began
+        tally.add(drawn, scored)
+        groups: list[list[Answer]] = [[] for _ in prompts]
+        for completion, score in zip(drawn, scored, strict=True):
+            ids = prompts[completion.prompt].ids
+            assert completion.logprobs is not None
+            answer = Answer(
+                tokens=Tokens(ids=(*ids, *completion.tokens), start=len(ids)), prompt=first + completion.prompt,
+                reward=score.reward,
+            )  # fmt: skip
+            groups[completion.prompt].append(answer.plus(engine=np.array(completion.logprobs)))
+        return groups
+
+    # --- its steps ----------------------------------------------------------------------------------------------------
+
+    def _steps(self, rollout: Rollout) -> int:
+        return self.config.epochs * min(self.config.minibatches, len(rollout.answers)) or 1
+
+    def _batches(self, rollout: Rollout, index: int) -> tuple[RolloutBatch, ...]:
+        """The micro-batches of step `index` of a rollout. Each epoch divides the answers in its own order."""
+        metrics = rollout.metrics if index == 0 else {}
+        if not rollout.answers:
+            return (RolloutBatch(batch=None, columns={}, rollout=metrics),)
+        epoch, part = divmod(index, min(self.config.minibatches, len(rollout.answers)))
+        order = np.random.default_rng([self.config.seed, rollout.number, epoch]).permutation(len(rollout.answers))
+        chosen = sorted(np.array_split(order, self._steps(rollout) // self.config.epochs)[part].tolist())
+        answers = [rollout.answers[i] for i in chosen]
+        weights = self.learner.weights([a.tokens.num_targets for a in answers])
+        answers = [a.plus(weights=np.full(a.tokens.num_targets, w)) for a, w in zip(answers, weights, strict=True)]
+        plan = micro_batches([len(a.tokens.ids) for a in answers], capacity=self.shape.tokens)
+        return tuple(RolloutBatch.of([answers[i] for i in part], self.shape, rollout=metrics) for part in plan)
+
+    # --- what it shows ------------------------------------------------------------------------------------------------
+
+    def texts(self, limit: int = 4) -> list[str]:
+        """Answers of the last rollout with their prompts and rewards, the first of each prompt."""
+        rollout, seen = self._rollout, dict[int, Answer]()
+        for answer in rollout.answers if rollout is not None else ():
+            seen.setdefault(answer.prompt, answer)
+        return [f"{self.decode(a.tokens.ids)}\n[reward {a.reward:g}]" for a in list(seen.values())[:limit]]
+
+    def held_out(self, limit: int | None) -> Iterable[RolloutBatch]:
+        """The metrics of one answer to each held-out prompt, at most `limit` times the prompts of a rollout. The seeds
+        are the same each time."""
+        prompts = self.source.held_out_prompts
+        chosen = prompts if limit is None else prompts[: limit * self.config.prompts]
+        if not chosen:
+            raise BaguError("there is no held-out prompt to evaluate on", hint="hold out more prompts")
+        tally = Tally()
+        self.sampler.weights_changed()
+        seeds = [_seed(self.config.seed, HELD_OUT, i) for i in range(len(chosen))]
+        drawn = self.sampler.sample(
+            [p.ids for p in chosen], n=1, max_tokens=self.config.max_tokens, seeds=seeds
+        )  # fmt: skip
+        tally.add(drawn, _scores(self.reward, chosen, drawn))
+        kept = ("reward", "length", "truncated", "entropy")
+        metrics = {name: value for name, value in tally.metrics().items() if name.startswith(kept)}
+        metrics.pop("reward_s")
+        yield RolloutBatch(batch=None, columns={}, rollout=metrics)
+
+
+def _unanswered() -> ArgumentError:
+    return ArgumentError("these prompts have no answers yet", hint="make a RolloutLoader of them, as recipes do")
+
+
+def _scores(reward: RewardFunction, prompts: Sequence[Prompt], drawn: Sequence[Completion]) -> list[Scored]:
+    samples = [
+        Sample(prompt=prompts[c.prompt].text, completion=c.text or "", facts=prompts[c.prompt].facts) for c in drawn
+    ]
+    scored = reward(samples)
+    wrong = [s.reward for s in scored if not math.isfinite(s.reward)]
+    if len(scored) != len(samples) or wrong:
+        found = f"{wrong[0]} for an answer" if wrong else f"{len(scored)} scores for {len(samples)} answers"
+        raise BaguError(f"the reward {reward.name} returned {found}", hint="it returns a finite number for each answer")
+    return scored
+
+
+def _seed(*key: int) -> int:
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 2)
