@@ -9,12 +9,13 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-from bagu.train.preference_losses import bradley_terry, dpo, ipo, kto, simpo
 from trl.experimental.cpo.cpo_trainer import CPOTrainer
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.kto_trainer import KTOTrainer
 from trl.trainer.reward_trainer import RewardTrainer
 from trl_trainer import model_of, trainer
+
+from bagu.train.preference_losses import bradley_terry, dpo, ipo, kto, simpo
 
 RELATIVE, BETA = 1e-5, 0.3
 LENGTHS = (4, 2, 7, 1, 3, 3, 6, 5)  # of answers; the first half is chosen over the second

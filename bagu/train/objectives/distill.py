@@ -23,8 +23,8 @@ from bagu.runs.display import Curve, Display, Headline
 from bagu.train.cross_entropy import TargetTotals
 from bagu.train.divergence import Divergence, Head, divergence_loss
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss
-from bagu.train.objective import Objective, TrainingData
-from bagu.train.objectives.language_modelling import LanguageModelling, check_causal
+from bagu.train.objective import Objective, TrainingData, check_causal
+from bagu.train.objectives.language_modelling import LanguageModelling
 from bagu.train.objectives.sft import SupervisedFineTuning
 from bagu.train.token_objective import TokenObjective
 from bagu.types import IGNORE, Batch

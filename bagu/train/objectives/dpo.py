@@ -21,8 +21,7 @@ from bagu.runs.display import Curve, Display, Headline
 from bagu.train import preference_losses as losses
 from bagu.train.logprobs import segment_sums, token_logprobs
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss
-from bagu.train.objective import TrainingData
-from bagu.train.objectives.language_modelling import check_causal
+from bagu.train.objective import TrainingData, check_causal
 from bagu.train.preference_objective import (
     PreferenceData,
     PreferenceObjective,

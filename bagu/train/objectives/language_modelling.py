@@ -17,7 +17,7 @@ from bagu.train.objective import TrainingData, check_causal
 from bagu.train.token_objective import TokenObjective, token_data
 from bagu.types import Batch
 
-__all__ = ["NEXT_TOKEN_DISPLAY", "LanguageModelling", "check_causal", "text_stores"]
+__all__ = ["NEXT_TOKEN_DISPLAY", "LanguageModelling", "text_stores"]
 
 NEXT_TOKEN_DISPLAY = Display(
     curves=(

@@ -16,8 +16,8 @@ from bagu.data.tokenizer import BpeTokenizer
 from bagu.machine.cache import cache_folder
 from bagu.nn.config import ModelConfig
 from bagu.runs.display import Display
-from bagu.train.objective import RunSettings, TrainingData
-from bagu.train.objectives.language_modelling import NEXT_TOKEN_DISPLAY, check_causal
+from bagu.train.objective import RunSettings, TrainingData, check_causal
+from bagu.train.objectives.language_modelling import NEXT_TOKEN_DISPLAY
 from bagu.train.token_objective import TokenObjective, token_data
 from bagu.types import Batch
 
