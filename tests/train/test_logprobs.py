@@ -30,10 +30,10 @@ def test_sums_of_packed_logprobs_are_those_of_each_sequence_alone() -> None:
 
 
 def test_sums_have_the_gradient_of_their_values() -> None:
-    values = torch.randn(9, dtype=torch.float64, requires_grad=True)
+    values = torch.arange(9, dtype=torch.float64, requires_grad=True)  # whole numbers: sums are exact
     offsets = torch.tensor([0, 2, 5, 9, 9], dtype=torch.int32)
     sums = segment_sums(values, offsets, 2)
-    torch.testing.assert_close(sums, torch.stack((values[:2].sum(), values[2:5].sum())))
+    assert sums.tolist() == [1, 9]
     (sums * torch.tensor([2.0, 3.0])).sum().backward()
     assert values.grad is not None and values.grad.tolist() == [2, 2, 3, 3, 3, 0, 0, 0, 0]
-    assert segment_sums(values, offsets, 3)[2] == values[5:].sum()
+    assert segment_sums(values, offsets, 3)[2] == 26
