@@ -52,6 +52,13 @@ MODEL = ModelConfig(
 DPO, REWARD = PreferenceOptimization(beta=0.5), RewardModelling()
 
 
+@pytest.fixture(autouse=True)
+def known_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MFU is not tested here, and the rate that it refers to takes half a second of every run to measure."""
+    for module in ("training", "summary"):
+        monkeypatch.setattr(f"bagu.recipes.{module}.matmul_rate", lambda device, dtype: 1e10)
+
+
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     """A model to start from, with a chat template."""
@@ -323,9 +330,7 @@ def test_lora_trains_only_adapters_and_the_score_head(run: Run, tmp_path: Path, 
     assert torch.equal(done.model.state_dict()["norm.weight"], model.state_dict()["norm.weight"])
 
 
-@pytest.mark.parametrize(
-    "objective", [DPO, REWARD, PreferenceOptimization(variant="kto")], ids=["dpo", "reward", "kto"]
-)
+@pytest.mark.parametrize("objective", [REWARD, PreferenceOptimization(variant="kto")], ids=["reward", "kto"])
 def test_a_paused_run_resumes_to_the_same_bits(run: Run, tmp_path: Path, objective: Any) -> None:
     run = replace(run, objective=objective)
     whole = train(run, tmp_path / "whole")
@@ -334,7 +339,7 @@ def test_a_paused_run_resumes_to_the_same_bits(run: Run, tmp_path: Path, objecti
     assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, again.model.state_dict()[name]), name
-    if objective.kind == "dpo" and objective.variant == "kto":
+    if objective is not REWARD:
         assert rows_of(tmp_path / "run")[-1]["kl_nats"] is not None
         state = checkpoint.state_of(checkpoint.checkpoints(tmp_path / "run" / "checkpoints")[-1])
         assert state["loss"]["kl"] == rows_of(tmp_path / "run")[-1]["kl_nats"]
