@@ -8,7 +8,7 @@ and the data only. A sequence longer than `context`, or a pair longer than a mic
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -18,14 +18,16 @@ import torch
 
 from bagu.data.loader import DataConfig
 from bagu.data.mix import Mixture
-from bagu.data.pack import Order, Place, in_order, shuffled
+from bagu.data.pack import Order, Place, shuffled
 from bagu.data.prefetch import Prefetch
 from bagu.data.sequences import Tokens, pack
 from bagu.data.store import TokenStore
 from bagu.errors import ArgumentError, BaguError
 from bagu.types import Batch
 
-__all__ = ["PreferenceBatch", "PreferenceLoader", "PreferenceSet", "evaluation_batches", "unit_batches"]
+__all__ = [
+    "PreferenceBatch", "PreferenceLoader", "PreferenceSet", "batches_of", "evaluation_batches", "evaluation_rows",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +68,7 @@ class PreferenceSet:
     units: np.ndarray  # [N, 2] or [N, 1] int64
     lengths: np.ndarray  # [N] int64: tokens of a unit
     left_out: int
-    reference: np.ndarray | None = None  # [documents] fp32: log-probabilities under the reference
+    reference: np.ndarray | None = None  # [documents] fp32: log-probabilities under the reference; NaN: not computed
 
     @classmethod
     def of(cls, name: str, store: TokenStore, config: DataConfig, *, paired: bool) -> PreferenceSet:
@@ -120,7 +122,7 @@ class EpochRows:
 
     def __init__(self, lengths: np.ndarray, *, capacity: int, max_units: int, order: Order) -> None:
         self.lengths, self.capacity, self.max_units, self.order = lengths, capacity, max_units, order
-        self._rows = lru_cache(maxsize=2)(self._cut)
+        self.epoch = lru_cache(maxsize=2)(self._cut)  # the rows of an epoch, each an array of units
         self._ends = [0]  # number of rows before each epoch
         self._lock = threading.Lock()
 
@@ -128,14 +130,14 @@ class EpochRows:
         """The epoch of row `number`, and its number there."""
         with self._lock:
             while self._ends[-1] <= number:
-                self._ends.append(self._ends[-1] + len(self._rows(len(self._ends) - 1)))
+                self._ends.append(self._ends[-1] + len(self.epoch(len(self._ends) - 1)))
             epoch = int(np.searchsorted(self._ends, number, side="right")) - 1
             return Place(epoch, number - self._ends[epoch])
 
     def row(self, number: int) -> np.ndarray:
         """The units of row `number`."""
         place = self.place(number)
-        return self._rows(place.epoch)[place.row]
+        return self.epoch(place.epoch)[place.row]
 
     def _cut(self, epoch: int) -> list[np.ndarray]:
         order = self.order(epoch, len(self.lengths))
@@ -149,7 +151,7 @@ class EpochRows:
 
     def report(self) -> dict[str, Any]:
         """Statistics of the first epoch."""
-        rows, tokens = len(self._rows(0)), int(self.lengths.sum())
+        rows, tokens = len(self.epoch(0)), int(self.lengths.sum())
         padding = rows * self.capacity - tokens
         return {
             "rows": rows, "documents": len(self.lengths), "tokens": tokens, "padding_tokens": padding,
@@ -190,6 +192,11 @@ class PreferenceLoader:
             }  # fmt: skip
         return {"step": step, "seed": self.config.seed, "sources": sources}
 
+    def rows_before(self, name: str, step: int) -> list[np.ndarray]:
+        """The rows of a source in the steps before `step`, without those that only repeat units of the first epoch."""
+        count = self.mixture.counts(step)[self.mixture.names.index(name)]
+        return self.rows[name].epoch(0)[:count]
+
     def restore(self, cursor: Mapping[str, Any]) -> None:
         """Nothing to do: a step depends on its number only."""
 
@@ -207,18 +214,13 @@ def evaluation_batches(
     found: PreferenceSet, config: DataConfig, *, limit: int | None = None, mismatched: bool = False
 ) -> Iterator[PreferenceBatch]:
     """One pass over a set, every unit once, at most `limit` batches, in a fixed shuffled order."""
-    rows = _rows(found, config, shuffled(config.seed, f"validation of {found.name}"))
-    count = len(rows._rows(0))
-    for number in range(count if limit is None else min(limit, count)):
-        yield from batches_of([(found, rows.row(number))], config, mismatched=mismatched)
+    for units in evaluation_rows(found, config, limit=limit):
+        yield from batches_of([(found, units)], config, mismatched=mismatched)
 
 
-def unit_batches(
-    found: PreferenceSet, config: DataConfig
-) -> list[tuple[np.ndarray, Callable[[], PreferenceBatch]]]:  # fmt: skip
-    """All units in order, in batches: the units of each, and a function that makes it."""
-    rows = _rows(found, config, in_order)._rows(0)
-    return [(units, lambda units=units: batches_of([(found, units)], config)[0]) for units in rows]  # type: ignore[misc]
+def evaluation_rows(found: PreferenceSet, config: DataConfig, *, limit: int | None = None) -> list[np.ndarray]:
+    """The units of each batch of `evaluation_batches`."""
+    return _rows(found, config, shuffled(config.seed, f"validation of {found.name}")).epoch(0)[:limit]
 
 
 def _rows(found: PreferenceSet, config: DataConfig, order: Order) -> EpochRows:
@@ -258,6 +260,11 @@ def _batch(
     if all(found.reference is not None for found, _ in row):
         known = [found.reference[d] for found, d in row if found.reference is not None]
         reference = torch.from_numpy(np.array(known, np.float32))
+        if reference.isnan().any():
+            raise BaguError(
+                "the run needs pairs whose reference log-probabilities were not computed: too many steps were refused",
+                hint="set objective.reference=live",
+            )
     other = None
     if swapped is not None:  # without gradients, so its shape may vary
         size = -(-sum(len(s.ids) for s in swapped) // 64) * 64

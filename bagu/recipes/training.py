@@ -99,7 +99,8 @@ def train(
         role: load_model(folder, dtype=inputs.dtype, device=inputs.device).requires_grad_(False)
         for role, folder in inputs.auxiliary.items()
     }
-    data, loss = run.objective.prepare(inputs.data, model), run.objective.loss_with(model, auxiliary)
+    data = run.objective.prepare(inputs.data, model, steps=run.train.steps, eval_batches=run.eval_batches)
+    loss = run.objective.loss_with(model, auxiliary)
     evaluate = partial(_evaluate, loss, data, run.eval_batches) if run.train.eval_every else None
     sample = _sampler(inputs.tokenizer, prompts) if run.train.sample_every and prompts else None
     with contextlib.ExitStack() as stack:

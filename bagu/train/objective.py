@@ -113,9 +113,12 @@ class Objective(ABC, Generic[BatchT]):
     ) -> TrainingData[BatchT]:
         """Tokenise the corpora (from `corpus`), or load their tokens from the cache, and create the batches."""
 
-    def prepare(self, data: TrainingData[BatchT], model: Transformer) -> TrainingData[BatchT]:
-        """The data with what must be computed from the initial weights, such as the logprobs of a reference. Called
-        before the first step and on resume; `model` has the initial weights in both cases.
+    def prepare(
+        self, data: TrainingData[BatchT], model: Transformer, *, steps: int, eval_batches: int
+    ) -> TrainingData[BatchT]:
+        """The data with what must be computed from the initial weights, such as the logprobs of a reference, for a run
+        of `steps` steps that evaluates on `held_out(eval_batches)`. Called before the first step and on resume; `model`
+        has the initial weights in both cases.
         """
         return data
 

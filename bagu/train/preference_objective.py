@@ -45,7 +45,7 @@ class PreferenceData(TrainingData[PreferenceBatch]):
 
     train: Mapping[str, PreferenceSet]
     held: Mapping[str, PreferenceSet]
-    loader_config: DataConfig
+    config: DataConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ def preference_data(
             }
             for name, corpus in corpora.items()
         },
-        train=train, held=held, loader_config=data,
+        train=train, held=held, config=data,
     )  # fmt: skip
 
 

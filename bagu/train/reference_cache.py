@@ -1,8 +1,9 @@
-"""Reference log-probabilities of preferences, computed once for all answers and kept on disk.
+"""Reference log-probabilities of preferences, computed once and kept on disk.
 
 DPO needs the reference only for the sum over each answer, which does not change during a run: with the cache no second
-model is in memory. The key covers the initial weights, the data, and how batches are computed, so that a resumed run
-finds its file and another run does not.
+model is in memory. They are computed in the batches in which the first epoch uses them, so that on a CPU the first loss
+is exactly that of a reference computed with the step. The key covers the initial weights, the data and the batches: a
+resumed run finds its file, and another run does not.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +22,7 @@ import safetensors.numpy
 from rich.console import Console
 
 from bagu.data.loader import DataConfig
-from bagu.data.preference_loader import PreferenceSet, unit_batches
+from bagu.data.preference_loader import PreferenceSet, batches_of
 from bagu.errors import BaguError
 from bagu.nn.lora import has_lora
 from bagu.nn.model import Transformer
@@ -39,21 +41,22 @@ def model_digest(model: Transformer) -> str:
 
 
 def with_reference(
-    found: PreferenceSet, model: Transformer, digest: str, config: DataConfig, folder: Path
+    found: PreferenceSet, rows: Sequence[np.ndarray], model: Transformer, digest: str, config: DataConfig, folder: Path
 ) -> PreferenceSet:
-    """The set with the log-probability of each answer under `model`, which has its initial weights.
+    """The set with the log-probability of each answer in `rows` under `model`, which has its initial weights.
 
-    `digest` is `model_digest(model)`. Read from `folder` if it was computed before.
+    A row has the units of one batch. `digest` is `model_digest(model)`. Read from `folder` if computed before.
     """
+    documents = [found.units[units].ravel().tolist() for units in rows]
     facts = {
         "format": 1, "model": digest, "context": config.context, "rows": config.rows,
-        "units": hashlib.sha256(found.units.tobytes()).hexdigest(), "tokens": _tokens_digest(found),
+        "batches": hashlib.sha256(json.dumps(documents).encode()).hexdigest(), "tokens": _tokens_digest(found),
     }  # fmt: skip
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     path = folder / f"{key}.safetensors"
     values = _read(path, found.store.num_documents)
     if values is None:
-        values = _computed(found, model, config)
+        values = _computed(found, rows, model, config)
         _write(path, values)
     return replace(found, reference=values)
 
@@ -67,15 +70,16 @@ def _tokens_digest(found: PreferenceSet) -> str:
     return digest.hexdigest()
 
 
-def _computed(found: PreferenceSet, model: Transformer, config: DataConfig) -> np.ndarray:
-    """One pass over the units in order; documents that do not fit have NaN."""
+def _computed(
+    found: PreferenceSet, rows: Sequence[np.ndarray], model: Transformer, config: DataConfig
+) -> np.ndarray:  # fmt: skip
+    """One forward for each row; documents that are in no row have NaN."""
     reference = Reference(model, shared=has_lora(model))
     device = next(model.parameters()).device
     values = np.full(found.store.num_documents, np.nan, np.float32)
-    rows = unit_batches(found, config)
     console = Console(stderr=True)
-    for units, make in plain_progress(rows, "batches", console, prefix=f"reference of {found.name!r}: "):
-        batch = make()
+    for units in plain_progress(rows, "batches", console, prefix=f"reference of {found.name!r}: "):
+        (batch,) = batches_of([(found, units)], config)
         sums = segment_sums(
             reference.logprobs(batch.batch.to(device)), batch.batch.cu_seqlens.to(device), batch.num_sequences
         )

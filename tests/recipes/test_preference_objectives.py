@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ from bagu.data.corpus import SourceConfig
 from bagu.data.loader import DataConfig
 from bagu.data.preference_loader import PreferenceBatch, batches_of
 from bagu.data.tokenizer import BpeTokenizer
+from bagu.errors import BaguError
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
@@ -103,11 +105,11 @@ def test_dpo_starts_at_ln_2_and_learns_separable_pairs(run: Run, tmp_path: Path,
     out = tmp_path / "run"
     assert bagu("train", "--config", tmp_path / "dpo.json", "--out", out) == 0
     rows = rows_of(out)
-    assert rows[0]["preference_loss"] == pytest.approx(math.log(2), rel=1e-5)  # the policy is its reference
+    # the policy is its reference, computed by the same kernels in the same batches: every margin is 0
+    assert rows[0]["preference_loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert (rows[0]["margin_nats"], rows[0]["accuracy_percent"]) == (0, 50)
     assert rows[-1]["val_preference_loss"] < 0.5 * math.log(2) and rows[-1]["val_accuracy_percent"] == 100
     assert rows[-1]["val_margin_nats"] > 1
-    if reference == "live":  # the same kernels and batches: equal bits, so every margin is 0
-        assert (rows[0]["margin_nats"], rows[0]["accuracy_percent"]) == (0, 50)
     last = checkpoint.state_of(checkpoint.checkpoints(out / "checkpoints")[-1])
     assert last["validation_loss"] == rows[-1]["val_preference_loss"]
     assert bagu("report", out) == 0
@@ -314,6 +316,20 @@ def test_the_cached_reference_is_computed_once_and_equals_the_live_one(
     file.write_bytes(b"damaged")
     train(run, tmp_path / "third", pause_after=2)
     assert len(calls) > computed and rows_of(tmp_path / "third") == rows_of(tmp_path / "second")
+
+
+def test_the_reference_is_computed_for_the_pairs_that_a_run_uses(run: Run, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}?", "chosen": f"{i} please", "rejected": f"{i} go off"} for i in range(200)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = load_model(run.init_from or "")
+    data = DPO.prepare(data_of(run, tmp_path), model, steps=2, eval_batches=1)
+    assert isinstance(data, PreferenceData)
+    values = data.train["pairs"].reference
+    assert values is not None and 0 < np.isfinite(values).sum() < len(values)
+    assert all(b.reference is not None for step in range(2) for b in data.loader.batch(step))  # type: ignore[attr-defined]
+    assert all(b.reference is not None for b in data.held_out(1))
+    with pytest.raises(BaguError, match="too many steps were refused"):
+        data.loader.batch(20)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("objective", [DPO, replace(DPO, reference="live"), REWARD], ids=["cached", "live", "reward"])

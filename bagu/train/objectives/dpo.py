@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from bagu.config import ConfigError
-from bagu.data.preference_loader import PreferenceBatch
+from bagu.data.preference_loader import PreferenceBatch, PreferenceLoader, evaluation_rows
 from bagu.machine.cache import cache_folder
 from bagu.nn.config import ModelConfig
 from bagu.nn.model import Transformer
@@ -37,6 +37,7 @@ __all__ = ["PolicyPreferenceLoss", "PreferenceOptimization"]
 
 Variant = Literal["dpo", "ipo", "kto", "simpo"]
 BETA: dict[Variant, float] = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "simpo": 2.0}
+SPARE_STEPS = 8  # batches that the guard may refuse: a refused step uses up its pairs
 GAMMA = 1.0  # of SimPO: half of beta, the paper's first choice
 
 
@@ -101,15 +102,25 @@ class PreferenceOptimization(PreferenceObjective):
     def check_model(self, model: ModelConfig) -> None:
         check_causal(self.kind, model)
 
-    def prepare(self, data: TrainingData[PreferenceBatch], model: Transformer) -> TrainingData[PreferenceBatch]:
+    def prepare(
+        self, data: TrainingData[PreferenceBatch], model: Transformer, *, steps: int, eval_batches: int
+    ) -> TrainingData[PreferenceBatch]:
+        """With a cached reference: the data with its log-probabilities, for the pairs that the run uses."""
         if self.keeps_reference != "cached":
             return data
         assert isinstance(data, PreferenceData)
-        digest, folder, config = model_digest(model), cache_folder() / "reference", data.loader_config
-        train, held = (
-            {name: with_reference(found, model, digest, config, folder) for name, found in sets.items()}
-            for sets in (data.train, data.held)
-        )
+        digest, folder, config = model_digest(model), cache_folder() / "reference", data.config
+        loader, last = PreferenceLoader(data.train, config), steps + max(SPARE_STEPS, steps // 10)
+        train = {
+            name: with_reference(found, loader.rows_before(name, last), model, digest, config, folder)
+            for name, found in data.train.items()
+        }
+        held = {
+            name: with_reference(
+                found, evaluation_rows(found, config, limit=eval_batches), model, digest, config, folder
+            )
+            for name, found in data.held.items()
+        }
         return replace(preference_data(train, held, {}, config, mismatched=False), facts=data.facts)
 
     def loss(self, model: Transformer) -> PolicyPreferenceLoss:
