@@ -78,6 +78,11 @@ class PreferenceObjective(Objective[PreferenceBatch]):
     def read(
         self, corpora: Mapping[str, PreferenceCorpus], tokenizer: BpeTokenizer, data: DataConfig, model: ModelConfig
     ) -> PreferenceData:
+        if data.packing == "joined":
+            raise ConfigError(
+                f"data.packing is 'joined', and objective {self.kind!r} scores each answer on its own",
+                hint="leave data.packing out",
+            )
         encoder, cache = PreferenceEncoder(tokenizer, text=self.text), cache_folder() / "tokens"
         train, held = (
             {

@@ -332,9 +332,13 @@ def test_the_reference_is_computed_for_the_pairs_that_a_run_uses(run: Run, tmp_p
         data.loader.batch(20)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("objective", [DPO, replace(DPO, reference="live"), REWARD], ids=["cached", "live", "reward"])
-def test_lora_trains_only_adapters_and_the_score_head(run: Run, tmp_path: Path, objective: Any) -> None:
-    tuned = replace(run, objective=objective, lora=LoraConfig(rank=4, alpha=8.0))
+@pytest.mark.parametrize(
+    ("objective", "stored"), [(DPO, "int8"), (replace(DPO, reference="live"), None), (REWARD, "int8")],
+    ids=["cached_int8", "live", "reward_int8"],
+)  # fmt: skip
+def test_lora_trains_only_adapters_and_the_score_head(run: Run, tmp_path: Path, objective: Any, stored: Any) -> None:
+    """The reference of a rounded base is the rounded base: the first loss is ln 2 for it too."""
+    tuned = replace(run, objective=objective, lora=LoraConfig(rank=4, alpha=8.0, base=stored))
     done = train(tuned, tmp_path / "run")
     rows = rows_of(tmp_path / "run")
     assert rows[0]["preference_loss"] == pytest.approx(math.log(2), rel=1e-5)
@@ -343,6 +347,7 @@ def test_lora_trains_only_adapters_and_the_score_head(run: Run, tmp_path: Path, 
     assert torch.equal(base.embedding.weight, model.embedding.weight)
     if objective is REWARD:
         assert model.score is not None and bool(model.score.weight.any())
+        assert not (tmp_path / "run" / "adapter").exists()
     assert torch.equal(done.model.state_dict()["norm.weight"], model.state_dict()["norm.weight"])
 
 
@@ -404,6 +409,7 @@ def test_a_killed_run_resumes_to_the_same_bits(run: Run, tmp_path: Path) -> None
         (["objective.variant=kto", "objective.reference=cached"], "kto also needs the reference"),
         (["objective.variant=orpo"], "orpo"),
         (["data.context=8"], "none of the"),
+        (["data.packing=joined"], "data.packing is 'joined'"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused(

@@ -160,8 +160,9 @@ class RewardLoss(Loss[PreferenceBatch, PreferenceTotals]):
         values |= {"val_brier": brier_score(margins), "val_calibration_error_percent": 100 * calibration_error(bins)}
         for i, found in enumerate(bins):
             values |= {
-                f"val_bin_{i}_pairs": found.pairs, f"val_bin_{i}_confidence_percent": 100 * found.confidence,
-                f"val_bin_{i}_accuracy_percent": 100 * found.accuracy,
+                f"val_bin_{i}_pairs": found.pairs,
+                f"val_bin_{i}_confidence_percent": 100 * found.confidence if found.pairs else None,
+                f"val_bin_{i}_accuracy_percent": 100 * found.accuracy if found.pairs else None,
             }  # fmt: skip
         return values
 
