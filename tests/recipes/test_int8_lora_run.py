@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 
 from bagu.config import override
 from bagu.data.chat_template import DEFAULT_TEMPLATE
+from bagu.data.corpus import SourceConfig
+from bagu.data.loader import DataConfig
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
@@ -21,6 +25,9 @@ from bagu.recipes.catalogue import recipe, with_data, with_start
 from bagu.recipes.models import load_model, save_model
 from bagu.recipes.run import Run
 from bagu.recipes.training import train
+from bagu.runs.folder import RunFolder
+from bagu.train.objectives.dpo import PreferenceOptimization
+from bagu.train.objectives.reward import RewardModelling
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -66,3 +73,19 @@ def test_it_resumes_to_the_same_bits(run: Run, tmp_path: Path) -> None:
     ended = train(run, tmp_path / "run", resume=True)
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, ended.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("objective", ["reward", "dpo"])
+def test_preferences_are_learned_over_an_int8_base(run: Run, tmp_path: Path, objective: str) -> None:
+    """The reference of DPO is the int8 base without the adapters, so the loss starts at ln 2 here too."""
+    rows = [{"prompt": f"{i}?", "chosen": f"{i} please", "rejected": f"{i} go off"} for i in range(12)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kind = {"reward": RewardModelling(), "dpo": PreferenceOptimization(beta=0.5, reference="live")}[objective]
+    sources = {"pairs": SourceConfig(path=str(tmp_path / "pairs.jsonl"))}
+    pairs = replace(run, objective=kind, sources=sources, data=DataConfig(context=32, rows=4))
+    done = train(override(pairs, ["train.steps=8", "train.optimizer.lr=0.01"]), tmp_path / "run")
+    metrics = RunFolder(tmp_path / "run").metrics()
+    assert metrics[0]["preference_loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert metrics[-1]["val_preference_loss"] < 0.8 * math.log(2)
+    again = load_model(tmp_path / "run").state_dict()
+    assert all(torch.equal(weight, again[name]) for name, weight in done.model.state_dict().items())
