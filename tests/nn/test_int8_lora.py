@@ -57,6 +57,24 @@ def test_outputs_and_gradients_are_those_of_the_dequantized_weights(kind: str, d
         assert torch.equal(model(*BATCH).hidden, plain(*BATCH).hidden)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_outputs_have_the_same_bits_and_memory_is_freed() -> None:
+    """In bf16: the dequantized weights of no two layers exist at a time."""
+    config = small(hidden_size=1024, intermediate_size=2048, num_heads=8, head_dim=128, num_layers=4)
+    model, plain = (m.to("cuda") for m in pairs(make(config, torch.bfloat16)))
+    ids, positions, cu_seqlens, longest = BATCH
+    batch = ids.cuda(), positions.cuda(), cu_seqlens.cuda(), longest
+    assert torch.equal(model(*batch).hidden, plain(*batch).hidden)
+    peaks = []
+    for each in (plain, model):
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        each(*batch).hidden.float().sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    largest = max(m.weight.numel() for m in model.modules() if isinstance(m, Linear))
+    assert peaks[1] - peaks[0] <= 2 * 6 * largest  # bf16 and an fp32 intermediate, of two products at most
+
+
 def test_the_base_has_a_quarter_of_the_bytes() -> None:
     """All parameters, with pairs and scales; the table of embeddings keeps its dtype."""
     model = make(small(hidden_size=256, intermediate_size=512, num_heads=4, head_dim=64))

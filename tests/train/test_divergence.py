@@ -14,10 +14,10 @@ T, V = 11, 23
 KINDS = pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
 
 
-def heads(dtype: torch.dtype = torch.float64) -> tuple[Head, Head, torch.Tensor]:
+def heads(dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Head, Head, torch.Tensor]:
     """A student of 6 features that wants gradients, a teacher of 9, and token weights of which two are 0."""
     draw = torch.Generator().manual_seed(0)
-    normal = lambda *shape: torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype)  # noqa: E731
+    normal = lambda *shape: torch.randn(*shape, generator=draw, dtype=torch.float64).to(device, dtype)  # noqa: E731
     student = Head(normal(T, 6).requires_grad_(), normal(V, 6).requires_grad_())
     weights = normal(T).abs()
     weights[[2, 10]] = 0
@@ -28,7 +28,7 @@ def naive(
     student: Head, teacher: Head, weights: torch.Tensor, kind: Divergence, beta: float, temperature: float
 ) -> torch.Tensor:
     """The definition with sums of probabilities, over all logits, token by token."""
-    total = torch.zeros((), dtype=weights.dtype)
+    total = torch.zeros((), dtype=weights.dtype, device=weights.device)
     for token, weight in enumerate(weights):
         q = (student.hidden[token] @ student.weight.T / temperature).softmax(0)
         p = (teacher.hidden[token] @ teacher.weight.T / temperature).softmax(0)
@@ -58,10 +58,15 @@ def test_loss_and_gradients_are_those_of_the_definition(
 
 
 @KINDS
-def test_fp32_is_as_exact_as_the_definition_in_fp32(kind: Divergence) -> None:
-    """At most twice the error of the plain formula in fp32, or the error of an fp32 sum over the vocabulary."""
-    exact, low = heads(), heads(torch.float32)
-    want = torch.autograd.grad(naive(*exact, kind, 0.5, 1.0), exact[0])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", torch.float32), ("cpu", torch.bfloat16), pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)],
+)
+def test_low_precision_is_as_exact_as_the_definition(kind: Divergence, device: str, dtype: torch.dtype) -> None:
+    """At most twice the error of the plain formula in the same dtype, or that of an fp32 sum over the vocabulary."""
+    low = heads(dtype, device)
+    exact = tuple(Head(*(t.detach().double().requires_grad_() for t in head)) for head in low[:2])
+    want = torch.autograd.grad(naive(*exact, low[2].double(), kind, 0.5, 1.0), exact[0])
     plain = torch.autograd.grad(naive(*low, kind, 0.5, 1.0), low[0])
     ours = torch.autograd.grad(divergence_loss(*low, kind)[0], low[0])
     for g, p, w in zip(ours, plain, want, strict=True):
