@@ -46,7 +46,8 @@ ROWS = 16  # per block. MKL has other kernels below 16 rows; on AVX-512 and AMX,
 # Ops whose normal forward sums each row separately, so this mode uses it unchanged. tests/ops/test_invariant.py checks
 # them, and every op that has an `invariant_forward` in its torch backend.
 ROW_BY_ROW = frozenset({
-    "add_rms_norm", "kv_write", "layer_norm", "relu_squared", "rms_norm", "rope", "scale_norm", "softmax", "transpose",
+    "add_rms_norm", "dequantize_int8", "kv_write", "layer_norm", "relu_squared", "rms_norm", "rope", "scale_norm",
+    "softmax", "transpose",
 })  # fmt: skip
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import loss, make, packed, small
+from small_models import documents, loss, make, packed, small
 
+import bagu.ops
 from bagu.nn import Transformer
 from bagu.nn.config import MLAConfig, MoEConfig
 from bagu.nn.linear import Linear
@@ -55,6 +56,13 @@ def test_outputs_and_gradients_are_those_of_the_dequantized_weights(kind: str, d
         assert torch.equal(found[name], gradient), name
     with without_lora(model), without_lora(plain):
         assert torch.equal(model(*BATCH).hidden, plain(*BATCH).hidden)
+
+
+def test_in_invariant_mode_a_sequence_has_its_bits_alone_and_in_a_batch() -> None:
+    model, _ = pairs(make(small()))
+    with bagu.ops.invariant():
+        both, alone = model(*BATCH).hidden, model(*documents([BATCH[0][:9]])).hidden
+    assert torch.equal(both[:9], alone)
 
 
 @pytest.mark.gpu

@@ -60,6 +60,7 @@ def gain(x: torch.Tensor, seed: int = 1) -> torch.Tensor:
 ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "add_rms_norm": lambda x, at: ops.add_rms_norm(x, x.flip(-1), gain(x)),
     "cross_entropy": lambda x, at: ops.cross_entropy(x, at % x.shape[1], label_smoothing=0.1),
+    "dequantize_int8": lambda x, at: ops.dequantize_int8((40 * x).char(), x[:, 0].float(), dtype=x.dtype),
     "geglu": lambda x, at: ops.geglu(x),
     "geglu, exact": lambda x, at: ops.geglu(x, approximate="none"),
     "geglu, apart": lambda x, at: ops.geglu(x, x.flip(-1)),
