@@ -116,7 +116,7 @@ def train(
         ),
     ] = None,
     recipe: Annotated[
-        str | None, Option(help="small (default), gpt2_124m, llama_1b, mlm, sft, lora, distill, reward or dpo.")
+        str | None, Option(help="small (default), gpt2_124m, llama_1b, mlm, sft, lora, distill, reward, dpo or grpo.")
     ] = None,
     config: Annotated[Path | None, Option(help="A run's config.json, instead of a recipe.")] = None,
     start: Annotated[
@@ -129,6 +129,10 @@ def train(
     out: Annotated[Path, Option(help="The folder of the run.")] = Path("runs/train"),
     resume: Annotated[bool, Option("--resume", help="Resume the run in the folder --out.")] = False,
     accept_data_change: Annotated[bool, Option("--accept-data-change", help="Resume with changed data.")] = False,
+    reward: Annotated[
+        str | None,
+        Option(help="Of grpo and ppo: FILE.py:FUNCTION (your code, run with your rights), a built-in name, a model."),
+    ] = None,
     prompt: Annotated[list[str] | None, Option(help="A prompt to sample from during training; repeatable.")] = None,
     wandb: Annotated[str | None, Option(metavar="PROJECT", help="Also log to this Weights & Biases project.")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Check the data; print configuration, sizes and time.")] = False,
@@ -139,7 +143,7 @@ def train(
 
     status = command.train_main(
         data or [], recipe=recipe, config=config, start=start, settings=settings or [], out=out, resume=resume,
-        accept_data_change=accept_data_change, prompts=prompt or [], wandb=wandb, dry_run=dry_run,
+        accept_data_change=accept_data_change, reward=reward, prompts=prompt or [], wandb=wandb, dry_run=dry_run,
     )  # fmt: skip
     raise typer.Exit(status)
 

@@ -13,11 +13,13 @@ from bagu.nn.presets import preset
 from bagu.recipes.run import LoraConfig, Run, TokenizerConfig
 from bagu.train.objectives.distill import Distillation
 from bagu.train.objectives.dpo import PreferenceOptimization
+from bagu.train.objectives.grpo import GroupRelative
 from bagu.train.objectives.masked import MaskedLanguageModelling
 from bagu.train.objectives.reward import RewardModelling
 from bagu.train.objectives.sft import SupervisedFineTuning
 from bagu.train.optim import OptimizerConfig
 from bagu.train.schedule import ScheduleConfig
+from bagu.train.stability import StabilityConfig
 from bagu.train.state import TrainConfig
 
 __all__ = ["RECIPES", "recipe", "with_data", "with_start"]
@@ -144,8 +146,30 @@ def dpo() -> Run:
     )  # fmt: skip
 
 
+def grpo() -> Run:
+    """GRPO on the model given with `--from`, for the reward given with `--reward`: 16 prompts, 8 answers each, a step.
+
+    Prompts are functions of the standard library, or JSON with a field `prompt`. The loss is that of DAPO: every token
+    counts the same, and the ratio is clipped higher than low.
+    """
+    return Run(
+        objective=GroupRelative(prompts=16, samples=8, max_tokens=96, clip_high=0.28), init_from="",
+        sources={"prompts": SourceConfig()}, data=DataConfig(context=256, rows=16), train=_rollout_training(),
+    )  # fmt: skip
+
+
+def _rollout_training() -> TrainConfig:
+    return TrainConfig(
+        steps=100, eval_every=25, sample_every=25, save_every=25,
+        optimizer=OptimizerConfig(kind="adamw", lr=1e-5, weight_decay=0.0),
+        schedule=ScheduleConfig(kind="constant", warmup_steps=5),
+        # a policy loss is near 0 and scatters with the rewards: a spike of it means nothing
+        stability=StabilityConfig(spike_threshold=None),
+    )  # fmt: skip
+
+
 RECIPES: dict[str, Callable[[], Run]] = {
-    f.__name__: f for f in (small, gpt2_124m, llama_1b, mlm, sft, lora, distill, reward, dpo)
+    f.__name__: f for f in (small, gpt2_124m, llama_1b, mlm, sft, lora, distill, reward, dpo, grpo)
 }
 
 

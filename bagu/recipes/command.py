@@ -20,6 +20,8 @@ from bagu.recipes.run import Run, load_run, with_settings
 from bagu.recipes.summary import Summary
 from bagu.recipes.training import Trained, check, train
 from bagu.runs.folder import RunFolder
+from bagu.train.objective import Objective
+from bagu.train.policy_objective import PolicyObjective
 from bagu.train.report import ReportData, read_run, write_report
 
 __all__ = ["export_main", "train_main"]
@@ -30,7 +32,7 @@ DEFAULT = "small"  # the recipe of a run that names none
 
 def train_main(
     data: list[str], *, recipe: str | None, config: Path | None, start: str | None, settings: list[str], out: Path,
-    resume: bool, accept_data_change: bool, prompts: list[str], wandb: str | None, dry_run: bool,
+    resume: bool, accept_data_change: bool, reward: str | None, prompts: list[str], wandb: str | None, dry_run: bool,
 ) -> int:  # fmt: skip
     """Build a run from the arguments, train it, and write its report. With `dry_run`, only check and print the run.
 
@@ -57,11 +59,18 @@ def train_main(
     else:
         run = with_start(with_data(find_recipe(recipe or DEFAULT), data), start)
     run = with_settings(run, settings)
+    if reward is not None:
+        run = replace(run, objective=_with_reward(run.objective, reward))
     if wandb is not None:
         run = replace(run, wandb=wandb)
     resumed = resume and RunFolder(out).is_run()
     if accept_data_change and not resumed:
         raise BaguError("--accept-data-change is given without a run to resume", hint="leave it out")
+    if prompts and isinstance(run.objective, PolicyObjective):
+        raise BaguError(
+            f"--prompt is given, and objective {run.objective.kind!r} shows answers to its own prompts",
+            hint="leave --prompt out, or give other prompts as data",
+        )
     if prompts and run.train.sample_every is None:
         raise BaguError(
             "--prompt is given, and this run continues no prompts: train.sample_every is null",
@@ -87,6 +96,15 @@ def train_main(
     )
     console.print(f"{state}\nmodel: {out / 'model'}\nreport: {report}", highlight=False, soft_wrap=True)
     return 130 if done.fit.interrupted else 0
+
+
+def _with_reward(objective: Objective, reward: str) -> Objective:
+    if not isinstance(objective, PolicyObjective):
+        raise BaguError(
+            f"--reward is given, and objective {objective.kind!r} has no reward",
+            hint="use --recipe grpo or ppo, or leave it out",
+        )
+    return replace(objective, reward=reward)
 
 
 def _report(run: Run, done: Trained) -> Path:

@@ -166,6 +166,7 @@ def _native_config(path: Path) -> ModelConfig:
 def _native(config: Path, file: Path, dtype: torch.dtype | None, device: torch.device | str) -> Transformer:
     made = _native_config(config)
     state = safetensors.torch.load_file(file, device=str(device))
+    state = {name: t for name, t in state.items() if not name.startswith("critic.")}  # in checkpoints of PPO
     floats = [t.dtype for t in state.values() if t.is_floating_point()]
     model = Transformer(made, device=device, dtype=dtype or floats[0])
     wanted = _once(model.state_dict())

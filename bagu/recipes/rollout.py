@@ -8,16 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch
 
+from bagu.data.chat import ChatEncoder
 from bagu.nn.model import Transformer
+from bagu.recipes.inputs import Inputs
+from bagu.recipes.rewards import load_reward
+from bagu.recipes.run import Run
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Sampling
+from bagu.train.loss import Loss
+from bagu.train.objective import TrainingData
+from bagu.train.policy_loss import PolicyLoss
+from bagu.train.policy_objective import PolicyObjective
+from bagu.train.reward_function import RewardFunction
+from bagu.train.rollout_loader import PromptLoader, RolloutLoader
 from bagu.types import Completion, Tokenizer
 
-__all__ = ["EngineSampler", "engine_config"]
+__all__ = ["EngineSampler", "engine_config", "open_reward", "with_rollouts"]
 
 MAX_SEQUENCES = 512  # answers that are sampled at the same time
 GPU_SHARE = 0.5  # of the memory, for the weights and the KV cache; the rest is the trainer's
@@ -29,6 +41,36 @@ def engine_config(*, answers: int, max_len: int, invariant: bool) -> EngineConfi
         max_num_seqs=min(answers, MAX_SEQUENCES), max_model_len=max_len, gpu_memory_utilization=GPU_SHARE,
         invariant=invariant,
     )  # fmt: skip
+
+
+def open_reward(objective: PolicyObjective) -> RewardFunction:
+    """The reward of the objective. Close it."""
+    return load_reward(objective.reward, default=objective.reward_default, timeout_s=objective.reward_timeout_s)
+
+
+@contextmanager
+def with_rollouts(
+    run: Run, data: TrainingData[Any], inputs: Inputs, model: Transformer, loss: Loss[Any, Any]
+) -> Iterator[TrainingData[Any]]:
+    """The data of a run. If its objective learns from rewards, the loader samples answers to the prompts of `data`."""
+    objective, source = run.objective, data.loader
+    if not isinstance(objective, PolicyObjective):
+        yield data
+        return
+    assert isinstance(loss, PolicyLoss) and isinstance(source, PromptLoader)
+    reward = open_reward(objective)
+    try:
+        config = engine_config(
+            answers=objective.prompts * objective.samples, max_len=run.data.context, invariant=objective.invariant
+        )
+        stops = ChatEncoder(inputs.tokenizer).turn_ends
+        loader = RolloutLoader(
+            source, model=model, sampler=EngineSampler(model, inputs.tokenizer, config, stops=stops), reward=reward,
+            learner=loss, decode=inputs.tokenizer.decode,
+        )  # fmt: skip
+        yield replace(data, loader=loader, held_out=loader.held_out)
+    finally:
+        reward.close()
 
 
 class EngineSampler:

@@ -89,11 +89,12 @@ class Summary:
 def summarise(run: Run, inputs: Inputs, *, first_step: int = 0, peak_flops: float | None = None) -> Summary:
     """The summary of `run`. Without `peak_flops`, the matmul rate is measured."""
     peak = matmul_rate(inputs.device, inputs.dtype) if peak_flops is None else peak_flops
-    report = inputs.data.loader.report(run.train.steps)["sources"]
+    report = inputs.data.loader.report(run.train.steps)
+    tokens_per_step = report.get("tokens_per_step", run.data.tokens_per_step)
     sources = tuple(
         SourceSummary(
             name=name, documents=size.documents, tokens=size.tokens, held_out_tokens=size.validation_tokens,
-            epochs=report[name]["epochs"],
+            epochs=report["sources"][name]["epochs"],
         )
         for name, size in inputs.data.sources.items()
     )  # fmt: skip
@@ -101,7 +102,7 @@ def summarise(run: Run, inputs: Inputs, *, first_step: int = 0, peak_flops: floa
     others = {role: model_config(folder) for role, folder in inputs.auxiliary.items()}
     per_token = count.flops(inputs.model, run.data.context).training
     per_token += sum(count.flops(other, run.data.context).forward for other in others.values())
-    flops = per_token * run.data.tokens_per_step
+    flops = per_token * tokens_per_step
     least = LAYER_S * inputs.model.num_layers * run.data.micro_batches
     step_s = max(flops / (peak * UTILISATION), least)
     trained = total
@@ -112,7 +113,7 @@ def summarise(run: Run, inputs: Inputs, *, first_step: int = 0, peak_flops: floa
         objective=run.objective.kind, parameters=total, trained=trained,
         lora_base=None if run.lora is None else run.lora.base, sources=sources,
         auxiliary={role: count.parameters(other).total for role, other in others.items()}, first_step=first_step,
-        steps=run.train.steps, tokens_per_step=run.data.tokens_per_step, device=str(inputs.device),
+        steps=run.train.steps, tokens_per_step=tokens_per_step, device=str(inputs.device),
         dtype=str(inputs.dtype).removeprefix("torch."), peak_flops=peak,
         seconds=(run.train.steps - first_step) * step_s,
     )  # fmt: skip

@@ -30,6 +30,7 @@ from bagu.nn.sample import generate
 from bagu.nn.score import with_score_head
 from bagu.recipes.inputs import DATA, Inputs, facts_of, read_inputs
 from bagu.recipes.models import ADAPTER, MODEL, NATIVE, load_model, save_model
+from bagu.recipes.rollout import open_reward, with_rollouts
 from bagu.recipes.run import Run
 from bagu.recipes.summary import Summary, matmul_rate, summarise
 from bagu.recipes.tokenizer import TOKENIZER
@@ -40,6 +41,8 @@ from bagu.train import checkpoint
 from bagu.train.loop import FitResult, fit
 from bagu.train.loss import Loss, Metrics
 from bagu.train.objective import TrainingData
+from bagu.train.policy_objective import PolicyObjective
+from bagu.train.rollout_loader import RolloutLoader
 from bagu.train.state import digest_of
 
 __all__ = ["Trained", "check", "train"]
@@ -64,6 +67,8 @@ def check(run: Run, out: Path, *, resume: bool = False, accept_data_change: bool
     if run.wandb is not None:
         WeightsAndBiases.check()
     inputs = read_inputs(run, out, accept_data_change=accept_data_change)
+    if isinstance(run.objective, PolicyObjective):
+        open_reward(run.objective).close()  # raises for a reward that cannot be loaded
     newest, _ = checkpoint.newest_good(folder.checkpoints) if resume else (None, [])
     return summarise(run, inputs, first_step=0 if newest is None else checkpoint.state_of(newest)["step"])
 
@@ -81,7 +86,8 @@ def train(
     tokenizer: BpeTokenizer | None = None,
     corpora: Mapping[str, Corpus] | None = None,
 ) -> Trained:
-    """Train a run in folder `out`. `prompts` are continued every `train.sample_every` steps.
+    """Train a run in folder `out`. `prompts` are continued every `train.sample_every` steps; a run with rollouts shows
+    some of its answers instead.
 
     `announce` is called with the summary before the first step. A given tokenizer and given corpora are not read again.
     `pause_after` stops after this many steps; a call with `resume` continues. Nothing in the folder changes until
@@ -101,9 +107,10 @@ def train(
     }
     data = run.objective.prepare(inputs.data, model, steps=run.train.steps, eval_batches=run.eval_batches)
     loss = run.objective.loss_with(model, auxiliary)
-    evaluate = partial(_evaluate, loss, data, run.eval_batches) if run.train.eval_every else None
-    sample = _sampler(inputs.tokenizer, prompts) if run.train.sample_every and prompts else None
     with contextlib.ExitStack() as stack:
+        data = stack.enter_context(with_rollouts(run, data, inputs, model, loss))
+        evaluate = partial(_evaluate, loss, data, run.eval_batches) if run.train.eval_every else None
+        sample = _sampler(inputs.tokenizer, prompts, data) if run.train.sample_every else None
         folder = RunFolder.claim(out, resume=resume)
         stack.callback(folder.close)
 
@@ -126,6 +133,7 @@ def train(
             },
             flops_per_token=count.flops(model.config, run.data.context).training, peak_flops=peak,
         )  # fmt: skip
+        run.objective.finish(model)
         if run.lora is not None:
             _save_adapter(model, inputs, out / ADAPTER)
             merge(model)
@@ -200,8 +208,16 @@ def _evaluate(loss: Loss[Any, Any], data: TrainingData[Any], limit: int, model: 
     return loss.evaluate(model, data.held_out(limit))
 
 
-def _sampler(tokenizer: BpeTokenizer, prompts: Sequence[str]) -> Callable[[Transformer], list[str]]:
-    """A function that continues the prompts; each text begins with its prompt."""
+def _sampler(
+    tokenizer: BpeTokenizer, prompts: Sequence[str], data: TrainingData[Any]
+) -> Callable[[Transformer], list[str]] | None:
+    """A function that continues the prompts, each text beginning with its prompt; or that shows answers of the last
+    rollout. None if there are no prompts."""
+    if isinstance(data.loader, RolloutLoader):
+        loader = data.loader
+        return lambda model: loader.texts()
+    if not prompts:
+        return None
     ids = [tokenizer.encode(p) or [tokenizer.eos_id] for p in prompts]
 
     def sample(model: Transformer) -> list[str]:

@@ -29,7 +29,8 @@ __all__ = ["Objective", "RunLoader", "RunSettings", "SourceSize", "TrainingData"
 class RunLoader(Batches[BatchT_co], Protocol[BatchT_co]):
     """The loader of a run: the interface of `fit`, and a JSON report of the data that a run of a given length uses.
 
-    The report's `sources` has for each name at least `epochs`, the passes over that source.
+    The report's `sources` has for each name at least `epochs`, the passes over that source. `tokens_per_step` is in it
+    if it is not the number that the data configuration gives.
     """
 
     def report(self, steps: int) -> dict[str, Any]: ...
@@ -131,6 +132,9 @@ class Objective(ABC, Generic[BatchT]):
     def loss_with(self, model: Transformer, auxiliary: Mapping[str, Transformer]) -> Loss[BatchT, Any]:
         """The same, given the models of `auxiliary` by role."""
         return self.loss(model)
+
+    def finish(self, model: Transformer) -> None:
+        """Remove what the loss has attached to the model. Called after the last step, before the model is saved."""
 
     @abstractmethod
     def display(self) -> Display:

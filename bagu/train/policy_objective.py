@@ -25,9 +25,12 @@ __all__ = ["PolicyObjective"]
 class PolicyObjective(Objective[RolloutBatch]):
     """Settings of GRPO and PPO.
 
-    `reward` is FILE.py:FUNCTION, the name of a built-in reward, or the folder of a reward model. A rollout has
-    `samples` answers of at most `max_tokens` tokens to each of `prompts` prompts, sampled at temperature 1; they are
-    trained on in `epochs` passes of `minibatches` steps. The ratio is clipped to 1 - `clip_low` and 1 + `clip_high`.
+    `reward` is FILE.py:FUNCTION, the name of a built-in reward, or the folder of a reward model. An answer that it
+    cannot score (it raises, takes longer than `reward_timeout_s`, or returns no finite number) has `reward_default`.
+
+    A rollout has `samples` answers of at most `max_tokens` tokens to each of `prompts` prompts, sampled at temperature
+    1; they are trained on in `epochs` passes of `minibatches` steps. The ratio is clipped to 1 - `clip_low` and
+    1 + `clip_high`.
 
     `importance_cap` bounds the weights that correct for the rounding of the engine (truncated importance sampling);
     null takes the ratio to the engine's probabilities instead. `invariant` computes training and sampling so that both
@@ -39,6 +42,8 @@ class PolicyObjective(Objective[RolloutBatch]):
     """
 
     reward: str = ""
+    reward_default: float = 0.0
+    reward_timeout_s: float = 10.0
     prompts: int = 32
     samples: int = 8
     max_tokens: int = 128
@@ -99,13 +104,8 @@ class PolicyObjective(Objective[RolloutBatch]):
         self, corpora: Mapping[str, PromptCorpus], tokenizer: BpeTokenizer, data: DataConfig, model: ModelConfig
     ) -> TrainingData[RolloutBatch]:
         """The prompts. The answers are sampled by a RolloutLoader, which needs the model (recipes/rollout.py)."""
-        room = data.context - self.max_tokens
-        if room < 1:
-            raise ConfigError(
-                f"data.context is {data.context} and objective.max_tokens {self.max_tokens}: no room for a prompt",
-                hint="raise data.context, or lower objective.max_tokens",
-            )
-        encoder = ChatEncoder(tokenizer)
+        self._check_data(data)
+        encoder, room = ChatEncoder(tokenizer), data.context - self.max_tokens
         train, held = (
             {name: fitting(corpus.prompts(part, encoder), room=room) for name, corpus in corpora.items()}
             for part in PARTS
@@ -130,6 +130,24 @@ class PolicyObjective(Objective[RolloutBatch]):
         }  # fmt: skip
         sizes = {name: _size(train[name][0], held[name][0]) for name in corpora}
         return TrainingData(loader=loader, held_out=loader.held_out, sources=sizes, facts=facts)
+
+    def _check_data(self, data: DataConfig) -> None:
+        if not self.reward:
+            raise ConfigError(
+                f"objective {self.kind!r} needs a reward, and objective.reward is empty",
+                hint="give one with --reward, such as my_file.py:score",
+            )
+        if data.context <= self.max_tokens:
+            raise ConfigError(
+                f"data.context is {data.context} and objective.max_tokens {self.max_tokens}: no room for a prompt",
+                hint="raise data.context, or lower objective.max_tokens",
+            )
+        for name, has in (("micro_batches", data.micro_batches > 1), ("mix.weights", bool(data.mix.weights))):
+            if has:
+                raise ConfigError(
+                    f"data.{name} is set, and has no effect on rollouts",
+                    hint="leave it out: micro-batches are filled up to rows * context tokens, all prompts are used",
+                )
 
     def display(self) -> Display:
         return Display(

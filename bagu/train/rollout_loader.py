@@ -81,10 +81,16 @@ class PromptLoader:
         return [prompt for prompts in self.sources.values() for prompt in prompts]
 
     def report(self, steps: int) -> dict[str, Any]:
-        """The passes over the prompts if no further prompts are drawn."""
-        rollouts = math.ceil(steps / (self.config.epochs * self.config.minibatches))
-        epochs = rollouts * self.config.prompts / len(self.prompts)
-        return {"sources": {name: {"prompts": len(p), "epochs": epochs} for name, p in self.sources.items()}}
+        """The passes over the prompts if no further prompts are drawn, and the tokens of a step at most: every answer
+        as long as it may be."""
+        c = self.config
+        rollouts = math.ceil(steps / (c.epochs * c.minibatches))
+        epochs = rollouts * c.prompts / len(self.prompts)
+        prompt = sum(len(p.ids) for p in self.prompts) / len(self.prompts)
+        return {
+            "sources": {name: {"prompts": len(p), "epochs": epochs} for name, p in self.sources.items()},
+            "tokens_per_step": round(c.prompts * c.samples * (prompt + c.max_tokens) / c.minibatches),
+        }
 
     def prefetch(self, start: int) -> contextlib.AbstractContextManager[Iterator[Sequence[RolloutBatch]]]:
         raise _unanswered()

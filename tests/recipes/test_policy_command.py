@@ -1,0 +1,112 @@
+"""GRPO and PPO by the command: prompts from a file, the reward of a user, report, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bagu.cli import main
+from bagu.data.chat_template import DEFAULT_TEMPLATE
+from bagu.data.tokenizer import BpeTokenizer
+from bagu.nn.config import ModelConfig
+from bagu.nn.init import init_weights
+from bagu.nn.model import Transformer
+from bagu.recipes.models import load_model, save_model
+from bagu.runs.folder import RunFolder
+from bagu.train import checkpoint
+
+MODEL = ModelConfig(
+    vocab_size=262, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, intermediate_size=48,
+    max_len=48,
+)  # fmt: skip
+REWARD = """
+def score(prompt, completion, facts):
+    assert prompt.startswith("Say") and facts["n"] in range(12)
+    if facts["n"] == 3:
+        raise ValueError("no")
+    return sum(c.isascii() for c in completion) / 8
+"""
+SMALL = [
+    "device=cpu", "dtype=fp32", "validation=0.25", "data.context=40", "data.rows=2", "objective.prompts=4",
+    "objective.samples=3", "objective.max_tokens=6", "train.steps=3", "train.eval_every=3", "train.sample_every=2",
+    "train.save_every=3", "train.keep_best=true", "train.optimizer.lr=0.01",
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model to start from, twelve prompts and a reward."""
+    tokenizer = BpeTokenizer.train(["Say something nice."], vocab_size=262, chat_template=DEFAULT_TEMPLATE)
+    save_model(init_weights(Transformer(MODEL, dtype=torch.float32), seed=1), tokenizer, tmp_path / "start")
+    rows = [{"prompt": f"Say {i}", "n": i} for i in range(12)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text(REWARD)
+    return tmp_path
+
+
+def bagu(
+    folder: Path, recipe: str, *args: str, settings: list[str] = SMALL, reward: str | None = "mine.py:score"
+) -> int:
+    """Exit status of `bagu train`."""
+    given = [] if reward is None else ["--reward", str(folder / reward)]
+    sets = [part for s in settings for part in ("--set", s)]
+    with pytest.raises(SystemExit) as end:
+        main(["train", str(folder / "prompts.jsonl"), "--recipe", recipe, "--from", str(folder / "start"),
+              "--out", str(folder / "run"), *given, *sets, *args])  # fmt: skip
+    return int(end.value.code or 0)
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return RunFolder(folder).metrics()
+
+
+def test_grpo_by_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bagu(folder, "grpo", "--dry-run") == 0
+    said = capsys.readouterr().err
+    assert "prompts: 8 documents" in said and "3 steps of 170 tokens" in said and not (folder / "run").exists()
+    with pytest.warns(RuntimeWarning, match="raised ValueError"):
+        assert bagu(folder, "grpo") == 0
+    assert "grpo 3/3 steps, reward " in capsys.readouterr().err
+    rows = rows_of(folder / "run")
+    assert len(rows) == 3 and sum(row["reward_faults"] for row in rows) % 3 == 0
+    for row in rows:
+        assert row["rollout_s"] > 0 and row["reward_s"] > 0 and row["update_s"] > 0 and row["parity_nats"] < 2**-13
+        assert 0 <= row["clip_share_percent"] <= 100 and row["length_tokens"] <= 6 and row["entropy_nats"] > 1
+    assert rows[-1]["val_reward_mean"] is not None
+    last = checkpoint.state_of(checkpoint.checkpoints(folder / "run" / "checkpoints")[-1])
+    assert last["validation_loss"] == -rows[-1]["val_reward_mean"] and last["cursor"]["rollouts"] == 3
+    samples = RunFolder(folder / "run").samples()
+    assert samples and all("Say" in text and "[reward" in text for texts in samples.values() for text in texts)
+    page = RunFolder(folder / "run").report.read_text()
+    for title in ("Reward", "Entropy", "Length of answers", "Ratio", "Time by phase", "Throughput by phase"):
+        assert f"<h3>{title}</h3>" in page or title in page, title
+    trained = load_model(folder / "run")
+    assert not torch.equal(trained.embedding.weight, load_model(folder / "start").embedding.weight)
+
+
+@pytest.mark.parametrize(
+    "changes,args,reward,said",
+    [
+        ([], [], None, "needs a reward"),
+        ([], [], "nothing.py:score", "there is no Python file"),
+        (["objective.max_tokens=40"], [], "mine.py", "no room for a prompt"),
+        (["data.micro_batches=2"], [], "mine.py", "has no effect on rollouts"),
+        ([], ["--prompt", "a"], "mine.py", "its own prompts"),
+        (["objective.max_tokens=39"], [], "mine.py", "no prompt fits in 1 tokens"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_run_starts(
+    folder: Path, capsys: pytest.CaptureFixture[str], changes: list[str], args: list[str], reward: str | None, said: str
+) -> None:
+    assert bagu(folder, "grpo", *args, settings=[*SMALL, *changes], reward=reward) == 2
+    assert said in capsys.readouterr().err and not (folder / "run").exists()
+    assert bagu(folder, "grpo", "--dry-run", *args, settings=[*SMALL, *changes], reward=reward) == 2
+
+
+def test_a_reward_is_refused_for_an_objective_without_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bagu(folder, "sft", settings=[]) == 2
+    assert "'sft' has no reward" in capsys.readouterr().err
