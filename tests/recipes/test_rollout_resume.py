@@ -1,0 +1,81 @@
+"""A run killed in the middle of the steps of a rollout goes on and ends with the bits of a run that was not killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rollout_process import train
+
+from bagu.runs.folder import RunFolder
+from bagu.train import checkpoint
+from bagu.train.objectives.grpo import GroupRelative
+from bagu.train.policy_objective import PolicyObjective
+
+STEPS = 8
+OPTIONS: dict[str, Any] = {"steps": STEPS, "save_every": 3, "keep_last": 8, "optimizer": {"lr": 0.02}}
+SHAPE: dict[str, Any] = {"prompts": 3, "samples": 3, "max_tokens": 4, "epochs": 2, "minibatches": 2, "invariant": True}
+OBJECTIVES: dict[str, PolicyObjective] = {"grpo": GroupRelative(kl=0.05, **SHAPE)}
+TIMINGS = ("tokens_per_s", "data_wait_s", "memory_bytes", "rollout_s", "reward_s", "prepare_s", "update_s",
+           "rollout_tokens_per_s", "update_tokens_per_s")  # fmt: skip
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in the other process: the bits of a sum depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def start(folder: Path, kind: str) -> BaseProcess:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rollout_process"])
+    process = context.Process(target=train, args=(folder, OBJECTIVES[kind], OPTIONS), kwargs={"resume": False})
+    process.start()
+    return process
+
+
+def outcome(folder: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """What must be equal: the metrics that are not times, and the last checkpoint to the byte."""
+    rows = [{k: v for k, v in row.items() if k not in TIMINGS} for row in RunFolder(folder).metrics()]
+    last = folder / "checkpoints" / f"step-{STEPS:09d}"
+    names = ("model.safetensors", "optimizer.safetensors")
+    return rows, {name: (last / name).read_bytes() for name in names}
+
+
+@pytest.mark.parametrize("kind", OBJECTIVES)
+def test_killed_inside_a_rollout_it_ends_with_the_same_bits(tmp_path: Path, kind: str) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    process = start(killed, kind)
+    deadline = time.monotonic() + 240
+    while not (
+        killed / "checkpoints" / "step-000000006"
+    ).exists():  # a rollout has four steps: this is inside the second
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.002)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    newest, _ = checkpoint.newest_good(killed / "checkpoints")
+    assert newest is not None
+    for path in checkpoint.checkpoints(killed / "checkpoints"):
+        state = checkpoint.state_of(path)
+        assert (state["cursor"]["rollout"] is None) == (state["data_step"] % 4 == 0)
+    for path in checkpoint.checkpoints(killed / "checkpoints"):  # the process may have saved again before it was killed
+        if path.name > "step-000000006":
+            checkpoint.set_aside(path)
+    for folder, resume in ((killed, True), (whole, False)):
+        train(folder, OBJECTIVES[kind], OPTIONS, resume=resume)
+    assert outcome(killed) == outcome(whole)
+    assert [row["step"] for row in RunFolder(killed).metrics()] == list(range(STEPS))
