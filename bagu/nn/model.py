@@ -173,7 +173,7 @@ class Transformer(nn.Module):
 
     def update_balance(self, expert_load: Sequence[torch.Tensor]) -> None:
         """Update the aux-free balancing biases with the summed `expert_load` of all micro-batches of a step."""
-        layers = [m for m in self.modules() if isinstance(m, MoE)]
+        layers = [m for m in self.blocks.modules() if isinstance(m, MoE)]  # not those of a critic
         for layer, load in zip(layers, expert_load, strict=True):
             if layer.moe.bias_rate is not None:
                 layer.update_balance(load)

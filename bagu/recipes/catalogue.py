@@ -15,6 +15,7 @@ from bagu.train.objectives.distill import Distillation
 from bagu.train.objectives.dpo import PreferenceOptimization
 from bagu.train.objectives.grpo import GroupRelative
 from bagu.train.objectives.masked import MaskedLanguageModelling
+from bagu.train.objectives.ppo import ProximalPolicy
 from bagu.train.objectives.reward import RewardModelling
 from bagu.train.objectives.sft import SupervisedFineTuning
 from bagu.train.optim import OptimizerConfig
@@ -154,6 +155,18 @@ def grpo() -> Run:
     """
     return Run(
         objective=GroupRelative(prompts=16, samples=8, max_tokens=96, clip_high=0.28), init_from="",
+        sources={"prompts": SourceConfig()}, data=DataConfig(context=256, rows=16), train=_rollout_training(),
+    )  # fmt: skip
+
+
+def ppo() -> Run:
+    """PPO on the model given with `--from`, for the reward given with `--reward`: 64 prompts with an answer each, in
+    two passes of two steps.
+
+    The critic starts from the reward if that is a model, else from the policy.
+    """
+    return Run(
+        objective=ProximalPolicy(prompts=64, max_tokens=96, epochs=2, minibatches=2), init_from="",
         sources={"prompts": SourceConfig()}, data=DataConfig(context=256, rows=16), train=_rollout_training(),
     )  # fmt: skip
 

@@ -70,10 +70,19 @@ class PolicyLoss(Loss[RolloutBatch, PolicyTotals]):
     def advantages(self, answers: Sequence[Answer]) -> list[Answer]:
         """Add the column `advantages` to answers that have those of `columns`."""
 
+    @property
+    def needs_old(self) -> bool:
+        """Whether the logprobs of the old policy are computed. A rollout of one step is its own old policy."""
+        return self.config.steps_per_rollout > 1
+
+    def rollout_metrics(self, answers: Sequence[Answer]) -> dict[str, float]:
+        """Further metrics of a rollout, from the columns of its answers."""
+        return {}
+
     def columns(self, model: Transformer, batch: Batch) -> dict[str, torch.Tensor]:
         """What is computed for each token before the first update of a rollout."""
         found = {}
-        if self.config.steps_per_rollout > 1:
+        if self.needs_old:
             found["old"] = token_logprobs(model, batch)[0]
         if self.reference is not None:
             found["reference"] = self.reference.logprobs(batch)

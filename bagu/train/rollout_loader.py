@@ -62,6 +62,10 @@ class Learner(Protocol):
         """Add the columns of the loss, with the weights that sampled the answers."""
         ...
 
+    def rollout_metrics(self, answers: Sequence[Answer]) -> dict[str, float]:
+        """Metrics of a rollout, from the answers of `prepare`, at least one."""
+        ...
+
     def weights(self, lengths: Sequence[int]) -> list[float]:
         """The weight of each token of each answer in the loss of a step, for the answers of that step."""
         ...
@@ -226,6 +230,8 @@ class RolloutLoader:
         began = time.perf_counter()
         ready = self.learner.prepare(self.model, kept, self.shape) if kept else []
         metrics = {**tally.metrics(), "prepare_s": time.perf_counter() - began}
+        if ready:
+            metrics |= self.learner.rollout_metrics(ready)
         return Rollout(number=number, answers=tuple(ready), metrics=metrics)
 
     def _draw(self, count: int) -> list[Prompt]:

@@ -20,6 +20,6 @@ def train(folder: Path, objective: PolicyObjective, options: dict[str, Any], *, 
     run = RunFolder.create(folder, config, resume=resume)
     with RunRecorder(run, tensorboard=False) as recorder:
         model = policy()
-        loss = objective.loss(model)
+        loss = objective.loss_with(model, {})
         loader = rollouts(model, objective, loss)
         fit(config, model, loader, loss=loss, folder=run.checkpoints, resume=resume, observers=[recorder])

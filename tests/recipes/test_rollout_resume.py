@@ -18,12 +18,16 @@ from rollout_process import train
 from bagu.runs.folder import RunFolder
 from bagu.train import checkpoint
 from bagu.train.objectives.grpo import GroupRelative
+from bagu.train.objectives.ppo import ProximalPolicy
 from bagu.train.policy_objective import PolicyObjective
 
 STEPS = 8
 OPTIONS: dict[str, Any] = {"steps": STEPS, "save_every": 3, "keep_last": 8, "optimizer": {"lr": 0.02}}
 SHAPE: dict[str, Any] = {"prompts": 3, "samples": 3, "max_tokens": 4, "epochs": 2, "minibatches": 2, "invariant": True}
-OBJECTIVES: dict[str, PolicyObjective] = {"grpo": GroupRelative(kl=0.05, **SHAPE)}
+OBJECTIVES: dict[str, PolicyObjective] = {
+    "grpo": GroupRelative(kl=0.05, **SHAPE),
+    "ppo": ProximalPolicy(kl=0.05, kl_target=0.01, **SHAPE),
+}
 TIMINGS = ("tokens_per_s", "data_wait_s", "memory_bytes", "rollout_s", "reward_s", "prepare_s", "update_s",
            "rollout_tokens_per_s", "update_tokens_per_s")  # fmt: skip
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
@@ -50,7 +54,7 @@ def outcome(folder: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     """What must be equal: the metrics that are not times, and the last checkpoint to the byte."""
     rows = [{k: v for k, v in row.items() if k not in TIMINGS} for row in RunFolder(folder).metrics()]
     last = folder / "checkpoints" / f"step-{STEPS:09d}"
-    names = ("model.safetensors", "optimizer.safetensors")
+    names = ("model.safetensors", "optimizer.safetensors", "state.json")
     return rows, {name: (last / name).read_bytes() for name in names}
 
 
