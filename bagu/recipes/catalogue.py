@@ -182,7 +182,7 @@ def _rollout_training() -> TrainConfig:
 
 
 RECIPES: dict[str, Callable[[], Run]] = {
-    f.__name__: f for f in (small, gpt2_124m, llama_1b, mlm, sft, lora, distill, reward, dpo, grpo)
+    f.__name__: f for f in (small, gpt2_124m, llama_1b, mlm, sft, lora, distill, reward, dpo, grpo, ppo)
 }
 
 

@@ -15,10 +15,11 @@ import torch
 
 from bagu.data.chat import ChatEncoder
 from bagu.nn.model import Transformer
+from bagu.recipes.generation import read_generation
 from bagu.recipes.inputs import Inputs
 from bagu.recipes.rewards import load_reward
 from bagu.recipes.run import Run
-from bagu.serve.config import EngineConfig
+from bagu.serve.config import EngineConfig, GenerationDefaults
 from bagu.serve.engine import Engine
 from bagu.serve.request import Sampling
 from bagu.train.loss import Loss
@@ -35,11 +36,12 @@ MAX_SEQUENCES = 512  # answers that are sampled at the same time
 GPU_SHARE = 0.5  # of the memory, for the weights and the KV cache; the rest is the trainer's
 
 
-def engine_config(*, answers: int, max_len: int, invariant: bool) -> EngineConfig:
-    """An engine for `answers` answers at a time, of at most `max_len` tokens with their prompt."""
+def engine_config(*, answers: int, max_len: int, invariant: bool, eos_ids: tuple[int, ...] = ()) -> EngineConfig:
+    """An engine for `answers` answers at a time, of at most `max_len` tokens with their prompt. `eos_ids` end an answer
+    in addition to the end-of-text token of the tokenizer."""
     return EngineConfig(
         max_num_seqs=min(answers, MAX_SEQUENCES), max_model_len=max_len, gpu_memory_utilization=GPU_SHARE,
-        invariant=invariant,
+        invariant=invariant, generation=GenerationDefaults(eos_ids=eos_ids),
     )  # fmt: skip
 
 
@@ -61,7 +63,10 @@ def with_rollouts(
     reward = open_reward(objective)
     try:
         config = engine_config(
-            answers=objective.prompts * objective.samples, max_len=run.data.context, invariant=objective.invariant
+            answers=objective.prompts * objective.samples,
+            max_len=run.data.context,
+            invariant=objective.invariant,
+            eos_ids=() if inputs.start is None else read_generation(inputs.start).eos_ids,
         )
         stops = ChatEncoder(inputs.tokenizer).turn_ends
         loader = RolloutLoader(

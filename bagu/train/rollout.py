@@ -55,12 +55,10 @@ class PackShape:
     context: int
 
     def fitting(self, used: int) -> int:
-        """The tokens that a micro-batch of `used` tokens is padded to: `tokens`, halved as often as possible. Few
-        shapes, and less than half of a micro-batch is padding."""
-        size = self.tokens
-        while size // 2 >= max(used, 1):
-            size //= 2
-        return size
+        """The tokens that a micro-batch of `used` tokens is padded to: `tokens`, halved while it fits, at most three
+        times. So there are few shapes (each may be a CUDA graph or a compilation), and little padding."""
+        sizes = [self.tokens >> halvings for halvings in range(4)]
+        return min(size for size in sizes if size >= used)
 
 
 @dataclass(frozen=True, kw_only=True)

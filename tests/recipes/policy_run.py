@@ -23,7 +23,7 @@ from bagu.train.rollout_loader import PromptLoader, RolloutConfig, RolloutLoader
 LETTERS = "abcdefgh"
 CONTEXT = 24
 MODEL = ModelConfig(
-    vocab_size=8, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48,
+    vocab_size=8, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48,
     max_len=CONTEXT,
 )  # fmt: skip
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from bagu.cli import main
 from bagu.data.chat_template import DEFAULT_TEMPLATE
@@ -86,6 +87,26 @@ def test_grpo_by_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -
         assert f"<h3>{title}</h3>" in page or title in page, title
     trained = load_model(folder / "run")
     assert not torch.equal(trained.embedding.weight, load_model(folder / "start").embedding.weight)
+
+
+def test_ppo_by_the_command_and_resumed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The critic is in the checkpoints of the run, and not in its model."""
+    settings = [*SMALL, "objective.samples=1", "objective.epochs=1", "train.steps=2", "train.save_every=1",
+                "train.eval_every=null", "train.keep_best=false", "train.sample_every=null"]  # fmt: skip
+    with pytest.warns(RuntimeWarning):
+        assert bagu(folder, "ppo", settings=settings) == 0
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--resume", "--out", str(folder / "run"), "--set", "train.steps=3"])
+    assert end.value.code in (0, None)
+    rows = rows_of(folder / "run")
+    assert len(rows) == 3 and all("value_loss" in row and "kl_nats" in row for row in rows)
+    assert "<h3>Value loss</h3>" in RunFolder(folder / "run").report.read_text()
+    saved = checkpoint.checkpoints(folder / "run" / "checkpoints")[-1]
+    with safe_open(saved / checkpoint.MODEL, framework="pt") as file:
+        assert any(name.startswith("critic.") for name in file.keys())  # noqa: SIM118
+    for place in (saved, folder / "run"):
+        loaded = load_model(place)
+        assert loaded.score is None and not any("critic" in name for name in loaded.state_dict())
 
 
 @pytest.mark.parametrize(

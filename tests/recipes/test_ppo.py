@@ -169,7 +169,7 @@ def test_experts_of_the_policy_are_balanced_without_those_of_the_critic() -> Non
 
 
 def test_a_bandit_learns_the_letter_that_is_rewarded_and_the_critic_its_value() -> None:
-    objective = ProximalPolicy(prompts=24, max_tokens=2, epochs=2, kl=0.01, value_weight=0.5)
+    objective = ProximalPolicy(prompts=16, max_tokens=2, epochs=2, kl=0.01, value_weight=0.5)
     model = policy()
     loss = objective.loss_with(model, {})
     assert chance_of_c(model) < 0.25
