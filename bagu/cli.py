@@ -370,6 +370,30 @@ def bench_engine(
     raise typer.Exit(status)
 
 
+@bench.command("grpo")
+def bench_grpo(
+    shape: Annotated[str | None, Option(help="cpu_8m, smollm_135m or qwen3_0_6b, with random weights.")] = None,
+    prompts: Annotated[int | None, Option(help="Prompts of a step. Default: 64 on a GPU, 4 on a CPU.")] = None,
+    samples: Annotated[int, Option(help="Answers to each prompt.")] = 8,
+    prompt: Annotated[int, Option(help="Tokens of a prompt.")] = 64,
+    new: Annotated[int | None, Option(help="Tokens of an answer. Default: 256 on a GPU, 32 on a CPU.")] = None,
+    steps: Annotated[int, Option(help="Steps to time, after one to warm up.")] = 3,
+    dtype: BenchDtype = None,
+    device: Device = None,
+    out: Results = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a GRPO step: the time of sampling, rewards and the update, and sampling against the engine alone."""
+    wait_briefly()  # must run before torch is imported
+    from bagu.bench import grpo as part
+
+    status = part.main(
+        shape, prompts=prompts, samples=samples, prompt=prompt, new=new, steps=steps, dtype=dtype, device=device,
+        out=out, as_json=as_json,
+    )  # fmt: skip
+    raise typer.Exit(status)
+
+
 @bench.command("serve")
 def bench_serve(
     target: Annotated[str, Argument(metavar="URL|MODEL", help="The URL of a server, or a model to start one for.")],

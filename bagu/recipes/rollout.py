@@ -82,7 +82,7 @@ class EngineSampler:
     """`train.rollout.Sampler` with an engine over the model that is trained."""
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig, *, stops: Sequence[int] = ()
+        self, model: Transformer, tokenizer: Tokenizer | None, config: EngineConfig, *, stops: Sequence[int] = ()
     ) -> None:
         self.model, self.stops = model, tuple(stops)
         with _evaluating(model):
