@@ -10,11 +10,19 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from bagu import ops
+from bagu.data import DEFAULT_TEMPLATE, BpeTokenizer, ChatEncoder
 from bagu.errors import BaguError
 from bagu.machine.sandbox import SandboxUnavailable
+from bagu.nn.config import ModelConfig
+from bagu.nn.init import init_weights
+from bagu.nn.model import Transformer
+from bagu.nn.score import with_score_head
 from bagu.recipes import code_rewards
 from bagu.recipes.code_rewards import PythonReward
+from bagu.recipes.models import load_model, save_model
 from bagu.recipes.rewards import load_reward
 from bagu.train.reward_function import RewardFunction, Sample
 
@@ -246,3 +254,51 @@ def test_without_a_sandbox_doctests_are_left_out_and_the_name_says_so(monkeypatc
         assert rewards(reward, GOOD, "def double(): pass", **TESTED) == [1.0, 0.4]
     assert reward.name == "python (without doctests: no sandbox)"
     assert rewards(reward, GOOD, **TESTED) == [1.0]
+
+
+# --- a reward model ---------------------------------------------------------------------------------------------------
+
+MODEL = ModelConfig(
+    vocab_size=270, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, intermediate_size=48,
+    max_len=64, init_std=0.2,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with random weights and a random score head."""
+    folder = tmp_path_factory.mktemp("scorer")
+    model = with_score_head(init_weights(Transformer(MODEL, dtype=torch.float32), seed=0))
+    assert model.score is not None
+    model.score.weight.data.normal_(generator=torch.Generator().manual_seed(1))
+    save_model(model, BpeTokenizer.train(["what is"], vocab_size=270, chat_template=DEFAULT_TEMPLATE), folder)
+    return folder
+
+
+def test_a_reward_model_scores_the_last_token_of_each_answer(scorer: Path) -> None:
+    reward = load_reward(str(scorer), default=-1.0)
+    chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2 + 2?"}]
+    asked = [Sample(prompt="2 + 2?", completion=c) for c in ("4", "", "four <|end|>", "a" * 100)]
+    asked.append(Sample(prompt="2 + 2?", completion="4", facts={"prompt": chat}))
+    model, tokenizer = load_model(scorer), BpeTokenizer.load(scorer)
+    assert model.score is not None
+    with ops.invariant():
+        found = reward(asked)
+    for sample, scored in zip(asked, found, strict=True):
+        messages = [*sample.facts.get("prompt", [{"role": "user", "content": sample.prompt}])]
+        ids = ChatEncoder(tokenizer).encode([*messages, {"role": "assistant", "content": sample.completion}]).ids
+        if len(ids) > MODEL.max_len:
+            assert scored.reward == -1.0 and scored.fault is not None
+            assert scored.fault.startswith(f"has {len(ids)} tokens with its prompt, and the reward model takes 64")
+            continue
+        T = len(ids)
+        with torch.no_grad(), ops.invariant():  # alone, not packed with the others: the same bits in this mode
+            hidden = model(torch.tensor(ids), torch.arange(T), torch.tensor([0, T], dtype=torch.int32), T).hidden
+            assert (scored.fault, scored.reward) == (None, float(model.score(hidden)[-1]))
+    assert reward.name == scorer.name and reward([]) == []
+
+
+def test_a_model_without_a_score_head_is_refused(tmp_path: Path) -> None:
+    save_model(init_weights(Transformer(MODEL, dtype=torch.float32), seed=0), None, tmp_path)
+    with pytest.raises(BaguError, match="has no score head, and a reward needs one"):
+        load_reward(str(tmp_path))
