@@ -1,4 +1,5 @@
-"""`bagu demo`: train a tokenizer, pretrain a language model and fine-tune it, on the Python standard library.
+"""`bagu demo`: train a tokenizer, pretrain a language model, fine-tune it, and post-train it with preferences and a
+verifiable reward, on the Python standard library.
 
 It uses the same loader, model, trainer and report as a run of any size. The text is the standard library, so nothing is
 downloaded. The results are compared with held-out files, stock compressors and a parser. Size and steps are chosen for
@@ -12,7 +13,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -27,8 +28,8 @@ from bagu.machine.device import default_device
 from bagu.nn import count
 from bagu.nn.model import Transformer
 from bagu.nn.sample import generate
-from bagu.recipes.demo_eval import eval_words, evaluate_stage
-from bagu.recipes.demo_plan import Pace, Plan, measured, revised, sft_steps
+from bagu.recipes.demo_later import LATER, Clock, LaterStages, go_on, progress_of
+from bagu.recipes.demo_plan import Pace, Plan, measured, revised
 from bagu.recipes.demo_report import Finished, farewell, report
 from bagu.recipes.demo_server import ask, can_serve, running_server, wait_for_interrupt
 from bagu.recipes.demo_sizes import CPU_SIZES, GPU, QUICK, Demo
@@ -36,7 +37,7 @@ from bagu.recipes.run import Run
 from bagu.recipes.tokenizer import train_tokenizer
 from bagu.recipes.training import Trained, train
 from bagu.recipes.yardsticks import Compressors, compressors, judge_code
-from bagu.runs.progress import Stage, Stages, TrainProgress, duration
+from bagu.runs.progress import Stage, Stages, duration
 from bagu.train.cross_entropy import CrossEntropy
 
 __all__ = ["demo"]
@@ -44,21 +45,6 @@ __all__ = ["demo"]
 PROMPTS = ("def ", "import os\n", "class ")
 MINUTES = 5.0  # default
 FIRST_SHARE = 8  # the first 1/FIRST_SHARE of the pretraining steps runs before the pace is measured
-
-
-@dataclass(frozen=True, kw_only=True)
-class Clock:
-    """The start time of the demo, its time limit in seconds (None: no limit), and whether to use all of that time."""
-
-    began: float
-    budget_s: float | None
-    fill: bool
-
-    def spent(self) -> float:
-        return time.monotonic() - self.began
-
-    def left(self) -> float:
-        return float("inf") if self.budget_s is None else self.budget_s - self.spent()
 
 
 def demo(
@@ -81,7 +67,7 @@ def demo(
     console = console or Console()
     clock = _clock(quick, minutes)
     serve = serve and can_serve()
-    stages = Stages(7 + (not quick) + serve, console=console)
+    stages = Stages(6 + len(LATER) + (not quick) + serve, console=console)
     plan = None if clock.budget_s is None else _plan(stages, clock, clock.budget_s)
     size = QUICK if plan is None else plan.size
     corpus, compressing = _read(stages, size)
@@ -94,29 +80,21 @@ def demo(
         bits = _held_out_bits(base, size)
         parameters = count.parameters(base.model.config).total
         stage.result = f"{parameters / 1e6:.1f} M parameters, {size.pretrain_steps:,} steps, {bits:.3f} bits/byte"
+    later = LaterStages(out, stages, clock, size, pace, corpus, tokenizer)
     with stages.stage("Evaluate it on held-out files") as stage:
-        first = evaluate_stage(base.model, tokenizer, out / "eval" / "pretrain", size.eval_items)
-        stage.result = eval_words(first)
-    tuning = size.sft(out / "pretrain")
-    pairs = ChatCorpus.of(STDLIB, tuning.sources[STDLIB], tuning.selection).sharing(corpus)
+        later.evaluate("pretraining", base, stage)
     with stages.stage("Answer held-out questions, before fine-tuning") as stage:
-        asked = _questions(pairs, size.questions)
+        asked = _questions(ChatCorpus.of(STDLIB, size.functions(), corpus.selection).sharing(corpus), size.questions)
         before = answers(base.model, tokenizer, asked, size.new_tokens)
         stage.result = f"{judge_code(before).parse_percent:.0f} % of {len(asked)} answers parse"
-    with stages.stage("Fine-tune it on docstring → function") as stage:
-        if pace is not None:
-            size = replace(size, sft_steps=sft_steps(size, replace(pace, left_s=clock.left())))
-        run = size.sft(out / "pretrain")
-        tuned = train(run, out / "sft", progress=_progress(stage, run), corpora={STDLIB: pairs})
-        _go_on(tuned)
-        after = answers(tuned.model, tokenizer, asked, size.new_tokens)
-        second = evaluate_stage(tuned.model, tokenizer, out / "eval" / "sft", size.eval_items)
-        stage.result = f"{judge_code(after).parse_percent:.0f} % of {len(asked)} answers parse; {eval_words(second)}"
+    for each in LATER:
+        later.train(each)
     with stages.stage("Compare with gzip and xz, write the report") as stage:
+        after = answers(later.done[-1].trained.model, tokenizer, asked, size.new_tokens)
         rivals = _rivals(corpus, size) if compressing is None else compressing.result()
         done = Finished(
-            size=size, plan=plan, base=base, tuned=tuned, bits=bits, rivals=rivals, asked=asked, before=before,
-            after=after, evaluations=(first, second),
+            size=later.size, plan=plan, stages=tuple(later.done), bits=bits, rivals=rivals, asked=asked, before=before,
+            after=after,
         )  # fmt: skip
         page = report(out, done, clock.spent())
         stage.result = f"gzip {rivals.gzip_bits_per_byte:.3f}, xz {rivals.xz_bits_per_byte:.3f} bits/byte"
@@ -125,7 +103,7 @@ def demo(
         return page
     with ExitStack() as up:
         with stages.stage("Serve it and ask it a question") as stage:
-            address = up.enter_context(running_server(out / "sft"))
+            address = up.enter_context(running_server(done.model))
             answer = ask(address, str(asked[0].messages[0]["content"]), size.new_tokens)
             stage.result = f"{address} answered: {' '.join(answer.split())[:60]}"
         farewell(console, page, out, done, clock.spent())
@@ -184,12 +162,12 @@ def _pretrain(
     """Pretrain; with a plan, adjust the number of steps to the pace of the first ones."""
 
     def go(run: Run, *, resume: bool = False, pause_after: int | None = None) -> Trained:
-        shown = _progress(stage, run, quiet=("resume",))
+        shown = progress_of(stage, run, quiet=("resume",))
         done = train(
             run, out, resume=resume, pause_after=pause_after, progress=shown, prompts=PROMPTS, tokenizer=tokenizer,
             corpora={STDLIB: corpus},
         )  # fmt: skip
-        _go_on(done)
+        go_on(done)
         return done
 
     run = size.pretrain()
@@ -201,10 +179,6 @@ def _pretrain(
     return size, go(replace(run, train=replace(run.train, steps=size.pretrain_steps)), resume=True), pace
 
 
-def _progress(stage: Stage, run: Run, *, quiet: Sequence[str] = ()) -> TrainProgress:
-    return stage.training(run.train.steps, formats=run.objective.display().progress, quiet=quiet)
-
-
 def _pace(begun: Trained, clock: Clock) -> Pace:
     """The measured pace of the first steps of a run. It is a median, because the very first steps are warm-up."""
     rows = begun.folder.metrics()
@@ -213,13 +187,6 @@ def _pace(begun: Trained, clock: Clock) -> Pace:
         prepared_s=clock.spent() - sum(row["tokens"] / row["tokens_per_s"] for row in rows),
         held_out_tokens=begun.data.sources[STDLIB].validation_tokens,
     )  # fmt: skip
-
-
-def _go_on(run: Trained) -> None:
-    """Raise if Ctrl-C ended the run: this ends the demo."""
-    if run.fit.interrupted:
-        folder = run.folder.path
-        raise BaguError(f"the demo was stopped at step {run.fit.step}", hint=f"bagu train --resume --out {folder}")
 
 
 def _questions(pairs: ChatCorpus, number: int) -> list[Conversation]:

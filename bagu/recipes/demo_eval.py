@@ -1,69 +1,113 @@
-"""The evaluation of a demo: two built-in tasks, scored after pretraining and after fine-tuning on the same items."""
+"""The evaluation of a demo: three built-in tasks, scored after each stage of training on the same items.
+
+`write` is the score of post-training: the share of sampled answers that are a function of the asked name, with names
+that no training file has. The diversity of these answers is shown beside it, because one text repeated under each name
+could score as high.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
+from bagu.data.chat import ChatEncoder
 from bagu.data.tokenizer import BpeTokenizer
-from bagu.eval.compare import Compared, compare_folders
-from bagu.eval.intervals import Estimate
+from bagu.eval.compare import compare_folders, read_side
+from bagu.eval.diversity import Diversity, diversity
+from bagu.eval.intervals import Comparison, Estimate
 from bagu.eval.score import Result, evaluate
 from bagu.eval.tasks import built_in
 from bagu.nn.model import Transformer
+from bagu.recipes.demo_sizes import Demo
 from bagu.recipes.eval_models import EngineModel
 from bagu.runs.display import Table
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 
-__all__ = ["Evaluation", "eval_table", "eval_words", "evaluate_stage"]
+__all__ = ["WRITE", "Evaluation", "eval_table", "eval_words", "evaluate_stage"]
 
-TASKS = ("continue4", "signature")
+WRITE = "write"
+TASKS = ("continue4", "signature", WRITE)
 KV_MEMORY = 64 << 20  # bytes: the models are small
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The results of one stage, and the folder that holds every item."""
+    """The results after one stage, and the folder that holds every item. `variety` is of the answers to `write`, and
+    `answer_s` the time of one of them."""
 
+    stage: str
     results: tuple[Result, ...]
     folder: Path
+    variety: Diversity
+    answer_s: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(result.seconds for result in self.results)
+
+    def score(self, task: str) -> Estimate:
+        """The task's own metric."""
+        return next(next(iter(r.metrics.values())) for r in self.results if r.task == task)
 
 
-def evaluate_stage(model: Transformer, tokenizer: BpeTokenizer, folder: Path, items: int) -> Evaluation:
-    """Score the first `items` of each task."""
+def evaluate_stage(stage: str, model: Transformer, tokenizer: BpeTokenizer, folder: Path, size: Demo) -> Evaluation:
+    """Score the first items of each task."""
     was_training = model.training
     engine = Engine(model.eval(), tokenizer, EngineConfig(kv_memory=KV_MEMORY, cuda_graphs=False))
-    asked = EngineModel(engine, tokenizer, None, folder.name)
-    results = [evaluate(asked, built_in(name, asked.max_len), out=folder, limit=items) for name in TASKS]
+    asked = EngineModel(engine, tokenizer, ChatEncoder(tokenizer), folder.name)
+    results = [
+        evaluate(
+            asked, built_in(name, asked.max_len), out=folder,
+            limit=size.write_items if name == WRITE else size.eval_items,
+        )
+        for name in TASKS
+    ]  # fmt: skip
     model.train(was_training)
-    return Evaluation(results=tuple(results), folder=folder)
-
-
-def eval_words(found: Evaluation) -> str:
-    """The main metric of each task with its interval, in one line."""
-    return ", ".join(f"{r.task} {_percent(next(iter(r.metrics.values())))}" for r in found.results)
-
-
-def eval_table(before: Evaluation, after: Evaluation) -> Table:
-    """Both stages and their paired difference."""
-    compared = compare_folders(before.folder, after.folder)
-    note = (
-        "Held-out files; chance is 25 %. Intervals are 95 %, by the bootstrap over files; the difference is paired, "
-        "item by item. Every item is in eval/."
-    )
-    return Table(
-        title="Tasks", columns=("task", "items", "after pretraining", "after fine-tuning", "difference", "p"),
-        rows=[_row(c) for c in compared], note=note,
+    answers = [text for row in read_side(folder)[WRITE].rows.values() for text in row["answers"]]
+    return Evaluation(
+        stage=stage, results=tuple(results), folder=folder, variety=diversity(answers),
+        answer_s=results[-1].seconds / len(answers),
     )  # fmt: skip
 
 
-def _row(c: Compared) -> Sequence[object]:
-    d = c.difference
-    moved = f"{100 * d.difference:+.0f} ({100 * d.low:+.0f} to {100 * d.high:+.0f})"
-    return c.task, c.a.items, _percent(c.a), _percent(c.b), moved, f"{d.p_value:.2g}"
+def eval_words(found: Evaluation) -> str:
+    """The score of each task with its interval, in one line."""
+    scores = [f"{result.task} {_percent(found.score(result.task))}" for result in found.results]
+    return f"{', '.join(scores)}, {100 * found.variety.bodies:.0f} % different"
+
+
+def eval_table(evaluations: Sequence[Evaluation]) -> Table:
+    """Each task after each stage, and the paired difference to the stage before."""
+    note = (
+        "Held-out files. `continue4` and `signature` choose one of four: chance is 25 %. `write`: sampled answers that "
+        "are a function of the asked name, which no training file defines, with two statements or more that read the "
+        "arguments. Intervals are 95 %, by the bootstrap over files; a change is paired, item by item. Every item is "
+        "in eval/."
+    )
+    columns = ("task", "after", "items", "score", "change", "p", "different bodies")
+    return Table(title="Tasks", columns=columns, rows=list(_rows(evaluations)), note=note)
+
+
+def _rows(evaluations: Sequence[Evaluation]) -> Iterator[Sequence[object]]:
+    changes: dict[tuple[str, str], Comparison] = {
+        (c.task, b.stage): c.difference for a, b in pairwise(evaluations) for c in compare_folders(a.folder, b.folder)
+    }
+    for task in (result.task for result in evaluations[0].results):
+        for number, found in enumerate(evaluations):
+            score, change = found.score(task), changes.get((task, found.stage))
+            yield (
+                task if number == 0 else "", found.stage, score.items, _percent(score),
+                "" if change is None else _moved(change), "" if change is None else f"{change.p_value:.2g}",
+                f"{100 * found.variety.bodies:.0f} %" if task == WRITE else "",
+            )  # fmt: skip
 
 
 def _percent(e: Estimate) -> str:
     return f"{100 * e.mean:.0f} % ({100 * e.low:.0f} to {100 * e.high:.0f})"
+
+
+def _moved(d: Comparison) -> str:
+    return f"{100 * d.difference:+.0f} ({100 * d.low:+.0f} to {100 * d.high:+.0f})"

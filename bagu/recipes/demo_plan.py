@@ -3,6 +3,7 @@
     1. `measured`    the pace of each size that may be fast enough, the largest first, until one sees enough tokens
     2. `Plan.of`     size and steps from these rates; both are in the run's config before its first step
     3. `revised`     after the first eighth of pretraining, the number of steps that fits the real pace
+    4. `sft_steps`, `dpo_steps`, `rl_steps`   before each later stage, the number of steps that fits what is left
 
 The warm-up of the learning rate has a number of steps that is fixed in 2, and the rate stays at its peak for the first
 half of a run. So a run whose number of steps changes after an eighth has made the same updates as a run with the new
@@ -23,20 +24,36 @@ from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn import count
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
-from bagu.recipes.demo_sizes import COOLDOWN, Demo
+from bagu.recipes.demo_sizes import COOLDOWN, DPO_COST, Demo
 from bagu.train.prepare import prepared
 from bagu.train.state import TrainState
 from bagu.train.step import step
 
-__all__ = ["Pace", "Plan", "Rate", "measured", "revised", "sft_steps", "with_steps"]
+__all__ = [
+    "EVALUATIONS",
+    "Pace",
+    "Plan",
+    "Rate",
+    "dpo_steps",
+    "measured",
+    "revised",
+    "rl_steps",
+    "sft_steps",
+    "with_steps",
+]
 
-# Seconds on two Neoverse-N1 cores, the slowest machine tested. The measured time of the first corrects the second.
+# Seconds on two Neoverse-N1 cores, the slowest machine tested. The measured time of the first corrects the others.
 PREPARE_S = 22.0  # read and deduplicate the library, train the tokenizer, tokenise
-AFTER_S = 45.0  # answers before and after, compressors, report, a server that starts and compiles its C++
+ENDING_S = 37.0  # answers before and after, compressors, report, a server that starts
+TASKS_S, WRITE_ITEM_S = 4.0, 0.25  # of an evaluation after one stage: all tasks, and an item of `write` in addition
+EVALUATIONS = 4  # after pretraining, fine-tuning, preferences, reinforcement
 HELD_OUT_TOKENS = 170_000  # of Debian's Python 3.11; known exactly after the text is read
+FEWEST_ITEMS, ALL_ITEMS = 4, 128  # of `write`; the second is more than there are
 FORWARD_SHARE = 1 / 3  # the time of a forward as a fraction of a training step
 OVERHEAD = 1.08  # validation, samples and checkpoints, relative to the steps
 FEWEST_STEPS = 8  # of pretraining and of fine-tuning: enough for warm-up and cooldown, and to show every stage
+FEWEST_LATER = 2  # of the stages after them
+ANSWER_SHARE = 0.8  # of the context: the tokens of a prompt and its answer, for the time of an update
 MOST_GAIN = 8.0  # most FLOP/s of a larger size relative to the smallest; 3.3 on two Xeon cores
 PROBE_ROWS = 4  # for the probe of a CPU: a second of the largest model on a slow machine
 TOLERANCE = 0.1  # a plan that differs from the real pace by less is kept
@@ -66,12 +83,12 @@ class Plan:
         the budget; otherwise they are at most the size's default.
         """
         chosen = next((r for r in rates if _fitting(r, budget_s) >= r.size.enough_tokens), rates[-1])
-        size = chosen.size
+        size = _with_items(chosen.size, budget_s)
         fits = max(FEWEST_STEPS, int(_fitting(chosen, budget_s) / size.tokens_per_step))
         steps = fits if fill else min(fits, size.pretrain_steps)
         tokens = steps * size.tokens_per_step
-        spent = (1 + size.sft_share) * OVERHEAD * tokens / chosen.tokens_per_s + _held_out_s(chosen.tokens_per_s)
-        seconds, reasons = PREPARE_S + AFTER_S + spent, [_tried(r, budget_s) for r in rates]
+        spent = (1 + size.later_share) * OVERHEAD * tokens / chosen.tokens_per_s + _held_out_s(chosen.tokens_per_s)
+        seconds, reasons = PREPARE_S + _after_s(size, EVALUATIONS) + spent, [_tried(r, budget_s) for r in rates]
         if seconds > budget_s:
             reasons.append(f"no smaller one is there, and with the fewest steps, {steps}, it takes longer than asked")
         return cls(
@@ -80,14 +97,29 @@ class Plan:
 
 
 def with_steps(size: Demo, steps: int) -> Demo:
-    """The size with this many pretraining steps, and fine-tuning steps in proportion."""
-    return replace(size, pretrain_steps=steps, sft_steps=max(1, round(steps * size.sft_share)))
+    """The size with this many pretraining steps, and the steps of the later stages in proportion."""
+    scaled = {
+        name: max(1, round(getattr(size, name) * steps / size.pretrain_steps))
+        for name in ("sft_steps", "dpo_steps", "rl_steps")
+    }
+    return replace(size, pretrain_steps=steps, **scaled)
 
 
 def _fitting(rate: Rate, budget_s: float) -> float:
     """The number of pretraining tokens that fit into a demo of `budget_s` seconds."""
-    left = max(0.0, budget_s - PREPARE_S - AFTER_S - _held_out_s(rate.tokens_per_s))
-    return left / ((1 + rate.size.sft_share) * OVERHEAD) * rate.tokens_per_s
+    after_s = _after_s(_with_items(rate.size, budget_s), EVALUATIONS)
+    left = max(0.0, budget_s - PREPARE_S - after_s - _held_out_s(rate.tokens_per_s))
+    return left / ((1 + rate.size.later_share) * OVERHEAD) * rate.tokens_per_s
+
+
+def _with_items(size: Demo, budget_s: float) -> Demo:
+    """The size with more items of `write` for a longer demo: its interval should be smaller than what is gained."""
+    return replace(size, write_items=max(FEWEST_ITEMS, min(ALL_ITEMS, round(size.write_items * budget_s / 300))))
+
+
+def _after_s(size: Demo, evaluations: int) -> float:
+    """The time of what is neither preparation nor training, with this many evaluations, on the slowest machine."""
+    return ENDING_S + evaluations * (TASKS_S + WRITE_ITEM_S * size.write_items)
 
 
 def _held_out_s(tokens_per_s: float, tokens: int = HELD_OUT_TOKENS) -> float:
@@ -143,16 +175,26 @@ def _tokens_per_s(size: Demo, device: torch.device) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """The measured pace of a demo: its training rate, the seconds left, the preparation time, the held-out tokens."""
+    """The measured pace of a demo: its training rate, the seconds left, the preparation time, the held-out tokens, and
+    the time of one evaluation (None: none was made yet)."""
 
     tokens_per_s: float
     left_s: float
     prepared_s: float
     held_out_tokens: int
+    evaluation_s: float | None = None
 
-    def after_s(self) -> float:
-        """The time after training: AFTER_S, scaled like the preparation time relative to PREPARE_S (0.5 to 4 times)."""
-        return AFTER_S * min(4.0, max(0.5, self.prepared_s / PREPARE_S))
+    def after_s(self, size: Demo, evaluations: int) -> float:
+        """The time of what is not training, with this many evaluations to come: an estimate, scaled like the
+        preparation time relative to PREPARE_S (0.5 to 4 times), or as long as the last evaluation took."""
+        scale = min(4.0, max(0.5, self.prepared_s / PREPARE_S))
+        if self.evaluation_s is None:
+            return scale * _after_s(size, evaluations)
+        return scale * ENDING_S + evaluations * self.evaluation_s
+
+    def training_s(self, size: Demo, evaluations: int) -> float:
+        """The time that is left for training."""
+        return max(0.0, self.left_s - self.after_s(size, evaluations)) / OVERHEAD
 
 
 def revised(plan: Plan, done: int, pace: Pace, *, fill: bool) -> Demo:
@@ -161,15 +203,37 @@ def revised(plan: Plan, done: int, pace: Pace, *, fill: bool) -> Demo:
     `done` is before the cooldown, so that the first steps equal those of a run of the new length.
     """
     size, own = plan.size, plan.rate.size.pretrain_steps
-    seconds = (pace.left_s - pace.after_s() - _held_out_s(pace.tokens_per_s, pace.held_out_tokens)) / OVERHEAD
-    left = seconds * pace.tokens_per_s / size.tokens_per_step  # steps of both kinds
-    fits = done + int((left - size.sft_share * done) / (1 + size.sft_share))
+    held_out_s = _held_out_s(pace.tokens_per_s, pace.held_out_tokens)
+    seconds = (pace.left_s - pace.after_s(size, EVALUATIONS) - held_out_s) / OVERHEAD
+    left = seconds * pace.tokens_per_s / size.tokens_per_step  # steps of all kinds
+    fits = done + int((left - size.later_share * done) / (1 + size.later_share))
     steps = max(FEWEST_STEPS, math.ceil(done / (1 - COOLDOWN)), fits if fill else min(fits, own))
     near = abs(steps - size.pretrain_steps) < TOLERANCE * size.pretrain_steps
     return size if near else with_steps(size, steps)
 
 
 def sft_steps(size: Demo, pace: Pace) -> int:
-    """The number of fine-tuning steps that fits the remaining time, at most the size's."""
-    fits = int((pace.left_s - pace.after_s()) / OVERHEAD * pace.tokens_per_s / size.tokens_per_step)
-    return max(FEWEST_STEPS, min(size.sft_steps, fits))
+    """The number of fine-tuning steps that fits its share of the remaining time, at most the size's."""
+    return _share_of_rest(
+        size, pace, EVALUATIONS - 1, size.sft_share / size.later_share, 1.0, size.sft_steps, FEWEST_STEPS
+    )
+
+
+def dpo_steps(size: Demo, pace: Pace) -> int:
+    """The number of steps of DPO that fits its share of the remaining time, at most the size's."""
+    share = size.dpo_share / (size.later_share - size.sft_share)
+    return _share_of_rest(size, pace, EVALUATIONS - 2, share, DPO_COST, size.dpo_steps, FEWEST_LATER)
+
+
+def _share_of_rest(size: Demo, pace: Pace, evaluations: int, share: float, cost: float, most: int, fewest: int) -> int:
+    """Steps, each of which takes `cost` times a step of pretraining."""
+    fits = int(share * pace.training_s(size, evaluations) * pace.tokens_per_s / (cost * size.tokens_per_step))
+    return max(min(fewest, most), min(most, fits))
+
+
+def rl_steps(size: Demo, pace: Pace, answer_s: float) -> int:
+    """The number of steps of reinforcement that fits the remaining time, at most the size's. `answer_s` is the time of
+    an answer of `rl_tokens` tokens, sampled with many others."""
+    answers = size.rl_prompts * size.rl_samples
+    step_s = answers * (answer_s + ANSWER_SHARE * size.context / pace.tokens_per_s)
+    return max(min(FEWEST_LATER, size.rl_steps), min(size.rl_steps, int(pace.training_s(size, 1) / step_s)))

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import rich.table
 from rich.console import Console
 
 from bagu.data.corpus import STDLIB, TextCorpus
 from bagu.data.source import Conversation
 from bagu.nn import count
-from bagu.recipes.demo_eval import Evaluation, eval_table
+from bagu.recipes.demo_eval import WRITE, Evaluation, eval_table
+from bagu.recipes.demo_later import Done
 from bagu.recipes.demo_plan import Plan
 from bagu.recipes.demo_sizes import Demo
 from bagu.recipes.training import Trained
@@ -22,21 +24,35 @@ from bagu.train.report import Card, Comparison, ReportData, read_run, write_repo
 
 __all__ = ["Finished", "against_gzip", "farewell", "report"]
 
+COMPARED = ("before fine-tuning", "after all stages")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """The results of a demo."""
+    """The results of a demo. `stages` begins with pretraining; `before` are the answers of that model, `after` those of
+    the last one."""
 
     size: Demo
     plan: Plan | None  # None if the size was given
-    base: Trained
-    tuned: Trained
+    stages: tuple[Done, ...]
     bits: float  # bits per byte of all held-out text
     rivals: Compressors
     asked: Sequence[Conversation]
     before: Sequence[str]
     after: Sequence[str]
-    evaluations: tuple[Evaluation, Evaluation]  # after pretraining and after fine-tuning
+
+    @property
+    def base(self) -> Trained:
+        return self.stages[0].trained
+
+    @property
+    def model(self) -> Path:
+        """The folder of the last stage, whose model is served."""
+        return self.stages[-1].trained.folder.path
+
+    @property
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        return tuple(stage.evaluation for stage in self.stages)
 
 
 def against_gzip(bits: float, gzip: float) -> str:
@@ -47,24 +63,25 @@ def against_gzip(bits: float, gzip: float) -> str:
 
 def report(out: Path, done: Finished, seconds: float) -> Path:
     """Write `out`/report.html."""
-    base, tuned, rivals = done.base, done.tuned, done.rivals
+    base, rivals = done.base, done.rivals
+    first, last = done.evaluations[0], done.evaluations[-1]
     facts, judged = base.data.facts[STDLIB], (judge_code(done.before), judge_code(done.after))
     cards = (
         Card(name="Held-out text", value=f"{done.bits:.3f} bits/byte",
              note=against_gzip(done.bits, rivals.gzip_bits_per_byte)),
         Card(name="Model", value=f"{count.parameters(base.model.config).total / 1e6:.2f} M parameters"),
-        Card(name="Answers that parse", value=f"{judged[1].parse_percent:.0f} %",
-             note=f"{judged[0].parse_percent:.0f} % before fine-tuning"),
+        Card(name="Functions that pass", value=f"{100 * last.score(WRITE).mean:.0f} %",
+             note=f"{100 * first.score(WRITE).mean:.0f} % before fine-tuning; names that were never trained on"),
         Card(name="Time", value=duration(seconds), note="all stages"),
     )  # fmt: skip
     questions = [c.messages[0]["content"] for c in done.asked]
     tables = (
-        _sizes(done.bits, rivals, done.size.context), _samples(judged), eval_table(*done.evaluations),
-        *_chosen(done, seconds), _data(facts, base), _data_sft(tuned),
+        _sizes(done.bits, rivals, done.size.context), eval_table(done.evaluations), _samples(judged),
+        *_chosen(done, seconds), _data(facts, base), _later_data(done.stages[1:]),
     )  # fmt: skip
     data = ReportData(
         title="bagu demo", subtitle="A language model of the Python standard library, trained on this machine.",
-        runs=(read_run(base.folder, "pretraining"), read_run(tuned.folder, "fine-tuning")), cards=cards,
+        runs=[read_run(stage.trained.folder, stage.name) for stage in done.stages], cards=cards,
         references={
             "gzip -9": rivals.gzip_bits_per_byte, "xz -6": rivals.xz_bits_per_byte,
             "xz -6 primed with the training text": rivals.primed_xz_bits_per_byte,
@@ -73,7 +90,7 @@ def report(out: Path, done: Finished, seconds: float) -> Path:
             Comparison(prompt=q, before=b, after=a)
             for q, b, a in zip(questions[:8], done.before, done.after, strict=False)
         ),
-        compared=("before fine-tuning", "after fine-tuning"), tables=tables,
+        compared=COMPARED, tables=tables,
     )  # fmt: skip
     return write_report(data, out / "report.html")
 
@@ -89,7 +106,7 @@ def _chosen(done: Finished, spent_s: float) -> tuple[Table, ...]:
         ("time to be kept", duration(plan.budget_s)),
         ("time it took", f"{duration(spent_s)} until this page; {duration(plan.seconds)} were estimated in all"),
         ("pretraining", f"{size.pretrain_steps:,} steps of {size.tokens_per_step:,} tokens"),
-        ("fine-tuning", f"{done.tuned.fit.step:,} steps"),
+        *((stage.name, f"{stage.trained.fit.step:,} steps") for stage in done.stages[1:]),
         ("because", plan.reason),
     ]  # fmt: skip
     note = (
@@ -112,11 +129,10 @@ def _sizes(bits: float, rivals: Compressors, context: int) -> Table:
 
 
 def _samples(judged: Sequence[CodeSamples]) -> Table:
-    names = ("before fine-tuning", "after fine-tuning")
     rows = [
         (n, f"{j.parse_percent:.0f} %", f"{j.define_percent:.0f} %", f"{j.mean_characters:.0f}",
          f"{j.distinct_4gram_percent:.0f} %")
-        for n, j in zip(names, judged, strict=True)
+        for n, j in zip(COMPARED, judged, strict=True)
     ]  # fmt: skip
     note = f"{judged[0].count} held-out questions (docstring → function), temperature 0.6, the same for both."
     columns = ("model", "parse", "define a function", "mean length, characters", "distinct 4-grams")
@@ -135,21 +151,23 @@ def _data(facts: Mapping[str, object], base: Trained) -> Table:
     return Table(title="Pretraining data", columns=("what", "value"), rows=rows)
 
 
-def _data_sft(tuned: Trained) -> Table:
-    report = tuned.data.loader.report(tuned.fit.step)
-    size = tuned.data.sources[STDLIB]
-    rows = [
-        ("pairs", f"{size.documents:,}"), ("tokens", f"{size.tokens:,}"),
-        ("tokens that count", f"{100 * size.targets / size.tokens:.0f} %"),
-        ("epochs seen", f"{report['sources'][STDLIB]['epochs']:.2f}"),
-        ("padding", f"{report['padding_percent']:.1f} %"),
-    ]  # fmt: skip
-    return Table(title="Fine-tuning data", columns=("what", "value"), rows=rows)
+def _later_data(stages: Sequence[Done]) -> Table:
+    rows = []
+    for stage in stages:
+        trained = stage.trained
+        size, report = trained.data.sources[STDLIB], trained.data.loader.report(trained.fit.step)
+        epochs = f"{report['sources'][STDLIB]['epochs']:.2f}"
+        rows.append((stage.name, f"{size.documents:,}", f"{size.tokens:,}", epochs))
+    note = "Functions of the training files: chats, pairs of a real and a broken function, prompts."
+    return Table(
+        title="Data of the later stages", columns=("stage", "documents", "tokens", "epochs seen"), rows=rows, note=note
+    )  # fmt: skip
 
 
 def farewell(console: Console, page: Path, out: Path, done: Finished, seconds: float) -> None:
-    """Print the result in one line, and the next commands to try."""
+    """Print the scores of all stages, the result in one line, and the next commands to try."""
     bits, rivals = done.bits, done.rivals
+    console.print(_terminal_table(eval_table(done.evaluations)))
     verdict = "beats" if bits < rivals.gzip_bits_per_byte else "does not beat"
     console.print(
         f"\nThe model {verdict} gzip on held-out files: {bits:.3f} against {rivals.gzip_bits_per_byte:.3f} bits/byte "
@@ -160,8 +178,18 @@ def farewell(console: Console, page: Path, out: Path, done: Finished, seconds: f
     console.print(
         "Go on:\n"
         f"  bagu train --from {out / 'pretrain'} --set train.steps=2000 --out runs/longer\n"
-        f"  bagu serve {out / 'sft'}        # an OpenAI-compatible API, and a page to talk to it\n"
+        f"  bagu serve {done.model}        # an OpenAI-compatible API, and a page to talk to it\n"
+        f"  bagu train --recipe grpo --from {done.model} --reward my_file.py:score --out runs/mine-rl\n"
         "  bagu train my_text.txt --out runs/mine     # any file or folder of text, JSON lines, Parquet\n"
         "  bagu lab list                              # textbook claims, measured",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
+
+
+def _terminal_table(table: Table) -> rich.table.Table:
+    drawn = rich.table.Table(title=table.title, title_justify="left")
+    for number, column in enumerate(table.columns):
+        drawn.add_column(column, justify="left" if number < 2 else "right")
+    for row in table.rows:
+        drawn.add_row(*map(str, row))
+    return drawn

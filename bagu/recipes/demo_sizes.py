@@ -9,21 +9,27 @@ from bagu.data.corpus import STDLIB, SourceConfig
 from bagu.data.loader import DataConfig
 from bagu.nn.config import ModelConfig
 from bagu.recipes.run import Run, TokenizerConfig
+from bagu.train.objectives.dpo import PreferenceOptimization
+from bagu.train.objectives.grpo import GroupRelative
 from bagu.train.objectives.sft import SupervisedFineTuning
 from bagu.train.optim import OptimizerConfig
 from bagu.train.schedule import ScheduleConfig
+from bagu.train.stability import StabilityConfig
 from bagu.train.state import TrainConfig
 
 __all__ = ["CPU_SIZES", "GPU", "QUICK", "Demo"]
 
 COOLDOWN = 0.5  # the last half of pretraining
+DPO_COST = 4 / 3  # of a pretraining step: a forward of the reference is added to forward and backward
+RL_SHARE = 0.25  # of the time of pretraining
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
     """One size. `enough_tokens` is the number of pretraining tokens from which this size beats the next smaller one.
 
-    `priming_bytes` limits the text that xz is primed with, because xz is slow.
+    `priming_bytes` limits the text that xz is primed with, because xz is slow. A step of reinforcement samples
+    `rl_samples` answers of at most `rl_tokens` tokens to each of `rl_prompts` prompts.
     """
 
     name: str
@@ -35,22 +41,37 @@ class Demo:
     lr: float
     pretrain_steps: int
     sft_steps: int
+    dpo_steps: int
+    rl_steps: int
+    rl_prompts: int
+    rl_samples: int
+    rl_tokens: int
     questions: int
     new_tokens: int
-    eval_items: int  # per task
+    eval_items: int  # per task, but for `write`
+    write_items: int  # four answers each
     tokenizer_mb: float
     validation_batches: int
     priming_bytes: int | None
     enough_tokens: int = 0
+    function_bytes: int | None = None  # of the largest function that is trained on; None: what fits in the context
 
     @property
     def tokens_per_step(self) -> int:
         return self.rows * self.context
 
     @property
+    def later_share(self) -> float:
+        """The time of all later stages of training relative to pretraining."""
+        return self.sft_share + self.dpo_share + RL_SHARE
+
+    @property
     def sft_share(self) -> float:
-        """Fine-tuning steps per pretraining step."""
         return self.sft_steps / self.pretrain_steps
+
+    @property
+    def dpo_share(self) -> float:
+        return DPO_COST * self.dpo_steps / self.pretrain_steps
 
     def model(self) -> ModelConfig:
         heads = self.hidden_size // 64
@@ -76,7 +97,7 @@ class Demo:
         n = self.sft_steps
         return Run(
             objective=SupervisedFineTuning(), init_from=str(base),
-            sources={STDLIB: SourceConfig(max_bytes=2 * self.context)},
+            sources={STDLIB: self.functions()},
             data=DataConfig(context=self.context, rows=self.rows, packing="whole"),
             eval_batches=self.validation_batches,
             train=TrainConfig(
@@ -86,27 +107,61 @@ class Demo:
             ),
         )  # fmt: skip
 
+    def dpo(self, base: Path) -> Run:
+        n = self.dpo_steps
+        return Run(
+            objective=PreferenceOptimization(reference="live"),  # a demo makes too few steps for a cache to pay
+            init_from=str(base), sources={STDLIB: self.functions()},
+            data=DataConfig(context=self.context, rows=self.rows), eval_batches=self.validation_batches,
+            train=TrainConfig(
+                steps=n, eval_every=max(n // 2, 1), save_every=n,
+                optimizer=OptimizerConfig(kind="adamw", lr=1e-4),
+                schedule=ScheduleConfig(kind="linear", warmup_steps=max(n // 10, 1)),
+            ),
+        )  # fmt: skip
+
+    def grpo(self, base: Path) -> Run:
+        n = self.rl_steps
+        return Run(
+            objective=GroupRelative(
+                reward="python", prompts=self.rl_prompts, samples=self.rl_samples, max_tokens=self.rl_tokens
+            ),
+            init_from=str(base), sources={STDLIB: self.functions()},
+            data=DataConfig(context=self.context, rows=self.rows), eval_batches=1,
+            train=TrainConfig(
+                steps=n, sample_every=max(n // 3, 1), save_every=n,
+                optimizer=OptimizerConfig(kind="adamw", lr=3e-4, weight_decay=0.0),
+                schedule=ScheduleConfig(kind="constant", warmup_steps=1),
+                stability=StabilityConfig(spike_threshold=None),  # a policy loss is near 0, and a spike means nothing
+            ),
+        )  # fmt: skip
+
+    def functions(self) -> SourceConfig:
+        """The functions of the library that the later stages use."""
+        return SourceConfig(max_bytes=self.function_bytes or 2 * self.context)
+
 
 LARGE = Demo(
     name="large", hidden_size=256, num_layers=6, vocab_size=4096, context=256, rows=16, lr=0.007, pretrain_steps=300,
-    sft_steps=64, questions=32, new_tokens=120, eval_items=128, tokenizer_mb=16, validation_batches=12,
-    priming_bytes=None, enough_tokens=700_000,
+    sft_steps=64, dpo_steps=20, rl_steps=40, rl_prompts=16, rl_samples=8, rl_tokens=96, questions=32, new_tokens=120,
+    eval_items=128, write_items=48, tokenizer_mb=16, validation_batches=12, priming_bytes=None, enough_tokens=700_000,
 )  # fmt: skip
 MEDIUM = replace(
     LARGE, name="medium", hidden_size=192, num_layers=4, rows=8, lr=0.01, pretrain_steps=600, sft_steps=72,
-    tokenizer_mb=8, priming_bytes=4_000_000, enough_tokens=600_000,
+    dpo_steps=36, tokenizer_mb=8, priming_bytes=4_000_000, enough_tokens=600_000,
 )  # fmt: skip
 # For a slow CPU with a few minutes. After 75 steps of 1,024 tokens two layers were within 0.02 bits per byte of four,
 # for 57 % of the CPU time. Runs of 40 steps ended at 2.565 bits per byte, and at 2.692 with three layers and 2,048
 # tokens.
 SMALL = replace(
-    MEDIUM, name="small", hidden_size=128, num_layers=2, rows=4, pretrain_steps=1600, sft_steps=192, tokenizer_mb=4,
-    questions=16, new_tokens=80, eval_items=64, enough_tokens=40_960,
+    MEDIUM, name="small", hidden_size=128, num_layers=2, rows=4, pretrain_steps=1600, sft_steps=192, dpo_steps=80,
+    rl_prompts=8, tokenizer_mb=4, questions=16, new_tokens=80, eval_items=64, write_items=24, enough_tokens=40_960,
 )  # fmt: skip
 # For a CPU that is shared with other work: a sixth of `small`'s operations per token. It does not reach gzip.
 TINY = replace(
-    SMALL, name="tiny", hidden_size=64, vocab_size=1024, context=128, tokenizer_mb=1, questions=4, new_tokens=24,
-    eval_items=16, validation_batches=4, priming_bytes=1_000_000, enough_tokens=0,
+    SMALL, name="tiny", hidden_size=64, vocab_size=1024, context=128, rl_prompts=4, rl_samples=4, rl_tokens=48,
+    tokenizer_mb=1, questions=4, new_tokens=24, eval_items=16, write_items=4, validation_batches=4,
+    priming_bytes=1_000_000, enough_tokens=0,
 )  # fmt: skip
 CPU_SIZES = (LARGE, MEDIUM, SMALL, TINY)  # the largest first
 # Fewer steps of 16384 tokens instead of 4096. A step takes 6.6 ms on an H200 (docs/decisions/015), of which 2.6 ms are
@@ -114,6 +169,6 @@ CPU_SIZES = (LARGE, MEDIUM, SMALL, TINY)  # the largest first
 GPU = replace(LARGE, rows=64, pretrain_steps=160, sft_steps=48)
 QUICK = Demo(
     name="quick", hidden_size=64, num_layers=2, vocab_size=512, context=128, rows=8, lr=0.007, pretrain_steps=12,
-    sft_steps=6, questions=4, new_tokens=24, eval_items=8, tokenizer_mb=1, validation_batches=4,
-    priming_bytes=1_000_000,
+    sft_steps=6, dpo_steps=2, rl_steps=2, rl_prompts=2, rl_samples=4, rl_tokens=24, questions=4, new_tokens=24,
+    eval_items=8, write_items=4, tokenizer_mb=1, validation_batches=4, priming_bytes=1_000_000, function_bytes=80,
 )  # fmt: skip

@@ -14,6 +14,7 @@ from bagu.recipes.demo_sizes import CPU_SIZES, QUICK
 from bagu.recipes.models import load_model
 from bagu.runs.folder import RunFolder
 
+STAGES = ("pretraining", "fine-tuning", "preferences", "reinforcement")
 NO_NETWORK = """
 import socket
 connect = socket.socket.connect
@@ -41,31 +42,46 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_it_says_where_the_report_is_and_how_to_go_on(finished: tuple[Path, str]) -> None:
     out, said = finished
     assert str(out / "report.html") in said and "bagu train --from" in said
-    assert said.count("✓") == 8, said
+    assert said.count("✓") == 10, said
     assert " answered: " in said and "bagu serve" in said
 
 
 def test_the_report_has_the_yardsticks_and_both_samples(finished: tuple[Path, str]) -> None:
     page = (finished[0] / "report.html").read_text(encoding="utf-8")
-    for part in ("gzip -9", "primed", "before fine-tuning", "after fine-tuning", "parse", "distinct 4-grams", "sha256"):
+    for part in ("gzip -9", "primed", "before fine-tuning", "after all stages", "parse", "distinct 4-grams", "sha256"):
         assert part in page, part
 
 
-def test_both_runs_are_whole_and_their_models_load(finished: tuple[Path, str]) -> None:
-    for name, steps in (("pretrain", QUICK.pretrain_steps), ("sft", QUICK.sft_steps)):
+def test_the_scores_after_each_stage_are_in_the_terminal_and_in_the_report(finished: tuple[Path, str]) -> None:
+    out, said = finished
+    page = (out / "report.html").read_text(encoding="utf-8")
+    for stage, folder in zip(STAGES, ("pretrain", "sft", "dpo", "grpo"), strict=True):
+        for task in ("continue4", "signature", "write"):
+            result = json.loads((out / "eval" / folder / task / "result.json").read_text())
+            score = next(iter(result["metrics"].values()))
+            words = f"{100 * score['mean']:.0f} % ({100 * score['low']:.0f} to {100 * score['high']:.0f})"
+            assert any(f" {stage} " in line and words in line for line in said.splitlines()), (stage, task)
+            assert words in page
+    assert "different bodies" in said and "different bodies" in page
+
+
+def test_every_run_is_whole_and_its_model_loads(finished: tuple[Path, str]) -> None:
+    for name, steps in (
+        ("pretrain", QUICK.pretrain_steps), ("sft", QUICK.sft_steps), ("dpo", QUICK.dpo_steps), ("grpo", QUICK.rl_steps)
+    ):  # fmt: skip
         folder = RunFolder(finished[0] / name)
         rows = folder.metrics()
         assert [row["step"] for row in rows] == list(range(steps))
         held_out = [row["val_bits_per_byte"] for row in rows if "val_bits_per_byte" in row]
-        assert held_out[-1] < held_out[0]
+        assert held_out[-1] < held_out[0] if name in ("pretrain", "sft") else not held_out
         assert load_model(folder.path).config.vocab_size == QUICK.vocab_size
         assert json.loads((folder.path / "data.json").read_text())["sources"]["stdlib"]["sha256"]
 
 
 def test_transformers_reads_the_result(finished: tuple[Path, str]) -> None:
     transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(finished[0] / "sft" / "model")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(finished[0] / "sft" / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(finished[0] / "grpo" / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(finished[0] / "grpo" / "model")
     chat = [{"role": "user", "content": "Write the Python function `add`."}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     assert model(**ids).logits.shape[-1] == QUICK.vocab_size

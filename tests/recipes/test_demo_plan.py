@@ -9,9 +9,9 @@ import torch
 
 from bagu.errors import ArgumentError
 from bagu.recipes.demo import _clock
-from bagu.recipes.demo_plan import Pace, Plan, Rate, measured, revised, sft_steps
+from bagu.recipes.demo_plan import EVALUATIONS, Pace, Plan, Rate, dpo_steps, measured, revised, rl_steps, sft_steps
 from bagu.recipes.demo_report import against_gzip
-from bagu.recipes.demo_sizes import CPU_SIZES, GPU, QUICK, Demo
+from bagu.recipes.demo_sizes import CPU_SIZES, GPU, QUICK, RL_SHARE, Demo
 from bagu.train.schedule import factor
 
 LARGE, MEDIUM, SMALL, TINY = CPU_SIZES
@@ -52,10 +52,11 @@ def test_a_demo_that_cannot_keep_its_time_says_so() -> None:
 
 def test_more_minutes_are_used_and_fewer_are_kept() -> None:
     by_default, asked, short = (Plan.of(rates(XEON), s, fill=f) for s, f in ((300, False), (1200, True), (150, True)))
-    assert by_default.size.pretrain_steps == LARGE.pretrain_steps and by_default.seconds < 300
+    assert 0.6 * LARGE.pretrain_steps < by_default.size.pretrain_steps <= LARGE.pretrain_steps
+    assert by_default.seconds <= 300 and Plan.of(rates(XEON), 600, fill=False).size.pretrain_steps == 300
     assert asked.size.pretrain_steps > 3 * LARGE.pretrain_steps and asked.seconds == pytest.approx(1200, rel=0.01)
     assert short.seconds <= 150
-    assert asked.size.sft_steps > 3 * by_default.size.sft_steps and short.size.name == "medium"
+    assert asked.size.sft_steps > 3 * by_default.size.sft_steps and short.size.name == "small"
 
 
 def test_only_as_many_sizes_are_measured_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +74,7 @@ def test_only_as_many_sizes_are_measured_as_needed(monkeypatch: pytest.MonkeyPat
         return run, [r.size.name for r in measured(sizes, 300.0, torch.device("cpu"))]
 
     assert tried(XEON) == (["tiny", "large"], ["large"])
-    assert tried(ARM) == (["tiny", "large", "medium", "small"], ["large", "medium", "small"])
+    assert tried(ARM) == (["tiny", "medium", "small"], ["medium", "small"])
     assert tried({n: 0.03 * r for n, r in ARM.items()}) == (["tiny", "small"], ["small", "tiny"])
     assert tried({n: 0.01 * r for n, r in ARM.items()}) == (["tiny"], ["tiny"])  # three large steps would take minutes
     assert tried(XEON, (GPU,)) == (["large"], ["large"])
@@ -85,8 +86,9 @@ def pace(tokens_per_s: float, left_s: float, prepared_s: float = 22.0) -> Pace:
 
 def finish(size: Demo, done: int, at: Pace) -> float:
     """Seconds until the end of a demo at this pace, as it is accounted."""
-    tokens = (size.pretrain_steps - done + size.sft_steps) * size.tokens_per_step
-    return 1.08 * tokens / at.tokens_per_s + at.after_s() + at.held_out_tokens / 3 / at.tokens_per_s
+    steps = (1 + size.later_share) * size.pretrain_steps - done
+    training = 1.08 * steps * size.tokens_per_step / at.tokens_per_s
+    return training + at.after_s(size, EVALUATIONS) + at.held_out_tokens / 3 / at.tokens_per_s
 
 
 @pytest.mark.parametrize("speed", [0.5, 0.7, 0.97, 1.3])
@@ -106,6 +108,45 @@ def test_a_machine_that_stands_still_ends_the_run_early_but_whole() -> None:
     size = revised(plan, done, pace(100.0, -60.0), fill=False)
     assert size.pretrain_steps == 2 * done  # not fewer: the cooldown must not have begun
     assert sft_steps(size, pace(100.0, -60.0)) == 8
+
+
+@pytest.mark.parametrize("machine", [ARM, XEON, {n: 0.05 * r for n, r in ARM.items()}])
+@pytest.mark.parametrize("budget_s", [300.0, 1800.0])
+def test_the_later_stages_shrink_with_the_time(machine: dict[str, float], budget_s: float) -> None:
+    """Each takes its share of what the stages before it left, so that the demo ends in time."""
+    plan = Plan.of(rates(machine), budget_s, fill=budget_s > 300)
+    size, rate = plan.size, plan.rate.tokens_per_s
+    step_s, evaluation_s, slow = size.tokens_per_step / rate, 9.0, 1.3  # later stages are slower than estimated
+    answer_s = 3 * size.rl_tokens / rate
+    spent = 22 + (size.pretrain_steps * 1.08 * step_s) + 57_000 / rate
+    assert spent > 0.5 * (budget_s - 22 - 37 - EVALUATIONS * evaluation_s)  # pretraining keeps most of the time
+    for number, field, fits in ((1, "sft_steps", sft_steps), (2, "dpo_steps", dpo_steps), (3, "rl_steps", rl_steps)):
+        spent += evaluation_s
+        at = replace(pace(rate, budget_s - spent), evaluation_s=evaluation_s)
+        more = {"answer_s": answer_s} if field == "rl_steps" else {}
+        planned, size = getattr(size, field), replace(size, **{field: fits(size, at, **more)})
+        assert 2 <= getattr(size, field) <= planned, number
+        cost = {"sft_steps": 1.0, "dpo_steps": 4 / 3}.get(field)
+        each = (
+            size.rl_prompts * size.rl_samples * (answer_s + 0.8 * size.context / rate)
+            if cost is None
+            else cost * step_s
+        )
+        spent += slow * 1.08 * getattr(size, field) * each
+    assert spent + evaluation_s + 37 <= 1.12 * budget_s
+
+
+def test_reinforcement_follows_the_time_of_an_answer() -> None:
+    size, at = LARGE, replace(pace(8_400.0, 250.0), evaluation_s=5.0)
+    steps = [rl_steps(size, at, answer_s) for answer_s in (0.001, 0.01, 0.1, 10.0)]
+    assert steps[0] == size.rl_steps > steps[2] > steps[3] == 2 and steps == sorted(steps, reverse=True)
+    assert rl_steps(size, replace(at, left_s=-10.0), 0.01) == 2
+    assert size.later_share == pytest.approx(64 / 300 + 4 / 3 * 20 / 300 + RL_SHARE)
+
+
+def test_a_longer_demo_has_smaller_intervals() -> None:
+    items = [Plan.of(rates(XEON), s, fill=True).size.write_items for s in (150, 300, 600, 1800)]
+    assert items[1] == LARGE.write_items and items == sorted(items) and items[-1] == 128
 
 
 @pytest.mark.parametrize("size", [LARGE, MEDIUM, SMALL, GPU])
