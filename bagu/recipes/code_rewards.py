@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bagu.data.stdlib import parsed
@@ -20,7 +20,7 @@ from bagu.errors import BaguError
 from bagu.eval.function_checks import CHECKS, checks_passed
 from bagu.eval.grades import doctest_program, first_code, run_to_end
 from bagu.machine.sandbox import Limits, Sandbox, SandboxUnavailable
-from bagu.train.reward_function import Sample, Scored
+from bagu.train.reward_function import RewardFunction, Sample, Scored
 
 __all__ = ["BUILT_IN", "LoosePythonReward", "PythonReward"]
 
@@ -95,7 +95,7 @@ class LoosePythonReward:
         return Scored(reward=sum(parts.values()) / len(parts), parts=parts)
 
 
-BUILT_IN = {"python": PythonReward, "python-loose": LoosePythonReward}
+BUILT_IN: dict[str, Callable[[], RewardFunction]] = {"python": PythonReward, "python-loose": LoosePythonReward}
 
 
 def _named(facts: Mapping[str, Any]) -> Mapping[str, Any]:

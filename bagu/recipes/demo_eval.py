@@ -25,6 +25,7 @@ from bagu.recipes.eval_models import EngineModel
 from bagu.runs.display import Table
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
+from bagu.serve.request import Sampling
 
 __all__ = ["WRITE", "Evaluation", "eval_table", "eval_words", "evaluate_stage"]
 
@@ -57,6 +58,7 @@ def evaluate_stage(stage: str, model: Transformer, tokenizer: BpeTokenizer, fold
     """Score the first items of each task."""
     was_training = model.training
     engine = Engine(model.eval(), tokenizer, EngineConfig(kv_memory=KV_MEMORY, cuda_graphs=False))
+    engine.generate([[tokenizer.eos_id]], Sampling(max_tokens=2))  # compiles its decode step, outside the timed tasks
     asked = EngineModel(engine, tokenizer, ChatEncoder(tokenizer), folder.name)
     results = [
         evaluate(

@@ -9,7 +9,7 @@ time permits, and is evaluated on the same items.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -118,8 +118,10 @@ class LaterStages:
         last = self.done[-1].evaluation
         pace = replace(self.pace, left_s=self.clock.left(), evaluation_s=last.seconds)
         reinforced = partial(rl_steps, answer_s=last.answer_s)
-        fits = {"sft_steps": sft_steps, "dpo_steps": dpo_steps, "rl_steps": reinforced}[later.steps]
-        return replace(self.size, **{later.steps: fits(self.size, pace)})
+        fits: Mapping[str, Callable[[Demo, Pace], int]] = {
+            "sft_steps": sft_steps, "dpo_steps": dpo_steps, "rl_steps": reinforced
+        }  # fmt: skip
+        return replace(self.size, **{later.steps: fits[later.steps](self.size, pace)})
 
 
 def progress_of(stage: Stage, run: Run, *, quiet: tuple[str, ...] = ()) -> TrainProgress:

@@ -68,7 +68,7 @@ class ModelReward:
         hidden = self.model(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len).hidden
         last = batch.cu_seqlens[1 : len(sequences) + 1].long() - 1
         assert self.model.score is not None
-        return self.model.score(hidden[last]).tolist()  # type: ignore[no-any-return]
+        return self.model.score(hidden[last]).tolist()
 
     def _tokens(self, sample: Sample) -> Tokens:
         """Encoded as in training: the chat of the prompt, and the answer with the token that ends the turn."""

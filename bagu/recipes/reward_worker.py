@@ -69,7 +69,7 @@ def load(file: Path, name: str) -> Callable[..., Any]:
         raise Refused(f"{file} has no function {name!r}; it has: {', '.join(known) or 'none'}")
     if not callable(function):
         raise Refused(f"{name!r} of {file} is a {type(function).__name__}, not a function")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _takes_lists(function: Callable[..., Any], name: str) -> bool:

@@ -106,7 +106,7 @@ class _Worker:
         try:
             self._calls.send(asked)
             if self._answers.poll(timeout_s):
-                return self._answers.recv()  # type: ignore[no-any-return]
+                return self._answers.recv()
             fault = f"took longer than {timeout_s:g} s"
         except (EOFError, BrokenPipeError):
             fault = f"ended its process with status {self._process.wait()}"
