@@ -31,7 +31,7 @@ class Sequence:
         self.request, self.index, self.rank = request, index, rank
         self.tokens = list(request.prompt)
         self.num_prompt = len(request.prompt)
-        self.end = self.num_prompt + max(sampling.max_tokens - 1, 0)  # KV positions: the last token needs none
+        self.end = max(self.num_prompt + sampling.max_tokens - 1, 1)  # KV positions: the last token needs none
         self.draws = sampling.max_tokens > 0
         self.stops = stops
         self.planned = 0  # positions computed or in a plan in flight

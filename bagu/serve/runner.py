@@ -153,10 +153,11 @@ class Runner:
         pieces = flat.to(self.device, non_blocking=True).split([v.size for v in values])
         return [piece.view(v.shape) for piece, v in zip(pieces, values, strict=True)]
 
-    def logprobs(self, hidden: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def logprobs(self, hidden: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor:
         """log p of each row's target, by the function that training and scoring use. With int8 weights it is computed
-        from the int8 logits instead: the distribution from which the token was sampled."""
+        from the int8 logits instead: the distribution from which the token was sampled. `logits` are those of `hidden`,
+        if they are known."""
         if self.config.quantization is not None:
-            wide = logits.float()
+            wide = (self.project(hidden)[0] if logits is None else logits).float()
             return wide.gather(1, targets.unsqueeze(1)).squeeze(1) - wide.logsumexp(1)
         return ops.token_losses(*ops.linear_cross_entropy(hidden, self.source.head_weight, targets)).logprobs

@@ -10,9 +10,10 @@ import random
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from bagu.serve.plan import Plan, Sequence
+from bagu.serve.plan import Plan, Sequence, Slice
 from bagu.serve.request import PromptLogprobs, Request, TokenEvent, TokenLogprob
 from bagu.serve.runner import Runner, RunnerOutput
 from bagu.serve.sample import Row, argmax, greedy, sample, top_logprobs
@@ -118,26 +119,47 @@ class Sampler:
         rows = torch.tensor(asked, device=tokens.device)
         hidden, logits, targets = (x.index_select(0, rows) for x in (step.sampled, step.logits, tokens))
         found = top_logprobs(
-            logits, self.runner.logprobs(hidden, logits, targets), targets, [counts[i] or 0 for i in asked]
+            logits, self.runner.logprobs(hidden, targets, logits), targets, [counts[i] or 0 for i in asked]
         )
         by_row = dict(zip(asked, found, strict=True))
         return [by_row.get(i) for i in range(len(counts))]
 
     def _score(self, plan: Plan, step: RunnerOutput) -> list[PromptLogprobs]:
         """Compute the logprobs of the prompt tokens that follow this step's positions; return the completed prompts."""
+        pieces = [
+            (piece, first) for piece, first in zip(plan.slices, plan.cu_seqlens, strict=False)
+            if piece.sequence.scores and not piece.sequence.finished and piece.start < _scored_end(piece.sequence)
+        ]  # fmt: skip
+        scored = [(piece, first + r.start - piece.start, r) for piece, first in pieces if (r := piece.scored)]
+        if scored:
+            self._score_rows(step.hidden, scored)
         done = []
-        for piece, first in zip(plan.slices, plan.cu_seqlens, strict=False):
-            s = piece.sequence
-            if not s.scores or s.finished or piece.start >= s.num_prompt:
-                continue
-            request, state = s.request, self._states[s.request.id]
-            if scored := piece.scored:
-                hidden = step.hidden[first + scored.start - piece.start : first + scored.stop - piece.start]
-                targets = torch.tensor(s.tokens[scored.start + 1 : scored.stop + 1], device=hidden.device)
-                count = request.sampling.prompt_logprobs or 0
-                logits, _ = self.runner.project(hidden)
-                found = self.runner.logprobs(hidden, logits, targets)
-                state.scores += top_logprobs(logits, found, targets, [count] * len(targets))
-            if piece.start + piece.length >= s.num_prompt:
-                done.append(PromptLogprobs(request.id, max(request.score_start, 1), tuple(state.scores)))
+        for piece, _ in pieces:
+            request = piece.sequence.request
+            if piece.start + piece.length >= _scored_end(piece.sequence):
+                scores = tuple(self._states[request.id].scores)
+                done.append(PromptLogprobs(request.id, max(request.score_start, 1), scores))
         return done
+
+    def _score_rows(self, hidden: torch.Tensor, scored: list[tuple[Slice, int, range]]) -> None:
+        """Append the scores of slices, given as (slice, first row of `hidden`, positions): the logprobs of all slices
+        in one call; top tokens, which need the logits, slice by slice, so that few logits exist at a time."""
+        rows = [row for _, at, r in scored for row in range(at, at + len(r))]
+        ids = [id for piece, _, r in scored for id in piece.sequence.tokens[r.start + 1 : r.stop + 1]]
+        index, targets = self.runner.to_device(np.array(rows, dtype=np.int64), np.array(ids, dtype=np.int64))
+        wanted = hidden.index_select(0, index)
+        logprobs, at = self.runner.logprobs(wanted, targets), 0
+        values = logprobs.tolist()
+        for piece, _, r in scored:
+            state, part = self._states[piece.sequence.request.id], slice(at, at + len(r))
+            if count := piece.sequence.request.sampling.prompt_logprobs:
+                logits, _ = self.runner.project(wanted[part])
+                state.scores += top_logprobs(logits, logprobs[part], targets[part], [count] * len(r))
+            else:
+                state.scores += [TokenLogprob(value, ()) for value in values[part]]
+            at = part.stop
+
+
+def _scored_end(sequence: Sequence) -> int:
+    """The number of positions after which all prompt logprobs are known: the last prompt token is only predicted."""
+    return max(sequence.num_prompt - 1, 1)
