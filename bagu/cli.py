@@ -30,7 +30,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench = _group("Benchmark ops, training steps, the inference engine or a server.")
+bench = _group("Benchmark ops, training steps, the inference engine, evaluation or a server.")
 ops = _group("List the ops; show the formula, cost and predicted time of one.")
 lab = _group("Labs: measure a textbook claim on this machine.")
 tokenizers = _group("Train a tokenizer, or measure one.")
@@ -391,6 +391,23 @@ def bench_grpo(
         shape, prompts=prompts, samples=samples, prompt=prompt, new=new, steps=steps, dtype=dtype, device=device,
         out=out, as_json=as_json,
     )  # fmt: skip
+    raise typer.Exit(status)
+
+
+@bench.command("eval")
+def bench_eval(
+    shape: Annotated[str | None, Option(help="cpu_8m, smollm_135m or qwen3_0_6b; random weights.")] = None,
+    items: Annotated[int, Option(help="Number of four-way items, in all rounds together.")] = 10_000,
+    rounds: Rounds = 4,
+    dtype: BenchDtype = None,
+    device: Device = None,
+    out: Results = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the speed of multiple-choice scoring, as a share of the engine's prefill speed."""
+    from bagu.bench import evaluation as part
+
+    status = part.main(shape, items=items, rounds=rounds, dtype=dtype, device=device, out=out, as_json=as_json)
     raise typer.Exit(status)
 
 

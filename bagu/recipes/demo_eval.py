@@ -21,10 +21,8 @@ from bagu.eval.score import Result, evaluate
 from bagu.eval.tasks import built_in
 from bagu.nn.model import Transformer
 from bagu.recipes.demo_sizes import Demo
-from bagu.recipes.eval_models import EngineModel
+from bagu.recipes.eval_models import EngineModel, eval_engine
 from bagu.runs.display import Table
-from bagu.serve.config import EngineConfig
-from bagu.serve.engine import Engine
 from bagu.serve.request import Sampling
 
 __all__ = ["WRITE", "Evaluation", "eval_table", "eval_words", "evaluate_stage"]
@@ -57,7 +55,7 @@ class Evaluation:
 def evaluate_stage(stage: str, model: Transformer, tokenizer: BpeTokenizer, folder: Path, size: Demo) -> Evaluation:
     """Score the first items of each task."""
     was_training = model.training
-    engine = Engine(model.eval(), tokenizer, EngineConfig(kv_memory=KV_MEMORY, cuda_graphs=False))
+    engine = eval_engine(model.eval(), tokenizer, kv_memory=KV_MEMORY, cuda_graphs=False)
     engine.generate([[tokenizer.eos_id]], Sampling(max_tokens=2))  # compiles its decode step, outside the timed tasks
     asked = EngineModel(engine, tokenizer, ChatEncoder(tokenizer), folder.name)
     results = [

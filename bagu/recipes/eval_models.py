@@ -12,15 +12,28 @@ from typing import Any
 from bagu.data.chat import ChatEncoder
 from bagu.errors import BaguError
 from bagu.eval.model import Decoding, Message
+from bagu.nn.model import Transformer
+from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Sampling
 from bagu.types import Tokenizer
 
-__all__ = ["EngineModel", "ServerModel"]
+__all__ = ["EngineModel", "ServerModel", "eval_engine"]
 
 TIMEOUT_S = 3600.0
 PROMPTS_A_CALL = 64  # per server call: small enough that the response of one call has a few megabytes
 MAX_WAITS = 120  # seconds to wait while the queue is full
+
+
+# Positions per KV block. The choices of an item share the full blocks of their prompt, so small blocks share more: on a
+# CPU 8 gives 1.1 times the speed of the server's 16. On a GPU the server's 256 would share no prompt that is shorter.
+BLOCK_SIZES = {"cpu": 8, "cuda": 16}
+
+
+def eval_engine(model: Transformer, tokenizer: Tokenizer, **settings: Any) -> Engine:
+    """An engine for evaluations; `settings` are fields of EngineConfig."""
+    block_size = BLOCK_SIZES[model.embedding.weight.device.type]
+    return Engine(model, tokenizer, EngineConfig(**({"block_size": block_size} | settings)))
 
 
 class EngineModel:

@@ -30,20 +30,18 @@ def model_of(
     model: str, *, tokenizer: str | None, dtype: str, device: str | None, invariant: bool, api_key: str | None
 ) -> tuple[Model, dict[str, Any]]:
     """The model behind MODEL, and the facts that determine its results."""
-    from bagu.recipes.eval_models import EngineModel, ServerModel
+    from bagu.recipes.eval_models import EngineModel, ServerModel, eval_engine
 
     if model.startswith(("http://", "https://")):
         if tokenizer or device or dtype != "auto" or invariant:
             raise ArgumentError("--tokenizer, --device, --dtype and --invariant are the server's to choose")
         return ServerModel(model, api_key=api_key), {"url": model}
     from bagu.recipes.serve import Loader
-    from bagu.serve.config import EngineConfig
-    from bagu.serve.engine import Engine
 
     loaded, words, chat = Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device)()
     if not loaded.config.causal:
         raise BaguError(f"{model} is an encoder: it gives no probability of the next token", hint="name a causal model")
-    engine = Engine(loaded, words, EngineConfig(invariant=invariant))
+    engine = eval_engine(loaded, words, invariant=invariant)
     weight = loaded.embedding.weight
     identity = {
         "parameters": sum(p.numel() for p in loaded.parameters()), "checksum": _checksum(loaded),
