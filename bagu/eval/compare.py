@@ -12,6 +12,7 @@ from typing import Any
 from bagu.eval.intervals import Comparison, Estimate, compare, estimate, estimate_ratio
 from bagu.eval.score import item_scores
 from bagu.eval.task import TaskError
+from bagu.eval.words import Scale, scale_of
 from bagu.runs.record import read_rows
 
 __all__ = ["Compared", "Side", "compare_folders", "read_side"]
@@ -34,11 +35,14 @@ class Compared:
     task: str
     metric: str
     selected_by: str  # the normalisation or pass@k that decides an item
-    higher_is_better: bool
     a: Estimate
     b: Estimate
     difference: Comparison
     differing: tuple[tuple[Row, Row], ...]  # the items that only one of the models answers correctly
+
+    @property
+    def scale(self) -> Scale:
+        return scale_of(self.metric)
 
 
 def read_side(folder: Path) -> dict[str, Side]:
@@ -75,7 +79,7 @@ def _compared(a: Side, b: Side) -> Compared:
     scores = [item_scores(kind, side, a.result["k"])[key] for side in rows]
     differing = [(x, y) for x, y, p, q in zip(*rows, *scores, strict=True) if p != q]
     return Compared(
-        task=a.task, metric=metric, selected_by=key, higher_is_better=True, a=estimate(scores[0], clusters),
+        task=a.task, metric=metric, selected_by=key, a=estimate(scores[0], clusters),
         b=estimate(scores[1], clusters), difference=compare(scores[0], scores[1], clusters), differing=tuple(differing),
     )  # fmt: skip
 
@@ -86,6 +90,6 @@ def _losses(task: str, metric: str, rows: tuple[list[Row], list[Row]], clusters:
     bits = [[row["nats"] / math.log(2) for row in side] for side in rows]
     each = [[b / n for b, n in zip(side, sizes, strict=True)] for side in bits]
     return Compared(
-        task=task, metric=metric, selected_by="", higher_is_better=False, a=estimate_ratio(bits[0], sizes, clusters),
+        task=task, metric=metric, selected_by="", a=estimate_ratio(bits[0], sizes, clusters),
         b=estimate_ratio(bits[1], sizes, clusters), difference=compare(each[0], each[1], clusters), differing=(),
     )  # fmt: skip

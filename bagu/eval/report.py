@@ -12,6 +12,7 @@ from bagu.config import write_atomic
 from bagu.eval.choice import answers
 from bagu.eval.compare import Compared
 from bagu.eval.intervals import Estimate
+from bagu.eval.words import p_value
 from bagu.runs.html import grid, text
 
 __all__ = ["interval_plot", "write_comparison"]
@@ -55,27 +56,16 @@ def write_comparison(found: Sequence[Compared], names: tuple[str, str], path: Pa
 
 def _table(found: Sequence[Compared], names: tuple[str, str]) -> str:
     rows = [
-        (c.task, c.metric, _number(c, c.a), _number(c, c.b), _signed(c), f"{c.difference.p_value:.3g}", c.a.items)
+        (c.task, c.metric, c.scale.score_and_interval(c.a), c.scale.score_and_interval(c.b),
+         c.scale.difference(c.difference), p_value(c.difference), c.a.items)
         for c in found
-    ]
+    ]  # fmt: skip
     return grid(("task", "metric", *names, "difference", "p", "items"), rows)
 
 
-def _number(c: Compared, e: Estimate) -> str:
-    scale, digits = (100, 1) if c.higher_is_better else (1, 3)
-    return f"{e.mean * scale:.{digits}f} ({e.low * scale:.{digits}f} to {e.high * scale:.{digits}f})"
-
-
-def _signed(c: Compared) -> str:
-    d, (scale, digits) = c.difference, (100, 1) if c.higher_is_better else (1, 3)
-    return f"{d.difference * scale:+.{digits}f} ({d.low * scale:+.{digits}f} to {d.high * scale:+.{digits}f})"
-
-
 def _plot(c: Compared, names: tuple[str, str]) -> str:
-    unit = "%" if c.higher_is_better else c.metric.replace("_", " ")
-    scale = 100.0 if c.higher_is_better else 1.0
     title = f"{c.task}: {c.metric.replace('_', ' ')}"
-    svg = interval_plot([(names[0], c.a), (names[1], c.b)], scale=scale, unit=unit)
+    svg = interval_plot([(names[0], c.a), (names[1], c.b)], scale=c.scale.factor, unit=c.scale.name)
     return f'<section class="card"><h3>{text(title)}</h3>{svg}</section>'
 
 

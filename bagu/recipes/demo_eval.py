@@ -8,7 +8,7 @@ could score as high.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from bagu.eval.diversity import Diversity, diversity
 from bagu.eval.intervals import Comparison, Estimate
 from bagu.eval.score import Result, evaluate
 from bagu.eval.tasks import built_in
+from bagu.eval.words import PERCENT, p_value
 from bagu.nn.model import Transformer
 from bagu.recipes.demo_sizes import Demo
 from bagu.recipes.eval_models import EngineModel, eval_engine
@@ -29,6 +30,7 @@ __all__ = ["WRITE", "Evaluation", "eval_table", "eval_words", "evaluate_stage"]
 
 WRITE = "write"
 TASKS = ("continue4", "signature", WRITE)
+SCALE = replace(PERCENT, digits=0)  # the intervals of a demo are wide
 KV_MEMORY = 64 << 20  # bytes: the models are small
 
 
@@ -75,7 +77,7 @@ def evaluate_stage(stage: str, model: Transformer, tokenizer: BpeTokenizer, fold
 
 def eval_words(found: Evaluation) -> str:
     """The score of each task with its interval, in one line."""
-    scores = [f"{result.task} {_percent(found.score(result.task))}" for result in found.results]
+    scores = [f"{result.task} {SCALE.score_and_interval(found.score(result.task))}" for result in found.results]
     return f"{', '.join(scores)}, {100 * found.variety.bodies:.0f} % different"
 
 
@@ -99,15 +101,7 @@ def _rows(evaluations: Sequence[Evaluation]) -> Iterator[Sequence[object]]:
         for number, found in enumerate(evaluations):
             score, change = found.score(task), changes.get((task, found.stage))
             yield (
-                task if number == 0 else "", found.stage, score.items, _percent(score),
-                "" if change is None else _moved(change), "" if change is None else f"{change.p_value:.2g}",
+                task if number == 0 else "", found.stage, score.items, SCALE.score_and_interval(score),
+                "" if change is None else SCALE.difference(change), "" if change is None else p_value(change),
                 f"{100 * found.variety.bodies:.0f} %" if task == WRITE else "",
             )  # fmt: skip
-
-
-def _percent(e: Estimate) -> str:
-    return f"{100 * e.mean:.0f} % ({100 * e.low:.0f} to {100 * e.high:.0f})"
-
-
-def _moved(d: Comparison) -> str:
-    return f"{100 * d.difference:+.0f} ({100 * d.low:+.0f} to {100 * d.high:+.0f})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from rich.table import Table
 
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.eval.benchmarks import BENCHMARKS, benchmark
-from bagu.eval.compare import Compared, compare_folders
+from bagu.eval.compare import compare_folders
 from bagu.eval.contamination import check_contamination
 from bagu.eval.files import read_task
 from bagu.eval.model import Model
@@ -22,6 +23,8 @@ from bagu.eval.report import write_comparison
 from bagu.eval.score import Result, evaluate
 from bagu.eval.task import NORMALIZATIONS, Task, checked_items
 from bagu.eval.tasks import TASKS, built_in
+from bagu.eval.words import p_value, scale_of
+from bagu.runs.progress import PlainLines, draws
 
 __all__ = ["compare_main", "eval_main", "find_task", "model_of"]
 
@@ -103,7 +106,7 @@ def eval_main(
     results = []
     for task in found:
         task = replace(task, **changes)
-        with _ProgressBar(task.name, console) as progress:
+        with _progress(task.name) as progress:
             results.append(
                 evaluate(asked, task, out=folder, limit=limit, seed=seed, identity=identity, progress=progress)
             )
@@ -117,21 +120,17 @@ def eval_main(
     return 0
 
 
-class _ProgressBar:
-    """A progress line on a terminal; nothing elsewhere, because a table follows."""
-
-    def __init__(self, name: str, console: Console) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._name = name
-
-    def __enter__(self) -> Callable[[int, int], None]:
-        self._progress.start()
-        bar = self._progress.add_task(self._name, total=None)
-        return lambda done, total: self._progress.update(bar, completed=done, total=total)
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+@contextmanager
+def _progress(name: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress line on a terminal, plain lines elsewhere; both on stderr, because a table follows on stdout."""
+    console = Console(stderr=True)
+    if not draws(console):
+        yield PlainLines("items", console, prefix=f"{name}: ")
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task(name, total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
 
 
 def table(results: Sequence[Result]) -> Table:
@@ -140,13 +139,10 @@ def table(results: Sequence[Result]) -> Table:
         made.add_column(head, justify="left" if i < 2 else "right")
     for result in results:
         for number, (name, value) in enumerate(result.metrics.items()):
-            digits = 3 if name == "bits_per_byte" else 1
-            scale = 1 if name == "bits_per_byte" else 100
-            unit = "" if name == "bits_per_byte" else " %"
+            scale = scale_of(name)
             made.add_row(
-                result.task if number == 0 else "", name, f"{value.mean * scale:.{digits}f}{unit}",
-                f"{value.low * scale:.{digits}f} to {value.high * scale:.{digits}f}", f"{value.items:,}",
-                f"{value.clusters:,}",
+                result.task if number == 0 else "", name, scale.score(value), scale.interval(value),
+                f"{value.items:,}", f"{value.clusters:,}",
             )  # fmt: skip
     return made
 
@@ -196,18 +192,9 @@ def compare_main(a: Path, b: Path, *, out: Path | None, as_json: bool) -> int:
         made.add_column(head, justify="left" if i < 2 else "right")
     for c in found:
         made.add_row(
-            c.task, c.metric, *(_score(c, e.mean) for e in (c.a, c.b)), _difference(c), f"{c.difference.p_value:.3g}"
-        )
+            c.task, c.metric, c.scale.score(c.a), c.scale.score(c.b), c.scale.difference(c.difference),
+            p_value(c.difference),
+        )  # fmt: skip
     console.print(made)
     console.print(f"[dim]page: {page}[/]")
     return 0
-
-
-def _score(c: Compared, value: float) -> str:
-    return f"{100 * value:.1f} %" if c.higher_is_better else f"{value:.3f}"
-
-
-def _difference(c: Compared) -> str:
-    d, scale = c.difference, 100 if c.higher_is_better else 1
-    digits = 1 if c.higher_is_better else 3
-    return f"{d.difference * scale:+.{digits}f} ({d.low * scale:+.{digits}f} to {d.high * scale:+.{digits}f})"

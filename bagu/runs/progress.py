@@ -20,9 +20,9 @@ from rich.text import Text
 
 from bagu.runs.observer import Metrics, Observer
 
-__all__ = ["Stage", "Stages", "TrainProgress", "duration", "plain_progress"]
+__all__ = ["PlainLines", "Stage", "Stages", "TrainProgress", "draws", "duration", "plain_progress"]
 
-SECONDS_BETWEEN_LINES = 5.0  # of `plain_progress`
+SECONDS_BETWEEN_LINES = 5.0  # of `PlainLines`
 T = TypeVar("T")
 
 REFRESH_PER_S = 8
@@ -214,15 +214,35 @@ class Stage:
         yield Group(self._spinner, self.progress) if self.progress else self._spinner
 
 
+class PlainLines:
+    """A line of progress every few seconds: for output that is not a terminal. Called with (done, total)."""
+
+    def __init__(
+        self, unit: str, console: Console, *, prefix: str = "", clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.unit, self.console, self.prefix = unit, console, prefix
+        self._clock = clock
+        self._began: tuple[float, int] | None = None  # time and number done at the first call
+        self._last = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        now = self._clock()
+        if self._began is None:
+            self._began, self._last = (now, done), now
+        start, already = self._began
+        if now - self._last < SECONDS_BETWEEN_LINES or done == already:
+            return
+        self._last, took = now, now - start
+        left = took / (done - already) * (total - done)
+        line = f"{self.prefix}{done} of {total} {self.unit} in {took:.0f} s, about {left:.0f} s left"
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 def plain_progress(items: Sequence[T], unit: str, console: Console, *, prefix: str = "") -> Iterator[T]:
-    """The items, with a line of progress every few seconds: for output that is not a terminal."""
-    start = last = time.perf_counter()
+    """The items, with `PlainLines` of progress."""
+    line = PlainLines(unit, console, prefix=prefix)
     for index, item in enumerate(items):
-        now = time.perf_counter()
-        if now - last >= SECONDS_BETWEEN_LINES:
-            left = (now - start) / index * (len(items) - index)
-            console.print(f"{prefix}{index} of {len(items)} {unit} in {now - start:.0f} s, about {left:.0f} s left")
-            last = now
+        line(index, len(items))
         yield item
 
 
