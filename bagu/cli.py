@@ -265,6 +265,8 @@ def evaluate(
     device: Device = None,
     invariant: Annotated[bool, Option("--invariant", help="Bitwise equal results at any batch size; CPU.")] = False,
     api_key: ApiKey = None,
+    judge: Annotated[str | None, Option(help="Grades answers: a server (URL or URL#MODEL), or a model's path.")] = None,
+    judge_api_key: Annotated[str | None, Option(envvar="BAGU_JUDGE_API_KEY", help="The judge's API key.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a model on tasks, with 95 % confidence intervals, and save the result of every item."""
@@ -277,7 +279,7 @@ def evaluate(
     status = part.eval_main(
         model, tasks, out=out, limit=limit, few_shot=few_shot, normalization=normalization, seed=seed,
         training=training, tokenizer=tokenizer, dtype=dtype, device=device, invariant=invariant, api_key=api_key,
-        as_json=as_json,
+        judge=judge, judge_api_key=judge_api_key, as_json=as_json,
     )  # fmt: skip
     raise typer.Exit(status)
 

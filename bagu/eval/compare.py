@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bagu.eval.intervals import Comparison, Estimate, compare, estimate, estimate_ratio
-from bagu.eval.score import item_scores
+from bagu.eval.score import graded, item_scores
 from bagu.eval.task import TaskError
 from bagu.eval.words import Scale, scale_of
 from bagu.runs.record import read_rows
@@ -50,7 +50,8 @@ def read_side(folder: Path) -> dict[str, Side]:
     found = {}
     for file in sorted(folder.glob("*/result.json")):
         result = json.loads(file.read_text(encoding="utf-8"))
-        rows = {row["id"]: row for row in read_rows(file.parent / "items.jsonl") if "header" not in row}
+        written = [row for row in read_rows(file.parent / "items.jsonl") if "header" not in row]
+        rows = {row["id"]: row for row in graded(written)}
         found[result["task"]] = Side(task=result["task"], model=result["model"], result=result, rows=rows)
     if not found:
         raise TaskError(f"there are no results in {folder}", hint="`bagu eval MODEL TASK --out FOLDER` writes them")

@@ -9,7 +9,8 @@
 
 Templates are Jinja over the fields of a row; a missing field raises an error with file and line. Optional keys:
 `limits`, `metric`, `cluster`, `id`, `few_shot`, `delimiter`, `normalization`, `example`, `chat`; of a generation task
-`max_tokens`, `temperature`, `samples`, `stop`, `k`, `extract` (a regular expression applied to both answers).
+`max_tokens`, `temperature`, `samples`, `stop`, `k`, `extract` (a regular expression applied to both answers); with a
+judge (judge.py) `judge`, its prompt, and `judge_best`, and then `answer` may be left out.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ import jinja2.sandbox
 from bagu.data.json_rows import json_rows
 from bagu.errors import UnknownName
 from bagu.eval.grades import exact_match
+from bagu.eval.judge import Judge, judged_by
 from bagu.eval.model import Decoding
-from bagu.eval.task import NORMALIZATIONS, Grade, Item, Task, TaskError
+from bagu.eval.task import NORMALIZATIONS, Item, Task, TaskError
 
 __all__ = ["Row", "read_rows_of", "read_task"]
 
 KINDS = ("choice", "generation", "loss")
 KEYS = {
     "name", "kind", "data", "prompt", "choices", "answer", "limits", "metric", "cluster", "id", "few_shot", "delimiter",
-    "normalization", "example", "chat", "max_tokens", "temperature", "samples", "stop", "k", "extract",
+    "normalization", "example", "chat", "max_tokens", "temperature", "samples", "stop", "k", "extract", "judge",
+    "judge_best",
 }  # fmt: skip
 
 Row = tuple[str, str, Mapping[str, Any]]  # id, place for errors, fields
@@ -49,8 +52,8 @@ _TEXT = jinja2.sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined, ke
 _VALUE = _Native(undefined=jinja2.StrictUndefined)
 
 
-def read_task(path: Path, grade: Grade | None = None) -> Task:
-    """The task that a file describes; `grade` replaces exact match."""
+def read_task(path: Path, judge: Judge | None = None) -> Task:
+    """The task that a file describes. A task with a judge's prompt needs `judge`."""
     table = _table(path)
     kind = table["kind"]
     fields: dict[str, Any] = {
@@ -61,7 +64,9 @@ def read_task(path: Path, grade: Grade | None = None) -> Task:
             max_tokens=table.get("max_tokens", 256), temperature=table.get("temperature", 0.0),
             samples=table.get("samples", 1), stop=tuple(table.get("stop", ())),
         )  # fmt: skip
-        fields["grade"] = grade or exact_match(pattern=table.get("extract"))
+        fields |= (
+            _judged(path, table, judge) if "judge" in table else {"grade": exact_match(pattern=table.get("extract"))}
+        )
         fields["k"] = tuple(table.get("k", (1,)))
     if "example" in table or kind != "loss":
         fields["example"] = _example(table)
@@ -69,6 +74,20 @@ def read_task(path: Path, grade: Grade | None = None) -> Task:
         name=table["name"], kind=kind, limits=table.get("limits", "The task's author states none."),
         items=lambda: _items(path, table), **fields,
     )  # fmt: skip
+
+
+def _judged(path: Path, table: Mapping[str, Any], judge: Judge | None) -> dict[str, Any]:
+    """The fields of a Task whose answers a judge grades."""
+    if judge is None:
+        raise TaskError(f"{path}: this task's answers are graded by a judge", hint="name one: --judge URL_OR_PATH")
+    best = table.get("judge_best", 10)
+    if isinstance(best, bool) or not isinstance(best, int | float) or not best > 0:
+        raise TaskError(f"{path}: judge_best is {best!r}", hint="the best grade is a number above 0")
+
+    def question(item: Item, response: str) -> str:
+        return str(_renderer(item.place, {**item.facts, "response": response})(table["judge"]))
+
+    return {"judge": judged_by(judge, question, best=best), "judged": f"{judge.name}: {table['judge']}"}
 
 
 def read_rows_of(path: Path) -> Iterator[Row]:
@@ -105,7 +124,7 @@ def _table(path: Path) -> dict[str, Any]:
         if key not in KEYS:
             raise UnknownName.among("task key", key, KEYS, within=f"{path}: ")
     needed = ["name", "kind", "data", "prompt", *(["choices", "answer"] if table.get("kind") == "choice" else [])]
-    needed += ["answer"] if table.get("kind") == "generation" else []
+    needed += ["answer"] if table.get("kind") == "generation" and "judge" not in table else []
     for key in needed:
         if key not in table:
             raise TaskError(f"{path}: the key {key!r} is missing", hint=f"a task has {', '.join(needed)}")
@@ -124,14 +143,14 @@ def _items(path: Path, table: Mapping[str, Any]) -> Iterator[Item]:
         if table["kind"] == "choice":
             choices = _choices(table["choices"], render, place)
             answer = _number(render(table["answer"], native=True), choices)
-        elif table["kind"] == "generation":
+        elif "answer" in table:
             answer = str(render(table["answer"]))
         prompt = render(table["prompt"])
         yield Item(
             id=str(render(table["id"])) if "id" in table else id,
             prompt="" if table.get("chat") else prompt,
             messages=({"role": "user", "content": prompt},) if table.get("chat") else (),
-            choices=choices, answer=answer, place=place,
+            choices=choices, answer=answer, place=place, facts=fields if "judge" in table else {},
             cluster=str(render(table["cluster"])) if "cluster" in table else None,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Generation tasks: prompts to answers, answers to grades, grades to pass@k."""
+"""Generation tasks: prompts to answers, answers to grades."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ __all__ = ["generate_answers"]
 
 
 def generate_answers(model: Model, task: Task, items: Sequence[Item], prefix: str) -> list[dict[str, Any]]:
-    """For each item the answers and their grades, 0 to 1."""
-    assert task.grade is not None, "Task refuses a generation task without one"
+    """For each item the answers and their grades, 0 to 1, or None where a judge gave none."""
     prompts = []
     for item in items:
         ids = model.encode_chat(item.messages) if task.chat else model.encode(prefix + item.prompt)
@@ -26,5 +25,12 @@ def generate_answers(model: Model, task: Task, items: Sequence[Item], prefix: st
             )
         prompts.append(ids)
     texts = model.generate(prompts, task.decoding)
+    if task.judge is not None:
+        verdicts = task.judge(items, texts)
+        return [
+            {"answers": list(t), "grades": [v.grade for v in vs], "judgements": [v.text for v in vs]}
+            for t, vs in zip(texts, verdicts, strict=True)
+        ]
+    assert task.grade is not None, "Task refuses a generation task without one"
     grades = task.grade(items, texts)
     return [{"answers": list(t), "grades": g} for t, g in zip(texts, grades, strict=True)]

@@ -1,4 +1,4 @@
-"""Grades for generated answers: equal text, text matched by a pattern, code that runs, another model's judgement."""
+"""Grades for generated answers: equal text, text matched by a pattern, code that runs. (judge.py: another model.)"""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 
 from bagu.data.stdlib import parsed
-from bagu.errors import BaguError
-from bagu.eval.task import Grade, Item, TaskError
+from bagu.eval.task import Grade, Item
 from bagu.machine.sandbox import Sandbox, SandboxUnavailable
 
 __all__ = [
-    "Judge", "code_grade", "doctest_program", "each", "exact_match", "first_code", "judged", "parses", "program_grade",
-    "run_to_end",
+    "code_grade", "doctest_program", "each", "exact_match", "first_code", "parses", "program_grade", "run_to_end",
 ]  # fmt: skip
-
-Judge = Callable[[str], str]  # a question for another model -> its answer
 
 DOCTESTS = """
 import doctest as _doctest
@@ -107,27 +103,3 @@ def code_grade(program: Callable[[Item, str], str], *, only_parse: Callable[[], 
             return each(lambda item, text: float(parses(program(item, text))))(items, texts)
 
     return grade
-
-
-def judged(judge: Judge, question: Callable[[Item, str], str], *, best: float = 10.0) -> Grade:
-    """Another model's judgement: the last number in its answer, as a share of `best`.
-
-    If the judge cannot be reached or returns no number, the evaluation fails: a default score would be wrong.
-    """
-
-    def grade(item: Item, text: str) -> float:
-        try:
-            said = judge(question(item, text))
-        except (OSError, BaguError) as error:
-            raise TaskError(
-                f"item {item.id}: the judge did not answer: {error}", hint="start it, and run again"
-            ) from error
-        numbers = re.findall(r"-?\d+(?:\.\d+)?", said)
-        if not numbers or not 0 <= float(numbers[-1]) <= best:
-            raise TaskError(
-                f"item {item.id}: the judge gave no number from 0 to {best:g}: {said.strip()[:80]!r}",
-                hint="ask it to end with the number alone",
-            )
-        return float(numbers[-1]) / best
-
-    return each(grade)

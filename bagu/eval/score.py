@@ -27,7 +27,7 @@ from bagu.eval.task import Item, Task, TaskError, checked_items
 from bagu.machine.environment import environment
 from bagu.runs.record import append_rows, read_rows
 
-__all__ = ["Result", "evaluate", "item_scores", "metrics_of"]
+__all__ = ["Result", "evaluate", "graded", "item_scores", "metrics_of"]
 
 BATCH = 256  # items: enough to fill an engine's steps, few enough to lose little if the process is killed
 
@@ -45,6 +45,7 @@ class Result:
     seconds: float
     limits: str
     folder: Path | None
+    ungraded: int = 0  # items without a valid grade of the judge; the metrics leave them out
 
 
 def evaluate(
@@ -80,9 +81,16 @@ def evaluate(
     if progress is not None:
         progress(len(items), len(items))
     ordered = [rows[item.id] for item in items]
+    kept = graded(ordered)
+    if not kept:
+        said = ordered[0]["judgements"][0]
+        raise TaskError(
+            f"task {task.name}: the judge graded none of {len(ordered)} items; its first answer: {said.strip()[:80]!r}",
+            hint="its prompt must ask for a last line `Grade: N`",
+        )
     result = Result(
-        task=task.name, model=model.name, metrics=metrics_of(task, ordered), seconds=time.perf_counter() - began,
-        limits=task.limits, folder=None if out is None else out / task.name,
+        task=task.name, model=model.name, metrics=metrics_of(task, kept), seconds=time.perf_counter() - began,
+        limits=task.limits, folder=None if out is None else out / task.name, ungraded=len(ordered) - len(kept),
     )  # fmt: skip
     if result.folder is not None:
         _write(result, task, header)
@@ -111,6 +119,11 @@ def few_shot(task: Task, items: Sequence[Item], seed: int) -> tuple[str, list[It
     chosen = set(random.Random(seed).sample(range(len(items)), task.few_shot))
     examples = [task.example(items[i]) for i in sorted(chosen, key=lambda i: random.Random(f"{seed}:{i}").random())]
     return "\n\n".join([*examples, ""]), [item for i, item in enumerate(items) if i not in chosen]
+
+
+def graded(rows: Sequence[Row]) -> list[Row]:
+    """The rows without those for which a judge gave no valid grade."""
+    return [row for row in rows if None not in row.get("grades", ())]
 
 
 def metrics_of(task: Task, rows: Sequence[Row]) -> dict[str, Estimate]:
@@ -153,10 +166,12 @@ def _header(
     """The facts that affect the results. `identity` comes from the caller: the weights, the dtype, the arithmetic."""
     digest = hashlib.sha256()
     for item in items:
-        digest.update(json.dumps([item.id, item.prompt, [dict(m) for m in item.messages], item.choices]).encode())
+        asked = [item.id, item.prompt, [dict(m) for m in item.messages], item.choices, item.answer]
+        digest.update(json.dumps(asked).encode())
     settings = {
         "kind": task.kind, "few_shot": task.few_shot, "delimiter": task.delimiter, "stride": task.stride,
         "normalization": task.normalization, "decoding": asdict(task.decoding), "seed": seed,
+        "judged": task.judged,
     }  # fmt: skip
     prefix_digest = hashlib.sha256(prefix.encode()).hexdigest()
     return {
@@ -197,5 +212,6 @@ def _write(result: Result, task: Task, header: Row) -> None:
     facts = {
         **header["header"], "limits": result.limits, "seconds": result.seconds, "environment": environment(),
         "metrics": {name: asdict(value) for name, value in result.metrics.items()}, "k": list(task.k),
+        "ungraded": result.ungraded,
     }  # fmt: skip
     write_atomic(result.folder / "result.json", json.dumps(facts, indent=2, ensure_ascii=False) + "\n")

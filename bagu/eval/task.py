@@ -16,7 +16,10 @@ from typing import Any, Literal
 from bagu.errors import BaguError
 from bagu.eval.model import Decoding, Message
 
-__all__ = ["NORMALIZATIONS", "Grade", "Item", "Kind", "Normalization", "Task", "TaskError", "checked_items"]
+__all__ = [
+    "NORMALIZATIONS", "Grade", "Item", "Kind", "Normalization", "Task", "TaskError", "Verdict", "Verdicts",
+    "checked_items",
+]  # fmt: skip
 
 Kind = Literal["choice", "generation", "loss"]
 Normalization = Literal["raw", "characters", "tokens", "pmi"]
@@ -42,12 +45,21 @@ class Item:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A judge's answer about one answer of the model."""
+
+    grade: float | None  # 0 to 1; None if the judge gave no valid grade
+    text: str
+
+
 Grade = Callable[[Sequence[Item], Sequence[Sequence[str]]], list[list[float]]]  # items, their answers -> a grade each
+Verdicts = Callable[[Sequence[Item], Sequence[Sequence[str]]], list[list[Verdict]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """`limits` states what a score does not show. `fingerprint` changes with the items and the prompts."""
+    """`limits` states what a score does not show. A generation task has either `grade` or `judge`."""
 
     name: str
     kind: Kind
@@ -62,11 +74,13 @@ class Task:
     unconditional: str = "Answer:"  # replaces the prompt for PMI
     decoding: Decoding = field(default_factory=Decoding)
     grade: Grade | None = None
+    judge: Verdicts | None = None
+    judged: str = ""  # the judge and its prompt, which identify the grades in results
     k: tuple[int, ...] = (1,)  # of pass@k
     stride: float = 0.5  # for a loss task: the step between windows, as a fraction of the longest sequence
 
     def __post_init__(self) -> None:
-        if self.kind == "generation" and self.grade is None:
+        if self.kind == "generation" and self.grade is None and self.judge is None:
             raise TaskError(f"task {self.name}: a generation task needs a way to grade answers")
         if any(not 1 <= k <= self.decoding.samples for k in self.k) and self.kind == "generation":
             raise TaskError(

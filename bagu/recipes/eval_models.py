@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bagu.data.chat import ChatEncoder
-from bagu.errors import BaguError
-from bagu.eval.model import Decoding, Message
+from bagu.errors import ArgumentError, BaguError
+from bagu.eval.model import Decoding, Message, Model
 from bagu.nn.model import Transformer
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Sampling
 from bagu.types import Tokenizer
 
-__all__ = ["EngineModel", "ServerModel", "eval_engine"]
+__all__ = ["Api", "EngineModel", "ServerModel", "eval_engine", "model_of"]
 
 TIMEOUT_S = 3600.0
 PROMPTS_A_CALL = 64  # per server call: small enough that the response of one call has a few megabytes
@@ -77,15 +79,46 @@ class _Refused(BaguError):
         self.status = status
 
 
-class ServerModel:
-    """A server with OpenAI's API and vLLM's `/tokenize` and `prompt_logprobs`: bagu's, or vLLM itself."""
+class Api:
+    """Calls to a server. Every failure is a BaguError of one sentence."""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        first = self._call("/v1/models")["data"][0]
+
+    def models(self) -> list[dict[str, Any]]:
+        answer = self.call("/v1/models")
+        if not isinstance(answer, dict) or not answer.get("data"):
+            raise BaguError(f"{self.url}/v1/models lists no model", hint="name a server with OpenAI's API")
+        return list(answer["data"])
+
+    def first_model(self) -> str:
+        return str(self.models()[0].get("id", ""))
+
+    def call(self, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps({k: v for k, v in body.items() if v is not None}).encode()
+        request = urllib.request.Request(self.url + path, data, self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            raise _Refused(f"{self.url}{path}", error.code, error.read().decode(errors="replace")) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise BaguError(
+                f"{self.url} cannot be reached: {error}", hint="is it running? `bagu serve MODEL`"
+            ) from error
+        except ValueError as error:
+            raise BaguError(f"{self.url}{path} answered no JSON", hint="name a server with OpenAI's API") from error
+
+
+class ServerModel:
+    """A server with OpenAI's API and vLLM's `/tokenize` and `prompt_logprobs`: bagu's, or vLLM itself."""
+
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        self.api = Api(url, api_key=api_key)
+        first = self.api.models()[0]
         self.name = str(first["id"])
         self.max_len = int(first.get("max_model_len") or 2048)
         self._tokens: dict[str, list[int]] = {}  # cache of tokenized texts: contexts repeat
@@ -94,12 +127,12 @@ class ServerModel:
         if text not in self._tokens:
             if len(self._tokens) > 4096:
                 self._tokens.clear()
-            self._tokens[text] = self._call("/tokenize", {"model": self.name, "prompt": text})["tokens"]
+            self._tokens[text] = self.api.call("/tokenize", {"model": self.name, "prompt": text})["tokens"]
         return list(self._tokens[text])
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         body = {"model": self.name, "messages": [dict(m) for m in messages]}
-        return list(self._call("/tokenize", body)["tokens"])
+        return list(self.api.call("/tokenize", body)["tokens"])
 
     def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[float]]:
         choices = self._complete(sequences, {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0})
@@ -124,7 +157,7 @@ class ServerModel:
         while at < len(prompts):
             asked = [list(ids) for ids in prompts[at : at + size]]
             try:
-                answer = self._call("/v1/completions", {"model": self.name, "prompt": asked, **settings})
+                answer = self.api.call("/v1/completions", {"model": self.name, "prompt": asked, **settings})
             except _Refused as error:
                 if size == 1 and (error.status != 429 or waits == MAX_WAITS):
                     raise
@@ -137,15 +170,30 @@ class ServerModel:
             at, waits = at + len(asked), 0
         return found
 
-    def _call(self, path: str, body: Any = None) -> Any:
-        data = None if body is None else json.dumps({k: v for k, v in body.items() if v is not None}).encode()
-        request = urllib.request.Request(self.url + path, data, self._headers)
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-                return json.load(response)
-        except urllib.error.HTTPError as error:
-            raise _Refused(f"{self.url}{path}", error.code, error.read().decode(errors="replace")) from error
-        except OSError as error:
-            raise BaguError(
-                f"{self.url} cannot be reached: {error}", hint="is it running? `bagu serve MODEL`"
-            ) from error
+
+def model_of(
+    model: str, *, tokenizer: str | None, dtype: str, device: str | None, invariant: bool, api_key: str | None
+) -> tuple[Model, dict[str, Any]]:
+    """The model behind MODEL, and the facts that determine its results."""
+    if model.startswith(("http://", "https://")):
+        if tokenizer or device or dtype != "auto" or invariant:
+            raise ArgumentError("--tokenizer, --device, --dtype and --invariant are the server's to choose")
+        return ServerModel(model, api_key=api_key), {"url": model}
+    from bagu.recipes.serve import Loader
+
+    loaded, words, chat = Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device)()
+    if not loaded.config.causal:
+        raise BaguError(f"{model} is an encoder: it gives no probability of the next token", hint="name a causal model")
+    engine = eval_engine(loaded, words, invariant=invariant)
+    weight = loaded.embedding.weight
+    identity = {
+        "parameters": sum(p.numel() for p in loaded.parameters()), "checksum": _checksum(loaded),
+        "dtype": str(weight.dtype).removeprefix("torch."), "tokenizer": words.fingerprint, "invariant": invariant,
+    }  # fmt: skip
+    return EngineModel(engine, words, chat, Path(model).resolve().name), identity
+
+
+def _checksum(model: Any) -> str:
+    """A checksum of the weights: sums of all parameters, in fp64."""
+    weights = (p.detach().double() for p in model.parameters())  # one at a time: a copy of all would be too large
+    return f"{sum(float(w.sum() + w.abs().sum()) for w in weights):.17g}"

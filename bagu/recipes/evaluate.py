@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bagu.errors import ArgumentError, BaguError, UnknownName
+from bagu.errors import ArgumentError, UnknownName
 from bagu.eval.benchmarks import BENCHMARKS, benchmark
 from bagu.eval.compare import compare_folders
 from bagu.eval.contamination import check_contamination
 from bagu.eval.files import read_task
-from bagu.eval.model import Model
+from bagu.eval.judge import Judge
 from bagu.eval.report import write_comparison
 from bagu.eval.score import Result, evaluate
 from bagu.eval.task import NORMALIZATIONS, Task, checked_items
@@ -26,46 +26,16 @@ from bagu.eval.tasks import TASKS, built_in
 from bagu.eval.words import p_value, scale_of
 from bagu.runs.progress import PlainLines, draws
 
-__all__ = ["compare_main", "eval_main", "find_task", "model_of"]
+__all__ = ["compare_main", "eval_main", "find_task"]
 
 
-def model_of(
-    model: str, *, tokenizer: str | None, dtype: str, device: str | None, invariant: bool, api_key: str | None
-) -> tuple[Model, dict[str, Any]]:
-    """The model behind MODEL, and the facts that determine its results."""
-    from bagu.recipes.eval_models import EngineModel, ServerModel, eval_engine
-
-    if model.startswith(("http://", "https://")):
-        if tokenizer or device or dtype != "auto" or invariant:
-            raise ArgumentError("--tokenizer, --device, --dtype and --invariant are the server's to choose")
-        return ServerModel(model, api_key=api_key), {"url": model}
-    from bagu.recipes.serve import Loader
-
-    loaded, words, chat = Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device)()
-    if not loaded.config.causal:
-        raise BaguError(f"{model} is an encoder: it gives no probability of the next token", hint="name a causal model")
-    engine = eval_engine(loaded, words, invariant=invariant)
-    weight = loaded.embedding.weight
-    identity = {
-        "parameters": sum(p.numel() for p in loaded.parameters()), "checksum": _checksum(loaded),
-        "dtype": str(weight.dtype).removeprefix("torch."), "tokenizer": words.fingerprint, "invariant": invariant,
-    }  # fmt: skip
-    return EngineModel(engine, words, chat, Path(model).resolve().name), identity
-
-
-def _checksum(model: Any) -> str:
-    """A checksum of the weights: sums of all parameters, in fp64."""
-    weights = (p.detach().double() for p in model.parameters())  # one at a time: a copy of all would be too large
-    return f"{sum(float(w.sum() + w.abs().sum()) for w in weights):.17g}"
-
-
-def find_task(name: str, max_len: int) -> Task:
+def find_task(name: str, max_len: int, judge: Judge | None = None) -> Task:
     """A built-in task by name, a public benchmark as NAME=PATH, or a task file."""
     kind, equals, path = name.partition("=")
     if equals and kind in BENCHMARKS:
         return benchmark(kind, Path(path))
     if name.endswith(".toml") or Path(name).is_file():
-        return read_task(Path(name))
+        return read_task(Path(name), judge)
     if name in BENCHMARKS:
         raise ArgumentError(f"the data of {name} are not part of bagu", hint=f"name your files: {name}=PATH")
     if name not in TASKS:
@@ -88,18 +58,22 @@ def eval_main(
     device: str | None,
     invariant: bool,
     api_key: str | None,
+    judge: str | None,
+    judge_api_key: str | None,
     as_json: bool,
 ) -> int:
     if normalization is not None and normalization not in NORMALIZATIONS:
         raise UnknownName.among("normalization", normalization, NORMALIZATIONS)
     if limit is not None and limit < 1:
         raise ArgumentError(f"--limit {limit}", hint="1 or more")
+    from bagu.recipes.eval_models import model_of
+
     console = Console(stderr=as_json, highlight=False)
     asked, identity = model_of(
         model, tokenizer=tokenizer, dtype=dtype, device=device, invariant=invariant, api_key=api_key
     )  # fmt: skip
     folder = out or Path("evals") / asked.name
-    found = [find_task(name, asked.max_len) for name in tasks]
+    found = _tasks(tasks, asked.max_len, judge, judge_api_key, device)
     changes: dict[str, Any] = {
         k: v for k, v in (("few_shot", few_shot), ("normalization", normalization)) if v is not None
     }
@@ -112,12 +86,34 @@ def eval_main(
             )
         if training is not None:
             _report_contamination(task, limit, training, console)
+    for result in results:
+        if result.ungraded:
+            graded = next(iter(result.metrics.values())).items
+            console.print(
+                f"[yellow]{result.task}: the judge gave no grade for {result.ungraded} of {graded + result.ungraded} "
+                "items[/]; they are not in the score"
+            )
     if as_json:
         print(json.dumps([_plain(result) for result in results], indent=1, ensure_ascii=False))
     else:
         console.print(table(results))
         console.print(f"[dim]every item: {folder}/TASK/items.jsonl[/]")
     return 0
+
+
+def _tasks(
+    names: Sequence[str], max_len: int, judge: str | None, api_key: str | None, device: str | None
+) -> list[Task]:
+    """The tasks, with the judge for those whose file has a judge's prompt."""
+    if judge is None:
+        return [find_task(name, max_len) for name in names]
+    from bagu.recipes.judges import judge_of
+
+    grader = judge_of(judge, api_key=api_key, device=device)
+    found = [find_task(name, max_len, grader) for name in names]
+    if not any(task.judge for task in found):
+        raise ArgumentError("--judge, and no task has a judge's prompt", hint="leave it out, or write `judge = …`")
+    return found
 
 
 @contextmanager
@@ -150,7 +146,7 @@ def table(results: Sequence[Result]) -> Table:
 def _plain(result: Result) -> dict[str, Any]:
     return {
         "task": result.task, "model": result.model, "seconds": result.seconds, "limits": result.limits,
-        "metrics": {name: asdict(value) for name, value in result.metrics.items()},
+        "ungraded": result.ungraded, "metrics": {name: asdict(value) for name, value in result.metrics.items()},
     }  # fmt: skip
 
 

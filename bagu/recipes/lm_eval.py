@@ -25,8 +25,7 @@ from tqdm import tqdm
 
 from bagu.errors import BaguError
 from bagu.eval.choice import continuation
-from bagu.recipes.eval_models import EngineModel
-from bagu.recipes.evaluate import model_of
+from bagu.recipes.eval_models import EngineModel, model_of
 from bagu.serve.request import Sampling
 
 __all__ = ["BaguLM", "main"]

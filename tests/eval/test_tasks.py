@@ -13,7 +13,7 @@ from bagu.errors import BaguError, UnknownName
 from bagu.eval.benchmarks import benchmark
 from bagu.eval.contamination import check_contamination
 from bagu.eval.files import read_task
-from bagu.eval.grades import exact_match, first_code, judged, program_grade
+from bagu.eval.grades import exact_match, first_code, program_grade
 from bagu.eval.task import Item, Task, TaskError, checked_items
 from bagu.eval.tasks import TASKS, built_in
 from bagu.eval.tasks.complete import cut_to_function
@@ -181,20 +181,6 @@ def test_code_is_taken_from_a_fence() -> None:
 def test_programs_are_graded_in_the_sandbox() -> None:
     grade = program_grade(lambda item, text: text)
     assert grade([Item(id="a")], [["assert 1", "assert 0", "while", "import os; os.fork()"]])[0][:3] == [1.0, 0.0, 0.0]
-
-
-def test_a_judge_gives_a_number_or_ends_the_evaluation() -> None:
-    item = Item(id="a", prompt="q")
-    grade = judged(lambda question: f"{question}: I give it 7.5", lambda item, text: text)
-    assert grade([item], [["fine"]]) == [[0.75]]
-    with pytest.raises(TaskError, match="the judge gave no number from 0 to 10: 'well'"):
-        judged(lambda question: "well", lambda item, text: text)([item], [["fine"]])
-
-    def down(question: str) -> str:
-        raise ConnectionRefusedError("refused")
-
-    with pytest.raises(TaskError, match="item a: the judge did not answer: refused"):
-        judged(down, lambda item, text: text)([item], [["fine"]])
 
 
 def test_contamination_finds_copies_and_no_others() -> None:

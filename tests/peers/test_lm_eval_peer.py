@@ -17,7 +17,7 @@ pytest.importorskip("lm_eval")
 
 from bagu.eval.files import read_task
 from bagu.eval.score import evaluate
-from bagu.recipes.evaluate import model_of
+from bagu.recipes.eval_models import model_of
 from bagu.recipes.lm_eval import BaguLM
 from bagu.recipes.models import save_model
 from tests.eval.real_model import naive_logprobs, real_model, tokenizer, transformer

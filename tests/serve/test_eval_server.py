@@ -10,6 +10,7 @@ from bagu.eval.model import Decoding
 from bagu.eval.score import evaluate
 from bagu.eval.task import Item, Task
 from bagu.recipes.eval_models import EngineModel, ServerModel
+from bagu.recipes.judges import EngineJudge, ServerJudge
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 
@@ -36,6 +37,16 @@ def test_scores_over_http_are_those_of_the_engine(tiny: Running) -> None:
     assert here.generate(ids, greedy) == there.generate(ids, greedy)
     chats = [{"role": "user", "content": "hello"}]
     assert here.encode_chat(chats) == there.encode_chat(chats)
+
+
+def test_a_judge_behind_a_server_answers_as_the_same_model_here(tiny: Running) -> None:
+    model, tokenizer, chat = load()
+    here = EngineJudge(EngineModel(Engine(model, tokenizer, EngineConfig(num_blocks=512)), tokenizer, chat, "tiny"))
+    there = ServerJudge(tiny.url, None, api_key=KEY)
+    questions = ["Is this good?", "And this?"]
+    assert there.ask(questions) == here.ask(questions)
+    with pytest.raises(BaguError, match="answered 401"):
+        ServerJudge(tiny.url, None, api_key="wrong")
 
 
 def test_a_server_that_is_down_is_named() -> None:

@@ -1,0 +1,67 @@
+"""The judge behind `bagu eval --judge`: a server with OpenAI's chat API, or a model that is loaded here.
+
+`URL#MODEL` names one of a server's models; without it the first that the server lists is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from bagu.errors import BaguError
+from bagu.eval.judge import Judge
+from bagu.eval.model import Decoding
+from bagu.recipes.eval_models import Api, EngineModel, model_of
+
+__all__ = ["EngineJudge", "ServerJudge", "judge_of"]
+
+MAX_TOKENS, LEAST_TOKENS = 512, 8  # of the judge's answer
+CALLS = 8  # to a server at the same time
+
+
+def judge_of(name: str, *, api_key: str | None, device: str | None) -> Judge:
+    """The judge behind --judge."""
+    if name.startswith(("http://", "https://")):
+        url, _, model = name.partition("#")
+        return ServerJudge(url, model or None, api_key=api_key)
+    found, _ = model_of(name, tokenizer=None, dtype="auto", device=device, invariant=False, api_key=None)
+    assert isinstance(found, EngineModel)
+    return EngineJudge(found)
+
+
+class EngineJudge:
+    """A chat model in this process."""
+
+    def __init__(self, model: EngineModel) -> None:
+        if model.chat is None:
+            raise BaguError(f"the judge {model.name} has no chat template", hint="name a chat model with --judge")
+        self.model, self.name = model, model.name
+
+    def ask(self, questions: Sequence[str]) -> list[str]:
+        prompts = [self.model.encode_chat([{"role": "user", "content": question}]) for question in questions]
+        longest = max(map(len, prompts), default=0)
+        room = min(MAX_TOKENS, self.model.max_len - longest)
+        if room < LEAST_TOKENS:
+            raise BaguError(f"its prompt has {longest} tokens, and it takes {self.model.max_len}")
+        return [answer for (answer,) in self.model.generate(prompts, Decoding(max_tokens=room))]
+
+
+class ServerJudge:
+    """A model behind /v1/chat/completions."""
+
+    def __init__(self, url: str, model: str | None, *, api_key: str | None) -> None:
+        self.api = Api(url, api_key=api_key)
+        self.name = model or self.api.first_model()
+
+    def ask(self, questions: Sequence[str]) -> list[str]:
+        with ThreadPoolExecutor(CALLS) as pool:
+            return list(pool.map(self._answer, questions))
+
+    def _answer(self, question: str) -> str:
+        messages = [{"role": "user", "content": question}]
+        body = {"model": self.name, "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
+        answer = self.api.call("/v1/chat/completions", body)
+        try:
+            return str(answer["choices"][0]["message"]["content"] or "")
+        except (KeyError, IndexError, TypeError) as error:
+            raise BaguError(f"{self.api.url} answered without a message", hint="is it OpenAI's chat API?") from error
