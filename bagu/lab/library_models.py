@@ -1,0 +1,124 @@
+"""Small language models of the standard library, trained inside a lab and scored on the serving engine."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Literal
+
+from bagu.data import (
+    BpeTokenizer,
+    DataConfig,
+    Document,
+    Loader,
+    Packing,
+    StdlibSource,
+    TokenStore,
+    hold_out,
+    in_memory,
+    tokenize,
+)
+from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.recipes.eval_models import EngineModel
+from bagu.serve.config import EngineConfig
+from bagu.serve.engine import Engine
+from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, fit
+
+__all__ = [
+    "CONTEXT", "STEP_TOKENS", "VOCAB", "Library", "epoch_steps", "new_model", "on_engine", "read_library",
+    "train",
+]  # fmt: skip
+
+VOCAB, CONTEXT, ROWS = 1024, 512, 2
+STEP_TOKENS = CONTEXT * ROWS
+HELD_SHARE = 0.3  # more than a usual run holds out: the labs need many items, and their models read little text
+KV_MEMORY = 64 << 20  # bytes: the models are small
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """Modules for training, held-out modules, and a tokenizer trained on the former."""
+
+    train: tuple[Document, ...]
+    held: tuple[Document, ...]
+    tokenizer: BpeTokenizer
+
+    def store(self, documents: Iterable[Document]) -> TokenStore:
+        return in_memory(tokenize(documents, self.tokenizer), token_bytes=self.tokenizer.token_bytes)
+
+    @cached_property
+    def train_tokens(self) -> TokenStore:
+        return self.store(self.train)
+
+    @cached_property
+    def held_tokens(self) -> TokenStore:
+        return self.store(self.held)
+
+
+@cache
+def read_library(*, quick: bool) -> Library:
+    """All modules, or a twelfth of them, without the tables of `encodings`. Read once per process."""
+    every, held_share = (12, 0.6) if quick else (1, HELD_SHARE)  # a quick run, too, needs some items of every task
+    modules = (d for d in StdlibSource().documents() if not d.id.startswith("encodings/"))
+    split = hold_out(itertools.islice(modules, 0, None, every), fraction=held_share)
+    tokenizer = BpeTokenizer.train((d.text for d in split.train), vocab_size=VOCAB)
+    return Library(train=tuple(split.train), held=tuple(split.validation), tokenizer=tokenizer)
+
+
+def new_model(*, width: int, layers: int = 2, seed: int, device: str) -> Transformer:
+    config = ModelConfig(
+        vocab_size=VOCAB, hidden_size=width, num_layers=layers, num_heads=width // 32, num_kv_heads=width // 32,
+        head_dim=32, intermediate_size=3 * width, max_len=CONTEXT, tie_embeddings=True,
+    )  # fmt: skip
+    return init_weights(Transformer(config, device=device), seed)
+
+
+def train(
+    model: Transformer,
+    tokens: TokenStore,
+    *,
+    steps: int | None = None,
+    seed: int,
+    packing: Packing = "whole",
+    checkpoints: Collection[int] = (),
+) -> list[Transformer]:
+    """Train in place, by default for one epoch, and return copies of the model after the steps in `checkpoints`. The
+    learning rate ends at 0; with checkpoints it is constant, so that they are comparable.
+
+    Packing "whole" shuffles rows, "stream" documents: use "stream" for short documents, because it does not put copies
+    of a document in the same row.
+    """
+    loader = Loader({"library": tokens}, DataConfig(context=CONTEXT, rows=ROWS, seed=seed, packing=packing))
+    steps = epoch_steps(loader) if steps is None else steps
+    kind: Literal["constant", "linear"] = "constant" if checkpoints else "linear"
+    config = TrainConfig(
+        steps=steps, seed=seed, optimizer=OptimizerConfig(kind="muon", lr=0.02),
+        schedule=ScheduleConfig(kind=kind, warmup_steps=max(min(steps // 10, 20), 1)),
+        eval_every=1 if checkpoints else None,
+    )  # fmt: skip
+    copies: list[Transformer] = []
+    step = itertools.count(1)
+
+    def keep(model: Transformer) -> dict[str, float | None]:
+        if next(step) in checkpoints:
+            copies.append(copy.deepcopy(model))
+        return {}
+
+    done = fit(config, model, loader, evaluate=keep if checkpoints else None)
+    if done.interrupted:  # Ctrl-C ends the lab, not only this training
+        raise KeyboardInterrupt
+    return copies
+
+
+def epoch_steps(loader: Loader) -> int:
+    """The steps that use every row once."""
+    return math.ceil(sum(layout.rows_per_epoch for layout in loader.layouts.values()) / loader.config.rows_per_step)
+
+
+def on_engine(model: Transformer, library: Library) -> EngineModel:
+    engine = Engine(model.eval(), library.tokenizer, EngineConfig(kv_memory=KV_MEMORY, cuda_graphs=False))
+    return EngineModel(engine, library.tokenizer, None, "lab")
