@@ -50,12 +50,11 @@ def serve_main(
     generation_config.json from the model's folder), "none", or a folder that contains the file."""
     wait_briefly()  # the engine process inherits this environment
     from bagu.recipes.generation import GENERATION_CONFIG, read_generation
-    from bagu.recipes.models import check_predicts_tokens, find_model
+    from bagu.recipes.models import find_model
     from bagu.serve.config import EngineConfig
     from bagu.serve.http.server import main
 
     found = find_model(model)  # a wrong name is reported here, before anything starts
-    check_predicts_tokens(found, model)
     if generation_config != "none":
         folder = found if generation_config == "auto" else Path(generation_config)
         if generation_config != "auto" and not (folder / GENERATION_CONFIG).is_file():
