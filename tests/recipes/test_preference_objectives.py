@@ -153,6 +153,17 @@ def test_a_reward_model_is_a_classifier_that_transformers_reads(run: Run, tmp_pa
     assert ((found - ours).abs().max() / ours.abs().max()).item() <= 1e-5
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, alpha=8.0, base="int8")], ids=["full", "lora_int8"])
+def test_dpo_learns_separable_pairs_in_bf16_on_a_gpu(run: Run, tmp_path: Path, lora: LoraConfig | None) -> None:
+    """From the third step on, small models run as CUDA graphs. A sum of logprobs of some 40 nats is rounded to bf16's
+    8 bits at most, and beta is a half: the first loss is within 0.1 of ln 2."""
+    train(replace(run, dtype="bf16", device="cuda", lora=lora, train=replace(run.train, steps=16)), tmp_path / "run")
+    rows = rows_of(tmp_path / "run")
+    assert abs(rows[0]["preference_loss"] - math.log(2)) < 0.1
+    assert rows[-1]["val_preference_loss"] < 0.8 * math.log(2) and rows[-1]["val_accuracy_percent"] > 80
+
+
 # --- the losses against a naive version -------------------------------------------------------------------------------
 
 
