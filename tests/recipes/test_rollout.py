@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from policy_run import CONTEXT, Letters, Share, policy, prompts, rollouts, sampler, source
+from policy_run import CONTEXT, Letters, Notes, Share, policy, prompts, rollouts, sampler, source
 
 from bagu.data.sequences import Tokens
 from bagu.errors import ArgumentError, BaguError
 from bagu.nn.model import Transformer
 from bagu.train import OptimizerConfig, TrainConfig, TrainState, fit, step
-from bagu.train.objectives.grpo import GroupRelative
+from bagu.train.loss import MicroBatchLoss
+from bagu.train.objectives.grpo import GroupRelative, GroupRelativeLoss
+from bagu.train.policy_loss import PolicyTotals
 from bagu.train.reward_function import Sample, Scored
 from bagu.train.rollout import Answer, PackShape, Rollout, RolloutBatch, with_columns
 from bagu.train.rollout_loader import RolloutLoader
+from bagu.train.stability import StabilityConfig
 from bagu.types import Completion
 
 GRPO = GroupRelative(prompts=3, samples=4, max_tokens=5, invariant=True)
@@ -262,3 +266,32 @@ def test_samples_show_the_answers_of_the_last_rollout_with_their_rewards() -> No
     texts = loader.texts(limit=2)
     assert len(texts) == 2 and all("[reward " in text for text in texts)
     assert Letters().encode(texts[0].splitlines()[0])
+
+
+class NaNAt(GroupRelativeLoss):
+    """NaN at some steps."""
+
+    def __init__(self, config: GroupRelative, model: Transformer, steps: set[int]) -> None:
+        super().__init__(config, model)
+        self.step, self.at = -1, steps
+
+    def totals(self, batches: Sequence[RolloutBatch]) -> PolicyTotals:
+        self.step += 1
+        return super().totals(batches)
+
+    def __call__(self, model: Transformer, batch: RolloutBatch, totals: PolicyTotals) -> MicroBatchLoss:
+        part = super().__call__(model, batch, totals)
+        return part._replace(loss=part.loss * torch.nan) if self.step in self.at else part
+
+
+def test_after_a_rollback_the_rollout_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Steps 3 and 4 are refused: the weights go back to step 2, and the data goes on after the refused steps."""
+    objective = replace(GRPO, epochs=3, invariant=False)
+    model = policy()
+    loss = NaNAt(objective, model, {3, 4})
+    loader, notes = rollouts(model, objective, loss), Notes()
+    config = replace(CONFIG, steps=6, save_every=2, stability=StabilityConfig(max_skips=2))
+    result = fit(config, model, loader, loss=loss, folder=tmp_path, observers=[notes])
+    assert result.step == 6 and loader._step == 9, "three updates before, two refused, four after the rollback"
+    assert loader._rollouts == 3
+    assert [s for s in range(6) if "reward_mean" in notes.rows[s]] == [0, 3]
