@@ -30,7 +30,6 @@ from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.nn.presets import preset
 from bagu.recipes.rollout import EngineSampler, engine_config
-from bagu.runs.observer import Observer
 from bagu.serve.engine import Engine
 from bagu.train.loop import fit
 from bagu.train.objectives.grpo import GroupRelative
@@ -58,14 +57,26 @@ class Alternating:
         pass
 
 
-class Steps(Observer):
-    """Keeps the metrics of each step."""
+class Steps:
+    """An observer that keeps the metrics of each step."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
     def on_step(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
         self.rows.append(dict(metrics))
+
+    def on_event(self, kind: str, step: int, **facts: Any) -> None:
+        pass
+
+    def on_sample(self, step: int, texts: Sequence[str]) -> None:
+        pass
+
+    def rewind(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def main(
