@@ -30,7 +30,7 @@ from bagu.serve.kv.paged import Batch, PagedKV
 
 __all__ = ["DecodeStep", "LayerWeights", "Weight", "match"]
 
-ATTENTION = "q k_cache v_cache block_tables cu_seqlens context_lens slopes bias max_len max_context window scale"
+ATTENTION = "q k_cache v_cache block_tables cu_seqlens context_lens slopes bias sinks max_len max_context window scale"
 KNOWN = {  # the arguments of each call that this file reads
     "add_rms_norm": "x residual w eps", "rms_norm": "x w eps", "matmul": "x w bias", "kv_write": "cache x slots",
     "rope": "x cos sin positions layout", "paged_attention": ATTENTION, "swiglu": "x up", "geglu": "x up approximate",
@@ -186,8 +186,8 @@ class _Matcher:
             ("block_tables", "cu_seqlens", "context_lens", "k_cache", "v_cache"), given, strict=True
         ):
             self.flow.check_same(a[name], tensor)
-        if a["slopes"] is not None or a["bias"] is not None or a["max_context"] != b.max_context:
-            raise Mismatch("paged_attention with slopes, a bias or another context")
+        if any(a[name] is not None for name in ("slopes", "bias", "sinks")) or a["max_context"] != b.max_context:
+            raise Mismatch("paged_attention with slopes, a bias, sinks or another context")
         q, k, v = map(self.heads, (a["q"], self.written(keys, call), self.written(values, call)))
         if k.product is not q.product or v.product is not q.product:
             raise Mismatch("q, k and v by more than one product")
