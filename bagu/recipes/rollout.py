@@ -24,10 +24,9 @@ from bagu.serve.engine import Engine
 from bagu.serve.request import Sampling
 from bagu.train.loss import Loss
 from bagu.train.objective import TrainingData
-from bagu.train.policy_loss import PolicyLoss
 from bagu.train.policy_objective import PolicyObjective
 from bagu.train.reward_function import RewardFunction
-from bagu.train.rollout_loader import PromptLoader, RolloutLoader
+from bagu.train.rollout_loader import Learner, PromptLoader, RolloutLoader
 from bagu.types import Completion, Tokenizer
 
 __all__ = ["EngineSampler", "engine_config", "open_reward", "with_rollouts"]
@@ -54,18 +53,20 @@ def open_reward(objective: PolicyObjective) -> RewardFunction:
 def with_rollouts(
     run: Run, data: TrainingData[Any], inputs: Inputs, model: Transformer, loss: Loss[Any, Any]
 ) -> Iterator[TrainingData[Any]]:
-    """The data of a run. If its objective learns from rewards, the loader samples answers to the prompts of `data`."""
+    """The data of a run. If its objective reads prompts, the loader samples answers to them."""
     objective, source = run.objective, data.loader
-    if not isinstance(objective, PolicyObjective):
+    if not isinstance(source, PromptLoader):
         yield data
         return
-    assert isinstance(loss, PolicyLoss) and isinstance(source, PromptLoader)
-    reward = open_reward(objective)
+    assert isinstance(loss, Learner)
+    reward, invariant = None, False
+    if isinstance(objective, PolicyObjective):
+        reward, invariant = open_reward(objective), objective.invariant
     try:
         config = engine_config(
-            answers=objective.prompts * objective.samples,
+            answers=source.config.prompts * source.config.samples,
             max_len=run.data.context,
-            invariant=objective.invariant,
+            invariant=invariant,
             eos_ids=() if inputs.start is None else read_generation(inputs.start).eos_ids,
         )
         stops = ChatEncoder(inputs.tokenizer).turn_ends
@@ -75,7 +76,8 @@ def with_rollouts(
         )  # fmt: skip
         yield replace(data, loader=loader, held_out=loader.held_out)
     finally:
-        reward.close()
+        if reward is not None:
+            reward.close()
 
 
 class EngineSampler:

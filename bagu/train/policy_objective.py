@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bagu.config import ConfigError
 from bagu.data.chat import ChatEncoder
-from bagu.data.corpus import PARTS, Selection, SourceConfig
+from bagu.data.corpus import Selection, SourceConfig
 from bagu.data.loader import DataConfig
-from bagu.data.prompts import Prompt, PromptCorpus, fitting
+from bagu.data.prompts import PromptCorpus
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.nn.config import ModelConfig
 from bagu.runs.display import Curve, Display, Headline
-from bagu.train.objective import Objective, SourceSize, TrainingData, check_causal
+from bagu.train.objective import Objective, TrainingData, check_causal
 from bagu.train.policy_losses import Estimator, Normalization
-from bagu.train.rollout import PackShape, RolloutBatch
-from bagu.train.rollout_loader import PromptLoader, RolloutConfig
+from bagu.train.prompt_data import prompt_data
+from bagu.train.rollout import RolloutBatch
+from bagu.train.rollout_loader import RolloutConfig
 
 __all__ = ["PolicyObjective"]
 
@@ -104,50 +105,16 @@ class PolicyObjective(Objective[RolloutBatch]):
         self, corpora: Mapping[str, PromptCorpus], tokenizer: BpeTokenizer, data: DataConfig, model: ModelConfig
     ) -> TrainingData[RolloutBatch]:
         """The prompts. The answers are sampled by a RolloutLoader, which needs the model (recipes/rollout.py)."""
-        self._check_data(data)
-        encoder, room = ChatEncoder(tokenizer), data.context - self.max_tokens
-        train, held = (
-            {name: fitting(corpus.prompts(part, encoder), room=room) for name, corpus in corpora.items()}
-            for part in PARTS
-        )
-        loader = PromptLoader(
-            sources={name: prompts for name, (prompts, _) in train.items()},
-            held_out_prompts=[prompt for prompts, _ in held.values() for prompt in prompts],
-            config=RolloutConfig(
-                prompts=self.prompts, samples=self.samples, max_tokens=self.max_tokens, epochs=self.epochs,
-                minibatches=self.minibatches, max_draws=self.max_draws, fill=self.fills, seed=data.seed,
-            ),
-            shape=PackShape(
-                tokens=data.rows * data.context, segments=self.prompts * self.samples, context=data.context
-            ),
-        )  # fmt: skip
-        facts = {
-            name: {
-                **corpus.facts, "train_prompts": len(train[name][0]), "validation_prompts": len(held[name][0]),
-                "prompts_too_long": train[name][1] + held[name][1],
-            }
-            for name, corpus in corpora.items()
-        }  # fmt: skip
-        sizes = {name: _size(train[name][0], held[name][0]) for name in corpora}
-        return TrainingData(loader=loader, held_out=loader.held_out, sources=sizes, facts=facts)
-
-    def _check_data(self, data: DataConfig) -> None:
         if not self.reward:
             raise ConfigError(
                 f"objective {self.kind!r} needs a reward, and objective.reward is empty",
                 hint="give one with --reward, such as my_file.py:score",
             )
-        if data.context <= self.max_tokens:
-            raise ConfigError(
-                f"data.context is {data.context} and objective.max_tokens {self.max_tokens}: no room for a prompt",
-                hint="raise data.context, or lower objective.max_tokens",
-            )
-        for name, has in (("micro_batches", data.micro_batches > 1), ("mix.weights", bool(data.mix.weights))):
-            if has:
-                raise ConfigError(
-                    f"data.{name} is set, and has no effect on rollouts",
-                    hint="leave it out: micro-batches are filled up to rows * context tokens, all prompts are used",
-                )
+        config = RolloutConfig(
+            prompts=self.prompts, samples=self.samples, max_tokens=self.max_tokens, epochs=self.epochs,
+            minibatches=self.minibatches, max_draws=self.max_draws, fill=self.fills, seed=data.seed,
+        )  # fmt: skip
+        return prompt_data(corpora, tokenizer, data, config)
 
     def display(self) -> Display:
         return Display(
@@ -200,8 +167,3 @@ class PolicyObjective(Objective[RolloutBatch]):
                 "val_reward_mean": "validation {:.3f}",
             },
         )  # fmt: skip
-
-
-def _size(train: Sequence[Prompt], held: Sequence[Prompt]) -> SourceSize:
-    tokens, held_tokens = (sum(len(p.ids) for p in prompts) for prompts in (train, held))
-    return SourceSize(documents=len(train), tokens=tokens, targets=0, validation_tokens=held_tokens)

@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -51,8 +51,9 @@ class RolloutConfig:
     seed: int
 
 
+@runtime_checkable
 class Learner(Protocol):
-    """The part of a policy loss that turns sampled answers into something to train on."""
+    """The part of a loss that turns sampled answers into something to train on."""
 
     def useful(self, rewards: Sequence[float]) -> bool:
         """Whether answers to one prompt with these rewards have a gradient."""
@@ -124,6 +125,7 @@ class Tally:
     reward_s: float = 0.0
 
     def add(self, completions: Sequence[Completion], scored: Sequence[Scored]) -> None:
+        """Add answers and their scores; there are no scores without a reward."""
         self.rewards += [s.reward for s in scored]
         self.faults += sum(s.fault is not None for s in scored)
         for s in scored:
@@ -135,24 +137,31 @@ class Tally:
 
     def metrics(self) -> dict[str, float]:
         """The entropy is estimated: minus the mean logprob of the sampled tokens."""
-        n, tokens = len(self.rewards), sum(self.lengths)
-        return {
-            "reward_mean": sum(self.rewards) / n,
-            "reward_std": float(np.std(self.rewards)),
-            **{f"reward_part_{name}": sum(values) / len(values) for name, values in sorted(self.parts.items())},
+        n, tokens = len(self.lengths), sum(self.lengths)
+        values = {
             "length_tokens": tokens / n,
             "truncated_percent": 100 * self.truncated / n,
             "entropy_nats": -self.logprob / tokens,
+            "rollout_s": self.rollout_s,
+            "rollout_tokens_per_s": tokens / max(self.rollout_s, 1e-9),
+        }
+        if not self.rewards:
+            return values
+        return {
+            "reward_mean": sum(self.rewards) / n,
+            "reward_std": float(np.std(self.rewards)),
+            **{f"reward_part_{name}": sum(part) / len(part) for name, part in sorted(self.parts.items())},
+            **values,
             "skipped_groups": self.skipped_groups,
             "reward_faults": self.faults,
-            "rollout_s": self.rollout_s,
             "reward_s": self.reward_s,
-            "rollout_tokens_per_s": tokens / max(self.rollout_s, 1e-9),
         }
 
 
 class RolloutLoader:
-    """Rollouts on the prompts of `source`. `model` is the policy, and `sampler` samples with its weights."""
+    """Rollouts on the prompts of `source`. `model` is the policy, and `sampler` samples with its weights. Without a
+    reward, answers have reward 0, and no metric shows it.
+    """
 
     def __init__(
         self,
@@ -160,7 +169,7 @@ class RolloutLoader:
         *,
         model: Transformer,
         sampler: Sampler,
-        reward: RewardFunction,
+        reward: RewardFunction | None,
         learner: Learner,
         decode: Callable[[Sequence[int]], str],
     ) -> None:
@@ -253,14 +262,10 @@ class RolloutLoader:
         tally.reward_s += time.perf_counter() - began
         tally.add(drawn, scored)
         groups: list[list[Answer]] = [[] for _ in prompts]
-        for completion, score in zip(drawn, scored, strict=True):
-            ids = prompts[completion.prompt].ids
-            assert completion.logprobs is not None
-            answer = Answer(
-                tokens=Tokens(ids=(*ids, *completion.tokens), start=len(ids)), prompt=first + completion.prompt,
-                reward=score.reward,
-            )  # fmt: skip
-            groups[completion.prompt].append(answer.plus(engine=np.array(completion.logprobs)))
+        for i, completion in enumerate(drawn):
+            reward = scored[i].reward if scored else 0.0
+            answer = _answer(prompts[completion.prompt], completion, number=first + completion.prompt, reward=reward)
+            groups[completion.prompt].append(answer)
         return groups
 
     # --- its steps ----------------------------------------------------------------------------------------------------
@@ -289,11 +294,12 @@ class RolloutLoader:
         rollout, seen = self._rollout, dict[int, Answer]()
         for answer in rollout.answers if rollout is not None else ():
             seen.setdefault(answer.prompt, answer)
-        return [f"{self.decode(a.tokens.ids)}\n[reward {a.reward:g}]" for a in list(seen.values())[:limit]]
+        score = "" if self.reward is None else "\n[reward {:g}]"
+        return [self.decode(a.tokens.ids) + score.format(a.reward) for a in list(seen.values())[:limit]]
 
     def held_out(self, limit: int | None) -> Iterable[RolloutBatch]:
-        """The metrics of one answer to each held-out prompt, at most `limit` times the prompts of a rollout. The seeds
-        are the same each time."""
+        """One answer to each held-out prompt, at most `limit` times the prompts of a rollout, and the metrics of all.
+        The seeds are the same each time."""
         prompts = self.source.held_out_prompts
         chosen = prompts if limit is None else prompts[: limit * self.config.prompts]
         if not chosen:
@@ -307,15 +313,27 @@ class RolloutLoader:
         tally.add(drawn, _scores(self.reward, chosen, drawn))
         kept = ("reward", "length", "truncated", "entropy")
         metrics = {name: value for name, value in tally.metrics().items() if name.startswith(kept)}
-        metrics.pop("reward_s")
-        yield RolloutBatch(batch=None, columns={}, rollout=metrics)
+        metrics.pop("reward_s", None)
+        answers = [_answer(chosen[c.prompt], c, number=c.prompt, reward=0.0) for c in drawn]
+        for at in range(0, len(answers), self.shape.segments):
+            some = answers[at : at + self.shape.segments]
+            for part in micro_batches([len(a.tokens.ids) for a in some], capacity=self.shape.tokens):
+                yield RolloutBatch.of([some[i] for i in part], self.shape, rollout=metrics)
 
 
 def _unanswered() -> ArgumentError:
     return ArgumentError("these prompts have no answers yet", hint="make a RolloutLoader of them, as recipes do")
 
 
-def _scores(reward: RewardFunction, prompts: Sequence[Prompt], drawn: Sequence[Completion]) -> list[Scored]:
+def _answer(prompt: Prompt, completion: Completion, *, number: int, reward: float) -> Answer:
+    assert completion.logprobs is not None
+    tokens = Tokens(ids=(*prompt.ids, *completion.tokens), start=len(prompt.ids))
+    return Answer(tokens=tokens, prompt=number, reward=reward).plus(engine=np.array(completion.logprobs))
+
+
+def _scores(reward: RewardFunction | None, prompts: Sequence[Prompt], drawn: Sequence[Completion]) -> list[Scored]:
+    if reward is None:
+        return []
     samples = [
         Sample(prompt=prompts[c.prompt].text, completion=c.text or "", facts=prompts[c.prompt].facts) for c in drawn
     ]

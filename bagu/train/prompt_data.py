@@ -1,0 +1,64 @@
+"""The data of objectives that train on answers of the model: prompts, which a RolloutLoader gives to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from bagu.config import ConfigError
+from bagu.data.chat import ChatEncoder
+from bagu.data.corpus import PARTS
+from bagu.data.loader import DataConfig
+from bagu.data.prompts import Prompt, PromptCorpus, fitting
+from bagu.data.tokenizer import BpeTokenizer
+from bagu.train.objective import SourceSize, TrainingData
+from bagu.train.rollout import PackShape, RolloutBatch
+from bagu.train.rollout_loader import PromptLoader, RolloutConfig
+
+__all__ = ["prompt_data"]
+
+
+def prompt_data(
+    corpora: Mapping[str, PromptCorpus], tokenizer: BpeTokenizer, data: DataConfig, config: RolloutConfig
+) -> TrainingData[RolloutBatch]:
+    """The prompts of `corpora` that leave room for an answer. Its loader has no answers yet: see recipes/rollout.py."""
+    _check(data, config)
+    encoder, room = ChatEncoder(tokenizer), data.context - config.max_tokens
+    train, held = (
+        {name: fitting(corpus.prompts(part, encoder), room=room) for name, corpus in corpora.items()} for part in PARTS
+    )
+    loader = PromptLoader(
+        sources={name: prompts for name, (prompts, _) in train.items()},
+        held_out_prompts=[prompt for prompts, _ in held.values() for prompt in prompts],
+        config=config,
+        shape=PackShape(
+            tokens=data.rows * data.context, segments=config.prompts * config.samples, context=data.context
+        ),
+    )  # fmt: skip
+    facts = {
+        name: {
+            **corpus.facts, "train_prompts": len(train[name][0]), "validation_prompts": len(held[name][0]),
+            "prompts_too_long": train[name][1] + held[name][1],
+        }
+        for name, corpus in corpora.items()
+    }  # fmt: skip
+    sizes = {name: _size(train[name][0], held[name][0]) for name in corpora}
+    return TrainingData(loader=loader, held_out=loader.held_out, sources=sizes, facts=facts)
+
+
+def _check(data: DataConfig, config: RolloutConfig) -> None:
+    if data.context <= config.max_tokens:
+        raise ConfigError(
+            f"data.context is {data.context} and objective.max_tokens {config.max_tokens}: no room for a prompt",
+            hint="raise data.context, or lower objective.max_tokens",
+        )
+    for name, has in (("micro_batches", data.micro_batches > 1), ("mix.weights", bool(data.mix.weights))):
+        if has:
+            raise ConfigError(
+                f"data.{name} is set, and has no effect on rollouts",
+                hint="leave it out: micro-batches are filled up to rows * context tokens, all prompts are used",
+            )
+
+
+def _size(train: Sequence[Prompt], held: Sequence[Prompt]) -> SourceSize:
+    tokens, held_tokens = (sum(len(p.ids) for p in prompts) for prompts in (train, held))
+    return SourceSize(documents=len(train), tokens=tokens, targets=0, validation_tokens=held_tokens)
