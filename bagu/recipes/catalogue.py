@@ -15,6 +15,7 @@ from bagu.train.objectives.distill import Distillation
 from bagu.train.objectives.dpo import PreferenceOptimization
 from bagu.train.objectives.grpo import GroupRelative
 from bagu.train.objectives.masked import MaskedLanguageModelling
+from bagu.train.objectives.on_policy_distill import OnPolicyDistillation
 from bagu.train.objectives.ppo import ProximalPolicy
 from bagu.train.objectives.reward import RewardModelling
 from bagu.train.objectives.sft import SupervisedFineTuning
@@ -121,6 +122,21 @@ def distill() -> Run:
     )  # fmt: skip
 
 
+def on_policy_distill() -> Run:
+    """Distillation of the model `objective.teacher` into the model given with `--from`, on the answers that this model
+    gives: 32 a step. Prompts are functions of the standard library, or JSON with a field `prompt`.
+    """
+    return Run(
+        objective=OnPolicyDistillation(max_tokens=96), init_from="", sources={"prompts": SourceConfig()},
+        data=DataConfig(context=256, rows=16),
+        train=TrainConfig(
+            steps=100, eval_every=25, sample_every=25, save_every=25,
+            optimizer=OptimizerConfig(kind="adamw", lr=1e-4),
+            schedule=ScheduleConfig(kind="linear", warmup_steps=5),
+        ),
+    )  # fmt: skip
+
+
 def reward() -> Run:
     """A reward model from the model given with `--from`, on pairs of answers; by default functions of the standard
     library against broken ones.
@@ -182,7 +198,8 @@ def _rollout_training() -> TrainConfig:
 
 
 RECIPES: dict[str, Callable[[], Run]] = {
-    f.__name__: f for f in (small, gpt2_124m, llama_1b, mlm, sft, lora, distill, reward, dpo, grpo, ppo)
+    f.__name__: f
+    for f in (small, gpt2_124m, llama_1b, mlm, sft, lora, distill, on_policy_distill, reward, dpo, grpo, ppo)
 }
 
 

@@ -25,7 +25,7 @@ from bagu.recipes.training import train
 from bagu.runs.folder import RunFolder
 from bagu.train import checkpoint
 from bagu.train.checkpoint import CheckpointError
-from bagu.train.objectives.distill import DistillationLoss
+from bagu.train.distillation import DistillationLoss
 from bagu.types import IGNORE
 
 pytestmark = pytest.mark.usefixtures("own_cache")
