@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bagu.ops.core import OpSpec
+from bagu.ops.link import Link
 from bagu.ops.signature import Dims
 
 __all__ = ["Call", "Recorder", "active", "storage_id"]
@@ -59,8 +60,6 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self._inside_op = False
-        self._before: Recorder | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -68,37 +67,31 @@ class Recorder(TorchDispatchMode):
         return False
 
     def __enter__(self) -> Recorder:
-        self._before = _current.get()
-        _current.set(self)
+        self._token = _current.set(self)
         super().__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         super().__exit__(kind, error, at)
-        _current.set(self._before)
+        _current.reset(self._token)
 
     def call(self, spec: OpSpec, args: Mapping[str, Any]) -> Sequence[torch.Tensor]:
         """Check the arguments of an op; return its outputs and residuals as empty tensors."""
         assert args[spec.sig.tensors[0].name].is_meta, f"{spec.name}: a recording is of meta tensors"
-        dims, values = spec.bind(args), [args[a.name] for a in spec.sig.inputs]
-        wanted = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
-        self._inside_op = True
-        try:
-            results = _Node.apply(spec, *values) if spec.grads and wanted else tuple(spec.empty_results(args))
-        finally:
-            self._inside_op = False
-        self.calls.append(Call(spec.name, dict(args), results, spec=spec, dims=dims))
+        dims, before = spec.bind(args), len(self.calls)
+        values = [args[a.name] for a in spec.sig.inputs]
+        results = _Node.apply(spec, *values) if spec.grads else tuple(spec.empty_results(args))
+        self.calls[before:] = [Call(spec.name, dict(args), results, spec=spec, dims=dims)]  # replaces its ATen calls
         return results
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not self._inside_op:
-            names = [a.name for a in func._schema.arguments]
-            given = dict(zip(names, args, strict=False)) | (kwargs or {})
-            results = tuple(t for t in tree_leaves(out) if isinstance(t, torch.Tensor))
-            self.calls.append(Call(str(func), given, results, operator=func))
+        names = [a.name for a in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        results = tuple(t for t in tree_leaves(out) if isinstance(t, torch.Tensor))
+        self.calls.append(Call(str(func), given, results, operator=func))
         return out
 
 
@@ -107,12 +100,9 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, spec: OpSpec, *values: Any) -> tuple[torch.Tensor, ...]:
-        known = dict(zip((a.name for a in spec.sig.inputs), values, strict=True))
-        results = spec.empty_results(known)
-        known |= zip((r.name for r in spec.sig.results), results, strict=True)
-        ctx.mark_non_differentiable(*(known[r.name] for r in spec.sig.results if r.name not in spec.differentiable))
-        ctx.save_for_backward(*(known[name] for name in spec.saves))
-        return tuple(results)
+        results = tuple(spec.empty_results(dict(zip((a.name for a in spec.sig.inputs), values, strict=True))))
+        Link.of(spec).keep(ctx, values, results)
+        return results
 
     @staticmethod
     def backward(ctx: Any, *douts: torch.Tensor) -> Any:

@@ -82,11 +82,11 @@ def match(model: Transformer) -> DecodeStep:
     It records steps of one and of three sequences, since a model may treat a single token differently.
     """
     with torch.inference_mode(False), torch.no_grad():  # inference mode does not decompose `reshape` and similar ops
-        return [_Matcher(_Recorded(model, S)).step() for S in (1, 3)][-1]
+        return [_Matcher(model, S).step() for S in (1, 3)][-1]
 
 
-class _Recorded:
-    """A recorded decode step of S sequences, run by a copy of the model on the meta device."""
+class _Matcher:
+    """Matches a decode step of S sequences, recorded from a copy of the model on the meta device."""
 
     def __init__(self, model: Transformer, S: int) -> None:
         own, meta, dtype = [*model.parameters(), *model.buffers()], torch.device("meta"), model.embedding.weight.dtype
@@ -99,38 +99,24 @@ class _Recorded:
         ids, positions, slots = (torch.empty(S, dtype=torch.int64, device=meta) for _ in range(3))
         cu, lengths, tables = (torch.empty(n, dtype=torch.int32, device=meta) for n in ((S + 1,), (S,), (S, 4)))
         self.batch = batch = Batch(ids, positions, slots, cu, lengths, tables, 1, context, S, context)
-        self.kv = PagedKV(model.config, 4, 16, device=meta, dtype=dtype)
-        self.kv.load(batch)
+        kv = PagedKV(model.config, 4, 16, device=meta, dtype=dtype)
+        if kv.values is None:
+            raise Mismatch("a cache without values")
+        self.pools = list(zip(kv.keys, kv.values, strict=True))
+        kv.load(batch)
         try:
             with Recorder() as recorder:
-                self.hidden = copied(batch.ids, batch.positions, batch.cu_seqlens, 1, self.kv).hidden
+                self.hidden = copied(batch.ids, batch.positions, batch.cu_seqlens, 1, kv).hidden
         except (RuntimeError, BaguError) as error:  # reads a value, or has a tensor that is not a parameter or buffer
             raise Mismatch(f"the forward does not run on meta tensors: {error}") from error
-        self.calls = recorder.calls
-
-
-class _Heads(NamedTuple):
-    """Queries, keys or values as they reach attention."""
-
-    product: Call
-    rows: torch.Tensor  # [heads, D]: row indices of the matmul's weight
-    gain: torch.Tensor | None
-    rope_tables: tuple[int, ...]  # storages of cos and sin
-
-
-class _Matcher:
-    def __init__(self, recorded: _Recorded) -> None:
-        self.recorded, self.batch, self.kv = recorded, recorded.batch, recorded.kv
-        self.S, self.hidden_size = recorded.hidden.shape
-        if self.kv.values is None:
-            raise Mismatch("a cache without values")
-        given = [t for t in (*self.batch, *self.kv.keys, *self.kv.values) if isinstance(t, torch.Tensor)]
-        self.flow = Dataflow(recorded.calls, KNOWN, [*given, *(there for there, _ in recorded.weights.values())])
+        given = [t for t in (*batch, *kv.keys, *kv.values, *there) if isinstance(t, torch.Tensor)]
+        self.flow = Dataflow(recorder.calls, KNOWN, given)
+        self.S, self.hidden_size = self.hidden.shape
         self.constants: dict[str, Any] = {}
 
     def step(self) -> DecodeStep:
         layers: list[LayerWeights] = []
-        last = norm = self.producer(self.recorded.hidden, "add_rms_norm")
+        last = norm = self.producer(self.hidden, "add_rms_norm")
         while norm.name == "add_rms_norm":
             layer, norm = self.layer(norm)
             layers.insert(0, layer)
@@ -142,7 +128,7 @@ class _Matcher:
         if sum(call.name == "kv_write" for call in self.flow.calls) != 2 * len(layers):
             raise Mismatch("writes to the cache that no layer reads")
         shared = {"qk_eps": 0.0} | self.constants
-        shared["rope_tables"] = [self.recorded.weights[x][1] for x in shared["rope_tables"]]
+        shared["rope_tables"] = [self.weights[x][1] for x in shared["rope_tables"]]
         return DecodeStep(table=table, layers=layers, gain=gain, **shared)
 
     def layer(self, after: Call) -> tuple[LayerWeights, Call]:
@@ -178,31 +164,27 @@ class _Matcher:
 
     def attention(self, call: Call) -> tuple[Call, dict[str, Any]]:
         """The matmul that computes queries, keys and values, and the other attention parameters of the layer."""
-        a, b, pools = call.args, self.batch, [storage_id(k) for k in self.kv.keys]
+        a, pools = call.args, [storage_id(keys) for keys, _ in self.pools]
         cache = pools.index(storage_id(a["k_cache"])) if storage_id(a["k_cache"]) in pools else 0
-        keys, values = self.kv.keys[cache], (self.kv.values or [])[cache]
-        given = (b.block_tables, b.cu_seqlens, b.context_lens, keys, values)
-        for name, tensor in zip(
-            ("block_tables", "cu_seqlens", "context_lens", "k_cache", "v_cache"), given, strict=True
-        ):
-            self.flow.check_same(a[name], tensor)
-        if any(a[name] is not None for name in ("slopes", "bias", "sinks")) or a["max_context"] != b.max_context:
+        keys, values = self.pools[cache]
+        given = self.batch._asdict() | {"k_cache": keys, "v_cache": values}
+        for name in ("block_tables", "cu_seqlens", "context_lens", "k_cache", "v_cache"):
+            self.flow.check_same(a[name], given[name])
+        terms = [a[name] for name in ("slopes", "bias", "sinks")]
+        if any(term is not None for term in terms) or a["max_context"] != self.batch.max_context:
             raise Mismatch("paged_attention with slopes, a bias, sinks or another context")
-        q, k, v = map(self.heads, (a["q"], self.written(keys, call), self.written(values, call)))
-        if k.product is not q.product or v.product is not q.product:
+        q, q_gain, q_tables = self.before_rope(a["q"])
+        k, k_gain, k_tables = self.before_rope(self.written(keys, call))
+        products, rows = zip(*map(self.weight_rows, (q, k, self.written(values, call))), strict=True)
+        if len(set(products)) > 1:
             raise Mismatch("q, k and v by more than one product")
-        if (
-            q.rope_tables != k.rope_tables
-            or v.rope_tables
-            or (q.gain is None) != (k.gain is None)
-            or v.gain is not None
-        ):
-            raise Mismatch("a QK norm or RoPE on one of q and k, or on v")
-        (H, D), G = q.rows.shape, len(k.rows)
-        self.constant(num_heads=H, num_key_heads=G, head_dim=D, scale=a["scale"] or D**-0.5, rope_tables=q.rope_tables)
-        gain = None if q.gain is None or k.gain is None else torch.stack([q.gain] * H + [k.gain] * G)
-        rows = torch.cat((q.rows, k.rows, v.rows)).flatten()
-        return q.product, {"qkv_rows": rows, "qk_gain": gain, "window": a["window"], "cache": cache}
+        if q_tables != k_tables or (q_gain is None) != (k_gain is None):
+            raise Mismatch("a QK norm or RoPE on one of q and k")
+        (H, D), G = rows[0].shape, len(rows[1])
+        self.constant(num_heads=H, num_key_heads=G, head_dim=D, scale=a["scale"] or D**-0.5, rope_tables=q_tables)
+        gain = None if q_gain is None or k_gain is None else torch.stack([q_gain] * H + [k_gain] * G)
+        layer = {"qkv_rows": torch.cat(rows).flatten(), "qk_gain": gain, "window": a["window"], "cache": cache}
+        return products[0], layer
 
     def written(self, pool: torch.Tensor, reader: Call) -> Any:
         """The tensors that are written to the slots of the new tokens before the pool is read."""
@@ -215,9 +197,9 @@ class _Matcher:
         self.flow.check_same(args["slots"], self.batch.slots)
         return args["x"]
 
-    def heads(self, x: torch.Tensor) -> _Heads:
-        """Follow x[S, heads, D] back to the matmul whose result it is part of."""
-        (_, heads, D), gain, tables = x.shape, None, tuple[int, ...]()
+    def before_rope(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, ...]]:
+        """x[S, heads, D] before QK norm and RoPE, the gain of the norm, and the storages of cos and sin."""
+        D, gain, tables = x.shape[-1], None, tuple[int, ...]()
         if self.flow.producer_name(x) == "rope":
             call = self.flow.producer(x, "rope")
             tables, x = self.rope_tables(call, D), call.args["x"]
@@ -227,11 +209,18 @@ class _Matcher:
             gain, x = self.weight(call.args["w"]), call.args["x"]
             if gain.shape != (D,):
                 raise Mismatch("a QK norm of several heads at once")
+        return x, gain, tables
+
+    def weight_rows(self, x: torch.Tensor) -> tuple[Call, torch.Tensor]:
+        """The matmul whose result x[S, ..., D] is a part of, and the rows [heads, D] of its weight that give x."""
         product, elements = self.flow.part_of(x, "matmul")
-        rows = elements.reshape(self.S, heads, D) - torch.arange(self.S).view(-1, 1, 1) * product.results[0].shape[-1]
+        rows = (
+            elements.reshape(self.S, -1, x.shape[-1])
+            - torch.arange(self.S).view(-1, 1, 1) * product.results[0].shape[-1]
+        )
         if (rows != rows[0]).any():
             raise Mismatch("tokens that differ in their columns of q, k or v")
-        return _Heads(product, rows[0], gain, tables)
+        return product, rows[0]
 
     def rope_tables(self, call: Call, D: int) -> tuple[int, ...]:
         """The storages of cos and sin, from which each token reads the row of its position."""
@@ -263,9 +252,9 @@ class _Matcher:
 
     def weight(self, x: torch.Tensor) -> torch.Tensor:
         """The model's tensor that corresponds to a tensor of its meta copy."""
-        if storage_id(x) not in self.recorded.weights:
+        if storage_id(x) not in self.weights:
             raise Mismatch(f"{self.flow.producer_name(x)} where a weight is expected")
-        there, own = self.recorded.weights[storage_id(x)]
+        there, own = self.weights[storage_id(x)]
         self.flow.check_same(x, there)
         return own
 
