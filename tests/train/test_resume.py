@@ -8,10 +8,8 @@ import multiprocessing
 import os
 import random
 import signal
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +36,6 @@ def server() -> Any:
     return context
 
 
-def wait_for(condition: Callable[[], bool], process: BaseProcess) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert process.is_alive() and time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-def kill(process: BaseProcess) -> None:
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-
-
 def steps_written(folder: Path) -> int:
     path = folder / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
@@ -72,23 +57,22 @@ def outcome(folder: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
 def test_killed_at_any_step_it_ends_with_the_same_bits(tmp_path: Path, server: Any) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
 
-    def start(folder: Path, *, resume: bool = False, slow_save: bool = False) -> BaseProcess:
-        process = server.Process(
-            target=train, args=(folder, OPTIONS), kwargs={"resume": resume, "slow_save": slow_save}
-        )
+    def run(folder: Path, *, resume: bool, kill_at: int | None = None, kill_in_save: bool = False) -> int:
+        options = {"resume": resume, "kill_at": kill_at, "kill_in_save": kill_in_save}
+        process = server.Process(target=train, args=(folder, OPTIONS), kwargs=options)
         process.start()
-        return process
+        process.join()
+        return int(process.exitcode)
 
-    process = start(killed, slow_save=True)
-    wait_for(lambda: saving(killed), process)  # the first save, and none before it: the resume starts over
-    kill(process)
-    for moment in sorted(random.Random(0).sample(range(8, STEPS - 2), 3)):
-        process = start(killed, resume=True, slow_save=True)
-        wait_for(lambda m=moment: steps_written(killed) >= m, process)
-        kill(process)
-    for process in (start(killed, resume=True), start(whole)):
-        process.join(60)
-        assert process.exitcode == 0
+    assert run(killed, resume=False, kill_in_save=True) == -signal.SIGKILL
+    assert saving(killed) and steps_written(killed)  # no save is complete: the resume starts over
+    first, *others = sorted(random.Random(0).sample(range(8, STEPS - 2), 3))
+    assert run(killed, resume=True, kill_at=first) == -signal.SIGKILL
+    assert run(killed, resume=True, kill_in_save=True) == -signal.SIGKILL  # now there are complete saves too
+    assert saving(killed)
+    for step in others:
+        assert run(killed, resume=True, kill_at=step) == -signal.SIGKILL
+    assert run(killed, resume=True) == run(whole, resume=False) == 0
     (want_rows, want_files), (rows, files) = outcome(whole), outcome(killed)
     assert [row["step"] for row in rows] == list(range(STEPS))  # none lost, none twice
     assert rows == want_rows

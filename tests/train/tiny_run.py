@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,20 +76,36 @@ class Notes:
         return [event for event in self.events if event["kind"] == kind]
 
 
-def train(folder: Path, options: Mapping[str, Any], *, resume: bool, slow_save: bool) -> None:
-    """A run in a folder of its own, with everything on that a resume must bring back: bf16, dropout, micro-batches."""
-    if slow_save:  # so that a kill can fall into a save
-        sync = checkpoint._sync
+class KillAt(Notes):
+    """Kills its process as soon as a step is recorded."""
 
-        def slow(path: Path) -> None:
-            time.sleep(0.05)
-            sync(path)
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.at = step
 
-        checkpoint._sync = slow
+    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if step == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(folder: Path, options: Mapping[str, Any], *, resume: bool, kill_at: int | None, kill_in_save: bool) -> None:
+    """A run in a folder of its own, with everything on that a resume must bring back: bf16, dropout, micro-batches.
+
+    It kills itself after step `kill_at`, or within its first save: a kill from outside could come too late.
+    """
+    if kill_in_save:
+        checkpoint._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
     torch.set_num_threads(1)
     config = from_dict(TrainConfig, options)
     run = RunFolder.create(folder, config, resume=resume)
     with RunRecorder(run, tensorboard=False) as recorder:
         trained = model(torch.bfloat16, dropout=0.1)
         data = loader(micro_batches=2)
-        fit(config, trained, data, folder=run.checkpoints, resume=resume, observers=[recorder])
+        fit(
+            config,
+            trained,
+            data,
+            folder=run.checkpoints,
+            resume=resume,
+            observers=[recorder, *([] if kill_at is None else [KillAt(kill_at)])],
+        )
