@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import io
+import os
 import platform
 import re
 import sysconfig
@@ -20,7 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from bagu.data.source import Conversation, Document, describe_files, list_files, non_empty, read
+from bagu.data.source import Conversation, Document, describe_files, non_empty, read
 from bagu.errors import BaguError
 
 __all__ = ["Function", "StdlibSource", "argument_names", "documented_functions", "sft_pairs"]
@@ -63,11 +64,14 @@ class StdlibSource:
         if not self.folder.is_dir():
             hint = "it may be inside a zip file; train on your own text instead"
             raise BaguError(f"this Python's library is not a folder of files: {self.folder}", hint=hint)
-        return [
-            (name, path)
-            for name, path in list_files(self.folder, "**/*.py")
-            if skipped.isdisjoint(name.split("/")[:-1]) and not BUILT.search(name)
-        ]
+        paths: list[Path] = []
+        for folder, subfolders, names in os.walk(self.folder):
+            subfolders[:] = [
+                name for name in subfolders if name not in skipped
+            ]  # site-packages has 10,000 files or more
+            paths += [Path(folder, name) for name in names if name.endswith(".py")]
+        found = ((path.relative_to(self.folder).as_posix(), path) for path in paths if path.is_file())
+        return sorted((name, path) for name, path in found if not BUILT.search(name))
 
 
 def decoded(data: bytes) -> str | None:

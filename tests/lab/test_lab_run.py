@@ -65,6 +65,11 @@ def test_a_lab_runs_and_decides(out: Path, name: str) -> None:
     assert "<svg" in (folder / "plot.svg").read_text(encoding="utf-8")
 
 
+def test_the_kv_cache_lab_counts_the_bytes_of_the_cache(out: Path) -> None:
+    rows = Result.read(out / this_machine().name / "kv_cache" / "result.json").rows
+    assert [row["cache_bytes"] for row in rows] == [n * 4 * 2 * 2 * 64 * 4 for n in (64, 256, 512)]
+
+
 @pytest.mark.parametrize("name", catalogue.names())
 def test_a_record_has_text_in_both_languages(name: str) -> None:
     lab = catalogue.load(name)

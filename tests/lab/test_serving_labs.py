@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bagu.lab.core import Row, Setting
+from bagu.lab.core import Row
 from bagu.lab.labs import (
     attention_complexity,
     batch_invariance,
@@ -251,15 +251,6 @@ def test_batch_invariance_flips() -> None:
         assert batch_invariance.verdict(invariance_rows(bits)).kind == kind
 
 
-# --- a full run -------------------------------------------------------------------------------------------------------
-
-
-def test_the_kv_cache_lab_runs() -> None:
-    rows = kv_cache.run(Setting(device="cpu", quick=True, track=lambda points: iter(points)))
-    kv_cache.verdict(rows)
-    assert [row["cache_bytes"] for row in rows] == [n * 4 * 2 * 2 * 64 * 4 for n in (64, 256, 1024)]
-
-
 # --- prefix cache -----------------------------------------------------------------------------------------------------
 
 
@@ -287,4 +278,4 @@ def test_prefix_cache_flips(cost: float, gain: float, kind: str) -> None:
 def test_prefix_cache_finds_exactly_the_shared_tokens() -> None:
     model = init_weights(Transformer(prefix_cache.MODEL), 0).eval()
     for shared in (0, 256):  # `measure` asserts the hits
-        assert len(prefix_cache.measure(model, shared, pairs=2, blocks=512)) == 2
+        assert len(prefix_cache.measure(model, shared, pairs=1, warmup=1, blocks=512)) == 1

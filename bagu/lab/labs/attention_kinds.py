@@ -102,7 +102,7 @@ class Text:
 def run(setting: Setting) -> list[Row]:
     quick = setting.quick
     text = Text.read(16 if quick else 4)
-    seeds, steps = ((1, 2), 8) if quick else ((1, 2, 3, 4, 5), 200)
+    seeds, steps = ((1, 2), 4) if quick else ((1, 2, 3, 4, 5), 200)
     points = [partial(trained, name, config, seed, steps, text, setting)
               for seed, (name, config) in product(seeds, kinds(SMALL).items())]  # fmt: skip
     sizes = [sized(name, config) for name, config in kinds(LARGE).items()]
@@ -138,7 +138,7 @@ def trained(name: str, config: ModelConfig, seed: int, steps: int, text: Text, s
     data = DataConfig(context=CONTEXT, rows=ROWS, seed=seed, packing="whole")
     fit(train, model, Loader({"text": text.train}, data))
     model.eval()
-    batches = partial(evaluation_batches, text.held, data, limit=4 if setting.quick else 60)
+    batches = partial(evaluation_batches, text.held, data, limit=2 if setting.quick else 60)
     return {
         "part": "loss",
         **facts(name, config),

@@ -50,12 +50,12 @@ class Case(NamedTuple):
 
 
 def cases(quick: bool) -> list[Case]:
-    batches = [Case(f"batch of {n}", n) for n in ((2, 8, 16) if quick else (2, 3, 4, 8, 16, 32, 64))]
+    batches = [Case(f"batch of {n}", n) for n in ((2, 16) if quick else (2, 3, 4, 8, 16, 32, 64))]
     return [*batches, Case("chunks of 7", 1, budget=7), Case("warm prefix", 1, warm=True)]
 
 
 def run(setting: Setting) -> list[Row]:
-    tokens = 12 if setting.quick else 64
+    tokens = 6 if setting.quick else 64
     rows: list[Row] = []
     # Without bf16 instructions the products are scalar loops, which would take hours.
     dtypes = list(DTYPES) if compute_dtype(torch.device("cpu")) == torch.bfloat16 else ["fp32"]

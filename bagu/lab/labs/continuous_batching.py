@@ -69,7 +69,7 @@ def jobs(spread: str, n: int, seed: int, per_s: float | None) -> list[Job]:
 
 
 def run(setting: Setting) -> list[Row]:
-    n, seeds = (32, (0,)) if setting.quick else (96, (0, 1, 2))
+    n, seeds = (24, (0,)) if setting.quick else (96, (0, 1, 2))
     model = init_weights(Transformer(MODEL, device=setting.device), 0).eval()
     serve(model, jobs("equal", SLOTS, 0, None), CONTINUOUS)  # warmup
     rows: list[Row] = []

@@ -144,7 +144,8 @@ def speed(name: str, store: TokenStore, context: int, setting: Setting) -> list[
         turns = itertools.cycle(batches[way])
         return lambda: step(state, next(turns))
 
-    times = best_times({way: stepper(way) for way in loaders}, setting.device, seconds=0.1 if setting.quick else 0.3)
+    steppers, rounds = {way: stepper(way) for way in loaders}, 1 if setting.quick else 3
+    times = best_times(steppers, setting.device, seconds=0.1 if setting.quick else 0.3, rounds=rounds)
     useful = {way: sum(b.num_targets for s in some for b in s) / len(some) for way, some in batches.items()}
     return [
         {
@@ -174,7 +175,7 @@ def loss(way: Way, seed: int, texts: Texts, setting: Setting) -> list[Row]:
     row: Row = {"kind": "loss", "way": way, "seed": seed, "steps": steps, "useful_tokens": useful}
     for place, packing in PLACES.items():
         shape = DataConfig(context=CONTEXT, rows=ROWS, packing=packing)
-        batches = partial(evaluation_batches, texts.held, shape, limit=4 if setting.quick else 40)
+        batches = partial(evaluation_batches, texts.held, shape, limit=2 if setting.quick else 40)
         row[f"val_{place}_loss_nats"] = held_out_loss(batches)(trained)["val_loss_nats"]
     return [row]
 

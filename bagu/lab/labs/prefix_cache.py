@@ -57,15 +57,15 @@ def run(setting: Setting) -> list[Row]:
     model = init_weights(Transformer(MODEL, device=setting.device), 0).eval()
     rows: list[Row] = []
     for shared in setting.track(SHARED):
-        pairs = 3 if setting.quick else 30 if shared else 250  # resolving one percent needs more pairs
-        rows += [
-            {"shared_tokens": shared, **row} for row in measure(model, shared, pairs, 512 if setting.quick else BLOCKS)
-        ]
+        pairs = 2 if setting.quick else 30 if shared else 250  # resolving one percent needs more pairs
+        warmup, blocks = (1, 512) if setting.quick else (3, BLOCKS)
+        found = measure(model, shared, pairs, warmup=warmup, blocks=blocks)
+        rows += [{"shared_tokens": shared, **row} for row in found]
     return rows
 
 
-def measure(model: Transformer, shared: int, pairs: int, blocks: int) -> list[Row]:
-    """The pairs of one number of shared tokens, after three for warmup, which also fill the cache."""
+def measure(model: Transformer, shared: int, pairs: int, *, warmup: int, blocks: int) -> list[Row]:
+    """The pairs of one number of shared tokens, after `warmup` others, which also fill the cache."""
     stream = np.random.default_rng(shared)
     common = stream.integers(MODEL.vocab_size, size=shared).tolist()
     engines = {
@@ -75,7 +75,7 @@ def measure(model: Transformer, shared: int, pairs: int, blocks: int) -> list[Ro
         for on in (True, False)
     }  # fmt: skip
     rows: list[Row] = []
-    for pair in range(-3, pairs):
+    for pair in range(-warmup, pairs):
         work, ms = prompts(common, stream), {}
         for on in (True, False) if pair % 2 else (False, True):
             ms[on] = 1e3 * prefill(engines[on], work, str(pair))
