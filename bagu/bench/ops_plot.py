@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bagu.bench.ops_table import row_label
-from bagu.runs.plot_style import INK, STYLE
+from bagu.runs.plot_style import INK, write_plot
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["draw"]
 
@@ -26,17 +29,13 @@ def draw(rows: Sequence[Row], folder: Path) -> str | None:
     rows = [r for r in rows if r["median_s"] and r["share"] is not None]
     if not rows:
         return "no row has a rate"
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        return f"matplotlib cannot be imported ({error}); pip install 'bagu[plot]' and run again"
     op = rows[0]["op"]
     passes, cases, colours = _distinct(rows, "pass"), _distinct(rows, "case"), _colours(rows)
     size = (max(7.0, 1.5 + 1.25 * len(cases)), 1.6 + 1.9 * len(passes))
-    with matplotlib.rc_context(STYLE | {"svg.hashsalt": op}):  # the same rows give the same file
-        figure = Figure(figsize=size, layout="constrained")
+
+    def plot(figure: Figure) -> None:
+        from matplotlib.patches import Patch
+
         subplots = figure.subplots(len(passes), 1, sharex=True, squeeze=False)[:, 0]
         for axes, step in zip(subplots, passes, strict=True):
             _draw_pass(axes, [r for r in rows if r["pass"] == step], cases, colours)
@@ -47,11 +46,8 @@ def draw(rows: Sequence[Row], folder: Path) -> str | None:
         figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 5))
         r = rows[0]
         figure.suptitle(f"{op}  ·  {r['dtype']}  ·  {r['env']['machine']}", x=0.01, ha="left", fontsize=11)
-        folder.mkdir(parents=True, exist_ok=True)
-        undated = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(folder / f"{op}.svg", metadata=undated)
-        figure.savefig(folder / f"{op}.png", dpi=140)
-    return None
+
+    return write_plot(plot, folder / op, size, {"svg.hashsalt": op})  # the same rows give the same file
 
 
 def _draw_pass(axes: Any, rows: Sequence[Row], cases: Sequence[str], colours: Mapping[str, str]) -> None:

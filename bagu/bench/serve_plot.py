@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bagu.bench.serve_client import Answer
 from bagu.bench.serve_latency import samples
-from bagu.runs.plot_style import FAINT, STYLE
+from bagu.runs.plot_style import FAINT, write_plot
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["draw"]
 
@@ -20,21 +23,14 @@ def draw(answers: Sequence[Answer], folder: Path, title: str) -> str | None:
     done = sorted((a for a in answers if a.error is None and a.times), key=lambda a: a.asked)
     if not done:
         return "no request was answered"
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        return f"matplotlib cannot be imported ({error}); pip install 'bagu[plot]' and run again"
-    with matplotlib.rc_context(STYLE | {"svg.hashsalt": title}):
-        figure = Figure(figsize=(10, 4), layout="constrained")
+
+    def plot(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
         _distributions(left, done)
         _timeline(right, done)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / "serve.svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-        figure.savefig(folder / "serve.png", dpi=140)
-    return None
+
+    return write_plot(plot, folder / "serve", (10, 4), {"svg.hashsalt": title})
 
 
 def _distributions(axes: Any, answers: Sequence[Answer]) -> None:

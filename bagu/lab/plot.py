@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bagu.lab.core import Lab, Row
-from bagu.runs.plot_style import FAINT, INK, STYLE
+from bagu.runs.plot_style import FAINT, INK, write_plot
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
@@ -35,24 +35,13 @@ def log_ticks(axis: Axis) -> None:
 
 def draw(lab: Lab, rows: Sequence[Row], folder: Path) -> str | None:
     """Write plot.svg and plot.png to `folder`. Returns the reason if they were not drawn, else None."""
-    try:
-        import matplotlib
-        from cycler import cycler
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        return f"matplotlib cannot be imported ({error}); pip install 'bagu[plot]' and run the lab again"
-    style = STYLE | {
+    style = {
         "axes.grid": True,
         "axes.labelsize": 9,
-        "axes.prop_cycle": cycler(color=COLOURS),
+        "axes.prop_cycle": f"cycler(color={list(COLOURS)})",
         "lines.linewidth": 1.6,
         "lines.markersize": 4,
         "svg.hashsalt": lab.name,  # the same rows give the same file
     }
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(9.0, 3.8), layout="constrained")
-        lab.plot(figure, rows)
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(folder / FILES[0], transparent=True, metadata=nothing)
-        figure.savefig(folder / FILES[1], dpi=160, facecolor="white")
-    return None
+    path = folder / Path(FILES[0]).stem
+    return write_plot(lambda figure: lab.plot(figure, rows), path, (9.0, 3.8), style, transparent=True, dpi=160)
