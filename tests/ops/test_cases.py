@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -33,3 +34,19 @@ def test_every_scalar_argument_takes_a_value_far_from_the_usual_one(spec: OpSpec
 def test_the_names_of_the_cases_of_an_op_differ(spec: OpSpec) -> None:
     names = [case.name for case in spec.cases]
     assert len(names) == len(set(names))
+
+
+COLUMNS = {  # op -> the parameter of its cases that is the length of a row
+    **dict.fromkeys(("add_rms_norm", "layer_norm", "rms_norm", "scale_norm", "geglu", "swiglu"), "N"),
+    **dict.fromkeys(("softmax", "gumbel_softmax", "quantize_int8", "dequantize_int8"), "N"),
+    **dict.fromkeys(("cross_entropy", "linear_cross_entropy", "linear_cross_entropy_loss"), "V"),
+    **dict.fromkeys(("batch_norm", "group_norm"), "shape"),
+}
+
+
+@pytest.mark.parametrize("op", COLUMNS)
+def test_rows_have_every_remainder_of_a_16_byte_load(op: str) -> None:
+    """A kernel that loses the last column at one remainder would pass otherwise. 16 bytes are eight 16-bit values."""
+    values = [case[COLUMNS[op]] for case in small(SPECS[op])]
+    lengths = [math.prod(v[2:]) if isinstance(v, tuple) else v for v in values]
+    assert {n % 8 for n in lengths if n > 8} == set(range(8))

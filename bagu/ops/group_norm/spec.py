@@ -92,7 +92,7 @@ SPEC = OpSpec(
         Case("columns", "there is no S: a group is contiguous channels", shape=(13, 18), groups=3),
         Case("narrow", "groups are short and many, so one program owns several of them", shape=(23, 35), groups=7),
         Case("line", "one further dim, as sequences have", shape=(3, 6, 29), groups=3),
-        Case("volume", "three further dims after the channels", shape=(2, 6, 3, 4, 5), groups=2),
+        Case("volume", "three further dims after the channels", shape=(2, 6, 3, 5, 6), groups=2),
         Case("one_group", "one group is LayerNorm over the whole sample", shape=(3, 6, 11), groups=1),
         Case("each_alone", "as many groups as channels is InstanceNorm", shape=(3, 6, 11), groups=6),
         Case("point", "a group of one value: y is the bias and dx is zero", shape=(8, 6), groups=6),
