@@ -8,6 +8,7 @@
     transposed   the last two dims are swapped in memory
     heads_first  the two dims before the last are swapped in memory, as in [B, H, T, D].transpose(1, 2)
     negated      packed, with torch's lazy negation bit set (as in `z.conj().imag`)
+    half_negated the same at even positions only: if the bit of both factors of a product is ignored, the signs cancel
     repeated     inputs are packed; an incoming gradient is one entry of the first dim, repeated with stride 0
 
 Every tensor of a call has a position, and no two positions have the same strides, so a kernel that uses x's stride for
@@ -22,13 +23,17 @@ import torch
 
 __all__ = ["LAYOUTS", "lay_out", "raw_bytes"]
 
-LAYOUTS = ("packed", "gaps", "odd_gaps", "sliced", "stepped", "transposed", "heads_first", "negated", "repeated")
+LAYOUTS = (
+    "packed", "gaps", "odd_gaps", "sliced", "stepped", "transposed", "heads_first", "negated", "half_negated",
+    "repeated",
+)  # fmt: skip
 
 
 def lay_out(x: torch.Tensor, layout: str, position: int) -> torch.Tensor:
     """A copy of x in `layout`, as the tensor at `position` of a call. Dims with stride 0 keep stride 0."""
-    if layout == "negated":
-        return torch._neg_view(-x) if x.is_floating_point() else x.clone()
+    if layout in ("negated", "half_negated"):
+        chosen = x.is_floating_point() and (layout == "negated" or position % 2 == 0)
+        return torch._neg_view(-x) if chosen else x.clone()
     once = tuple(1 if stride == 0 else size for size, stride in zip(x.shape, x.stride(), strict=True))
     strides, offset = _strides(once, layout, position)
     if not x.numel():

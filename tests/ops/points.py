@@ -21,7 +21,8 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 ALL = (torch.float32, torch.float16, torch.bfloat16)
 GAPPED = ("gaps", "odd_gaps", "sliced")
-OTHERS = ("stepped", "transposed", "heads_first", "negated", "repeated")  # which launchers copy first, or need not see
+# which launchers copy first, or need not see
+OTHERS = ("stepped", "transposed", "heads_first", "negated", "half_negated", "repeated")
 
 
 class Point(NamedTuple):

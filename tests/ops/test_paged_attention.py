@@ -81,6 +81,14 @@ def test_the_dense_path_gives_what_the_cpu_path_gives(
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_a_pending_negation_of_the_queries_is_carried_out() -> None:
+    """Decodes read raw memory. In conformance the pools are negated too, and such pools are read another way."""
+    made = pools([(7, 1)] * 5, 4, 0)["call"]
+    want = ops.paged_attention(**made)
+    got = ops.paged_attention(**made | {"q": torch._neg_view(-made["q"])})
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_a_write_moves_bits_and_touches_nothing_else(dtype: torch.dtype) -> None:
     cache = torch.full((4, 4, 2, 8), torch.nan, dtype=dtype)
