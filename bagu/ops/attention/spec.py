@@ -190,7 +190,7 @@ CASES = [
     Case("softcap", "scores are bent, some of them much, and so are gradients", lengths=RAGGED, H=2, D=8, softcap=0.7),
     Case("softcap_even", "the same in segments of one length, seen from both sides", S=2, L=6, H=4, G=2, D=8,
          softcap=2.0, causal=False),
-    Case("softcap_wide", "a cap that bends nothing must not cost digits", S=1, L=9, H=2, D=16, softcap=50.0, scale=0.2),
+    Case("softcap_wide", "a cap that bends nothing must not cost digits", S=1, L=9, H=2, D=16, softcap=1e3, scale=0.2),
     Case("everything", "cap, slopes, sinks and window at once, across blocks", lengths=(70, 3), H=2, G=1, D=16, E=8,
          softcap=1.5, alibi=True, sinks=True, window=40),
     Case("sinks_bias", "a sink and a cap beside a learned bias", S=2, L=5, H=2, D=8, R=3, sinks=True, softcap=3.0),
