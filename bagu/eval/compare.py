@@ -86,11 +86,11 @@ def _compared(a: Side, b: Side) -> Compared:
 
 
 def _losses(task: str, metric: str, rows: tuple[list[Row], list[Row]], clusters: Sequence[str]) -> Compared:
-    """Pair the bits per byte of each document, unweighted; the totals are weighted by length."""
+    """Bits per byte over all documents, and their difference, paired by document."""
     sizes = [row["bytes"] for row in rows[0]]
     bits = [[row["nats"] / math.log(2) for row in side] for side in rows]
-    each = [[b / n for b, n in zip(side, sizes, strict=True)] for side in bits]
     return Compared(
         task=task, metric=metric, selected_by="", a=estimate_ratio(bits[0], sizes, clusters),
-        b=estimate_ratio(bits[1], sizes, clusters), difference=compare(each[0], each[1], clusters), differing=(),
+        b=estimate_ratio(bits[1], sizes, clusters), difference=compare(bits[0], bits[1], clusters, below=sizes),
+        differing=(),
     )  # fmt: skip

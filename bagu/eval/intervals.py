@@ -72,13 +72,21 @@ def estimate_ratio(
 
 
 def compare(
-    a: Sequence[float], b: Sequence[float], clusters: Sequence[Hashable] | None = None, *, seed: int = 0
+    a: Sequence[float],
+    b: Sequence[float],
+    clusters: Sequence[Hashable] | None = None,
+    *,
+    below: Sequence[float] | None = None,
+    seed: int = 0,
 ) -> Comparison:
-    """Two models on the same items. Under the null hypothesis the sign of a cluster's difference is random, so the
-    p-value is the fraction of random signs that move the mean at least as far (exact for at most 13 clusters)."""
+    """Two models on the same items. The difference is per item, or per unit of `below`, as in `estimate_ratio`. Under
+    the null hypothesis the sign of a cluster's difference is random, so the p-value is the fraction of random signs
+    that move the mean at least as far (exact for at most 13 clusters)."""
     if len(a) != len(b):
         raise ArgumentError(f"a has {len(a)} items and b has {len(b)}", hint="compare two results of one task")
     sums, counts = _by_cluster([y - x for x, y in zip(a, b, strict=True)], clusters)
+    if below is not None:
+        counts, _ = _by_cluster(below, clusters)
     n, observed = len(sums), abs(float(sums.sum()))
     if n <= 13:
         signs = 1 - 2 * ((np.arange(1 << n)[:, None] >> np.arange(n)) & 1)

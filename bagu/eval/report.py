@@ -12,13 +12,15 @@ from bagu.config import write_atomic
 from bagu.eval.choice import answers
 from bagu.eval.compare import Compared
 from bagu.eval.intervals import Estimate
-from bagu.eval.words import p_value
+from bagu.eval.words import Scale, p_value
+from bagu.runs.charts import human, ticks
 from bagu.runs.html import grid, text
 
 __all__ = ["interval_plot", "write_comparison"]
 
 ITEMS = 40  # the most items shown per task
 WIDTH, ROW, LEFT, RIGHT = 760, 54, 190, 24
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def write_comparison(found: Sequence[Compared], names: tuple[str, str], path: Path) -> Path:
@@ -55,51 +57,49 @@ def write_comparison(found: Sequence[Compared], names: tuple[str, str], path: Pa
 
 
 def _table(found: Sequence[Compared], names: tuple[str, str]) -> str:
-    rows = [
-        (c.task, c.metric, c.scale.score_and_interval(c.a), c.scale.score_and_interval(c.b),
-         c.scale.difference(c.difference), p_value(c.difference), c.a.items)
-        for c in found
-    ]  # fmt: skip
+    rows = []
+    for c in found:
+        words = (c.scale.score_and_interval(c.a), c.scale.score_and_interval(c.b), c.scale.difference(c.difference))
+        unbroken = [word.replace(" ", NO_BREAK) for word in words]
+        rows.append((c.task, c.metric.replace("_", " "), *unbroken, p_value(c.difference), c.a.items))
     return grid(("task", "metric", *names, "difference", "p", "items"), rows)
 
 
 def _plot(c: Compared, names: tuple[str, str]) -> str:
     title = f"{c.task}: {c.metric.replace('_', ' ')}"
-    svg = interval_plot([(names[0], c.a), (names[1], c.b)], scale=c.scale.factor, unit=c.scale.name)
-    return f'<section class="card"><h3>{text(title)}</h3>{svg}</section>'
+    svg = interval_plot([(names[0], c.a), (names[1], c.b)], c.scale)
+    return f'<section class="card"><h3>{text(title)}</h3><div class="scroll">{svg}</div></section>'
 
 
-def interval_plot(rows: Sequence[tuple[str, Estimate]], *, scale: float = 1.0, unit: str = "") -> str:
-    """A dot and a line from low to high for each row, on one axis, as SVG."""
-    low, high = min(e.low for _, e in rows) * scale, max(e.high for _, e in rows) * scale
-    room = max((high - low) * 0.15, 1e-3 * max(abs(high), 1e-9))
-    low, high = low - room, high + room
-    height = ROW * len(rows) + 40
+def interval_plot(rows: Sequence[tuple[str, Estimate]], scale: Scale) -> str:
+    """A dot and a line from low to high for each row, on one axis, as SVG. Too wide for a phone: let it scroll."""
+    low, high = min(e.low for _, e in rows) * scale.factor, max(e.high for _, e in rows) * scale.factor
+    room = max((high - low) * 0.1, 1e-3 * max(abs(high), 1e-9))
+    low, high = max(low - room, 0.0), high + room  # no score is negative
+    height = ROW * len(rows) + 34
 
     def x(value: float) -> float:
         return LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT)
 
-    parts = []
+    base = ROW * len(rows) + 8
+    parts = [f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}" stroke="var(--line)"/>']
+    for tick in ticks(low, high, 5):
+        parts.append(
+            f'<line x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="0" y2="{base}" stroke="var(--grid)"/>'
+            f'<text x="{x(tick):.1f}" y="{base + 18}" text-anchor="middle" fill="var(--soft)">{human(tick)}</text>'
+        )
+    parts.append(f'<text x="0" y="{base + 18}" fill="var(--soft)">{text(scale.name)}</text>')
     for i, (name, e) in enumerate(rows):
-        y, colour = ROW * i + ROW / 2, f"var(--c{i % 6})"
+        y, colour, mean = ROW * i + ROW / 2, f"var(--c{i % 6})", x(e.mean * scale.factor)
+        ends = f'x1="{x(e.low * scale.factor):.1f}" x2="{x(e.high * scale.factor):.1f}"'
         parts.append(
             f'<text x="0" y="{y + 5:.0f}" fill="currentColor">{text(name[:24])}</text>'
-            f'<line x1="{x(e.low * scale):.1f}" x2="{x(e.high * scale):.1f}" y1="{y}" y2="{y}" stroke="{colour}" '
-            f'stroke-width="3"/><circle cx="{x(e.mean * scale):.1f}" cy="{y}" r="6" fill="{colour}"/>'
-            f'<text x="{x(e.mean * scale):.1f}" y="{y - 12:.0f}" text-anchor="middle" fill="currentColor">'
-            f"{e.mean * scale:.4g}</text>"
+            f'<line {ends} y1="{y}" y2="{y}" stroke="{colour}" stroke-width="3"/>'
+            f'<circle cx="{mean:.1f}" cy="{y}" r="6" fill="{colour}"/>'
+            f'<text x="{mean:.1f}" y="{y - 12:.0f}" text-anchor="middle" fill="currentColor">{scale.score(e)}</text>'
         )
-    base = ROW * len(rows) + 8
-    ticks = [low + (high - low) * share for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
-    axis = "".join(
-        f'<text x="{x(t):.1f}" y="{base + 18}" text-anchor="middle" fill="var(--soft)">{t:.4g}</text>' for t in ticks
-    )
-    line = f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}" stroke="var(--line)"/>'
-    label = f'<text x="0" y="{base + 18}" fill="var(--soft)">{text(unit)}</text>'
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" font-size="14" style="width:100%;height:auto">'
-        f"{line}{axis}{label}{''.join(parts)}</svg>"
-    )
+    size = "display:block;width:100%;min-width:32rem;height:auto"
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" font-size="14" style="{size}">{"".join(parts)}</svg>'
 
 
 def _items(c: Compared, names: tuple[str, str]) -> str:

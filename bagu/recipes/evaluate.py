@@ -185,11 +185,11 @@ def compare_main(a: Path, b: Path, *, out: Path | None, as_json: bool) -> int:
     console = Console(highlight=False)
     made = Table(title=f"{b.name} against {a.name}", title_justify="left")
     for i, head in enumerate(("task", "metric", a.name, b.name, "difference, 95 %", "p")):
-        made.add_column(head, justify="left" if i < 2 else "right")
+        made.add_column(head, justify="left" if i < 2 else "right", no_wrap=i > 3)
     for c in found:
         made.add_row(
-            c.task, c.metric, c.scale.score(c.a), c.scale.score(c.b), c.scale.difference(c.difference),
-            p_value(c.difference),
+            c.task, c.metric.replace("_", " "), c.scale.score(c.a), c.scale.score(c.b),
+            c.scale.difference(c.difference), p_value(c.difference),
         )  # fmt: skip
     console.print(made)
     console.print(f"[dim]page: {page}[/]")

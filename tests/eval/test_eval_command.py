@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from bagu import cli
 from bagu.errors import BaguError
 from bagu.eval.intervals import Estimate
 from bagu.eval.report import interval_plot
+from bagu.eval.words import PERCENT
 from bagu.recipes.models import save_model
 from tests.eval.real_model import tokenizer, transformer
 from tests.eval.test_tasks import CHOICE, ROWS, task_file
@@ -80,5 +82,12 @@ def test_folders_without_results_are_named(tmp_path: Path) -> None:
 
 def test_a_plot_has_a_dot_and_a_line_for_each_row() -> None:
     one = Estimate(mean=0.5, low=0.4, high=0.6, items=9, clusters=9)
-    svg = interval_plot([("a", one), ("b & c", one)], scale=100, unit="%")
+    svg = interval_plot([("a", one), ("b & c", one)], PERCENT)
     assert svg.count("<circle") == 2 and "b &amp; c" in svg and "nan" not in svg
+
+
+def test_the_axis_of_a_plot_has_round_numbers_and_none_below_zero() -> None:
+    none = Estimate(mean=0.0, low=0.0, high=0.283, items=30, clusters=9)
+    svg = interval_plot([("a", none), ("b", none)], PERCENT)
+    axis = re.findall(r'fill="var\(--soft\)">([^<]*)<', svg)
+    assert axis == ["0", "10", "20", "30", "%"] and svg.count(">0.0 %<") == 2

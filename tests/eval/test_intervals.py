@@ -67,6 +67,13 @@ def test_the_paired_test_is_calibrated() -> None:
     assert 0.01 <= sum(low) / len(low) <= 0.08
 
 
+def test_a_difference_of_ratios_is_that_of_the_totals() -> None:
+    """Bits and bytes of three documents: the long one decides, as it does in the totals."""
+    sizes, a, b = [10.0, 10.0, 1000.0], [10.0, 10.0, 1000.0], [5.0, 5.0, 1100.0]
+    found = compare(a, b, below=sizes)
+    assert found.difference == pytest.approx(sum(b) / sum(sizes) - sum(a) / sum(sizes)) and found.difference > 0
+
+
 def test_few_clusters_are_tested_exactly() -> None:
     assert compare([0.0] * 5, [1.0] * 5).p_value == pytest.approx(2 / 32)
 
