@@ -105,6 +105,19 @@ inline vec load(const T* p, int64_t n) {
 
 inline void store(float* p, vec v, int64_t n) { std::memcpy(p, &v, 4 * n); }
 
+// a * b + c, rounded once where the CPU can. Compilers may fuse `a * b + c` in one function and not in the next.
+inline vec fma(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
 inline float sum(vec v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);

@@ -6,8 +6,10 @@
 Fast kernels choose the order of a sum by the number of rows: a GEMM of 3 rows sums in a different order than one of
 300, and a decode in a different order than a prefill. In this mode the order of a sum does not depend on the batch:
 
-    products       16 rows at a time (`in_blocks`), the last block padded with zeros: one GEMM shape for each weight
-    attention      attention/tiles.py, for packed segments and for pages: keys in tiles of 64, in order, for 16 queries
+    products       each output adds its own numbers in order (invariant_rows.cpp). Without the C++: 16 rows at a time
+                   (`in_blocks`), the last block padded with zeros, which is one GEMM shape for each weight
+    attention      each query by itself (invariant_rows.cpp). With slopes, a bias, sinks or a cap, and without the C++:
+                   attention/tiles.py, keys in tiles of 64, in order, for 16 queries
     row by row     norms, rope, softmax: PyTorch already sums each row separately (ROW_BY_ROW)
     gates          one formula for every element (`times_sigmoid`, `sigmoid`); PyTorch's kernels have two
     long rows      `at_least_two_rows`: PyTorch splits a single sum of 32768 or more numbers among threads

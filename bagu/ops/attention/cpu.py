@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bagu.ops import invariant_rows
 from bagu.ops.attention import dense, flash, tiles
 from bagu.ops.attention.pieces import pieces
 from bagu.ops.attention.shape import Shape, add_sinks
@@ -235,10 +236,13 @@ class Tiled(torch.autograd.Function):
         runs(cu_seqlens, q.shape[0], max_len)  # raises for wrong offsets
         shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias, sinks=sinks, softcap=softcap)
         offsets = cu_seqlens.tolist()
-        begins = cu_seqlens.long()
-        rows_of = lambda sequence, place: begins[sequence].unsqueeze(1) + place  # noqa: E731
         lengths = [b - a for a, b in pairwise(offsets)]
-        output = tiles.attend(shape, scale, q, k, v, rows_of, offsets, lengths)
+        if invariant_rows.available(q.dtype) and replace(shape, window=None).plain:
+            output = invariant_rows.attend(window, scale, q, k, v, offsets, lengths, causal=causal)
+        else:
+            begins = cu_seqlens.long()
+            rows_of = lambda sequence, place: begins[sequence].unsqueeze(1) + place  # noqa: E731
+            output = tiles.attend(shape, scale, q, k, v, rows_of, offsets, lengths)
         _keep(ctx, args, output)
         return output
 

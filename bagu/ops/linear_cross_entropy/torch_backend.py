@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bagu.ops import eager
+from bagu.ops import eager, invariant_rows
 from bagu.ops.cross_entropy.torch_backend import target_logits
 from bagu.ops.invariant import at_least_two_rows, in_blocks
 from bagu.ops.linear_cross_entropy import chunked
@@ -74,7 +74,9 @@ class _Kernels(Kernels):
         return target_logit, lse, _sloped(p, targets, -weights, dlse, ignore_index)
 
 
-def _logits_in_blocks(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _logits_by_row(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if invariant_rows.available(hidden.dtype):
+        return invariant_rows.product(hidden, weight)
     return in_blocks(lambda block: _logits(block, weight), hidden)
 
 
@@ -88,7 +90,7 @@ def _score_invariant(
 
 KERNELS = _Kernels(logits=_logits, score=_score, slope=_slope)
 # `score_and_slope` is the plain version here, so that the one-pass loss gives a token's lse the same bits as `score`.
-INVARIANT = Kernels(logits=_logits_in_blocks, score=_score_invariant, slope=_slope)
+INVARIANT = Kernels(logits=_logits_by_row, score=_score_invariant, slope=_slope)
 
 
 class _Head(torch.autograd.Function):
@@ -99,7 +101,7 @@ class _Head(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         target_logit, lse = chunked.forward(hidden, weight, targets, ignore_index, memory, kernels)
         ctx.save_for_backward(hidden, weight, targets, lse)
-        ctx.rest = ignore_index, memory
+        ctx.rest = ignore_index, memory, kernels
         return target_logit, lse
 
     @staticmethod
@@ -107,9 +109,11 @@ class _Head(torch.autograd.Function):
     @eager.without_autocast
     def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, lse = ctx.saved_tensors
-        ignore_index, memory = ctx.rest
+        ignore_index, memory, kernels = ctx.rest
         needs = dict(zip(("hidden", "weight"), ctx.needs_input_grad[:2], strict=True))
-        dhidden, dweight = backward(douts[0], douts[1], hidden, weight, targets, lse, ignore_index, memory, needs)
+        dhidden, dweight = chunked.backward(
+            *douts, hidden, weight, targets, lse, ignore_index, memory, needs, kernels
+        )  # the logits are computed again: by the forward's kernels, since exp(logit - lse) shows any difference
         return dhidden, dweight, None, None, None, None
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from bagu.machine.device import onednn_has_bf16
+from bagu.ops import invariant_rows
 from bagu.ops.eager import constant, without_autocast
 from bagu.ops.invariant import in_blocks
 
@@ -43,11 +44,18 @@ def backward(
     return dy @ w, rows.mT @ features, None if bias is None else rows.sum(0)
 
 
-class _Blocks(torch.autograd.Function):
+def invariant_rows_of(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x[M, K] wᵀ + bias, each row by itself."""
+    if invariant_rows.available(x.dtype):
+        return invariant_rows.product(x, w, bias).to(x.dtype)
+    return in_blocks(lambda block: linear(block, w, bias), x)
+
+
+class _Invariant(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, w, bias)
-        rows = in_blocks(lambda block: linear(block, w, bias), x.reshape(-1, x.shape[-1]))
+        rows = invariant_rows_of(x.reshape(-1, x.shape[-1]), w, bias)
         return rows.view(*x.shape[:-1], w.shape[0])
 
     @staticmethod
@@ -57,4 +65,4 @@ class _Blocks(torch.autograd.Function):
 
 
 def invariant_forward(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor]:
-    return (_Blocks.apply(x, w, bias),)
+    return (_Invariant.apply(x, w, bias),)

@@ -7,9 +7,11 @@ all others (also compiled)        dense.py: gathered, with all scores in memory
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from bagu.ops import eager
+from bagu.ops import eager, invariant_rows
 from bagu.ops.attention import tiles
 from bagu.ops.attention.cuda import fits
 from bagu.ops.attention.shape import Shape, add_sinks
@@ -46,7 +48,11 @@ def invariant_forward(
     offsets, lengths = cu_seqlens.tolist(), context_lens.tolist()
     cpu.check(offsets, lengths, q.shape[0], max_len, max_context)
 
+    keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    if invariant_rows.available(q.dtype) and replace(shape, window=None).plain:
+        return invariant_rows.attend(window, scale, q, keys, values, offsets, lengths, block_tables, B)
+
     def rows_of(sequence: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         return block_tables[sequence.unsqueeze(1), place // B].long() * B + place % B
 
-    return tiles.attend(shape, scale, q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), rows_of, offsets, lengths)
+    return tiles.attend(shape, scale, q, keys, values, rows_of, offsets, lengths)
