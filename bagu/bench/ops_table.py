@@ -109,7 +109,7 @@ def _same_work(row: Row, rows: Sequence[Row]) -> list[Row]:
 
 
 def _host(rows: Sequence[Row]) -> Iterator[str]:
-    """The host's time of a call, a line a pass."""
+    """The host time of a call, one line per pass."""
     for step in PASSES:
         timed = [r for r in rows if r["pass"] == step and r.get("host_s") is not None]
         if timed:

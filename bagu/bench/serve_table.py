@@ -11,19 +11,19 @@ __all__ = ["WORDS", "render"]
 Row = Mapping[str, Any]
 WORDS = {
     "en": {
-        "engine": ("machine", "model and load", "implementation", "output tokens/s", "step", "against the peer"),
+        "engine": ("machine", "model and load", "implementation", "output tokens/s", "step", "vs. best peer"),
         "server": ("machine", "model and load", "output tokens/s", "TTFT p50 / p99", "TPOT p50 / p99",
-                   "server CPU a token"),
-        "caption": "The engine alone, then behind HTTP; medians of the rounds of a run, commit {commit}. "
-                   "`bagu bench engine` and `bagu bench serve` repeat it.",
-        "nothing": "No serving speed is recorded yet: `bagu bench engine` writes it to `benchmarks/results/serve`.",
+                   "server CPU per token"),
+        "caption": "The first table is the engine without HTTP, the second the server. Values are medians over the "
+                   "rounds of a run, at commit {commit}. Reproduce with `bagu bench engine` and `bagu bench serve`.",
+        "nothing": "No inference speed is recorded yet: `bagu bench engine` writes it to `benchmarks/results/serve`.",
         "streams": "decode, streams: {n}", "requests": "{n} requests, {i} in, {o} out", "shared": ", {n} tokens shared",
         "closed": "closed loop of {n}", "poisson": "{n:g} requests/s",
     },
     "zh": {
-        "engine": ("机器", "模型与负载", "参赛者", "输出 tokens/s", "每步", "与对手之比"),
+        "engine": ("机器", "模型与负载", "实现", "输出 tokens/s", "每步", "与最快对照之比"),
         "server": ("机器", "模型与负载", "输出 tokens/s", "TTFT p50 / p99", "TPOT p50 / p99", "每 token 的服务器 CPU"),
-        "caption": "先是引擎本身，再是经 HTTP；取各轮中位数，提交 {commit}。"
+        "caption": "第一张表为引擎本身（不经 HTTP），第二张为服务器；取各轮中位数，提交 {commit}。"
                    "用 `bagu bench engine` 与 `bagu bench serve` 复现。",
         "nothing": "尚无推理速度的记录：`bagu bench engine` 会写入 `benchmarks/results/serve`。",
         "streams": "{n} 路解码", "requests": "{n} 个请求，输入 {i}，输出 {o}", "shared": "，共享前缀 {n} tokens",

@@ -46,7 +46,7 @@ class Words:
 ENGLISH = Words(
     head=("op", "shape", "pass", "bagu", "of ceiling", "torch eager", "torch.compile", "Liger"),
     caption="Measured on **{machine}** in {dtype} at commit {commit} (torch {torch}, Triton {triton}); copy bandwidth "
-    "{copy} GB/s and matmul {matmul} TFLOP/s in the same run. Higher is better; `bagu bench ops` repeats it.",
+    "{copy} GB/s and matmul {matmul} TFLOP/s in the same run. Higher is better. Reproduce with `bagu bench ops`.",
     host="Host time of a call with tiny tensors, in the same runs: µs of a forward without a graph / of forward and "
     "backward. Lower is better.",
     host_head=("op", "bagu", "torch eager", "torch.compile", "Liger"),

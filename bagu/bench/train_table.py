@@ -17,14 +17,15 @@ WORDS = {
             "tokens/s",
             "TFLOP/s",
             "peak memory",
-            "against the peer",
+            "vs. best peer",
         ),
-        "caption": "A whole optimizer step on random tokens, medians, commit {commit}. `bagu bench train` repeats it.",
+        "caption": "One full optimizer step on random tokens; medians, at commit {commit}. "
+        "Reproduce with `bagu bench train`.",
         "nothing": "No training speed is recorded yet: `bagu bench train` writes it to `benchmarks/results/train`.",
         "micro": "{n} micro-batches",
     },
     "zh": {
-        "head": ("机器", "模型与每步", "参赛者", "tokens/s", "TFLOP/s", "显存峰值", "与对手之比"),
+        "head": ("机器", "模型与每步", "实现", "tokens/s", "TFLOP/s", "显存峰值", "与最快对照之比"),
         "caption": "随机 token 上的完整优化步，取中位数，提交 {commit}。用 `bagu bench train` 复现。",
         "nothing": "尚无训练速度的记录：`bagu bench train` 会写入 `benchmarks/results/train`。",
         "micro": "{n} 个微批",
