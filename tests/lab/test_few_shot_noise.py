@@ -58,11 +58,11 @@ def test_a_spread_is_that_of_the_scores() -> None:
     assert same["interval_points"] == pytest.approx(196 * (0.25 * 0.75 / 80) ** 0.5, rel=0.1)
 
 
-def spread_row(task: str, items: int, spread: float, interval: float) -> Row:
+def spread_row(task: str, items: int, spread: float, interval: float, score: float = 40.0) -> Row:
     return {
         "part": "spread", "task": task, "choices": "labels", "shots": 4, "moved": "order", "draws": 12, "items": items,
-        "lowest_percent": 30.0, "highest_percent": 40.0, "spread_points": spread, "interval_points": interval,
-        "significant_pairs_percent": 10.0,
+        "score_percent": score, "lowest_percent": 30.0, "highest_percent": 40.0, "spread_points": spread,
+        "interval_points": interval, "significant_pairs_percent": 10.0,
     }  # fmt: skip
 
 
@@ -74,3 +74,11 @@ def test_few_shot_noise_flips() -> None:
     # the largest number of items decides, in any order of the rows
     assert few_shot_noise.verdict([inside, spread_row("a", 50, 20.0, 10.0)]).kind == "held"
     assert "±6.0 points against an interval of ±5.0" in few_shot_noise.verdict([outside]).sentence_en
+
+
+def test_a_score_at_chance_supports_nothing() -> None:
+    able, guess = spread_row("a", 200, 2.0, 5.0), spread_row("b", 200, 0.0, 5.0, score=27.0)
+    assert few_shot_noise.verdict([guess]).kind == "did not hold"
+    both = few_shot_noise.verdict([able, guess])
+    assert both.kind == "holds only where"
+    assert "1 of 2 cases are at chance" in both.sentence_en
