@@ -48,3 +48,5 @@ def test_normalization_flips() -> None:
     assert normalization.verdict([raw, tokens, better, pmi]).kind == "held"
     assert normalization.verdict([raw, unclear, better, pmi]).kind == "holds only where"
     assert normalization.verdict([raw, unclear, pmi]).kind == "did not hold"
+    scores: list[Row] = [{"part": "model", "low_percent": low} for low in (20.0, 24.0, 30.0)]
+    assert "1 of 3 scores are above chance" in normalization.verdict([raw, tokens, *scores]).sentence_en

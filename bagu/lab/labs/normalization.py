@@ -51,6 +51,7 @@ BY_LENGTH = ("tokens", "characters")
 WIDTHS, CHECKPOINTS = (32, 64, 96), (40, 80, 160)
 CHARACTERS = 256  # the `max_len` of the tasks: prompts and choices of at most 140 and 102 characters
 ITEMS, RESAMPLES = 150, 4000
+CHANCE = 25.0  # percent: both tasks have four choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,11 +176,15 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         en.append(f"{task}: {', '.join(listed)}")
         zh.append(f"{task}：{'，'.join(listed).replace('over raw', '与 raw 之差').replace(' to ', ' 至 ')}")
     first = found[0]
+    scores = [row for row in rows if row["part"] == "model"]
+    above = sum(number(row, "low_percent") > CHANCE for row in scores)
     return Verdict(
         kind=kind,
-        sentence_en=f"Kendall's tau between the held-out loss and the score of {first['models']} models, with 95 % "
+        sentence_en=f"{above} of {len(scores)} scores are above chance; a ranking by the others is noise. "
+        f"Kendall's tau between the held-out loss and the score of {first['models']} models, with 95 % "
         f"intervals. {'. '.join(en)}.",
-        sentence_zh=f"{first['models']} 个模型的留出损失与得分之间的 Kendall τ，附 95 % 区间。{'。'.join(zh)}。",
+        sentence_zh=f"{len(scores)} 个得分中有 {above} 个高于随机水平，其余的排名只是噪声。"
+        f"{first['models']} 个模型的留出损失与得分之间的 Kendall τ，附 95 % 区间。{'。'.join(zh)}。",
     )
 
 
@@ -203,9 +208,9 @@ def plot_scores(axes: Axes, rows: Sequence[Row]) -> None:
         own = sorted((r for r in rows if r["normalization"] == name), key=lambda r: number(r, "loss_nats"))
         x, y = ([number(r, key) for r in own] for key in ("loss_nats", "score_percent"))
         axes.plot(x, y, marker=marker, color=colour, lw=1, label=name)
-    axes.axhline(25, color=INK, lw=0.8, ls=":")
+    axes.axhline(CHANCE, color=INK, lw=0.8, ls=":")
     axes.invert_xaxis()
-    axes.set(xlabel="held-out loss, nats per token (better to the right)")
+    axes.set(xlabel="held-out loss, nats per token")
 
 
 def plot_ranks(axes: Axes, rows: Sequence[Row], tasks: Sequence[str]) -> None:
@@ -215,8 +220,9 @@ def plot_ranks(axes: Axes, rows: Sequence[Row], tasks: Sequence[str]) -> None:
         at, tau = place + 0.24 * (task - (len(tasks) - 1) / 2), number(row, "tau")
         axes.vlines(at, number(row, "tau_low"), number(row, "tau_high"), color=COLOURS[place])
         axes.plot(at, tau, "os"[task % 2], color=COLOURS[place])
-        axes.annotate(tasks[task], (at, number(row, "tau_low")), (0, -3), textcoords="offset points", fontsize=7,
-                      color=INK, rotation=90, ha="center", va="top")  # fmt: skip
+    for task, marker in zip(tasks, "os", strict=False):
+        axes.plot([], [], marker, color=INK, label=task)
+    axes.legend(loc="lower right")
     axes.axhline(0, color=INK, lw=0.8, ls=":")
     axes.set_xticks(range(len(NORMALIZATIONS)), NORMALIZATIONS)
     axes.grid(False, axis="x")
