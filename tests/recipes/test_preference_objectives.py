@@ -154,6 +154,7 @@ def test_a_reward_model_is_a_classifier_that_transformers_reads(run: Run, tmp_pa
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, alpha=8.0, base="int8")], ids=["full", "lora_int8"])
 def test_dpo_learns_separable_pairs_in_bf16_on_a_gpu(run: Run, tmp_path: Path, lora: LoraConfig | None) -> None:
     """From the third step on, small models run as CUDA graphs. A sum of logprobs of some 40 nats is rounded to bf16's
