@@ -46,17 +46,12 @@ EQUIVALENT = {
     "attention.torch_backend: default: _added: max_len in shape.additive(max_len, like)":
         "a mask of another size than the segment is a shape error",
     "paged_attention.torch_backend: default: forward: max_len in"
-    " cpu.forward(shape, scale, q, pages, cu_seqlens, max_len)": BOUND,
-    "paged_attention.torch_backend: default: forward: max_len in"
-    " dense.forward(shape, scale, q, pages, cu_seqlens, max_len)":
-        "a larger bound only pads more, and a smaller one is an index error",
+    " attend(shape, scale, q, pages, cu_seqlens, max_len)": BOUND,
     "paged_attention.dense: default: forward: max_len in torch.arange(max_len, device=device)":
         "a larger bound only pads more, and a smaller one is an index error",
     # Not seen by conformance here, and tested elsewhere.
     "attention.torch_backend: default: forward: max_len in cuda.packed(shape, scale, q, k, v, cu_seqlens, max_len)":
         GPU,
-    "paged_attention.torch_backend: default: forward: max_len in"
-    " cuda.forward(shape, scale, q, pages, cu_seqlens, max_len)": GPU,
     "linear_cross_entropy_loss.torch_backend: no select: forward: torch.where(targets != ignore_index, losses, 0.0)":
         "runs under torch.func alone: test_transforms.py",
     "linear_cross_entropy_loss.torch_backend: default: _scaled: grad_weight in grad_weight=grad_weight":

@@ -32,8 +32,9 @@ def forward(
     pages = Pages(k_cache, v_cache, block_tables, context_lens, max_context)
     if q.shape[0] == 0:
         return dense.empty(q, v_cache)
-    device = cpu if eager.plain(q) else cuda if q.is_cuda and fits(q, v_cache, shape) else dense
-    return add_sinks(device.forward(shape, scale, q, pages, cu_seqlens, max_len), sinks)
+    on_cuda = q.is_cuda and fits(q, v_cache, shape)
+    attend = cpu.forward if eager.plain(q) else cuda.forward if on_cuda else dense.forward
+    return add_sinks(attend(shape, scale, q, pages, cu_seqlens, max_len), sinks)
 
 
 @torch.no_grad()
