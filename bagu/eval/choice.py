@@ -50,6 +50,11 @@ def score_choices(model: Model, task: Task, items: Sequence[Item], prefix: str) 
     for item in items:
         contexts = [prefix + item.prompt, *([task.unconditional] if task.normalization == "pmi" else [])]
         for context in contexts:
+            if not context.strip() and not model.encode(""):
+                raise TaskError(
+                    f"{item.place or f'task {task.name}, item {item.id}'}: the prompt is empty",
+                    hint="the first token of a choice needs a token before it, and this model adds none",
+                )
             for ids, start in continuations(model, context, [task.delimiter + choice for choice in item.choices]):
                 if len(ids) > model.max_len:
                     where = item.place or f"task {task.name}, item {item.id}"

@@ -8,13 +8,14 @@
     answer = "{{ label }}"                   # a number, a letter, or the text of the choice
 
 Templates are Jinja over the fields of a row; a missing field raises an error with file and line. Optional keys:
-`limits`, `metric`, `cluster`, `id`, `few_shot`, `delimiter`, `normalization`, `example`, `chat`; of a generation task
+`limits`, `metric`, `cluster`, `id`, `few_shot`, `delimiter`, `normalization`, `chat`; of a generation task
 `max_tokens`, `temperature`, `samples`, `stop`, `k`, `extract` (a regular expression applied to both answers); with a
 judge (judge.py) `judge`, its prompt, and `judge_best`, and then `answer` may be left out.
 """
 
 from __future__ import annotations
 
+import re
 import string
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -35,11 +36,14 @@ from bagu.eval.task import NORMALIZATIONS, Item, Task, TaskError
 __all__ = ["Row", "read_rows_of", "read_task"]
 
 KINDS = ("choice", "generation", "loss")
-KEYS = {
-    "name", "kind", "data", "prompt", "choices", "answer", "limits", "metric", "cluster", "id", "few_shot", "delimiter",
-    "normalization", "example", "chat", "max_tokens", "temperature", "samples", "stop", "k", "extract", "judge",
-    "judge_best",
+TEXT, NUMBER = (str,), (int, float)
+KEYS: dict[str, tuple[type, ...]] = {  # and the types of their values; the members of a list are in MEMBERS
+    "name": TEXT, "kind": TEXT, "data": TEXT, "prompt": TEXT, "choices": (str, list), "answer": TEXT, "limits": TEXT,
+    "metric": TEXT, "cluster": TEXT, "id": TEXT, "few_shot": (int,), "delimiter": TEXT, "normalization": TEXT,
+    "chat": (bool,), "max_tokens": (int,), "temperature": NUMBER, "samples": (int,), "stop": (list,), "k": (list,),
+    "extract": TEXT, "judge": TEXT, "judge_best": NUMBER,
 }  # fmt: skip
+MEMBERS: dict[str, type] = {"choices": str, "stop": str, "k": int}
 
 Row = tuple[str, str, Mapping[str, Any]]  # id, place for errors, fields
 
@@ -68,7 +72,7 @@ def read_task(path: Path, judge: Judge | None = None) -> Task:
             _judged(path, table, judge) if "judge" in table else {"grade": exact_match(pattern=table.get("extract"))}
         )
         fields["k"] = tuple(table.get("k", (1,)))
-    if "example" in table or kind != "loss":
+    if kind != "loss":
         fields["example"] = _example(table)
     return Task(
         name=table["name"], kind=kind, limits=table.get("limits", "The task's author states none."),
@@ -123,6 +127,7 @@ def _table(path: Path) -> dict[str, Any]:
     for key in table:
         if key not in KEYS:
             raise UnknownName.among("task key", key, KEYS, within=f"{path}: ")
+        _check_type(path, key, table[key])
     needed = ["name", "kind", "data", "prompt", *(["choices", "answer"] if table.get("kind") == "choice" else [])]
     needed += ["answer"] if table.get("kind") == "generation" and "judge" not in table else []
     for key in needed:
@@ -130,9 +135,21 @@ def _table(path: Path) -> dict[str, Any]:
             raise TaskError(f"{path}: the key {key!r} is missing", hint=f"a task has {', '.join(needed)}")
     if table["kind"] not in KINDS:
         raise UnknownName.among("kind of task", table["kind"], KINDS)
+    if not re.fullmatch(r"\w[\w.-]*", table["name"]):  # the name of a folder of results
+        raise TaskError(f"{path}: name is {table['name']!r}", hint="use letters, digits, `-`, `_` and `.`")
     if table.get("normalization", "raw") not in NORMALIZATIONS:
         raise UnknownName.among("normalization", table["normalization"], NORMALIZATIONS)
     return table
+
+
+def _check_type(path: Path, key: str, value: Any) -> None:
+    def fits(found: Any, types: tuple[type, ...]) -> bool:
+        return isinstance(found, types) and (bool in types or not isinstance(found, bool))
+
+    types, of = KEYS[key], MEMBERS.get(key, object)
+    if not fits(value, types) or (isinstance(value, list) and not all(fits(member, (of,)) for member in value)):
+        names = " or ".join(f"list of {of.__name__}" if t is list else t.__name__ for t in types)
+        raise TaskError(f"{path}: {key} is {value!r}", hint=f"it must be {names}")
 
 
 def _items(path: Path, table: Mapping[str, Any]) -> Iterator[Item]:

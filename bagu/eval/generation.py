@@ -16,6 +16,8 @@ def generate_answers(model: Model, task: Task, items: Sequence[Item], prefix: st
     prompts = []
     for item in items:
         ids = model.encode_chat(item.messages) if task.chat else model.encode(prefix + item.prompt)
+        if not ids:
+            raise TaskError(f"{item.place or f'task {task.name}, item {item.id}'}: the prompt is empty")
         if len(ids) + task.decoding.max_tokens > model.max_len:
             where = item.place or f"task {task.name}, item {item.id}"
             raise TaskError(

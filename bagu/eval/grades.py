@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 
 from bagu.data.stdlib import parsed
-from bagu.eval.task import Grade, Item
+from bagu.eval.task import Grade, Item, TaskError
 from bagu.machine.sandbox import Sandbox, SandboxUnavailable
 
 __all__ = [
@@ -32,7 +32,10 @@ def each(grade: Callable[[Item, str], float]) -> Grade:
 def exact_match(*, pattern: str | None = None, ignore_case: bool = False) -> Grade:
     """1 if the answer equals the item's. With `pattern`, the last matches in both are compared (the first group, if
     there is one). White space at the ends and commas inside numbers are ignored."""
-    expression = None if pattern is None else re.compile(pattern)
+    try:
+        expression = None if pattern is None else re.compile(pattern)
+    except re.error as error:
+        raise TaskError(f"the pattern {pattern!r} is no regular expression: {error}") from error
 
     def found(text: str) -> str | None:
         if expression is not None:

@@ -43,9 +43,9 @@ def judged_by(judge: Judge, question: Callable[[Item, str], str], *, best: float
     """Asks the judge about every answer. `question(item, answer)` is its prompt."""
 
     def verdicts(items: Sequence[Item], texts: Sequence[Sequence[str]]) -> list[list[Verdict]]:
-        pairs = [(item, text) for item, answers in zip(items, texts, strict=True) for text in answers]
+        asked = [question(item, text) for item, answers in zip(items, texts, strict=True) for text in answers]
         try:
-            said = iter(judge.ask([question(item, text) for item, text in pairs]))
+            said = iter(judge.ask(asked))
         except BaguError as error:
             raise TaskError(
                 f"the judge {judge.name} did not answer: {error}",

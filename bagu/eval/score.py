@@ -186,6 +186,9 @@ def _resumed(file: Path, header: Row) -> dict[str, Row]:
         append_rows(file, [header])
         return {}
     first, *rows = _whole_rows(file)
+    if not rows:  # an evaluation that ended before its first batch
+        write_whole(file, json.dumps(header) + "\n")
+        return {}
     theirs = first.get("header")
     if theirs != json.loads(json.dumps(header["header"])):
         changed = [

@@ -82,6 +82,11 @@ class Task:
     def __post_init__(self) -> None:
         if self.kind == "generation" and self.grade is None and self.judge is None:
             raise TaskError(f"task {self.name}: a generation task needs a way to grade answers")
+        if self.few_shot < 0:
+            raise TaskError(f"task {self.name}: {self.few_shot} examples", hint="few_shot is 0 or more")
+        if self.chat and (self.kind != "generation" or self.few_shot):
+            what = "few-shot examples" if self.few_shot else f"kind {self.kind!r}"
+            raise TaskError(f"task {self.name}: a chat with {what}", hint="only plain generation tasks ask in chats")
         if any(not 1 <= k <= self.decoding.samples for k in self.k) and self.kind == "generation":
             raise TaskError(
                 f"task {self.name}: pass@{max(self.k)} of {self.decoding.samples} samples",

@@ -137,6 +137,9 @@ def test_what_a_judge_lacks_is_said_in_one_sentence(model: Path, task: Path, jud
         run(model, task, "--judge", "http://127.0.0.1:9#m", *out)
     with pytest.raises(BaguError, match="no task has a judge's prompt"):
         run(model, "recall", "--judge", judge, *out)
+    task.write_text(TASK.replace("{{ number }}?", "{{ nothing }}?"))
+    with pytest.raises(BaguError, match=r"^\S*rows.jsonl:1: 'nothing' is undefined"):
+        run(model, task, "--judge", judge, *out)
     task.write_text(TASK.replace("judge_best = 5", "judge_best = 0"))
     with pytest.raises(BaguError, match="judge_best is 0"):
         run(model, task, "--judge", judge, *out)

@@ -154,6 +154,7 @@ def test_bad_tasks_are_refused_in_one_sentence() -> None:
         (items(choices=("a",)), "f.jsonl:3: 1 choices"),
         (choice_task(items=list), "task t has no items"),
         (items(prompt="word " * 300), "f.jsonl:3: prompt and choice have"),
+        (items(prompt=""), "f.jsonl:3: the prompt is empty"),
         (choice_task(few_shot=1), "no form for few-shot examples"),
     ):
         with pytest.raises(TaskError, match=message):

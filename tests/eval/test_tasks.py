@@ -67,6 +67,15 @@ def test_a_task_file_describes_its_items(tmp_path: Path) -> None:
         (CHOICE.replace("capitals.jsonl", "none.jsonl"), None, "there is no data at"),
         ("name = [", None, "task.toml: not TOML"),
         (CHOICE.replace('"choice"', '"chioce"'), None, "there is no kind of task 'chioce'"),
+        (CHOICE.replace('"capitals.jsonl"', "3"), None, "task.toml: data is 3"),
+        (CHOICE.replace('"capitals"', '"../capitals"'), None, "task.toml: name is '../capitals'"),
+        (CHOICE + 'few_shot = "two"', None, "task.toml: few_shot is 'two'"),
+        (CHOICE + "few_shot = true", None, "task.toml: few_shot is True"),
+        (CHOICE + "few_shot = -1", None, "task capitals: -1 examples"),
+        (CHOICE + "chat = true", None, "task capitals: a chat with kind 'choice'"),
+        (CHOICE.replace('"choice"', '"generation"') + 'stop = "ab"', None, "task.toml: stop is 'ab'"),
+        (CHOICE.replace('"choice"', '"generation"') + "k = [1.5]", None, r"task.toml: k is \[1.5\]"),
+        (CHOICE.replace('"choice"', '"generation"') + 'extract = "("', None, "'\\(' is no regular expression"),
     ],
 )
 def test_a_wrong_task_file_is_refused(text: str, rows: list[dict] | None, message: str, tmp_path: Path) -> None:
