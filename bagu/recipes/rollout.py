@@ -44,9 +44,11 @@ def engine_config(*, answers: int, max_len: int, invariant: bool, eos_ids: tuple
     )  # fmt: skip
 
 
-def open_reward(objective: PolicyObjective) -> RewardFunction:
-    """The reward of the objective. Close it."""
-    return load_reward(objective.reward, default=objective.reward_default, timeout_s=objective.reward_timeout_s)
+def open_reward(objective: PolicyObjective, device: torch.device) -> RewardFunction:
+    """The reward of the objective; a reward model runs on `device`. Close it."""
+    return load_reward(
+        objective.reward, default=objective.reward_default, timeout_s=objective.reward_timeout_s, device=device
+    )
 
 
 @contextmanager
@@ -61,7 +63,7 @@ def with_rollouts(
     assert isinstance(loss, Learner)
     reward, invariant = None, False
     if isinstance(objective, PolicyObjective):
-        reward, invariant = open_reward(objective), objective.invariant
+        reward, invariant = open_reward(objective, inputs.device), objective.invariant
     try:
         config = engine_config(
             answers=source.config.prompts * source.config.samples,

@@ -68,7 +68,7 @@ def check(run: Run, out: Path, *, resume: bool = False, accept_data_change: bool
         WeightsAndBiases.check()
     inputs = read_inputs(run, out, accept_data_change=accept_data_change)
     if isinstance(run.objective, PolicyObjective):
-        open_reward(run.objective).close()  # raises for a reward that cannot be loaded
+        open_reward(run.objective, inputs.device).close()  # raises for a reward that cannot be loaded
     newest, _ = checkpoint.newest_good(folder.checkpoints) if resume else (None, [])
     return summarise(run, inputs, first_step=0 if newest is None else checkpoint.state_of(newest)["step"])
 

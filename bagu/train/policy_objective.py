@@ -84,11 +84,6 @@ class PolicyObjective(Objective[RolloutBatch]):
 
     def check_model(self, model: ModelConfig) -> None:
         check_causal(self.kind, model)
-        if model.score_head:
-            raise ConfigError(
-                f"objective {self.kind!r} samples text, and the model has a score head instead of one for tokens",
-                hint="start from a language model; a reward model is the objective.reward",
-            )
         if model.dropout:
             raise ConfigError(
                 f"the model has dropout={model.dropout}, and answers are sampled without: every ratio would be wrong",

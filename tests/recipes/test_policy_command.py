@@ -16,6 +16,7 @@ from bagu.data.tokenizer import BpeTokenizer
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
+from bagu.nn.score import with_score_head
 from bagu.recipes.models import load_model, save_model
 from bagu.runs.folder import RunFolder
 from bagu.train import checkpoint
@@ -107,6 +108,22 @@ def test_ppo_by_the_command_and_resumed(folder: Path, capsys: pytest.CaptureFixt
     for place in (saved, folder / "run"):
         loaded = load_model(place)
         assert loaded.score is None and not any("critic" in name for name in loaded.state_dict())
+
+
+def test_a_reward_model_is_the_reward_and_the_start_of_the_critic(folder: Path) -> None:
+    scorer = with_score_head(load_model(folder / "start"))
+    torch.nn.init.normal_(scorer.score.weight, std=0.5, generator=torch.Generator().manual_seed(0))  # type: ignore[union-attr]
+    save_model(scorer, BpeTokenizer.load(folder / "start"), folder / "scorer")
+    settings = [*SMALL, "objective.samples=1", "objective.epochs=1", "objective.minibatches=1", "train.steps=1",
+                "train.save_every=1", "train.eval_every=null", "train.keep_best=false", "train.sample_every=null",
+                "train.optimizer.lr=1e-9"]  # fmt: skip
+    assert bagu(folder, "ppo", settings=settings, reward="scorer") == 0
+    (row,) = rows_of(folder / "run")
+    assert row["reward_mean"] != 0 and row["reward_faults"] == 0
+    saved = checkpoint.checkpoints(folder / "run" / "checkpoints")[-1]
+    with safe_open(saved / checkpoint.MODEL, framework="pt") as file:
+        weight = file.get_tensor("critic.score.weight")
+    torch.testing.assert_close(weight, scorer.score.weight.detach(), atol=1e-8, rtol=0)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,9 @@ def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], said: st
         replace(PPO, **changes)
 
 
-def test_a_critic_needs_a_score_head() -> None:
+def test_a_critic_needs_a_score_head_and_causal_attention() -> None:
     config = policy().config
-    with pytest.raises(ConfigError, match="no score head"):
-        PPO.check_auxiliary("critic", config, config)
+    PPO.check_auxiliary("critic", replace(config, score_head=True), config)
+    for changes, said in (({}, "no score head"), ({"score_head": True, "causal": False}, "causal=false")):
+        with pytest.raises(ConfigError, match=said):
+            PPO.check_auxiliary("critic", replace(config, **changes), config)

@@ -24,7 +24,6 @@ from bagu.nn.model import Transformer
 from bagu.nn.score import with_score_head
 from bagu.runs.display import Curve, Display
 from bagu.train.loss import Metrics, MicroBatchLoss
-from bagu.train.objective import check_causal
 from bagu.train.policy_loss import PolicyLoss, PolicyTotals
 from bagu.train.policy_losses import (
     Estimator,
@@ -93,10 +92,10 @@ class ProximalPolicy(PolicyObjective):
         return {} if start is None else {"critic": start}
 
     def check_auxiliary(self, role: str, auxiliary: ModelConfig, model: ModelConfig) -> None:
-        check_causal(self.kind, auxiliary)
-        if not auxiliary.score_head:
+        if not auxiliary.score_head or not auxiliary.causal:
+            found = "no score head" if auxiliary.causal else "causal=false, and sees the tokens it must judge"
             raise ConfigError(
-                "the critic has no score head",
+                f"the critic has {found}",
                 hint="give a reward model (--recipe reward), or objective.critic=null to start from the policy",
             )
 
