@@ -33,7 +33,7 @@ from bagu.serve.kv.pool import size_pool
 from bagu.serve.plan import Plan
 from bagu.serve.request import Event, PromptLogprobs, Request, Sampling, TokenEvent, TokenLogprob
 from bagu.serve.runner import Runner
-from bagu.serve.sampler import Sampler, SamplerOutput
+from bagu.serve.sampler import SampledLogprobs, Sampler, SamplerOutput
 from bagu.serve.scheduler import Scheduler, SchedulerConfig
 from bagu.serve.stats import WINDOW_S, EngineStats
 from bagu.types import Completion, Tokenizer
@@ -46,7 +46,8 @@ class PendingStep(NamedTuple):
 
     plan: Plan
     output: SamplerOutput
-    tokens: torch.Tensor  # on the host; valid after the event `copied`
+    tokens: torch.Tensor  # on the host, as are the logprobs; valid after the event `copied`
+    logprobs: SampledLogprobs | None
     copied: torch.cuda.Event | None
     began: float
 
@@ -233,13 +234,16 @@ class Engine:
         return None if self._pending is None else self._pending.output.tokens
 
     def _pending_step(self, plan: Plan, output: SamplerOutput, began: float) -> PendingStep:
-        """Start the copy of the sampled tokens to the host."""
-        if not output.tokens.is_cuda:
-            return PendingStep(plan, output, output.tokens, None, began)
-        tokens = output.tokens.to("cpu", non_blocking=True)  # pinned memory, valid after the event
+        """Start the copy of the sampled tokens and their logprobs to the host."""
+        tokens, logprobs = output.tokens, output.logprobs
+        if not tokens.is_cuda:
+            return PendingStep(plan, output, tokens, logprobs, None, began)
+        tokens = tokens.to("cpu", non_blocking=True)  # pinned memory, valid after the event
+        if logprobs is not None:
+            logprobs = logprobs._replace(values=logprobs.values.to_host())
         copied = torch.cuda.Event()
         copied.record()
-        return PendingStep(plan, output, tokens, copied, began)
+        return PendingStep(plan, output, tokens, logprobs, copied, began)
 
     def _commit_pending(self) -> list[Event]:
         """Commit the pending step, if there is one, and return its events."""
@@ -249,7 +253,9 @@ class Engine:
             return earlier
         if pending.copied is not None:
             pending.copied.synchronize()
-        events = self.scheduler.commit(pending.plan, pending.tokens.tolist(), pending.output.logprobs)
+        tokens, logprobs = pending.tokens.tolist(), pending.logprobs
+        lists = None if logprobs is None else logprobs.lists(len(tokens))
+        events = self.scheduler.commit(pending.plan, tokens, lists)
         self._count(pending)
         check_all = self.sampler.has_stop_strings
         checked = (e if e.finish is None and not check_all else self._check_stop(e) for e in events)

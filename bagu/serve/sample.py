@@ -21,7 +21,7 @@ from bagu import ops
 from bagu.nn.sample import uniform
 from bagu.serve.request import Sampling, TokenLogprob
 
-__all__ = ["Row", "argmax", "greedy", "probabilities", "sample", "top_logprobs"]
+__all__ = ["Row", "RowLogprobs", "argmax", "greedy", "probabilities", "sample", "top_logprobs"]
 
 MIN_TEMPERATURE = 1e-6  # smaller ones overflow fp32 in logits / temperature
 
@@ -96,19 +96,42 @@ def probabilities(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     return p.index_copy(0, at, _filter(p.index_select(0, at), [rows[i].sampling for i in filtered]))
 
 
+class RowLogprobs(NamedTuple):
+    """Logprobs of R rows on the device of the logits: of each target, and of the most probable tokens if some are
+    needed. Reading them (`lists`) waits for the device."""
+
+    own: torch.Tensor  # [R] fp32
+    counts: Sequence[int]  # of top tokens, for each row
+    top: torch.Tensor | None = None  # [R, k] fp32
+    ids: torch.Tensor | None = None  # [R, k]
+
+    def to_host(self) -> RowLogprobs:
+        """Start copies to the host. They are complete after an event that is recorded next on the stream."""
+        top, ids = (None if t is None else t.to("cpu", non_blocking=True) for t in (self.top, self.ids))
+        return RowLogprobs(self.own.to("cpu", non_blocking=True), self.counts, top, ids)
+
+    def lists(self) -> list[TokenLogprob]:
+        own = self.own.tolist()
+        if self.top is None or self.ids is None:
+            return [TokenLogprob(value, ()) for value in own]
+        columns = zip(own, self.top.tolist(), self.ids.tolist(), self.counts, strict=True)
+        return [TokenLogprob(value, tuple(zip(i[:n], ls[:n], strict=True))) for value, ls, i, n in columns]
+
+
 def top_logprobs(
     logits: torch.Tensor, logprobs: torch.Tensor, targets: torch.Tensor, counts: Sequence[int]
-) -> list[TokenLogprob]:
+) -> RowLogprobs:
     """The logprob of each row's target, and its `counts[i]` most probable tokens with their logprobs.
 
     `logprobs[R]` are those of the targets, from ops.linear_cross_entropy. The target's logit minus its logprob is the
     row's logsumexp, which gives the other logprobs.
     """
     k = max(counts, default=0)
-    top, ids = logits.float().topk(min(k, logits.shape[1])) if k else (logits[:, :0], targets.unsqueeze(1)[:, :0])
-    lse = logits.float().gather(1, targets.unsqueeze(1)) - logprobs.unsqueeze(1)
-    columns = zip(logprobs.tolist(), (top - lse).tolist(), ids.tolist(), counts, strict=True)
-    return [TokenLogprob(own, tuple(zip(i[:n], ls[:n], strict=True))) for own, ls, i, n in columns]
+    if not k:
+        return RowLogprobs(logprobs, counts)
+    top, ids = logits.float().topk(min(k, logits.shape[1]))
+    lse = logits.gather(1, targets.unsqueeze(1)).float() - logprobs.unsqueeze(1)
+    return RowLogprobs(logprobs, counts, top - lse, ids)
 
 
 # --- the stages -------------------------------------------------------------------------------------------------------

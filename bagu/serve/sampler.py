@@ -16,18 +16,30 @@ import torch
 from bagu.serve.plan import Plan, Sequence, Slice
 from bagu.serve.request import PromptLogprobs, Request, TokenEvent, TokenLogprob
 from bagu.serve.runner import Runner, RunnerOutput
-from bagu.serve.sample import Row, argmax, greedy, sample, top_logprobs
+from bagu.serve.sample import Row, RowLogprobs, argmax, greedy, sample, top_logprobs
 from bagu.serve.stream import TextStream
 from bagu.types import Tokenizer
 
-__all__ = ["Sampler", "SamplerOutput"]
+__all__ = ["SampledLogprobs", "Sampler", "SamplerOutput"]
+
+
+class SampledLogprobs(NamedTuple):
+    """The logprobs of the sampled tokens whose requests ask for them."""
+
+    asked: list[int]  # indices into `plan.sampled`
+    values: RowLogprobs  # of these
+
+    def lists(self, count: int) -> list[TokenLogprob | None]:
+        """The logprobs of all `count` sampled tokens, None where none were asked for."""
+        by_row = dict(zip(self.asked, self.values.lists(), strict=True))
+        return [by_row.get(i) for i in range(count)]
 
 
 class SamplerOutput(NamedTuple):
     """A token for each of `plan.sampled`, and the prompt logprobs that this step completed."""
 
     tokens: torch.Tensor  # [N] int64, on the model's device
-    logprobs: list[TokenLogprob | None] | None
+    logprobs: SampledLogprobs | None  # on the model's device
     prompts: list[PromptLogprobs]
 
 
@@ -111,18 +123,17 @@ class Sampler:
         seed = 0 if sequence.finished else self._states[request.id].seed
         return Row(request.sampling, seed, sequence.index, sequence.tokens, sequence.num_prompt, self.eos_ids)
 
-    def _logprobs(self, plan: Plan, step: RunnerOutput, tokens: torch.Tensor) -> list[TokenLogprob | None] | None:
+    def _logprobs(self, plan: Plan, step: RunnerOutput, tokens: torch.Tensor) -> SampledLogprobs | None:
         counts = [None if s.finished else s.request.sampling.logprobs for s in plan.sampled]
         asked = [i for i, n in enumerate(counts) if n is not None]
         if not asked:
             return None
-        rows = torch.tensor(asked, device=tokens.device)
-        hidden, logits, targets = (x.index_select(0, rows) for x in (step.sampled, step.logits, tokens))
-        found = top_logprobs(
-            logits, self.runner.logprobs(hidden, targets, logits), targets, [counts[i] or 0 for i in asked]
-        )
-        by_row = dict(zip(asked, found, strict=True))
-        return [by_row.get(i) for i in range(len(counts))]
+        hidden, logits, targets = step.sampled, step.logits, tokens
+        if len(asked) < len(counts):
+            (rows,) = self.runner.to_device(np.array(asked, dtype=np.int64))
+            hidden, logits, targets = (x.index_select(0, rows) for x in (hidden, logits, targets))
+        own = self.runner.logprobs(hidden, targets, logits)
+        return SampledLogprobs(asked, top_logprobs(logits, own, targets, [counts[i] or 0 for i in asked]))
 
     def _score(self, plan: Plan, step: RunnerOutput) -> list[PromptLogprobs]:
         """Compute the logprobs of the prompt tokens that follow this step's positions; return the completed prompts."""
@@ -154,7 +165,7 @@ class Sampler:
             state, part = self._states[piece.sequence.request.id], slice(at, at + len(r))
             if count := piece.sequence.request.sampling.prompt_logprobs:
                 logits, _ = self.runner.project(wanted[part])
-                state.scores += top_logprobs(logits, logprobs[part], targets[part], [count] * len(r))
+                state.scores += top_logprobs(logits, logprobs[part], targets[part], [count] * len(r)).lists()
             else:
                 state.scores += [TokenLogprob(value, ()) for value in values[part]]
             at = part.stop

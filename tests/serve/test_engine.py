@@ -281,3 +281,20 @@ def test_tasks_generate_concurrently_and_get_their_own_events() -> None:
     assert [c.tokens for c in found] == [*want, want[0]]
     assert [c.prompt for c in found] == [0, 1, 2, 3, 4, 0]
     assert engine.stats().blocks_used == 0
+
+
+def test_logprobs_belong_to_their_request_also_with_overlapping_steps() -> None:
+    """Requests with no logprobs, those of the token alone, and of top tokens run in the same steps."""
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    asks = [Sampling(max_tokens=6, seed=i, logprobs=n) for i, n in enumerate((None, 0, 2))]
+    found = {
+        overlaps: small_engine(small_model(), async_scheduling=overlaps).generate(prompts, asks)
+        for overlaps in (False, True)
+    }
+    assert found[False] == found[True]
+    none, own, top = found[False]
+    assert none.logprobs is None and own.logprobs is not None and top.logprobs is not None
+    assert own.top == ((),) * len(own.tokens) and top.top is not None and all(len(t) == 2 for t in top.top)
+    for completion, ask in ((own, 1), (top, 2)):
+        scored = small_engine(small_model()).score([prompts[ask] + list(completion.tokens)], [len(prompts[ask])])[0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), torch.tensor(scored), atol=1e-4, rtol=0)
