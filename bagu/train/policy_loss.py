@@ -89,6 +89,8 @@ class PolicyLoss(Loss[RolloutBatch, PolicyTotals]):
         return found
 
     def prepare(self, model: Transformer, answers: Sequence[Answer], shape: PackShape) -> list[Answer]:
+        if not self.needs_old and self.reference is None:
+            return self.advantages(answers)
         device = next(model.parameters()).device
         with self.arithmetic():
             ready = with_columns(answers, shape, device, lambda batch: self.columns(model, batch))
