@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from policy_run import policy, rollouts
 
 from bagu.config import override
 from bagu.data.chat_template import DEFAULT_TEMPLATE
@@ -18,7 +19,7 @@ from bagu.data.tokenizer import BpeTokenizer
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.linear import Linear
-from bagu.nn.lora import merge
+from bagu.nn.lora import add_lora, lora_state, merge
 from bagu.nn.model import Transformer
 from bagu.nn.peft import load_adapter
 from bagu.recipes.catalogue import recipe, with_data, with_start
@@ -26,7 +27,9 @@ from bagu.recipes.models import load_model, save_model
 from bagu.recipes.run import Run
 from bagu.recipes.training import train
 from bagu.runs.folder import RunFolder
+from bagu.train import OptimizerConfig, TrainConfig, TrainState, step
 from bagu.train.objectives.dpo import PreferenceOptimization
+from bagu.train.objectives.grpo import GroupRelative
 from bagu.train.objectives.reward import RewardModelling
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -89,3 +92,21 @@ def test_preferences_are_learned_over_an_int8_base(run: Run, tmp_path: Path, obj
     assert metrics[-1]["val_preference_loss"] < 0.8 * math.log(2)
     again = load_model(tmp_path / "run").state_dict()
     assert all(torch.equal(weight, again[name]) for name, weight in done.model.state_dict().items())
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_the_engine_samples_with_int8_weights_and_adapters(invariant: bool) -> None:
+    """GRPO over an int8 base: in invariant mode the trainer has the bits of the engine, else nearly."""
+    objective = GroupRelative(prompts=3, samples=4, max_tokens=5, invariant=invariant, kl=0.1)
+    model = policy()
+    add_lora(model, rank=2, alpha=4.0, base="int8")
+    with torch.no_grad():
+        for pair in lora_state(model).values():
+            pair.copy_(torch.randn(pair.shape, generator=torch.Generator().manual_seed(pair.numel())))
+    loss = objective.loss(model)
+    state = TrainState(model, TrainConfig(steps=4, optimizer=OptimizerConfig(lr=0.02)), loss)
+    with rollouts(model, objective, loss).prefetch(0) as steps:
+        for _ in range(2):
+            metrics = step(state, next(steps)).metrics
+            bound = 0.0 if invariant else 64 * torch.finfo(torch.float32).eps
+            assert metrics["parity_nats"] <= bound and metrics["kl_nats"] > 0
