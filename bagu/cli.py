@@ -117,7 +117,10 @@ def train(
     ] = None,
     recipe: Annotated[
         str | None,
-        Option(help="small (default), gpt2_124m, llama_1b, mlm, sft, lora, distill, reward, dpo, grpo or ppo."),
+        Option(
+            help="small (default), gpt2_124m, llama_1b, mlm, sft, lora, distill, on_policy_distill, reward, dpo, grpo "
+            "or ppo."
+        ),
     ] = None,
     config: Annotated[Path | None, Option(help="A run's config.json, instead of a recipe.")] = None,
     start: Annotated[
