@@ -187,7 +187,7 @@ def _resumed(file: Path, header: Row) -> dict[str, Row]:
         return {}
     first, *rows = _whole_rows(file)
     if not rows:  # an evaluation that ended before its first batch
-        write_whole(file, json.dumps(header) + "\n")
+        write_atomic(file, json.dumps(header) + "\n")
         return {}
     theirs = first.get("header")
     if theirs != json.loads(json.dumps(header["header"])):

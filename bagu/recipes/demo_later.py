@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bagu.data.chat_corpus import ChatCorpus
 from bagu.data.corpus import STDLIB, TextCorpus
@@ -121,7 +122,8 @@ class LaterStages:
         fits: Mapping[str, Callable[[Demo, Pace], int]] = {
             "sft_steps": sft_steps, "dpo_steps": dpo_steps, "rl_steps": reinforced
         }  # fmt: skip
-        return replace(self.size, **{later.steps: fits[later.steps](self.size, pace)})
+        fitted: dict[str, Any] = {later.steps: fits[later.steps](self.size, pace)}
+        return replace(self.size, **fitted)
 
 
 def progress_of(stage: Stage, run: Run, *, quiet: tuple[str, ...] = ()) -> TrainProgress:

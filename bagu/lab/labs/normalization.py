@@ -220,8 +220,8 @@ def plot_ranks(axes: Axes, rows: Sequence[Row], tasks: Sequence[str]) -> None:
         at, tau = place + 0.24 * (task - (len(tasks) - 1) / 2), number(row, "tau")
         axes.vlines(at, number(row, "tau_low"), number(row, "tau_high"), color=COLOURS[place])
         axes.plot(at, tau, "os"[task % 2], color=COLOURS[place])
-    for task, marker in zip(tasks, "os", strict=False):
-        axes.plot([], [], marker, color=INK, label=task)
+    for name, marker in zip(tasks, "os", strict=False):
+        axes.plot([], [], marker, color=INK, label=name)
     axes.legend(loc="lower right")
     axes.axhline(0, color=INK, lw=0.8, ls=":")
     axes.set_xticks(range(len(NORMALIZATIONS)), NORMALIZATIONS)
