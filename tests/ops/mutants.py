@@ -166,7 +166,10 @@ def _ignored_scalar(
     ops, kinds = sources.users(module, function.name, backend), _parameters(function)
     known = {s.name: s.optional for op in ops for s in SPECS[op].sig.scalars}
     if node.id in known and node.id in kinds and (not known[node.id] or "None" in kinds[node.id]):
-        yield "default", node.id + NOT_NONE if known[node.id] and isinstance(parent, ast.BinOp) else node.id
+        number = isinstance(parent, ast.BinOp) or (
+            parent is not None and any(_calls(parent, f) for f in ("min", "max"))
+        )
+        yield "default", node.id + NOT_NONE if known[node.id] and number else node.id
 
 
 def _only_raises(function: str) -> bool:
