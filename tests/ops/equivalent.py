@@ -45,6 +45,11 @@ EQUIVALENT = {
     f"attention.torch_backend: default: forward: max_len in cpu.ragged({EAGER_RAGGED})": BOUND,
     "attention.torch_backend: default: _added: max_len in shape.additive(max_len, like)":
         "a mask of another size than the segment is a shape error",
+    "group_norm.torch_backend: default: backward: groups in _by_group(x.to(acc), groups)":
+        "mean has the right number of groups, so another one is a shape error",
+    "group_norm.torch_backend: default: backward: groups in"
+    " _by_group(dyf if w is None else dyf * w.to(acc).view(along), groups)":
+        "mean has the right number of groups, so another one is a shape error",
     "paged_attention.torch_backend: default: forward: max_len in"
     " attend(shape, scale, q, pages, cu_seqlens, max_len)": BOUND,
     "paged_attention.dense: default: forward: max_len in torch.arange(max_len, device=device)":

@@ -24,7 +24,7 @@ from tests.ops.points import Point
 Names = frozenset[tuple[str, str]]  # (module, function of its top level)
 
 
-def launch(spec: OpSpec, point: Point, forward: object, backward: object) -> None:
+def launch(spec: OpSpec, point: Point, forward: Any, backward: Any) -> None:
     """Run the host code of a call and of its backward."""
     streams = Streams(spec.name, point.case.name)
     place = lambda v, i: lay_out(v, point.layout, i)  # noqa: E731
