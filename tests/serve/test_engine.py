@@ -100,9 +100,10 @@ def test_prompt_logprobs_are_returned_once_and_complete(budget: int) -> None:
     assert all(len(t.top) == 2 for t in scores[0].tokens)
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("length", [2, 8, 9, 17])
-def test_score_equals_the_trainers_and_shares_prefixes(length: int) -> None:
-    engine = small_engine(MODEL, max_num_batched_tokens=8)
+def test_score_equals_the_trainers_and_shares_prefixes(length: int, overlaps: bool) -> None:
+    engine = small_engine(MODEL, max_num_batched_tokens=8, async_scheduling=overlaps)
     base = list(range(5, 5 + length))
     texts = [[*base, t] for t in (1, 2, 3)]
     found = engine.score(texts, [length] * 3)

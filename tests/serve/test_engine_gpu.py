@@ -58,6 +58,19 @@ def test_bf16_logprobs_are_near_the_exact_ones(kind: str, way: str) -> None:
         assert off.abs().mean() < 0.1  # three layers of large weights in 8 bits: 0.02 to 0.05 measured
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_scores_of_choices_that_share_a_prompt_are_those_of_each_alone(way: str) -> None:
+    """In fp32. A sum of rounding errors: 64 ulps of a logprob and of the largest logit is far above it."""
+    shared, choices = list(range(3, 40)), [[1], [2, 3], [4, 5, 6, 7, 8, 9], [10, 11, 12]]
+    texts = [shared + choice for choice in choices]
+    found = engine("gqa", torch.float32, **WAYS[way]).score(texts, [len(shared)] * 4)
+    alone = engine("gqa", torch.float32, prefix_cache=False)
+    for text, scores in zip(texts, found, strict=True):
+        (want,) = alone.score([text], [len(shared)])
+        for a, b in zip(scores, want, strict=True):
+            assert abs(a - b) <= 64 * 2.0**-23 * (abs(b) + 16)
+
+
 def test_a_seed_gives_the_same_text_in_any_batch_and_with_overlapping_steps() -> None:
     """In fp32, where the batch changes a probability by 1e-7, and so a sample with about that probability."""
     asks = [Sampling(max_tokens=30, temperature=0.8, top_p=0.9, seed=i, repetition_penalty=1.1) for i in range(4)]
