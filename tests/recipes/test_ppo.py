@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from policy_run import Notes, policy, rollouts
+from policy_run import Notes, Share, policy, rollouts
 from test_grpo import batches_of, chance_of_c, drawn_answers, logprobs_of
 
 from bagu.config import ConfigError
@@ -21,6 +21,7 @@ from bagu.nn.model import Transformer
 from bagu.nn.score import with_score_head
 from bagu.train import OptimizerConfig, TrainConfig, TrainState, fit, step
 from bagu.train.objectives.ppo import ProximalPolicy
+from bagu.train.reward_function import Sample, Scored
 from bagu.train.rollout import Answer
 
 PPO = ProximalPolicy(prompts=6, max_tokens=5, epochs=2, kl=0.3, discount=0.9, decay=0.8, value_weight=0.4)
@@ -157,6 +158,23 @@ def test_beta_is_adapted_once_per_rollout_and_is_part_of_the_state() -> None:
     other = objective.loss_with(policy(), {})
     other.load_state(loss.state())
     assert other.beta == loss.beta
+
+
+def test_rewards_that_are_all_equal_train_the_critic() -> None:
+    """The first returns do not vary at all: no variance can be explained, and no advantage differs from 0."""
+
+    class Same(Share):
+        def __call__(self, samples: Sequence[Sample]) -> list[Scored]:
+            return [Scored(reward=0.5) for _ in samples]
+
+    objective = replace(PPO, epochs=1, max_tokens=1, discount=1.0)
+    model = policy()
+    loss = objective.loss_with(model, {})
+    state = TrainState(model, TrainConfig(), loss)
+    with rollouts(model, objective, loss, reward=Same()).prefetch(0) as steps:
+        metrics = step(state, next(steps)).metrics
+    assert "explained_variance_percent" not in metrics and metrics["policy_loss"] == 0.0
+    assert metrics["value_loss"] == pytest.approx(0.5**2 / 2) and metrics["reward_mean"] == 0.5
 
 
 def test_experts_of_the_policy_are_balanced_without_those_of_the_critic() -> None:

@@ -166,9 +166,10 @@ class ProximalPolicyLoss(PolicyLoss):
 
     def rollout_metrics(self, answers: Sequence[Answer]) -> dict[str, float]:
         returns, values = (np.concatenate([a.columns[name] for a in answers]) for name in ("returns", "values"))
-        spread = float(np.var(returns))
-        explained = {"explained_variance_percent": 100 * (1 - float(np.var(returns - values)) / spread)}
-        return {"kl_coefficient": self.beta, **(explained if spread > 0 else {})}
+        found, spread = {"kl_coefficient": self.beta}, float(np.var(returns))
+        if spread > 0:
+            found["explained_variance_percent"] = 100 * (1 - float(np.var(returns - values)) / spread)
+        return found
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
