@@ -156,7 +156,7 @@ def library(tmp_path: Path) -> PromptCorpus:
 def test_functions_are_asked_for_by_name_and_summary(library: PromptCorpus) -> None:
     for question in library.questions("train"):
         n = question.id[1]
-        assert question.text == f"Write the Python function `twice_{n}`.\nReturn x two times."
+        assert question.text == f"Write the Python function twice_{n}.\nReturn x two times."
         assert question.facts["name"] == f"twice_{n}" and question.facts["args"] == ["x", "rest", "scale", "options"]
         assert question.facts["doctests"] == [{"source": f'twice_{n}("a")\n', "want": "'aa'\n"}]
         assert question.facts["answer"] == f"def twice_{n}(x, *rest, scale=1, **options):\n    return x + x"

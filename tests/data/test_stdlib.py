@@ -104,7 +104,7 @@ def test_pairs_ask_by_name_and_docstring_and_answer_with_the_code() -> None:
     assert list(pairs) == ["size", "spans", "outer"]  # dedenting would change inner's string
     assert pairs["size"].id == "m.py:6:size"
     user, assistant = pairs["size"].messages
-    assert user == {"role": "user", "content": "Write the Python function `size`.\nHow large it is."}
+    assert user == {"role": "user", "content": "Write the Python function size.\nHow large it is."}
     assert assistant["role"] == "assistant"
     assert assistant["content"] == "def size(self):\n    # counted once\n    return self.n * 2"
 
@@ -130,6 +130,6 @@ def test_pairs_of_the_real_library_parse_and_define_the_asked_name() -> None:
         (function,) = ast.parse(answer).body
         assert isinstance(function, ast.FunctionDef)
         assert answer.startswith(f"def {function.name}(")
-        assert f"`{function.name}`" in pair.messages[0]["content"]
+        assert f" {function.name}." in pair.messages[0]["content"]
         assert ast.get_docstring(function) is None
         assert len(answer.encode()) <= 1024
