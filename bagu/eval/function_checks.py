@@ -1,7 +1,7 @@
 """Checks of an answer to "write the Python function NAME". They read the code with `ast` and run nothing.
 
-    parses       Python with at least one statement
-    defines      a function NAME at the top level
+    function     Python that defines a function at the top level
+    name         one of them has the asked name
     statements   its body has two different statements or more; `pass`, `...`, constants and bare names do not count
     arguments    it takes an argument, unless the asked function has none, and its body reads each one (`self` and
                  `cls` only if there is no other)
@@ -19,9 +19,9 @@ from typing import Any
 from bagu.data.stdlib import argument_names, parsed
 from bagu.eval.grades import first_code
 
-__all__ = ["CHECKS", "checks_passed", "defined_function"]
+__all__ = ["CHECKS", "checks_passed", "defined_functions", "name_share"]
 
-CHECKS = ("parses", "defines", "statements", "arguments", "computes")
+CHECKS = ("function", "name", "statements", "arguments", "computes")
 PLAIN = (ast.Name, ast.Constant, ast.Starred, ast.Tuple, ast.List, ast.Dict, ast.Set)  # build values, compute none
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -30,10 +30,10 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def checks_passed(text: str, facts: Mapping[str, Any]) -> int:
     """How many of CHECKS the answer passes. `facts` has the asked `name` and `args` (optional: the names of the real
     function's arguments)."""
-    tree = parsed(first_code(text))
-    if tree is None or not tree.body:
+    functions = defined_functions(text)
+    if not functions:
         return 0
-    function = defined_function(tree, facts["name"])
+    function = next((f for f in reversed(functions) if f.name == facts["name"]), None)  # what an import would find
     if function is None:
         return 1
     try:
@@ -46,10 +46,21 @@ def checks_passed(text: str, facts: Mapping[str, Any]) -> int:
     return 5 if _computes(function) else 4
 
 
-def defined_function(tree: ast.Module, name: str) -> Function | None:
-    """The last top-level function of this name, which is the one that an import of the module would find."""
-    found = [node for node in tree.body if isinstance(node, Function) and node.name == name]
-    return found[-1] if found else None
+def defined_functions(text: str) -> list[Function]:
+    """The top-level functions of an answer; empty if it does not parse."""
+    tree = parsed(first_code(text))
+    return [] if tree is None else [node for node in tree.body if isinstance(node, Function)]
+
+
+def name_share(text: str, name: str) -> float:
+    """How much of the asked name the answer's functions have: 1 for the name itself, else the longest common beginning
+    as a share of the longer name. A reward that pays for it shows the way to a name of several tokens."""
+    return max((_common(f.name, name) / max(len(f.name), len(name)) for f in defined_functions(text)), default=0.0)
+
+
+def _common(a: str, b: str) -> int:
+    """Characters of the common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _statements(function: Function) -> list[ast.stmt]:

@@ -1,7 +1,8 @@
 """The built-in rewards for Python functions. Model text is parsed here, and runs only in the sandbox.
 
     python         the share of the checks that the answer passes in order: those of `function_checks.py`, then the
-                   doctests of the prompt, if the real function passes them on its own. `def f(): pass` has 0.4
+                   doctests of the prompt, if the real function passes them on its own. `def f(): pass` has 0.4. A name
+                   that begins like the asked one has a part of that check
     python-loose   half for text that parses, half for a function of any name: `def f(): pass` wins it. It is there to
                    show what a policy does with such a reward
 
@@ -17,7 +18,7 @@ from typing import Any
 
 from bagu.data.stdlib import parsed
 from bagu.errors import BaguError
-from bagu.eval.function_checks import CHECKS, checks_passed
+from bagu.eval.function_checks import CHECKS, checks_passed, name_share
 from bagu.eval.grades import doctest_program, first_code, run_to_end
 from bagu.machine.sandbox import Limits, Sandbox, SandboxUnavailable
 from bagu.train.reward_function import RewardFunction, Sample, Scored
@@ -47,7 +48,7 @@ class PythonReward:
         programs = [_program(s.completion, s.facts) for s, runs in zip(samples, tested, strict=True) if runs]
         ended = iter(self._run(programs) if programs else ())
         results = [next(ended) if runs else None for runs in tested]
-        return [_scored(p, ran) for p, ran in zip(passed, results, strict=True)]
+        return [_scored(p, ran, s) for p, ran, s in zip(passed, results, samples, strict=True)]
 
     def close(self) -> None:
         if self._sandbox is not None:
@@ -111,9 +112,11 @@ def _program(text: str, facts: Mapping[str, Any]) -> str:
     return doctest_program(first_code(text), facts["name"], facts["docstring"])
 
 
-def _scored(passed: int, doctests: bool | None) -> Scored:
+def _scored(passed: int, doctests: bool | None, sample: Sample) -> Scored:
     """`doctests` is None if they were not run."""
     parts = {name: float(number < passed) for number, name in enumerate(CHECKS)}
+    if passed == CHECKS.index("name"):
+        parts["name"] = name_share(sample.completion, sample.facts["name"])
     if doctests is not None:
         parts[DOCTEST] = float(doctests)
     return Scored(reward=sum(parts.values()) / len(parts), parts=parts)

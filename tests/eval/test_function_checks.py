@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bagu.eval.diversity import diversity
-from bagu.eval.function_checks import CHECKS, checks_passed
+from bagu.eval.function_checks import CHECKS, checks_passed, name_share
 from bagu.eval.task import checked_items
 from bagu.eval.tasks import built_in
 from bagu.eval.tasks.library import library
@@ -19,10 +19,10 @@ FACTS = {"name": "f", "args": ["x"]}
         ("", 0),
         ("# only a comment", 0),
         ("def f(x:\n    return", 0),
-        ("x = 1", 1),
+        ("x = 1", 0),
         ("def g(x):\n    y = x + 1\n    return y", 1),
-        ("class f:\n    pass", 1),
-        ("class C:\n    def f(self, x):\n        y = x + 1\n        return y", 1),
+        ("class f:\n    pass", 0),
+        ("class C:\n    def f(self, x):\n        y = x + 1\n        return y", 0),
         ("def f(): pass", 2),
         ("def f(x):\n    return x + 1", 2),
         ("def f(x):\n    '''Add.'''\n    return x + 1", 2),
@@ -48,6 +48,11 @@ FACTS = {"name": "f", "args": ["x"]}
 )
 def test_an_answer_passes_the_first_checks(text: str, passed: int) -> None:
     assert checks_passed(text, FACTS) == passed, CHECKS[: checks_passed(text, FACTS)]
+
+
+def test_a_name_that_begins_like_the_asked_one_has_a_share() -> None:
+    texts = ("def read_all(): pass", "def read(): pass", "def read_line(): pass", "def write(): pass", "x = 1", "(")
+    assert [name_share(text, "read_all") for text in texts] == [1.0, 4 / 8, 5 / 9, 0.0, 0.0, 0.0]
 
 
 def test_a_function_without_arguments_needs_none() -> None:
