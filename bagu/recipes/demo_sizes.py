@@ -61,6 +61,12 @@ class Demo:
         return self.rows * self.context
 
     @property
+    def later_rows(self) -> int:
+        """Rows of a step of fine-tuning and of preferences: there is less data than for pretraining, so its steps are
+        smaller and more."""
+        return min(self.rows, 16)
+
+    @property
     def later_share(self) -> float:
         """The time of all later stages of training relative to pretraining."""
         return self.sft_share + self.dpo_share + RL_SHARE
@@ -98,7 +104,7 @@ class Demo:
         return Run(
             objective=SupervisedFineTuning(), init_from=str(base),
             sources={STDLIB: self.functions()},
-            data=DataConfig(context=self.context, rows=self.rows, packing="whole"),
+            data=DataConfig(context=self.context, rows=self.later_rows, packing="whole"),
             eval_batches=self.validation_batches,
             train=TrainConfig(
                 steps=n, eval_every=max(n // 3, 1), save_every=n,
@@ -112,7 +118,7 @@ class Demo:
         return Run(
             objective=PreferenceOptimization(reference="live"),  # a demo makes too few steps for a cache to pay
             init_from=str(base), sources={STDLIB: self.functions()},
-            data=DataConfig(context=self.context, rows=self.rows), eval_batches=self.validation_batches,
+            data=DataConfig(context=self.context, rows=self.later_rows), eval_batches=self.validation_batches,
             train=TrainConfig(
                 steps=n, eval_every=max(n // 2, 1), save_every=n,
                 optimizer=OptimizerConfig(kind="adamw", lr=1e-4),
@@ -164,9 +170,12 @@ TINY = replace(
     priming_bytes=1_000_000, enough_tokens=0,
 )  # fmt: skip
 CPU_SIZES = (LARGE, MEDIUM, SMALL, TINY)  # the largest first
-# Fewer steps of 16384 tokens instead of 4096. A step takes 6.6 ms on an H200 (docs/decisions/015), of which 2.6 ms are
-# Muon, whose time does not depend on the number of tokens.
-GPU = replace(LARGE, rows=64, pretrain_steps=160, sft_steps=48)
+# A step of 16384 tokens takes 6.6 ms on an H200 (docs/decisions/015), of which 2.6 ms are Muon, whose time does not
+# depend on the number of tokens. 2,400 steps of 8192 are about 6 epochs of the library, and 400 of fine-tuning about 4
+# of its functions.
+GPU = replace(
+    LARGE, rows=32, pretrain_steps=2400, sft_steps=400, dpo_steps=100, rl_steps=100, rl_prompts=32, write_items=128
+)  # fmt: skip
 QUICK = Demo(
     name="quick", hidden_size=64, num_layers=2, vocab_size=512, context=128, rows=8, lr=0.007, pretrain_steps=12,
     sft_steps=6, dpo_steps=2, rl_steps=2, rl_prompts=2, rl_samples=4, rl_tokens=24, questions=4, new_tokens=24,

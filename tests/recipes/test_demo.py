@@ -82,7 +82,7 @@ def test_transformers_reads_the_result(finished: tuple[Path, str]) -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(finished[0] / "grpo" / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(finished[0] / "grpo" / "model")
-    chat = [{"role": "user", "content": "Write the Python function `add`."}]
+    chat = [{"role": "user", "content": "Write the Python function add."}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     assert model(**ids).logits.shape[-1] == QUICK.vocab_size
 
