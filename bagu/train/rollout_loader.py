@@ -17,7 +17,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -28,6 +28,7 @@ from bagu.errors import ArgumentError, BaguError
 from bagu.nn.model import Transformer
 from bagu.train.reward_function import RewardFunction, Sample, Scored
 from bagu.train.rollout import Answer, PackShape, Rollout, RolloutBatch, Sampler
+from bagu.train.rollout_tally import Tally
 from bagu.types import Completion
 
 __all__ = ["Learner", "PromptLoader", "RolloutConfig", "RolloutLoader"]
@@ -108,54 +109,6 @@ class PromptLoader:
 
     def restore(self, cursor: Mapping[str, Any]) -> None:
         """Nothing to do."""
-
-
-@dataclass(kw_only=True)
-class Tally:
-    """Counts over all answers that were sampled for one rollout, also those that are left out."""
-
-    rewards: list[float] = field(default_factory=list)
-    parts: dict[str, list[float]] = field(default_factory=dict)
-    lengths: list[int] = field(default_factory=list)
-    logprob: float = 0.0
-    truncated: int = 0
-    faults: int = 0
-    skipped_groups: int = 0
-    rollout_s: float = 0.0
-    reward_s: float = 0.0
-
-    def add(self, completions: Sequence[Completion], scored: Sequence[Scored]) -> None:
-        """Add answers and their scores; there are no scores without a reward."""
-        self.rewards += [s.reward for s in scored]
-        self.faults += sum(s.fault is not None for s in scored)
-        for s in scored:
-            for name, value in s.parts.items():
-                self.parts.setdefault(name, []).append(value)
-        self.lengths += [len(c.tokens) for c in completions]
-        self.logprob += sum(sum(c.logprobs or ()) for c in completions)
-        self.truncated += sum(c.finish == "length" for c in completions)
-
-    def metrics(self) -> dict[str, float]:
-        """The entropy is estimated: minus the mean logprob of the sampled tokens."""
-        n, tokens = len(self.lengths), sum(self.lengths)
-        values = {
-            "length_tokens": tokens / n,
-            "truncated_percent": 100 * self.truncated / n,
-            "entropy_nats": -self.logprob / tokens,
-            "rollout_s": self.rollout_s,
-            "rollout_tokens_per_s": tokens / max(self.rollout_s, 1e-9),
-        }
-        if not self.rewards:
-            return values
-        return {
-            "reward_mean": sum(self.rewards) / n,
-            "reward_std": float(np.std(self.rewards)),
-            **{f"reward_part_{name}": sum(part) / len(part) for name, part in sorted(self.parts.items())},
-            **values,
-            "skipped_groups": self.skipped_groups,
-            "reward_faults": self.faults,
-            "reward_s": self.reward_s,
-        }
 
 
 class RolloutLoader:

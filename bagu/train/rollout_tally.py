@@ -1,0 +1,61 @@
+"""Counts over the answers of a rollout, and the metrics that are made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bagu.train.reward_function import Scored
+from bagu.types import Completion
+
+__all__ = ["Tally"]
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """Counts over all answers that were sampled for one rollout, also those that are left out."""
+
+    rewards: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
+    logprob: float = 0.0
+    truncated: int = 0
+    faults: int = 0
+    skipped_groups: int = 0
+    rollout_s: float = 0.0
+    reward_s: float = 0.0
+
+    def add(self, completions: Sequence[Completion], scored: Sequence[Scored]) -> None:
+        """Add answers and their scores; there are no scores without a reward."""
+        self.rewards += [s.reward for s in scored]
+        self.faults += sum(s.fault is not None for s in scored)
+        for s in scored:
+            for name, value in s.parts.items():
+                self.parts.setdefault(name, []).append(value)
+        self.lengths += [len(c.tokens) for c in completions]
+        self.logprob += sum(sum(c.logprobs or ()) for c in completions)
+        self.truncated += sum(c.finish == "length" for c in completions)
+
+    def metrics(self) -> dict[str, float]:
+        """The entropy is estimated: minus the mean logprob of the sampled tokens."""
+        n, tokens = len(self.lengths), sum(self.lengths)
+        values = {
+            "length_tokens": tokens / n,
+            "truncated_percent": 100 * self.truncated / n,
+            "entropy_nats": -self.logprob / tokens,
+            "rollout_s": self.rollout_s,
+            "rollout_tokens_per_s": tokens / max(self.rollout_s, 1e-9),
+        }
+        if not self.rewards:
+            return values
+        return {
+            "reward_mean": sum(self.rewards) / n,
+            "reward_std": float(np.std(self.rewards)),
+            **{f"reward_part_{name}": sum(part) / len(part) for name, part in sorted(self.parts.items())},
+            **values,
+            "skipped_groups": self.skipped_groups,
+            "reward_faults": self.faults,
+            "reward_s": self.reward_s,
+        }
