@@ -375,6 +375,34 @@ def bench_engine(
     raise typer.Exit(status)
 
 
+@bench.command("dpo")
+def bench_dpo(
+    shape: Annotated[
+        str | None, Option(help="A preset, with random weights. Default: llama_1b, cpu_6m on a CPU.")
+    ] = None,
+    peer: Annotated[list[str] | None, Option(help="transformers or transformers-compile, on the same pairs.")] = None,
+    pairs: Annotated[int | None, Option(help="Pairs of a step. Default: 32 on a GPU, 4 on a CPU.")] = None,
+    prompt: Annotated[int | None, Option(help="Tokens of a prompt. Default: 256 on a GPU, 32 on a CPU.")] = None,
+    answer: Annotated[
+        int | None, Option(help="Tokens of the longest answer. Default: 768 on a GPU, 96 on a CPU.")
+    ] = None,
+    steps: Annotated[int, Option(help="Steps to time, after three to warm up.")] = 10,
+    dtype: BenchDtype = None,
+    device: Device = None,
+    out: Results = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a DPO step on random pairs, beside a plain transformers loop."""
+    wait_briefly()  # must run before torch is imported
+    from bagu.bench import dpo as part
+
+    status = part.main(
+        shape, peers=peer or (), pairs=pairs, prompt=prompt, answer=answer, steps=steps, dtype=dtype, device=device,
+        out=out, as_json=as_json,
+    )  # fmt: skip
+    raise typer.Exit(status)
+
+
 @bench.command("grpo")
 def bench_grpo(
     shape: Annotated[str | None, Option(help="cpu_8m, smollm_135m or qwen3_0_6b, with random weights.")] = None,

@@ -12,12 +12,12 @@ from bagu.bench.train_shapes import Shape
 from bagu.errors import BaguError
 from bagu.nn.config import ModelConfig, Rope
 
-__all__ = ["PEERS"]
+__all__ = ["PEERS", "llama_config"]
 
 Implementation = Callable[[Shape, torch.device, torch.dtype], AbstractContextManager[Callable[[], float]]]
 
 
-def _llama(config: ModelConfig) -> Any:
+def llama_config(config: ModelConfig) -> Any:
     """The transformers config of the same model, if it is a Llama."""
     from transformers import LlamaConfig
 
@@ -41,7 +41,7 @@ def _transformers(
 
     torch.manual_seed(0)
     with torch.device(device):
-        model: Any = LlamaForCausalLM(_llama(shape.model)).to(dtype)
+        model: Any = LlamaForCausalLM(llama_config(shape.model)).to(dtype)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if len(set(shape.lengths)) > 1:

@@ -1,0 +1,202 @@
+"""`bagu bench dpo`: the speed of a DPO step on random pairs, beside a plain transformers loop on the same pairs.
+
+Both have a live reference, AdamW and clipping. bagu packs whole sequences; the plain loop pads them to the longest, as
+its users do. A pair is a prompt with two answers of different lengths.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+from torch.nn import functional as F
+
+from bagu.bench.harness import RESULTS, Rows, check_peers, step_seconds, table
+from bagu.bench.train_peers import llama_config
+from bagu.data.preference_loader import PreferenceBatch
+from bagu.data.sequences import Tokens, micro_batches, pack
+from bagu.errors import ArgumentError
+from bagu.machine.device import named_device, named_dtype
+from bagu.machine.fast_dtype import compute_dtype
+from bagu.machine.timing import reset_device
+from bagu.nn.config import ModelConfig
+from bagu.nn.init import init_weights
+from bagu.nn.model import Transformer
+from bagu.nn.presets import preset
+from bagu.train.objectives.dpo import PreferenceOptimization
+from bagu.train.optim import OptimizerConfig
+from bagu.train.prepare import prepared
+from bagu.train.state import TrainConfig, TrainState
+from bagu.train.step import step
+
+__all__ = ["main"]
+
+BETA = 0.1
+PEERS = {"transformers": False, "transformers-compile": True}  # name: compiled
+MICRO_BATCH = 16384  # tokens, at most
+
+
+def random_pairs(pairs: int, prompt: int, answer: int, vocabulary: int) -> list[Tokens]:
+    """2 * `pairs` sequences, chosen and rejected in turn. Answers have from a quarter of `answer` tokens to all."""
+    draw = np.random.default_rng(0)
+    found = []
+    for _ in range(pairs):
+        asked = draw.integers(vocabulary, size=prompt)
+        for length in draw.integers(max(1, answer // 4), answer + 1, size=2):
+            ids = (*asked.tolist(), *draw.integers(vocabulary, size=length).tolist())
+            found.append(Tokens(ids=ids, start=prompt))
+    return found
+
+
+@contextmanager
+def bagu_step(
+    model: ModelConfig, pairs: Sequence[Tokens], device: torch.device, dtype: torch.dtype
+) -> Iterator[Callable[[], float]]:
+    """One step of bagu's trainer with the objective `dpo`."""
+    config = TrainConfig(steps=10**6, optimizer=OptimizerConfig(kind="adamw", lr=1e-6))
+    policy = init_weights(Transformer(model, device=device, dtype=dtype), seed=0)
+    state = TrainState(policy, config, PreferenceOptimization(beta=BETA, reference="live").loss(policy))
+    batches = _packed(pairs, device)
+    with prepared(policy, config, device):
+        yield lambda: step(state, batches).loss
+    state.close()
+
+
+def _packed(sequences: Sequence[Tokens], device: torch.device) -> list[PreferenceBatch]:
+    """The pairs in micro-batches of one size; both sides of a pair are in one."""
+    sizes = [len(a.ids) + len(b.ids) for a, b in zip(sequences[::2], sequences[1::2], strict=True)]
+    groups = micro_batches(sizes, capacity=max(MICRO_BATCH, max(sizes)))
+    tokens = max(sum(sizes[i] for i in group) for group in groups)
+    longest = max(len(s.ids) for s in sequences)
+    found = []
+    for group in groups:
+        own = [s for i in group for s in sequences[2 * i : 2 * i + 2]]
+        found.append(
+            PreferenceBatch(
+                batch=pack(own, tokens=tokens, max_segments=2 * max(map(len, groups)), context=longest),
+                num_sequences=len(own), num_chosen=len(group), chosen=torch.tensor([True, False] * len(group)),
+                lengths=torch.tensor([float(s.num_targets) for s in own]),
+            ).to(device)
+        )  # fmt: skip
+    return found
+
+
+@contextmanager
+def plain_step(
+    model: ModelConfig, pairs: Sequence[Tokens], device: torch.device, dtype: torch.dtype, *, compiled: bool
+) -> Iterator[Callable[[], float]]:
+    """LlamaForCausalLM with SDPA and a frozen copy: log-softmax of the logits, gathered at the answer's tokens."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        policy: Any = LlamaForCausalLM(llama_config(model)).to(dtype)
+    reference = copy.deepcopy(policy).requires_grad_(False).eval()
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=device.type == "cuda")
+    run, run_reference = (torch.compile(m) if compiled else m for m in (policy, reference))
+    parts = _padded(pairs, device)
+
+    def sums(net: Any, ids: torch.Tensor, there: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+        logits = net(input_ids=ids, attention_mask=there).logits[:, :-1]
+        logprobs = logits.float().log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+        return (logprobs * answer[:, 1:]).sum(1)
+
+    def one_step() -> float:
+        optimizer.zero_grad()
+        total = 0.0
+        for part in parts:
+            with torch.no_grad():
+                before = sums(run_reference, *part)
+            ratios = sums(run, *part) - before
+            loss = -F.logsigmoid(BETA * (ratios[0::2] - ratios[1::2])).sum() / (len(pairs) // 2)
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        return total
+
+    yield one_step
+
+
+def _padded(sequences: Sequence[Tokens], device: torch.device) -> list[tuple[torch.Tensor, ...]]:
+    """(ids, mask of tokens, mask of answers) [2 * pairs, longest], in parts of at most MICRO_BATCH tokens."""
+    longest = max(len(s.ids) for s in sequences)
+    ids, there, answer = (torch.zeros(len(sequences), longest, dtype=torch.int64) for _ in range(3))
+    for i, s in enumerate(sequences):
+        ids[i, : len(s.ids)] = torch.tensor(s.ids)
+        there[i, : len(s.ids)] = 1
+        answer[i, s.start : len(s.ids)] = 1
+    rows = max(2, MICRO_BATCH // longest // 2 * 2)
+    return [tuple(x[i : i + rows].to(device) for x in (ids, there, answer)) for i in range(0, len(sequences), rows)]
+
+
+def main(
+    shape: str | None = None,
+    *,
+    peers: Sequence[str] = (),
+    pairs: int | None = None,
+    prompt: int | None = None,
+    answer: int | None = None,
+    steps: int = 10,
+    dtype: str | None = None,
+    device: str | None = None,
+    out: Path | None = None,
+    as_json: bool = False,
+) -> int:
+    """Time a DPO step of bagu and of the peers on the same pairs; print a table and append the rows to `out`."""
+    where = named_device(device)
+    gpu = where.type == "cuda"
+    pairs, prompt, answer = pairs or (32 if gpu else 4), prompt or (256 if gpu else 32), answer or (768 if gpu else 96)
+    if min(pairs, prompt, answer, steps) < 1:
+        raise ArgumentError(
+            f"{pairs} pairs with prompts of {prompt} and answers of {answer} tokens, {steps} steps",
+            hint="each must be 1 or more",
+        )
+    check_peers(peers, PEERS)
+    shape = shape or ("llama_1b" if gpu else "cpu_6m")
+    model, as_dtype = preset(shape), named_dtype(dtype) if dtype else compute_dtype(where)
+    rows = Rows(out, default=RESULTS / "dpo", as_json=as_json)
+    made = random_pairs(pairs, prompt, answer, model.vocab_size)
+    facts = {
+        "system": "dpo", "model": shape, "device": str(where), "dtype": str(as_dtype).removeprefix("torch."),
+        "pairs": pairs, "prompt_tokens": prompt, "answer_tokens": answer, "tokens": sum(len(s.ids) for s in made),
+    }  # fmt: skip
+    for name in ("bagu", *peers):
+        reset_device(where)
+        started = (
+            bagu_step(model, made, where, as_dtype)
+            if name == "bagu"
+            else plain_step(model, made, where, as_dtype, compiled=PEERS[name])
+        )
+        with started as one_step:
+            samples = step_seconds(one_step, where, steps=steps)
+        median = statistics.median(samples)
+        peak = torch.cuda.max_memory_allocated(where) if gpu else None
+        rows.add([{
+            **facts, "implementation": name, "step_s": median, "low_s": min(samples), "high_s": max(samples),
+            "pairs_per_s": pairs / median, "peak_bytes": peak,
+        }])  # fmt: skip
+    rows.finish(_table(facts, rows.all))
+    return 0
+
+
+def _table(facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Table:
+    best = min((r["step_s"] for r in rows if r["implementation"] != "bagu"), default=None)
+    where = ", ".join(facts[name] for name in ("model", "dtype", "device"))
+    title = f"DPO, {where}: {facts['pairs']} pairs, {facts['tokens']:,} tokens"
+    lines = [
+        (
+            row["implementation"], f"{1e3 * row['step_s']:,.1f} ms", f"{row['pairs_per_s']:,.1f}",
+            f"{row['peak_bytes'] / 2**30:.1f} GiB" if row["peak_bytes"] else "–",
+            f"{best / row['step_s']:.2f}×" if best else "–",
+        )
+        for row in rows
+    ]  # fmt: skip
+    return table(title, ("implementation", "step", "pairs/s", "peak memory", "against the fastest peer"), lines)
