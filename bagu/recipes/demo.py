@@ -82,7 +82,7 @@ def demo(
         stage.result = f"{parameters / 1e6:.1f} M parameters, {size.pretrain_steps:,} steps, {bits:.3f} bits/byte"
     later = LaterStages(out, stages, clock, size, pace, corpus, tokenizer)
     with stages.stage("Evaluate it on held-out files") as stage:
-        later.evaluate("pretraining", base, stage)
+        later.evaluate("pretrain", base, stage)
     with stages.stage("Answer held-out questions, before fine-tuning") as stage:
         asked = _questions(ChatCorpus.of(STDLIB, size.functions(), corpus.selection).sharing(corpus), size.questions)
         before = answers(base.model, tokenizer, asked, size.new_tokens)

@@ -87,9 +87,9 @@ def eval_table(evaluations: Sequence[Evaluation]) -> Table:
         "Held-out files. `continue4` and `signature` choose one of four: chance is 25 %. `write`: sampled answers that "
         "are a function of the asked name, which no training file defines, with two statements or more that read the "
         "arguments. Intervals are 95 %, by the bootstrap over files; a change is paired, item by item. Every item is "
-        "in eval/."
+        "in eval/. `different`: the share of answers with a body of their own."
     )
-    columns = ("task", "after", "items", "score", "change", "p", "different bodies")
+    columns = ("task (items)", "after", "score", "change", "p", "different")
     return Table(title="Tasks", columns=columns, rows=list(_rows(evaluations)), note=note)
 
 
@@ -101,7 +101,7 @@ def _rows(evaluations: Sequence[Evaluation]) -> Iterator[Sequence[object]]:
         for number, found in enumerate(evaluations):
             score, change = found.score(task), changes.get((task, found.stage))
             yield (
-                task if number == 0 else "", found.stage, score.items, SCALE.score_and_interval(score),
+                f"{task} ({score.items})" if number == 0 else "", found.stage, SCALE.score_and_interval(score),
                 "" if change is None else SCALE.difference(change), "" if change is None else p_value(change),
                 f"{100 * found.variety.bodies:.0f} %" if task == WRITE else "",
             )  # fmt: skip

@@ -60,15 +60,15 @@ class Later:
 
 LATER = (
     Later(
-        title="Fine-tune it on docstring → function", folder="sft", name="fine-tuning", steps="sft_steps",
+        title="Fine-tune it on docstring → function", folder="sft", name="SFT", steps="sft_steps",
         run=Demo.sft, corpus=ChatCorpus,
     ),
     Later(
-        title="Prefer real functions to broken ones (DPO)", folder="dpo", name="preferences", steps="dpo_steps",
+        title="Prefer real functions to broken ones (DPO)", folder="dpo", name="DPO", steps="dpo_steps",
         run=Demo.dpo, corpus=PreferenceCorpus,
     ),
     Later(
-        title="Reinforce answers that pass checks (GRPO)", folder="grpo", name="reinforcement", steps="rl_steps",
+        title="Reinforce answers that pass checks (GRPO)", folder="grpo", name="GRPO", steps="rl_steps",
         run=Demo.grpo, corpus=PromptCorpus,
     ),
 )  # fmt: skip

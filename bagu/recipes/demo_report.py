@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import rich.box
 import rich.table
 from rich.console import Console
 
@@ -187,9 +188,9 @@ def farewell(console: Console, page: Path, out: Path, done: Finished, seconds: f
 
 
 def _terminal_table(table: Table) -> rich.table.Table:
-    drawn = rich.table.Table(title=table.title, title_justify="left")
+    drawn = rich.table.Table(title=table.title, title_justify="left", box=rich.box.SIMPLE)  # fits in 80 columns
     for number, column in enumerate(table.columns):
-        drawn.add_column(column, justify="left" if number < 2 else "right")
+        drawn.add_column(column, justify="left" if number < 2 else "right", no_wrap=True)
     for row in table.rows:
         drawn.add_row(*map(str, row))
     return drawn
