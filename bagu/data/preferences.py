@@ -15,12 +15,13 @@ from typing import Any
 from bagu.data import store
 from bagu.data.broken_code import broken
 from bagu.data.chat import ChatEncoder
-from bagu.data.corpus import STDLIB, Part, Selection, SourceConfig, TextCorpus, selection_facts
+from bagu.data.corpus import Part, TextCorpus
 from bagu.data.preference_rows import Message, Preference, preference, same_prompt
 from bagu.data.split import held_ids
 from bagu.data.stdlib import documented_functions
 from bagu.data.store import TokenDocument, TokenStore
 from bagu.data.table import TableSource
+from bagu.data.table_corpus import TableCorpus
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 
@@ -31,32 +32,14 @@ NEIGHBOURS = 4  # functions before this one in its file whose bodies it may get
 
 
 @dataclass(frozen=True)
-class PreferenceCorpus:
-    """A source of preferences. `library` is the standard library that they are made from; None for a table."""
-
-    name: str
-    config: SourceConfig
-    selection: Selection
-    library: TextCorpus | None
-
-    @classmethod
-    def of(cls, name: str, config: SourceConfig, selection: Selection) -> PreferenceCorpus:
-        library = TextCorpus(name, config, selection) if config.path == STDLIB else None
-        return cls(name, config, selection, library)
+class PreferenceCorpus(TableCorpus):
+    """A source of preferences."""
 
     @cached_property
     def source(self) -> TableSource:
         if self.config.field is not None:
             raise BaguError("field is set, and preferences have fields of their own", hint="leave it out")
-        if self.config.max_bytes is not None:
-            raise BaguError("max_bytes is set, and it bounds functions of the standard library", hint="leave it out")
-        return TableSource(Path(self.config.path), self.config.glob)
-
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        if self.library is not None:
-            return self.library.facts
-        return {**self.source.describe(), **selection_facts(self.selection)}
+        return super().source
 
     def preferences(self, part: Part) -> Iterator[Preference]:
         """The preferences of a part. Nothing is read before the first one is asked for."""
@@ -83,10 +66,9 @@ class PreferenceCorpus:
 
     def _functions(self, library: TextCorpus, part: Part) -> Iterator[Preference]:
         """The real function over a broken one, for the functions of the files of a part."""
-        limit = {} if self.config.max_bytes is None else {"max_bytes": self.config.max_bytes}
         before: list[str] = []
         file = None
-        for function in documented_functions(library.documents(part), **limit):
+        for function in documented_functions(library.documents(part), **self.function_limit):
             if function.file != file:
                 before, file = [], function.file
             worse = broken(function.answer, others=before[-NEIGHBOURS:], seed=self.selection.seed)
@@ -104,16 +86,6 @@ class PreferenceCorpus:
         for found in self.preferences("train"):
             answers = [m for m in (found.chosen, found.rejected) if m is not None]
             yield "\n".join(str(message["content"]) for message in (*found.prompt, *answers))
-
-    def sharing(self, text: TextCorpus) -> PreferenceCorpus:
-        """The same preferences made from a corpus that is read already, if it selects the same documents."""
-        own = self.library
-        if own is None or (own.config.path, own.selection) != (text.config.path, text.selection):
-            return self
-        return PreferenceCorpus(self.name, self.config, self.selection, text)
-
-    def without_text(self) -> PreferenceCorpus:
-        return PreferenceCorpus.of(self.name, self.config, self.selection)
 
 
 class PreferenceEncoder:

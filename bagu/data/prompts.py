@@ -14,16 +14,15 @@ import doctest
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from bagu.data.chat import ChatEncoder
 from bagu.data.chat_source import conversation
-from bagu.data.corpus import STDLIB, Part, Selection, SourceConfig, TextCorpus, selection_facts
+from bagu.data.corpus import Part, TextCorpus
 from bagu.data.json_rows import Row
 from bagu.data.split import held_ids
 from bagu.data.stdlib import Function, documented_functions
-from bagu.data.table import TableSource
+from bagu.data.table_corpus import TableCorpus
 from bagu.errors import BaguError
 
 __all__ = ["Prompt", "PromptCorpus", "Question", "fitting", "function_question"]
@@ -54,30 +53,8 @@ class Question:
 
 
 @dataclass(frozen=True)
-class PromptCorpus:
-    """A source of prompts. `library` is the standard library that its questions are made from; None for a table."""
-
-    name: str
-    config: SourceConfig
-    selection: Selection
-    library: TextCorpus | None
-
-    @classmethod
-    def of(cls, name: str, config: SourceConfig, selection: Selection) -> PromptCorpus:
-        library = TextCorpus(name, config, selection) if config.path == STDLIB else None
-        return cls(name, config, selection, library)
-
-    @cached_property
-    def source(self) -> TableSource:
-        if self.config.max_bytes is not None:
-            raise BaguError("max_bytes is set, and it bounds functions of the standard library", hint="leave it out")
-        return TableSource(Path(self.config.path), self.config.glob)
-
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        if self.library is not None:
-            return self.library.facts
-        return {**self.source.describe(), **selection_facts(self.selection)}
+class PromptCorpus(TableCorpus):
+    """A source of prompts."""
 
     def questions(self, part: Part) -> list[Question]:
         return self._parts[part]
@@ -98,9 +75,8 @@ class PromptCorpus:
         }
 
     def _of_library(self, library: TextCorpus) -> dict[Part, list[Question]]:
-        limit = {} if self.config.max_bytes is None else {"max_bytes": self.config.max_bytes}
         train, held = (
-            [function_question(f) for f in documented_functions(library.documents(part), **limit)]
+            [function_question(f) for f in documented_functions(library.documents(part), **self.function_limit)]
             for part in ("train", "validation")
         )
         names = {q.facts["name"] for q in held}
@@ -108,16 +84,6 @@ class PromptCorpus:
 
     def training_texts(self) -> Iterator[str]:
         return (question.text for question in self.questions("train"))
-
-    def sharing(self, text: TextCorpus) -> PromptCorpus:
-        """The same prompts made from a corpus that is read already, if it selects the same documents."""
-        own = self.library
-        if own is None or (own.config.path, own.selection) != (text.config.path, text.selection):
-            return self
-        return PromptCorpus(self.name, self.config, self.selection, text)
-
-    def without_text(self) -> PromptCorpus:
-        return PromptCorpus.of(self.name, self.config, self.selection)
 
 
 def fitting(prompts: Sequence[Prompt], *, room: int) -> tuple[list[Prompt], int]:
