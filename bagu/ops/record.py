@@ -24,7 +24,7 @@ def recorded(
     host: Callable[[Sequence[Any]], Results], values: Sequence[Any], launcher: Launcher
 ) -> tuple[Results, Plan | None]:
     """Run `host(values)`; return its results and a plan of its launches, or None if it cannot be replayed."""
-    # if a tensor is passed twice, the recorder could not tell the two arguments apart: each gets its own object
+    # the recorder identifies an argument by its object: a tensor that is passed twice gets an object for each argument
     separate = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
     recorder = _Recorder(separate)
     # below autograd: autograd would wrap views in new tensors that the recorder does not see

@@ -153,8 +153,8 @@ def reward() -> Run:
 
 def dpo() -> Run:
     """Direct preference optimization of the model given with `--from`, on pairs of answers; by default functions of the
-    standard library against broken ones. The learning rate is a tenth of fine-tuning's: the pairs push two answers
-    apart without limit.
+    standard library against broken ones. The learning rate is a tenth of fine-tuning's: the loss has no minimum, it
+    falls as long as the margin of a pair grows.
     """
     run = reward()
     return replace(

@@ -15,13 +15,14 @@ from bagu import ops
 from bagu.config import ConfigError
 from bagu.nn.config import ModelConfig
 from bagu.nn.model import Transformer
+from bagu.runs.display import Curve
 from bagu.train.cross_entropy import TargetTotals
 from bagu.train.divergence import Divergence, Head, divergence_loss
 from bagu.train.loss import BatchT, Loss, Metrics, MicroBatchLoss
 from bagu.train.objective import Objective, check_causal
 from bagu.types import IGNORE, Batch
 
-__all__ = ["DIVERGENCES", "DistillationLoss", "TeacherObjective"]
+__all__ = ["DistillationLoss", "TeacherObjective"]
 
 DIVERGENCES = {"forward": "KL(teacher‖student)", "reverse": "KL(student‖teacher)", "jsd": "Jensen–Shannon divergence"}
 
@@ -64,6 +65,13 @@ class TeacherObjective(Objective[BatchT]):
 
     def check_model(self, model: ModelConfig) -> None:
         check_causal(self.kind, model)
+
+    @property
+    def divergence_curve(self) -> Curve:
+        return Curve(
+            title=DIVERGENCES[self.divergence], unit="nats per token", zero=True,
+            metrics={"divergence_nats": "training", "val_divergence_nats": "validation"},
+        )  # fmt: skip
 
     def teacher_loss(self, teacher: Transformer, cross_entropy: float | None) -> DistillationLoss:
         """The loss of this objective on a plain batch."""

@@ -18,6 +18,7 @@ from bagu.train.policy_losses import Estimator, Normalization
 from bagu.train.prompt_data import prompt_data
 from bagu.train.rollout import RolloutBatch
 from bagu.train.rollout_loader import RolloutConfig
+from bagu.train.rollout_tally import ANSWER_CURVES
 
 __all__ = ["PolicyObjective"]
 
@@ -120,15 +121,7 @@ class PolicyObjective(Objective[RolloutBatch]):
                     title="KL", unit="nats per token",
                     metrics={"kl_nats": "to the reference", "update_kl_nats": "of the updates of a rollout"},
                 ),
-                Curve(
-                    title="Entropy", unit="nats per token",
-                    metrics={"entropy_nats": "training", "val_entropy_nats": "validation"},
-                ),
-                Curve(
-                    title="Length of answers", unit="tokens", zero=True,
-                    metrics={"length_tokens": "training", "val_length_tokens": "validation"},
-                ),
-                Curve(title="Answers cut at max_tokens", unit="%", metrics={"truncated_percent": "cut"}, zero=True),
+                *ANSWER_CURVES,
                 Curve(title="Clipped tokens", unit="%", metrics={"clip_share_percent": "clipped"}, zero=True),
                 Curve(title="Ratio", unit="", metrics={"ratio_mean": "mean", "ratio_max": "largest"}),
                 Curve(

@@ -1,4 +1,4 @@
-"""Counts over the answers of a rollout, and the metrics that are made from them."""
+"""Counts over the answers of a rollout, and the metrics and curves that are made from them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from bagu.runs.display import Curve
 from bagu.train.reward_function import Scored
 from bagu.types import Completion
 
-__all__ = ["Tally"]
+__all__ = ["ANSWER_CURVES", "Tally"]
+
+ANSWER_CURVES = (
+    Curve(
+        title="Entropy", unit="nats per token",
+        metrics={"entropy_nats": "training", "val_entropy_nats": "validation"},
+    ),
+    Curve(
+        title="Length of answers", unit="tokens", zero=True,
+        metrics={"length_tokens": "training", "val_length_tokens": "validation"},
+    ),
+    Curve(title="Answers cut at max_tokens", unit="%", metrics={"truncated_percent": "cut"}, zero=True),
+)  # fmt: skip
 
 
 @dataclass(kw_only=True)

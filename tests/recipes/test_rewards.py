@@ -219,7 +219,10 @@ def rewards(reward: RewardFunction, *completions: str, **facts: object) -> list[
 def test_the_strict_reward_is_the_share_of_checks_and_pass_does_not_win_it() -> None:
     reward = load_reward("python")
     assert rewards(reward, GOOD, "def double(): pass", "def other(x): pass", "x = (", **UNTESTED) == [1.0, 0.4, 0.2, 0]
-    assert rewards(reward, "def doubt(): pass", "x = 1", **UNTESTED) == [(1 + 4 / 6) / 5, 0.0]  # the name begins alike
+    assert rewards(reward, "def doubt(): pass", "x = 1", **UNTESTED) == [
+        (1 + 4 / 6) / 5,
+        0.0,
+    ]  # the first letters of the name are right
     (scored,) = reward([Sample(prompt="", completion=GOOD, facts=UNTESTED)])
     assert list(scored.parts) == ["function", "name", "statements", "arguments", "computes"]
     with pytest.raises(BaguError, match="a prompt has no fact `name`"):

@@ -117,7 +117,7 @@ def test_the_first_ratio_is_exactly_one_in_invariant_mode(cap: float | None, epo
 
 
 def test_outside_invariant_mode_the_difference_is_measured_at_every_step() -> None:
-    """Rewards and logprobs are those of the engine; here the engine is told to be wrong by 0.25 nats."""
+    """The engine of this test reports logprobs that are 0.25 nats too low."""
     objective = replace(GRPO, invariant=False, epochs=2, importance_cap=2.0)
     model = policy()
     loss = objective.loss(model)

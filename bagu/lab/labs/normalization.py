@@ -5,10 +5,10 @@
     characters   the same per character
     pmi          log p(choice | prompt) - log p(choice | "Answer:")
 
-The models are checkpoints of training runs of several widths. Kendall's tau is the number of pairs of models that score
-and loss order alike, less the number ordered differently, over all pairs; a tie counts as neither. Its interval is a
-bootstrap over the files that the items are from. Resampling adds noise to the scores, and noise lowers tau, so an
-interval may reach further down than up. The loss is not resampled.
+The models are checkpoints of training runs of several widths. Kendall's tau is the number of concordant pairs of
+models (the one with the lower loss has the higher score) minus the number of discordant pairs, divided by all pairs; a
+tie is neither. Its interval is a bootstrap over the files that the items are from. Resampling adds noise to the scores,
+and noise lowers tau, so an interval may reach further down than up. The loss is not resampled.
 """
 
 from __future__ import annotations

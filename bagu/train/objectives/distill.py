@@ -13,7 +13,7 @@ from bagu.data.tokenizer import BpeTokenizer
 from bagu.nn.config import ModelConfig
 from bagu.nn.model import Transformer
 from bagu.runs.display import Curve, Display, Headline
-from bagu.train.distillation import DIVERGENCES, DistillationLoss, TeacherObjective
+from bagu.train.distillation import DistillationLoss, TeacherObjective
 from bagu.train.objective import TrainingData
 from bagu.train.objectives.language_modelling import LanguageModelling
 from bagu.train.objectives.sft import SupervisedFineTuning
@@ -55,10 +55,7 @@ class Distillation(TeacherObjective[Batch]):
     def display(self) -> Display:
         return Display(
             curves=(
-                Curve(
-                    title=DIVERGENCES[self.divergence], unit="nats per token", zero=True,
-                    metrics={"divergence_nats": "training", "val_divergence_nats": "validation"},
-                ),
+                self.divergence_curve,
                 Curve(
                     title="Loss", unit="nats per token",
                     metrics={"loss_nats": "training", "val_loss_nats": "validation"},

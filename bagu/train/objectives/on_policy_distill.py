@@ -21,13 +21,14 @@ from bagu.nn.config import ModelConfig
 from bagu.nn.model import Transformer
 from bagu.runs.display import Curve, Display, Headline
 from bagu.train.cross_entropy import TargetTotals
-from bagu.train.distillation import DIVERGENCES, DistillationLoss, TeacherObjective
+from bagu.train.distillation import DistillationLoss, TeacherObjective
 from bagu.train.divergence import Divergence
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss
 from bagu.train.objective import TrainingData
 from bagu.train.prompt_data import prompt_data
 from bagu.train.rollout import Answer, PackShape, RolloutBatch
 from bagu.train.rollout_loader import RolloutConfig
+from bagu.train.rollout_tally import ANSWER_CURVES
 
 __all__ = ["OnPolicyDistillation"]
 
@@ -71,19 +72,8 @@ class OnPolicyDistillation(TeacherObjective[RolloutBatch]):
     def display(self) -> Display:
         return Display(
             curves=(
-                Curve(
-                    title=DIVERGENCES[self.divergence], unit="nats per token", zero=True,
-                    metrics={"divergence_nats": "training", "val_divergence_nats": "validation"},
-                ),
-                Curve(
-                    title="Entropy", unit="nats per token",
-                    metrics={"entropy_nats": "training", "val_entropy_nats": "validation"},
-                ),
-                Curve(
-                    title="Length of answers", unit="tokens", zero=True,
-                    metrics={"length_tokens": "training", "val_length_tokens": "validation"},
-                ),
-                Curve(title="Answers cut at max_tokens", unit="%", metrics={"truncated_percent": "cut"}, zero=True),
+                self.divergence_curve,
+                *ANSWER_CURVES,
                 Curve(title="Sampling", unit="tokens/s", metrics={"rollout_tokens_per_s": "sampling"}, zero=True),
             ),
             headlines=(
