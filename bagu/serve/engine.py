@@ -143,7 +143,7 @@ class Engine:
                 found = f"has shape {list(tensor.shape)}" if name in own else "is not in the model's state dict"
                 hint = f"its shape is {list(own[name].shape)}" if name in own else "use the names of model.state_dict()"
                 raise ArgumentError(f"update_weights: {name} {found}", hint=hint)
-        self._unreturned += self._commit_pending()
+        self._unreturned = self._commit_pending()
         with torch.no_grad():
             for name, tensor in state.items():
                 own[name].copy_(tensor)
@@ -152,7 +152,7 @@ class Engine:
     def weights_changed(self) -> None:
         """Drop what was computed with old weights, after other code (a trainer of the same model) has changed them in
         place: the prefix cache is emptied, running sequences are recomputed, and packed weights are packed again."""
-        self._unreturned += self._commit_pending()
+        self._unreturned = self._commit_pending()
         self.runner.prepare()
         self.scheduler.restart()
 

@@ -172,16 +172,16 @@ def test_weights_that_a_trainer_changed_in_place_are_used_after_weights_changed(
     assert after == small_engine(other, invariant=invariant).generate(prompt, sampling)[0].tokens != before
 
 
-def test_new_weights_in_the_middle_of_a_text() -> None:
-    engine = small_engine(small_model())
+@pytest.mark.parametrize("overlap", [False, True])
+def test_new_weights_in_the_middle_of_a_text(overlap: bool) -> None:
+    engine = small_engine(small_model(), async_scheduling=overlap)
     engine.submit(Request(id="r", prompt=(1, 2, 3), sampling=Sampling(max_tokens=6, temperature=0.0)))
-    engine.step()
+    tokens = [e.token for _ in range(3) for e in engine.step() if isinstance(e, TokenEvent)]
     engine.update_weights(small_model().state_dict())
-    tokens = []
     while engine.has_work:
         tokens += [e.token for e in engine.step() if isinstance(e, TokenEvent)]
         engine.scheduler.check_integrity()
-    assert len(tokens) == 5  # the first one was returned before
+    assert len(tokens) == 6  # each is returned once, also those of a step that was pending
 
 
 def test_a_stop_string_ends_only_its_choice() -> None:
