@@ -143,7 +143,8 @@ def test_a_replayed_call_has_the_bits_of_its_host_code(spec: OpSpec, point: Poin
         and not copies(args)
     ):
         differentiable = any(isinstance(v, torch.Tensor) and v.requires_grad for v in args.values())
-        assert plans(run) and (not differentiable or plans(run.backward))
+        hosted = args.get("sinks") is not None  # the gradient of sinks is computed by PyTorch: nothing to replay
+        assert plans(run) and (hosted or not differentiable or plans(run.backward))
 
 
 def test_a_kernel_with_scratch_memory_is_launched_with_an_allocator() -> None:
