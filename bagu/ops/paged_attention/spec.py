@@ -25,7 +25,7 @@ import torch
 
 from bagu.errors import ArgumentError
 from bagu.ops.attention.block_sizes import WIDEST
-from bagu.ops.core import Case, Cost, OpSpec, Rule, Streams
+from bagu.ops.core import Case, Cost, OpSpec, Streams
 from bagu.ops.paged_attention import cpu, torch_backend
 from bagu.ops.signature import Dims
 from bagu.ops.values import check_range
@@ -263,13 +263,5 @@ SPEC = OpSpec(
     nonempty=("N", "B", "W", "H", "G", "D"),
     independent=("H", "G"),
     unsupported=unsupported,
-    prefer_torch=(
-        Rule(
-            when="any call on a GPU",
-            runs="FlashAttention-2, or PyTorch's operations",
-            why="the Triton kernels are tested in the interpreter and compiled for sm_90, and not yet timed on a GPU",
-            holds=lambda args: True,
-        ),
-    ),
     cases=[*CASES, *BENCH],
 )

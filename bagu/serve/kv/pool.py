@@ -14,9 +14,7 @@ from bagu.serve.kv.paged import block_bytes
 
 __all__ = ["Pool", "size_pool"]
 
-# Small blocks waste less memory and give more prefix cache hits. ops/paged_attention/cuda.py reads blocks of 128
-# positions or more in place, and gathers smaller ones first.
-BLOCK_SIZES = {"cpu": 16, "cuda": 256}
+BLOCK_SIZE = 16  # small blocks waste less memory and give more prefix cache hits
 CPU_SHARE, CPU_MAX = 4, 1 << 30  # a quarter of the free memory, at most 1 GiB: 65k tokens of the 8M model in fp32
 WORKSPACE_BYTES = 1 << 30  # on a GPU, reserved for activations, logits and CUDA graphs
 
@@ -30,7 +28,7 @@ class Pool(NamedTuple):
 def size_pool(model: Transformer, config: EngineConfig) -> Pool:
     """Size the pool. It has at most as many blocks as `max_num_seqs` sequences of full length can use."""
     table = model.embedding.weight
-    B = config.block_size or BLOCK_SIZES[table.device.type]
+    B = config.block_size or BLOCK_SIZE
     longest = min(model.config.max_len, config.max_model_len or model.config.max_len)
     if config.max_model_len is not None and config.max_model_len > model.config.max_len:
         raise ArgumentError(
