@@ -32,7 +32,7 @@ __all__ = ["dkdv_kernel", "dq_kernel"]
 
 @triton.jit(do_not_specialize=["T", "H", "per_group", "window"])
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, slopes_ptr, dout_ptr, out_ptr, lse_ptr, dq_ptr, delta_ptr, log2_ptr, tiles_ptr, T, H,
+    q_ptr, k_ptr, v_ptr, slopes_ptr, dout_ptr, out_ptr, lse_ptr, dq_ptr, stats_ptr, tiles_ptr, T, H,
     per_group, window, scale_high, scale_low, cap_high, cap_low, q_stride, k_stride, v_stride, dout_stride,
     out_stride, q_head_stride, k_head_stride, v_head_stride, dout_head_stride, out_head_stride,
     D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DW: tl.constexpr, EW: tl.constexpr,
@@ -66,9 +66,9 @@ def dq_kernel(
     lse = tl.load(lse_ptr + row + r * H, i < length, 0.0)
     log2 = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
     delta = tl.sum(o.to(ACC) * do.to(ACC), 1)
-    stats = h * T + begin + i
-    tl.store(log2_ptr + stats, log2, i < length)
-    tl.store(delta_ptr + stats, delta, i < length)
+    stats = 2 * (h * T + begin + i)
+    tl.store(stats_ptr + stats, log2, i < length)
+    tl.store(stats_ptr + stats + 1, delta, i < length)
     dq = tl.zeros([M, DW], ACC)
 
     first, masked_from, end = keys_of(block, length, window, M, N, CAUSAL, WINDOW)
@@ -95,7 +95,7 @@ def dq_kernel(
 
 @triton.jit(do_not_specialize=["T", "G", "per_group", "window"])
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, slopes_ptr, dout_ptr, delta_ptr, log2_ptr, dk_ptr, dv_ptr, tiles_ptr, T, G, per_group, window,
+    q_ptr, k_ptr, v_ptr, slopes_ptr, dout_ptr, stats_ptr, dk_ptr, dv_ptr, tiles_ptr, T, G, per_group, window,
     scale_high, scale_low, cap_high, cap_low, q_stride, k_stride, v_stride, dout_stride, q_head_stride, k_head_stride,
     v_head_stride, dout_head_stride,
     D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DW: tl.constexpr, EW: tl.constexpr,
@@ -104,8 +104,8 @@ def dkdv_kernel(
 ):  # fmt: skip
     """Compute dk and dv of a block of keys from all queries that attend to it, in all heads that share it.
 
-    Scores are transposed. Every block is masked: a second loop without the mask makes the compiler spill, which costs
-    more (journal 004).
+    Scores are transposed, so that P and dS are operands in registers. Blocks on the diagonal are masked inside the one
+    loop: a second loop makes the compiler spill, which costs more (journal 004).
     """
     g, begin, length, block = work(tiles_ptr)
     ALIBI: tl.constexpr = slopes_ptr is not None
@@ -127,8 +127,7 @@ def dkdv_kernel(
             first = tl.maximum(block * N - window + 1, 0) // M * M
     q_heads = heads_of(q_ptr, begin, g * per_group, per_group, length, q_stride, q_head_stride, D, M, DW, TMA)
     do_heads = heads_of(dout_ptr, begin, g * per_group, per_group, length, dout_stride, dout_head_stride, E, M, EW, TMA)
-    log2_ptr += g * per_group * T + begin
-    delta_ptr += g * per_group * T + begin
+    stats_ptr += 2 * (g * per_group * T + begin)
     blocks = tl.cdiv(end - first, M)
     for step in tl.range(0, per_group * blocks, num_stages=STAGES):
         n, at = 0, first + step * M
@@ -139,17 +138,20 @@ def dkdv_kernel(
         if ALIBI:
             slope = tl.load(slopes_ptr + g * per_group + n).to(ACC) * LOG2E
         q = load_head(q_heads, at, n, length, q_stride, q_head_stride, D, M, DW, TMA)
-        log2 = tl.load(log2_ptr + n * T + i, i < length, float("inf"))  # p is 0 beyond the segment's end
+        # One load of contiguous pairs is pipelined; two of M values each became 73 scalar loads (64 x 64 blocks). Beyond the
+        # segment's end q, dout, log2 and delta are 0, which adds 0 to dk and dv.
+        pair = tl.arange(0, 2 * M)
+        stats = tl.load(stats_ptr + (n * T + at) * 2 + pair, pair < 2 * (length - at), 0.0)
+        log2, delta = tl.split(stats.reshape([M, 2]))
         product = tl.dot(k, q.T, input_precision="ieee")
         s = score(product, i[None, :], j[:, None], slope, scale, cap, RAW, CAP, ALIBI)
         if RAW:
             s = s * scale
         p = tl.exp2(s - log2[None, :])
-        if CAUSAL or WINDOW:
+        if WINDOW or (CAUSAL and at < block * N + N):
             p = tl.where(seen(i[None, :], j[:, None], length, window, CAUSAL, WINDOW), p, 0.0)
         do = load_head(do_heads, at, n, length, dout_stride, dout_head_stride, E, M, EW, TMA)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee", out_dtype=ACC)
-        delta = tl.load(delta_ptr + n * T + i, i < length, 0.0)
         ds = p * (tl.dot(v, do.T, input_precision="ieee") - delta[None, :])
         if CAP:
             ds = ds * cap_slope(product, scale)

@@ -28,6 +28,7 @@ class Block:
     N: int
     warps: int
     stages: int
+    registers: int | None = None  # at most this many per thread, so that one more program fits a multiprocessor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ MEASURED = {  # by the tile widths of keys and values
     (64, 64): Blocks(
         forward=Block(M=64, N=128, warps=4, stages=2),
         dq=Block(M=64, N=64, warps=4, stages=2),
-        dkdv=Block(M=128, N=64, warps=4, stages=2),
+        dkdv=Block(M=64, N=64, warps=4, stages=3, registers=168),
     ),
     (128, 128): Blocks(
         forward=Block(M=64, N=64, warps=4, stages=3),

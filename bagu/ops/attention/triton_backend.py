@@ -74,7 +74,7 @@ def _constants(
         "D": D, "E": E, "M": block.M, "N": block.N, "DW": width(D), "EW": width(E), "STAGES": block.stages,
         "TMA": reads_by_tma(q), "CAUSAL": causal, "WINDOW": window is not None, "CAP": softcap is not None,
         "RAW": softcap is None and slopes is None,
-        "ACC": triton_acc(q.dtype), "num_warps": block.warps,
+        "ACC": triton_acc(q.dtype), "num_warps": block.warps, "maxnreg": block.registers,
     }  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def backward(
     scale = D**-0.5 if scale is None else scale
     slopes = None if slopes is None else slopes.contiguous()
     q, k, v, dout, out = *(_readable(x) for x in (q, k, v, dout)), side_by_side(out)
-    delta, log2 = (q.new_empty(H, T, dtype=lse.dtype) for _ in range(2))
+    stats = q.new_empty(H, T, 2, dtype=lse.dtype)  # log2 and delta (backward_kernels.py)
     dq, dk, dv = q.new_empty(T, H, D), k.new_empty(T, G, D), v.new_empty(T, G, E)
     if T > 0:
         blocks, read = _blocks(q, v, window, softcap), (q, k, v, slopes, dout)
@@ -117,16 +117,17 @@ def backward(
         sized = lambda block: _constants(q, v, slopes, causal, window, softcap, block)  # noqa: E731
         tiles, count = list_tiles(cu_seqlens, T, max_len, blocks.dq.M, from_end=False)
         _launch(
-            dq_kernel, (count, H), *read, out, lse.contiguous(), dq, delta, log2, tiles, T, H, *scalars,
+            dq_kernel, (count, H), *read, out, lse.contiguous(), dq, stats, tiles, T, H, *scalars,
             *(x.stride(d) for d in (0, 1) for x in (q, k, v, dout, out)), **sized(blocks.dq),
         )  # fmt: skip
         tiles, count = list_tiles(cu_seqlens, T, max_len, blocks.dkdv.N, from_end=True)
         _launch(
-            dkdv_kernel, (count, G), *read, delta, log2, dk, dv, tiles, T, G, *scalars,
+            dkdv_kernel, (count, G), *read, stats, dk, dv, tiles, T, G, *scalars,
             *(x.stride(d) for d in (0, 1) for x in (q, k, v, dout)), GROUPED=H != G, **sized(blocks.dkdv),
         )  # fmt: skip
     dsinks = None
     if sinks is not None:
+        log2, delta = stats.unbind(2)
         weights = torch.exp2(sinks.to(log2.dtype).unsqueeze(1) * LOG2E - log2)
         dsinks = -(weights * delta).sum(1).to(sinks.dtype)
     return dq, dk, dv, None, dsinks
