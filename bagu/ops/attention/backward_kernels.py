@@ -138,7 +138,7 @@ def dkdv_kernel(
         if ALIBI:
             slope = tl.load(slopes_ptr + g * per_group + n).to(ACC) * LOG2E
         q = load_head(q_heads, at, n, length, q_stride, q_head_stride, D, M, DW, TMA)
-        # One load of contiguous pairs is pipelined; two of M values each became 73 scalar loads (64 x 64 blocks). Beyond the
+        # One load of contiguous pairs is pipelined; two loads of 64 values each compiled to 73 scalar loads. Beyond the
         # segment's end q, dout, log2 and delta are 0, which adds 0 to dk and dv.
         pair = tl.arange(0, 2 * M)
         stats = tl.load(stats_ptr + (n * T + at) * 2 + pair, pair < 2 * (length - at), 0.0)
