@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -99,10 +100,17 @@ class Engine:
             plan = self.scheduler.plan()
             if plan is None and self._pending is None:
                 return self._idle()
-            output = None if plan is None else self.runner.run(plan, self._late_tokens())
-            events = self._commit_pending()  # the previous step, while this one runs; sampling may need its tokens
-            if plan is not None and output is not None:
-                self._pending = self._pending_step(plan, self.sampler.sample(plan, output), began)
+            events: list[Event] = []
+            try:
+                output = None if plan is None else self.runner.run(plan, self._late_tokens())
+                events += self._commit_pending()  # the previous step, while this one runs; sampling may need its tokens
+                if plan is not None and output is not None:
+                    self._pending = self._pending_step(plan, self.sampler.sample(plan, output), began)
+            except torch.OutOfMemoryError as error:
+                events += self._commit_pending()
+                if plan is None or plan.num_tokens == 1:
+                    raise
+                self._shrink_steps(plan, error)
             if not self._overlaps:
                 events += self._commit_pending()
         return events
@@ -228,6 +236,19 @@ class Engine:
         if self.scheduler.has_work:
             raise IntegrityError("requests are waiting, but none is running and none can be planned")
         return self._commit_pending()
+
+    def _shrink_steps(self, plan: Plan, error: torch.OutOfMemoryError) -> None:
+        """After a step that did not fit the device's memory: plan steps of half as many tokens from now on."""
+        self.sampler.cancel(plan)
+        self.scheduler.cancel(plan)
+        limit = self.scheduler.limit_step(plan.num_tokens // 2)
+        if self.runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+        warnings.warn(
+            f"a step of {plan.num_tokens} tokens ran out of memory; steps now have at most {limit} ({error})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _late_tokens(self) -> torch.Tensor | None:
         """The tokens of the pending step, on the device."""

@@ -77,6 +77,14 @@ class Sampler:
         for group in self._groups:
             group.discard(request_id)
 
+    def cancel(self, plan: Plan) -> None:
+        """Drop the prompt logprobs of a plan that will not be committed."""
+        for piece in plan.slices:
+            sequence = piece.sequence
+            if sequence.scores and not sequence.finished:
+                kept = sequence.score_next - max(sequence.request.score_start - 1, 0)
+                del self._states[sequence.request.id].scores[kept:]
+
     @property
     def _groups(self) -> tuple[set[str], ...]:
         return self._not_plain, self._with_prompt_logprobs, self._with_stop_strings

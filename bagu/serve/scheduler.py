@@ -59,6 +59,7 @@ class Scheduler:
         self.hit_tokens = 0  # those of them found in the prefix cache
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._writes: list[tuple[int, int, int]] = []
+        self._step_tokens = config.max_num_batched_tokens  # lower after a step that ran out of memory
         self._serial = count()
         self._number = count()
 
@@ -103,7 +104,7 @@ class Scheduler:
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return None
         draft = Draft()
-        spare = self.config.max_num_batched_tokens - len(self.running)
+        spare = self._step_tokens - len(self.running)
         preempted = self.preemptions
         spare = self._advance(draft, spare)
         if preempted == self.preemptions:  # after a preemption its blocks are for the running sequences, not a new one
@@ -136,6 +137,25 @@ class Scheduler:
                 detail = logprobs[i] if logprobs is not None else None
                 events.append(self._append_token(sequence, token, detail))
         return events
+
+    def cancel(self, plan: Plan) -> None:
+        """Drop a plan that could not be run, which must be the only one in flight. All KV is computed again: blocks
+        that the plan was to fill may already be in the prefix cache."""
+        if len(self.in_flight) != 1 or self.in_flight[0] is not plan:
+            raise ArgumentError(f"plan {plan.number} is not the only one in flight", hint="commit earlier plans first")
+        self.in_flight.popleft()
+        for sequence in plan.sampled:
+            sequence.pending -= 1
+        for piece in plan.slices:
+            piece.sequence.in_flight -= 1
+            if piece.sequence.finished and not piece.sequence.in_flight:
+                self._release(piece.sequence)
+        self.restart()
+
+    def limit_step(self, tokens: int) -> int:
+        """Plan steps of at most `tokens` tokens from now on, or fewer if that was the limit; returns the limit."""
+        self._step_tokens = min(self._step_tokens, max(tokens, 1))
+        return self._step_tokens
 
     def restart(self) -> None:
         """Preempt all running sequences and empty the prefix cache, so that all KV is computed again."""
@@ -206,7 +226,10 @@ class Scheduler:
         while self.waiting and spare > 0:
             sequence = self.waiting[0]
             known = min(len(sequence.tokens), sequence.end)
-            if 1 + len(sequence.forks) > len(self._free_rows):
+            choices = 1 + len(sequence.forks)
+            if choices > len(self._free_rows):
+                return
+            if self.running and len(self.running) + choices > self._step_tokens:  # each needs a token per step
                 return
             hits = self.blocks.match(sequence.tokens, sequence.keys, limit=self._hit_limit(sequence, known))
             dead = self.config.dead_blocks(len(hits) * B, B)

@@ -1,0 +1,52 @@
+"""A step that does not fit the device's memory: smaller steps follow, and no request is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_engine import small_engine, small_model
+
+from bagu.serve.engine import Engine
+from bagu.serve.request import Sampling
+
+PROMPTS = [list(range(1, 50)), [5], [7, 8, 9] * 9, list(range(60, 64)), list(range(30))]
+
+
+def engine_with_memory_for(tokens: int, **settings: Any) -> Engine:
+    """An engine whose model raises, as the allocator does, for a step of more tokens than this."""
+    model = small_model()
+
+    def forward(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if len(args[0]) > tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    model.register_forward_pre_hook(forward)
+    return small_engine(model, **settings)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5, 30])
+def test_steps_shrink_until_they_fit_and_the_text_is_the_same(tokens: int, overlap: bool) -> None:
+    settings = {"async_scheduling": overlap, "invariant": True}
+    asked = [Sampling(max_tokens=12, temperature=0.8, seed=i, n=2 if i == 2 and tokens > 1 else 1) for i in range(5)]
+    want = small_engine(small_model(), **settings).generate(PROMPTS, asked)
+    engine = engine_with_memory_for(tokens, **settings)
+    with pytest.warns(RuntimeWarning, match="ran out of memory; steps now have at most"):
+        found = engine.generate(PROMPTS, asked)
+    assert [(c.tokens, c.finish) for c in found] == [(c.tokens, c.finish) for c in want]
+    assert engine.blocks.used_count == 0
+    engine.scheduler.check_integrity()
+
+
+def test_prompt_logprobs_are_returned_once() -> None:
+    want = small_engine(small_model(), invariant=True).score(PROMPTS[:1] + PROMPTS[2:], [3, 1, 1, 9])
+    with pytest.warns(RuntimeWarning, match="ran out of memory"):
+        found = engine_with_memory_for(7, invariant=True).score(PROMPTS[:1] + PROMPTS[2:], [3, 1, 1, 9])
+    assert found == want
+
+
+def test_a_single_token_that_does_not_fit_ends_the_engine() -> None:
+    with pytest.warns(RuntimeWarning), pytest.raises(torch.OutOfMemoryError):
+        engine_with_memory_for(0, invariant=True).generate(PROMPTS, Sampling(max_tokens=4))
