@@ -29,7 +29,7 @@ from bagu.serve.engine import Engine
 from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, fit
 
 __all__ = [
-    "CONTEXT", "STEP_TOKENS", "VOCAB", "Library", "epoch_steps", "new_model", "on_engine", "read_library",
+    "CONTEXT", "KV_MEMORY", "STEP_TOKENS", "VOCAB", "Library", "epoch_steps", "new_model", "on_engine", "read_library",
     "train",
 ]  # fmt: skip
 
