@@ -23,6 +23,7 @@ from bagu.lab.plot import COLOURS
 from bagu.train import OptimizerConfig, TrainConfig, fit
 from bagu.train.objectives.grpo import GroupRelative
 from bagu.train.objectives.ppo import ProximalPolicy
+from bagu.train.policy_loss import PolicyLoss
 from bagu.train.reward_function import Sample, Scored
 
 if TYPE_CHECKING:
@@ -57,19 +58,24 @@ def run(setting: Setting) -> list[Row]:
     quick = setting.quick
     rounds, seeds, rates = (2, SEEDS[:2], RATES[-1:]) if quick else (ROLLOUTS, SEEDS, RATES)
     points = list(product(TASKS, ALGORITHMS, rates, seeds))
-    return [row for point in setting.track(points) for row in curve(*point, rounds)]
+    return [
+        row
+        for task, algorithm, rate, seed in setting.track(points)
+        for row in curve(task, algorithm, rate, seed, rounds)
+    ]
 
 
 def curve(task: str, algorithm: str, rate: float, seed: int, rounds: int) -> list[Row]:
     """A row for each rollout: the share of the right letter before its updates."""
-    tokens = TASKS[task]
-    objective: ProximalPolicy | GroupRelative
-    if algorithm == "PPO":
-        objective = ProximalPolicy(prompts=ANSWERS, max_tokens=tokens, epochs=EPOCHS, kl=0.0, value_weight=0.5)
-    else:
-        objective = GroupRelative(prompts=ANSWERS // GROUP, samples=GROUP, max_tokens=tokens, epochs=EPOCHS)
     model, reward = policy(seed), Letter(2.0 if task == "offsets" else 0.0)
-    loss = objective.loss_with(model, {})
+    objective: ProximalPolicy | GroupRelative
+    loss: PolicyLoss
+    if algorithm == "PPO":
+        objective = ProximalPolicy(prompts=ANSWERS, max_tokens=TASKS[task], epochs=EPOCHS, kl=0.0, value_weight=0.5)
+        loss = objective.loss_with(model, {})
+    else:
+        objective = GroupRelative(prompts=ANSWERS // GROUP, samples=GROUP, max_tokens=TASKS[task], epochs=EPOCHS)
+        loss = objective.loss(model)
     parameters = sum(p.numel() for p in model.parameters())  # with the critic, which the loss attached
     config = TrainConfig(steps=rounds * EPOCHS, optimizer=OptimizerConfig(lr=rate, weight_decay=0.0))
     began = time.perf_counter()
