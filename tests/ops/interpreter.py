@@ -1,10 +1,12 @@
 """A faster Triton interpreter, in which most tests of ops spend their time. What a kernel computes does not change.
 
-- The interpreter replaces the builtins of `triton.language` by its own before it runs a kernel and again at every call of
-  a device function inside it. To find them it lists all members of five modules and classes with `inspect.getmembers`:
-  1 ms for each `tl.sum`. Here the names are listed once, and a device function finds what its kernel has replaced.
+- The interpreter replaces the builtins of `triton.language` by its own before it runs a kernel and again at every call
+  of a device function inside it. To find them it lists all members of five modules and classes: 1 ms for each `tl.sum`.
+  Here the names are listed once, and a device function finds what its kernel has replaced.
 - It computes every addition, subtraction and multiplication of int32 a second time in int64, compares, and drops the
   result, because its `device_assert` does nothing. Here it does not compute them.
+- It builds the shape of every intermediate tensor three times, with a type for each size and each tuple of sizes, and a
+  table of all dtypes at each conversion. Here each shape and each dtype is built once.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import inspect
-from functools import cache
+from collections.abc import Callable
+from functools import cache, lru_cache, wraps
 from typing import Any
 
 from bagu.machine.device import triton_interprets
@@ -26,23 +29,28 @@ def install() -> None:
         return
     import triton
 
-    if triton.__version__.startswith(VERSIONS):
-        from triton.runtime import interpreter
+    if not triton.__version__.startswith(VERSIONS):
+        return
+    from triton.language import core
+    from triton.runtime import interpreter
 
-        interpreter._patch_builtin = patch_builtin
-        builder = interpreter.interpreter_builder
-        if not builder.options.debug:  # device_assert does nothing
-            builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:  # device_assert does nothing
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    interpreter._patch_builtin = patch_builtin
+    interpreter._patch_lang = OncePerKernel(interpreter).patch
+    interpreter._get_np_dtype = by_name(interpreter._get_np_dtype)
+    core.block_type.__init__ = block_type_init(core)
+    core.tensor.__init__ = tensor_init(core)
 
 
 def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
     """Replace each builtin of a module or class that is not replaced yet; `scope` restores it."""
     from triton.language.core import is_builtin
-    from triton.runtime.interpreter import _patch_attr
 
     for name in builtins_of(pkg):
         if is_builtin(member := getattr(pkg, name)):
-            _patch_attr(pkg, name, member, builder, scope)
+            scope.set_attr(pkg, name, interpreted(member, builder))
 
 
 @cache
@@ -50,3 +58,97 @@ def builtins_of(pkg: Any) -> tuple[str, ...]:
     from triton.language.core import is_builtin
 
     return tuple(name for name, member in inspect.getmembers(pkg) if is_builtin(member))
+
+
+@cache
+def interpreted(member: Callable[..., Any], builder: Any) -> Callable[..., Any]:
+    """A builtin that runs through the interpreter's builder."""
+    from triton.language.semantic import TritonSemantic
+
+    semantic = TritonSemantic(builder)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return member(*args, **kwargs)
+
+    return call
+
+
+class OncePerKernel:
+    """Replaces the language of a kernel, and that of its device functions only where the kernel has not.
+
+    As in Triton, what a kernel replaces is restored when it ends, and what a device function replaces stays replaced.
+    """
+
+    def __init__(self, interpreter: Any) -> None:
+        self.replace = interpreter._patch_lang
+        self.scope = interpreter._LangPatchScope
+        self.replaced: set[str] = set()  # the modules of the language that are replaced while a kernel runs
+
+    def patch(self, fn: Callable[..., Any]) -> Any:
+        if languages(fn) <= self.replaced:
+            return self.scope()
+        scope = self.replace(fn)
+        if not self.replaced:
+            restore = scope.restore
+            scope.restore = lambda: (self.replaced.clear(), restore())
+        self.replaced |= languages(fn)
+        return scope
+
+
+@cache
+def languages(fn: Callable[..., Any]) -> frozenset[str]:
+    """The modules of the language that a function can name: those that the interpreter replaces for it."""
+    import triton.language as tl
+
+    seen = [v for v in fn.__globals__.values() if inspect.ismodule(v)]
+    return frozenset(v.__name__ for v in seen if v in (tl, tl.core))
+
+
+def by_name(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The numpy dtype of a Triton dtype, looked up by its name."""
+    known: dict[str, Any] = {}
+
+    @wraps(np_dtype)
+    def lookup(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        if scalar.name not in known:
+            known[scalar.name] = np_dtype(scalar)
+        return known[scalar.name]
+
+    return lookup
+
+
+def block_type_init(core: Any) -> Callable[..., None]:
+    """The type of a block; Triton checks and builds each shape once."""
+    constexpr, build = core.constexpr, core.block_type.__init__
+
+    @lru_cache(maxsize=None, typed=True)
+    def built(*sizes: Any) -> tuple[Any, int, str]:
+        build(block := core.block_type.__new__(core.block_type), core.int32, list(sizes))
+        return block.shape, block.numel, str(block.shape)
+
+    @wraps(build)
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        shape, self.numel, text = built(*[s.value if isinstance(s, constexpr) else s for s in shape])
+        self.element_ty, self.shape, self.name = element_ty, shape, f"<{text}, {element_ty}>"
+
+    return init
+
+
+def tensor_init(core: Any) -> Callable[..., None]:
+    """A tensor; all tensors of one shape share the tuple of its sizes, which nothing changes."""
+    build = core.tensor.__init__
+
+    @cache
+    def built(*sizes: int) -> tuple[Any, Any]:
+        dtype = core.block_type(core.int32, list(sizes)) if sizes else core.int32
+        build(tensor := core.tensor.__new__(core.tensor), None, dtype)
+        return tensor.shape, tensor.numel
+
+    @wraps(build)
+    def init(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = built(*type.shape.values) if type.is_block() else built()
+
+    return init
