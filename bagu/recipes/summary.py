@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -122,8 +123,11 @@ def summarise(run: Run, inputs: Inputs, *, first_step: int = 0, peak_flops: floa
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """The FLOP/s that MFU refers to: the vendor's dense bf16 figure for a known GPU, else a measured matmul rate."""
     stated = vendor_flops(device)
-    if stated is not None:
-        return stated
+    return _measured_rate(device, dtype, torch.get_num_threads()) if stated is None else stated
+
+
+@functools.cache  # half a second on a CPU: once per process, not for each of its runs
+def _measured_rate(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     n, fewest = 1024 if device.type == "cpu" else 8192, float("inf")
     x = torch.randn(n, n, device=device, dtype=dtype)
     for _ in range(8):

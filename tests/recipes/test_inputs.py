@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from bagu.cli import main
 from bagu.config import override
@@ -18,7 +19,7 @@ from bagu.nn.config import ModelConfig
 from bagu.recipes.catalogue import recipe, with_data
 from bagu.recipes.inputs import read_inputs
 from bagu.recipes.run import Run
-from bagu.recipes.summary import summarise
+from bagu.recipes.summary import matmul_rate, summarise
 from bagu.recipes.training import _model_id
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -101,6 +102,12 @@ def test_the_summary_counts_what_the_run_will_do(texts: Path, tmp_path: Path) ->
     for said in (f"{summary.parameters:,} parameters", "float32 on cpu", "6 steps from step 2 on", "1 GFLOP/s"):
         assert said in text
     assert "warning" not in text
+
+
+def test_the_matmul_rate_is_measured_once_per_process() -> None:
+    """Two measurements would differ: they are times of a clock that counts nanoseconds."""
+    first = matmul_rate(torch.device("cpu"), torch.float32)
+    assert first > 0 and matmul_rate(torch.device("cpu"), torch.float32) == first
 
 
 def test_a_small_corpus_seen_fifty_times_is_warned_of(texts: Path, tmp_path: Path) -> None:
