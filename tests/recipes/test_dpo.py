@@ -1,8 +1,7 @@
-"""Reward model and DPO by the command: known answers, losses in fp64, exact resume, LoRA, micro-batches, refusals."""
+"""DPO and its variants by the command: known answers, losses in fp64, the reference, LoRA, exact resume, refusals."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -17,86 +16,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from preference_run import MODEL, bagu, data_of, in_micro_batches, rows_of, sequences_of, small_run, write_pairs
 
-from bagu.cli import main
 from bagu.config import save
-from bagu.data.chat_template import DEFAULT_TEMPLATE
-from bagu.data.corpus import SourceConfig
-from bagu.data.loader import DataConfig
-from bagu.data.preference_loader import PreferenceBatch, batches_of
-from bagu.data.tokenizer import BpeTokenizer
+from bagu.data.preference_loader import PreferenceBatch
 from bagu.errors import BaguError
-from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
-from bagu.nn.score import with_score_head
-from bagu.recipes.inputs import read_inputs
-from bagu.recipes.models import load_model, save_model
+from bagu.recipes.models import load_model
 from bagu.recipes.run import LoraConfig, Run
 from bagu.recipes.training import train
 from bagu.runs.folder import RunFolder
 from bagu.train import checkpoint
-from bagu.train.loss import Loss
 from bagu.train.objectives.dpo import GAMMA, PreferenceOptimization
-from bagu.train.objectives.reward import RewardModelling
-from bagu.train.optim import OptimizerConfig
 from bagu.train.preference_objective import PreferenceData
 from bagu.train.reference import Reference
-from bagu.train.state import TrainConfig
-from bagu.types import IGNORE
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-MODEL = ModelConfig(
-    vocab_size=270, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, intermediate_size=48,
-    max_len=32,
-)  # fmt: skip
-DPO, REWARD = PreferenceOptimization(beta=0.5), RewardModelling()
-
-
-@pytest.fixture(autouse=True)
-def known_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MFU is not tested here, and the rate that it refers to takes half a second of every run to measure."""
-    for module in ("training", "summary"):
-        monkeypatch.setattr(f"bagu.recipes.{module}.matmul_rate", lambda device, dtype: 1e10)
+DPO = PreferenceOptimization(beta=0.5)
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
-    """A model to start from, with a chat template."""
-    tokenizer = BpeTokenizer.train(["please go off"], vocab_size=270, chat_template=DEFAULT_TEMPLATE)
-    save_model(init_weights(Transformer(MODEL, dtype=torch.float32), seed=0), tokenizer, tmp_path / "base")
-    return tmp_path / "base"
-
-
-@pytest.fixture
-def run(base: Path, tmp_path: Path) -> Run:
-    """Polite answers are chosen over rude ones: a preference that can be learned."""
-    rows = [{"prompt": f"{i}?", "chosen": f"{i} please", "rejected": f"{i} go off"} for i in range(24)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Run(
-        objective=DPO, init_from=str(base), sources={"pairs": SourceConfig(path=str(tmp_path / "pairs.jsonl"))},
-        data=DataConfig(context=32, rows=4, micro_batches=2), validation=0.3, dedup=None, dtype="fp32", device="cpu",
-        train=TrainConfig(
-            steps=8, eval_every=2, save_every=2, keep_best=True, optimizer=OptimizerConfig(kind="adamw", lr=0.01)
-        ),
-    )  # fmt: skip
-
-
-def bagu(*args: str | Path) -> int:
-    """Exit status of the command."""
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in args])
-    return int(end.value.code or 0)
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """The metrics without what the machine decides."""
-    left_out = ("tokens_per_s", "memory_bytes", "data_wait_s", "mfu_percent")
-    return [{k: v for k, v in row.items() if k not in left_out} for row in RunFolder(folder).metrics()]
-
-
-# --- known answers ----------------------------------------------------------------------------------------------------
+def run(tmp_path: Path) -> Run:
+    return small_run(tmp_path, DPO)
 
 
 @pytest.mark.parametrize("reference", ["cached", "live"])
@@ -118,41 +61,6 @@ def test_dpo_starts_at_ln_2_and_learns_separable_pairs(run: Run, tmp_path: Path,
         assert words in page
 
 
-def test_a_reward_model_starts_at_ln_2_and_learns_separable_pairs(run: Run, tmp_path: Path) -> None:
-    save(replace(run, objective=REWARD), tmp_path / "reward.json")
-    out = tmp_path / "run"
-    assert bagu("train", "--config", tmp_path / "reward.json", "--out", out) == 0
-    rows = rows_of(out)
-    assert rows[0]["preference_loss"] == pytest.approx(math.log(2), rel=1e-6) and rows[0]["accuracy_percent"] == 50
-    assert rows[-1]["val_preference_loss"] < 0.5 * math.log(2) and rows[-1]["val_accuracy_percent"] == 100
-    assert sum(rows[-1][f"val_bin_{i}_pairs"] for i in range(5)) == rows[-1]["val_pairs"]
-    assert rows[-1]["val_brier"] < 0.25
-    assert "Reliability" in RunFolder(out).report.read_text()  # of `bagu train`
-    assert bagu("report", out) == 0
-    page = RunFolder(out).report.read_text()
-    assert "Reliability" in page and "Calibration error" in page and "90 to 100 %" in page
-
-
-def test_a_reward_model_is_a_classifier_that_transformers_reads(run: Run, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    done = train(replace(run, objective=REWARD), tmp_path / "run")
-    tokenizer = BpeTokenizer.load(tmp_path / "run" / "model")
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model").eval()
-    batch = next(iter(done.data.held_out(1)))
-    loaded = load_model(tmp_path / "run")
-    assert loaded.score is not None and tokenizer.named["pad_token"] == "<|mask|>"
-    ends = batch.batch.cu_seqlens.tolist()
-    with torch.no_grad():
-        hidden = loaded(batch.batch.ids, batch.batch.positions, batch.batch.cu_seqlens, batch.batch.max_len).hidden
-        ours = loaded.score(hidden)[[e - 1 for e in ends[1 : batch.num_sequences + 1]]]
-        longest = max(b - a for a, b in itertools.pairwise(ends[: batch.num_sequences + 1]))
-        ids = torch.full((batch.num_sequences, longest), theirs.config.pad_token_id)
-        for row, a, b in zip(ids, ends, ends[1:], strict=False):
-            row[: b - a] = batch.batch.ids[a:b]
-        found = theirs(ids, attention_mask=(ids != theirs.config.pad_token_id).long()).logits[:, 0]
-    assert ((found - ours).abs().max() / ours.abs().max()).item() <= 1e-5
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, alpha=8.0, base="int8")], ids=["full", "lora_int8"])
@@ -163,15 +71,6 @@ def test_dpo_learns_separable_pairs_in_bf16_on_a_gpu(run: Run, tmp_path: Path, l
     rows = rows_of(tmp_path / "run")
     assert abs(rows[0]["preference_loss"] - math.log(2)) < 0.1
     assert rows[-1]["val_preference_loss"] < 0.8 * math.log(2) and rows[-1]["val_accuracy_percent"] > 80
-
-
-# --- the losses against a naive version -------------------------------------------------------------------------------
-
-
-def data_of(run: Run, tmp_path: Path) -> PreferenceData:
-    data = read_inputs(run, tmp_path / "none").data
-    assert isinstance(data, PreferenceData)
-    return data
 
 
 def models() -> tuple[Transformer, Transformer]:
@@ -186,15 +85,6 @@ def naive_logprobs(model: Transformer, ids: Sequence[int], start: int) -> torch.
     hidden = model(tokens, torch.arange(n), torch.tensor([0, n], dtype=torch.int32), n).hidden
     rows = (hidden @ model.head_weight.T).log_softmax(1)
     return sum((rows[t - 1, ids[t]] for t in range(start, n)), torch.zeros((), dtype=torch.float64))
-
-
-def sequences_of(batch: PreferenceBatch) -> list[tuple[list[int], int]]:
-    """Ids and start of each sequence."""
-    ends, targets = batch.batch.cu_seqlens.tolist(), batch.batch.targets
-    found = []
-    for a, b in itertools.pairwise(ends[: batch.num_sequences + 1]):
-        found.append((batch.batch.ids[a:b].tolist(), b - a - int((targets[a:b] != IGNORE).sum())))
-    return found
 
 
 def naive_loss(o: PreferenceOptimization, policy: Transformer, reference: Transformer, batch: PreferenceBatch) -> Any:
@@ -255,57 +145,15 @@ def test_losses_and_gradients_equal_a_naive_fp64_version(
         assert float((grads[name] - p.grad).abs().max()) <= tolerance * scale, name
 
 
-def test_the_reward_loss_and_its_gradient_equal_a_naive_fp64_version(run: Run, tmp_path: Path) -> None:
-    objective = RewardModelling(label_smoothing=0.1, center=0.02)
+@pytest.mark.parametrize("objective", VARIANTS[::2], ids=lambda o: o.variant)
+def test_micro_batches_have_the_loss_and_metrics_of_one_batch(
+    run: Run, tmp_path: Path, objective: PreferenceOptimization
+) -> None:
     data = data_of(replace(run, objective=objective), tmp_path)
-    model = with_score_head(models()[0])
-    assert model.score is not None
-    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))
-    (batch, *_) = data.loader.batch(0)  # type: ignore[attr-defined]
-    loss = objective.loss(model)
-    part = loss(model, batch, loss.totals([batch]))
-    part.loss.backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    scores = []
-    for ids, _ in sequences_of(batch):
-        n = len(ids)
-        hidden = model(torch.tensor(ids), torch.arange(n), torch.tensor([0, n], dtype=torch.int32), n).hidden
-        scores.append((hidden[-1] * model.score.weight[0]).sum())
-    terms = []
-    for w, l in zip(scores[::2], scores[1::2], strict=True):
-        nll = 0.9 * torch.log1p(torch.exp(l - w)) + 0.1 * torch.log1p(torch.exp(w - l))
-        terms.append(nll + 0.02 * (w + l) ** 2)
-    wanted = sum(terms) / len(terms)
-    wanted.backward()
-    assert float(part.loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-12)
-    for name, p in model.named_parameters():
-        assert p.grad is not None
-        torch.testing.assert_close(grads[name], p.grad, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("objective", [*VARIANTS[::2], REWARD], ids=lambda o: getattr(o, "variant", o.kind))
-def test_micro_batches_have_the_loss_and_metrics_of_one_batch(run: Run, tmp_path: Path, objective: Any) -> None:
-    data = data_of(replace(run, objective=objective), tmp_path)
-    found, config = data.train["pairs"], DataConfig(context=32, rows=16)
-    units = torch.arange(8).numpy()
     policy, reference = models()
-    if objective is REWARD:
-        policy = with_score_head(policy)
-        assert policy.score is not None
-        torch.nn.init.normal_(policy.score.weight, generator=torch.Generator().manual_seed(3))
-    loss: Loss[Any, Any] = objective.loss(reference)
-    values = []
-    for rows in ([units], [units[:5], units[5:]]):
-        batches = batches_of([(found, row) for row in rows], config, mismatched=not objective.paired)
-        totals = loss.totals(batches)
-        parts = [loss(policy, batch, totals) for batch in batches]
-        sums = {name: float(sum(p.metrics[name] for p in parts)) for name in parts[0].metrics}
-        values.append({"whole": float(sum(p.loss.detach() for p in parts)), **loss.metrics(0.0, sums, totals)})
-    assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-5)
-
-
-# --- reference, LoRA, resume ------------------------------------------------------------------------------------------
+    loss = objective.loss(reference)
+    whole, split = (in_micro_batches(loss, policy, data, sizes, paired=objective.paired) for sizes in ([8], [5, 3]))
+    assert whole == pytest.approx(split, rel=1e-4, abs=1e-5)
 
 
 def test_the_cached_reference_is_computed_once_and_equals_the_live_one(
@@ -331,8 +179,7 @@ def test_the_cached_reference_is_computed_once_and_equals_the_live_one(
 
 
 def test_the_reference_is_computed_for_the_pairs_that_a_run_uses(run: Run, tmp_path: Path) -> None:
-    rows = [{"prompt": f"{i}?", "chosen": f"{i} please", "rejected": f"{i} go off"} for i in range(200)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_pairs(tmp_path / "pairs.jsonl", 200)
     model = load_model(run.init_from or "")
     data = DPO.prepare(data_of(run, tmp_path), model, steps=2, eval_batches=1)
     assert isinstance(data, PreferenceData)
@@ -344,38 +191,30 @@ def test_the_reference_is_computed_for_the_pairs_that_a_run_uses(run: Run, tmp_p
         data.loader.batch(20)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("objective", "stored"), [(DPO, "int8"), (replace(DPO, reference="live"), None), (REWARD, "int8")],
-    ids=["cached_int8", "live", "reward_int8"],
-)  # fmt: skip
-def test_lora_trains_only_adapters_and_the_score_head(run: Run, tmp_path: Path, objective: Any, stored: Any) -> None:
+@pytest.mark.parametrize(("reference", "stored"), [("cached", "int8"), ("live", None)])
+def test_lora_trains_only_adapters(run: Run, tmp_path: Path, reference: Any, stored: Any) -> None:
     """The reference of a rounded base is the rounded base: the first loss is ln 2 for it too."""
-    tuned = replace(run, objective=objective, lora=LoraConfig(rank=4, alpha=8.0, base=stored))
-    done = train(tuned, tmp_path / "run")
+    objective, lora = replace(DPO, reference=reference), LoraConfig(rank=4, alpha=8.0, base=stored)
+    done = train(replace(run, objective=objective, lora=lora), tmp_path / "run")
     rows = rows_of(tmp_path / "run")
     assert rows[0]["preference_loss"] == pytest.approx(math.log(2), rel=1e-5)
     assert rows[-1]["val_preference_loss"] < rows[0]["preference_loss"]
     base, model = load_model(run.init_from or ""), load_model(tmp_path / "run")
     assert torch.equal(base.embedding.weight, model.embedding.weight)
-    if objective is REWARD:
-        assert model.score is not None and bool(model.score.weight.any())
-        assert not (tmp_path / "run" / "adapter").exists()
     assert torch.equal(done.model.state_dict()["norm.weight"], model.state_dict()["norm.weight"])
 
 
-@pytest.mark.parametrize("objective", [REWARD, PreferenceOptimization(variant="kto")], ids=["reward", "kto"])
-def test_a_paused_run_resumes_to_the_same_bits(run: Run, tmp_path: Path, objective: Any) -> None:
-    run = replace(run, objective=objective)
+def test_a_paused_kto_run_resumes_to_the_same_bits(run: Run, tmp_path: Path) -> None:
+    run = replace(run, objective=PreferenceOptimization(variant="kto"))
     whole = train(run, tmp_path / "whole")
     train(run, tmp_path / "run", pause_after=5)
     again = train(run, tmp_path / "run", resume=True)
     assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, again.model.state_dict()[name]), name
-    if objective is not REWARD:
-        assert rows_of(tmp_path / "run")[-1]["kl_nats"] is not None
-        state = checkpoint.state_of(checkpoint.checkpoints(tmp_path / "run" / "checkpoints")[-1])
-        assert state["loss"]["kl"] == rows_of(tmp_path / "run")[-1]["kl_nats"]
+    assert rows_of(tmp_path / "run")[-1]["kl_nats"] is not None
+    state = checkpoint.state_of(checkpoint.checkpoints(tmp_path / "run" / "checkpoints")[-1])
+    assert state["loss"]["kl"] == rows_of(tmp_path / "run")[-1]["kl_nats"]
 
 
 KILLED = """
@@ -407,9 +246,6 @@ def test_a_killed_run_resumes_to_the_same_bits(run: Run, tmp_path: Path) -> None
         assert torch.equal(tensor, again.model.state_dict()[name]), name
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -433,17 +269,6 @@ def test_settings_that_cannot_work_are_refused(
     assert said in capsys.readouterr().err and not (tmp_path / "no").exists()
 
 
-def test_a_reward_model_is_refused_where_tokens_are_predicted(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(replace(run, objective=REWARD, train=replace(run.train, steps=2)), tmp_path / "reward")
-    assert bagu("train", "--recipe", "dpo", "--from", tmp_path / "reward", tmp_path / "pairs.jsonl",
-                "--set", "data.context=32", "--out", tmp_path / "no") == 2  # fmt: skip
-    assert "score head instead of logits" in capsys.readouterr().err
-    assert bagu("chat", tmp_path / "reward") == 2  # serve and eval load a model with the same Loader
-    assert "is a reward model: it scores texts and predicts no tokens" in capsys.readouterr().err
-
-
 def test_a_bad_row_is_named(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(pairs.read_text() + json.dumps({"prompt": "a", "chosen": "b", "rejected": "b"}) + "\n")
@@ -452,13 +277,10 @@ def test_a_bad_row_is_named(run: Run, tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"{pairs}:25: 'chosen' and 'rejected' are equal" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("recipe", ["dpo", "reward"])
-def test_a_dry_run_of_the_recipe_describes_it(
-    base: Path, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str
-) -> None:
-    asked = ["train", "--recipe", recipe, "--from", base, tmp_path / "pairs.jsonl", "--out", tmp_path / "no"]
+def test_a_dry_run_of_the_recipe_describes_it(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["train", "--recipe", "dpo", "--from", run.init_from, tmp_path / "pairs.jsonl", "--out", tmp_path / "no"]
     assert bagu(*asked, "--set", "data.context=32", "--dry-run") == 0
     said = capsys.readouterr()
-    assert json.loads(said.out)["objective"]["kind"] == recipe
+    assert json.loads(said.out)["objective"]["kind"] == "dpo"
     assert "pairs: " in said.err and "held out" in said.err
     assert not (tmp_path / "no").exists()
