@@ -61,7 +61,7 @@ class GraphDecode:
 
     def __init__(self, model: torch.nn.Module, kv: PagedKV, max_model_len: int) -> None:
         self.model, self.kv, self.max_model_len = model, kv, max_model_len
-        self.spare = kv.keys[0].shape[0] - 1
+        self.spare = kv.num_blocks - 1
         self.captured: dict[tuple[int, int], Captured] = {}
         self.memory = torch.cuda.graph_pool_handle()
         self._addresses = addresses(model)

@@ -17,7 +17,7 @@ from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
 from bagu.serve.cpu.compiled import SOURCE, CompiledDecode, Decodes, PackedLinear, has_int8_dot, rounded
 from bagu.serve.cpu.match import match
-from bagu.serve.kv.paged import Batch, PagedKV
+from bagu.serve.kv.paged import Batch, LayerCache, PagedKV
 
 B = 4  # places of a block
 KINDS: dict[str, dict[str, Any]] = {
@@ -63,10 +63,9 @@ def step_of(model: Transformer, S: int) -> tuple[PagedKV, Batch]:
     P = -(-int(lengths.max()) // B)
     tables = torch.randperm(S * P + 3, generator=random)[: S * P].view(S, P)
     kv = PagedKV(model.config, S * P + 3, B, dtype=model.embedding.weight.dtype)
-    assert kv.values is not None
     place = torch.arange(P * B)
     slots = tables.repeat_interleave(B, 1) * B + place % B  # [S, P * B]
-    for pool in (*kv.keys, *kv.values):
+    for pool in kv.tensors:
         flat = pool.flatten(0, 1)
         flat.fill_(torch.nan)
         past = slots[place < lengths.unsqueeze(1) - 1]
@@ -84,8 +83,7 @@ def step_of(model: Transformer, S: int) -> tuple[PagedKV, Batch]:
 def exact(model: Transformer, kv: PagedKV, batch: Batch) -> tuple[torch.Tensor, PagedKV]:
     """Hidden states, and the pool afterwards, of the model itself in fp64."""
     wide = copy.copy(kv)
-    assert kv.values is not None
-    wide.keys, wide.values = [k.double() for k in kv.keys], [v.double() for v in kv.values]
+    wide.layers = [LayerCache(*(t.double() for t in layer.tensors)) for layer in kv.layers]
     wide.load(batch)
     hidden = copy.deepcopy(model).double()(batch.ids, batch.positions, batch.cu_seqlens, 1, wide).hidden
     return hidden, wide
@@ -120,10 +118,8 @@ def test_hidden_states_and_pool_are_those_of_the_model(kind: str, dtype: torch.d
     assert got.dtype == dtype
     limit = 5e-6 if dtype == torch.float32 else 0.03  # 8e-7 with AVX-512, 3e-6 without FMA; bf16 keeps 8 bits
     assert_near(got, want, limit)
-    for pools, wide in ((kv.keys, after.keys), (kv.values, after.values)):
-        assert pools is not None and wide is not None
-        for pool, w in zip(pools, wide, strict=True):
-            assert_near(pool, w, limit)
+    for pool, wide in zip(kv.tensors, after.tensors, strict=True):
+        assert_near(pool, wide, limit)
 
 
 def rounded_inputs(module: Linear, args: tuple[torch.Tensor]) -> torch.Tensor:

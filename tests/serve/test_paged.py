@@ -27,10 +27,10 @@ def test_block_bytes_equal_the_size_of_the_tensors(kind: str, floats: int) -> No
 
 def test_blocks_are_copied_in_all_layers_and_in_order() -> None:
     kv = PagedKV(small_model().config, 3, 2)
-    for layer, pool in enumerate((*kv.keys, *(kv.values or ()))):
+    for layer, pool in enumerate(kv.tensors):
         pool[0] = layer + 1.0
     kv.copy([(0, 1), (1, 2)])
-    for layer, pool in enumerate((*kv.keys, *(kv.values or ()))):
+    for layer, pool in enumerate(kv.tensors):
         assert (pool == layer + 1.0).all()
 
 
@@ -64,7 +64,7 @@ def test_padding_rows_of_a_graph_do_not_change_the_others() -> None:
     """The padding of graphs.py, run without a graph: the hidden states of the real rows do not change."""
     model = small_model()
     kv = PagedKV(model.config, 9, 4)  # block 8 is spare
-    for pool in (*kv.keys, *(kv.values or ())):
+    for pool in kv.tensors:
         pool[:8].normal_(generator=torch.Generator().manual_seed(0))
         pool[8] = torch.nan  # must not be read
     batch = Batch(

@@ -52,7 +52,7 @@ def _tile(rows: int, widest: int, itemsize: int) -> Tile:
 def _split(tiles: int, max_context: int, device: torch.device) -> int:
     """The length of a range of keys: the longest that gives each multiprocessor a program; 0: all keys are one range.
 
-    On an H200, 4 sequences of 32,768 tokens are read at 0.85 of copy bandwidth in ranges of 4,096, at 0.72 in 2,048.
+    On an H200, 4 sequences of 32,768 tokens read at 0.85 of copy bandwidth in ranges of 4,096, and at 0.72 in 2,048.
     """
     wanted = num_sms(device)
     if tiles >= wanted or max_context <= SPLITS[-1]:

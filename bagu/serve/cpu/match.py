@@ -100,16 +100,16 @@ class _Matcher:
         cu, lengths, tables = (torch.empty(n, dtype=torch.int32, device=meta) for n in ((S + 1,), (S,), (S, 4)))
         self.batch = batch = Batch(ids, positions, slots, cu, lengths, tables, 1, context, S, context)
         kv = PagedKV(model.config, 4, 16, device=meta, dtype=dtype)
-        if kv.values is None:
+        if kv.layers[0].values is None:
             raise Mismatch("a cache without values")
-        self.pools = list(zip(kv.keys, kv.values, strict=True))
+        self.pools = kv.layers
         kv.load(batch)
         try:
             with Recorder() as recorder:
                 self.hidden = copied(batch.ids, batch.positions, batch.cu_seqlens, 1, kv).hidden
         except (RuntimeError, BaguError) as error:  # reads a value, or has a tensor that is not a parameter or buffer
             raise Mismatch(f"the forward does not run on meta tensors: {error}") from error
-        given = [t for t in (*batch, *kv.keys, *kv.values, *there) if isinstance(t, torch.Tensor)]
+        given = [t for t in (*batch, *kv.tensors, *there) if isinstance(t, torch.Tensor)]
         self.flow = Dataflow(recorder.calls, KNOWN, given)
         self.S, self.hidden_size = self.hidden.shape
         self.constants: dict[str, Any] = {}
@@ -164,7 +164,7 @@ class _Matcher:
 
     def attention(self, call: Call) -> tuple[Call, dict[str, Any]]:
         """The matmul that computes queries, keys and values, and the other attention parameters of the layer."""
-        a, pools = call.args, [storage_id(keys) for keys, _ in self.pools]
+        a, pools = call.args, [storage_id(pool.keys) for pool in self.pools]
         cache = pools.index(storage_id(a["k_cache"])) if storage_id(a["k_cache"]) in pools else 0
         keys, values = self.pools[cache]
         given = self.batch._asdict() | {"k_cache": keys, "v_cache": values}

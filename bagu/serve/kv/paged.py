@@ -10,7 +10,8 @@ step, P = blocks of the longest table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from bagu import ops
 from bagu.nn.config import ModelConfig
 from bagu.nn.kv import CacheError
 
-__all__ = ["Batch", "PagedKV", "block_bytes"]
+__all__ = ["Batch", "LayerCache", "PagedKV", "block_bytes"]
 
 
 class Batch(NamedTuple):
@@ -62,10 +63,39 @@ class Part(NamedTuple):
     max_context: int
 
 
+class LayerCache(NamedTuple):
+    """The cache of one layer. The first two dims of each tensor are the blocks and the positions of a block."""
+
+    keys: torch.Tensor  # [N, B, G, D]
+    values: torch.Tensor | None = None  # [N, B, G, E]; None with MLA: the values are the first features of the keys
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for t in self if t is not None]
+
+
+class CacheTensor(NamedTuple):
+    """One tensor of a layer's cache: the shape of one position, and the dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def position_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def cache_tensors(config: ModelConfig, dtype: torch.dtype) -> Mapping[str, CacheTensor]:
+    """The tensors that every layer of a cache in `dtype` has, by their names in `LayerCache`."""
+    if config.mla is not None:
+        return {"keys": CacheTensor((1, config.mla.kv_rank + config.mla.rope_dim), dtype)}
+    head = CacheTensor((config.num_kv_heads, config.head_dim), dtype)
+    return {"keys": head, "values": head}
+
+
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block in all layers."""
-    heads, key, value = _widths(config)
-    return config.num_layers * block_size * heads * (key + value) * dtype.itemsize
+    return config.num_layers * block_size * sum(t.position_bytes for t in cache_tensors(config, dtype).values())
 
 
 class PagedKV:
@@ -83,18 +113,26 @@ class PagedKV:
         if not config.causal or config.attention == "linear":
             found = "linear attention" if config.causal else "a bidirectional model"
             raise CacheError(f"{found} has no KV cache", hint="use a causal model with softmax attention")
-        heads, key, value = _widths(config)
-        layers = range(config.num_layers)
-        shape = (num_blocks, block_size, heads)
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.keys = [torch.zeros(*shape, key, device=device, dtype=dtype) for _ in layers]
-        self.values = [torch.zeros(*shape, value, device=device, dtype=dtype) for _ in layers] if value else None
+        tensors = cache_tensors(config, torch.get_default_dtype() if dtype is None else dtype)
+        self.layers = [
+            LayerCache(**{
+                name: torch.zeros(num_blocks, block_size, *t.shape, device=device, dtype=t.dtype)
+                for name, t in tensors.items()
+            })
+            for _ in range(config.num_layers)
+        ]  # fmt: skip
         self.batch: Batch | None = None
         self.parts: list[Part] = []
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors of all layers."""
+        return [t for layer in self.layers for t in layer.tensors]
+
+    @property
     def num_bytes(self) -> int:
-        return sum(t.nbytes for t in (*self.keys, *(self.values or ())))
+        return sum(t.nbytes for t in self.tensors)
 
     @property
     def max_len(self) -> int:
@@ -107,7 +145,7 @@ class PagedKV:
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in all layers, in this order."""
         for source, destination in pairs:
-            for pool in (*self.keys, *(self.values or ())):
+            for pool in self.tensors:
                 pool[destination] = pool[source]
 
     def attend(
@@ -123,14 +161,13 @@ class PagedKV:
         slopes: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        b, keys = self.batch, self.keys[layer]
+        b, (keys, values) = self.batch, self.layers[layer]
         assert b is not None, "call PagedKV.load before a forward"
         ops.kv_write(keys, k, b.slots)
         if v is None:
             values = keys[..., :v_dim]
         else:
-            assert self.values is not None, "an MLA pool stores no values"
-            values = self.values[layer]
+            assert values is not None, "an MLA cache stores no values"
             ops.kv_write(values, v, b.slots)
         outs = [
             ops.paged_attention(
@@ -140,10 +177,3 @@ class PagedKV:
             for p in self.parts
         ]  # fmt: skip
         return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-
-def _widths(config: ModelConfig) -> tuple[int, int, int]:
-    """(key heads, features of a key, features of a value). 0 value features: the values are a part of the keys."""
-    if config.mla is not None:
-        return 1, config.mla.kv_rank + config.mla.rope_dim, 0
-    return config.num_kv_heads, config.head_dim, config.head_dim
