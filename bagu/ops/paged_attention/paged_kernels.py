@@ -38,13 +38,21 @@ def _load_keys(ptr, slot, g, there, block_stride, row_stride, head_stride, B: tl
     return tl.load(ptr + at[:, None] + c[None, :], there[:, None] & (c < FEATURES)[None, :], 0.0)
 
 
+@triton.jit
+def _load_scales(ptr, slot, g, there, block_stride, row_stride, head_stride, B: tl.constexpr):
+    """[1, N]: the scales of one head of the rows `slot` of an 8-bit pool."""
+    return tl.load(ptr + slot // B * block_stride + slot % B * row_stride + g * head_stride, there, 0.0)[None, :]
+
+
 @triton.jit(do_not_specialize=["sequences", "T", "H", "per_group", "window"])
 def paged_kernel(
-    q_ptr, k_ptr, v_ptr, tables_ptr, cu_ptr, lengths_ptr, slopes_ptr, sinks_ptr, out_ptr, lse_ptr, sequences, T, H,
-    per_group, window, scale_high, scale_low, table_stride, q_stride, q_head_stride, k_block_stride, k_row_stride,
-    k_head_stride, v_block_stride, v_row_stride, v_head_stride, B: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, DW: tl.constexpr, EW: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, ONE: tl.constexpr, WINDOW: tl.constexpr, ACC: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, tables_ptr, cu_ptr, lengths_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, out_ptr,
+    lse_ptr, sequences, T, H, per_group, window, scale_high, scale_low, table_stride, q_stride, q_head_stride,
+    k_block_stride, k_row_stride, k_head_stride, v_block_stride, v_row_stride, v_head_stride, k_scale_block_stride,
+    k_scale_row_stride, k_scale_head_stride, v_scale_block_stride, v_scale_row_stride, v_scale_head_stride,
+    B: tl.constexpr, D: tl.constexpr, E: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr,
+    DW: tl.constexpr, EW: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     tile, g, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     s, block = tile, 0
@@ -92,7 +100,11 @@ def paged_kernel(
         there = (j >= needed) & (j < end)
         slot = tl.load(tables_ptr + s.to(tl.int64) * table_stride + j // B, there, 0).to(tl.int64) * B + j % B
         k = _load_keys(k_ptr, slot, g, there, k_block_stride, k_row_stride, k_head_stride, B, D, DW)
-        product = tl.dot(q, k.T, input_precision="ieee")
+        product = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
+        if k_scale_ptr is not None:
+            product *= _load_scales(
+                k_scale_ptr, slot, g, there, k_scale_block_stride, k_scale_row_stride, k_scale_head_stride, B
+            )
         x = score(product, i[:, None], j[None, :], slope, scale, 1.0, False, False, ALIBI)
         if WINDOW:
             x = tl.where((j[None, :] <= i[:, None]) & (i[:, None] - j[None, :] < window), x, float("-inf"))
@@ -103,8 +115,12 @@ def paged_kernel(
         kept = tl.exp2(top - base)
         p = tl.exp2(x - base[:, None])
         v = _load_keys(v_ptr, slot, g, there, v_block_stride, v_row_stride, v_head_stride, B, E, EW)
-        mixed = tl.dot(p.to(v.dtype), v, mixed * kept[:, None], input_precision="ieee", out_dtype=ACC)
         top, total = higher, total * kept + tl.sum(p, 1)
+        if v_scale_ptr is not None:
+            p *= _load_scales(
+                v_scale_ptr, slot, g, there, v_scale_block_stride, v_scale_row_stride, v_scale_head_stride, B
+            )
+        mixed = tl.dot(p.to(q.dtype), v.to(q.dtype), mixed * kept[:, None], input_precision="ieee", out_dtype=ACC)
 
     e, unit = tl.arange(0, EW), 1.0 if SPLIT > 0 else LN2  # join_kernel takes logs of base 2
     tl.store(lse_ptr + into, (top + tl.log2(total)) * unit, real)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Pages"]
+from bagu.ops.kv_write.quantize import dequantize
+
+__all__ = ["Pages", "dequantized", "used_blocks"]
 
 
 @dataclass(frozen=True)
@@ -77,3 +79,16 @@ def _rows(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     if not pool.is_contiguous():
         return pool[slots // B, slots % B]
     return pool.flatten(0, 1).index_select(0, slots.flatten()).view(*slots.shape, *pool.shape[2:])
+
+
+def used_blocks(tables: torch.Tensor, longest: int, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The blocks of all tables as one list, and the tables that refer to this list instead of the pool."""
+    used = tables[:, : -(-longest // pool.shape[1])]
+    blocks = used.clamp(0, pool.shape[0] - 1).flatten()  # an entry that no query attends to may be any number
+    return blocks, torch.arange(blocks.numel(), dtype=torch.int32, device=tables.device).view(used.shape)
+
+
+def dequantized(pool: torch.Tensor, scale: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """These blocks of an 8-bit pool, in the dtype of the scales."""
+    rows = pool.view(torch.int8).index_select(0, blocks).view(pool.dtype)  # PyTorch has no index_select of fp8
+    return dequantize(rows, scale.index_select(0, blocks))

@@ -8,7 +8,8 @@ for each head, over the positions j <= i (with i - j < window if there is one) o
 tokens of sequence s are q[cu_seqlens[s] : cu_seqlens[s + 1]], and they are the last of its context_lens[s] positions:
 one new token is a decode, all tokens are a prefill, and anything between is a chunk of a prefill. Table entries past a
 sequence's end or before its window are not read, and the memory there may hold anything. Heads, slopes, bias and lse
-are as in `attention`, which gives the same numbers for a sequence in contiguous memory. There are no gradients.
+are as in `attention`, which gives the same numbers for a sequence in contiguous memory. In an 8-bit cache k is
+k_cache * k_scale and v is v_cache * v_scale (kv_write/quantize.py). There are no gradients.
 
 Dims: T = new tokens, H = query heads, G = key heads, D = key dim, E = value dim, N = blocks, B = positions per
 block, S = sequences, S1 = S + 1, W = the table's width, P = 2R - 1.
@@ -26,6 +27,8 @@ import torch
 from bagu.errors import ArgumentError
 from bagu.ops.attention.block_sizes import WIDEST
 from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.kv_write.quantize import check_cache
+from bagu.ops.kv_write.spec import filled
 from bagu.ops.paged_attention import cpu, torch_backend
 from bagu.ops.signature import Dims
 from bagu.ops.values import check_range
@@ -34,9 +37,12 @@ from bagu.ops.values import check_range
 def reference(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor,
     context_lens: torch.Tensor, slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
-    max_len: int, max_context: int, window: int | None, scale: float | None,
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, max_len: int, max_context: int, window: int | None,
+    scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The definition, one sequence at a time."""
+    if k_scale is not None and v_scale is not None:
+        k_cache, v_cache = k_cache * k_scale.unsqueeze(-1), v_cache * v_scale.unsqueeze(-1)
     B, per_group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     offsets, outs, lses = cu_seqlens.tolist(), [], []
@@ -84,6 +90,9 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         at += n
     q = streams.normal("q", sum(new for _, new in plan), H, D)
     k, v = streams.normal("k", count, B, G, D), streams.normal("v", count, B, G, E)
+    k_scale = v_scale = None
+    if "dtype" in case.params:
+        (k, k_scale), (v, v_scale) = (filled(streams, name, x.shape, case["dtype"]) for name, x in (("k", k), ("v", v)))
     if "loud" in case.params:  # adds one constant to all scores, which leaves the weights unchanged
         q[..., 0], k[..., 0] = case["loud"], 2.0
     if case.get("dirty", False):
@@ -91,7 +100,8 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         for table, c in zip(tables.tolist(), contexts, strict=True):
             for j in range(c):
                 used[table[j // B], j % B] = True
-        k[~used], v[~used] = torch.nan, torch.nan
+        for x in (k, v) if k_scale is None or v_scale is None else (k_scale, v_scale):
+            x[~used] = torch.nan
     if case.get("shared", False):
         tables[1:, 0] = tables[0, 0]
     heads = torch.arange(1, H + 1, dtype=torch.float64)
@@ -105,6 +115,8 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         "slopes": 2 ** (-8 * heads / H) if case.get("alibi", False) else None,
         "bias": streams.normal("bias", H, 2 * case["R"] - 1) if "R" in case.params else None,
         "sinks": streams.normal("sinks", H) if case.get("sinks", False) else None,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
         "max_len": max(new for _, new in plan) + case.get("slack", 0),
         "max_context": max(contexts) + case.get("slack", 0),
         "window": case.get("window", None),
@@ -120,6 +132,8 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
             f"paged_attention: q has {H} heads and k_cache has {G}, expected a multiple",
             hint="each key head serves H / G query heads",
         )
+    for name in ("k", "v"):
+        check_cache("paged_attention", f"{name}_cache", args[f"{name}_cache"], args[f"{name}_scale"], args["q"].dtype)
     if dims["S1"] != S + 1 or S * args["max_len"] < T:
         raise ArgumentError(
             f"paged_attention: cu_seqlens has {dims['S1']} offsets for {S} sequences of at most max_len ="
@@ -151,6 +165,9 @@ def unsupported(args: Mapping[str, Any]) -> str | None:
         return "its kernels have no learned bias by distance"
     if widest > WIDEST:
         return f"its tiles have room for heads of {WIDEST} features, and here is one of {widest}"
+    old = args["q"].is_cuda and torch.cuda.get_device_capability(args["q"].device) < (8, 9)
+    if old and args["k_cache"].dtype == torch.float8_e4m3fn:
+        return "fp8 needs a GPU of compute capability 8.9 or more"
     return None
 
 
@@ -165,12 +182,17 @@ def check_values(args: Mapping[str, Any], dims: Dims) -> None:
         check_range("paged_attention", f"block_tables[{s}]", seen, N, "the pool")
 
 
+def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
+    return {"cache_itemsize": args["k_cache"].dtype.itemsize, "scales": int(args["k_scale"] is not None)}
+
+
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
     """Assumes that every sequence has max_context: two products per pair and head; keys and values are read once."""
     T, H, G, D, E, S, C = (dims[n] for n in ("T", "H", "G", "D", "E", "S", "max_context"))
     new = T / max(1, S)
     pairs = T * (C - new) + T * (new + 1) / 2
-    moved = (S * C * G + T * H) * (D + E) * itemsize + 4 * T * H + 4 * S * dims["W"]
+    moved = (S * C * G * dims["cache_itemsize"] + T * H * itemsize) * (D + E) + 4 * T * H + 4 * S * dims["W"]
+    moved += 8 * S * C * G * dims["scales"]
     return Cost(flops=round(2 * pairs * H * (D + E)), bytes=moved)
 
 
@@ -232,6 +254,12 @@ CASES = [
          H=6, G=2, D=16, B=16),
     Case("scale", "the scale is given and is not 1 / sqrt(D)", plan=MIXED, H=2, D=8, scale=0.3),
     Case("loud", "exp of these scores overflows unless the maximum is taken off", plan=MIXED, H=2, D=16, loud=256.0),
+    Case("int8", "8-bit keys and values, with a scale per position and head", plan=MIXED, H=4, G=2, D=16, dtype="int8",
+         dirty=True),
+    Case("int8_decode", "the same where only decodes run", plan=DECODE, H=2, D=8, dtype="int8", dirty=True),
+    Case("int8_split", "the same with the keys split, a window, and values wider than keys",
+         plan=((600, 1), (700, 2)), H=2, D=8, E=20, B=16, window=200, dtype="int8", sms=8),
+    Case("fp8", "8-bit floats", plan=MIXED, H=4, G=2, D=16, dtype="fp8", dirty=True),
     Case("odd", "no size is a multiple of a block", plan=((6, 7), (12, 1), (30, 1)), H=3, D=11, E=5, B=5),
     Case("long", "contexts are many blocks long", plan=((600, 1), (130, 70), (0, 257), (511, 1)), H=2, D=16, B=16),
 ]  # fmt: skip
@@ -242,6 +270,14 @@ BENCH = [
     ),
     Case("decode_32k", "4 long contexts: few sequences must still fill the GPU", S=4, past=32767, **BIG),
     Case("decode_small", "256 requests of 1k tokens to a 0.6B model", S=256, past=1049, **BIG | {"H": 16}),
+    Case(
+        "decode_int8",
+        "64 requests of 8k tokens to a 0.6B model, 8-bit cache",
+        S=64,
+        past=8191,
+        dtype="int8",
+        **BIG | {"H": 16},
+    ),
     Case("prefill_8b", "a prompt of 8k tokens to an 8B model", S=1, new=8192, **BIG),
     Case("chunk_8b", "a chunk of 512 tokens after 8k", S=1, past=8192, new=512, **BIG),
     Case("laptop", "bagu's demo model, 32 streams", S=32, past=127, H=4, D=64, B=16, bench=True),
@@ -249,13 +285,15 @@ BENCH = [
 
 SPEC = OpSpec(
     name="paged_attention",
-    signature="q[T, H, D], k_cache[N, B, G, D], v_cache[N, B, G, E], block_tables[S, W]: i32, cu_seqlens[S1]: i32,"
-    " context_lens[S]: i32, slopes[H]?: float, bias[H, P]?: float, sinks[H]?: float, max_len: int, max_context: int,"
-    " window: int?, scale: float? -> out[T, H, E], lse[T, H]: acc",
+    signature="q[T, H, D], k_cache[N, B, G, D]: any, v_cache[N, B, G, E]: any, block_tables[S, W]: i32,"
+    " cu_seqlens[S1]: i32, context_lens[S]: i32, slopes[H]?: float, bias[H, P]?: float, sinks[H]?: float,"
+    " k_scale[N, B, G]?: acc, v_scale[N, B, G]?: acc, max_len: int, max_context: int, window: int?, scale: float?"
+    " -> out[T, H, E], lse[T, H]: acc",
     reference=reference,
     torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
+    derive=derive,
     refuse=refuse,
     check_values=check_values,
     ulps=4,  # as in attention: fused kernels round the weights to 16 bits before the product with the values

@@ -63,7 +63,8 @@ def _split(tiles: int, max_context: int, device: torch.device) -> int:
 def forward(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor,
     context_lens: torch.Tensor, slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
-    max_len: int, max_context: int, window: int | None, scale: float | None,
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, max_len: int, max_context: int, window: int | None,
+    scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     (T, H, D), (_, B, G, E), S = q.shape, v_cache.shape, block_tables.shape[0]
     acc = accumulator(q.dtype)
@@ -83,10 +84,12 @@ def forward(
     parts, part_lse = (out, lse) if splits == 1 else (
         q.new_empty(splits, T, H, E, dtype=acc), q.new_empty(splits, T, H, dtype=acc)
     )  # fmt: skip
+    k_steps, v_steps = ((0, 0, 0) if x is None else x.stride() for x in (k_scale, v_scale))
     paged_kernel[(tiles, G, splits)](
-        q, k, v, tables, cu, lengths, slopes, sinks, parts, part_lse, S, T, H, H // G, reach,
+        q, k, v, tables, cu, lengths, slopes, sinks, k_scale, v_scale, parts, part_lse, S, T, H, H // G, reach,
         *fp32_pair((D**-0.5 if scale is None else scale) * LOG2E), tables.stride(0), q.stride(0), q.stride(1),
-        k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2), B=B, D=D, E=E, TOKENS=tokens,
+        k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
+        *k_steps, *v_steps, B=B, D=D, E=E, TOKENS=tokens,
         HEADS=heads, N=tile.N, DW=width(D), EW=width(E), SPLIT=split if splits > 1 else 0, STAGES=tile.stages,
         ONE=max_len == 1, WINDOW=window is not None, ACC=triton_acc(q.dtype), num_warps=tile.warps,
     )  # fmt: skip

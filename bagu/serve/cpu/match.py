@@ -30,9 +30,12 @@ from bagu.serve.kv.paged import Batch, PagedKV
 
 __all__ = ["DecodeStep", "LayerWeights", "Weight", "match"]
 
-ATTENTION = "q k_cache v_cache block_tables cu_seqlens context_lens slopes bias sinks max_len max_context window scale"
+ATTENTION = (
+    "q k_cache v_cache block_tables cu_seqlens context_lens slopes bias sinks k_scale v_scale max_len max_context"
+    " window scale"
+)
 KNOWN = {  # the arguments of each call that this file reads
-    "add_rms_norm": "x residual w eps", "rms_norm": "x w eps", "matmul": "x w bias", "kv_write": "cache x slots",
+    "add_rms_norm": "x residual w eps", "rms_norm": "x w eps", "matmul": "x w bias", "kv_write": "x slots cache scale",
     "rope": "x cos sin positions layout", "paged_attention": ATTENTION, "swiglu": "x up", "geglu": "x up approximate",
     "gelu": "x approximate", "relu_squared": "x", "aten.embedding.default": "weight indices",
     "aten.index_select.default": "self dim index", "aten.arange.default": "end device pin_memory",
@@ -170,9 +173,9 @@ class _Matcher:
         given = self.batch._asdict() | {"k_cache": keys, "v_cache": values}
         for name in ("block_tables", "cu_seqlens", "context_lens", "k_cache", "v_cache"):
             self.flow.check_same(a[name], given[name])
-        terms = [a[name] for name in ("slopes", "bias", "sinks")]
+        terms = [a[name] for name in ("slopes", "bias", "sinks", "k_scale", "v_scale")]
         if any(term is not None for term in terms) or a["max_context"] != self.batch.max_context:
-            raise Mismatch("paged_attention with slopes, a bias, sinks or another context")
+            raise Mismatch("paged_attention with slopes, a bias, sinks, scales or another context")
         q, q_gain, q_tables = self.before_rope(a["q"])
         k, k_gain, k_tables = self.before_rope(self.written(keys, call))
         products, rows = zip(*map(self.weight_rows, (q, k, self.written(values, call))), strict=True)
