@@ -31,6 +31,7 @@ from bagu.ops.quantize_int8 import quantize_int8
 from bagu.ops.relu_squared import relu_squared
 from bagu.ops.rms_norm import rms_norm
 from bagu.ops.rope import rope, rope_tables
+from bagu.ops.rope_kv_write import rope_kv_write
 from bagu.ops.scale_norm import scale_norm
 from bagu.ops.softmax import softmax
 from bagu.ops.swiglu import swiglu
@@ -61,6 +62,7 @@ __all__ = [
     "relu_squared",
     "rms_norm",
     "rope",
+    "rope_kv_write",
     "rope_tables",
     "scale_norm",
     "softmax",

@@ -128,10 +128,16 @@ def paired(spec: OpSpec, forward: Forward, backward: Backward | None) -> Callabl
 def forward_host(spec: OpSpec, forward: Forward) -> Host:
     """A backend's forward as a function of the values in the signature's order."""
     names, first = [a.name for a in spec.sig.inputs], spec.sig.inputs.index(spec.sig.tensors[0])
+    mutated = [names.index(name) for name in spec.mutates]
 
     def run(values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         with _on(values[first]), _uncast(values[first]):
-            return tuple(forward(**dict(zip(names, _resolved(values), strict=True))))
+            given = _resolved(values)
+            results = tuple(forward(**dict(zip(names, given, strict=True))))
+            for i in mutated:
+                if given[i] is not values[i]:  # a copy without the lazy negation
+                    values[i].copy_(given[i])
+            return results
 
     return run
 

@@ -6,10 +6,7 @@ By tensor: in a first launch each of a few programs writes its largest |x|; each
 these, then quantizes a tile. It starts at the end of x, which may still be in the L2 after the first launch.
 By channel: the largest |x| of pieces of columns, a small launch that computes scales and their inverses, then tiles.
 
-At 6 numbers per clock and multiprocessor, 20 instructions per number are available, so:
-- |x| is compared as an integer (its bits without the sign), where NaN is above infinity and so survives a maximum;
-- x * (1 / scale) is added to 1.5 * 2^23, where the spacing of fp32 is 1: the sum is rounded to nearest even, and its
-  low byte is the result in two's complement (1.5 * 2^52 in fp64).
+At 6 numbers per clock and multiprocessor, 20 instructions per number are available: kernels/quantize.py has few.
 """
 
 from __future__ import annotations
@@ -18,47 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
+from bagu.ops.kernels.quantize import inverse_of, magnitude, quantized, scale_of
 from bagu.ops.kernels.rows import columns, load_row, masks, max_row, row_ids, store_row
 from bagu.ops.kernels.scalars import int64
 from bagu.ops.launch import aligned, as_rows, next_power_of_2, num_sms, split_row, triton_acc
 
 MAX_COLUMNS = 32768  # per row kept in registers: 64 numbers per thread at 16 warps
 TUNABLE = {"forward": {"block": (None, 512, 8192), "num_warps": (4, 8)}}  # the tests run every combination
-
-
-@triton.jit
-def _bits(x, ACC: tl.constexpr):
-    """|x| as an integer with the same order."""
-    x = x.to(ACC)
-    if x.dtype.is_fp64():
-        bits = x.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
-    else:
-        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return bits
-
-
-@triton.jit
-def _scale(top, ACC: tl.constexpr):
-    """The scale of a group whose largest |x| has these bits; 0 if it would be below 2^-126."""
-    scale = top.to(ACC, bitcast=True) / 127.0
-    return tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
-
-
-@triton.jit
-def _inverse(scale):
-    """1 / scale; 0 if the scale is 0, infinite or NaN."""
-    return 1.0 / tl.where(scale > 0.0, scale, float("inf"))
-
-
-@triton.jit
-def _rounded(x, inverse, ACC: tl.constexpr):
-    """x * inverse as int8; 0 for any x if the inverse is 0 (the low byte of a GPU's NaN is 255)."""
-    steps = x.to(ACC) * inverse
-    if steps.dtype.is_fp64():
-        q = (steps + 6755399441055744.0).to(tl.int64, bitcast=True)
-    else:
-        q = (steps + 12582912.0).to(tl.int32, bitcast=True)
-    return tl.where(inverse > 0.0, q, 0).to(tl.int8)
 
 
 @triton.jit
@@ -69,10 +32,10 @@ def _rows(
     m, n = row_ids(int64(tl.program_id(0)), BLOCK_M), columns(BLOCK_N, TAIL)
     mask = masks(m, n, M, N, FULL)
     x = load_row(x_ptr, m, n, mask, x_stride)
-    scale = _scale(max_row([_bits(v, ACC) for v in x]), ACC)
+    scale = scale_of(max_row([magnitude(v, ACC) for v in x]), 127.0, ACC)
     tl.store(scale_ptr + m, tl.zeros([BLOCK_M, 1], ACC) + scale, m < M)
-    inverse = _inverse(scale)
-    store_row(q_ptr, m, n, mask, N, [_rounded(v, inverse, ACC) for v in x])
+    inverse = inverse_of(scale)
+    store_row(q_ptr, m, n, mask, N, [quantized(v, inverse, tl.int8, ACC) for v in x])
 
 
 @triton.jit
@@ -80,17 +43,17 @@ def _rows_wide(x_ptr, q_ptr, scale_ptr, M, N, x_stride, BLOCK_N: tl.constexpr, A
     n = tl.arange(0, BLOCK_N)
     for m in range(tl.program_id(0), M, tl.num_programs(0)):
         row = x_ptr + int64(m) * x_stride
-        top = _bits(tl.zeros([BLOCK_N], ACC), ACC)
+        top = magnitude(tl.zeros([BLOCK_N], ACC), ACC)
         for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
             at = start + n
-            top = tl.maximum(top, _bits(tl.load(row + at, at < N, 0.0), ACC))
-        scale = _scale(tl.max(top, axis=0), ACC)
-        inverse = _inverse(scale)
+            top = tl.maximum(top, magnitude(tl.load(row + at, at < N, 0.0), ACC))
+        scale = scale_of(tl.max(top, axis=0), 127.0, ACC)
+        inverse = inverse_of(scale)
         tl.store(scale_ptr + m, scale)
         for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
             at = start + n
             x = tl.load(row + at, at < N, 0.0)
-            tl.store(q_ptr + int64(m) * N + at, _rounded(x, inverse, ACC), at < N)
+            tl.store(q_ptr + int64(m) * N + at, quantized(x, inverse, tl.int8, ACC), at < N)
 
 
 @triton.jit
@@ -100,11 +63,11 @@ def _tensor_top(
 ):  # fmt: skip
     """The largest |x| of the tiles p, p + P, p + 2P, … for program p of P."""
     across = tl.cdiv(N, BLOCK_N)
-    top = _bits(tl.zeros([BLOCK_M, BLOCK_N], ACC), ACC)
+    top = magnitude(tl.zeros([BLOCK_M, BLOCK_N], ACC), ACC)
     for tile in tl.range(tl.program_id(0), TILES, tl.num_programs(0), num_stages=STAGES):
         m = int64(tile // across) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         n = int64(tile % across) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        top = tl.maximum(top, _bits(tl.load(x_ptr + m * x_stride + n, (m < M) & (n < N), 0.0), ACC))
+        top = tl.maximum(top, magnitude(tl.load(x_ptr + m * x_stride + n, (m < M) & (n < N), 0.0), ACC))
     tl.store(top_ptr + tl.program_id(0), tl.max(tl.max(top, axis=1), axis=0))
 
 
@@ -117,11 +80,11 @@ def _channel_top(
     across = tl.cdiv(N, BLOCK_N)
     piece = tl.program_id(0) // across
     n = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
-    top = _bits(tl.zeros([BLOCK_M, BLOCK_N], ACC), ACC)
+    top = magnitude(tl.zeros([BLOCK_M, BLOCK_N], ACC), ACC)
     for start in tl.range(piece * ROWS, min(piece * ROWS + ROWS, M), BLOCK_M, num_stages=STAGES):
         m = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
         real = (m < M)[:, None] & (n < N)[None, :]
-        top = tl.maximum(top, _bits(tl.load(x_ptr + m[:, None] * x_stride + n[None, :], real, 0.0), ACC))
+        top = tl.maximum(top, magnitude(tl.load(x_ptr + m[:, None] * x_stride + n[None, :], real, 0.0), ACC))
     tl.store(top_ptr + int64(piece) * N + n, tl.max(top, axis=0), n < N)
 
 
@@ -133,9 +96,9 @@ def _channel_scales(
     p, n = tl.arange(0, BLOCK_P), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = (p < P)[:, None] & (n < N)[None, :]
     top = tl.load(top_ptr + p[:, None].to(tl.int64) * N + n[None, :], real, 0)
-    scale = _scale(tl.max(top, axis=0), ACC)
+    scale = scale_of(tl.max(top, axis=0), 127.0, ACC)
     tl.store(scale_ptr + n, scale, n < N)
-    tl.store(inverse_ptr + n, _inverse(scale), n < N)
+    tl.store(inverse_ptr + n, inverse_of(scale), n < N)
 
 
 @triton.jit
@@ -154,10 +117,10 @@ def _tiles(
         inverse = tl.load(inverse_ptr + n, n < N, 0.0)[None, :]
     else:
         p = tl.arange(0, BLOCK_P)
-        scale = _scale(tl.max(tl.load(top_ptr + p, p < P, 0), axis=0), ACC)
-        inverse = _inverse(scale)
+        scale = scale_of(tl.max(tl.load(top_ptr + p, p < P, 0), axis=0), 127.0, ACC)
+        inverse = inverse_of(scale)
         tl.store(scale_ptr, scale, tile == 0)
-    tl.store(q_ptr + m[:, None] * N + n[None, :], _rounded(x, inverse, ACC), real)
+    tl.store(q_ptr + m[:, None] * N + n[None, :], quantized(x, inverse, tl.int8, ACC), real)
 
 
 def forward(
