@@ -61,6 +61,7 @@ OpDtype = Annotated[str | None, Option(help="bf16, fp16, fp32 or fp64. Default: 
 ModelDtype = Annotated[str, Option(help="bf16, fp32 or auto. auto picks the faster one on this machine.")]
 BenchDtype = Annotated[str | None, Option(help="bf16 or fp32. Default: the faster one on this machine.")]
 ApiKey = Annotated[str | None, Option(envvar="BAGU_API_KEY", help="The API key that the server requires.")]
+KVDtype = Annotated[str, Option(help="Dtype of the KV cache: auto (the model's), int8 or fp8.")]
 PrefixCaching = Annotated[bool, Option(help="Reuse the KV cache of common prompt prefixes.")]
 SharedPrefix = Annotated[int, Option(help="Number of leading tokens that all prompts have in common.")]
 Rounds = Annotated[int, Option(help="How many times to run all implementations, in turn.")]
@@ -188,7 +189,8 @@ def serve(
     max_num_batched_tokens: Annotated[
         int | None, Option(help="Maximum tokens per step. Default: 2048, on a GPU 16384.")
     ] = None,
-    block_size: Annotated[int | None, Option(help="Tokens per KV block. Default: 16, on a GPU 256.")] = None,
+    block_size: Annotated[int | None, Option(help="Tokens per KV block. Default: 16.")] = None,
+    kv_dtype: KVDtype = "auto",
     gpu_memory_utilization: Annotated[float, Option(help="Fraction of the GPU's memory to use.")] = 0.9,
     kv_memory: Annotated[
         str | None, Option(help="KV cache size, e.g. 2GB. Default: free memory, on a CPU up to 1GiB.")
@@ -213,7 +215,7 @@ def serve(
         model,
         loader=Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device),
         engine={
-            "block_size": block_size, "gpu_memory_utilization": gpu_memory_utilization,
+            "block_size": block_size, "kv_dtype": kv_dtype, "gpu_memory_utilization": gpu_memory_utilization,
             "kv_memory": None if kv_memory is None else parse_bytes(kv_memory), "num_blocks": num_blocks,
             "max_model_len": max_model_len, "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens, "prefix_cache": enable_prefix_caching,
@@ -352,6 +354,7 @@ def bench_engine(
     batch: Annotated[int, Option(help="Maximum number of sequences that run at once.")] = 256,
     prefix_caching: PrefixCaching = True,
     quantization: Annotated[str | None, Option(help="int8; CPU only.")] = None,
+    kv_dtype: KVDtype = "auto",
     invariant: Annotated[bool, Option("--invariant", help="Use the batch-invariant mode.")] = False,
     dtype: BenchDtype = None,
     peer: Annotated[list[str] | None, Option(help="generate, generate_batch or a script; repeatable.")] = None,
@@ -369,8 +372,8 @@ def bench_engine(
     status = part.main(
         shape, load=load, name=model, requests=requests, inputs=inputs, outputs=outputs,
         shared_prefix=shared_prefix, streams=streams or (), batch=batch, prefix_cache=prefix_caching,
-        quantization=quantization, invariant=invariant, dtype=dtype, peers=peer or (), peer_environ=user_environ,
-        rounds=rounds, device=device, out=out, as_json=as_json,
+        quantization=quantization, kv_dtype=kv_dtype, invariant=invariant, dtype=dtype, peers=peer or (),
+        peer_environ=user_environ, rounds=rounds, device=device, out=out, as_json=as_json,
     )  # fmt: skip
     raise typer.Exit(status)
 

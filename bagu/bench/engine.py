@@ -51,6 +51,7 @@ def main(
     max_num_batched_tokens: int | None = None,
     prefix_cache: bool = True,
     quantization: str | None = None,
+    kv_dtype: str = "auto",
     invariant: bool = False,
     dtype: str | None = None,
     peers: Sequence[str] = (),
@@ -82,8 +83,8 @@ def main(
     as_dtype = named_dtype(dtype) if dtype else compute_dtype(where)
     make, name = _maker(shape or ("qwen3_0_6b" if gpu else "cpu_8m"), load, name, where, as_dtype)
     config = EngineConfig(
-        max_num_seqs=batch, prefix_cache=prefix_cache, quantization=quantization, invariant=invariant,  # type: ignore[arg-type]
-        max_num_batched_tokens=max_num_batched_tokens, seed=seed,
+        max_num_seqs=batch, prefix_cache=prefix_cache, quantization=quantization, kv_dtype=kv_dtype,  # type: ignore[arg-type]
+        invariant=invariant, max_num_batched_tokens=max_num_batched_tokens, seed=seed,
     )  # fmt: skip
     rows = Rows(out, default=RESULTS / "serve", as_json=as_json)
     common = {

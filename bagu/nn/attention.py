@@ -51,7 +51,7 @@ class Softmax(nn.Module):
         return out
 
     def cached(
-        self, kv: KV, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, v_dim: int, signals: Signals
+        self, kv: KV, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, v_dim: int, signals: Signals
     ) -> torch.Tensor:
         return kv.attend(
             self.layer, q, k, v, v_dim=v_dim,
@@ -74,7 +74,10 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         T, G, n, D = x.shape[0], self.num_groups, self.group_size, self.head_dim
-        q, k, v = self.qkv(x).view(T, G, n + 2, D).split((n, 1, 1), 2)
+        qkv = self.qkv(x).view(T, G, n + 2, D)
+        if context.kv is not None and self.softmax is not None:
+            return self.out(self.cached(self.softmax, context.kv, qkv, context.signals).flatten(1))
+        q, k, v = qkv.split((n, 1, 1), 2)
         k, v = k.squeeze(2), v.squeeze(2)
         if G == 1 or n == 1:
             q = q.view(T, G * n, D)
@@ -88,6 +91,16 @@ class Attention(nn.Module):
             q, k = self.turn(q, context), self.turn(k, context)
             y = self.softmax(q.reshape(T, G * n, D), k, v, context)
         return self.out(y.flatten(1))
+
+    def cached(self, softmax: Softmax, kv: KV, qkv: torch.Tensor, signals: Signals) -> torch.Tensor:
+        """The same with a KV view, where QK norm, RoPE and the write to the cache are one op."""
+        norms = self.q_norm, self.k_norm
+        q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
+        q = kv.write(
+            softmax.layer, qkv, cos=signals.cos, sin=signals.sin, layout=self.layout, q_weight=q_weight,
+            k_weight=k_weight, eps=0.0 if self.q_norm is None else self.q_norm.eps,
+        )  # fmt: skip
+        return softmax.cached(kv, q, None, None, self.head_dim, signals)
 
     def turn(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """Apply RoPE, if the model has it. Grouped queries [T, G, n, D] are read as they are and written contiguously:

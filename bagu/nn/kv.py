@@ -1,7 +1,8 @@
 """The KV view: an argument of `forward` if tokens have a past. It stores the new keys and values, and attends.
 
 Training uses none. `DenseKV` is the simple one: a contiguous cache for a fixed number of sequences, and the reference
-for a paged cache. A step is `kv.plan(lengths)`, then a forward in which each layer calls `attend` once.
+for a paged cache. A step is `kv.plan(lengths)`, then a forward in which each layer calls `attend` once, after `write`
+if it has a fused QKV projection.
 
 MLA passes its latent to `attend` as one KV head without values: the values are the first `v_dim` features of the keys,
 so the cache holds only the latent.
@@ -17,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from bagu import ops
 from bagu.errors import BaguError
 from bagu.nn.config import ModelConfig
 
@@ -35,11 +37,27 @@ class KV(Protocol):
         """A host bound on past plus new tokens of any sequence in this forward."""
         ...
 
+    def write(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        *,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        layout: str,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """Store the keys and values of qkv[T, G, H / G + 2, D] and return its queries [T, H, D], as
+        `ops.rope_kv_write` does. `attend` without k follows."""
+        ...
+
     def attend(
         self,
         layer: int,
         q: torch.Tensor,
-        k: torch.Tensor,
+        k: torch.Tensor | None,
         v: torch.Tensor | None,
         *,
         v_dim: int,
@@ -50,7 +68,7 @@ class KV(Protocol):
     ) -> torch.Tensor:
         """Store k[T, G, D] and v[T, G, E]; return the attention of q[T, H, D] to its sequence, [T, H, E], E = v_dim.
 
-        Causal: a token attends to the past, and to the new tokens up to itself.
+        Causal: a token attends to the past, and to the new tokens up to itself. Without k, `write` has stored both.
         """
         ...
 
@@ -109,11 +127,30 @@ class DenseKV:
         ends = torch.tensor([0, *new]).cumsum(0).to(device, torch.int32)
         return self.positions, ends, max(self.new)
 
+    def write(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        *,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        layout: str,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        assert self.values is not None, "the cache of an MLA model stores no values"
+        slots = self.rows * self.keys[layer].shape[1] + self.positions  # a sequence is a block
+        return ops.rope_kv_write(
+            qkv, slots, self.keys[layer], self.values[layer], cos=cos, sin=sin, layout=layout, q_weight=q_weight,
+            k_weight=k_weight, eps=eps,
+        )  # fmt: skip
+
     def attend(
         self,
         layer: int,
         q: torch.Tensor,
-        k: torch.Tensor,
+        k: torch.Tensor | None,
         v: torch.Tensor | None,
         *,
         v_dim: int,
@@ -123,7 +160,8 @@ class DenseKV:
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         P = self.max_len
-        self.keys[layer][self.rows, self.positions] = k
+        if k is not None:
+            self.keys[layer][self.rows, self.positions] = k
         keys = self.keys[layer][:, :P]
         if v is not None:
             assert self.values is not None, "the cache of an MLA model stores no values"

@@ -61,6 +61,9 @@ class EngineConfig:
     block_size: int | None = None  # positions per KV block; None: chosen in kv/pool.py
     num_blocks: int | None = None  # KV blocks of the pool; None: as many as fit `kv_memory` or the GPU's memory
     kv_memory: int | None = None  # bytes of the KV pool; None: chosen in kv/pool.py
+    kv_dtype: Literal["auto", "int8", "fp8"] = (
+        "auto"  # of the KV cache; auto: the model's; others have a scale per head
+    )
     gpu_memory_utilization: float = 0.9  # fraction of the GPU's memory for weights, KV pool and workspace
     max_model_len: int | None = None  # None: the model's maximum, or the size of the pool if that is smaller
     max_num_seqs: int = 256  # choices that run at the same time
@@ -92,6 +95,13 @@ class EngineConfig:
             )
         if self.quantization not in (None, "int8"):
             raise ArgumentError(f"engine: quantization = {self.quantization!r}", hint='use "int8" or None')
+        if self.kv_dtype not in ("auto", "int8", "fp8"):
+            raise ArgumentError(f"engine: kv_dtype = {self.kv_dtype!r}", hint="use auto, int8 or fp8")
+        if self.kv_dtype != "auto" and self.invariant:
+            raise ArgumentError(
+                f"engine: invariant cannot be combined with kv_dtype = {self.kv_dtype}",
+                hint="the training forward does not round keys and values: use kv_dtype=auto, or leave out invariant",
+            )
         if self.quantization is not None and self.invariant:
             raise ArgumentError(
                 "engine: invariant cannot be combined with quantization",

@@ -29,7 +29,7 @@ from bagu.nn.model import Transformer
 from bagu.serve.completion import choices
 from bagu.serve.config import EngineConfig
 from bagu.serve.kv.blocks import Blocks, IntegrityError
-from bagu.serve.kv.paged import PagedKV
+from bagu.serve.kv.paged import PagedKV, cache_dtype
 from bagu.serve.kv.pool import size_pool
 from bagu.serve.plan import Plan
 from bagu.serve.request import Event, PromptLogprobs, Request, Sampling, TokenEvent, TokenLogprob
@@ -79,7 +79,8 @@ class Engine:
         )
         table = model.embedding.weight
         spare = int(table.is_cuda)  # one more block, in no block table: the padding rows of CUDA graphs write to it
-        kv = PagedKV(model.config, pool.num_blocks + spare, pool.block_size, device=table.device, dtype=table.dtype)
+        dtype = cache_dtype(config.kv_dtype, table.dtype)
+        kv = PagedKV(model.config, pool.num_blocks + spare, pool.block_size, device=table.device, dtype=dtype)
         self.runner = Runner(model, kv, config, pool.max_model_len)
         self.sampler = Sampler(self.runner, tokenizer, config.seed, eos_ids)
         self._overlaps = table.is_cuda if config.async_scheduling is None else config.async_scheduling

@@ -71,6 +71,8 @@ class Runner:
             self.decode = self.graphs
         if self.device.type == "cpu" and not self.config.invariant and compiles(model.embedding.weight.dtype):
             try:
+                if self.kv.quantized:
+                    raise Mismatch("an 8-bit KV cache")
                 self.compiled = CompiledDecode(match(merged(model)), self.kv, int8=rounds)
                 self.project = PackedLinear(model.head_weight, int8=rounds)
                 return

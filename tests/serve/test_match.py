@@ -17,12 +17,12 @@ from torch import nn
 
 from bagu import ops
 from bagu.machine import native
-from bagu.nn.attention import Attention, Context
+from bagu.nn.attention import Attention, Context, Softmax
 from bagu.nn.block import Block
 from bagu.nn.families import FAMILIES, family_of
 from bagu.nn.ffn import FFN
 from bagu.nn.init import init_weights
-from bagu.nn.kv import CacheError
+from bagu.nn.kv import KV, CacheError
 from bagu.nn.linear import Linear
 from bagu.nn.lora import add_lora
 from bagu.nn.model import Transformer
@@ -159,6 +159,24 @@ class SwappedHeads(Attention):
     def turn(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         return super().turn(x, context).flip(1) if x.ndim == 4 else super().turn(x, context)
 
+    def cached(self, softmax: Softmax, kv: KV, qkv: torch.Tensor, signals: Signals) -> torch.Tensor:
+        swapped = torch.cat((qkv[:, :, :-2].flip(1), qkv[:, :, -2:]), 2)
+        return super().cached(softmax, kv, swapped, signals)
+
+
+class SeparateOps(Attention):
+    """QK norm, RoPE and the writes to the cache by separate ops."""
+
+    def cached(self, softmax: Softmax, kv: KV, qkv: torch.Tensor, signals: Signals) -> torch.Tensor:
+        T, G, n, D = qkv.shape[0], self.num_groups, self.group_size, self.head_dim
+        q, k, v = qkv[:, :, :n], qkv[:, :, n], qkv[:, :, n + 1]
+        q = q.reshape(T, G * n, D) if G == 1 or n == 1 else q
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        context = Context(torch.empty(0), 1, signals, kv)
+        q, k = self.turn(q, context), self.turn(k, context)
+        return softmax.cached(kv, q.reshape(T, G * n, D), k, v, D, signals)
+
 
 class ByKind(Attention):
     """Rows of the QKV weight as [q heads, k heads, v heads]: another order, which the recording shows."""
@@ -265,6 +283,16 @@ def scale_embedding(model: Transformer) -> None:
     model.embedding = ScaledEmbedding(model.embedding)  # type: ignore[assignment]
 
 
+def turn_later(model: Transformer) -> None:
+    become("positions", LaterPositions)(model)
+    separate_ops(model)
+
+
+def separate_ops(model: Transformer) -> None:
+    for i in range(3):
+        become(f"blocks.{i}.attention", SeparateOps)(model)
+
+
 def bottleneck(model: Transformer) -> None:
     """Two products in the place of one."""
     down = model.blocks[1].ffn.down
@@ -281,7 +309,7 @@ NEW_LAYERS: dict[str, tuple[Callable[[Transformer], None], str]] = {
     "attention times a constant": (become("blocks.1.attention", HalvedAttention), "aten.mul"),
     "a gate on attention's output": (become("blocks.0.attention", GatedAttention), "aten.mul"),
     "a norm on the values": (become("blocks.2.attention", NormedValues), "a part of the result of rms_norm"),
-    "heads in another order": (become("blocks.1.attention", SwappedHeads), "aten.flip"),
+    "heads in another order": (become("blocks.1.attention", SwappedHeads), "aten.cat"),
     "attention and FFN side by side": (become("blocks.1", ParallelBlock), "aten.add"),
     "a scaled residual": (become("blocks.1", ScaledResidual), "aten.mul"),
     "a residual that leaves attention out": (become("blocks.2", ForgetfulBlock), "residual"),
@@ -292,7 +320,7 @@ NEW_LAYERS: dict[str, tuple[Callable[[Transformer], None], str]] = {
     "a gain of one plus the weight": (become("blocks.1.ffn_norm", OnePlusGain), "aten.add"),
     "norms with two constants": (become("blocks.1.ffn_norm", AnotherEps), "eps"),
     "other positions": (become("positions", HalfPositions), "aten.floor_divide"),
-    "queries turned by another angle": (become("positions", LaterPositions), "aten.clamp"),
+    "queries turned by another angle": (turn_later, "aten.clamp"),
     "a scaled embedding": (scale_embedding, "aten.mul"),
     "an FFN of three products": (bottleneck, "matmul where"),
 }
@@ -308,6 +336,13 @@ def test_a_new_kind_of_layer_decodes_by_forward_and_is_right(name: str) -> None:
         match(model)
     if name != "queries turned by another angle":  # a token's angle depends on its place in the batch there
         assert_right(model, compiled=False)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mqa, QK norm"])
+def test_attention_by_separate_ops_is_decoded_by_the_same_code(kind: str) -> None:
+    model = small_model(kind)
+    separate_ops(model)
+    assert_right(model, compiled=True)
 
 
 def test_rows_of_a_weight_in_another_order_are_read_off_the_recording() -> None:

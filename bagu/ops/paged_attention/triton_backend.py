@@ -1,7 +1,7 @@
 """Paged attention with Triton kernels: decodes, chunks and whole prompts, over blocks of any size.
 
 A decode has tiles of 16 rows (in most models a key head serves at most that many query heads), a prompt of 128. Keys
-are split into ranges if there are too few tiles for the GPU; `_split` chooses the length of a range.
+are split into ranges if there are too few programs for the GPU, or if the last wave of programs would be almost empty.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from bagu.ops.signature import accumulator
 __all__ = ["forward"]
 
 LOG2E = 1.4426950408889634
-SPLITS = (4096, 2048, 1024, 512, 256)  # lengths of a range of keys
+SHORTEST = 256  # keys of a range
 JOINED = 16  # ranges that the join reads at once
+BUSY = 0.9  # share of the time of full waves from which no further split pays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,32 +33,49 @@ class Tile:
     N: int
     warps: int
     stages: int
+    per_sm: int = 1  # programs that a multiprocessor runs at once
+    registers: int | None = None  # the limit per thread, where `per_sm` programs need one
 
 
 TILES = (
-    Tile(rows=16, N=128, warps=4, stages=2),
+    Tile(rows=16, N=64, warps=4, stages=3, per_sm=3),
     Tile(rows=64, N=64, warps=4, stages=3),
     Tile(rows=128, N=64, warps=8, stages=3),
 )
+BYTES = (Tile(rows=16, N=128, warps=4, stages=3, per_sm=3, registers=168), *TILES[1:])  # of an 8-bit cache
 WIDE = (Tile(rows=16, N=64, warps=4, stages=2), Tile(rows=64, N=64, warps=8, stages=2))  # of 256 features
 EXACT = (Tile(rows=16, N=32, warps=4, stages=1), Tile(rows=32, N=32, warps=4, stages=1))  # fp32 and fp64
 
 
-def _tile(rows: int, widest: int, itemsize: int) -> Tile:
+def _tile(rows: int, widest: int, itemsize: int, cache_itemsize: int) -> Tile:
     """The smallest tile with this many rows, or the largest."""
-    tiles = EXACT if itemsize > 2 else TILES if widest <= 128 else WIDE
+    tiles = EXACT if itemsize > 2 else WIDE if widest > 128 else BYTES if cache_itemsize == 1 else TILES
     return next((t for t in tiles if t.rows >= rows), tiles[-1])
 
 
-def _split(tiles: int, max_context: int, device: torch.device) -> int:
-    """The length of a range of keys: the longest that gives each multiprocessor a program; 0: all keys are one range.
+def _ranges(programs: int, longest: int, per_sm: int, sms: int) -> int:
+    """The number of ranges of keys: enough for a program per multiprocessor and, for decodes, for waves that are full.
 
-    On an H200, 4 sequences of 32,768 tokens read at 0.85 of copy bandwidth in ranges of 4,096, and at 0.72 in 2,048.
+    Programs of equal length run in waves of `per_sm * sms`. A smaller last wave takes the time of two programs per
+    multiprocessor at least, since fewer do not saturate the memory. On an H200, 64 sequences of 8,192 tokens and 8 key
+    heads (512 programs in waves of 396) are read at 0.80 of copy bandwidth unsplit.
     """
-    wanted = num_sms(device)
-    if tiles >= wanted or max_context <= SPLITS[-1]:
-        return 0
-    return next((n for n in SPLITS if tiles * triton.cdiv(max_context, n) >= wanted), SPLITS[-1])
+    most = max(1, longest // SHORTEST)
+    if per_sm == 1:
+        return min(most, triton.cdiv(sms, programs))
+    wave, busy = per_sm * sms, []
+    for ranges in range(1, min(most, triton.cdiv(wave, programs) + 3) + 1):
+        full, rest = divmod(programs * ranges, wave)
+        busy.append(programs * ranges / (full * wave + (max(rest, 2 * sms) if rest else 0)))
+        if busy[-1] >= BUSY:
+            return ranges
+    return 1 + busy.index(max(busy))
+
+
+def _words(v: torch.Tensor) -> bool:
+    """Whether values of an 8-bit cache can be read as words of four features (byte_planes.py)."""
+    aligned = all(n % 4 == 0 for n in (v.shape[3], *v.stride()[:3], v.storage_offset()))
+    return v.itemsize == 1 and aligned and width(v.shape[3]) >= 64
 
 
 def forward(
@@ -75,23 +93,27 @@ def forward(
     slopes, sinks = (None if x is None else x.contiguous() for x in (slopes, sinks))
     tables, cu, lengths = side_by_side(block_tables), cu_seqlens.contiguous(), context_lens.contiguous()
     heads = next_power_of_2(H // G)
-    tile = _tile(max_len * heads, max(D, E), q.element_size())
+    tile = _tile(max_len * heads, max(D, E), q.element_size(), v.element_size())
     tokens = max(1, tile.rows // heads)
     tiles = S if max_len == 1 else T // tokens + S
     reach = 0 if window is None else min(window, max_context)  # a larger one masks nothing, and sums must fit 32 bits
-    split = _split(tiles * G, max_context, q.device)
-    splits = triton.cdiv(max_context, split) if split else 1
+    ranges = _ranges(tiles * G, max_context, tile.per_sm, num_sms(q.device))
+    split = triton.cdiv(triton.cdiv(max_context, ranges), tile.N) * tile.N
+    splits = triton.cdiv(max_context, split)
     parts, part_lse = (out, lse) if splits == 1 else (
         q.new_empty(splits, T, H, E, dtype=acc), q.new_empty(splits, T, H, dtype=acc)
     )  # fmt: skip
     k_steps, v_steps = ((0, 0, 0) if x is None else x.stride() for x in (k_scale, v_scale))
-    paged_kernel[(tiles, G, splits)](
-        q, k, v, tables, cu, lengths, slopes, sinks, k_scale, v_scale, parts, part_lse, S, T, H, H // G, reach,
+    words, fp8 = _words(v), v.dtype == torch.float8_e4m3fn
+    far = max(B * x.stride(1) + G * x.stride(2) for x in (k, v)) >= 2**31
+    v = v.view(torch.int32) if words else v
+    paged_kernel[(tiles * G, splits)](
+        q, k, v, tables, cu, lengths, slopes, sinks, k_scale, v_scale, parts, part_lse, S, G, T, H, H // G, reach,
         *fp32_pair((D**-0.5 if scale is None else scale) * LOG2E), tables.stride(0), q.stride(0), q.stride(1),
-        k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
-        *k_steps, *v_steps, B=B, D=D, E=E, TOKENS=tokens,
-        HEADS=heads, N=tile.N, DW=width(D), EW=width(E), SPLIT=split if splits > 1 else 0, STAGES=tile.stages,
-        ONE=max_len == 1, WINDOW=window is not None, ACC=triton_acc(q.dtype), num_warps=tile.warps,
+        k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2), *k_steps, *v_steps, split,
+        B=B, D=D, E=E, TOKENS=tokens, HEADS=heads, N=tile.N, DW=width(D), EW=width(E), SPLITS=splits > 1,
+        STAGES=tile.stages, ONE=max_len == 1, WINDOW=window is not None, FAR=far, WORDS=4 if words else 1, FP8=fp8,
+        ACC=triton_acc(q.dtype), num_warps=tile.warps, maxnreg=tile.registers,
     )  # fmt: skip
     if splits > 1:
         join_kernel[(T * H,)](

@@ -168,7 +168,7 @@ class CompiledDecode:
         linears += [self._packed(w.up, gated=self.step.gated), self._packed(w.down)]
         gain = None if w.qk_gain is None else w.qk_gain.float() * math.sqrt(self.step.head_dim)
         self.kept += [*linears, gain]
-        pointers = map(_at, (gain, *self.kv.layers[w.cache]))
+        pointers = map(_at, (gain, *self.kv.layers[w.cache].tensors))
         return _Layer(*(linear.struct for linear in linears), *pointers, w.window or 0)
 
     def _packed(self, linear: Weight, *, gated: bool = False) -> PackedLinear:

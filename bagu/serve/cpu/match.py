@@ -6,9 +6,9 @@ states back to the embedding. In every layer step.cpp computes
     h = rms_norm(x + delta)     q, k, v = h Wqkv     q, k = rope(rms_norm(q)), rope(rms_norm(k))     kv_write(k, v)
     h = rms_norm(x + paged_attention(q) Wout)        delta = activation(h Wup) Wdown
 
-with or without QK norm, RoPE, window, gate and biases. Weights, the order of their rows, windows and constants are read
-from the recording. Any other call or any unknown argument raises `Mismatch`; the model then decodes by
-`Transformer.forward`.
+with or without QK norm, RoPE, window, gate and biases; QK norm, RoPE and kv_write may be one rope_kv_write. Weights,
+the order of their rows, windows and constants are read from the recording. Any other call or any unknown argument
+raises `Mismatch`; the model then decodes by `Transformer.forward`.
 
 Dims: S = sequences = new tokens, H = heads, G = key heads, D = features of a head.
 """
@@ -16,7 +16,7 @@ Dims: S = sequences = new tokens, H = heads, G = key heads, D = features of a he
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,7 +36,9 @@ ATTENTION = (
 )
 KNOWN = {  # the arguments of each call that this file reads
     "add_rms_norm": "x residual w eps", "rms_norm": "x w eps", "matmul": "x w bias", "kv_write": "x slots cache scale",
-    "rope": "x cos sin positions layout", "paged_attention": ATTENTION, "swiglu": "x up", "geglu": "x up approximate",
+    "rope": "x cos sin positions layout",
+    "rope_kv_write": "qkv slots k_cache v_cache k_scale v_scale cos sin q_weight k_weight eps layout",
+    "paged_attention": ATTENTION, "swiglu": "x up", "geglu": "x up approximate",
     "gelu": "x approximate", "relu_squared": "x", "aten.embedding.default": "weight indices",
     "aten.index_select.default": "self dim index", "aten.arange.default": "end device pin_memory",
 }  # fmt: skip
@@ -48,6 +50,14 @@ class Weight(NamedTuple):
     weight: torch.Tensor  # [out, in]
     bias: torch.Tensor | None
     gain: torch.Tensor | None = None  # [in]: the gain of the norm before it
+
+
+class Heads(NamedTuple):
+    """How the recording prepares the heads of a layer."""
+
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # each [S, ..., D], before QK norm and RoPE
+    gains: tuple[torch.Tensor, torch.Tensor] | None  # of the QK norm
+    rope_tables: tuple[int, ...]  # the storages of cos and sin; empty without RoPE
 
 
 class LayerWeights(NamedTuple):
@@ -128,7 +138,8 @@ class _Matcher:
         table, gain = self.weight(embedding.args["weight"]), self.gain(last)
         if any(w.weight.dtype != table.dtype for layer in layers for w in layer[:4]):
             raise Mismatch("weights of several dtypes")
-        if sum(call.name == "kv_write" for call in self.flow.calls) != 2 * len(layers):
+        writes = {"kv_write": 1, "rope_kv_write": 2}
+        if sum(writes.get(call.name, 0) for call in self.flow.calls) != 2 * len(layers):
             raise Mismatch("writes to the cache that no layer reads")
         shared = {"qk_eps": 0.0} | self.constants
         shared["rope_tables"] = [self.weights[x][1] for x in shared["rope_tables"]]
@@ -169,25 +180,48 @@ class _Matcher:
         """The matmul that computes queries, keys and values, and the other attention parameters of the layer."""
         a, pools = call.args, [storage_id(pool.keys) for pool in self.pools]
         cache = pools.index(storage_id(a["k_cache"])) if storage_id(a["k_cache"]) in pools else 0
-        keys, values = self.pools[cache]
+        keys, values = self.pools[cache].keys, self.pools[cache].values
+        assert values is not None  # __init__ refuses a cache without values
         given = self.batch._asdict() | {"k_cache": keys, "v_cache": values}
         for name in ("block_tables", "cu_seqlens", "context_lens", "k_cache", "v_cache"):
             self.flow.check_same(a[name], given[name])
         terms = [a[name] for name in ("slopes", "bias", "sinks", "k_scale", "v_scale")]
         if any(term is not None for term in terms) or a["max_context"] != self.batch.max_context:
             raise Mismatch("paged_attention with slopes, a bias, sinks, scales or another context")
-        q, q_gain, q_tables = self.before_rope(a["q"])
-        k, k_gain, k_tables = self.before_rope(self.written(keys, call))
-        products, rows = zip(*map(self.weight_rows, (q, k, self.written(values, call))), strict=True)
+        fused = self.flow.producer_name(a["q"]) == "rope_kv_write"
+        heads = self.fused_heads(a["q"], keys, values) if fused else self.separate_heads(call, keys, values)
+        products, rows = zip(*map(self.weight_rows, heads.qkv), strict=True)
         if len(set(products)) > 1:
             raise Mismatch("q, k and v by more than one product")
-        if q_tables != k_tables or (q_gain is None) != (k_gain is None):
-            raise Mismatch("a QK norm or RoPE on one of q and k")
         (H, D), G = rows[0].shape, len(rows[1])
-        self.constant(num_heads=H, num_key_heads=G, head_dim=D, scale=a["scale"] or D**-0.5, rope_tables=q_tables)
-        gain = None if q_gain is None or k_gain is None else torch.stack([q_gain] * H + [k_gain] * G)
+        tables = heads.rope_tables
+        self.constant(num_heads=H, num_key_heads=G, head_dim=D, scale=a["scale"] or D**-0.5, rope_tables=tables)
+        gain = None if heads.gains is None else torch.stack([heads.gains[0]] * H + [heads.gains[1]] * G)
         layer = {"qkv_rows": torch.cat(rows).flatten(), "qk_gain": gain, "window": a["window"], "cache": cache}
         return products[0], layer
+
+    def fused_heads(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None) -> Heads:
+        """The heads of a layer that prepares them by rope_kv_write."""
+        args = self.flow.producer(q, "rope_kv_write").args
+        given = {"k_cache": keys, "v_cache": values, "slots": self.batch.slots}
+        for name, tensor in given.items():
+            self.flow.check_same(args[name], tensor)
+        qkv, gains, tables = args["qkv"], None, tuple[int, ...]()
+        if args["q_weight"] is not None:
+            self.constant(qk_eps=args["eps"])
+            gains = self.weight(args["q_weight"]), self.weight(args["k_weight"])
+        if args["cos"] is not None:
+            tables = self.rope_tables(args, qkv.shape[-1])
+        return Heads((qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]), gains, tables)
+
+    def separate_heads(self, reader: Call, keys: torch.Tensor, values: torch.Tensor) -> Heads:
+        """The heads of a layer that prepares them by rms_norm, rope and kv_write."""
+        q, q_gain, q_tables = self.before_rope(reader.args["q"])
+        k, k_gain, k_tables = self.before_rope(self.written(keys, reader))
+        if q_tables != k_tables or (q_gain is None) != (k_gain is None):
+            raise Mismatch("a QK norm or RoPE on one of q and k")
+        gains = None if q_gain is None or k_gain is None else (q_gain, k_gain)
+        return Heads((q, k, self.written(values, reader)), gains, q_tables)
 
     def written(self, pool: torch.Tensor, reader: Call) -> Any:
         """The tensors that are written to the slots of the new tokens before the pool is read."""
@@ -205,7 +239,8 @@ class _Matcher:
         D, gain, tables = x.shape[-1], None, tuple[int, ...]()
         if self.flow.producer_name(x) == "rope":
             call = self.flow.producer(x, "rope")
-            tables, x = self.rope_tables(call, D), call.args["x"]
+            tables, x = self.rope_tables(call.args, D), call.args["x"]
+            self.check_rope_shape(call)
         if self.flow.producer_name(x) == "rms_norm":
             call = self.flow.producer(x, "rms_norm")
             self.constant(qk_eps=call.args["eps"])
@@ -225,20 +260,26 @@ class _Matcher:
             raise Mismatch("tokens that differ in their columns of q, k or v")
         return product, rows[0]
 
-    def rope_tables(self, call: Call, D: int) -> tuple[int, ...]:
+    def rope_tables(self, args: Mapping[str, Any], D: int) -> tuple[int, ...]:
         """The storages of cos and sin, from which each token reads the row of its position."""
-        a, lookups = call.args, [self.producer(call.args[name], "aten.index_select.default") for name in ("cos", "sin")]
+        lookups = [self.producer(args[name], "aten.index_select.default") for name in ("cos", "sin")]
         for lookup in lookups:
             self.flow.check_same(lookup.args["index"], self.batch.positions)
             if lookup.args["dim"] != 0 or 2 * self.weight(lookup.args["self"]).shape[1] != D:
                 raise Mismatch("RoPE of a part of the features")
-        if a["layout"] != "half" or a["x"].shape[-1] != D or a["x"].ndim != (3 if a["positions"] is None else 4):
-            raise Mismatch("RoPE in pairs of neighbours, or of other heads")
+        if args["layout"] != "half":
+            raise Mismatch("RoPE in pairs of neighbours")
+        return tuple(storage_id(lookup.args["self"]) for lookup in lookups)
+
+    def check_rope_shape(self, call: Call) -> None:
+        """Check that a rope op rotates every token by its own row of cos and sin."""
+        a = call.args
+        if a["x"].ndim != (3 if a["positions"] is None else 4):
+            raise Mismatch("RoPE of other heads")
         if a["positions"] is not None:  # [S, G], with grouped queries
             _, tokens = self.flow.part_of(a["positions"], "aten.arange.default")
             if (torch.arange(self.S) != tokens.T).any():
                 raise Mismatch("RoPE with other positions")
-        return tuple(storage_id(lookup.args["self"]) for lookup in lookups)
 
     def producer(self, x: torch.Tensor, *ops: str, result: int = 0) -> Call:
         """Like `Dataflow.producer`, for a result [S, features]."""

@@ -20,7 +20,16 @@ from bagu import ops
 from bagu.nn.config import ModelConfig
 from bagu.nn.kv import CacheError
 
-__all__ = ["Batch", "LayerCache", "PagedKV", "block_bytes"]
+__all__ = ["Batch", "LayerCache", "PagedKV", "block_bytes", "cache_dtype", "cache_tensors"]
+
+
+EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+FP32 = torch.float32
+
+
+def cache_dtype(kv_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of keys and values for the engine's option `kv_dtype`."""
+    return EIGHT_BITS.get(kv_dtype, model_dtype)
 
 
 class Batch(NamedTuple):
@@ -68,6 +77,8 @@ class LayerCache(NamedTuple):
 
     keys: torch.Tensor  # [N, B, G, D]
     values: torch.Tensor | None = None  # [N, B, G, E]; None with MLA: the values are the first features of the keys
+    key_scales: torch.Tensor | None = None  # [N, B, G] fp32, of an 8-bit cache
+    value_scales: torch.Tensor | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -84,13 +95,22 @@ class CacheTensor(NamedTuple):
     def position_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
+    def zeros(self, num_blocks: int, block_size: int, device: torch.device | str | None) -> torch.Tensor:
+        """[N, B, *shape]. Scales are [N, G, B] in memory: a kernel reads the scales of one head at a time."""
+        if len(self.shape) == 1:
+            return torch.zeros(num_blocks, *self.shape, block_size, device=device, dtype=self.dtype).transpose(1, 2)
+        return torch.zeros(num_blocks, block_size, *self.shape, device=device, dtype=self.dtype)
+
 
 def cache_tensors(config: ModelConfig, dtype: torch.dtype) -> Mapping[str, CacheTensor]:
     """The tensors that every layer of a cache in `dtype` has, by their names in `LayerCache`."""
     if config.mla is not None:
+        if dtype in EIGHT_BITS.values():
+            raise CacheError("the latent cache of an MLA model has no 8-bit form", hint="use kv_dtype=auto")
         return {"keys": CacheTensor((1, config.mla.kv_rank + config.mla.rope_dim), dtype)}
-    head = CacheTensor((config.num_kv_heads, config.head_dim), dtype)
-    return {"keys": head, "values": head}
+    head, scale = CacheTensor((config.num_kv_heads, config.head_dim), dtype), CacheTensor((config.num_kv_heads,), FP32)
+    scales = {"key_scales": scale, "value_scales": scale} if dtype in EIGHT_BITS.values() else {}
+    return {"keys": head, "values": head, **scales}
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -117,13 +137,17 @@ class PagedKV:
         tensors = cache_tensors(config, torch.get_default_dtype() if dtype is None else dtype)
         self.layers = [
             LayerCache(**{
-                name: torch.zeros(num_blocks, block_size, *t.shape, device=device, dtype=t.dtype)
+                name: t.zeros(num_blocks, block_size, device)
                 for name, t in tensors.items()
             })
             for _ in range(config.num_layers)
         ]  # fmt: skip
         self.batch: Batch | None = None
         self.parts: list[Part] = []
+
+    @property
+    def quantized(self) -> bool:
+        return self.layers[0].key_scales is not None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -148,11 +172,31 @@ class PagedKV:
             for pool in self.tensors:
                 pool[destination] = pool[source]
 
+    def write(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        *,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        layout: str,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        b, cache = self.batch, self.layers[layer]
+        assert b is not None, "call PagedKV.load before a forward"
+        assert cache.values is not None, "an MLA cache stores no values"
+        return ops.rope_kv_write(
+            qkv, b.slots, cache.keys, cache.values, cos=cos, sin=sin, layout=layout, q_weight=q_weight,
+            k_weight=k_weight, eps=eps, k_scale=cache.key_scales, v_scale=cache.value_scales,
+        )  # fmt: skip
+
     def attend(
         self,
         layer: int,
         q: torch.Tensor,
-        k: torch.Tensor,
+        k: torch.Tensor | None,
         v: torch.Tensor | None,
         *,
         v_dim: int,
@@ -161,18 +205,18 @@ class PagedKV:
         slopes: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        b, (keys, values) = self.batch, self.layers[layer]
+        b, (keys, values, key_scales, value_scales) = self.batch, self.layers[layer]
         assert b is not None, "call PagedKV.load before a forward"
-        ops.kv_write(keys, k, b.slots)
-        if v is None:
-            values = keys[..., :v_dim]
-        else:
+        if k is not None:
+            ops.kv_write(keys, k, b.slots, scale=key_scales)
+        if v is not None:
             assert values is not None, "an MLA cache stores no values"
-            ops.kv_write(values, v, b.slots)
+            ops.kv_write(values, v, b.slots, scale=value_scales)
+        values = keys[..., :v_dim] if values is None else values
         outs = [
             ops.paged_attention(
                 q[p.tokens], keys, values, p.block_tables, p.cu_seqlens, p.context_lens, p.max_len, p.max_context,
-                scale=scale, window=window, slopes=slopes, bias=bias,
+                scale=scale, window=window, slopes=slopes, bias=bias, k_scale=key_scales, v_scale=value_scales,
             )[0]
             for p in self.parts
         ]  # fmt: skip

@@ -10,7 +10,7 @@ from bagu.errors import ArgumentError
 from bagu.machine.device import available_memory
 from bagu.nn.model import Transformer
 from bagu.serve.config import EngineConfig
-from bagu.serve.kv.paged import block_bytes
+from bagu.serve.kv.paged import block_bytes, cache_dtype
 
 __all__ = ["Pool", "size_pool"]
 
@@ -35,7 +35,7 @@ def size_pool(model: Transformer, config: EngineConfig) -> Pool:
             f"engine: max_model_len = {config.max_model_len}, and the model has positions for {model.config.max_len}",
             hint=f"max_model_len is at most {model.config.max_len} for this model",
         )
-    each = block_bytes(model.config, B, table.dtype)
+    each = block_bytes(model.config, B, cache_dtype(config.kv_dtype, table.dtype))
     useful = config.max_num_seqs * -(-longest // B)
     blocks = config.num_blocks or min(useful, _memory(table.device, config) // each)
     if blocks < 1:
