@@ -19,11 +19,11 @@ import triton.language as tl
 from bagu.ops.attention.score_kernels import LN2, LOG2E, score
 from bagu.ops.paged_attention.byte_planes import planes
 
-__all__ = ["join_kernel", "paged_kernel"]
+__all__ = ["join_kernel", "paged_kernel", "sequence_of"]
 
 
 @triton.jit
-def _sequence_of(cu_ptr, tile, sequences, TOKENS: tl.constexpr):
+def sequence_of(cu_ptr, tile, sequences, TOKENS: tl.constexpr):
     """The sequence of a tile. Sequence s has the tiles from cu[s] // TOKENS + s on, at least as many as it needs."""
     low, high = 0, sequences - 1
     while low < high:
@@ -85,7 +85,7 @@ def paged_kernel(
     s, block = tile, 0
     if not ONE:  # the tiles of a sequence are numbered from its first; the last of them attend to the most keys
         tile = tl.num_programs(0) // groups - 1 - tile
-        s = _sequence_of(cu_ptr, tile, sequences, TOKENS)
+        s = sequence_of(cu_ptr, tile, sequences, TOKENS)
         block = tile - (tl.load(cu_ptr + s) // TOKENS + s)
     begin, context = tl.load(cu_ptr + s), tl.load(lengths_ptr + s)
     new = tl.load(cu_ptr + s + 1) - begin

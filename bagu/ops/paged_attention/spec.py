@@ -126,7 +126,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
     """Raise for arguments that are invalid in ways the signature cannot check."""
-    T, H, G, S, longest = dims["T"], dims["H"], dims["G"], dims["S"], args["max_context"]
+    H, G = dims["H"], dims["G"]
     if G == 0 or H % G:
         raise ArgumentError(
             f"paged_attention: q has {H} heads and k_cache has {G}, expected a multiple",
@@ -134,27 +134,33 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
         )
     for name in ("k", "v"):
         check_cache("paged_attention", f"{name}_cache", args[f"{name}_cache"], args[f"{name}_scale"], args["q"].dtype)
+    refuse_plan("paged_attention", args, dims)
+    if args["bias"] is not None and dims["P"] % 2 == 0:
+        raise ArgumentError(
+            f"paged_attention: bias has {dims['P']} distances, expected an odd number",
+            hint="2R - 1 columns stand for the distances -(R - 1) … R - 1",
+        )
+
+
+def refuse_plan(op: str, args: Mapping[str, Any], dims: Dims) -> None:
+    """Raise for offsets, bounds or a window that cannot be right, for any op over block tables."""
+    T, S, longest = dims["T"], dims["S"], args["max_context"]
     if dims["S1"] != S + 1 or S * args["max_len"] < T:
         raise ArgumentError(
-            f"paged_attention: cu_seqlens has {dims['S1']} offsets for {S} sequences of at most max_len ="
+            f"{op}: cu_seqlens has {dims['S1']} offsets for {S} sequences of at most max_len ="
             f" {args['max_len']}, and there are {T} tokens",
             hint="cu_seqlens has S + 1 offsets and ends with T; max_len is the most new tokens of a sequence",
         )
     if not 1 <= longest <= dims["W"] * dims["B"]:
         raise ArgumentError(
-            f"paged_attention: max_context is {longest}, and a table of {dims['W']} blocks holds 1 to"
+            f"{op}: max_context is {longest}, and a table of {dims['W']} blocks holds 1 to"
             f" {dims['W'] * dims['B']} places",
             hint="max_context is the length of the longest sequence, new tokens included",
         )
     if args["window"] is not None and args["window"] < 1:
         raise ArgumentError(
-            f"paged_attention: window is {args['window']}, and a query sees at least itself",
+            f"{op}: window is {args['window']}, and a query sees at least itself",
             hint="window = 1 is the query's own key; None is no window",
-        )
-    if args["bias"] is not None and dims["P"] % 2 == 0:
-        raise ArgumentError(
-            f"paged_attention: bias has {dims['P']} distances, expected an odd number",
-            hint="2R - 1 columns stand for the distances -(R - 1) … R - 1",
         )
 
 
@@ -172,6 +178,10 @@ def unsupported(args: Mapping[str, Any]) -> str | None:
 
 
 def check_values(args: Mapping[str, Any], dims: Dims) -> None:
+    check_plan("paged_attention", args, dims)
+
+
+def check_plan(op: str, args: Mapping[str, Any], dims: Dims) -> None:
     """Check the offsets, and that the block table entries which queries attend to are blocks of the pool."""
     N, B, window = dims["N"], dims["B"], args["window"]
     offsets, contexts = args["cu_seqlens"].tolist(), args["context_lens"].tolist()
@@ -179,7 +189,7 @@ def check_values(args: Mapping[str, Any], dims: Dims) -> None:
     for s, ((begin, end), context) in enumerate(zip(pairwise(offsets), contexts, strict=True)):
         first = 0 if window is None else max(0, context - (end - begin) - window + 1)
         seen = args["block_tables"][s, first // B : -(-context // B)] if end > begin else args["block_tables"][s, :0]
-        check_range("paged_attention", f"block_tables[{s}]", seen, N, "the pool")
+        check_range(op, f"block_tables[{s}]", seen, N, "the pool")
 
 
 def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
