@@ -26,6 +26,7 @@ from bagu.ops.linear_attention import linear_attention, positive_features
 from bagu.ops.linear_cross_entropy import Losses, linear_cross_entropy, token_losses
 from bagu.ops.linear_cross_entropy_loss import linear_cross_entropy_loss
 from bagu.ops.matmul import matmul
+from bagu.ops.mla_attention import mla_attention
 from bagu.ops.paged_attention import paged_attention
 from bagu.ops.quantize_int8 import quantize_int8
 from bagu.ops.relu_squared import relu_squared
@@ -56,6 +57,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_loss",
     "matmul",
+    "mla_attention",
     "paged_attention",
     "positive_features",
     "quantize_int8",

@@ -165,6 +165,7 @@ def _recorded() -> Iterator[list[Launch]]:
 def _source(launch: Launch) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
     """The launch as input of the compiler, specialised as in a real launch (for 1 and multiples of 16)."""
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     signature, constants, attrs = {}, {}, {}
     for i, param in enumerate(launch.fn.params):
@@ -186,7 +187,8 @@ def _source(launch: Launch) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
         if aligned and not param.do_not_specialize:
             attrs[(i,)] = [["tt.divisibility", 16]]
     key = (launch.fn.fn.__qualname__, repr(signature), repr(constants), repr(attrs), repr(launch.options))
-    return ASTSource(fn=launch.fn, signature=signature, constexprs=constants, attrs=attrs), dict(launch.options), key
+    written = GluonASTSource if launch.fn.is_gluon() else ASTSource
+    return written(fn=launch.fn, signature=signature, constexprs=constants, attrs=attrs), dict(launch.options), key
 
 
 def _compile(spec: OpSpec, case: Case, launch: Launch, source: Any, options: dict[str, Any]) -> Kernel:
@@ -194,7 +196,7 @@ def _compile(spec: OpSpec, case: Case, launch: Launch, source: Any, options: dic
     from triton.backends.compiler import GPUTarget
 
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    ttir, report = compiled.asm["ttir"], _disassemble(compiled.asm["cubin"])
+    dots, report = _multiplied_rows(launch.fn, compiled.asm), _disassemble(compiled.asm["cubin"])
     large = [a for a in launch.args.values() if isinstance(a, torch.Tensor) and a.numel() >= LARGE]
     aligned = all(a.shape[-1] % 16 == 0 for a in large if a.ndim)
     loads, stores = re.findall(r"\bLDG(?:STS)?\.E[.\w]*", report), re.findall(r"\bSTG\.E[.\w]*", report)
@@ -215,8 +217,15 @@ def _compile(spec: OpSpec, case: Case, launch: Launch, source: Any, options: dic
         allowed_spills=spec.spills.get(launch.fn.fn.__name__, 0),
         wgmma=len(re.findall(r"\bHGMMA\b", report)),
         # wgmma multiplies 64 rows; a decode has 16
-        wants_wgmma=any(int(m) >= 64 for m in re.findall(r"tt\.dot .* : tensor<(\d+)x\d+x(?:bf16|f16)>", ttir)),
+        wants_wgmma=any(m >= 64 for m in dots),
     )
+
+
+def _multiplied_rows(fn: Any, asm: Mapping[str, str]) -> list[int]:
+    """The rows of each product of 16-bit matrices. A Gluon kernel names the instruction itself."""
+    if fn.is_gluon():
+        return []
+    return [int(m) for m in re.findall(r"tt\.dot .* : tensor<(\d+)x\d+x(?:bf16|f16)>", asm["ttir"])]
 
 
 def _disassemble(cubin: bytes) -> str:

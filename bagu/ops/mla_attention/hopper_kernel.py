@@ -1,0 +1,121 @@
+"""The decode kernel of MLA attention for Hopper, in Gluon: 64 heads of one token over a range of a sequence's latents.
+
+Triton's compiler gives both warpgroups all of q . k, because the scores are the operand of another product: they
+compute it twice, 32 keys at a time, and it takes longer than everything else. Gluon leaves layouts and waits to the
+kernel. Here each warpgroup computes the scores of half the keys, and then half the features of the result.
+
+Shared memory holds the queries, two tiles of 64 keys, and the weights: 224 of 227 KiB. While one tile is multiplied,
+the next is copied. A tile is both key and value, so its copy can start only when the product with its predecessor is
+complete. Keys past the end are read as the last key, and their weights are 0.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+__all__ = ["mla_decode_kernel"]
+
+LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _copy_row(latents, rotated, row_ptr, E: gl.constexpr, R: gl.constexpr, COPY: gl.constexpr):
+    """Start to copy E and then R features from `row_ptr`[:, None]."""
+    e, o = gl.arange(0, E, gl.SliceLayout(0, COPY)), gl.arange(0, R, gl.SliceLayout(0, COPY))
+    async_copy.async_copy_global_to_shared(latents, row_ptr + e[None, :])
+    async_copy.async_copy_global_to_shared(rotated, row_ptr + (E + o)[None, :])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _row_of(cache_ptr, page, j, block_stride, row_stride, B: gl.constexpr, LARGE: gl.constexpr):
+    """The address of position j, which is in block `page`, as a column."""
+    if LARGE:
+        page = page.to(gl.int64)
+    return cache_ptr + (page * block_stride + j % B * row_stride)[:, None]
+
+
+@gluon.jit(do_not_specialize=["T", "H", "groups"])
+def mla_decode_kernel(
+    q_ptr, cache_ptr, tables_ptr, cu_ptr, lengths_ptr, out_ptr, lse_ptr, T, H, groups, scale, table_stride, q_stride,
+    q_head_stride, block_stride, row_stride, B: gl.constexpr, E: gl.constexpr, R: gl.constexpr, M: gl.constexpr,
+    N: gl.constexpr, SPLIT: gl.constexpr, LARGE: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, N * 4 // WARPS, 16])
+    MIXED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, E * 4 // WARPS, 16])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    KEY: gl.constexpr = gl.SliceLayout(1, COPY)
+    HEAD: gl.constexpr = gl.SliceLayout(1, SCORES)
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    s, group, split = gl.program_id(0) // groups, gl.program_id(0) % groups, gl.program_id(1)
+    token, end = gl.load(cu_ptr + s), gl.load(lengths_ptr + s)
+    if gl.load(cu_ptr + s + 1) == token:
+        return
+    h = group * M + gl.arange(0, M, HEAD)
+    into = (split * T + token).to(gl.int64) * H  # [splits, T, H]
+    first = split * SPLIT
+    if SPLIT > 0:
+        end = gl.minimum(end, first + SPLIT)
+        if first >= end:  # no key: join_kernel reads no values of this range
+            gl.store(lse_ptr + into + h, gl.full([M], float("-inf"), gl.float32, HEAD), h < H)
+            return
+
+    q, q_rotated = gl.allocate_shared_memory(dtype, [M, E], SHARED), gl.allocate_shared_memory(dtype, [M, R], SHARED)
+    latents = gl.allocate_shared_memory(dtype, [2, N, E], SHARED)
+    rotated = gl.allocate_shared_memory(dtype, [2, N, R], SHARED)
+    weights = gl.allocate_shared_memory(dtype, [M, N], SHARED)
+    head = gl.minimum(group * M + gl.arange(0, M, KEY), H - 1)
+    _copy_row(q, q_rotated, q_ptr + (token.to(gl.int64) * q_stride + head * q_head_stride)[:, None], E, R, COPY)
+    n, last = gl.arange(0, N, KEY), end - 1
+    table_ptr = tables_ptr + s.to(gl.int64) * table_stride
+    j = gl.minimum(first + n, last)
+    page = gl.load(table_ptr + j // B)
+    row_ptr = _row_of(cache_ptr, page, j, block_stride, row_stride, B, LARGE)
+    _copy_row(latents.index(0), rotated.index(0), row_ptr, E, R, COPY)
+    j = gl.minimum(first + N + n, last)
+    page = gl.load(table_ptr + j // B)
+
+    top = gl.full([M], float("-inf"), gl.float32, HEAD)
+    sums = gl.zeros(
+        [M, N], gl.float32, SCORES
+    )  # added up along the keys at the end: a sum by tile would cost a barrier
+    mixed = gl.zeros([M, E], gl.float32, MIXED)
+    column = gl.arange(0, N, gl.SliceLayout(0, SCORES))
+    now = 0
+    for at in range(first, end, N):
+        async_copy.wait_group(0)
+        fence_async_shared()
+        x = gl.zeros([M, N], gl.float32, SCORES)
+        x = warpgroup_mma(q_rotated, rotated.index(now).permute((1, 0)), x, use_acc=False, is_async=True)
+        x = warpgroup_mma(q, latents.index(now).permute((1, 0)), x, is_async=True)
+        row_ptr = _row_of(cache_ptr, page, j, block_stride, row_stride, B, LARGE)
+        _copy_row(latents.index(now ^ 1), rotated.index(now ^ 1), row_ptr, E, R, COPY)
+        j = gl.minimum(at + 2 * N + n, last)
+        page = gl.load(table_ptr + j // B)
+        x = warpgroup_mma_wait(0, deps=[x])
+        x = gl.where((at + column < end)[None, :], x * scale, float("-inf"))
+        higher = gl.maximum(top, gl.max(x, 1))
+        kept, p = gl.exp2(top - higher), gl.exp2(x - higher[:, None])
+        weights.store(p.to(dtype))
+        top, sums = higher, sums * kept[:, None] + p
+        mixed = mixed * gl.convert_layout(kept, gl.SliceLayout(1, MIXED))[:, None]
+        fence_async_shared()
+        mixed = warpgroup_mma(weights, latents.index(now), mixed, is_async=True)
+        mixed = warpgroup_mma_wait(0, deps=[mixed])
+        now = now ^ 1
+
+    async_copy.wait_group(0)
+    total = gl.sum(sums, 1)
+    unit: gl.constexpr = 1.0 if SPLIT > 0 else LN2  # join_kernel takes logs of base 2
+    gl.store(lse_ptr + into + h, (top + gl.log2(total)) * unit, h < H)
+    mean = mixed / gl.convert_layout(total, gl.SliceLayout(1, MIXED))[:, None]
+    h, e = group * M + gl.arange(0, M, gl.SliceLayout(1, MIXED)), gl.arange(0, E, gl.SliceLayout(0, MIXED))
+    gl.store(out_ptr + ((into + h) * E)[:, None] + e[None, :], mean.to(out_ptr.dtype.element_ty), (h < H)[:, None])

@@ -1,0 +1,103 @@
+"""MLA attention with Triton kernels: decodes, chunks and whole prompts, over blocks of any size.
+
+Decodes of many heads on Hopper run hopper_kernel.py, which is written for the sizes of DeepSeek-V2 and V3; all other
+calls run mla_kernels.py. Both write the same tiles: keys are split into ranges if that fills the GPU better, and
+paged attention's kernel joins their results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from bagu.ops.attention.block_sizes import is_hopper, width
+from bagu.ops.attention.shape import side_by_side
+from bagu.ops.launch import fp32_pair, next_power_of_2, num_sms, triton_acc
+from bagu.ops.mla_attention.mla_kernels import mla_kernel
+from bagu.ops.paged_attention.paged_kernels import join_kernel
+from bagu.ops.paged_attention.triton_backend import JOINED, LOG2E, SPLITS, Tile
+from bagu.ops.signature import accumulator
+
+__all__ = ["forward"]
+
+TILES = (Tile(rows=16, N=64, warps=8, stages=2), Tile(rows=64, N=32, warps=8, stages=3))
+HOPPER = Tile(rows=64, N=64, warps=8, stages=2)
+STARTUP = 256  # keys that a tile of 64 heads multiplies in the time that a range adds
+EXACT = (Tile(rows=16, N=16, warps=4, stages=1),)  # fp32 and fp64
+
+
+def _tile(rows: int, itemsize: int) -> Tile:
+    """The smallest tile with this many rows, or the largest."""
+    tiles = EXACT if itemsize > 2 else TILES
+    return next((t for t in tiles if t.rows >= rows), tiles[-1])
+
+
+def _split(programs: int, max_context: int, sms: int) -> int:
+    """The length of a range of keys with the earliest end, if every sequence has max_context; 0: one range.
+
+    A program takes as long as its keys and STARTUP more: it reads its queries, and writes a result to be joined.
+    """
+    lengths = (max_context, *(n for n in SPLITS if n < max_context))
+
+    def end(n: int) -> int:
+        return triton.cdiv(programs * triton.cdiv(max_context, n), sms) * (n + STARTUP)
+
+    best = min(lengths, key=end)
+    return 0 if best == max_context else best
+
+
+def forward(
+    q: torch.Tensor, cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor,
+    context_lens: torch.Tensor, rank: int, max_len: int, max_context: int, window: int | None, scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    (T, H, D), S, acc = q.shape, block_tables.shape[0], accumulator(q.dtype)
+    out, lse = q.new_empty(T, H, rank), q.new_empty(T, H, dtype=acc)
+    if T == 0:
+        return out, lse
+    q, cache, tables = (side_by_side(x) for x in (q, cache, block_tables))
+    lists = tables, cu_seqlens.contiguous(), context_lens.contiguous()
+    scale = (D**-0.5 if scale is None else scale) * LOG2E
+    hopper = max_len == 1 and window is None and _fits_hopper(q, cache, rank)
+    tile = HOPPER if hopper else _tile(max_len * H, q.element_size())
+    heads = min(next_power_of_2(H), tile.rows)
+    groups, tokens = triton.cdiv(H, heads), tile.rows // heads
+    programs = groups * (S if max_len == 1 else T // tokens + S)
+    split = _split(programs, max_context, num_sms(q.device))
+    splits = triton.cdiv(max_context, split) if split else 1
+    parts, part_lse = (out, lse) if splits == 1 else (
+        q.new_empty(splits, T, H, rank, dtype=acc), q.new_empty(splits, T, H, dtype=acc)
+    )  # fmt: skip
+    strides = tables.stride(0), q.stride(0), q.stride(1), cache.stride(0), cache.stride(1)
+    sizes: dict[str, Any] = {
+        "B": cache.shape[1], "E": rank, "R": D - rank, "N": tile.N, "SPLIT": split,
+        "LARGE": cache.stride(0) * len(cache) >= 2**31, "num_warps": tile.warps,
+    }  # fmt: skip
+    if hopper:
+        from bagu.ops.mla_attention.hopper_kernel import mla_decode_kernel
+
+        mla_decode_kernel[(programs, splits)](
+            q, cache, *lists, parts, part_lse, T, H, groups, scale, *strides, M=tile.rows, WARPS=tile.warps, **sizes
+        )
+    else:
+        reach = 0 if window is None else min(window, max_context)  # a larger one masks nothing; sums must fit 32 bits
+        mla_kernel[(programs, splits)](
+            q, cache, *lists, parts, part_lse, S, T, H, groups, reach, *fp32_pair(scale), *strides, TOKENS=tokens,
+            HEADS=heads, EW=width(rank), RW=width(D - rank), STAGES=tile.stages, ONE=max_len == 1,
+            WINDOW=window is not None, ACC=triton_acc(q.dtype), **sizes,
+        )  # fmt: skip
+    if splits > 1:
+        join_kernel[(T * H,)](
+            parts, part_lse, out, lse, splits, T * H, E=rank, EW=width(rank), P=JOINED, ACC=triton_acc(q.dtype),
+            num_warps=max(1, width(rank) // 128),
+        )  # fmt: skip
+    return out, lse
+
+
+def _fits_hopper(q: torch.Tensor, cache: torch.Tensor, rank: int) -> bool:
+    """Whether hopper_kernel.py can run these decodes, and they fill its tiles; it copies 16 bytes at a time."""
+    many, sizes = q.shape[1] > HOPPER.rows // 2, (rank, q.shape[2] - rank) == (512, 64)
+    strides = (*q.stride()[:2], *cache.stride()[:2])
+    aligned = all(n % 16 == 0 for n in strides) and all(x.is_meta or x.data_ptr() % 16 == 0 for x in (q, cache))
+    return many and sizes and aligned and q.element_size() == 2 and (q.is_meta or (q.is_cuda and is_hopper(q.device)))
