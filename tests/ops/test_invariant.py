@@ -102,13 +102,8 @@ def parts(M: int) -> Iterator[tuple[int, int]]:
 
 
 def test_every_row_by_row_op_is_tried_here() -> None:
-    blockwise = {
-        "attention",
-        "paged_attention",
-        "mla_attention",
-        "matmul",
-        "grouped_matmul",
-    }  # and the two heads: tried below
+    # these and the two heads are tried below; mla_attention is paged_attention there
+    blockwise = {"attention", "paged_attention", "mla_attention", "matmul", "grouped_matmul"}
     heads = {"linear_cross_entropy", "linear_cross_entropy_loss"}
     assert {name.split(",")[0] for name in ROWS} == ROW_BY_ROW | {s.name for s in OWN} - blockwise - heads
 

@@ -71,8 +71,8 @@ def mla_kernel(
         place = page * block_stride + j % B * row_stride
         latent = tl.load(cache_ptr + place[:, None] + e[None, :], there[:, None] & (e < E)[None, :], 0.0)
         rotated = tl.load(cache_ptr + place[:, None] + (E + o)[None, :], there[:, None] & (o < R)[None, :], 0.0)
-        x = tl.dot(q_rotated, rotated.T, input_precision="ieee")
-        x = tl.dot(q, latent.T, x, input_precision="ieee") * scale
+        x = tl.dot(q_rotated, rotated.T, input_precision="ieee", out_dtype=ACC)
+        x = tl.dot(q, latent.T, x, input_precision="ieee", out_dtype=ACC) * scale
         seen = there[None, :]
         if not ONE:
             seen = seen & (j[None, :] <= i[:, None])

@@ -212,12 +212,21 @@ class PagedKV:
         if v is not None:
             assert values is not None, "an MLA cache stores no values"
             ops.kv_write(values, v, b.slots, scale=value_scales)
-        values = keys[..., :v_dim] if values is None else values
-        outs = [
-            ops.paged_attention(
-                q[p.tokens], keys, values, p.block_tables, p.cu_seqlens, p.context_lens, p.max_len, p.max_context,
-                scale=scale, window=window, slopes=slopes, bias=bias, k_scale=key_scales, v_scale=value_scales,
-            )[0]
-            for p in self.parts
-        ]  # fmt: skip
+        if values is None:  # MLA: a latent per token
+            assert slopes is None and bias is None, "ModelConfig requires RoPE for MLA"
+            outs = [
+                ops.mla_attention(
+                    q[p.tokens], keys.squeeze(2), p.block_tables, p.cu_seqlens, p.context_lens, v_dim, p.max_len,
+                    p.max_context, scale=scale, window=window,
+                )[0]
+                for p in self.parts
+            ]  # fmt: skip
+        else:
+            outs = [
+                ops.paged_attention(
+                    q[p.tokens], keys, values, p.block_tables, p.cu_seqlens, p.context_lens, p.max_len, p.max_context,
+                    scale=scale, window=window, slopes=slopes, bias=bias, k_scale=key_scales, v_scale=value_scales,
+                )[0]
+                for p in self.parts
+            ]  # fmt: skip
         return outs[0] if len(outs) == 1 else torch.cat(outs)
