@@ -1,8 +1,7 @@
 """MLA attention with Triton kernels: decodes, chunks and whole prompts, over blocks of any size.
 
-Decodes of many heads on Hopper run hopper_kernel.py, which is written for the sizes of DeepSeek-V2 and V3; all other
-calls run mla_kernels.py. Both write the same tiles: keys are split into ranges if that fills the GPU better, and
-paged attention's kernel joins their results.
+hopper_kernel.py is written for Hopper and the sizes of DeepSeek-V2 and V3; all other calls run mla_kernels.py. Both
+split the keys into ranges if that fills the GPU better, and paged attention's kernel joins their results.
 """
 
 from __future__ import annotations
@@ -17,15 +16,18 @@ from bagu.ops.attention.shape import side_by_side
 from bagu.ops.launch import fp32_pair, next_power_of_2, num_sms, triton_acc
 from bagu.ops.mla_attention.mla_kernels import mla_kernel
 from bagu.ops.paged_attention.paged_kernels import join_kernel
-from bagu.ops.paged_attention.triton_backend import JOINED, LOG2E, SPLITS, Tile
+from bagu.ops.paged_attention.triton_backend import JOINED, LOG2E, Tile
 from bagu.ops.signature import accumulator
 
 __all__ = ["forward"]
 
-TILES = (Tile(rows=16, N=64, warps=8, stages=2), Tile(rows=64, N=32, warps=8, stages=3))
-HOPPER = Tile(rows=64, N=64, warps=8, stages=2)
-STARTUP = 256  # keys that a tile of 64 heads multiplies in the time that a range adds
+SPLITS = (8192, 4096, 2048, 1024, 512, 256)  # lengths of a range of keys
+TILES = (Tile(rows=16, N=64, warps=8, stages=2), Tile(rows=64, N=64, warps=8, stages=2))
 EXACT = (Tile(rows=16, N=16, warps=4, stages=1),)  # fp32 and fp64
+HOPPER = Tile(rows=64, N=64, warps=8, stages=2)
+# What a range costs, in keys that a program multiplies in the same time (64 x 4k, 128 heads on an H200: 23 keys per us;
+# 180 us in one range, 210 in two, 229 in four)
+STARTUP, JOIN = 256, 190
 
 
 def _tile(rows: int, itemsize: int) -> Tile:
@@ -35,16 +37,14 @@ def _tile(rows: int, itemsize: int) -> Tile:
 
 
 def _split(programs: int, max_context: int, sms: int) -> int:
-    """The length of a range of keys with the earliest end, if every sequence has max_context; 0: one range.
+    """The length of a range of keys with the earliest end, if every sequence has max_context; 0: one range."""
 
-    A program takes as long as its keys and STARTUP more: it reads its queries, and writes a result to be joined.
-    """
-    lengths = (max_context, *(n for n in SPLITS if n < max_context))
+    def end(n: int) -> float:
+        ranges = triton.cdiv(max_context, n)
+        joined = JOIN * ranges * programs / sms if ranges > 1 else 0
+        return triton.cdiv(programs * ranges, sms) * (n + STARTUP) + joined
 
-    def end(n: int) -> int:
-        return triton.cdiv(programs * triton.cdiv(max_context, n), sms) * (n + STARTUP)
-
-    best = min(lengths, key=end)
+    best = min((max_context, *(n for n in SPLITS if n < max_context)), key=end)
     return 0 if best == max_context else best
 
 
@@ -59,11 +59,11 @@ def forward(
     q, cache, tables = (side_by_side(x) for x in (q, cache, block_tables))
     lists = tables, cu_seqlens.contiguous(), context_lens.contiguous()
     scale = (D**-0.5 if scale is None else scale) * LOG2E
-    hopper = max_len == 1 and window is None and _fits_hopper(q, cache, rank)
+    hopper = window is None and _fits_hopper(q, cache, rank)
     tile = HOPPER if hopper else _tile(max_len * H, q.element_size())
-    heads = min(next_power_of_2(H), tile.rows)
+    heads = tile.rows if hopper else min(next_power_of_2(H), tile.rows)
     groups, tokens = triton.cdiv(H, heads), tile.rows // heads
-    programs = groups * (S if max_len == 1 else T // tokens + S)
+    programs = groups * (T if hopper else S if max_len == 1 else T // tokens + S)
     split = _split(programs, max_context, num_sms(q.device))
     splits = triton.cdiv(max_context, split) if split else 1
     parts, part_lse = (out, lse) if splits == 1 else (
@@ -75,10 +75,10 @@ def forward(
         "LARGE": cache.stride(0) * len(cache) >= 2**31, "num_warps": tile.warps,
     }  # fmt: skip
     if hopper:
-        from bagu.ops.mla_attention.hopper_kernel import mla_decode_kernel
+        from bagu.ops.mla_attention.hopper_kernel import hopper_kernel
 
-        mla_decode_kernel[(programs, splits)](
-            q, cache, *lists, parts, part_lse, T, H, groups, scale, *strides, M=tile.rows, WARPS=tile.warps, **sizes
+        hopper_kernel[(programs, splits)](
+            q, cache, *lists, parts, part_lse, S, T, H, groups, scale, *strides, M=tile.rows, **sizes
         )
     else:
         reach = 0 if window is None else min(window, max_context)  # a larger one masks nothing; sums must fit 32 bits
@@ -96,7 +96,7 @@ def forward(
 
 
 def _fits_hopper(q: torch.Tensor, cache: torch.Tensor, rank: int) -> bool:
-    """Whether hopper_kernel.py can run these decodes, and they fill its tiles; it copies 16 bytes at a time."""
+    """Whether hopper_kernel.py can run this call, which copies 16 bytes at a time, and has the heads to fill a tile."""
     many, sizes = q.shape[1] > HOPPER.rows // 2, (rank, q.shape[2] - rank) == (512, 64)
     strides = (*q.stride()[:2], *cache.stride()[:2])
     aligned = all(n % 16 == 0 for n in strides) and all(x.is_meta or x.data_ptr() % 16 == 0 for x in (q, cache))
