@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from small_engine import MODELS, small_model
 
+from bagu.nn.config import MLAConfig
+from bagu.nn.init import init_weights
+from bagu.nn.model import Transformer
 from bagu.nn.sample import generate
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
@@ -56,6 +61,24 @@ def test_bf16_logprobs_are_near_the_exact_ones(kind: str, way: str) -> None:
         assert mine.logprobs is not None
         off = torch.tensor(mine.logprobs) - torch.tensor(true)
         assert off.abs().mean() < 0.1  # three layers of large weights in 8 bits: 0.02 to 0.05 measured
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_latent_of_deepseeks_size_is_near_the_exact_one(way: str) -> None:
+    """40 heads over a latent of 512 + 64 features have a kernel of their own. The exact model scores the text drawn."""
+    mla = MLAConfig(kv_rank=512, nope_dim=16, v_dim=16, rope_dim=64)
+    config = dataclasses.replace(
+        small_model("mla").config, mla=mla, num_heads=40, num_kv_heads=40, head_dim=80, init_std=0.05
+    )
+    exact = init_weights(Transformer(config), 0).eval().cuda()
+    settings = {"num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64} | WAYS[way]
+    it = Engine(copy.deepcopy(exact).bfloat16(), None, EngineConfig(**settings))
+    drawn = it.generate(PROMPTS, Sampling(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True, logprobs=0))
+    scorer = Engine(exact, None, EngineConfig(num_blocks=64, max_num_seqs=8))
+    told = scorer.score([p + list(c.tokens) for p, c in zip(PROMPTS, drawn, strict=True)], [len(p) for p in PROMPTS])
+    for mine, true in zip(drawn, told, strict=True):
+        assert mine.logprobs is not None
+        assert (torch.tensor(mine.logprobs) - torch.tensor(true)).abs().mean() < 0.1
 
 
 @pytest.mark.parametrize("way", WAYS)
