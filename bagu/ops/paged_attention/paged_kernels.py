@@ -87,8 +87,11 @@ def paged_kernel(
         tile = tl.num_programs(0) // groups - 1 - tile
         s = sequence_of(cu_ptr, tile, sequences, TOKENS)
         block = tile - (tl.load(cu_ptr + s) // TOKENS + s)
-    begin, context = tl.load(cu_ptr + s), tl.load(lengths_ptr + s)
+    begin = tl.load(cu_ptr + s)
     new = tl.load(cu_ptr + s + 1) - begin
+    context = new
+    if lengths_ptr is not None:
+        context = tl.load(lengths_ptr + s)
     if block * TOKENS >= new:
         return
     M: tl.constexpr = TOKENS * HEADS
@@ -131,8 +134,11 @@ def paged_kernel(
     if FAR:  # an offset in a block of the pool needs 64 bits
         g = g.to(tl.int64)
     n = tl.arange(0, N)
-    table_ptr = tables_ptr + s.to(tl.int64) * table_stride
-    next_block = tl.load(table_ptr + (first + n) // B, (first + n >= needed) & (first + n < end), 0)
+    if tables_ptr is None:  # the keys are packed like the queries, in blocks of one
+        next_block = begin + first + n
+    else:
+        table_ptr = tables_ptr + s.to(tl.int64) * table_stride
+        next_block = tl.load(table_ptr + (first + n) // B, (first + n >= needed) & (first + n < end), 0)
     for at in tl.range(first, end, N, num_stages=STAGES):
         j = at + n
         there = j < end
@@ -141,7 +147,10 @@ def paged_kernel(
         source, place = next_block, j % B
         if FAR:
             place = place.to(tl.int64)
-        next_block = tl.load(table_ptr + (j + N) // B, j + N < end, 0)
+        if tables_ptr is None:
+            next_block = begin + j + N
+        else:
+            next_block = tl.load(table_ptr + (j + N) // B, j + N < end, 0)
         k = _load_keys(k_ptr, source, place, g, there, k_block_stride, k_row_stride, k_head_stride, D, DW)
         product = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
         if k_scale_ptr is not None:

@@ -17,7 +17,7 @@ from bagu.ops.launch import fp32_pair, next_power_of_2, num_sms, triton_acc
 from bagu.ops.paged_attention.paged_kernels import join_kernel, paged_kernel
 from bagu.ops.signature import accumulator
 
-__all__ = ["forward"]
+__all__ = ["attend_invariant", "forward", "invariant_forward"]
 
 LOG2E = 1.4426950408889634
 SHORTEST = 256  # keys of a range
@@ -84,20 +84,77 @@ def forward(
     k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, max_len: int, max_context: int, window: int | None,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    (T, H, D), (_, B, G, E), S = q.shape, v_cache.shape, block_tables.shape[0]
+    heads = next_power_of_2(q.shape[1] // k_cache.shape[2])
+    tile = _tile(max_len * heads, max(q.shape[-1], v_cache.shape[-1]), q.element_size(), v_cache.element_size())
+    tiles = k_cache.shape[2] * _count(q.shape[0], block_tables.shape[0], max_len, _tokens(tile, heads))
+    return attend(
+        q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, slopes, sinks, k_scale, v_scale, max_len,
+        max_context, window, scale, tile, _ranges(tiles, max_context, tile.per_sm, num_sms(q.device)),
+    )  # fmt: skip
+
+
+def invariant_forward(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor,
+    context_lens: torch.Tensor, slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, max_len: int, max_context: int, window: int | None,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return attend_invariant(
+        q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, slopes, sinks, k_scale, v_scale, max_len,
+        max_context, window, scale,
+    )  # fmt: skip
+
+
+def attend_invariant(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_tables: torch.Tensor | None, cu_seqlens: torch.Tensor,
+    context_lens: torch.Tensor | None, slopes: torch.Tensor | None, sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, max_len: int, max_context: int, window: int | None,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`attend` with one tile for decodes, chunks and whole prompts, and all keys in one range.
+
+    A smaller tile for decodes would save no time (they are bound by memory), but its products would be mma.sync
+    instructions instead of wgmma, and its sums over keys would have another order.
+    """
+    tile = _tile(64, max(q.shape[-1], v.shape[-1]), q.element_size(), v.element_size())
+    return attend(
+        q, k, v, block_tables, cu_seqlens, context_lens, slopes, sinks, k_scale, v_scale, max_len, max_context, window,
+        scale, tile, 1,
+    )  # fmt: skip
+
+
+def _tokens(tile: Tile, heads: int) -> int:
+    return max(1, tile.rows // heads)
+
+
+def _count(T: int, S: int, max_len: int, tokens: int) -> int:
+    """The tiles of T tokens of S sequences, per key head, if a tile has this many tokens."""
+    return S if max_len == 1 else T // tokens + S
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_tables: torch.Tensor | None, cu_seqlens: torch.Tensor,
+    context_lens: torch.Tensor | None, slopes: torch.Tensor | None, sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, max_len: int, max_context: int, window: int | None,
+    scale: float | None, tile: Tile, ranges: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out and lse of q over the pools k[N, B, G, D] and v[N, B, G, E], with this tile and the keys in `ranges` ranges.
+
+    Without block tables and context_lens nothing is past, B is 1, and keys are packed like queries.
+    """
+    (T, H, D), (_, B, G, E), S = q.shape, v.shape, len(cu_seqlens) - 1
     acc = accumulator(q.dtype)
     out, lse = q.new_empty(T, H, E), q.new_empty(T, H, dtype=acc)
     if T == 0:
         return out, lse
-    q, k, v = (side_by_side(x) for x in (q, k_cache, v_cache))
+    q, k, v = (side_by_side(x) for x in (q, k, v))
     slopes, sinks = (None if x is None else x.contiguous() for x in (slopes, sinks))
-    tables, cu, lengths = side_by_side(block_tables), cu_seqlens.contiguous(), context_lens.contiguous()
+    tables = None if block_tables is None else side_by_side(block_tables)
+    cu, lengths = cu_seqlens.contiguous(), None if context_lens is None else context_lens.contiguous()
     heads = next_power_of_2(H // G)
-    tile = _tile(max_len * heads, max(D, E), q.element_size(), v.element_size())
-    tokens = max(1, tile.rows // heads)
-    tiles = S if max_len == 1 else T // tokens + S
+    tokens = _tokens(tile, heads)
+    tiles = _count(T, S, max_len, tokens)
     reach = 0 if window is None else min(window, max_context)  # a larger one masks nothing, and sums must fit 32 bits
-    ranges = _ranges(tiles * G, max_context, tile.per_sm, num_sms(q.device))
     split = triton.cdiv(triton.cdiv(max_context, ranges), tile.N) * tile.N
     splits = triton.cdiv(max_context, split)
     parts, part_lse = (out, lse) if splits == 1 else (
@@ -109,8 +166,8 @@ def forward(
     v = v.view(torch.int32) if words else v
     paged_kernel[(tiles * G, splits)](
         q, k, v, tables, cu, lengths, slopes, sinks, k_scale, v_scale, parts, part_lse, S, G, T, H, H // G, reach,
-        *fp32_pair((D**-0.5 if scale is None else scale) * LOG2E), tables.stride(0), q.stride(0), q.stride(1),
-        k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2), *k_steps, *v_steps, split,
+        *fp32_pair((D**-0.5 if scale is None else scale) * LOG2E), 0 if tables is None else tables.stride(0),
+        q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], *k_steps, *v_steps, split,
         B=B, D=D, E=E, TOKENS=tokens, HEADS=heads, N=tile.N, DW=width(D), EW=width(E), SPLITS=splits > 1,
         STAGES=tile.stages, ONE=max_len == 1, WINDOW=window is not None, FAR=far, WORDS=4 if words else 1, FP8=fp8,
         ACC=triton_acc(q.dtype), num_warps=tile.warps, maxnreg=tile.registers,
