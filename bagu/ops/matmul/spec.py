@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.core import Case, Cost, OpSpec, Rule, Streams
 from bagu.ops.matmul import torch_backend
 
 
@@ -59,7 +59,14 @@ SPEC = OpSpec(
     saves=("x", "w", "bias"),
     ulps=1,
     independent=("M", "N"),
-    backends=("torch",),
+    prefer_torch=(
+        Rule(
+            when="outside invariant mode",
+            runs="cuBLAS",
+            why="it may choose the order of a sum by the number of rows and so has faster kernels for few rows",
+            holds=lambda args: True,
+        ),
+    ),
     cases=[
         Case("even", "powers of two need no masks, so a failure here is the math", M=8, N=16, K=32),
         Case("ragged", "no side is a multiple of a block, so every mask is used", M=5, N=23, K=37),
@@ -77,6 +84,9 @@ SPEC = OpSpec(
         Case("loud", "products pass fp16's largest value and the sum comes back below it", M=4, N=9, K=64, scale=2e4),
         Case("nan", "a NaN spoils its own row and no other", M=4, N=9, K=16, plant=float("nan")),
         Case("inf", "an infinity spoils its own row and no other", M=4, N=9, K=16, plant=float("inf")),
+        Case("empty", "there is no row", M=0, N=9, K=16, bias=True),
+        Case("tall", "more rows than the smallest tile has", M=130, N=40, K=32, bias=True),
+        Case("tall_odd", "the same, with rows that are not aligned", M=70, N=20, K=20),
         Case("llama_qkv", "the QKV projection of an 8B model at 16k tokens", bench=True, M=16384, N=6144, K=4096),
         Case("llama_up", "its fused gate and up projection", bench=True, M=16384, N=28672, K=4096),
         Case("llama_down", "its down projection: the longest sum", bench=True, M=16384, N=4096, K=14336),

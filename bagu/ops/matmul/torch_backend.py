@@ -40,7 +40,8 @@ def backward(
     if widens(x):
         wide = backward(dy.float(), x.float(), w.float(), None if bias is None else bias.float())
         return wide[0].to(x.dtype), wide[1].to(x.dtype), None if wide[2] is None else wide[2].to(x.dtype)
-    rows, features = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    M = x.shape[:-1].numel()
+    rows, features = dy.reshape(M, dy.shape[-1]), x.reshape(M, x.shape[-1])
     return dy @ w, rows.mT @ features, None if bias is None else rows.sum(0)
 
 

@@ -1,0 +1,67 @@
+"""The product kernel: a program computes a tile of y = x wᵀ + bias with one loop over K.
+
+The terms of an output are added in the order of K by one instruction kind, so the bits of a row depend neither on the
+other rows nor on the tile's rows and columns (`triton_backend.py` says which tiles that holds for).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["product_kernel"]
+
+
+@triton.jit
+def _tile_of(program, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """The tile of a program. GROUP tiles of rows are computed together, so that the weight's tiles are read from L2."""
+    down, across = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    first = program // (GROUP * across) * GROUP
+    rows = tl.minimum(down - first, GROUP)
+    within = program % (GROUP * across)
+    return first + within % rows, within // rows
+
+
+@triton.jit
+def _rows_of(ptr, first, rows, K, stride, ROWS: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr):
+    """The rows from `first` on of a matrix of `rows` rows, for `_load`: a pointer, or a TMA descriptor."""
+    if TMA:
+        return tl.make_tensor_descriptor(ptr, [rows, K], [stride, 1], [ROWS, BK])
+    else:
+        return ptr + first.to(tl.int64) * stride
+
+
+@triton.jit
+def _load(source, first, k, rows, K, stride, ROWS: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+          TMA: tl.constexpr):  # fmt: skip
+    """[ROWS, BK]: the columns from k on, zeros beyond the matrix."""
+    if TMA:
+        return source.load([first, k])
+    else:
+        r, c = tl.arange(0, ROWS), tl.arange(0, BK)
+        there = (first + r < rows)[:, None]
+        if not EVEN:
+            there = there & (k + c < K)[None, :]
+        return tl.load(source + r[:, None] * stride + (k + c)[None, :], there, 0.0)
+
+
+@triton.jit(do_not_specialize=["M"])
+def product_kernel(
+    x_ptr, w_ptr, bias_ptr, y_ptr, M, N, K, x_stride, w_stride, y_stride, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    down, across = _tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
+    m, n = down * BM, across * BN
+    x_rows = _rows_of(x_ptr, m, M, K, x_stride, BM, BK, TMA)
+    w_rows = _rows_of(w_ptr, n, N, K, w_stride, BN, BK, TMA)
+    total = tl.zeros([BM, BN], ACC)
+    for k in tl.range(0, K, BK, num_stages=STAGES):
+        x = _load(x_rows, m, k, M, K, x_stride, BM, BK, EVEN, TMA)
+        w = _load(w_rows, n, k, N, K, w_stride, BN, BK, EVEN, TMA)
+        total = tl.dot(x, w.T, total, input_precision="ieee", out_dtype=ACC)
+    row, column = m + tl.arange(0, BM), n + tl.arange(0, BN)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, column < N, 0.0).to(ACC)[None, :]
+    at = row.to(tl.int64)[:, None] * y_stride + column[None, :]
+    tl.store(y_ptr + at, total, (row < M)[:, None] & (column < N)[None, :])
