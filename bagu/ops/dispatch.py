@@ -25,7 +25,7 @@ from bagu.ops import recording, scope
 from bagu.ops.core import OpSpec
 from bagu.ops.custom import listed, needs_custom_op, register
 from bagu.ops.eager import autocasting, constant, traced, transformed
-from bagu.ops.invariant import forward_of
+from bagu.ops.invariant import backend_of, forward_of
 from bagu.ops.launcher import cuda_launcher
 from bagu.ops.node import Node
 from bagu.ops.replay import kind_of, remember
@@ -131,17 +131,14 @@ def _found_route(
     first = values[spec.first]
     asked, casts = backend if backend is not None else choice.backend, autocasting(first)
     if choice.invariant:
-        route = _by_name(forward_of(spec, asked, first))
+        route = _invariant(spec, asked, first, values, args)
     elif (name := _choose(spec, asked, first, args)) == "torch" and not (casts and spec.grads and not traced(first)):
         route = _by_name(spec.torch_backend.forward)
     elif name == "torch":  # inside autocast, autograd's backward would cast its products
         load(spec.name, name)
         route = _as_node(_nodes[spec.name, name], first, values)
     elif transformed():
-        raise BackendError(
-            f"{spec.name}: the {name} backend has no torch.func transforms (grad, vmap, jvp) and no forward-mode AD",
-            hint="ask for backend='torch' there",
-        )
+        raise _without_transforms(spec, name)
     elif needs_custom_op(values):
         load_op(spec.name, name)
         op = getattr(torch.ops.bagu, f"{spec.name}_{name}")
@@ -150,6 +147,29 @@ def _found_route(
         load(spec.name, name)
         route = _as_node(_nodes[spec.name, name], first, values)
     return _without_autocast(route, first.device.type) if casts else route
+
+
+def _invariant(
+    spec: OpSpec, asked: str | None, first: torch.Tensor, values: Sequence[Any], args: Mapping[str, Any]
+) -> Route:
+    """The route of a call in batch-invariant mode; raises if the op has no such kernel for it."""
+    backend = backend_of(spec, asked, first)
+    if backend == "torch":
+        return _by_name(forward_of(spec, backend, first))
+    _choose(spec, backend, first, args)  # raises if the kernels cannot run
+    if transformed():
+        raise _without_transforms(spec, backend)
+    key = spec.name, "invariant"
+    if key not in _nodes:
+        _nodes[key] = _node(spec, backend, forward_of(spec, backend, first))
+    return _as_node(_nodes[key], first, values)
+
+
+def _without_transforms(spec: OpSpec, backend: str) -> BackendError:
+    return BackendError(
+        f"{spec.name}: the {backend} backend has no torch.func transforms (grad, vmap, jvp) and no forward-mode AD",
+        hint="ask for backend='torch' there",
+    )
 
 
 def _by_name(forward: Callable[..., Any]) -> Route:
@@ -196,7 +216,7 @@ def _traced(spec: OpSpec, backend: str | None, first: torch.Tensor, args: Mappin
     choice = scope.current()
     asked = backend if backend is not None else choice.backend
     if choice.invariant:
-        return forward_of(spec, asked, first)(**args)
+        return forward_of(spec, backend_of(spec, asked, first), first)(**args)
     name = _choose(spec, asked, first, args)
     if name == "torch":
         return spec.torch_backend.forward(**args)
@@ -277,9 +297,13 @@ def load(op: str, backend: str) -> None:
             f"{spec.name}: the triton backend was asked for, and Triton is not installed",
             hint="pip install 'bagu[triton]', or ask for backend='torch'",
         )
-    module = spec.module(backend)
+    _nodes[op, backend] = _node(spec, backend, spec.module(backend).forward)
+
+
+def _node(spec: OpSpec, backend: str, forward: Callable[..., Any]) -> Node:
+    """A forward of a backend, with the backend's backward."""
     launcher = cuda_launcher() if backend == "triton" and torch.cuda.is_available() and not _interpreted() else None
-    _nodes[op, backend] = Node(spec, backend, module.forward, module.backward if spec.grads else None, launcher)
+    return Node(spec, backend, forward, spec.module(backend).backward if spec.grads else None, launcher)
 
 
 @constant

@@ -123,12 +123,14 @@ def faults(kernel: Kernel) -> list[str]:
 
 
 def _launches(spec: OpSpec, case: Case, dtype: torch.dtype, backend: str) -> list[Launch]:
-    """The launches of a forward and a backward, recorded on meta tensors."""
+    """The launches of a forward, of the one for invariant mode, and of a backward, recorded on meta tensors."""
     module, sig = spec.module(backend), spec.sig
     args = spec.cast(case, spec.inputs(case, MetaStreams()), dtype)
     args = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in args.items()}
     with _recorded() as launches:
         results = dict(zip((r.name for r in sig.results), module.forward(**args), strict=True))
+        if (invariant := getattr(module, "invariant_forward", None)) is not None:
+            invariant(**args)
         if spec.grads:
             known = args | results
             given = {f"d{o}": results[o] for o in spec.differentiable} | {s: known[s] for s in spec.saves}

@@ -4,7 +4,8 @@
 ...     hidden = model(ids, positions, cu_seqlens, max_len).hidden
 
 Fast kernels choose the order of a sum by the number of rows: a GEMM of 3 rows sums in a different order than one of
-300, and a decode in a different order than a prefill. In this mode the order of a sum does not depend on the batch:
+300, and a decode in a different order than a prefill. In this mode the order of a sum does not depend on the batch.
+On a CPU:
 
     products       each output adds its own numbers in order (invariant_rows.cpp). Without the C++: 16 rows at a time
                    (`in_blocks`), the last block padded with zeros, which is one GEMM shape for each weight
@@ -14,9 +15,16 @@ Fast kernels choose the order of a sum by the number of rows: a GEMM of 3 rows s
     gates          one formula for every element (`times_sigmoid`, `sigmoid`); PyTorch's kernels have two
     long rows      `at_least_two_rows`: PyTorch splits a single sum of 32768 or more numbers among threads
 
+On a GPU, by Triton (docs/decisions/016):
+
+    products       matmul/triton_backend.py: K is not split, and its tile depends on the weight's shape
+    attention      the kernel of paged_attention for training, prefill and decode, with a tile of keys by head size
+    row by row     norms, softmax: the tile depends on the length of a row; gates, rope: one formula for every element
+    logprobs       one program per row, whatever the number of rows (linear_cross_entropy, cross_entropy)
+
 Bits are equal on one machine with one number of threads. The backward is not changed by this mode and not
 batch-invariant: no token's probability depends on it. Compiled code fuses and rounds differently, so it raises an
-error. So do the Triton backends and other devices, whose kernels are not batch-invariant yet.
+error. So do ops whose kernels are not batch-invariant.
 """
 
 from __future__ import annotations
@@ -36,6 +44,7 @@ __all__ = [
     "ROW_BY_ROW",
     "active",
     "at_least_two_rows",
+    "backend_of",
     "forward_of",
     "in_blocks",
     "invariant",
@@ -45,12 +54,13 @@ __all__ = [
 
 ROWS = 16  # per block. MKL has other kernels below 16 rows; on AVX-512 and AMX, fp32 and bf16, any fixed number works
 
-# Ops whose normal forward sums each row separately, so this mode uses it unchanged. tests/ops/test_invariant.py checks
-# them, and every op that has an `invariant_forward` in its torch backend.
+# Ops whose normal forward sums each row separately, so this mode uses it unchanged, unless the backend has an
+# `invariant_forward`. tests/ops/test_invariant.py and test_invariant_triton.py check them.
 ROW_BY_ROW = frozenset({
     "add_rms_norm", "dequantize_int8", "kv_write", "layer_norm", "relu_squared", "rms_norm", "rope", "scale_norm",
     "softmax", "transpose",
 })  # fmt: skip
+ELEMENTWISE_ON_GPU = frozenset({"geglu", "gelu", "swiglu"})  # a GPU has one formula for every element; see `sigmoid`
 
 
 class invariant:
@@ -71,23 +81,34 @@ def active() -> bool:
     return scope.current().invariant
 
 
-def forward_of(spec: OpSpec, asked: str | None, first: torch.Tensor) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The batch-invariant forward of an op; raises if it has none. `asked` is the requested backend."""
+def backend_of(spec: OpSpec, asked: str | None, first: torch.Tensor) -> str:
+    """The backend with the batch-invariant kernels of an op; raises if there are none. `asked` is the requested one."""
     if torch.compiler.is_compiling():
         _refuse_compiler(spec.name)
-    if asked not in (None, "torch") or first.device.type != "cpu":
+    on = first.device.type
+    wanted = "triton" if on == "cuda" and "triton" in spec.backends else "torch"
+    interpreted = on == "cpu" and asked == "triton"
+    if on not in ("cpu", "cuda") or (asked not in (None, wanted) and not interpreted):
         raise BackendError(
-            f"{spec.name}: invariant mode has the torch backend on a CPU, and {asked or 'torch'} on {first.device.type}"
-            " was asked for",
-            hint="move the tensors to a CPU, or leave bagu.ops.invariant()",
+            f"{spec.name}: invariant mode has the torch backend on a CPU and the triton backend on a GPU, and"
+            f" {asked or 'torch'} on {on} was asked for",
+            hint="leave backend= out, or leave bagu.ops.invariant()",
         )
-    own: Any = getattr(spec.torch_backend, "invariant_forward", None)
+    return asked or wanted
+
+
+def forward_of(spec: OpSpec, backend: str, first: torch.Tensor) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The batch-invariant forward of a backend; raises if it has none."""
+    module: Any = spec.module(backend)
+    own = getattr(module, "invariant_forward", None)
+    if spec.name in ELEMENTWISE_ON_GPU and (first.is_cuda or backend == "triton"):
+        own = module.forward
     if own is None and spec.name not in ROW_BY_ROW:
         raise BackendError(
-            f"{spec.name} has no invariant form: its results depend on the batch",
+            f"{spec.name} has no invariant form{' on a GPU' if first.is_cuda else ''}: its results depend on the batch",
             hint="leave bagu.ops.invariant() for this model",
         )
-    return own or spec.torch_backend.forward
+    return own or module.forward
 
 
 @constant  # runs, and so raises, while the compiler traces the call

@@ -20,7 +20,7 @@ from bagu.errors import BackendError
 from bagu.ops.catalogue import SPECS
 from bagu.ops.core import Case, OpSpec, check
 from bagu.ops.dispatch import call
-from bagu.ops.invariant import ROW_BY_ROW, active, in_blocks
+from bagu.ops.invariant import ROW_BY_ROW, active
 
 OWN = [s for s in SPECS.values() if hasattr(s.torch_backend, "invariant_forward")]
 DTYPES = (torch.float32, torch.bfloat16)
@@ -296,37 +296,8 @@ def test_what_cannot_keep_the_promise_is_refused() -> None:
     with ops.invariant():
         with pytest.raises(BackendError, match="batch_norm has no invariant form"):
             ops.batch_norm(x, w, w)
-        with pytest.raises(BackendError, match="triton on cpu was asked for"):
-            ops.rms_norm(x, w, backend="triton")
         with pytest.raises(BackendError, match="torch on meta was asked for"):
             ops.rms_norm(x.to("meta"), w.to("meta"))
         torch._dynamo.reset()
         with pytest.raises(Exception, match="asked for inside"):
             torch.compile(lambda: ops.rms_norm(x, w), fullgraph=True, backend="eager")()
-
-
-# Triton kernels that keep a row's bits already. Not among them: layer_norm, which chooses its tile by the number of
-# rows, and cross_entropy over 16,384 words or more, which splits long rows when there are few of them.
-TRITON_KEEPS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "add_rms_norm": lambda x: ops.add_rms_norm(x, x.flip(-1), x[0]),
-    "cross_entropy": lambda x: ops.cross_entropy(x, torch.zeros(len(x), dtype=torch.int64, device=x.device)),
-    "products in blocks": lambda x: in_blocks(lambda rows: torch.nn.functional.linear(rows, x[:64]), x),
-    "rms_norm": lambda x: ops.rms_norm(x, x[0]),
-    "softmax": lambda x: ops.softmax(x, 0.3),
-    "swiglu": lambda x: ops.swiglu(x),
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("N", [64, 96, 1024, 4096, 5632])
-@pytest.mark.parametrize("name", TRITON_KEEPS)
-def test_kernels_that_keep_a_rows_bits_on_a_gpu(name: str, N: int, dtype: torch.dtype) -> None:
-    fixed = randn(64, N, dtype=dtype, seed=1).cuda()  # the first rows, which serve as gains and weights
-    for M in (3, 17, 300, 2000):
-        x = torch.cat([fixed, randn(M, N, dtype=dtype).cuda()])
-        whole = outputs(TRITON_KEEPS[name](x))
-        for n in (n for n in (1, 2, 7, 16, 33, 129) if n <= M):
-            few = outputs(TRITON_KEEPS[name](torch.cat([fixed, x[-n:]])))
-            for y, z in zip(whole, few, strict=True):
-                assert torch.equal(y[-n:], z[-n:]), f"{n} rows of {M}"

@@ -24,9 +24,10 @@ from bagu.ops.attention.shape import side_by_side
 from bagu.ops.attention.work_list import list_tiles
 from bagu.ops.launch import fp32_pair, triton_acc
 from bagu.ops.launcher import with_scratch_memory
+from bagu.ops.paged_attention.triton_backend import attend_invariant
 from bagu.ops.signature import accumulator
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "invariant_forward"]
 
 LOG2E = 1.4426950408889634
 
@@ -98,6 +99,23 @@ def forward(
         **_constants(q, v, slopes, causal, window, softcap, block),
     )  # fmt: skip
     return out, lse
+
+
+def invariant_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
+    bias: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int, causal: bool, window: int | None,
+    scale: float | None, softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The bits that `paged_attention` gives these tokens in invariant mode, by its kernel.
+
+    It has no softcap and no bidirectional attention. Such a model does not decode from a cache, and `forward` computes
+    a segment by its own length alone.
+    """
+    if not causal or softcap is not None:
+        return forward(q, k, v, cu_seqlens, slopes, bias, sinks, max_len, causal, window, scale, softcap)
+    return attend_invariant(
+        q, k.unsqueeze(1), v.unsqueeze(1), None, cu_seqlens, None, slopes, sinks, max_len, max_len, window, scale
+    )
 
 
 def backward(

@@ -21,7 +21,7 @@ import triton.language as tl
 from bagu.ops.launch import as_rows, next_power_of_2, num_sms, triton_acc
 from bagu.ops.signature import accumulator
 
-__all__ = ["TUNABLE", "backward", "forward", "reduce_rows"]
+__all__ = ["TUNABLE", "backward", "forward", "invariant_forward", "reduce_rows"]
 
 TUNABLE = {  # the tests run every combination
     "forward": {"block": (1024, 4096), "splits": (1, 3), "num_warps": (4, 8)},
@@ -197,6 +197,17 @@ def reduce_rows(
             rows, targets, y, lse, part, V, rows.stride(0), ignore_index, label_smoothing, z_loss, splits,
             S=next_power_of_2(splits), num_warps=1, **shared,
         )  # fmt: skip
+
+
+def invariant_forward(
+    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, label_smoothing: float, z_loss: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One program per row, whatever the number of rows. A row is read in groups of 16 bytes, and where they begin must
+    not depend on its place in the batch: rows of another length are copied to a multiple of 16 words."""
+    rows, V = as_rows(logits), logits.shape[-1]
+    if V % 16:
+        rows = torch.nn.functional.pad(rows, (0, -V % 16))[:, :V]
+    return forward(rows, targets, ignore_index, label_smoothing, z_loss, splits=1)
 
 
 def forward(

@@ -20,9 +20,10 @@ from bagu.ops.cross_entropy.triton_backend import exp, reduce_rows
 from bagu.ops.launch import next_power_of_2, triton_acc
 from bagu.ops.linear_cross_entropy import chunked
 from bagu.ops.linear_cross_entropy.chunked import EVERY, Kernels
+from bagu.ops.matmul.triton_backend import product
 from bagu.ops.signature import accumulator
 
-__all__ = ["KERNELS", "TUNABLE", "backward", "forward"]
+__all__ = ["INVARIANT", "KERNELS", "TUNABLE", "backward", "forward", "invariant_forward"]
 
 TUNABLE = {"backward": {"block": (1024, 4096, 8192), "num_warps": (4, 8)}}  # the tests run every combination
 ALIGN = 16  # row lengths of the logits' memory are a multiple of this, so that loads are 128 bits wide
@@ -66,18 +67,29 @@ def _pad(weight: torch.Tensor) -> torch.Tensor:
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """hidden @ weight.T in the accumulator's dtype, in rows padded to ALIGN words."""
-    (M, V), acc = (hidden.shape[0], weight.shape[0]), accumulator(hidden.dtype)
-    memory = torch.empty(M, triton.cdiv(V, ALIGN) * ALIGN, dtype=acc, device=hidden.device)
-    out = memory[:, :V]
-    if hidden.dtype == acc:
+    out = _logits_memory(hidden, weight)
+    if hidden.dtype == out.dtype:
         return torch.mm(hidden, weight.T, out=out)
-    return torch.mm(hidden, weight.T, out_dtype=acc, out=out)
+    return torch.mm(hidden, weight.T, out_dtype=out.dtype, out=out)
 
 
-def _score(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _logits_memory(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    (M, V), acc = (hidden.shape[0], weight.shape[0]), accumulator(hidden.dtype)
+    return torch.empty(M, triton.cdiv(V, ALIGN) * ALIGN, dtype=acc, device=hidden.device)[:, :V]
+
+
+def _logits_by_row(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The same by the product kernel, whose rows are batch-invariant. (`chunked.operands` widens the weight on other
+    devices than CUDA, also on meta tensors.)"""
+    return product(hidden, weight.to(hidden.dtype), None, _logits_memory(hidden, weight))
+
+
+def _score(
+    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, *, splits: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     target_logit = torch.empty(logits.shape[0], dtype=logits.dtype, device=logits.device)
     lse = torch.empty_like(target_logit)
-    reduce_rows(logits, targets.contiguous(), target_logit, lse, ignore_index, 0.0, 0.0, loss=False)
+    reduce_rows(logits, targets.contiguous(), target_logit, lse, ignore_index, 0.0, 0.0, loss=False, splits=splits)
     return target_logit, lse
 
 
@@ -99,12 +111,19 @@ def _overwrite(
 
 
 KERNELS = Kernels(logits=_logits, score=_score, slope=_overwrite, pad=_pad)
+INVARIANT = Kernels(logits=_logits_by_row, score=partial(_score, splits=1), slope=_overwrite, pad=_pad)
 
 
 def forward(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return chunked.forward(hidden, weight, targets, ignore_index, memory, KERNELS)
+
+
+def invariant_forward(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return chunked.forward(hidden, weight, targets, ignore_index, memory, INVARIANT)
 
 
 def backward(

@@ -16,10 +16,10 @@ import triton.language as tl
 from bagu.ops.kernels.scalars import int64
 from bagu.ops.launch import num_sms, triton_acc
 from bagu.ops.linear_cross_entropy.chunked import EVERY
-from bagu.ops.linear_cross_entropy.triton_backend import KERNELS
+from bagu.ops.linear_cross_entropy.triton_backend import INVARIANT, KERNELS
 from bagu.ops.linear_cross_entropy_loss import one_pass
 
-__all__ = ["TUNABLE", "backward", "forward"]
+__all__ = ["TUNABLE", "backward", "forward", "invariant_forward"]
 
 TUNABLE = {"backward": {"block": (2048, 4096), "num_warps": (4, 8)}}  # the tests run every combination
 
@@ -50,6 +50,16 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     return one_pass.forward(
         hidden, weight, targets, token_weights, ignore_index, z_loss, memory, grad_hidden, grad_weight, KERNELS
+    )
+
+
+def invariant_forward(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
+    z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Each token's logit and lse are batch-invariant; the loss is a sum over the batch."""
+    return one_pass.forward(
+        hidden, weight, targets, token_weights, ignore_index, z_loss, memory, grad_hidden, grad_weight, INVARIANT
     )
 
 
