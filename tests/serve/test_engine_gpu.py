@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from small_engine import MODELS, small_model
 
-from bagu.nn.config import MLAConfig
+from bagu import ops
+from bagu.errors import BackendError
+from bagu.nn.config import MLAConfig, ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.nn.sample import generate
@@ -136,3 +139,59 @@ def test_graphs_over_shared_weights_are_kept_while_a_trainer_updates_them_in_pla
         want = generate(it.model, PROMPTS, 40, temperature=0.0)
         assert [list(c.tokens) for c in it.generate(PROMPTS, GREEDY)] == want
     assert moved.captured
+
+
+def wide_model() -> Transformer:
+    """The proportions of Qwen3-0.6B with 2 layers: heads of 128, GQA, QK norm, a vocabulary of 20,000."""
+    config = ModelConfig(
+        vocab_size=20_000, hidden_size=512, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=128,
+        intermediate_size=1536, max_len=1024, qk_norm=True, tie_embeddings=True,
+    )  # fmt: skip
+    return init_weights(Transformer(config, device="cuda", dtype=torch.bfloat16), 0).eval()
+
+
+@pytest.mark.parametrize("kind", ["wide", *(kind for kind in MODELS if kind != "mla")])
+def test_invariant_logprobs_have_the_trainers_bits_whatever_the_batch(kind: str) -> None:
+    """Alone, among 256, in chunks, with a cached prefix, after preemption, with and without CUDA graphs."""
+    model = wide_model() if kind == "wide" else small_model(kind, torch.bfloat16).cuda()
+    vocabulary, long = (20_000, 300) if kind == "wide" else (97, 61)
+    sampling = Sampling(max_tokens=24, temperature=1.0, seed=4, logprobs=0, ignore_eos=True)
+    mine = [(7 * i + 3) % vocabulary for i in range(long)]
+    others = [[(i * j + 5) % vocabulary for j in range(1 + i % 40)] for i in range(255)]
+    runs: dict[str, tuple[float, ...]] = {}
+
+    def note(name: str, prompts: list[list[int]], ready: Engine | None = None, **settings: Any) -> Engine:
+        chosen: dict[str, Any] = {"num_blocks": 1600, "max_num_seqs": 256, "max_num_batched_tokens": 2048} | settings
+        it = Engine(model, None, EngineConfig(invariant=True, **chosen)) if ready is None else ready
+        found = it.generate(prompts, sampling)[-1]
+        assert found.logprobs is not None
+        runs[name] = found.logprobs
+        texts[name] = found.tokens
+        return it
+
+    texts: dict[str, tuple[int, ...]] = {}
+    alone = note("alone", [mine])
+    note("warm", [mine], alone)
+    assert alone.stats().prefix_hits > 0
+    note("no graphs", [mine], cuda_graphs=False)
+    note("among 256", [*others, mine])
+    for chunk in (1, 7, 64):
+        note(f"chunks of {chunk}", [mine], max_num_seqs=1, max_num_batched_tokens=chunk)
+    tight = note("preempted", [others[39], others[79], mine], num_blocks=-(-(long + 24) // 16) + 2, max_num_seqs=3)
+    assert tight.stats().preemptions > 0
+    ids = torch.tensor([*others[9], *mine, *texts["alone"]], device="cuda")
+    ends = [0, len(others[9]), len(ids)]
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)]).cuda()
+    with torch.no_grad(), ops.invariant():
+        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        hidden = model(ids, positions, cu_seqlens, len(ids) - len(others[9])).hidden
+        trained = ops.linear_cross_entropy(hidden[:-1], model.head_weight, ids[1:])
+        runs["trainer"] = tuple(ops.token_losses(*trained).logprobs[-24:].tolist())
+    assert {name: text == texts["alone"] for name, text in texts.items()} == dict.fromkeys(texts, True)
+    assert {name: bits == runs["alone"] for name, bits in runs.items()} == dict.fromkeys(runs, True)
+
+
+def test_a_model_without_invariant_kernels_is_refused() -> None:
+    it = engine("mla", torch.bfloat16, invariant=True)
+    with pytest.raises(BackendError, match="grouped_matmul has no invariant form on a GPU"):
+        it.generate(PROMPTS[:1], GREEDY)
