@@ -14,7 +14,7 @@
 namespace bagu {
 
 constexpr int BLOCK_M = REGISTERS == 32 ? 4 : 2, BLOCK_N = 4;
-constexpr int64_t TILE_M = 32, TILE_N = 64;  // outputs of one task
+constexpr int64_t TILE_M = 32, TILE_N = 16;  // outputs of one task: their weights stay in the L1 cache
 
 template <class T>
 struct Matrix {
@@ -31,29 +31,36 @@ struct Product {
     float* y;           // [M, N]
 };
 
-// y[m … m + R, n … n + C] = x w^T + bias.
+// y[m … m + R, n … n + C] = x w^T + bias. Without the pragmas GCC 12 keeps the accumulators in memory: 2.3 times as slow.
 template <class T, int R, int C>
 void block(const Matrix<T>& x, const Matrix<T>& w, const Product& p, int64_t m, int64_t n) {
     vec acc[R][C] = {};
-    int64_t k = 0;
-    for (; k + W <= p.K; k += W) {
-        vec xs[R];
-        for (int r = 0; r < R; r++) xs[r] = load(x.row(m + r) + k);
+    const T *xs[R], *ws[C];
+    for (int r = 0; r < R; r++) xs[r] = x.row(m + r);
+    for (int c = 0; c < C; c++) ws[c] = w.row(n + c);
+    int64_t k = 0, K = p.K;
+    for (; k + W <= K; k += W) {
+        vec a[R];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) a[r] = load(xs[r] + k);
+#pragma GCC unroll 16
         for (int c = 0; c < C; c++) {
-            vec ws = load(w.row(n + c) + k);
-            for (int r = 0; r < R; r++) acc[r][c] = fma(xs[r], ws, acc[r][c]);
+            vec b = load(ws[c] + k);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) acc[r][c] = fma(a[r], b, acc[r][c]);
         }
     }
-    if (int64_t rest = p.K - k; rest) {
-        vec xs[R];
-        for (int r = 0; r < R; r++) xs[r] = load(x.row(m + r) + k, rest);
-        for (int c = 0; c < C; c++) {
-            vec ws = load(w.row(n + c) + k, rest);
-            for (int r = 0; r < R; r++) acc[r][c] = fma(xs[r], ws, acc[r][c]);
-        }
-    }
+    float* y = p.y + m * p.N + n;
+    const float* bias = p.bias ? p.bias + n : nullptr;
+    int64_t N = p.N;
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) p.y[(m + r) * p.N + n + c] = sum(acc[r][c]) + (p.bias ? p.bias[n + c] : 0.0f);
+#pragma GCC unroll 16
+        for (int c = 0; c < C; c++) {
+            vec last = acc[r][c];
+            if (k < K) last = fma(load(xs[r] + k, K - k), load(ws[c] + k, K - k), last);
+            y[r * N + c] = sum(last) + (bias ? bias[c] : 0.0f);
+        }
 }
 
 // A row alone has twice the outputs per block: an FMA has a latency of 4 cycles.
