@@ -50,6 +50,11 @@ def supported(spec: OpSpec, backend: str, case: Case) -> bool:
     return spec.unsupported(spec.inputs(case, Streams(spec.name, case.name))) is None
 
 
+def eight_bits(spec: OpSpec, case: Case) -> bool:
+    """Whether a case attends to an 8-bit cache, which has no invariant mode."""
+    return spec.name == "paged_attention" and case.get("dtype", None) is not None
+
+
 def points(spec: OpSpec, backend: str) -> list[Point]:
     cases = [c for c in small(spec) if supported(spec, backend, c)]
     return [

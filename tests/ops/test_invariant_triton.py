@@ -19,7 +19,7 @@ from bagu.ops.catalogue import SPECS
 from bagu.ops.core import Case, OpSpec, check
 from bagu.ops.dispatch import call
 from bagu.ops.invariant import ELEMENTWISE_ON_GPU, ROW_BY_ROW
-from tests.ops.points import DEVICE, GPU, small, supported
+from tests.ops.points import DEVICE, GPU, eight_bits, small, supported
 
 OWN = ("attention", "cross_entropy", "layer_norm", "linear_cross_entropy", "linear_cross_entropy_loss", "matmul",
        "paged_attention")  # fmt: skip
@@ -28,7 +28,8 @@ DTYPES = (torch.float32, torch.bfloat16) if GPU else (torch.float32,)
 POINTS = [
     pytest.param(s, c, d, id=f"{s.name}-{c}-{str(d)[6:]}")
     for s in (SPECS[name] for name in OWN)
-    for c in [c for c in small(s) if supported(s, "triton", c)][: None if GPU else 8] for d in DTYPES
+    for c in [c for c in small(s) if supported(s, "triton", c) and not eight_bits(s, c)][: None if GPU else 8]
+    for d in DTYPES
 ]  # fmt: skip
 
 

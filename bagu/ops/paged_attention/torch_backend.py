@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import torch
 
-from bagu.errors import BackendError
 from bagu.ops import eager, invariant_rows
 from bagu.ops.attention import tiles
 from bagu.ops.attention.cuda import fits
 from bagu.ops.attention.shape import Shape, add_sinks
+from bagu.ops.kv_write.quantize import refuse_invariant
 from bagu.ops.paged_attention import cpu, cuda, dense
 from bagu.ops.paged_attention.pages import Pages, dequantized, used_blocks
 from bagu.ops.signature import accumulator
@@ -57,11 +57,7 @@ def invariant_forward(
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The same bits that `attention` gives these tokens in batch-invariant mode."""
-    if k_scale is not None:
-        raise BackendError(
-            "paged_attention: an 8-bit cache has no invariant mode: the training forward rounds no keys and values",
-            hint="use a cache in the model's dtype, or leave bagu.ops.invariant()",
-        )
+    refuse_invariant("paged_attention", k_scale)
     shape = Shape(causal=True, window=window, slopes=slopes, bias=bias, sinks=sinks)
     scale, B = q.shape[-1] ** -0.5 if scale is None else scale, k_cache.shape[1]
     offsets, lengths = cu_seqlens.tolist(), context_lens.tolist()

@@ -13,6 +13,7 @@ import triton
 
 from bagu.ops.attention.block_sizes import width
 from bagu.ops.attention.shape import side_by_side
+from bagu.ops.kv_write.quantize import refuse_invariant
 from bagu.ops.launch import fp32_pair, next_power_of_2, num_sms, triton_acc
 from bagu.ops.paged_attention.paged_kernels import join_kernel, paged_kernel
 from bagu.ops.signature import accumulator
@@ -99,17 +100,16 @@ def invariant_forward(
     k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, max_len: int, max_context: int, window: int | None,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    refuse_invariant("paged_attention", k_scale)
     return attend_invariant(
-        q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, slopes, sinks, k_scale, v_scale, max_len,
-        max_context, window, scale,
-    )  # fmt: skip
+        q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, slopes, sinks, max_len, max_context, window, scale
+    )
 
 
 def attend_invariant(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_tables: torch.Tensor | None, cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor | None, slopes: torch.Tensor | None, sinks: torch.Tensor | None,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, max_len: int, max_context: int, window: int | None,
-    scale: float | None,
+    context_lens: torch.Tensor | None, slopes: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int,
+    max_context: int, window: int | None, scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`attend` with one tile for decodes, chunks and whole prompts, and all keys in one range.
 
@@ -118,8 +118,8 @@ def attend_invariant(
     """
     tile = _tile(64, max(q.shape[-1], v.shape[-1]), q.element_size(), v.element_size())
     return attend(
-        q, k, v, block_tables, cu_seqlens, context_lens, slopes, sinks, k_scale, v_scale, max_len, max_context, window,
-        scale, tile, 1,
+        q, k, v, block_tables, cu_seqlens, context_lens, slopes, sinks, None, None, max_len, max_context, window, scale,
+        tile, 1,
     )  # fmt: skip
 
 
