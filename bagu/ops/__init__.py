@@ -33,6 +33,7 @@ from bagu.ops.relu_squared import relu_squared
 from bagu.ops.rms_norm import rms_norm
 from bagu.ops.rope import rope, rope_tables
 from bagu.ops.rope_kv_write import rope_kv_write
+from bagu.ops.sample import sample
 from bagu.ops.scale_norm import scale_norm
 from bagu.ops.softmax import softmax
 from bagu.ops.swiglu import swiglu
@@ -66,6 +67,7 @@ __all__ = [
     "rope",
     "rope_kv_write",
     "rope_tables",
+    "sample",
     "scale_norm",
     "softmax",
     "swiglu",
