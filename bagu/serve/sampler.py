@@ -1,4 +1,5 @@
-"""The sampler: keeps the state of each request, and samples the tokens of a step with the functions of sample.py.
+"""The sampler: keeps the state of each request, and samples the tokens of a step with the functions of
+sample.py.
 
 Logprobs are those of the unmodified model, before temperature and penalties. They are computed by the same function as
 the trainer's, ops.linear_cross_entropy (with int8 weights from the int8 logits).
@@ -13,10 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from bagu.serve.changes import Changes, Row, adjusts, changes
 from bagu.serve.plan import Plan, Sequence, Slice
 from bagu.serve.request import PromptLogprobs, Request, TokenEvent, TokenLogprob
 from bagu.serve.runner import Runner, RunnerOutput
-from bagu.serve.sample import Row, RowLogprobs, argmax, greedy, sample, top_logprobs
+from bagu.serve.sample import RowLogprobs, argmax, sample, top_logprobs
+from bagu.serve.slots import SPARE, Slots
 from bagu.serve.stream import TextStream
 from bagu.types import Tokenizer
 
@@ -45,8 +48,7 @@ class SamplerOutput(NamedTuple):
 
 @dataclass(slots=True)
 class _RequestState:
-    seed: int
-    greedy: bool  # every token is the argmax of the unmodified logits
+    slots: list[int]  # one per choice
     unfinished: int  # choices
     texts: list[TextStream]  # one per choice if the request has stop strings, else empty
     scores: list[TokenLogprob] = field(default_factory=list)  # prompt logprobs so far
@@ -57,8 +59,10 @@ class Sampler:
         self.runner, self.tokenizer, self.eos_ids = runner, tokenizer, eos_ids
         self._seeds = random.Random(seed)  # for requests without a seed
         self._states: dict[str, _RequestState] = {}
+        self._slots = Slots(runner.source.config.vocab_size)
         # Ids of requests that need more than an argmax per token. Usually all are empty, and a step skips the work.
         self._not_plain: set[str] = set()  # with random sampling, penalties or logprobs
+        self._adjusted: set[str] = set()  # with bias, penalties or masked tokens
         self._with_prompt_logprobs: set[str] = set()
         self._with_stop_strings: set[str] = set()
 
@@ -66,14 +70,19 @@ class Sampler:
         s = request.sampling
         seed = self._seeds.getrandbits(62) if s.seed is None else s.seed
         texts = [TextStream(self.tokenizer, s) for _ in range(s.n)] if s.stop and self.tokenizer is not None else []
-        state = self._states[request.id] = _RequestState(seed, greedy([Row(s, seed, 0, (), 0)]), s.n, texts)
-        belongs = (not state.greedy or s.logprobs is not None, s.prompt_logprobs is not None, bool(texts))
+        slots = [self._slots.add(s, seed, choice, len(request.prompt)) for choice in range(s.n)]
+        self._states[request.id] = _RequestState(slots, s.n, texts)
+        adjusted = adjusts(s)
+        not_plain = s.temperature > 0.0 or adjusted or s.logprobs is not None
+        belongs = (not_plain, adjusted, s.prompt_logprobs is not None, bool(texts))
         for belongs_here, group in zip(belongs, self._groups, strict=True):
             if belongs_here:
                 group.add(request.id)
 
     def remove(self, request_id: str) -> None:
-        self._states.pop(request_id, None)
+        state = self._states.pop(request_id, None)
+        if state is not None:
+            self._slots.remove(state.slots)
         for group in self._groups:
             group.discard(request_id)
 
@@ -87,7 +96,7 @@ class Sampler:
 
     @property
     def _groups(self) -> tuple[set[str], ...]:
-        return self._not_plain, self._with_prompt_logprobs, self._with_stop_strings
+        return self._not_plain, self._adjusted, self._with_prompt_logprobs, self._with_stop_strings
 
     @property
     def has_stop_strings(self) -> bool:
@@ -103,10 +112,14 @@ class Sampler:
         if not self._not_plain:
             return SamplerOutput(self._argmax(step), None, prompts)
         states = self._states
-        if all(s.finished or states[s.request.id].greedy for s in plan.sampled):
+        slots = np.array([SPARE if s.finished else states[s.request.id].slots[s.index] for s in plan.sampled])
+        changed = self._changes(plan) if self._adjusted else None
+        if changed is None and self._slots.greedy(slots):
             tokens = self._argmax(step)
         else:
-            tokens = sample(step.logits, [self._row(s) for s in plan.sampled])
+            lengths = np.array([len(s.tokens) for s in plan.sampled])
+            parameters = self._slots.parameters(slots, lengths)
+            tokens = sample(step.logits, parameters, changed, self.runner.to_device)
         return SamplerOutput(tokens, self._logprobs(plan, step, tokens), prompts)
 
     def check_stop(self, event: TokenEvent) -> TokenEvent:
@@ -126,10 +139,14 @@ class Sampler:
     def _argmax(self, step: RunnerOutput) -> torch.Tensor:
         return argmax(step.logits) if step.argmax is None else step.argmax
 
-    def _row(self, sequence: Sequence) -> Row:
-        request = sequence.request
-        seed = 0 if sequence.finished else self._states[request.id].seed
-        return Row(request.sampling, seed, sequence.index, sequence.tokens, sequence.num_prompt, self.eos_ids)
+    def _changes(self, plan: Plan) -> Changes | None:
+        """The logits that bias, penalties and masks change."""
+        rows = [
+            Row(s.request.sampling, s.tokens, s.num_prompt, self.eos_ids)
+            if s.request.id in self._adjusted and not s.finished else None
+            for s in plan.sampled
+        ]  # fmt: skip
+        return changes(rows, self._slots.vocab_size)
 
     def _logprobs(self, plan: Plan, step: RunnerOutput, tokens: torch.Tensor) -> SampledLogprobs | None:
         counts = [None if s.finished else s.request.sampling.logprobs for s in plan.sampled]
