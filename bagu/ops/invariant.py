@@ -60,6 +60,7 @@ ROW_BY_ROW = frozenset({
     "add_rms_norm", "dequantize_int8", "kv_write", "layer_norm", "relu_squared", "rms_norm", "rope", "scale_norm",
     "softmax", "transpose",
 })  # fmt: skip
+COMPOSED = frozenset({"rope_kv_write"})  # the torch backend calls other ops in this mode, which have kernels for it
 ELEMENTWISE_ON_GPU = frozenset({"geglu", "gelu", "swiglu"})  # a GPU has one formula for every element; see `sigmoid`
 
 
@@ -86,7 +87,8 @@ def backend_of(spec: OpSpec, asked: str | None, first: torch.Tensor) -> str:
     if torch.compiler.is_compiling():
         _refuse_compiler(spec.name)
     on = first.device.type
-    wanted = "triton" if on == "cuda" and "triton" in spec.backends else "torch"
+    by_triton = on == "cuda" and "triton" in spec.backends and spec.name not in COMPOSED
+    wanted = "triton" if by_triton else "torch"
     interpreted = on == "cpu" and asked == "triton"
     if on not in ("cpu", "cuda") or (asked not in (None, wanted) and not interpreted):
         raise BackendError(

@@ -20,7 +20,7 @@ from bagu.errors import BackendError
 from bagu.ops.catalogue import SPECS
 from bagu.ops.core import Case, OpSpec, check
 from bagu.ops.dispatch import call
-from bagu.ops.invariant import ROW_BY_ROW, active
+from bagu.ops.invariant import COMPOSED, ROW_BY_ROW, active
 from tests.ops.points import eight_bits
 
 OWN = [s for s in SPECS.values() if hasattr(s.torch_backend, "invariant_forward")]
@@ -109,7 +109,7 @@ def parts(M: int) -> Iterator[tuple[int, int]]:
 def test_every_row_by_row_op_is_tried_here() -> None:
     # these and the two heads are tried below; mla_attention is paged_attention there
     blockwise = {"attention", "paged_attention", "mla_attention", "matmul", "grouped_matmul"}
-    heads = {"linear_cross_entropy", "linear_cross_entropy_loss"}
+    heads = {"linear_cross_entropy", "linear_cross_entropy_loss", *COMPOSED}  # composed of ops that are tried
     assert {name.split(",")[0] for name in ROWS} == ROW_BY_ROW | {s.name for s in OWN} - blockwise - heads
 
 
