@@ -41,7 +41,7 @@ class Blocks:
 MEASURED = {  # by the tile widths of keys and values
     (64, 64): Blocks(
         forward=Block(M=64, N=128, warps=4, stages=2),
-        dq=Block(M=64, N=64, warps=4, stages=2),
+        dq=Block(M=128, N=64, warps=8, stages=3),
         dkdv=Block(M=64, N=64, warps=4, stages=3, registers=168),
     ),
     (128, 128): Blocks(
