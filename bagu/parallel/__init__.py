@@ -1,0 +1,1 @@
+"""Training over several processes: meshes, launching, collectives, data parallelism, ZeRO."""

@@ -1,0 +1,86 @@
+"""Several processes with one Gloo group, started once: `Ranks(4).run(function, …)` calls it on every rank.
+
+Ranks are forked from a server that has imported torch and bagu, so that a start costs tens of milliseconds and not the
+seconds of the imports. `function` is a module-level function: it is sent by name, its arguments and results by pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = 240  # seconds for one call on all ranks: far above what a loaded machine needs
+
+
+def _serve(pipe: Connection, rank: int, ranks: int, store: str) -> None:
+    """The process of one rank: initialise the group, then answer calls until the pipe closes."""
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout)
+    with contextlib.suppress(EOFError):
+        while True:
+            function, args, kwargs = pipe.recv()
+            try:
+                answer = (True, function(*args, **kwargs))
+            except BaseException:
+                answer = (False, traceback.format_exc())
+            pipe.send(answer)
+
+
+class Ranks:
+    """`number` processes. `run` returns the result of each rank, and raises if one of them raised."""
+
+    def __init__(self, number: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "numpy", "bagu.train.loop"])
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        self._pipes, self._processes = [], []
+        for rank in range(number):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, number, store), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(TIMEOUT):
+                raise TimeoutError(f"rank {rank} did not answer within {TIMEOUT} s")
+            answers.append(pipe.recv())
+        failed = [f"rank {rank}: {text}" for rank, (good, text) in enumerate(answers) if not good]
+        if failed:
+            raise AssertionError("\n".join(failed))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
+
+
+@contextlib.contextmanager
+def ranks(number: int) -> Iterator[Ranks]:
+    group = Ranks(number)
+    try:
+        yield group
+    finally:
+        group.close()
