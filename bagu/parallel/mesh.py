@@ -6,14 +6,13 @@
 
 The product of all sizes is the number of ranks. Ranks of dp, shard and ep get different micro-batches: together they
 are the group "data". With cp they are the group "loss", over which losses and gradients of replicated weights are
-summed.
-Rank order is row-major in DIMS: neighbours in tp, which communicate most, have adjacent ranks and share a machine.
+summed. Rank order is row-major in DIMS: neighbours in tp, which communicate most, have adjacent ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal, Self, get_args
 
 import torch
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from bagu.errors import ArgumentError, UnknownName
+from bagu.parallel.traffic import Traffic
 
 __all__ = ["DIMS", "Dim", "Group", "Mesh", "MeshConfig", "open_mesh"]
 
@@ -42,10 +42,10 @@ class MeshConfig:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            size = getattr(self, field.name)
+        for each in fields(self):
+            size = getattr(self, each.name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ArgumentError(f"the mesh has {field.name}={size}", hint="give an integer of 1 or more")
+                raise ArgumentError(f"the mesh has {each.name}={size}", hint="give an integer of 1 or more")
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -112,6 +112,7 @@ class Mesh:
     device_mesh: DeviceMesh
     groups: Mapping[Group, dist.ProcessGroup]
     rank: int
+    traffic: Traffic = field(default_factory=Traffic, compare=False)  # of every collective over these groups
 
     def size(self, group: Group) -> int:
         return self.config.size(group)

@@ -1,0 +1,72 @@
+"""The collectives of training, over a named group of a mesh. Each counts its bytes in the mesh's `traffic`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bagu.parallel.mesh import Group, Mesh
+
+__all__ = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
+
+
+def all_reduce(
+    mesh: Mesh, tensor: torch.Tensor, group: Group, *, op: Any = dist.ReduceOp.SUM, async_op: bool = False
+) -> dist.Work | None:
+    """Sum (or `op`) over the group, in place. A group of one rank has nothing to do."""
+    if (ranks := mesh.group(group)) is None:
+        return None
+    mesh.traffic.add("all_reduce", group, tensor.nbytes, mesh.size(group))
+    return dist.all_reduce(tensor, op=op, group=ranks, async_op=async_op)
+
+
+def reduce_scatter(
+    mesh: Mesh, part: torch.Tensor, whole: torch.Tensor, group: Group, *, async_op: bool = False
+) -> dist.Work | None:
+    """Sum `whole` over the group; rank r gets its r-th part."""
+    if (ranks := mesh.group(group)) is None:
+        part.copy_(whole)
+        return None
+    mesh.traffic.add("reduce_scatter", group, whole.nbytes, mesh.size(group))
+    return _REDUCE_SCATTER(part, whole, group=ranks, async_op=async_op)  # type: ignore[no-any-return]
+
+
+def all_gather(
+    mesh: Mesh, whole: torch.Tensor, part: torch.Tensor, group: Group, *, async_op: bool = False
+) -> dist.Work | None:
+    """Concatenate the parts of the group's ranks into `whole`."""
+    if (ranks := mesh.group(group)) is None:
+        whole.copy_(part)
+        return None
+    mesh.traffic.add("all_gather", group, whole.nbytes, mesh.size(group))
+    return _ALL_GATHER(whole, part, group=ranks, async_op=async_op)  # type: ignore[no-any-return]
+
+
+def all_to_all(
+    mesh: Mesh,
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    group: Group,
+    *,
+    received_rows: list[int] | None = None,
+    sent_rows: list[int] | None = None,
+) -> None:
+    """Send the i-th part of `sent` (or its next `sent_rows[i]` rows) to rank i of the group."""
+    if (ranks := mesh.group(group)) is None:
+        received.copy_(sent)
+        return
+    mesh.traffic.add("all_to_all", group, sent.nbytes, mesh.size(group))
+    dist.all_to_all_single(received, sent, received_rows, sent_rows, group=ranks)
+
+
+def _named(new: str, old: str) -> Callable[..., Any]:
+    """torch 2.13 renames two collectives, and warns at the old names."""
+    function: Callable[..., Any] = getattr(dist, new, None) or getattr(dist, old)
+    return function
+
+
+_REDUCE_SCATTER = _named("reduce_scatter_single", "reduce_scatter_tensor")
+_ALL_GATHER = _named("all_gather_single", "all_gather_into_tensor")

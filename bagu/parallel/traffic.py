@@ -1,0 +1,65 @@
+"""The bytes that collectives send, by their formula, and a counter of them.
+
+    all_reduce       2 (N - 1) / N * S      reduce-scatter, then all-gather, as a ring (ring.py)
+    reduce_scatter     (N - 1) / N * S      S is the whole tensor, of which each rank keeps one part
+    all_gather         (N - 1) / N * S      S is the whole tensor, of which each rank brings one part
+    all_to_all         (N - 1) / N * S      S is what one rank sends to all, itself included
+    send                            S
+
+These are the bytes that one rank sends by the bandwidth-optimal algorithm, from the sizes of the tensors that were
+given; a library may send more (Gloo reduce-scatters by an all-reduce of a copy). Every collective of training goes
+through collectives.py, so that a mesh's `Traffic` has all of them, by kind and group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Kind", "Tally", "Traffic", "sent_bytes"]
+
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send"]
+
+
+def sent_bytes(kind: Kind, size: int, ranks: int) -> int:
+    """The bytes that one of `ranks` ranks sends for a collective of `size` bytes; see the table above."""
+    if kind == "send":
+        return size
+    return size * (ranks - 1) * (2 if kind == "all_reduce" else 1) // ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """The collectives of one kind over one group: how many, the sizes of their tensors, and the bytes sent."""
+
+    calls: int = 0
+    size: int = 0
+    sent: int = 0
+
+
+class Traffic:
+    """Counts the collectives of one rank, by (kind, group)."""
+
+    def __init__(self) -> None:
+        self.tallies: dict[tuple[Kind, str], Tally] = {}
+
+    def add(self, kind: Kind, group: str, size: int, ranks: int) -> None:
+        t = self.tallies.get((kind, group), Tally())
+        self.tallies[kind, group] = Tally(
+            calls=t.calls + 1, size=t.size + size, sent=t.sent + sent_bytes(kind, size, ranks)
+        )
+
+    @property
+    def sent(self) -> int:
+        """All bytes that this rank sent."""
+        return sum(t.sent for t in self.tallies.values())
+
+    def since(self, before: Mapping[tuple[Kind, str], Tally]) -> dict[tuple[Kind, str], Tally]:
+        """What was counted after a copy of `tallies` was taken."""
+        grown = {}
+        for key, t in self.tallies.items():
+            b = before.get(key, Tally())
+            if t.calls > b.calls:
+                grown[key] = Tally(calls=t.calls - b.calls, size=t.size - b.size, sent=t.sent - b.sent)
+        return grown
