@@ -4,19 +4,19 @@
     compute  [n] per segment        the model computes with it; an fp32 segment uses the masters themselves
     grad     [N] fp32               the sum over a step's micro-batches
 
-N counts all trained parameters, each padded to a multiple of `ALIGN` elements; padding is zero and stays zero. With one
-buffer the gradient norm is one reduction and an update is a few passes over memory, for any number of layers. A segment
-is a contiguous range of the buffer with one role (optimizer rule, decay or not) and one compute dtype.
+(fp64 instead of fp32 if the model is fp64, which only tests use.) N counts all trained parameters, each padded to a
+multiple of `ALIGN` elements; padding is zero and stays zero. With one buffer the gradient norm is one reduction and an
+update is a few passes over memory, for any number of layers. A segment is a contiguous range of the buffer with one
+role (optimizer rule, decay or not) and one compute dtype.
 
-A hook moves each gradient out of autograd as soon as it is complete: the first micro-batch copies it into `grad`, the
-later ones add to it, and `p.grad` is set to None. So micro-batches are summed in fp32 also if the model is bf16, and a
-bf16 gradient is freed when its layer's backward ends.
+A hook moves each gradient out of autograd as soon as it is complete (gradients.py). Under data parallelism gradients
+are summed over the ranks; sharded.py divides the buffers over them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
@@ -27,8 +27,10 @@ from torch import nn
 from bagu.errors import BaguError
 from bagu.nn.linear import Linear
 from bagu.nn.moe import MoE
+from bagu.parallel.mesh import Mesh
+from bagu.train.gradients import WholeGradients
 
-__all__ = ["ALIGN", "FlatParameters", "Role", "Segment", "Slot", "roles"]
+__all__ = ["ALIGN", "FlatParameters", "Role", "Segment", "Slot", "master_dtype", "roles", "trained"]
 
 ALIGN = 64  # elements: 128 bytes of bf16, so a kernel's vector loads stay aligned for every parameter
 
@@ -48,6 +50,10 @@ class Slot:
     name: str
     parameter: nn.Parameter
     start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.parameter.numel()
 
     def of(self, flat: torch.Tensor, offset: int = 0) -> torch.Tensor:
         """This parameter's part of a buffer that begins at flat position `offset`, in the parameter's shape."""
@@ -85,17 +91,32 @@ def roles(model: nn.Module) -> dict[str, Role]:
     return {name: role(p) for name, p in model.named_parameters() if p.requires_grad}
 
 
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained parameters by name, in the order of the model. Raises if there are none."""
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not found:
+        raise BaguError("the model has no trainable parameter", hint="set requires_grad on what is to be trained")
+    return found
+
+
+def master_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
+    """fp32, or fp64 if a parameter is."""
+    return torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+
+
 class FlatParameters:
     """The trained parameters of a model in flat buffers. The constructor moves the data and keeps the values.
 
-    Frozen parameters do not change. `release()` removes the hooks; the parameters stay views of these buffers.
+    With a mesh, gradients are summed over its data-parallel ranks, in buckets of `bucket_bytes`. Frozen parameters do
+    not change. `release()` removes the hooks; the parameters stay views of these buffers.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        by_name, role_of = dict(model.named_parameters()), roles(model)
-        if not role_of:
-            raise BaguError("the model has no trainable parameter", hint="set requires_grad on what is to be trained")
-        device = next(iter(by_name.values())).device
+    divided = False  # every rank has the whole master and the whole gradient
+
+    def __init__(self, model: nn.Module, mesh: Mesh | None = None, *, bucket_bytes: int = 25 << 20) -> None:
+        by_name, role_of = trained(model), roles(model)
+        self.device = next(iter(by_name.values())).device
+        self.dtype = master_dtype(by_name.values())
         order = list(Role)
         names = sorted(role_of, key=lambda n: (order.index(role_of[n]), str(by_name[n].dtype)))  # stable: model order
         segments, end = [], 0
@@ -106,27 +127,36 @@ class FlatParameters:
                 end += -(-by_name[name].numel() // ALIGN) * ALIGN
             segments.append(Segment(role=role, dtype=dtype, start=start, stop=end, slots=tuple(slots)))
         self.segments = tuple(segments)
-        self.master = torch.zeros(end, dtype=torch.float32, device=device)
-        self.grad = torch.zeros(end, dtype=torch.float32, device=device)
+        self.slots = [slot for segment in self.segments for slot in segment.slots]
+        self.master = torch.zeros(end, dtype=self.dtype, device=self.device)
         self._compute = [self._adopt(segment) for segment in self.segments]
-        self._has_grad = [False] * len(self.slots)
-        self._grads = [slot.of(self.grad) for slot in self.slots]
+        self.gradients = WholeGradients(self.slots, end, self.dtype, self.device)
+        if mesh is not None:
+            depth = [list(by_name).index(slot.name) for slot in self.slots]
+            self.gradients.reduce_over(mesh, depth, bucket_bytes)
         self._hooks = [
             slot.parameter.register_post_accumulate_grad_hook(functools.partial(self._take, i))
             for i, slot in enumerate(self.slots)
         ]
 
     @property
-    def slots(self) -> list[Slot]:
-        return [slot for segment in self.segments for slot in segment.slots]
+    def pieces(self) -> tuple[Segment, ...]:
+        """What the optimizer of this rank updates: here all."""
+        return self.segments
 
     @property
-    def device(self) -> torch.device:
-        return self.master.device
+    def grad(self) -> torch.Tensor:
+        return self.gradients.grad
+
+    def master_of(self, piece: Segment) -> torch.Tensor:
+        return piece.of(self.master)
+
+    def grad_of(self, piece: Segment) -> torch.Tensor:
+        return piece.of(self.grad)
 
     def _adopt(self, segment: Segment) -> torch.Tensor | None:
         """Copy a segment's parameters into the master and make them views; returns the compute buffer, if any."""
-        low = segment.dtype != torch.float32
+        low = segment.dtype != self.dtype
         size = segment.stop - segment.start
         compute = torch.zeros(size, dtype=segment.dtype, device=self.device) if low else None
         with torch.no_grad():
@@ -138,28 +168,22 @@ class FlatParameters:
         return compute
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
-        """The hook: move a complete gradient into the flat buffer."""
+        """The hook: move a complete gradient out of autograd."""
         assert parameter.grad is not None
-        if self._has_grad[index]:
-            self._grads[index].add_(parameter.grad)
-        else:
-            self._grads[index].copy_(parameter.grad)
-            self._has_grad[index] = True
+        self.gradients.take(index, parameter.grad)
         parameter.grad = None
 
-    def begin(self) -> None:
-        """Start a step: the next gradient of each parameter replaces the last step's. Writes no memory."""
-        self._has_grad = [False] * len(self._has_grad)
+    def begin(self, backwards: int = 1) -> None:
+        """Start a step of so many backward passes: its first gradients replace the last step's. Writes no memory."""
+        self.gradients.begin(backwards)
+
+    def end_backward(self) -> None:
+        """Called after each backward pass."""
+        self.gradients.end_backward()
 
     def finish(self) -> torch.Tensor:
-        """End the backward passes of a step; return the global gradient norm, on the device.
-
-        A parameter without a gradient (an expert that no token chose) still holds the last step's: zero it.
-        """
-        for index, seen in enumerate(self._has_grad):
-            if not seen:
-                self._grads[index].zero_()
-        return torch.linalg.vector_norm(self.grad)
+        """End the backward passes of a step; return the gradient norm (of this rank's part if `divided`)."""
+        return self.gradients.finish()
 
     def publish(self) -> None:
         """Cast the masters into the model's parameters; fp32 parameters are the masters themselves."""

@@ -1,7 +1,9 @@
 """One optimizer step: the central function of the trainer.
 
 Forward and backward of each micro-batch, the gradient norm, one copy of all numbers to the host (the only time the
-host waits for the device), the guard, the update.
+host waits for the device), the guard, the update. Under a mesh each rank has the micro-batches of the whole step and
+runs its share of them: counts are of the whole step, gradients and numbers are summed over the ranks, and so every rank
+makes the same decision and the same update.
 """
 
 from __future__ import annotations
@@ -12,6 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from bagu.errors import ArgumentError
+from bagu.parallel.collectives import all_reduce
+from bagu.parallel.data_parallel import combine
+from bagu.parallel.mesh import Mesh
 from bagu.train.loss import Metrics, MicroBatch, MicroBatchLoss, Totals
 from bagu.train.state import TrainState
 
@@ -32,17 +38,19 @@ class StepResult:
 
 def step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
     """Run one update from the micro-batches of one global step, or refuse it (see `stability`)."""
-    seed_step(state.config.seed, state.data_step)
     totals, lr = state.loss.totals(batches), state.lr
     if totals.idle:
         return _idle(state, totals, lr)
-    state.flat.begin()
+    mine = _share(state.mesh, len(batches))
+    state.flat.begin(len(mine))
     parts = []
-    for batch in batches:
-        part = state.loss(state.model, batch.to(state.device, non_blocking=True), totals)
+    for number in mine:
+        seed_step(state.config.seed, state.data_step, number)
+        part = state.loss(state.model, batches[number].to(state.device, non_blocking=True), totals)
         part.loss.backward()
+        state.flat.end_backward()
         parts.append(part._replace(loss=part.loss.detach()))  # frees the graph
-    loss, sums, grad_norm = _read(parts, state.flat.finish())
+    loss, sums, grad_norm = _read(state, parts, state.flat.finish())
     metrics = state.loss.metrics(loss, sums, totals)
     skipped = state.guard.judge(loss, grad_norm)
     if skipped is None:
@@ -51,7 +59,7 @@ def step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
         state.optimizer.update(lr=lr, step=state.step + 1, scale=scale)
         state.flat.publish()
         if parts[0].expert_load:
-            state.model.update_balance([sum(layer) for layer in zip(*(p.expert_load for p in parts), strict=True)])
+            state.model.update_balance(_expert_load(state.mesh, parts))
         state.loss.updated(metrics)
         state.step += 1
     state.data_step += 1
@@ -66,15 +74,46 @@ def _idle(state: TrainState, totals: Totals, lr: float) -> StepResult:
     return StepResult(loss=0.0, metrics=metrics, grad_norm=0.0, lr=lr, totals=totals, skipped=None)
 
 
-def _read(parts: Sequence[MicroBatchLoss], norm: torch.Tensor) -> tuple[float, Mapping[str, float], float]:
+def _share(mesh: Mesh | None, number: int) -> range:
+    """The micro-batches of a step that this rank runs. Every rank runs equally many, so that collectives match."""
+    if mesh is None:
+        return range(number)
+    ranks = mesh.size("data")
+    if number % ranks:
+        raise ArgumentError(
+            f"a step has {number} micro-batches, and the mesh {mesh.config} divides them over {ranks} ranks",
+            hint=f"set data.micro_batches to a multiple of {ranks}",
+        )
+    return range(mesh.coordinate("data"), number, ranks)
+
+
+def _read(
+    state: TrainState, parts: Sequence[MicroBatchLoss], norm: torch.Tensor
+) -> tuple[float, Mapping[str, float], float]:
     """Loss and metrics of a step over its micro-batches, and the gradient norm, in one copy to the host."""
     names, peaks = list(parts[0].metrics), list(parts[0].peaks)
     sums = [sum(p.loss for p in parts), *(sum(p.metrics[name] for p in parts) for name in names)]
     largest = [torch.stack([p.peaks[name] for p in parts]).amax() for name in peaks]
-    loss, *values, grad_norm = torch.stack([*sums, *largest, norm]).tolist()  # type: ignore[list-item]
+    if state.mesh is None:
+        loss, *values, grad_norm = torch.stack([*sums, *largest, norm]).tolist()  # type: ignore[list-item]
+    else:
+        tops = torch.stack(largest) if largest else norm.new_empty(0)
+        total = combine(state.mesh, torch.stack(sums), tops, norm, divided=state.flat.divided)  # type: ignore[arg-type]
+        loss, *values, grad_norm = *total.sums, *total.peaks, total.norm
     return loss, dict(zip([*names, *peaks], values, strict=True)), grad_norm
 
 
-def seed_step(seed: int, data_step: int) -> None:
-    """Make dropout a function of the seed and the data step, so that a resumed run draws the same random numbers."""
-    torch.manual_seed(int(np.random.SeedSequence([seed, data_step]).generate_state(1, np.uint64)[0] >> 1))
+def _expert_load(mesh: Mesh | None, parts: Sequence[MicroBatchLoss]) -> list[torch.Tensor]:
+    """Tokens per expert of each MoE layer over the whole step."""
+    loads: list[torch.Tensor] = [sum(layer) for layer in zip(*(p.expert_load for p in parts), strict=True)]  # type: ignore[misc]
+    if mesh is not None:
+        for load in loads:
+            all_reduce(mesh, load, "data")
+    return loads
+
+
+def seed_step(seed: int, data_step: int, number: int = 0) -> None:
+    """Make dropout a function of the seed, the data step and the number of the micro-batch in it, so that a resumed run
+    draws the same random numbers, and so does a run on another number of ranks."""
+    key = [seed, data_step, number] if number else [seed, data_step]  # the key of runs from before meshes
+    torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))

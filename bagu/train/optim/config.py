@@ -54,7 +54,7 @@ class OptimizerConfig:
     eps: float | None = None
     rho: float | None = None
     newton_schulz_steps: int | None = None
-    newton_schulz_dtype: Literal["bf16", "fp32"] | None = None
+    newton_schulz_dtype: Literal["bf16", "fp32", "fp64"] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in DEFAULTS:

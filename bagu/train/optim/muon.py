@@ -21,8 +21,9 @@ import torch
 
 from bagu.train.flat import Segment
 from bagu.train.optim.rules import Now
+from bagu.train.sharded import Piece
 
-__all__ = ["muon", "orthogonalise"]
+__all__ = ["mix_momentum", "muon", "muon_part", "orthogonalise"]
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at zero, so that small singular values grow fastest
 
@@ -32,13 +33,42 @@ def muon(
     weight_decay: float, newton_schulz_steps: int, newton_schulz_dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Update a segment of matrices (experts are many in one). Matrices of one shape run together if possible."""
+    mix_momentum(p, g, velocity, now, momentum=momentum, weight_decay=weight_decay)
+    for stack in _stacks(segment):
+        update = orthogonalise(stack.of(g), newton_schulz_steps, newton_schulz_dtype)
+        stack.of(p).add_(update, alpha=-now.lr * 0.2 * math.sqrt(max(stack.rows, stack.columns)))
+
+
+def mix_momentum(
+    p: torch.Tensor, g: torch.Tensor, velocity: torch.Tensor, now: Now, *, momentum: float, weight_decay: float
+) -> None:
+    """The elementwise part: update the velocity, replace g by (1-μ)g + μm, decay p."""
     velocity.lerp_(g, 1 - momentum)
     g.lerp_(velocity, momentum)
     if weight_decay:
         p.mul_(1 - now.lr * weight_decay)
-    for stack in _stacks(segment):
-        update = orthogonalise(stack.of(g), newton_schulz_steps, newton_schulz_dtype)
-        stack.of(p).add_(update, alpha=-now.lr * 0.2 * math.sqrt(max(stack.rows, stack.columns)))
+
+
+def muon_part(
+    piece: Piece, p: torch.Tensor, whole: torch.Tensor, now: Now, *, newton_schulz_steps: int,
+    newton_schulz_dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Update this rank's part of matrices. `whole` is the mixed gradient of the piece's unit, from all ranks.
+
+    A rank orthogonalises the matrices that its piece touches: a matrix that lies in the parts of two ranks is computed
+    by both.
+    """
+    for slot in piece.slots:
+        *_, rows, columns = slot.parameter.shape
+        size = rows * columns
+        low, high = max(slot.start, piece.start), min(slot.stop, piece.stop)
+        first, last = (low - slot.start) // size, -(-(high - slot.start) // size)
+        matrices = slot.of(whole, piece.unit.start).view(-1, rows, columns)[first:last]
+        update = orthogonalise(matrices, newton_schulz_steps, newton_schulz_dtype).reshape(-1)
+        begin = slot.start + first * size
+        p[low - piece.start : high - piece.start].add_(
+            update[low - begin : high - begin], alpha=-now.lr * 0.2 * math.sqrt(max(rows, columns))
+        )
 
 
 class _Stack(NamedTuple):

@@ -16,8 +16,9 @@ from bagu.machine.device import named_dtype
 from bagu.train.flat import FlatParameters, Role, Segment
 from bagu.train.optim import rules
 from bagu.train.optim.config import OptimizerConfig
-from bagu.train.optim.muon import muon
+from bagu.train.optim.muon import mix_momentum, muon, muon_part
 from bagu.train.optim.rules import Now
+from bagu.train.sharded import Cut, Piece, ShardedParameters
 
 __all__ = ["Optimizer"]
 
@@ -49,9 +50,11 @@ class _Part:
 class Optimizer:
     """Updates the masters of `flat` from its gradients. `fused=False` uses the readable rule for all kinds."""
 
-    def __init__(self, config: OptimizerConfig, flat: FlatParameters, *, fused: bool = True) -> None:
+    def __init__(
+        self, config: OptimizerConfig, flat: FlatParameters | ShardedParameters, *, fused: bool = True
+    ) -> None:
         self.config, self.flat = config.resolved(flat.device), flat
-        self.parts = tuple(self._part(segment) for segment in flat.segments)
+        self.parts = tuple(self._part(piece) for piece in flat.pieces)
         self._fused = fused and flat.device.type in ("cpu", "cuda") and all(hasattr(torch, f) for f in FUSED.values())
         self._step = torch.zeros((), dtype=torch.float32, device=flat.device)  # the fused kernel reads it on the device
 
@@ -61,7 +64,8 @@ class Optimizer:
             kind = "adamw"
         options = self.config.options()
         if kind == "muon":
-            options["newton_schulz_dtype"] = named_dtype(options["newton_schulz_dtype"])
+            name = options["newton_schulz_dtype"]
+            options["newton_schulz_dtype"] = torch.float64 if name == "fp64" else named_dtype(name)
         if segment.role is Role.VECTOR:
             options["weight_decay"] = 0.0  # decaying a norm's weight or a bias does not regularise
         wanted = {
@@ -70,7 +74,7 @@ class Optimizer:
         }.get(kind, tuple(options))
         size = segment.stop - segment.start
         state = {
-            name: torch.zeros(size, dtype=torch.float32, device=self.flat.device)  # exact in sums with fp32 masters
+            name: torch.zeros(size, dtype=self.flat.dtype, device=self.flat.device)  # exact in sums with the masters
             for name in RULES[kind][1]
         }
         return _Part(segment=segment, kind=kind, options={n: options[n] for n in wanted}, state=state)
@@ -81,15 +85,33 @@ class Optimizer:
         now = Now(lr=lr, step=step)
         self._step.fill_(step)
         for part in self.parts:
-            p, g = part.segment.of(self.flat.master), part.segment.of(self.flat.grad)
+            p, g = self.flat.master_of(part.segment), self.flat.grad_of(part.segment)
             if self._fused and part.kind in FUSED:
                 self._update_fused(part, p, g, lr, scale)
                 continue
             if scale != 1.0:
                 g.mul_(scale)
+            if part.kind == "muon" and self.flat.divided:
+                options = {name: part.options[name] for name in ("momentum", "weight_decay")}
+                mix_momentum(p, g, part.state["velocity"], now, **options)
+                continue
             rule = RULES[part.kind][0]
             head = (part.segment, p, g) if part.kind == "muon" else (p, g)
             rule(*head, *part.state.values(), now, **part.options)
+        if self.config.kind == "muon" and isinstance(self.flat, ShardedParameters):
+            self._orthogonalise_parts(self.flat, now)
+
+    def _orthogonalise_parts(self, flat: ShardedParameters, now: Now) -> None:
+        """The second half of a divided Muon: gather each unit's mixed gradient, and update the own part. Every rank
+        gathers every unit with matrices, also one in which it has none of them."""
+        for unit in flat.units:
+            if all(flat.role_of[flat.slots[i].name] is not Role.MATRIX for i in unit.members):
+                continue
+            whole = flat.whole_gradient(unit)
+            for part in self.parts:
+                if part.kind == "muon" and isinstance(part.segment, Piece) and part.segment.unit is unit:
+                    options = {n: part.options[n] for n in ("newton_schulz_steps", "newton_schulz_dtype")}
+                    muon_part(part.segment, flat.master_of(part.segment), whole, now, **options)
 
     def _update_fused(self, part: _Part, p: torch.Tensor, g: torch.Tensor, lr: float, scale: float) -> None:
         beta1, beta2 = part.options["betas"]
@@ -112,4 +134,14 @@ class Optimizer:
             for name, state in part.state.items()
             for flat in (copy(state),)
             for slot in part.segment.slots
+        }
+
+    def cuts(self, copy: Callable[[torch.Tensor], torch.Tensor] = lambda t: t) -> dict[str, Cut]:
+        """This rank's parts of the state of divided parameters, under the same names."""
+        assert isinstance(self.flat, ShardedParameters)
+        return {
+            f"{name}/{parameter}": cut
+            for part in self.parts
+            for name, state in part.state.items()
+            for parameter, cut in self.flat.cuts(part.segment, copy(state)).items()  # type: ignore[arg-type]
         }

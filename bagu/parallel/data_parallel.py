@@ -1,0 +1,113 @@
+"""Data parallelism: buckets of a flat gradient buffer, reduced while the backward still runs.
+
+Every rank computes the gradients of its own micro-batches; their sum is the gradient of the global batch, because each
+loss is divided by the counts of the whole batch. A bucket is a range of the flat buffer. It is reduced as soon as the
+last micro-batch has produced the gradients of all of its parameters, and the backward of earlier layers hides the
+communication. Ranks must start collectives in the same order, so a bucket also waits for the buckets before it: the
+order is that of the backward, from the last layer to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from bagu.parallel.collectives import all_gather
+from bagu.parallel.mesh import Mesh
+
+__all__ = ["Bucket", "Reducer", "StepSums", "backward_order", "buckets_of", "combine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """The range [start, stop) of a flat buffer, with the parameters (by index) that lie in it."""
+
+    start: int
+    stop: int
+    members: tuple[int, ...]
+
+
+def buckets_of(ranges: Sequence[tuple[int, int]], limit: int) -> list[Bucket]:
+    """Adjacent parameters in buckets of at least `limit` elements. `ranges` are their places in the flat buffer."""
+    buckets, members = [], list[int]()
+    for index, (_, stop) in enumerate(ranges):
+        members.append(index)
+        start = ranges[members[0]][0]
+        if stop - start >= limit or index == len(ranges) - 1:
+            buckets.append(Bucket(start=start, stop=stop, members=tuple(members)))
+            members = []
+    return buckets
+
+
+def backward_order(buckets: Sequence[Bucket], depth: Sequence[int]) -> list[Bucket]:
+    """The buckets in the order in which a backward completes them. `depth` is each parameter's place in the model: the
+    gradient of the first layer comes last."""
+    return sorted(buckets, key=lambda b: -min(depth[i] for i in b.members))
+
+
+class Reducer:
+    """Starts `reduce` for each bucket when its parameters are ready, in order; `finish` starts the rest and waits.
+
+    `reduce` starts the collective of a bucket and returns its handle, or None if there is nothing to wait for.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], reduce: Callable[[Bucket], dist.Work | None]) -> None:
+        self.buckets, self.reduce = tuple(buckets), reduce
+        self._bucket_of = {index: at for at, bucket in enumerate(self.buckets) for index in bucket.members}
+        self._waiting: list[int] = []
+        self._next = len(self.buckets)
+        self._works: list[dist.Work | None] = []
+
+    def begin(self) -> None:
+        """Start to reduce: from now on gradients are complete when they arrive."""
+        self._waiting = [len(bucket.members) for bucket in self.buckets]
+        self._next, self._works = 0, []
+
+    def ready(self, index: int) -> None:
+        """The gradient of a parameter is complete on this rank."""
+        self._waiting[self._bucket_of[index]] -= 1
+        while self._next < len(self.buckets) and self._waiting[self._next] == 0:
+            self._start()
+
+    def finish(self) -> None:
+        """Reduce the buckets of parameters that had no gradient too, and wait for all of them."""
+        while self._next < len(self.buckets):
+            self._start()
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        self._works = []
+
+    def _start(self) -> None:
+        self._works.append(self.reduce(self.buckets[self._next]))
+        self._next += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSums:
+    """The scalars of a step over all ranks. They are equal, to the bit, on every rank."""
+
+    sums: list[float]
+    peaks: list[float]
+    norm: float  # of the gradient
+
+
+def combine(mesh: Mesh, sums: torch.Tensor, peaks: torch.Tensor, norm: torch.Tensor, *, divided: bool) -> StepSums:
+    """Combine the scalars of this rank with those of the others, in one collective of a few bytes.
+
+    `norm` is the gradient norm, or with `divided` the norm of this rank's part of the gradient. Every rank gathers all
+    rows and adds them in the same order, so that all ranks decide the same (whether to skip, how to clip).
+    """
+    row = torch.cat([sums.double(), peaks.double(), norm.double().view(1)])
+    rows = row.new_empty(mesh.size("data"), len(row))
+    all_gather(mesh, rows.view(-1), row, "data")
+    table = rows.cpu()
+    first_replica = table[: mesh.size("shard") * mesh.size("ep"), -1] if divided else table[:1, -1]
+    return StepSums(
+        sums=table[:, : len(sums)].sum(0).tolist(),
+        peaks=table[:, len(sums) : len(sums) + len(peaks)].amax(0).tolist(),
+        norm=float(torch.linalg.vector_norm(first_replica)),
+    )

@@ -1,0 +1,182 @@
+"""Where gradients go: summed over a step's micro-batches and, under a mesh, over its ranks.
+
+A hook hands over each gradient as soon as it is complete, and autograd keeps nothing. The first micro-batch is copied,
+later ones are added, in the masters' dtype: micro-batches are summed in fp32 also if the model is bf16, and a bf16
+gradient is freed when its layer's backward ends.
+
+`WholeGradients` keeps the gradient of every parameter. Its ranks are summed once a step, during the last backward.
+`DividedGradients` (ZeRO-2 and -3) keeps this rank's part. Each backward pass fills a temporary buffer per unit, which
+is reduce-scattered when it is complete: m micro-batches cost m reduce-scatters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from bagu.parallel.collectives import all_reduce, reduce_scatter
+from bagu.parallel.data_parallel import Bucket, Reducer, backward_order, buckets_of
+from bagu.parallel.mesh import Mesh
+from bagu.parallel.zero import Unit
+
+__all__ = ["DividedGradients", "WholeGradients"]
+
+
+class Place(Protocol):
+    """A parameter's range in the flat order: a `Slot`."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    def of(self, flat: torch.Tensor, offset: int = 0) -> torch.Tensor: ...
+
+
+class WholeGradients:
+    """The gradients of all parameters in one flat buffer `grad`. `units` (ZeRO-1) are reduced to this rank's parts."""
+
+    def __init__(self, slots: Sequence[Place], size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.slots = slots
+        self.grad = torch.zeros(size, dtype=dtype, device=device)
+        self._places = [slot.of(self.grad) for slot in slots]
+        self._has_grad = [False] * len(slots)
+        self._backwards = 1  # that are still to come in this step
+        self._reducer: Reducer | None = None
+        self._after: Callable[[], None] = lambda: None
+
+    def reduce_over(self, mesh: Mesh, depth: Sequence[int], bucket_bytes: int) -> None:
+        """Sum over the data-parallel ranks. `depth` is each parameter's place in the model, from the input."""
+        if mesh.group("data") is None:
+            return
+        limit = bucket_bytes // self.grad.element_size()
+        buckets = buckets_of([(slot.start, slot.stop) for slot in self.slots], limit)
+
+        def reduce(bucket: Bucket) -> dist.Work | None:
+            self._zero_missing(bucket.members)
+            return all_reduce(mesh, self.grad[bucket.start : bucket.stop], "data", async_op=True)
+
+        self._reducer = Reducer(backward_order(buckets, depth), reduce)
+
+    def scatter_over(self, mesh: Mesh, units: Sequence[Unit], depth: Sequence[int]) -> None:
+        """Sum to this rank's part of each unit, in place: the other parts are undefined afterwards."""
+        by_start = {unit.start: unit for unit in units}
+
+        def reduce(bucket: Bucket) -> dist.Work | None:
+            self._zero_missing(bucket.members)
+            unit = by_start[bucket.start]
+            whole = self.grad[unit.start : unit.stop]
+            return reduce_scatter(mesh, unit.part_of(whole), whole, "shard", async_op=True)
+
+        def sum_replicas() -> None:  # hybrid: the parts over the replicas
+            works = [
+                all_reduce(mesh, unit.part_of(self.grad[unit.start : unit.stop]), "dp", async_op=True) for unit in units
+            ]
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+        self._reducer = Reducer(backward_order([unit.bucket for unit in units], depth), reduce)
+        self._after = sum_replicas
+
+    def take(self, index: int, grad: torch.Tensor) -> None:
+        """Add the complete gradient of a parameter in one backward."""
+        if self._has_grad[index]:
+            self._places[index].add_(grad)
+        else:
+            self._places[index].copy_(grad)
+            self._has_grad[index] = True
+        if self._reducer is not None and self._backwards == 1:
+            self._reducer.ready(index)
+
+    def begin(self, backwards: int) -> None:
+        self._has_grad = [False] * len(self._has_grad)
+        self._backwards = backwards
+        self._expect_last()
+
+    def end_backward(self) -> None:
+        self._backwards -= 1
+        self._expect_last()
+
+    def _expect_last(self) -> None:
+        if self._reducer is not None and self._backwards == 1:
+            self._reducer.begin()
+
+    def finish(self) -> torch.Tensor:
+        """Complete the sums; return the norm. A parameter without a gradient (an expert that no token chose) still
+        holds the last step's: zero it."""
+        if self._reducer is None:
+            self._zero_missing(range(len(self._has_grad)))
+        else:
+            self._reducer.finish()
+            self._after()
+        return torch.linalg.vector_norm(self.grad)
+
+    def _zero_missing(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            if not self._has_grad[index]:
+                self._places[index].zero_()
+
+
+class DividedGradients:
+    """This rank's part of the gradient: the parts of all units, one after another, in `grad`.
+
+    `used(unit)` is called when the gradients of a unit are complete: its parameters are not needed any more.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        slots: Sequence[Place],
+        units: Sequence[Unit],
+        depth: Sequence[int],
+        dtype: torch.dtype,
+        used: Callable[[Unit], None],
+    ) -> None:
+        self.mesh, self.slots, self.used = mesh, slots, used
+        self.grad = torch.zeros(sum(unit.part_size for unit in units), dtype=dtype, device=mesh.device)
+        self._by_start = {unit.start: unit for unit in units}
+        self._unit_of = {index: unit for unit in units for index in unit.members}
+        self._filling: dict[int, torch.Tensor] = {}  # a unit's whole gradient in this backward, by its start
+        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # (a reduced part, where to add it)
+        self._first = True
+        self._reducer = Reducer(backward_order([unit.bucket for unit in units], depth), self._reduce)
+
+    def take(self, index: int, grad: torch.Tensor) -> None:
+        unit = self._unit_of[index]
+        self.slots[index].of(self._whole(unit), unit.start).copy_(grad)
+        self._reducer.ready(index)
+
+    def _whole(self, unit: Unit) -> torch.Tensor:
+        if unit.start not in self._filling:  # zeros: a parameter may have no gradient
+            self._filling[unit.start] = torch.zeros(unit.size, dtype=self.grad.dtype, device=self.grad.device)
+        return self._filling[unit.start]
+
+    def _reduce(self, bucket: Bucket) -> dist.Work | None:
+        unit = self._by_start[bucket.start]
+        whole, place = self._whole(unit), self.grad[unit.local : unit.local + unit.part_size]
+        del self._filling[unit.start]
+        part = place if self._first else torch.empty_like(place)
+        work = reduce_scatter(self.mesh, part, whole, "shard", async_op=True)
+        if not self._first:
+            self._sums.append((part, place))
+        self.used(unit)
+        return work
+
+    def begin(self, backwards: int) -> None:
+        self._first = True
+        self._reducer.begin()
+
+    def end_backward(self) -> None:
+        self._reducer.finish()
+        for part, place in self._sums:
+            place.add_(part)
+        self._sums, self._first = [], False
+        self._reducer.begin()
+
+    def finish(self) -> torch.Tensor:
+        """Complete the sums; return the norm of this rank's part."""
+        all_reduce(self.mesh, self.grad, "dp")  # hybrid: over the replicas
+        return torch.linalg.vector_norm(self.grad)

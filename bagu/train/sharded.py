@@ -1,0 +1,228 @@
+"""Flat parameters divided over ranks (ZeRO): this rank's parts are the buffers of master, gradient and optimizer state.
+
+    master   [N / d] fp32                     the optimizer updates it
+    full     [n] per unit, compute dtype      the parameters are views of it; stage 3 frees it when it is not used
+    grad     [N] or [N / d] fp32              stage 1 keeps the whole sum, stages 2 and 3 this rank's part
+
+d is the size of the mesh's "shard" dimension. Parameters lie in the flat order in which `FlatParameters` has them; in
+stage 3, where a unit is a block, first by block. A unit is padded so that d divides it: nothing where d divides ALIGN.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal, NamedTuple
+
+import torch
+
+from bagu.nn.model import Transformer
+from bagu.parallel.collectives import all_gather
+from bagu.parallel.data_parallel import buckets_of
+from bagu.parallel.mesh import Mesh
+from bagu.parallel.zero import GatherOnUse, Unit
+from bagu.train.flat import ALIGN, Role, Segment, Slot, master_dtype, roles, trained
+from bagu.train.gradients import DividedGradients, WholeGradients
+
+__all__ = ["Cut", "Piece", "ShardedParameters", "Stage"]
+
+Stage = Literal[1, 2, 3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece(Segment):
+    """This rank's part of the parameters of one role in one unit: [start, stop) of the flat order, which may cut its
+    first and last parameter."""
+
+    unit: Unit
+
+    @property
+    def local(self) -> slice:
+        """Its place in the local buffers."""
+        first = self.unit.local + self.start - self.unit.low
+        return slice(first, first + self.stop - self.start)
+
+
+class Cut(NamedTuple):
+    """The elements [start, start + len(values)) of a parameter of this shape, flattened."""
+
+    values: torch.Tensor
+    start: int
+    shape: tuple[int, ...]
+
+
+class ShardedParameters:
+    """The trained parameters of a model, divided over the "shard" ranks of a mesh. The constructor keeps the values."""
+
+    divided = True
+
+    def __init__(self, model: Transformer, mesh: Mesh, stage: Stage, *, bucket_bytes: int = 25 << 20) -> None:
+        by_name = trained(model)
+        self.mesh, self.stage, self.device = mesh, stage, mesh.device
+        self.dtype = master_dtype(by_name.values())
+        blocks = list(model.get_submodule("blocks").children())
+        home = {id(p): i + 1 for i, block in enumerate(blocks) for p in block.parameters()} if stage == 3 else {}
+        self._lay_out(by_name, roles(model), home, bucket_bytes)
+        depth = [list(by_name).index(slot.name) for slot in self.slots]
+        self.master = torch.zeros(sum(u.part_size for u in self.units), dtype=self.dtype, device=self.device)
+        for unit in self.units:
+            self._adopt(unit)
+        self.pieces = tuple(piece for unit in self.units for piece in self._pieces(unit))
+        self.gradients: WholeGradients | DividedGradients
+        if stage == 1:
+            self.gradients = WholeGradients(self.slots, self.units[-1].stop, self.dtype, self.device)
+            self.gradients.scatter_over(mesh, self.units, depth)
+        else:
+            used = Unit.free if stage == 3 else lambda unit: None
+            self.gradients = DividedGradients(mesh, self.slots, self.units, depth, self.dtype, used)
+        self._hooks = [
+            slot.parameter.register_post_accumulate_grad_hook(functools.partial(self._take, i))
+            for i, slot in enumerate(self.slots)
+        ]
+        self._gathering: GatherOnUse | None = None
+        if stage == 3:
+            grouped = [
+                [u for u, at in zip(self.units, self._homes, strict=True) if at == i] for i in range(len(blocks) + 1)
+            ]
+            self._gathering = GatherOnUse(model, blocks, grouped, self.master)
+            self._gathering.free_all()
+
+    # --- layout -------------------------------------------------------------------------------------------------------
+
+    def _lay_out(
+        self, by_name: dict[str, torch.nn.Parameter], role_of: dict[str, Role], home: dict[int, int], bucket_bytes: int
+    ) -> None:
+        """Set `slots`, `units`, and the block of each unit (0: the root)."""
+        order, ranks = list(Role), self.mesh.size("shard")
+        unit_align = math.lcm(ALIGN, ranks)
+
+        def place(name: str) -> tuple[int, str, int]:
+            return home.get(id(by_name[name]), 0), str(by_name[name].dtype), order.index(role_of[name])
+
+        self.role_of = role_of
+        self.slots: list[Slot] = []
+        self.units: list[Unit] = []
+        self._homes: list[int] = []
+        start = local = 0
+        for (block, _), group in groupby(sorted(by_name, key=place), key=lambda n: place(n)[:2]):
+            names = list(group)
+            sizes = [-(-by_name[n].numel() // ALIGN) * ALIGN for n in names]
+            ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+            limit = ends[-1] if home else bucket_bytes // self.dtype.itemsize
+            for bucket in buckets_of(list(zip([0, *ends], ends, strict=False)), limit):
+                first, end = len(self.slots), start
+                for index in bucket.members:
+                    self.slots.append(Slot(name=names[index], parameter=by_name[names[index]], start=end))
+                    end += sizes[index]
+                stop = start + math.ceil((end - start) / unit_align) * unit_align
+                members = tuple(range(first, len(self.slots)))
+                dtype = by_name[names[0]].dtype
+                unit = Unit(self.mesh, start=start, stop=stop, local=local, dtype=dtype, members=members)
+                self.units.append(unit)
+                self._homes.append(block)
+                start, local = stop, local + unit.part_size
+
+    def _adopt(self, unit: Unit) -> None:
+        """Move the parameters of a unit into its buffer, and this rank's part into the master."""
+        with torch.no_grad():
+            for index in unit.members:
+                slot = self.slots[index]
+                view = slot.of(unit.full, unit.start)
+                view.copy_(slot.parameter)
+                slot.parameter.data = view
+            self.master[unit.local : unit.local + unit.part_size].copy_(unit.part_of(unit.full))
+
+    def _pieces(self, unit: Unit) -> list[Piece]:
+        """This rank's part of a unit, cut where the role changes."""
+        runs = [
+            (role, [self.slots[i] for i in group])
+            for role, group in groupby(unit.members, key=lambda i: self.role_of[self.slots[i].name])
+        ]
+        stops = [slots[0].start for _, slots in runs[1:]] + [unit.stop]
+        pieces = []
+        for (role, slots), end in zip(runs, stops, strict=True):
+            low, high = max(slots[0].start, unit.low), min(end, unit.high)
+            mine = tuple(s for s in slots if s.start < high and low < s.stop)
+            if low < high:
+                pieces.append(
+                    Piece(role=role, dtype=unit.full.dtype, start=low, stop=high, slots=mine, unit=unit)
+                )  # fmt: skip
+        return pieces
+
+    # --- the interface of FlatParameters ------------------------------------------------------------------------------
+
+    @property
+    def grad(self) -> torch.Tensor:
+        return self.gradients.grad
+
+    def master_of(self, piece: Piece) -> torch.Tensor:
+        return self.master[piece.local]
+
+    def grad_of(self, piece: Piece) -> torch.Tensor:
+        return self.grad[piece.start : piece.stop] if self.stage == 1 else self.grad[piece.local]
+
+    def _take(self, index: int, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self.gradients.take(index, parameter.grad)
+        parameter.grad = None
+
+    def begin(self, backwards: int = 1) -> None:
+        self.gradients.begin(backwards)
+
+    def end_backward(self) -> None:
+        self.gradients.end_backward()
+
+    def finish(self) -> torch.Tensor:
+        """End the backward passes of a step; return the norm of this rank's part of the gradient."""
+        norm = self.gradients.finish()
+        if self.stage == 1:  # the other parts of the buffer are not sums
+            norm = torch.linalg.vector_norm(
+                torch.stack([torch.linalg.vector_norm(self.grad_of(p)) for p in self.pieces])
+            )
+        return norm
+
+    def publish(self) -> None:
+        """Bring the updated masters into the model's parameters: gather them now, or in stage 3 when they are used."""
+        if self._gathering is not None:
+            self._gathering.free_all()
+            return
+        works = []
+        for unit in self.units:
+            part = self.master[unit.local : unit.local + unit.part_size].to(unit.full.dtype)
+            works.append(all_gather(self.mesh, unit.full, part, "shard", async_op=True))
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def whole_gradient(self, unit: Unit) -> torch.Tensor:
+        """The gradient of a unit from all ranks' parts, for a rule that needs whole matrices."""
+        start, stop = (unit.low, unit.high) if self.stage == 1 else (unit.local, unit.local + unit.part_size)
+        whole = torch.empty(unit.size, dtype=self.dtype, device=self.device)
+        all_gather(self.mesh, whole, self.grad[start:stop], "shard")
+        return whole
+
+    def cuts(self, piece: Piece, values: torch.Tensor) -> dict[str, Cut]:
+        """The parts of parameters that a piece has, by name. `values` is the piece's own tensor of one quantity."""
+        found = {}
+        for slot in piece.slots:
+            low, high = max(slot.start, piece.start), min(slot.stop, piece.stop)
+            inside = values[low - piece.start : high - piece.start]
+            found[slot.name] = Cut(inside, low - slot.start, tuple(slot.parameter.shape))
+        return found
+
+    def masters(self, copy: Callable[[torch.Tensor], torch.Tensor] = lambda t: t) -> dict[str, Cut]:
+        """This rank's parts of the masters by parameter name."""
+        flat = copy(self.master)
+        return {n: cut for piece in self.pieces for n, cut in self.cuts(piece, flat[piece.local]).items()}
+
+    def release(self) -> None:
+        """Remove the hooks. The model has all of its parameters on every rank."""
+        if self._gathering is not None:
+            self._gathering.gather_all()
+            self._gathering.remove()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

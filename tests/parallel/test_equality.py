@@ -1,0 +1,96 @@
+"""Every mode gives the losses and the weights of the run in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from ranks import Ranks
+from tiny import Case
+
+from bagu.nn.config import MoEConfig
+
+MUON = {"kind": "muon", "newton_schulz_dtype": "fp64"}
+MOE = {"moe": MoEConfig(num_experts=4, top_k=2, expert_size=16, aux_weight=0.01, bias_rate=0.01)}
+KINDS = ("sgd", "momentum", "nesterov", "adagrad", "adadelta", "rmsprop", "adam", "lion")
+
+
+def short(name: str, **options: Any) -> Case:
+    """A combination of features whose parts are tested over 20 steps: four steps show a wrong sum too."""
+    return Case(name=name, steps=4, **{"mesh": "shard=2", **options})
+
+
+TWO = [
+    Case(name="data parallel"),
+    Case(name="zero 1", mesh="shard=2", zero=1),
+    Case(name="zero 2", mesh="shard=2", zero=2),
+    Case(name="zero 3", mesh="shard=2", zero=3),
+    Case(name="muon, zero 3", mesh="shard=2", zero=3, optimizer=MUON),
+    *(short(f"{kind}, zero 2", zero=2, micro_batches=2, optimizer={"kind": kind}) for kind in KINDS),
+    short("one micro-batch a rank", micro_batches=2),
+    short("muon, data parallel", mesh="dp=2", optimizer=MUON),
+    short("muon, zero 1", zero=1, optimizer=MUON),
+    short("dropout", zero=2, model={"dropout": 0.1}),
+    short("experts", model=MOE),
+    short("experts, data parallel", mesh="dp=2", model=MOE),
+    short("recomputed", options={"activation_checkpointing": "block"}),
+    short("selectively recomputed", options={"activation_checkpointing": "selective"}),
+    short("untied head", model={"tie_embeddings": False}),
+    short("lora", lora=True),
+    short("lora, data parallel", mesh="dp=2", lora=True),
+    short("no clipping", options={"clip": None}),
+]
+FOUR = [
+    Case(name="zero 3", mesh="shard=4", zero=3),
+    short("data parallel", mesh="dp=4"),
+    short("zero 1", mesh="shard=4", zero=1),
+    short("zero 2", mesh="shard=4", zero=2),
+    short("hybrid 1", mesh="dp=2,shard=2", zero=1, micro_batches=8),
+    short("hybrid 2", mesh="dp=2,shard=2", zero=2, micro_batches=8),
+    short("hybrid 3", mesh="dp=2,shard=2", zero=3, micro_batches=8),
+    short("muon, hybrid", mesh="dp=2,shard=2", optimizer=MUON),
+]
+FP32 = [
+    Case(name="data parallel", dtype=torch.float32),
+    Case(name="zero 1", mesh="shard=2", zero=1, dtype=torch.float32),
+    Case(name="zero 2", mesh="shard=2", zero=2, dtype=torch.float32),
+    Case(name="zero 3", mesh="shard=2", zero=3, dtype=torch.float32),
+]
+
+
+def differences(case: Case, ranks: Ranks) -> tuple[float, float]:
+    """The largest relative difference of a loss or norm, and the largest difference of a weight over its scale."""
+    alone, weights = tiny.run(case, alone=True)
+    worst = [0.0, 0.0]
+    for losses, others in ranks.run(tiny.run, case, alone=False):
+        assert weights.keys() == others.keys()
+        for one, other in zip(alone, losses, strict=True):
+            worst[0] = max(worst[0], *(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True)))
+        for name, w in weights.items():
+            scale = w.abs().max().clamp(min=1e-3)
+            worst[1] = max(worst[1], float((w.double() - others[name].double()).abs().max() / scale))
+    return worst[0], worst[1]
+
+
+@pytest.mark.parametrize("case", TWO, ids=lambda c: c.name)
+def test_two_ranks_equal_one_in_fp64(case: Case, two: Ranks) -> None:
+    assert max(differences(case, two)) < 1e-10
+
+
+@pytest.mark.parametrize("case", FOUR, ids=lambda c: c.name)
+def test_four_ranks_equal_one_in_fp64(case: Case, four: Ranks) -> None:
+    assert max(differences(case, four)) < 1e-10
+
+
+@pytest.mark.parametrize("case", FP32, ids=lambda c: c.name)
+def test_two_ranks_equal_one_in_fp32(case: Case, two: Ranks) -> None:
+    assert max(differences(case, two)) < 1e-5
+
+
+@pytest.mark.parametrize("case", [short("bf16", dtype=torch.bfloat16), short("dp", mesh="dp=2", dtype=torch.bfloat16)])
+def test_bf16_parameters_have_fp32_masters_on_every_rank(case: Case, two: Ranks) -> None:
+    """The first losses are equal; later ones differ by roundings of bf16, of which a loss averages many."""
+    losses, _ = differences(case, two)
+    assert losses < 2**-8
