@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from bagu.parallel.mesh import Group, Mesh
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "from_rank_0", "reduce_scatter"]
 
 
 def all_reduce(
@@ -60,6 +60,15 @@ def all_to_all(
         return
     mesh.traffic.add("all_to_all", group, sent.nbytes, mesh.size(group))
     dist.all_to_all_single(received, sent, received_rows, sent_rows, group=ranks)
+
+
+def from_rank_0(mesh: Mesh | None, value: int) -> int:
+    """The value that rank 0 of the job has. Waits for it, so that what rank 0 did before is done."""
+    if mesh is None:
+        return value
+    number = torch.tensor(value, dtype=torch.int64, device=mesh.device)
+    dist.broadcast(number, src=0)
+    return int(number)
 
 
 def _named(new: str, old: str) -> Callable[..., Any]:

@@ -101,9 +101,11 @@ def load_model(
         return model
     if _is_checkpoint(folder):
         checkpoint.verify(folder)
-        return _native(_run_of(folder) / NATIVE, folder / checkpoint.MODEL, dtype, device)
+        state = checkpoint.load_model_tensors(folder)
+        return _native(_run_of(folder) / NATIVE, folder / checkpoint.MODEL, state, dtype, device)
     if (folder / NATIVE).is_file():
-        return _native(folder / NATIVE, folder / weights.SINGLE_FILE, dtype, device)
+        file = folder / weights.SINGLE_FILE
+        return _native(folder / NATIVE, file, safetensors.torch.load_file(file, device=str(device)), dtype, device)
     return weights.from_pretrained(folder, dtype=dtype, device=device)
 
 
@@ -163,9 +165,10 @@ def _native_config(path: Path) -> ModelConfig:
     return configs.load(ModelConfig, path)
 
 
-def _native(config: Path, file: Path, dtype: torch.dtype | None, device: torch.device | str) -> Transformer:
+def _native(
+    config: Path, file: Path, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None, device: torch.device | str
+) -> Transformer:
     made = _native_config(config)
-    state = safetensors.torch.load_file(file, device=str(device))
     state = {name: t for name, t in state.items() if not name.startswith("critic.")}  # in checkpoints of PPO
     floats = [t.dtype for t in state.values() if t.is_floating_point()]
     model = Transformer(made, device=device, dtype=dtype or floats[0])

@@ -5,6 +5,9 @@
     state.json              step, data_step, the loader's cursor, the state of the guard and of the loss, run metadata
     manifest.json           size and SHA-256 of the other files; written last
 
+A run whose states are divided over ranks (ZeRO) has a model and an optimizer file per rank (saved_tensors.py). Each
+rank writes its own to a folder beside the others'; rank 0 waits for all of them and puts the checkpoint together.
+
 Everything is written and synced in a temporary folder, which is then renamed: a kill or a full disk leaves that folder
 behind and does not change earlier checkpoints. Tensors are stored by name and in fp32, so a checkpoint does not depend
 on the layout or the compute dtype of the run that wrote it.
@@ -12,21 +15,24 @@ on the layout or the compute dtype of the run that wrote it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors
-import safetensors.torch
 import torch
 from torch import nn
 
 from bagu.errors import BaguError
+from bagu.train.saved_tensors import SavedTensors, file_name, write_parts
+from bagu.train.sharded import Cut
 from bagu.train.state import TrainState
 
 __all__ = [
@@ -35,7 +41,9 @@ __all__ = [
     "Snapshot",
     "checkpoints",
     "clear_partial",
+    "load_model_tensors",
     "newest_good",
+    "path_of",
     "restore",
     "set_aside",
     "snapshot",
@@ -45,8 +53,11 @@ __all__ = [
     "write",
 ]
 
-FORMAT = 1
+FORMATS = (1, 2)  # 2: in parts
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+KINDS = ("model", "optimizer")
+PART = "part.json"  # of one rank: its files and their checksums, or why there are none; written last
+PART_TIMEOUT_S = 600.0  # how long rank 0 waits for the parts of other ranks
 PARTIAL = ".partial-"  # prefix of a folder's name until it is complete
 BAD = "bad-"  # prefix of a checkpoint that failed verification
 
@@ -68,17 +79,24 @@ class Snapshot:
     """The state of a run, copied to host memory, so that training continues while it is written."""
 
     step: int
-    model: Mapping[str, torch.Tensor]
-    optimizer: Mapping[str, torch.Tensor]
+    model: Mapping[str, torch.Tensor | Cut]
+    optimizer: Mapping[str, torch.Tensor | Cut]
     facts: Mapping[str, Any]
     ready: torch.cuda.Event | None  # recorded when the copies from the GPU are complete
+    part: int = 0  # of a divided run: which of `parts` this rank writes
+    parts: int = 1
+    serial: int = 0  # of the save in its run: tells its parts from those of an earlier save of the same step
 
 
-def snapshot(state: TrainState, facts: Mapping[str, Any]) -> Snapshot:
+def snapshot(state: TrainState, facts: Mapping[str, Any], *, serial: int = 0) -> Snapshot:
     """Copy the state that a resume needs. On a GPU the copies are queued on the stream; this does not wait for them."""
     device = state.device
-    model = state.flat.masters(_copy) | {name: _copy(value) for name, value in _buffers(state.model).items()}
-    optimizer = state.optimizer.tensors(_copy)
+    model: dict[str, torch.Tensor | Cut] = dict(state.flat.masters(_copy))
+    part = 0 if state.mesh is None else state.mesh.coordinate("shard")
+    if part == 0:
+        model |= {name: _copy(value) for name, value in _buffers(state.model).items()}
+    optimizer: dict[str, torch.Tensor | Cut]
+    optimizer = dict(state.optimizer.cuts(_copy) if state.flat.divided else state.optimizer.tensors(_copy))
     ready = None
     if device.type == "cuda":
         ready = torch.cuda.Event()
@@ -86,34 +104,43 @@ def snapshot(state: TrainState, facts: Mapping[str, Any]) -> Snapshot:
     own = {
         "step": state.step,
         "data_step": state.data_step,
-        "seed": state.config.seed,  # all randomness is a function of the seed and data_step
+        "seed": state.config.seed,  # all randomness is a function of the seed, data_step and the micro-batch
         "guard": state.guard.state(),
         "frozen": state.frozen_digest,
         "loss": state.loss.state(),
     }
-    return Snapshot(step=state.step, model=model, optimizer=optimizer, facts={**facts, **own}, ready=ready)
+    return Snapshot(
+        step=state.step, model=model, optimizer=optimizer, facts={**facts, **own}, ready=ready, part=part,
+        parts=1 if state.mesh is None else state.mesh.size("shard"), serial=serial,
+    )  # fmt: skip
 
 
-def write(folder: Path, snap: Snapshot) -> Path:
-    """Write `snap` as `folder`/step-…; replaces a checkpoint of the same step. A failure leaves no files behind."""
-    final = folder / f"step-{snap.step:09d}"
-    partial = folder / f"{PARTIAL}{final.name}"
+def write(folder: Path, snap: Snapshot) -> Path | None:
+    """Write `snap` as `folder`/step-…; replaces a checkpoint of the same step. A failure leaves no files behind.
+
+    Part 0 writes the checkpoint, with the files of the other parts, and returns its path. Another part writes its files
+    for part 0 and returns None.
+    """
+    final = path_of(folder, snap.step)
+    partial = folder / f"{PARTIAL}{final.name}" if snap.part == 0 else _part_folder(folder, snap, snap.part)
     try:
         if snap.ready is not None:
             snap.ready.synchronize()
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        safetensors.torch.save_file(dict(snap.model), partial / MODEL)
-        safetensors.torch.save_file(dict(snap.optimizer), partial / OPTIMIZER)
+        files = _write_tensors(partial, snap)
+        if snap.part > 0:
+            _announce(partial, {"serial": snap.serial, "files": files})
+            return None
         (partial / STATE).write_text(json.dumps(snap.facts, indent=1, allow_nan=False), encoding="utf-8")
-        files = {
-            n: {"bytes": (partial / n).stat().st_size, "sha256": _sha256(partial / n)}
-            for n in (MODEL, OPTIMIZER, STATE)
-        }
-        (partial / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
-        for name in (*files, MANIFEST):
-            _sync(partial / name)
+        _sync(partial / STATE)
+        files[STATE] = _facts_of(partial / STATE)
+        for part in range(1, snap.parts):
+            files |= _collect(folder, snap, part, partial)
+        manifest = {"format": 1 if snap.parts == 1 else 2, "files": files}
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        _sync(partial / MANIFEST)
         _sync(partial)
         if final.exists():
             shutil.rmtree(final)
@@ -121,11 +148,66 @@ def write(folder: Path, snap: Snapshot) -> Path:
         _sync(folder)
     except (OSError, safetensors.SafetensorError, ValueError) as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if snap.part > 0:
+            with contextlib.suppress(OSError):  # a full disk: part 0 then waits, and reports that it waited in vain
+                partial.mkdir()
+                _announce(partial, {"serial": snap.serial, "error": str(error)})
+            return None
         raise CheckpointError(
             f"the checkpoint of step {snap.step} was not written to {folder}: {error}",
             hint="free some disk space; the checkpoints before it are whole",
         ) from error
     return final
+
+
+def _write_tensors(folder: Path, snap: Snapshot) -> dict[str, dict[str, Any]]:
+    """Write and sync the tensor files of a snapshot; return the size and checksum of each."""
+    files = {}
+    for kind, tensors in zip(KINDS, (snap.model, snap.optimizer), strict=True):
+        path = folder / file_name(kind, snap.part, snap.parts)
+        write_parts(path, tensors)
+        files[path.name] = _facts_of(path)
+        _sync(path)
+    return files
+
+
+def _facts_of(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _part_folder(folder: Path, snap: Snapshot, part: int) -> Path:
+    return folder / f"{PARTIAL}step-{snap.step:09d}-part-{part:05d}"
+
+
+def _announce(folder: Path, what: Mapping[str, Any]) -> None:
+    """Tell part 0 that a part is there, or why not. The file appears whole."""
+    (folder / f"{PART}.tmp").write_text(json.dumps(what), encoding="utf-8")
+    (folder / f"{PART}.tmp").rename(folder / PART)
+
+
+def _collect(folder: Path, snap: Snapshot, part: int, into: Path) -> dict[str, dict[str, Any]]:
+    """Wait for another rank's part and move its files; return their sizes and checksums."""
+    place, deadline = _part_folder(folder, snap, part), time.monotonic() + PART_TIMEOUT_S
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            found = json.loads((place / PART).read_text(encoding="utf-8"))
+            if found["serial"] == snap.serial:
+                break
+        if time.monotonic() > deadline:
+            raise OSError(f"part {part} of {snap.parts} was not written within {PART_TIMEOUT_S:.0f} s")
+        time.sleep(0.005)
+    if "error" in found:
+        shutil.rmtree(place, ignore_errors=True)
+        raise OSError(f"part {part} of {snap.parts}: {found['error']}")
+    for name in found["files"]:
+        (place / name).rename(into / name)
+    shutil.rmtree(place)
+    return dict(found["files"])
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """The folder of the checkpoint of a step."""
+    return folder / f"step-{step:09d}"
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -163,10 +245,10 @@ def verify(path: Path) -> None:
     """Raise BadCheckpoint unless every file has the size and SHA-256 that the manifest records."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
+        if manifest["format"] not in FORMATS:
             raise BadCheckpoint(
                 path,
-                f"{path} has format {manifest['format']}, and this bagu reads {FORMAT}",
+                f"{path} has format {manifest['format']}, and this bagu reads {' and '.join(map(str, FORMATS))}",
                 hint="use the bagu it is from",
             )
         for name, want in manifest["files"].items():
@@ -226,14 +308,24 @@ def restore(path: Path, state: TrainState) -> dict[str, Any]:
         raise CheckpointError(
             f"the frozen weights of the model are not those {path} was trained on", hint="load the same base model"
         )
-    files = {MODEL: state.flat.masters() | _buffers(state.model), OPTIMIZER: state.optimizer.tensors()}
-    for name, places in files.items():
-        _check_fit(path / name, places)
-    with torch.no_grad():
-        for name, places in files.items():
-            with safetensors.safe_open(path / name, framework="pt") as file:
-                for key, place in places.items():
-                    place.copy_(file.get_tensor(key))
+    masters, states = state.flat.masters(), state.optimizer.cuts() if state.flat.divided else state.optimizer.tensors()
+    buffers = _buffers(state.model)
+    places = {"model": {**masters, **buffers}, "optimizer": dict(states)}
+    shapes = {
+        "model": {slot.name: tuple(slot.parameter.shape) for slot in state.flat.slots}
+        | {name: tuple(value.shape) for name, value in buffers.items()},
+        "optimizer": state.optimizer.shapes(),
+    }
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        saved = {kind: stack.enter_context(SavedTensors(path, kind)) for kind in KINDS}
+        for kind in KINDS:
+            _check_fit(path, kind, saved[kind].shapes, shapes[kind])
+        for kind in KINDS:
+            for name, place in places[kind].items():
+                if isinstance(place, Cut):
+                    place.values.copy_(saved[kind].read(name, place.start, place.start + len(place.values)))
+                else:
+                    place.copy_(saved[kind].whole(name))
     state.flat.publish()
     state.step, state.data_step = facts["step"], facts["data_step"]
     state.guard.load(facts["guard"])
@@ -241,21 +333,27 @@ def restore(path: Path, state: TrainState) -> dict[str, Any]:
     return facts
 
 
-def _check_fit(file: Path, places: Mapping[str, torch.Tensor]) -> None:
-    """Raise unless the file has exactly these tensors in these shapes."""
-    with safetensors.safe_open(file, framework="pt") as saved:
-        shapes = {key: tuple(saved.get_slice(key).get_shape()) for key in saved.keys()}  # noqa: SIM118
-    wrong = [f"{k} is missing" for k in places.keys() - shapes.keys()]
-    wrong += [f"{k} has no place in this run" for k in shapes.keys() - places.keys()]
+def load_model_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The masters and buffers of a verified checkpoint, whole, by name."""
+    with SavedTensors(path, "model") as saved:
+        return {name: saved.whole(name) for name in saved.shapes}
+
+
+def _check_fit(
+    path: Path, kind: str, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise unless the checkpoint has exactly these tensors in these shapes."""
+    wrong = [f"{k} is missing" for k in wanted.keys() - saved.keys()]
+    wrong += [f"{k} has no place in this run" for k in saved.keys() - wanted.keys()]
     wrong += [
-        f"{k} is {list(shapes[k])}, here {list(p.shape)}"
-        for k, p in places.items()
-        if k in shapes and shapes[k] != tuple(p.shape)
+        f"{k} is {list(saved[k])}, here {list(shape)}"
+        for k, shape in wanted.items()
+        if k in saved and tuple(saved[k]) != shape
     ]
     if wrong:
         more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise CheckpointError(
-            f"{file} does not fit this run: {'; '.join(sorted(wrong)[:4])}{more}",
+            f"{path / kind}.safetensors does not fit this run: {'; '.join(sorted(wrong)[:4])}{more}",
             hint="resume with the model and the optimizer that the run began with",
         )
 

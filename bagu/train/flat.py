@@ -116,7 +116,7 @@ class FlatParameters:
     def __init__(self, model: nn.Module, mesh: Mesh | None = None, *, bucket_bytes: int = 25 << 20) -> None:
         by_name, role_of = trained(model), roles(model)
         self.device = next(iter(by_name.values())).device
-        self.dtype = master_dtype(by_name.values())
+        self.dtype, self.role_of = master_dtype(by_name.values()), role_of
         order = list(Role)
         names = sorted(role_of, key=lambda n: (order.index(role_of[n]), str(by_name[n].dtype)))  # stable: model order
         segments, end = [], 0

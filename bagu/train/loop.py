@@ -18,6 +18,8 @@ import torch
 from bagu.config import diff, to_dict
 from bagu.errors import ArgumentError
 from bagu.nn.model import Transformer
+from bagu.parallel.collectives import from_rank_0
+from bagu.parallel.mesh import Mesh
 from bagu.runs.observer import Observer
 from bagu.train import checkpoint
 from bagu.train.loss import BatchT_co, Loss, MicroBatch
@@ -26,7 +28,7 @@ from bagu.train.prepare import Interrupt, prepared
 from bagu.train.saving import Saver
 from bagu.train.stability import TrainingDiverged
 from bagu.train.state import TrainConfig, TrainState
-from bagu.train.step import StepResult, step
+from bagu.train.step import StepResult, seed_step, step
 from bagu.train.upgrade import upgrade_checkpoint
 
 __all__ = ["Batches", "Begin", "Evaluate", "FitResult", "Sample", "fit"]
@@ -80,8 +82,13 @@ def fit(
     settings: Mapping[str, Any] | None = None,
     flops_per_token: float | None = None,
     peak_flops: float | None = None,
+    mesh: Mesh | None = None,
 ) -> FitResult:
     """Train `model` in place until `config.steps` updates are done, or Ctrl-C.
+
+    With a `mesh`, every rank calls it with the same arguments. Rank 0 alone notifies observers and calls `begin`; every
+    rank evaluates and samples, because divided parameters are gathered by all ranks together. After the run each rank
+    has the whole model.
 
     `loss` takes the batches of `loader`; by default it is cross-entropy. Checkpoints go to `folder`; with `resume` the
     run continues from the last good one there, if there is one. `identity` contains values that must not change between
@@ -91,17 +98,18 @@ def fit(
     `pause_after` stops the run after this many updates, saved and ready to resume. The caller closes the observers.
     """
     _refuse_idle_options(config, folder, evaluate, sample)
-    state = TrainState(model, config, loss)
+    state = TrainState(model, config, loss, mesh)
     run = _Run(state, loader, folder, observers, identity or {}, settings or {})
     meters = Meters(state.device, flops_per_token=flops_per_token, peak_flops=peak_flops)
     row: dict[str, float | int | None] = {}
     with run, prepared(model, config, state.device), Interrupt() as interrupt:
         run.begin(resume=resume, callback=begin)
         stop = config.steps if pause_after is None else min(pause_after, config.steps)
-        while state.step < stop and not interrupt.asked:
+        while state.step < stop and not _stopping(state, interrupt):
             meters.start()
             batches = run.next_batches()
             meters.data_arrived()
+            state.stop_asked = interrupt.asked
             result = step(state, batches)
             run.report_saves()
             if result.skipped is not None:
@@ -114,15 +122,22 @@ def fit(
                     row |= evaluate(model)
             run.notify("on_step", state.step - 1, row)
             if sample is not None and _due(config.sample_every, state.step, last):
+                if state.mesh is not None:  # ranks gather parameters together, so they must draw the same tokens
+                    seed_step(config.seed, state.data_step)
                 with _inference(model), torch.compiler.set_stance("force_eager"):  # the shapes change with each token
                     run.notify("on_sample", state.step - 1, sample(model))
             if folder is not None and _due(config.save_every, state.step, last):
                 run.save(row)
-        if interrupt.asked:
+        if _stopping(state, interrupt):
             run.interrupted(row)
         elif state.step < config.steps:
             run.save_rest(row)
-    return FitResult(step=state.step, interrupted=interrupt.asked, metrics=row, checkpoint=run.checkpoint)
+    return FitResult(step=state.step, interrupted=_stopping(state, interrupt), metrics=row, checkpoint=run.checkpoint)
+
+
+def _stopping(state: TrainState, interrupt: Interrupt) -> bool:
+    """Whether Ctrl-C was pressed. Ranks agree on it in each step, so that all of them stop after the same one."""
+    return interrupt.asked if state.mesh is None else state.stop_asked
 
 
 def _due(every: int | None, step: int, last: bool) -> bool:
@@ -168,11 +183,14 @@ class _Run:
         settings: Mapping[str, Any],
     ) -> None:
         self.state, self.loader, self.folder = state, loader, folder
-        self.observers, self.identity = tuple(observers), dict(identity)
+        self.first = state.mesh is None or state.mesh.rank == 0  # the rank that reports and decides about files
+        self.writes = state.mesh is None or state.mesh.coordinate("dp") == 0  # replicas have the same state
+        self.observers, self.identity = tuple(observers) if self.first else (), dict(identity)
         self.settings = {**to_dict(state.config), **settings}  # recorded in checkpoints; a resume may change them
         self.checkpoint: Path | None = None  # the last one written
         self.failure: checkpoint.CheckpointError | None = None  # of the last save
         self.saved_at: int | None = None  # the data_step of the last save
+        self.saves = 0
         config = state.config
         self.saver = None if folder is None else Saver(folder, keep_last=config.keep_last, keep_best=config.keep_best)
         self._loading = contextlib.ExitStack()
@@ -218,7 +236,9 @@ class _Run:
             "identity": self.identity,
             "validation_loss": self.state.loss.validation_loss(row),
         }
-        self.saver.save(lambda: checkpoint.snapshot(self.state, facts))
+        self.saves += 1
+        if self.writes:
+            self.saver.save(lambda: checkpoint.snapshot(self.state, facts, serial=self.saves))
         self.saved_at = self.state.data_step
 
     def interrupted(self, row: Mapping[str, float | int | None]) -> None:
@@ -247,15 +267,17 @@ class _Run:
         path, bad = self._restored() if resume else (None, [])
         if path is not None:  # not after a rollback, which continues with the data after the refused batches
             self.loader.restore(checkpoint.state_of(path)["cursor"])
-        if not resume and self.folder is not None and (found := checkpoint.checkpoints(self.folder)):
+        if self.first and not resume and self.folder is not None and (found := checkpoint.checkpoints(self.folder)):
             raise ArgumentError(
                 f"{self.folder} has {len(found)} checkpoints of another run", hint="resume it, or give another folder"
             )
-        if callback is not None:
-            self.observers += tuple(callback(self.state.step))
-        if self.saver is not None:
-            self.saver.clear_partial()
-        self._set_aside(bad)
+        if self.first:
+            if callback is not None:
+                self.observers += tuple(callback(self.state.step))
+            if self.saver is not None:
+                self.saver.clear_partial()
+            self._set_aside(bad)
+        from_rank_0(self.state.mesh, 0)  # no rank starts before the folder is ready
         if resume:
             self.notify("rewind", self.state.step)
         if path is not None:
@@ -266,7 +288,10 @@ class _Run:
         """Load the last good checkpoint into the state. Return it and the later, bad ones. Writes nothing."""
         if self.folder is None:
             raise ArgumentError("resume=True, and fit was given no folder", hint="pass folder=…")
-        path, bad = checkpoint.newest_good(self.folder)
+        path, bad = checkpoint.newest_good(self.folder) if self.first else (None, [])
+        if self.state.mesh is not None:  # the one that rank 0 has verified
+            step = from_rank_0(self.state.mesh, -1 if path is None else checkpoint.state_of(path)["step"])
+            path = None if step < 0 else checkpoint.path_of(self.folder, step)
         if path is None:
             return None, bad
         saved = checkpoint.state_of(path)["identity"]

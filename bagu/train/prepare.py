@@ -49,7 +49,9 @@ def prepared(model: Transformer, config: TrainConfig, device: torch.device) -> I
         compiles = config.compile is not False and _can_compile(device, asked=config.compile is True)
         if compiles:
             stack.enter_context(_compiled(blocks))
-        if device.type == "cuda" and not compiles and _as_it_is(config) and can_capture(model.config, _dtype(model)):
+        whole = config.mesh.shard == 1 or config.zero in (1, 2)  # stage 3 frees parameters, and a graph has addresses
+        unchanged = whole and not compiles and _as_it_is(config)
+        if device.type == "cuda" and unchanged and can_capture(model.config, _dtype(model)):
             stack.enter_context(captured(model))
         was_training = model.training
         stack.callback(model.train, was_training)

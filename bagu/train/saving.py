@@ -20,7 +20,7 @@ __all__ = ["Saved", "Saver"]
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """The result of a save: its `path`, or an `error`."""
+    """The result of a save: its `path`, or an `error`; neither for a part that rank 0 puts into its checkpoint."""
 
     step: int
     seconds: float
@@ -69,7 +69,9 @@ class Saver:
         path, error = None, None
         try:
             path = write(self.folder, snap)
-            for old in unneeded(self.folder, keep_last=self.keep_last, keep_best=self.keep_best):
+            for old in (
+                () if path is None else unneeded(self.folder, keep_last=self.keep_last, keep_best=self.keep_best)
+            ):
                 shutil.rmtree(old)
         except CheckpointError as caught:
             error = caught

@@ -153,6 +153,7 @@ class TrainState:
         self.guard = Guard(config.stability)
         self.step = 0
         self.data_step = 0
+        self.stop_asked = False  # by Ctrl-C on this rank; a step sets it on every rank
 
     @property
     def device(self) -> torch.device:

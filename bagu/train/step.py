@@ -97,9 +97,11 @@ def _read(
     if state.mesh is None:
         loss, *values, grad_norm = torch.stack([*sums, *largest, norm]).tolist()  # type: ignore[list-item]
     else:
-        tops = torch.stack(largest) if largest else norm.new_empty(0)
+        tops = torch.stack([*largest, norm.new_tensor(float(state.stop_asked))])
         total = combine(state.mesh, torch.stack(sums), tops, norm, divided=state.flat.divided)  # type: ignore[arg-type]
-        loss, *values, grad_norm = *total.sums, *total.peaks, total.norm
+        *most, stop = total.peaks
+        state.stop_asked = stop > 0
+        loss, *values, grad_norm = *total.sums, *most, total.norm
     return loss, dict(zip([*names, *peaks], values, strict=True)), grad_norm
 
 

@@ -42,7 +42,8 @@ class Ranks:
 
     def __init__(self, number: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "numpy", "bagu.train.loop"])
+        # torch imports _dynamo and sympy at the first backward: 8 s of a slow core, which each rank would pay
+        context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", "bagu.train.loop"])
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         self._pipes, self._processes = [], []

@@ -58,10 +58,11 @@ class Optimizer:
         self._fused = fused and flat.device.type in ("cpu", "cuda") and all(hasattr(torch, f) for f in FUSED.values())
         self._step = torch.zeros((), dtype=torch.float32, device=flat.device)  # the fused kernel reads it on the device
 
+    def _kind(self, role: Role) -> str:
+        return "adamw" if self.config.kind == "muon" and role is not Role.MATRIX else self.config.kind
+
     def _part(self, segment: Segment) -> _Part:
-        kind = self.config.kind
-        if kind == "muon" and segment.role is not Role.MATRIX:
-            kind = "adamw"
+        kind = self._kind(segment.role)
         options = self.config.options()
         if kind == "muon":
             name = options["newton_schulz_dtype"]
@@ -134,6 +135,14 @@ class Optimizer:
             for name, state in part.state.items()
             for flat in (copy(state),)
             for slot in part.segment.slots
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor of the state, by the names of `tensors`; those of other ranks too."""
+        return {
+            f"{name}/{slot.name}": tuple(slot.parameter.shape)
+            for slot in self.flat.slots
+            for name in RULES[self._kind(self.flat.role_of[slot.name])][1]
         }
 
     def cuts(self, copy: Callable[[torch.Tensor], torch.Tensor] = lambda t: t) -> dict[str, Cut]:

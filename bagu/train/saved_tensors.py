@@ -1,0 +1,102 @@
+"""The tensors of a checkpoint's safetensors files, whole or as parts that ranks have written.
+
+A run on one rank writes `model.safetensors`, with each tensor in its shape. A divided run writes a file per rank,
+`model-00001-of-00004.safetensors`, with the elements [start, start + n) of each flattened tensor; the file's metadata
+has start and shape. Any range of a tensor can be read from either: a checkpoint does not depend on the mesh that wrote
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import safetensors
+import safetensors.torch
+import torch
+
+from bagu.train.sharded import Cut
+
+__all__ = ["SavedTensors", "file_name", "write_parts"]
+
+CUTS = "cuts"  # the key of the metadata: {name: [start, shape]} as JSON
+
+
+def file_name(kind: str, part: int, parts: int) -> str:
+    """`kind` is model or optimizer."""
+    return f"{kind}.safetensors" if parts == 1 else f"{kind}-{part:05d}-of-{parts:05d}.safetensors"
+
+
+def write_parts(file: Path, tensors: Mapping[str, torch.Tensor | Cut]) -> None:
+    """Write whole tensors, and cuts with their place."""
+    cuts = {name: [t.start, list(t.shape)] for name, t in tensors.items() if isinstance(t, Cut)}
+    values = {name: t.values.contiguous() if isinstance(t, Cut) else t for name, t in tensors.items()}
+    safetensors.torch.save_file(values, file, metadata={CUTS: json.dumps(cuts)} if cuts else None)
+
+
+class _Part(NamedTuple):
+    """The elements [start, stop) of a tensor, in an open file. `cut`: stored flat, else in its shape."""
+
+    file: Any
+    start: int
+    stop: int
+    cut: bool
+
+
+class SavedTensors:
+    """All tensors of one kind in a checkpoint folder. Use it as a context manager: it holds files open."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder, self.kind = folder, kind
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._parts: dict[str, list[_Part]] = {}
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        files = sorted(self.folder.glob(f"{self.kind}.safetensors")) or sorted(
+            self.folder.glob(f"{self.kind}-*-of-*.safetensors")
+        )
+        for path in files:
+            file = self._open.enter_context(safetensors.safe_open(path, framework="pt"))
+            cuts = json.loads((file.metadata() or {}).get(CUTS, "{}"))
+            for name in file.keys():  # noqa: SIM118
+                stored = tuple(file.get_slice(name).get_shape())
+                size = 1
+                for length in stored:
+                    size *= length
+                start, shape = cuts.get(name, (0, stored))
+                self.shapes[name] = tuple(shape)
+                self._parts.setdefault(name, []).append(_Part(file, start, start + size, name in cuts))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """The elements [start, stop) of a tensor, flattened. A missing part raises ValueError."""
+        found = []
+        at = start
+        for part in sorted(self._parts[name], key=lambda p: p.start):
+            low, high = max(at, part.start), min(stop, part.stop)
+            if low == at and low < high:
+                if part.cut:
+                    found.append(part.file.get_slice(name)[low - part.start : high - part.start])
+                else:
+                    found.append(part.file.get_tensor(name).view(-1)[low:high])
+                at = high
+        if at != stop:
+            raise ValueError(f"{self.folder}: {name} has no elements {at} to {stop}")
+        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A tensor in its shape."""
+        size = 1
+        for length in self.shapes[name]:
+            size *= length
+        if not self._parts[name][0].cut:
+            whole: torch.Tensor = self._parts[name][0].file.get_tensor(name)
+            return whole
+        return self.read(name, 0, size).view(self.shapes[name])
