@@ -140,6 +140,14 @@ def train(
     ] = None,
     prompt: Annotated[list[str] | None, Option(help="A prompt to sample from during training; repeatable.")] = None,
     wandb: Annotated[str | None, Option(metavar="PROJECT", help="Also log to this Weights & Biases project.")] = None,
+    mesh: Annotated[
+        str | None, Option(metavar="DIMS", help="Divide the run over ranks: dp=4, shard=4 (ZeRO) or dp=2,shard=2.")
+    ] = None,
+    nproc: Annotated[int | None, Option(help="Start this many ranks on this machine. Default mesh: dp=NPROC.")] = None,
+    max_restarts: Annotated[int, Option(help="Of --nproc: restarts from the last checkpoint after a crash.")] = 3,
+    hang_timeout: Annotated[
+        float, Option(help="Of --nproc: seconds without progress after which the rank that hangs is named and killed.")
+    ] = 600.0,
     dry_run: Annotated[bool, Option("--dry-run", help="Check the data; print configuration, sizes and time.")] = False,
 ) -> None:
     """Pretrain, continue pretraining or fine-tune. Ctrl-C saves a checkpoint; --resume continues with the same bits."""
@@ -149,6 +157,7 @@ def train(
     status = command.train_main(
         data or [], recipe=recipe, config=config, start=start, settings=settings or [], out=out, resume=resume,
         accept_data_change=accept_data_change, reward=reward, prompts=prompt or [], wandb=wandb, dry_run=dry_run,
+        mesh=mesh, nproc=nproc, max_restarts=max_restarts, hang_timeout=hang_timeout,
     )  # fmt: skip
     raise typer.Exit(status)
 

@@ -12,7 +12,7 @@ summed. Rank order is row-major in DIMS: neighbours in tp, which communicate mos
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Self, get_args
 
 import torch
@@ -89,6 +89,15 @@ class MeshConfig:
         for name in COMBINED.get(group, (group,)):
             index = index * self.size(name) + at[name]
         return index
+
+    def smaller(self, micro_batches: int) -> MeshConfig | None:
+        """The next smaller mesh whose data-parallel ranks divide the micro-batches of a step; None if there is none."""
+        for name in ("dp", "shard"):
+            for size in range(self.size(name) - 1, 0, -1):
+                mesh = replace(self, **{name: size})
+                if micro_batches % mesh.size("data") == 0:
+                    return mesh
+        return None
 
     def check_ranks(self, ranks: int) -> None:
         """Raise unless the mesh has exactly this many ranks."""

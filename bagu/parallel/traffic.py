@@ -39,12 +39,15 @@ class Tally:
 
 
 class Traffic:
-    """Counts the collectives of one rank, by (kind, group)."""
+    """Counts the collectives of one rank, by (kind, group). `step` is the step that they are of."""
 
     def __init__(self) -> None:
         self.tallies: dict[tuple[Kind, str], Tally] = {}
+        self.calls = 0  # of all kinds
+        self.step = 0
 
     def add(self, kind: Kind, group: str, size: int, ranks: int) -> None:
+        self.calls += 1
         t = self.tallies.get((kind, group), Tally())
         self.tallies[kind, group] = Tally(
             calls=t.calls + 1, size=t.size + size, sent=t.sent + sent_bytes(kind, size, ranks)

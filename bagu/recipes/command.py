@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -13,9 +17,12 @@ from bagu import config as configs
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 from bagu.machine.device import named_dtype
+from bagu.parallel.launch import Place, find_place, use_own_gpu
+from bagu.parallel.mesh import MeshConfig
 from bagu.recipes.catalogue import recipe as find_recipe
 from bagu.recipes.catalogue import with_data, with_start
 from bagu.recipes.models import find_model, load_model, save_model, tokenizer_folder
+from bagu.recipes.ranks import Ranks, mesh_settings, opened_mesh, quiet_unless_first, start_ranks
 from bagu.recipes.run import Run, load_run, with_settings
 from bagu.recipes.summary import Summary
 from bagu.recipes.training import Trained, check, train
@@ -33,13 +40,49 @@ DEFAULT = "small"  # the recipe of a run that names none
 def train_main(
     data: list[str], *, recipe: str | None, config: Path | None, start: str | None, settings: list[str], out: Path,
     resume: bool, accept_data_change: bool, reward: str | None, prompts: list[str], wandb: str | None, dry_run: bool,
+    mesh: str | None = None, nproc: int | None = None, max_restarts: int = 3, hang_timeout: float = 600.0,
 ) -> int:  # fmt: skip
     """Build a run from the arguments, train it, and write its report. With `dry_run`, only check and print the run.
 
     With `resume` the run is read from the folder's config.json; if there is none, a new run starts from data, config or
-    start.
+    start. With `nproc` this process starts so many ranks and waits for them.
     """
-    console = Console(stderr=True)
+    ranks = Ranks(mesh=mesh, nproc=nproc, max_restarts=max_restarts, hang_timeout=hang_timeout)
+    place = find_place(os.environ)
+    if place is not None:
+        use_own_gpu(place)
+    with quiet_unless_first(place):
+        run = _built(
+            data, recipe=recipe, config=config, start=start, settings=settings, out=out, resume=resume,
+            accept_data_change=accept_data_change, reward=reward, prompts=prompts, wandb=wandb,
+            on_mesh=partial(mesh_settings, ranks=ranks, place=place),
+        )  # fmt: skip
+        run.train.mesh.check_ranks(ranks.number(place))
+        if nproc is not None and place is None and not dry_run:
+            again = [
+                *data, *_flags("--recipe", recipe), *_flags("--config", config), *_flags("--from", start),
+                *_flags("--set", *settings), *_flags("--out", out), *(["--resume"] if resume else []),
+                *(["--accept-data-change"] if accept_data_change else []), *_flags("--reward", reward),
+                *_flags("--prompt", *prompts), *_flags("--wandb", wandb),
+            ]  # fmt: skip
+            say = partial(print, "bagu:", file=sys.stderr, flush=True)
+            return start_ranks(run, out, ranks, lambda m: ["train", *again, "--mesh", str(m)], say)
+        return _train(
+            run, out, place, resume=resume, accept_data_change=accept_data_change, prompts=prompts, dry_run=dry_run
+        )  # fmt: skip
+
+
+def _flags(name: str, *values: object) -> list[str]:
+    """An option of the command line, once for each value that is given."""
+    return [word for value in values if value is not None for word in (name, str(value))]
+
+
+def _built(
+    data: list[str], *, recipe: str | None, config: Path | None, start: str | None, settings: list[str], out: Path,
+    resume: bool, accept_data_change: bool, reward: str | None, prompts: list[str], wandb: str | None,
+    on_mesh: Callable[[MeshConfig], list[str]],
+) -> Run:  # fmt: skip
+    """The run that the arguments describe. `on_mesh` gives the settings that move it to the mesh that was asked for."""
     if recipe is not None and (config is not None or (resume and RunFolder(out).is_run())):
         what = "the config of " + str(out if config is None else config)
         raise BaguError(
@@ -58,7 +101,7 @@ def train_main(
         run = with_start(with_data(load_run(config), data), start)
     else:
         run = with_start(with_data(find_recipe(recipe or DEFAULT), data), start)
-    run = with_settings(run, settings)
+    run = with_settings(run, [*on_mesh(run.train.mesh), *settings])
     if reward is not None:
         run = replace(run, objective=_with_reward(run.objective, reward))
     if wandb is not None:
@@ -76,6 +119,15 @@ def train_main(
             "--prompt is given, and this run continues no prompts: train.sample_every is null",
             hint="leave --prompt out, or set train.sample_every",
         )
+    return run
+
+
+def _train(
+    run: Run, out: Path, place: Place | None, *, resume: bool, accept_data_change: bool, prompts: list[str],
+    dry_run: bool,
+) -> int:  # fmt: skip
+    """Train a run, alone or as one of its ranks, and write its report."""
+    console = Console(stderr=True)
 
     def announce(summary: Summary) -> None:
         for line in summary.lines():
@@ -86,9 +138,13 @@ def train_main(
         print(json.dumps(configs.to_dict(run), indent=2))
         announce(check(run, out, resume=resume, accept_data_change=accept_data_change))
         return 0
-    done = train(
-        run, out, resume=resume, accept_data_change=accept_data_change, announce=announce, prompts=prompts or PROMPTS
-    )
+    with opened_mesh(run, place, out) as mesh:
+        done = train(
+            run, out, resume=resume, accept_data_change=accept_data_change, announce=announce,
+            prompts=prompts or PROMPTS, mesh=mesh,
+        )  # fmt: skip
+    if place is not None and place.rank > 0:
+        return 130 if done.fit.interrupted else 0
     report = _report(run, done)
     again = f"bagu train --resume --out {out}"
     state = (

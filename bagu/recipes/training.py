@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,8 @@ from bagu.nn.model import Transformer
 from bagu.nn.peft import save_adapter
 from bagu.nn.sample import generate
 from bagu.nn.score import with_score_head
+from bagu.parallel.collectives import from_rank_0
+from bagu.parallel.mesh import Mesh
 from bagu.recipes.inputs import DATA, Inputs, facts_of, read_inputs
 from bagu.recipes.models import ADAPTER, MODEL, NATIVE, load_model, save_model
 from bagu.recipes.rollout import open_reward, with_rollouts
@@ -85,34 +87,40 @@ def train(
     prompts: Sequence[str] = (),
     tokenizer: BpeTokenizer | None = None,
     corpora: Mapping[str, Corpus] | None = None,
+    mesh: Mesh | None = None,
 ) -> Trained:
     """Train a run in folder `out`. `prompts` are continued every `train.sample_every` steps; a run with rollouts shows
     some of its answers instead.
 
     `announce` is called with the summary before the first step. A given tokenizer and given corpora are not read again.
     `pause_after` stops after this many steps; a call with `resume` continues. Nothing in the folder changes until
-    everything is checked, including the checkpoint of a resume.
+    everything is checked, including the checkpoint of a resume. With a `mesh` every rank calls it; rank 0 alone writes
+    to the folder, apart from the ranks' parts of checkpoints.
     """
-    folder = RunFolder(out)
-    folder.check_free(resume=resume)
-    if run.wandb is not None:
-        WeightsAndBiases.check()
+    folder, first = RunFolder(out), mesh is None or mesh.rank == 0
+    if first:
+        folder.check_free(resume=resume)
+        if run.wandb is not None:
+            WeightsAndBiases.check()
     run = _resolved(run, named_device(run.device))
-    inputs = read_inputs(run, out, accept_data_change=accept_data_change, tokenizer=tokenizer, corpora=corpora)
+    with _rank_0_first(mesh):  # it trains the tokenizer and fills the caches, and the others read them
+        inputs = read_inputs(run, out, accept_data_change=accept_data_change, tokenizer=tokenizer, corpora=corpora)
     model = _model(run, inputs)
-    peak = matmul_rate(inputs.device, inputs.dtype)
+    peak = matmul_rate(inputs.device, inputs.dtype) * (1 if mesh is None else mesh.config.ranks)
     auxiliary = {
         role: load_model(folder, dtype=inputs.dtype, device=inputs.device).requires_grad_(False)
         for role, folder in inputs.auxiliary.items()
     }
-    data = run.objective.prepare(inputs.data, model, steps=run.train.steps, eval_batches=run.eval_batches)
+    with _rank_0_first(mesh):
+        data = run.objective.prepare(inputs.data, model, steps=run.train.steps, eval_batches=run.eval_batches)
     loss = run.objective.loss_with(model, auxiliary)
     with contextlib.ExitStack() as stack:
         data = stack.enter_context(with_rollouts(run, data, inputs, model, loss))
         evaluate = partial(_evaluate, loss, data, run.eval_batches) if run.train.eval_every else None
         sample = _sampler(inputs.tokenizer, prompts, data) if run.train.sample_every else None
-        folder = RunFolder.claim(out, resume=resume)
-        stack.callback(folder.close)
+        if first:
+            folder = RunFolder.claim(out, resume=resume)
+            stack.callback(folder.close)
 
         def begin(step: int) -> list[Observer]:
             if announce is not None:
@@ -131,16 +139,29 @@ def train(
                 "tokenizer": inputs.tokenizer.fingerprint, "model": _model_id(model.config),
                 **{role: digest_of(other.state_dict()) for role, other in auxiliary.items()},
             },
-            flops_per_token=count.flops(model.config, run.data.context).training, peak_flops=peak,
+            flops_per_token=count.flops(model.config, run.data.context).training, peak_flops=peak, mesh=mesh,
         )  # fmt: skip
         run.objective.finish(model)
         if run.lora is not None:
-            _save_adapter(model, inputs, out / ADAPTER)
+            if first:
+                _save_adapter(model, inputs, out / ADAPTER)
             merge(model)
-        save_model(model, inputs.tokenizer, out / MODEL)
+        if first:
+            save_model(model, inputs.tokenizer, out / MODEL)
+        from_rank_0(mesh, 0)  # ranks end together: one that ends early would look like a lost one
     return Trained(
         folder=folder, model=model, tokenizer=inputs.tokenizer, data=data, corpora=inputs.corpora, fit=result
     )
+
+
+@contextlib.contextmanager
+def _rank_0_first(mesh: Mesh | None) -> Iterator[None]:
+    """Run the body on rank 0, and then on the others."""
+    if mesh is not None and mesh.rank > 0:
+        from_rank_0(mesh, 0)
+    yield
+    if mesh is not None and mesh.rank == 0:
+        from_rank_0(mesh, 0)
 
 
 def _record(run: Run, inputs: Inputs, folder: RunFolder, progress: Observer | None) -> RunRecorder:

@@ -41,6 +41,8 @@ def step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
     totals, lr = state.loss.totals(batches), state.lr
     if totals.idle:
         return _idle(state, totals, lr)
+    if state.mesh is not None:
+        state.mesh.traffic.step = state.step
     mine = _share(state.mesh, len(batches))
     state.flat.begin(len(mine))
     parts = []

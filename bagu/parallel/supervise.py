@@ -1,0 +1,165 @@
+"""`bagu train --nproc N`: start the ranks of this machine, watch them, and start them again after a crash.
+
+Ranks that are killed by a signal (out of memory, a fault of the machine, the watchdog) are started again from the last
+checkpoint. Every start has a new port and thus a new store: torchrun's in-place restart reuses one, and its stale keys
+hang the next start (pytorch#135712). A rank that ends with an error of its own would end so again: the job ends too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from bagu.parallel import heartbeat
+
+__all__ = ["Job", "Start", "supervise"]
+
+GRACE_S = 5.0  # that the other ranks have to end on their own after one has ended
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """How many ranks to start, and their command line."""
+
+    ranks: int
+    command: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """`plan(attempt)` is what to start the first time (0) and again."""
+
+    plan: Callable[[int], Start]
+    max_restarts: int = 3
+    hang_timeout_s: float = 600.0
+
+
+def supervise(job: Job, say: Callable[[str], None]) -> int:
+    """Run a job to its end; return its exit status. `say` prints a line."""
+    for attempt in range(job.max_restarts + 1):
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bagu-ranks-")))
+            ranks = _start(job.plan(attempt), folder)
+            stack.callback(_end, ranks)
+            codes = _watch(ranks, job.hang_timeout_s, folder, say)
+        killed = [rank for rank, code in enumerate(codes) if code < 0]
+        if not killed:
+            return next((code for code in codes if code), 0)
+        names = ", ".join(f"rank {r} ({signal.Signals(-codes[r]).name})" for r in killed)
+        if attempt < job.max_restarts:
+            say(f"{names} was killed: starting again from the last checkpoint ({attempt + 1} of {job.max_restarts})")
+    say(f"{names} was killed, after {job.max_restarts} restarts")
+    return 1
+
+
+def _start(start: Start, folder: Path) -> list[subprocess.Popen[bytes]]:
+    threads = max(1, (os.cpu_count() or 1) // start.ranks)
+    shared = {
+        "WORLD_SIZE": str(start.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
+        heartbeat.FOLDER: str(folder),
+    }  # fmt: skip
+    environ = {"OMP_NUM_THREADS": str(threads), **os.environ, **shared}
+    return [
+        # a group of its own: Ctrl-C reaches this process, which passes it on once
+        subprocess.Popen(
+            list(start.command), env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}, start_new_session=True
+        )
+        for rank in range(start.ranks)
+    ]  # fmt: skip
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _watch(
+    ranks: Sequence[subprocess.Popen[bytes]], hang_timeout_s: float, folder: Path, say: Callable[[str], None]
+) -> list[int]:
+    """Wait until all ranks have ended, or some have and the grace is over; return their exit statuses, negative for a
+    signal. Ranks that were only ended by this process count as 0."""
+    watchdog = _Watchdog(folder, len(ranks), hang_timeout_s)
+    first: float | None = None
+    with _Signals(ranks):
+        while any(rank.poll() is None for rank in ranks):
+            ended = [rank for rank in ranks if rank.poll() not in (None, 0)]
+            if ended and first is None:
+                first = time.monotonic()
+            if first is not None and time.monotonic() - first > GRACE_S:
+                break
+            if (stuck := watchdog.stuck()) is not None and first is None:
+                say(stuck.sentence)
+                for number in stuck.ranks:
+                    ranks[number].kill()
+            time.sleep(POLL_S)
+    codes = [rank.poll() for rank in ranks]
+    _end(ranks)
+    return [0 if code is None else code for code in codes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stuck:
+    ranks: list[int]
+    sentence: str
+
+
+class _Watchdog:
+    """Looks at the heartbeats: all ranks have begun, and none has made progress for the timeout."""
+
+    def __init__(self, folder: Path, ranks: int, timeout: float) -> None:
+        self.folder, self.ranks, self.timeout = folder, ranks, timeout
+        self._best, self._since = -1, time.monotonic()
+
+    def stuck(self) -> _Stuck | None:
+        beats = heartbeat.read_beats(self.folder)
+        best = max((b.progress for b in beats), default=-1)
+        if best != self._best or len(beats) < self.ranks:
+            self._best, self._since = best, time.monotonic()
+        if time.monotonic() - self._since < self.timeout:
+            return None
+        self._since = time.monotonic()
+        ranks = heartbeat.stuck_ranks(beats, time.time())
+        names = ", ".join(f"{b.rank} (process {b.pid})" for b in beats if b.rank in ranks)
+        step = min(b.step for b in beats)
+        return _Stuck(
+            ranks=ranks, sentence=f"rank {names} hangs at step {step}: no progress for {self.timeout:.0f} s"
+        )  # fmt: skip
+
+
+class _Signals:
+    """Passes Ctrl-C and SIGTERM on to the ranks, which save and end."""
+
+    def __init__(self, ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+        self.ranks = ranks
+
+    def __enter__(self) -> None:
+        self._before = {s: signal.signal(s, self._pass_on) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _pass_on(self, number: int, _: object) -> None:
+        for rank in self.ranks:
+            if rank.poll() is None:
+                rank.send_signal(number)
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End every rank that still runs, and reap all."""
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.kill()
+    for rank in ranks:
+        rank.wait()

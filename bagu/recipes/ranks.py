@@ -1,0 +1,109 @@
+"""`bagu train` over several ranks: start them, or be one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bagu import config as configs
+from bagu.errors import BaguError
+from bagu.machine.device import named_device
+from bagu.parallel import heartbeat
+from bagu.parallel.launch import PeerFailed, Place, code_digest, joined
+from bagu.parallel.mesh import DIMS, Mesh, MeshConfig, open_mesh
+from bagu.parallel.supervise import Job, Start, supervise
+from bagu.recipes.run import Run
+from bagu.runs.folder import RunFolder
+from bagu.train import checkpoint
+
+__all__ = ["Ranks", "mesh_settings", "opened_mesh", "quiet_unless_first", "start_ranks"]
+
+LOST = 75  # exit status of a rank whose peers are gone (EX_TEMPFAIL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The options of `bagu train` about ranks."""
+
+    mesh: str | None
+    nproc: int | None
+    max_restarts: int
+    hang_timeout: float
+
+    def number(self, place: Place | None) -> int:
+        """How many ranks run, or are to be started."""
+        return place.ranks if place is not None else self.nproc or 1
+
+
+def mesh_settings(mesh: MeshConfig, ranks: Ranks, place: Place | None) -> list[str]:
+    """The settings by which a run with the mesh `mesh` gets the one that was asked for."""
+    if ranks.nproc is not None and ranks.nproc < 1:
+        raise BaguError(f"--nproc is {ranks.nproc}", hint="give 1 or more")
+    wanted = mesh if ranks.mesh is None else MeshConfig.parse(ranks.mesh)
+    if ranks.mesh is None and mesh.ranks == 1:
+        wanted = MeshConfig(dp=ranks.number(place))
+    wanted.check_ranks(ranks.number(place))
+    settings = [f"train.mesh.{name}={wanted.size(name)}" for name in DIMS if wanted.size(name) != mesh.size(name)]
+    return settings + (["train.zero=null"] if wanted.shard == 1 < mesh.shard else [])
+
+
+def start_ranks(
+    run: Run, out: Path, ranks: Ranks, command: Callable[[MeshConfig], Sequence[str]], say: Callable[[str], None]
+) -> int:
+    """Start the ranks of a run and watch them. `command` is the command line of the first start.
+
+    A later start resumes the run. If the last two starts made no checkpoint, it has fewer ranks.
+    """
+    meshes, steps = [run.train.mesh], list[int]()
+
+    def plan(attempt: int) -> Start:
+        folder = RunFolder(out)
+        found = checkpoint.checkpoints(folder.checkpoints)
+        steps.append(int(found[-1].name.removeprefix("step-")) if found else 0)
+        if len(steps) > 2 and len(set(steps[-3:])) == 1 and (less := meshes[-1].smaller(run.data.micro_batches)):
+            say(f"the last two starts made no progress: going on with {less.ranks} instead of {meshes[-1].ranks} ranks")
+            meshes.append(less)
+        mesh = meshes[-1]
+        again = attempt > 0 and folder.is_run()
+        words = ["train", "--resume", "--out", str(out), "--mesh", str(mesh)] if again else command(mesh)
+        return Start(ranks=mesh.ranks, command=[sys.executable, "-m", "bagu", *words])
+
+    job = Job(plan=plan, max_restarts=ranks.max_restarts, hang_timeout_s=ranks.hang_timeout)
+    return supervise(job, say)
+
+
+@contextlib.contextmanager
+def opened_mesh(run: Run, place: Place | None, out: Path) -> Iterator[Mesh | None]:
+    """The mesh of a run, after all ranks have met; None for a run in one process."""
+    if place is None:
+        yield None
+        return
+    device = named_device(run.device)
+    facts = {"config": configs.to_dict(run), "code": code_digest(), "device": device.type, "out": out.name}
+    with joined(place, device, facts):
+        mesh = open_mesh(run.train.mesh, device)
+        folder = os.environ.get(heartbeat.FOLDER)
+        with contextlib.ExitStack() as stack:
+            if folder is not None:
+                progress = lambda: (mesh.traffic.calls, mesh.traffic.step)  # noqa: E731
+                stack.enter_context(heartbeat.Heartbeat(Path(folder), place.rank, progress))
+            yield mesh
+
+
+@contextlib.contextmanager
+def quiet_unless_first(place: Place | None) -> Iterator[None]:
+    """One sentence on rank 0: end other ranks without a message for an error that rank 0 reports."""
+    try:
+        yield
+    except PeerFailed:
+        if place is not None and place.rank == 0:
+            raise
+        raise SystemExit(LOST) from None
+    except BaguError:
+        if place is None or place.rank == 0:
+            raise
+        raise SystemExit(2) from None

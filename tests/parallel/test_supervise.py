@@ -1,0 +1,125 @@
+"""Starting ranks: restarts after a kill, errors without a restart, a hanging rank named, no process left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from bagu.parallel.heartbeat import Beat, stuck_ranks
+from bagu.parallel.supervise import Job, Start, supervise
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
+
+HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+from bagu.parallel.heartbeat import FOLDER, Heartbeat
+rank, out, attempt = int(os.environ["RANK"]), Path(sys.argv[1]), int(sys.argv[2])
+(out / f"{attempt}-{rank}").write_text(str(os.getpid()))
+"""
+
+
+def job(out: Path, body: str, ranks: int = 2, **options: float) -> Job:
+    """Ranks that run a script without torch."""
+    script = HEAD + textwrap.dedent(body)
+
+    def plan(attempt: int) -> Start:
+        return Start(ranks=ranks, command=[sys.executable, "-c", script, str(out), str(attempt)])
+
+    return Job(plan=plan, **options)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def started(out: Path) -> dict[str, int]:
+    return {p.name: int(p.read_text()) for p in out.iterdir()}
+
+
+def test_a_killed_rank_starts_all_again(tmp_path: Path) -> None:
+    """Rank 1 is killed at the first start; the other would wait for ever. The second start ends well."""
+    said: list[str] = []
+    body = """
+    if attempt == 0:
+        if rank == 1:
+            while not (out / "0-0").exists(): time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+    """
+    assert supervise(job(tmp_path, body), said.append) == 0
+    assert said == ["rank 1 (SIGKILL) was killed: starting again from the last checkpoint (1 of 3)"]
+    assert started(tmp_path).keys() == {"0-0", "0-1", "1-0", "1-1"}
+    assert not any(alive(pid) for pid in started(tmp_path).values())
+
+
+def test_restarts_are_limited(tmp_path: Path) -> None:
+    said: list[str] = []
+    body = "os.kill(os.getpid(), signal.SIGKILL)"
+    assert supervise(job(tmp_path, body, ranks=1, max_restarts=1), said.append) == 1
+    assert said[-1] == "rank 0 (SIGKILL) was killed, after 1 restarts"
+
+
+def test_an_error_of_its_own_ends_the_job_without_a_restart(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert supervise(job(tmp_path, "sys.exit(2) if rank == 1 else time.sleep(1000)"), said.append) == 2
+    assert said == [] and started(tmp_path).keys() <= {"0-0", "0-1"}
+    assert not any(alive(pid) for pid in started(tmp_path).values())
+
+
+def test_a_hanging_rank_is_named_and_killed(tmp_path: Path) -> None:
+    """Rank 1 makes no progress after 3 collectives, so rank 0 stays in its fourth."""
+    said: list[str] = []
+    body = """
+    if attempt == 0:
+        with Heartbeat(Path(os.environ[FOLDER]), rank, lambda: (3 if rank else 4, 7)):
+            time.sleep(1000)
+    """
+    assert supervise(job(tmp_path, body, hang_timeout_s=1.0), said.append) == 0
+    pid = started(tmp_path)["0-1"]
+    assert said[0] == f"rank 1 (process {pid}) hangs at step 7: no progress for 1 s"
+    assert "starting again" in said[1]
+
+
+def test_the_stuck_rank_is_the_silent_one_or_the_one_behind() -> None:
+    def beat(rank: int, progress: int, age: float) -> Beat:
+        return Beat(rank=rank, pid=rank, progress=progress, step=0, time=100 - age)
+
+    assert stuck_ranks([beat(0, 9, 0), beat(1, 9, 60)], 100) == [1]  # stopped as a whole: SIGSTOP, a dead machine
+    assert stuck_ranks([beat(0, 9, 0), beat(1, 8, 0), beat(2, 9, 0)], 100) == [1]
+
+
+def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent)]!r}
+from pathlib import Path
+from test_supervise import job
+from bagu.parallel.supervise import supervise
+body = '''
+with Heartbeat(Path(os.environ[FOLDER]), rank, lambda: (0, 0)):
+    time.sleep(1000)
+'''
+supervise(job(Path({str(tmp_path)!r}), body), print)
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", code])
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    pids = started(tmp_path).values()
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(pids) == 2 and not any(alive(pid) for pid in pids)

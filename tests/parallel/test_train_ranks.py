@@ -1,0 +1,117 @@
+"""`bagu train` over ranks: the whole command with a kill in the middle, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bagu.errors import BaguError
+from bagu.recipes.command import train_main
+
+SMALL = {
+    "tokenizer.vocab_size": 300, "model.vocab_size": 300, "model.hidden_size": 32, "model.num_layers": 2,
+    "model.num_heads": 2, "model.num_kv_heads": 1, "model.head_dim": 16, "model.intermediate_size": 64,
+    "model.max_len": 32, "data.context": 32, "data.rows": 1, "data.micro_batches": 4, "train.eval_every": "null",
+    "train.sample_every": "null", "dtype": "fp32", "dedup": "null",
+}  # fmt: skip
+
+
+def flags(**changes: Any) -> list[str]:
+    settings = SMALL | {name.replace("__", "."): value for name, value in changes.items()}
+    return [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+
+
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> Any:
+    """The first true value of `condition`; fails if the process ends before."""
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+    raise TimeoutError
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def beat_of(folder: Path, rank: int, other: int = 0) -> dict[str, Any] | None:
+    """The last heartbeat of a rank whose process is not `other`."""
+    found = [json.loads(path.read_text()) for path in folder.glob(f"bagu-ranks-*/rank-{rank}.json")]
+    return next((beat for beat in found if beat["pid"] != other), None)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
+    """Two ranks, ZeRO-3. Rank 1 is killed after a checkpoint; the job goes on by itself; Ctrl-C ends it, saved."""
+    data, out = tmp_path / "data", tmp_path / "run"
+    data.mkdir()
+    (data / "a.txt").write_text("\n\n".join(f"{i} and {i * i} are {i + i * i}. " * 5 for i in range(300)))
+    command = [
+        sys.executable, "-m", "bagu", "train", str(data), *flags(train__steps=1000000, train__save_every=5),
+        "--out", str(out), "--nproc", "2", "--mesh", "shard=2",
+    ]  # fmt: skip
+    environ = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    job = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: list(out.glob("checkpoints/step-*")), job)
+        victim = wait_for(lambda: beat_of(tmp_path, 1), job)["pid"]
+        os.kill(victim, signal.SIGKILL)
+        wait_for(lambda: [e for e in rows(out / "events.jsonl") if e["kind"] == "resume"], job)
+        (resumed,) = [e for e in rows(out / "events.jsonl") if e["kind"] == "resume"]
+        wait_for(
+            lambda: rows(out / "metrics.jsonl")[-1:] and rows(out / "metrics.jsonl")[-1]["step"] > resumed["step"], job
+        )
+        job.send_signal(signal.SIGINT)
+        said = job.communicate(timeout=240)[1]
+    finally:
+        job.kill()
+        job.wait()
+    assert job.returncode == 130, said
+    assert "rank 1 (SIGKILL) was killed: starting again from the last checkpoint (1 of 3)" in said
+    assert "Traceback" not in said
+    steps = [row["step"] for row in rows(out / "metrics.jsonl")]
+    assert steps == list(range(len(steps))), "every step once, in order"
+    assert resumed["step"] % 5 == 0
+    assert list(out.glob("checkpoints/step-*/model-00001-of-00002.safetensors"))
+    assert (out / "model" / "config.json").exists()
+
+
+def train(*settings: str, **options: Any) -> None:
+    given: dict[str, Any] = {
+        "recipe": None, "config": None, "start": None, "out": Path("never"), "resume": False,
+        "accept_data_change": False, "reward": None, "prompts": [], "wandb": None, "dry_run": False,
+    }  # fmt: skip
+    train_main([], settings=list(settings), **given | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "words"),
+    [
+        ({"mesh": "dp=2,shard=2"}, [], "the mesh dp=2,shard=2 has 4 ranks (dp 2 x shard 2), and 1 are running"),
+        ({"mesh": "dp=2", "nproc": 3}, [], "the mesh dp=2 has 2 ranks (dp 2), and 3 are running"),
+        ({"mesh": "dq=2", "nproc": 2}, [], "there is no mesh dimension 'dq'"),
+        ({"nproc": 0}, [], "--nproc is 0"),
+        ({"nproc": 3}, ["data.micro_batches=4"], "a step has 4 micro-batches, and the mesh dp=3 divides them over 3"),
+        ({"mesh": "tp=2", "nproc": 2}, [], "the mesh has tp=2, and training divides work by dp and shard only"),
+        ({"nproc": 2}, ["train.zero=2"], "zero is 2, and the mesh dp=2 has no shard dimension"),
+        ({"mesh": "shard=2", "nproc": 2}, ["train.compile=true"], "compile and ZeRO stage 3 do not go together"),
+        ({"nproc": 2, "recipe": "grpo", "start": "x"}, [], "objective 'grpo' and the mesh dp=2 do not go together"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_ranks_start(
+    options: dict[str, Any], settings: list[str], words: str
+) -> None:
+    with pytest.raises(BaguError) as error:
+        train(*settings, **options)
+    assert words in str(error.value)
