@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from bagu.parallel.mesh import Group, Mesh
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "from_rank_0", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "from_rank_0", "reduce_scatter", "wait_for"]
 
 
 def all_reduce(
@@ -20,7 +21,7 @@ def all_reduce(
     if (ranks := mesh.group(group)) is None:
         return None
     mesh.traffic.add("all_reduce", group, tensor.nbytes, mesh.size(group))
-    return dist.all_reduce(tensor, op=op, group=ranks, async_op=async_op)
+    return _done(mesh, dist.all_reduce(tensor, op=op, group=ranks, async_op=True), async_op)
 
 
 def reduce_scatter(
@@ -31,7 +32,7 @@ def reduce_scatter(
         part.copy_(whole)
         return None
     mesh.traffic.add("reduce_scatter", group, whole.nbytes, mesh.size(group))
-    return _REDUCE_SCATTER(part, whole, group=ranks, async_op=async_op)  # type: ignore[no-any-return]
+    return _done(mesh, _REDUCE_SCATTER(part, whole, group=ranks, async_op=True), async_op)
 
 
 def all_gather(
@@ -42,7 +43,15 @@ def all_gather(
         whole.copy_(part)
         return None
     mesh.traffic.add("all_gather", group, whole.nbytes, mesh.size(group))
-    return _ALL_GATHER(whole, part, group=ranks, async_op=async_op)  # type: ignore[no-any-return]
+    return _done(mesh, _ALL_GATHER(whole, part, group=ranks, async_op=True), async_op)
+
+
+def _done(mesh: Mesh, work: dist.Work | None, async_op: bool) -> dist.Work | None:
+    """The handle of a collective, or None after waiting for it."""
+    if async_op:
+        return work
+    wait_for(mesh, work)
+    return None
 
 
 def all_to_all(
@@ -59,7 +68,19 @@ def all_to_all(
         received.copy_(sent)
         return
     mesh.traffic.add("all_to_all", group, sent.nbytes, mesh.size(group))
-    dist.all_to_all_single(received, sent, received_rows, sent_rows, group=ranks)
+    wait_for(mesh, dist.all_to_all_single(received, sent, received_rows, sent_rows, group=ranks, async_op=True))
+
+
+def wait_for(mesh: Mesh, *works: dist.Work | None) -> None:
+    """Wait for collectives that were started with `async_op`, and count the time.
+
+    With NCCL the host does not wait: the device's stream does, and the time is not known here.
+    """
+    start = time.perf_counter()
+    for work in works:
+        if work is not None:
+            work.wait()
+    mesh.traffic.waited_s += time.perf_counter() - start
 
 
 def from_rank_0(mesh: Mesh | None, value: int) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from bagu.parallel.collectives import all_gather
+from bagu.parallel.collectives import all_gather, wait_for
 from bagu.parallel.mesh import Mesh
 
 __all__ = ["Bucket", "Reducer", "StepSums", "backward_order", "buckets_of", "combine"]
@@ -54,8 +54,8 @@ class Reducer:
     `reduce` starts the collective of a bucket and returns its handle, or None if there is nothing to wait for.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], reduce: Callable[[Bucket], dist.Work | None]) -> None:
-        self.buckets, self.reduce = tuple(buckets), reduce
+    def __init__(self, mesh: Mesh, buckets: Sequence[Bucket], reduce: Callable[[Bucket], dist.Work | None]) -> None:
+        self.mesh, self.buckets, self.reduce = mesh, tuple(buckets), reduce
         self._bucket_of = {index: at for at, bucket in enumerate(self.buckets) for index in bucket.members}
         self._waiting: list[int] = []
         self._next = len(self.buckets)
@@ -76,9 +76,7 @@ class Reducer:
         """Reduce the buckets of parameters that had no gradient too, and wait for all of them."""
         while self._next < len(self.buckets):
             self._start()
-        for work in self._works:
-            if work is not None:
-                work.wait()
+        wait_for(self.mesh, *self._works)
         self._works = []
 
     def _start(self) -> None:

@@ -45,6 +45,7 @@ class Traffic:
         self.tallies: dict[tuple[Kind, str], Tally] = {}
         self.calls = 0  # of all kinds
         self.step = 0
+        self.waited_s = 0.0  # that the host was blocked by collectives: communication that compute did not hide
 
     def add(self, kind: Kind, group: str, size: int, ranks: int) -> None:
         self.calls += 1

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bagu.parallel.collectives import all_gather
+from bagu.parallel.collectives import all_gather, wait_for
 from bagu.parallel.data_parallel import Bucket
 from bagu.parallel.mesh import Mesh
 
@@ -79,8 +79,7 @@ class Unit:
 
     def wait(self) -> None:
         """Wait until the parameters are there."""
-        if self._work is not None:
-            self._work.wait()
+        wait_for(self.mesh, self._work)
         self._work = self._sent = None
 
     def free(self) -> None:
@@ -95,7 +94,7 @@ class GatherOnUse:
     model's forward.
 
     A block's units are freed after its forward, and by the caller after its backward. While a block computes, the next
-    one is gathered. The root (embedding, last norm, head) stays until `free_all`, because the loss uses the head.
+    one is gathered. The root (embedding, last norm, head) stays after the forward, because the loss uses the head.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from bagu.parallel.collectives import all_reduce, reduce_scatter
+from bagu.parallel.collectives import all_reduce, reduce_scatter, wait_for
 from bagu.parallel.data_parallel import Bucket, Reducer, backward_order, buckets_of
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.zero import Unit
@@ -58,7 +58,7 @@ class WholeGradients:
             self._zero_missing(bucket.members)
             return all_reduce(mesh, self.grad[bucket.start : bucket.stop], "data", async_op=True)
 
-        self._reducer = Reducer(backward_order(buckets, depth), reduce)
+        self._reducer = Reducer(mesh, backward_order(buckets, depth), reduce)
 
     def scatter_over(self, mesh: Mesh, units: Sequence[Unit], depth: Sequence[int]) -> None:
         """Sum to this rank's part of each unit, in place: the other parts are undefined afterwards."""
@@ -74,11 +74,9 @@ class WholeGradients:
             works = [
                 all_reduce(mesh, unit.part_of(self.grad[unit.start : unit.stop]), "dp", async_op=True) for unit in units
             ]
-            for work in works:
-                if work is not None:
-                    work.wait()
+            wait_for(mesh, *works)
 
-        self._reducer = Reducer(backward_order([unit.bucket for unit in units], depth), reduce)
+        self._reducer = Reducer(mesh, backward_order([unit.bucket for unit in units], depth), reduce)
         self._after = sum_replicas
 
     def take(self, index: int, grad: torch.Tensor) -> None:
@@ -142,7 +140,7 @@ class DividedGradients:
         self._filling: dict[int, torch.Tensor] = {}  # a unit's whole gradient in this backward, by its start
         self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # (a reduced part, where to add it)
         self._first = True
-        self._reducer = Reducer(backward_order([unit.bucket for unit in units], depth), self._reduce)
+        self._reducer = Reducer(mesh, backward_order([unit.bucket for unit in units], depth), self._reduce)
 
     def take(self, index: int, grad: torch.Tensor) -> None:
         unit = self._unit_of[index]

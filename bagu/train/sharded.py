@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from bagu.nn.model import Transformer
-from bagu.parallel.collectives import all_gather
+from bagu.parallel.collectives import all_gather, wait_for
 from bagu.parallel.data_parallel import buckets_of
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.zero import GatherOnUse, Unit
@@ -193,9 +193,7 @@ class ShardedParameters:
         for unit in self.units:
             part = self.master[unit.local : unit.local + unit.part_size].to(unit.full.dtype)
             works.append(all_gather(self.mesh, unit.full, part, "shard", async_op=True))
-        for work in works:
-            if work is not None:
-                work.wait()
+        wait_for(self.mesh, *works)
 
     def whole_gradient(self, unit: Unit) -> torch.Tensor:
         """The gradient of a unit from all ranks' parts, for a rule that needs whole matrices."""

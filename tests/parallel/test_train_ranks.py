@@ -21,7 +21,7 @@ SMALL = {
     "tokenizer.vocab_size": 300, "model.vocab_size": 300, "model.hidden_size": 32, "model.num_layers": 2,
     "model.num_heads": 2, "model.num_kv_heads": 1, "model.head_dim": 16, "model.intermediate_size": 64,
     "model.max_len": 32, "data.context": 32, "data.rows": 1, "data.micro_batches": 4, "train.eval_every": "null",
-    "train.sample_every": "null", "dtype": "fp32", "dedup": "null",
+    "train.sample_every": "null", "dtype": "fp32", "dedup": "null", "data.packing": "joined",
 }  # fmt: skip
 
 
