@@ -148,6 +148,9 @@ def train(
     hang_timeout: Annotated[
         float, Option(help="Of --nproc: seconds without progress after which the rank that hangs is named and killed.")
     ] = 600.0,
+    explain: Annotated[
+        bool, Option("--explain", help="Print what the mesh divides, and bytes and waiting time a step.")
+    ] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check the data; print configuration, sizes and time.")] = False,
 ) -> None:
     """Pretrain, continue pretraining or fine-tune. Ctrl-C saves a checkpoint; --resume continues with the same bits."""
@@ -157,7 +160,7 @@ def train(
     status = command.train_main(
         data or [], recipe=recipe, config=config, start=start, settings=settings or [], out=out, resume=resume,
         accept_data_change=accept_data_change, reward=reward, prompts=prompt or [], wandb=wandb, dry_run=dry_run,
-        mesh=mesh, nproc=nproc, max_restarts=max_restarts, hang_timeout=hang_timeout,
+        mesh=mesh, nproc=nproc, max_restarts=max_restarts, hang_timeout=hang_timeout, explain=explain,
     )  # fmt: skip
     raise typer.Exit(status)
 

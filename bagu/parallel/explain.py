@@ -31,12 +31,14 @@ def step_bytes(
     compute_bytes: int,
     backwards: int,
     master_bytes: int = 4,
+    whole_matrices: int = 0,
 ) -> dict[tuple[Kind, str], int]:
-    """The predicted bytes that one rank sends in a step, by kind and group. Muon's gather of matrices is not in it.
+    """The predicted bytes that one rank sends in a step, by kind and group.
 
     `root` counts the parameters outside the blocks, which ZeRO-3 gathers once a micro-batch: embedding, last norm,
     head.
-    `backwards` is the number of micro-batches of one rank. Gradients travel in the masters' dtype.
+    `backwards` is the number of micro-batches of one rank. Gradients travel in the masters' dtype. `whole_matrices`
+    counts the parameters whose gradients are gathered for the update: the blocks' under a divided Muon.
     """
     grads, values = parameters * master_bytes, parameters * compute_bytes
     if stage == 0:
@@ -50,6 +52,7 @@ def step_bytes(
     if stage == 3:
         gathered = backwards * (2 * (parameters - root) + root)
         found["all_gather", "shard"] = sent_bytes("all_gather", gathered * compute_bytes, mesh.shard)
+    found["all_gather", "shard"] += sent_bytes("all_gather", whole_matrices * master_bytes, mesh.shard)
     return {key: size for key, size in found.items() if size}  # type: ignore[misc]
 
 

@@ -18,11 +18,11 @@ from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 from bagu.machine.device import named_dtype
 from bagu.parallel.launch import Place, find_place, use_own_gpu
-from bagu.parallel.mesh import MeshConfig
+from bagu.parallel.mesh import Mesh, MeshConfig
 from bagu.recipes.catalogue import recipe as find_recipe
 from bagu.recipes.catalogue import with_data, with_start
 from bagu.recipes.models import find_model, load_model, save_model, tokenizer_folder
-from bagu.recipes.ranks import Ranks, mesh_settings, opened_mesh, quiet_unless_first, start_ranks
+from bagu.recipes.ranks import Explanation, Ranks, mesh_settings, opened_mesh, quiet_unless_first, start_ranks
 from bagu.recipes.run import Run, load_run, with_settings
 from bagu.recipes.summary import Summary
 from bagu.recipes.training import Trained, check, train
@@ -41,6 +41,7 @@ def train_main(
     data: list[str], *, recipe: str | None, config: Path | None, start: str | None, settings: list[str], out: Path,
     resume: bool, accept_data_change: bool, reward: str | None, prompts: list[str], wandb: str | None, dry_run: bool,
     mesh: str | None = None, nproc: int | None = None, max_restarts: int = 3, hang_timeout: float = 600.0,
+    explain: bool = False,
 ) -> int:  # fmt: skip
     """Build a run from the arguments, train it, and write its report. With `dry_run`, only check and print the run.
 
@@ -63,12 +64,13 @@ def train_main(
                 *data, *_flags("--recipe", recipe), *_flags("--config", config), *_flags("--from", start),
                 *_flags("--set", *settings), *_flags("--out", out), *(["--resume"] if resume else []),
                 *(["--accept-data-change"] if accept_data_change else []), *_flags("--reward", reward),
-                *_flags("--prompt", *prompts), *_flags("--wandb", wandb),
+                *_flags("--prompt", *prompts), *_flags("--wandb", wandb), *(["--explain"] if explain else []),
             ]  # fmt: skip
             say = partial(print, "bagu:", file=sys.stderr, flush=True)
             return start_ranks(run, out, ranks, lambda m: ["train", *again, "--mesh", str(m)], say)
         return _train(
-            run, out, place, resume=resume, accept_data_change=accept_data_change, prompts=prompts, dry_run=dry_run
+            run, out, place, resume=resume, accept_data_change=accept_data_change, prompts=prompts, dry_run=dry_run,
+            explain=explain,
         )  # fmt: skip
 
 
@@ -124,25 +126,30 @@ def _built(
 
 def _train(
     run: Run, out: Path, place: Place | None, *, resume: bool, accept_data_change: bool, prompts: list[str],
-    dry_run: bool,
+    dry_run: bool, explain: bool,
 ) -> int:  # fmt: skip
     """Train a run, alone or as one of its ranks, and write its report."""
     console = Console(stderr=True)
+    explanation = Explanation(run, partial(console.print, highlight=False, soft_wrap=True, markup=False))
 
-    def announce(summary: Summary) -> None:
+    def announce(mesh: Mesh | None, summary: Summary) -> None:
         for line in summary.lines():
             style = "yellow" if line.startswith("warning") else None
             console.print(Text(line, style=style or ""), highlight=False, soft_wrap=True)
+        if explain:
+            explanation.before(summary, mesh)
 
     if dry_run:
         print(json.dumps(configs.to_dict(run), indent=2))
-        announce(check(run, out, resume=resume, accept_data_change=accept_data_change))
+        announce(None, check(run, out, resume=resume, accept_data_change=accept_data_change))
         return 0
     with opened_mesh(run, place, out) as mesh:
         done = train(
-            run, out, resume=resume, accept_data_change=accept_data_change, announce=announce,
+            run, out, resume=resume, accept_data_change=accept_data_change, announce=partial(announce, mesh),
             prompts=prompts or PROMPTS, mesh=mesh,
         )  # fmt: skip
+    if explain and (place is None or place.rank == 0):
+        explanation.after(mesh, done.fit.step)
     if place is not None and place.rank > 0:
         return 130 if done.fit.interrupted else 0
     report = _report(run, done)

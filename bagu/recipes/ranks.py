@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,19 @@ from bagu import config as configs
 from bagu.errors import BaguError
 from bagu.machine.device import named_device
 from bagu.parallel import heartbeat
+from bagu.parallel.explain import compare_bytes, explain, step_bytes
 from bagu.parallel.launch import PeerFailed, Place, code_digest, joined
 from bagu.parallel.mesh import DIMS, Mesh, MeshConfig, open_mesh
 from bagu.parallel.supervise import Job, Start, supervise
+from bagu.parallel.traffic import Kind, Tally
+from bagu.parallel.zero import model_state_bytes
 from bagu.recipes.run import Run
+from bagu.recipes.summary import Summary
 from bagu.runs.folder import RunFolder
 from bagu.train import checkpoint
+from bagu.train.optim.optimizer import state_bytes
 
-__all__ = ["Ranks", "mesh_settings", "opened_mesh", "quiet_unless_first", "start_ranks"]
+__all__ = ["Explanation", "Ranks", "mesh_settings", "opened_mesh", "quiet_unless_first", "start_ranks"]
 
 LOST = 75  # exit status of a rank whose peers are gone (EX_TEMPFAIL)
 
@@ -92,6 +98,52 @@ def opened_mesh(run: Run, place: Place | None, out: Path) -> Iterator[Mesh | Non
                 progress = lambda: (mesh.traffic.calls, mesh.traffic.step)  # noqa: E731
                 stack.enter_context(heartbeat.Heartbeat(Path(folder), place.rank, progress))
             yield mesh
+
+
+class Explanation:
+    """`--explain`: what the mesh divides, holds and sends; after the run, what was counted beside the formula."""
+
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        self.run, self.say = run, say
+        self.predicted: dict[tuple[Kind, str], int] = {}
+        self._begin: tuple[float, float, int, dict[tuple[Kind, str], Tally]] = (0.0, 0.0, 0, {})
+
+    def before(self, summary: Summary, mesh: Mesh | None) -> None:
+        """Print the prediction, before the first step."""
+        train, data = self.run.train, self.run.data
+        stage = (train.zero or 3) if train.mesh.shard > 1 else 0
+        compute = 2 if self.run.dtype == "bf16" or summary.dtype == "bfloat16" else 4
+        inside = summary.trained - summary.outside_blocks
+        held = state_bytes(train.optimizer.kind, matrices=inside, others=summary.outside_blocks)
+        states = model_state_bytes(
+            summary.trained, stage=stage, ranks=train.mesh.shard, compute_bytes=compute,
+            state_bytes=held // summary.trained,
+        )  # fmt: skip
+        self.predicted = step_bytes(
+            summary.trained, root=summary.outside_blocks, mesh=train.mesh, stage=stage, compute_bytes=compute,
+            backwards=data.micro_batches // train.mesh.size("data"),
+            whole_matrices=inside if train.optimizer.kind == "muon" else 0,
+        )  # fmt: skip
+        for line in explain(train.mesh, stage, states=states, predicted=self.predicted):
+            self.say(line)
+        if mesh is not None:
+            traffic = mesh.traffic
+            self._begin = (time.perf_counter(), traffic.waited_s, summary.first_step, dict(traffic.tallies))
+
+    def after(self, mesh: Mesh | None, step: int) -> None:
+        """Print the counted bytes of a step, and the time that communication was not hidden."""
+        start, waited, first, tallies = self._begin
+        if mesh is None or step == first:
+            return
+        steps, seconds = step - first, time.perf_counter() - start
+        for line in compare_bytes(mesh.traffic.since(tallies), self.predicted, steps):
+            self.say(line)
+        exposed = mesh.traffic.waited_s - waited
+        self.say(
+            f"exposed   rank 0 waited {1000 * exposed / steps:.3g} ms a step for collectives, "
+            f"{100 * exposed / seconds:.3g} % of the time"
+            + (" (of the host; a GPU's stream waits elsewhere)" if mesh.device.type == "cuda" else "")
+        )
 
 
 @contextlib.contextmanager

@@ -46,6 +46,7 @@ class Summary:
     objective: str
     parameters: int
     trained: int
+    outside_blocks: int  # of the trained: embedding, head
     lora_base: str | None
     sources: tuple[SourceSummary, ...]
     auxiliary: Mapping[str, int]  # parameters of the objective's other models, by role
@@ -106,12 +107,14 @@ def summarise(run: Run, inputs: Inputs, *, first_step: int = 0, peak_flops: floa
     flops = per_token * tokens_per_step
     least = LAYER_S * inputs.model.num_layers * run.data.micro_batches
     step_s = max(flops / (peak * UTILISATION), least)
-    trained = total
+    parts = count.parameters(inputs.model)
+    trained, outside = total, parts.embedding + parts.head
     if run.lora is not None:
         trained = lora_parameters(inputs.model, rank=run.lora.rank, targets=run.lora.targets)
-        trained += inputs.model.hidden_size if inputs.model.score_head else 0  # a score head is trained whole
+        outside = inputs.model.hidden_size if inputs.model.score_head else 0  # a score head is trained whole
+        trained += outside
     return Summary(
-        objective=run.objective.kind, parameters=total, trained=trained,
+        objective=run.objective.kind, parameters=total, trained=trained, outside_blocks=outside,
         lora_base=None if run.lora is None else run.lora.base, sources=sources,
         auxiliary={role: count.parameters(other).total for role, other in others.items()}, first_step=first_step,
         steps=run.train.steps, tokens_per_step=tokens_per_step, device=str(inputs.device),

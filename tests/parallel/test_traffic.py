@@ -11,10 +11,10 @@ import torch.distributed as dist
 from ranks import Ranks
 from tiny import Case
 
-from bagu.parallel.explain import step_bytes
+from bagu.parallel.explain import compare_bytes, explain, step_bytes
 from bagu.parallel.mesh import MeshConfig, open_mesh
 from bagu.parallel.ring import ring_all_reduce
-from bagu.parallel.traffic import sent_bytes
+from bagu.parallel.traffic import Tally, sent_bytes
 from bagu.parallel.zero import model_state_bytes
 from bagu.train import TrainState, step
 
@@ -101,3 +101,28 @@ def test_states_of_a_rank_are_those_of_the_formula(case: Case, dtype: torch.dtyp
             compute_bytes=dtype.itemsize,
         )  # fmt: skip
         assert found["states"] == pytest.approx(predicted, rel=0.03)
+
+
+def test_a_divided_muon_gathers_its_matrices_too(four: Ranks) -> None:
+    optimizer = {"kind": "muon", "newton_schulz_dtype": "fp32"}
+    case = Case(name="", mesh="shard=4", zero=3, model=WIDE, dtype=torch.float32, optimizer=optimizer)
+    for found in four.run(measure, case):
+        predicted = step_bytes(
+            found["parameters"], root=found["root"], mesh=MeshConfig(shard=4), stage=3, compute_bytes=4, backwards=1,
+            whole_matrices=found["parameters"] - found["root"],
+        )  # fmt: skip
+        assert found["sent"] == pytest.approx(sum(predicted.values()), rel=0.01)
+
+
+def test_the_explanation_names_what_is_divided_and_sent() -> None:
+    mesh = MeshConfig(dp=2, shard=2)
+    predicted = step_bytes(1000, root=0, mesh=mesh, stage=2, compute_bytes=2, backwards=3)
+    text = "\n".join(
+        explain(mesh, 2, states=model_state_bytes(1000, stage=2, ranks=2, compute_bytes=2), predicted=predicted)
+    )
+    assert "dp=2,shard=2: 4 ranks" in text and "rank 3   dp 1  shard 1" in text
+    assert "ZeRO-2: masters, optimizer state and gradients are divided: 10 kB a rank" in text
+    assert "reduce_scatter over shard: 6 kB" in text  # three micro-batches of 4000 bytes, half of each
+    counted = {("reduce_scatter", "shard"): Tally(calls=6, size=24000, sent=12000)}
+    lines = compare_bytes(counted, predicted, steps=2)
+    assert any(line.startswith("reduce_scatter shard") and line.endswith("1.0000") for line in lines)

@@ -20,7 +20,7 @@ from bagu.train.optim.muon import mix_momentum, muon, muon_part
 from bagu.train.optim.rules import Now
 from bagu.train.sharded import Cut, Piece, ShardedParameters
 
-__all__ = ["Optimizer"]
+__all__ = ["Optimizer", "state_bytes"]
 
 RULES: Mapping[str, tuple[Callable[..., None], tuple[str, ...]]] = {  # the update function and the names of its state
     "sgd": (rules.sgd, ()),
@@ -35,6 +35,12 @@ RULES: Mapping[str, tuple[Callable[..., None], tuple[str, ...]]] = {  # the upda
     "muon": (muon, ("velocity",)),
 }
 FUSED = {"adam": "_fused_adam_", "adamw": "_fused_adamw_"}
+
+
+def state_bytes(kind: str, *, matrices: int, others: int) -> int:
+    """The bytes of the fp32 state for so many parameters. Muon has AdamW's state for those that are no matrices."""
+    sizes = {name: 4 * len(names) for name, (_, names) in RULES.items()}
+    return matrices * sizes[kind] + others * sizes["adamw" if kind == "muon" else kind]
 
 
 @dataclass(frozen=True, kw_only=True)
