@@ -1,0 +1,108 @@
+"""Runs whose ranks must decide together: one rank has a bad batch, all evaluate, one is interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import resume
+import tiny
+import torch
+from tiny import Case
+
+from bagu.nn.model import Transformer
+from bagu.nn.sample import generate
+from bagu.parallel.mesh import open_mesh
+from bagu.train import TrainState, step
+from bagu.train.cross_entropy import CrossEntropy, TargetTotals
+from bagu.train.evaluate import held_out_loss
+from bagu.train.loop import fit
+from bagu.train.loss import MicroBatchLoss
+from bagu.types import Batch
+
+
+class PoisonedOn(CrossEntropy):
+    """The loss of the second step is NaN on one rank."""
+
+    def __init__(self, poisoned: bool) -> None:
+        super().__init__()
+        self.poisoned, self.calls = poisoned, 0
+
+    def __call__(self, model: Transformer, batch: Batch, totals: TargetTotals) -> MicroBatchLoss:
+        part = super().__call__(model, batch, totals)
+        self.calls += 1
+        return part._replace(loss=part.loss * float("nan")) if self.poisoned and self.calls == 2 else part
+
+
+def poisoned(case: Case) -> tuple[list[str | None], list[int]]:
+    """The reasons to skip, and the counts of updates and data steps, of three steps; rank 1's second one is NaN."""
+    config, model = tiny.config(case, alone=False), tiny.model(case)
+    mesh = open_mesh(config.mesh, tiny.CPU)
+    state = TrainState(model, config, PoisonedOn(mesh.rank == 1), mesh)
+    data = tiny.loader(case.micro_batches)
+    found = [step(state, data.batch(s)).skipped for s in range(3)]
+    state.close()
+    assert all(p.isfinite().all() for p in model.parameters())
+    return found, [state.step, state.data_step]
+
+
+def evaluated(case: Case, *, alone: bool) -> tuple[dict[int, float], dict[int, list[int]]]:
+    """The held-out loss after each step, and tokens that the model continues a prompt with."""
+    config, model = tiny.config(case, alone=alone), tiny.model(case)
+    mesh = None if alone else open_mesh(config.mesh, tiny.CPU)
+    held_out = tiny.loader(case.micro_batches).batch(1000)
+    losses, texts = {}, {}
+
+    class Rows(resume.Rows):
+        def on_step(self, step: int, metrics: Any) -> None:
+            losses[step] = metrics["val_loss_nats"]
+
+        def on_sample(self, step: int, texts_: Any) -> None:
+            texts[step] = list(texts_)
+
+    fit(
+        config, model, tiny.loader(case.micro_batches), observers=[Rows()], mesh=mesh,
+        evaluate=held_out_loss(lambda: held_out),
+        sample=lambda m: [str(new) for new in generate(m, [[1, 2]], 8, temperature=1.0)],
+    )  # fmt: skip
+    return losses, texts
+
+
+class PressOn(CrossEntropy):
+    """Ctrl-C on one rank, in its third micro-batch."""
+
+    def __init__(self, pressed: bool) -> None:
+        super().__init__()
+        self.pressed, self.calls = pressed, 0
+
+    def __call__(self, model: Transformer, batch: Batch, totals: TargetTotals) -> MicroBatchLoss:
+        self.calls += 1
+        if self.pressed and self.calls == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().__call__(model, batch, totals)
+
+
+def interrupted(case: Case) -> tuple[bool, int]:
+    config, model = tiny.config(case, alone=False), tiny.model(case)
+    mesh = open_mesh(config.mesh, tiny.CPU)
+    result = fit(config, model, tiny.loader(case.micro_batches), loss=PressOn(mesh.rank == 1), mesh=mesh)
+    return result.interrupted, result.step
+
+
+def batch_norm(case: Case) -> str:
+    config, model = tiny.config(case, alone=False), tiny.model(case)
+    try:
+        TrainState(model, config, mesh=open_mesh(config.mesh, tiny.CPU))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def memory(case: Case) -> tuple[int, int]:
+    """The bytes of parameters in memory after a step of stage 3, and of all parameters."""
+    config, model = tiny.config(case, alone=False), tiny.model(case)
+    state = TrainState(model, config, mesh=open_mesh(config.mesh, tiny.CPU))
+    step(state, tiny.loader(case.micro_batches).batch(0))
+    with torch.no_grad():
+        return sum(p.untyped_storage().nbytes() for p in model.parameters()), sum(p.nbytes for p in model.parameters())
