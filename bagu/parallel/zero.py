@@ -73,7 +73,7 @@ class Unit:
         if self.present:
             return
         self.full.untyped_storage().resize_(self._whole_bytes)
-        self._sent = master[self.local : self.local + self.part_size].to(self.full.dtype)
+        self._sent = master[self.local : self.local + self.part_size].to(self.mesh.device, self.full.dtype)
         self._work = all_gather(self.mesh, self.full, self._sent, "shard", async_op=True)
         self.present = True
 

@@ -54,7 +54,7 @@ def mesh_settings(mesh: MeshConfig, ranks: Ranks, place: Place | None) -> list[s
         wanted = MeshConfig(dp=ranks.number(place))
     wanted.check_ranks(ranks.number(place))
     settings = [f"train.mesh.{name}={wanted.size(name)}" for name in DIMS if wanted.size(name) != mesh.size(name)]
-    return settings + (["train.zero=null"] if wanted.shard == 1 < mesh.shard else [])
+    return settings + (["train.zero=null", "train.offload=false"] if wanted.shard == 1 < mesh.shard else [])
 
 
 def start_ranks(

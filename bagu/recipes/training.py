@@ -16,6 +16,7 @@ from bagu import config as configs
 from bagu.config import write_atomic
 from bagu.data.corpus import Corpus
 from bagu.data.tokenizer import BpeTokenizer
+from bagu.errors import BaguError
 from bagu.machine.device import named_device
 from bagu.machine.fast_dtype import compute_dtype_name
 from bagu.nn import count
@@ -105,6 +106,11 @@ def train(
     run = _resolved(run, named_device(run.device))
     with _rank_0_first(mesh):  # it trains the tokenizer and fills the caches, and the others read them
         inputs = read_inputs(run, out, accept_data_change=accept_data_change, tokenizer=tokenizer, corpora=corpora)
+    if run.train.offload and inputs.device.type == "cpu":
+        raise BaguError(
+            "train.offload is set, and the run is on the CPU, whose memory holds the states already",
+            hint="leave it out, or train on a GPU",
+        )
     model = _model(run, inputs)
     peak = matmul_rate(inputs.device, inputs.dtype) * (1 if mesh is None else mesh.config.ranks)
     auxiliary = {

@@ -145,6 +145,11 @@ class FlatParameters:
         return self.segments
 
     @property
+    def state_device(self) -> torch.device:
+        """Where masters and optimizer state are."""
+        return self.device
+
+    @property
     def grad(self) -> torch.Tensor:
         return self.gradients.grad
 

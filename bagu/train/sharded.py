@@ -6,6 +6,8 @@
 
 d is the size of the mesh's "shard" dimension. Parameters lie in the flat order in which `FlatParameters` has them; in
 stage 3, where a unit is a block, first by block. A unit is padded so that d divides it: nothing where d divides ALIGN.
+With `offload`, master and optimizer state are in host memory: a step copies this rank's gradient there, the host
+updates, and the parameters are gathered from there.
 """
 
 from __future__ import annotations
@@ -59,15 +61,21 @@ class ShardedParameters:
 
     divided = True
 
-    def __init__(self, model: Transformer, mesh: Mesh, stage: Stage, *, bucket_bytes: int = 25 << 20) -> None:
+    def __init__(
+        self, model: Transformer, mesh: Mesh, stage: Stage, *, bucket_bytes: int = 25 << 20, offload: bool = False
+    ) -> None:
         by_name = trained(model)
         self.mesh, self.stage, self.device = mesh, stage, mesh.device
         self.dtype = master_dtype(by_name.values())
+        self.state_device = torch.device("cpu") if offload else mesh.device
         blocks = list(model.get_submodule("blocks").children())
         home = {id(p): i + 1 for i, block in enumerate(blocks) for p in block.parameters()} if stage == 3 else {}
         self._lay_out(by_name, roles(model), home, bucket_bytes)
         depth = [list(by_name).index(slot.name) for slot in self.slots]
-        self.master = torch.zeros(sum(u.part_size for u in self.units), dtype=self.dtype, device=self.device)
+        size = sum(u.part_size for u in self.units)
+        self.master = torch.zeros(size, dtype=self.dtype, device=self.state_device)
+        pinned = offload and mesh.device.type == "cuda"
+        self._host_grad = torch.zeros(size, dtype=self.dtype, pin_memory=pinned) if offload else None
         for unit in self.units:
             self._adopt(unit)
         self.pieces = tuple(piece for unit in self.units for piece in self._pieces(unit))
@@ -162,6 +170,11 @@ class ShardedParameters:
         return self.master[piece.local]
 
     def grad_of(self, piece: Piece) -> torch.Tensor:
+        if self._host_grad is not None:
+            return self._host_grad[piece.local]
+        return self._device_grad_of(piece)
+
+    def _device_grad_of(self, piece: Piece) -> torch.Tensor:
         return self.grad[piece.start : piece.stop] if self.stage == 1 else self.grad[piece.local]
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
@@ -178,10 +191,12 @@ class ShardedParameters:
     def finish(self) -> torch.Tensor:
         """End the backward passes of a step; return the norm of this rank's part of the gradient."""
         norm = self.gradients.finish()
+        parts = [self._device_grad_of(piece) for piece in self.pieces]
         if self.stage == 1:  # the other parts of the buffer are not sums
-            norm = torch.linalg.vector_norm(
-                torch.stack([torch.linalg.vector_norm(self.grad_of(p)) for p in self.pieces])
-            )
+            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in parts]))
+        if self._host_grad is not None:
+            for piece, part in zip(self.pieces, parts, strict=True):
+                self._host_grad[piece.local].copy_(part)
         return norm
 
     def publish(self) -> None:
@@ -191,15 +206,18 @@ class ShardedParameters:
             return
         works = []
         for unit in self.units:
-            part = self.master[unit.local : unit.local + unit.part_size].to(unit.full.dtype)
+            part = self.master[unit.local : unit.local + unit.part_size].to(self.device, unit.full.dtype)
             works.append(all_gather(self.mesh, unit.full, part, "shard", async_op=True))
         wait_for(self.mesh, *works)
 
     def whole_gradient(self, unit: Unit) -> torch.Tensor:
         """The gradient of a unit from all ranks' parts, for a rule that needs whole matrices."""
         start, stop = (unit.low, unit.high) if self.stage == 1 else (unit.local, unit.local + unit.part_size)
+        part = self.grad[start:stop]
+        if self._host_grad is not None:  # where the rule has changed it
+            part = self._host_grad[unit.local : unit.local + unit.part_size].to(self.device)
         whole = torch.empty(unit.size, dtype=self.dtype, device=self.device)
-        all_gather(self.mesh, whole, self.grad[start:stop], "shard")
+        all_gather(self.mesh, whole, part, "shard")
         return whole
 
     def cuts(self, piece: Piece, values: torch.Tensor) -> dict[str, Cut]:

@@ -37,7 +37,8 @@ class TrainConfig:
     `keep_best` keeps, besides the last `keep_last` checkpoints, the one with the lowest validation loss.
 
     `mesh` divides the run over ranks (parallel/mesh.py). `zero` is the ZeRO stage of its `shard` dimension; null is 3.
-    Gradients are reduced in buckets of `bucket_mb` MB.
+    `offload` keeps the divided masters and optimizer state in host memory, and updates there. Gradients are reduced in
+    buckets of `bucket_mb` MB.
     """
 
     steps: int = 1000
@@ -56,6 +57,7 @@ class TrainConfig:
     keep_best: bool = False
     mesh: MeshConfig = field(default_factory=MeshConfig)
     zero: Stage | None = None
+    offload: bool = False
     bucket_mb: float = 25.0
 
     def __post_init__(self) -> None:
@@ -66,6 +68,11 @@ class TrainConfig:
             )
         if self.zero not in (None, *get_args(Stage)):
             raise ArgumentError(f"zero is {self.zero}", hint="the stages are 1, 2 and 3")
+        if self.offload and self.mesh.shard == 1:
+            raise ArgumentError(
+                f"offload is set, and the mesh {self.mesh} has no shard dimension: only divided states are offloaded",
+                hint="for example mesh shard=4, or leave offload out",
+            )
         if self.bucket_mb <= 0:
             raise ArgumentError(f"bucket_mb is {self.bucket_mb}", hint="25 is usual")
         _check_goes_together(self)
@@ -122,7 +129,7 @@ def check_mesh(config: TrainConfig, model: Transformer, mesh: Mesh | None) -> No
 def _flat(model: Transformer, config: TrainConfig, mesh: Mesh | None) -> FlatParameters | ShardedParameters:
     bucket_bytes = int(config.bucket_mb * 1e6)
     if mesh is not None and mesh.size("shard") > 1:
-        return ShardedParameters(model, mesh, config.zero or 3, bucket_bytes=bucket_bytes)
+        return ShardedParameters(model, mesh, config.zero or 3, bucket_bytes=bucket_bytes, offload=config.offload)
     return FlatParameters(model, mesh, bucket_bytes=bucket_bytes)
 
 

@@ -40,6 +40,8 @@ TWO = [
     short("untied head", model={"tie_embeddings": False}),
     short("lora", lora=True),
     short("lora, data parallel", mesh="dp=2", lora=True),
+    *(short(f"offloaded, zero {stage}", zero=stage, options={"offload": True}) for stage in (1, 3)),
+    short("offloaded muon", optimizer=MUON, options={"offload": True}),
     short("no clipping", options={"clip": None}),
 ]
 FOUR = [

@@ -66,6 +66,8 @@ def config(case: Case, *, alone: bool) -> TrainConfig:
     mesh = MeshConfig() if alone else MeshConfig.parse(case.mesh)
     optimizer = OptimizerConfig(**{"kind": "adamw", "lr": 0.01, **case.optimizer})
     options = {"steps": case.steps, "clip": 0.5, "bucket_mb": 0.02, **case.options}
+    if alone:
+        options["offload"] = False
     return TrainConfig(optimizer=optimizer, mesh=mesh, zero=None if alone else case.zero, **options)
 
 

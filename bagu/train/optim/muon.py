@@ -67,7 +67,7 @@ def muon_part(
         update = orthogonalise(matrices, newton_schulz_steps, newton_schulz_dtype).reshape(-1)
         begin = slot.start + first * size
         p[low - piece.start : high - piece.start].add_(
-            update[low - begin : high - begin], alpha=-now.lr * 0.2 * math.sqrt(max(rows, columns))
+            update[low - begin : high - begin].to(p.device), alpha=-now.lr * 0.2 * math.sqrt(max(rows, columns))
         )
 
 

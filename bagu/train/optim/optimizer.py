@@ -61,8 +61,10 @@ class Optimizer:
     ) -> None:
         self.config, self.flat = config.resolved(flat.device), flat
         self.parts = tuple(self._part(piece) for piece in flat.pieces)
-        self._fused = fused and flat.device.type in ("cpu", "cuda") and all(hasattr(torch, f) for f in FUSED.values())
-        self._step = torch.zeros((), dtype=torch.float32, device=flat.device)  # the fused kernel reads it on the device
+        kernel_exists = all(hasattr(torch, name) for name in FUSED.values())
+        self._fused = fused and flat.state_device.type in ("cpu", "cuda") and kernel_exists
+        # the fused kernel reads it on the device
+        self._step = torch.zeros((), dtype=torch.float32, device=flat.state_device)
 
     def _kind(self, role: Role) -> str:
         return "adamw" if self.config.kind == "muon" and role is not Role.MATRIX else self.config.kind
@@ -81,7 +83,9 @@ class Optimizer:
         }.get(kind, tuple(options))
         size = segment.stop - segment.start
         state = {
-            name: torch.zeros(size, dtype=self.flat.dtype, device=self.flat.device)  # exact in sums with the masters
+            name: torch.zeros(
+                size, dtype=self.flat.dtype, device=self.flat.state_device
+            )  # exact in sums with the masters
             for name in RULES[kind][1]
         }
         return _Part(segment=segment, kind=kind, options={n: options[n] for n in wanted}, state=state)
