@@ -1,0 +1,131 @@
+"""How a model's parameters are divided over ranks: a table of names, and functions that apply it to a state dict.
+
+    Replicated   every rank has all of it
+    Split        a rank has a range of one dimension; with `blocks`, a range of each of that many equal parts of it
+    First        rank 0 has it, and the others have zeros: the bias of a product that is summed over ranks
+
+`TENSOR` divides the inside of attention and of the feed-forward network (https://arxiv.org/abs/1909.08053): qkv and
+gate_up by their outputs, out and down by their inputs, and the vocabulary. `EXPERTS` divides experts. A name that no
+row matches is replicated. Names of the form of `blocks.3.ffn.down.weight` are the same on one rank and on many, so a
+checkpoint has full tensors and does not depend on the number of ranks: `shard` cuts it, `unshard` joins it again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from bagu.nn.config import ModelConfig, T5Relative
+
+__all__ = [
+    "EXPERTS",
+    "TENSOR",
+    "First",
+    "Placement",
+    "Replicated",
+    "Split",
+    "gather_full",
+    "placements",
+    "shard",
+    "unshard",
+]
+
+
+@dataclass(frozen=True)
+class Replicated:
+    def cut(self, full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+        return full
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return parts[0]
+
+
+@dataclass(frozen=True)
+class First:
+    def cut(self, full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+        return full if rank == 0 else torch.zeros_like(full)
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return parts[0]
+
+
+@dataclass(frozen=True)
+class Split:
+    """If the ranks do not divide the dimension, some have one row more than others (a vocabulary; heads and features
+    are refused before)."""
+
+    dim: int
+    blocks: int = 1
+
+    def cut(self, full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+        return torch.cat(
+            [block.tensor_split(ranks, self.dim)[rank] for block in full.chunk(self.blocks, self.dim)], self.dim
+        )
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        blocks = zip(*(part.chunk(self.blocks, self.dim) for part in parts), strict=True)
+        return torch.cat([piece for block in blocks for piece in block], self.dim)
+
+
+Placement = Replicated | First | Split
+Table = Sequence[tuple[str, Placement]]
+
+_OUT = r"\.(weight|weight_scale|bias|lora_b)"  # the tensors of a Linear that have its outputs as rows
+_IN = r"\.(weight|lora_a)"  # those that have its inputs as columns
+TENSOR: Table = (
+    (r"(embedding|head)\.weight|mlm\.bias", Split(0)),
+    (r".*\.attention\.(qkv|q|q_b|kv_b)" + _OUT, Split(0)),
+    (r".*\.attention\.out" + _IN, Split(1)),
+    (r".*\.ffn(\.shared)?\.gate_up" + _OUT, Split(0, blocks=2)),
+    (r".*\.ffn(\.shared)?\.up" + _OUT, Split(0)),
+    (r".*\.ffn(\.shared)?\.down" + _IN, Split(1)),
+    (r".*\.(attention\.out|ffn\.down|ffn\.shared\.down)\.bias", First()),
+    (r".*\.ffn\.gate_up", Split(1, blocks=2)),  # experts: [E, 2F, D], [E, F, D] and [E, D, F]
+    (r".*\.ffn\.up", Split(1)),
+    (r".*\.ffn\.down", Split(2)),
+)
+T5: Table = ((r"positions\.weight", Split(0)),)  # a row per head
+EXPERTS: Table = ((r".*\.ffn\.(gate_up|up|down)", Split(0)),)
+
+
+def placements(names: Sequence[str], table: Table, config: ModelConfig) -> dict[str, Placement]:
+    """The placement of each parameter by name; the first row of `table` that matches the whole name decides."""
+    rows = [*table, *(T5 if table is TENSOR and isinstance(config.positions, T5Relative) else ())]
+    return {name: next((p for pattern, p in rows if re.fullmatch(pattern, name)), Replicated()) for name in names}
+
+
+def shard(
+    state: Mapping[str, torch.Tensor], places: Mapping[str, Placement], rank: int, ranks: int
+) -> dict[str, torch.Tensor]:
+    """The part of a full state dict that belongs to `rank`, as copies."""
+    return {name: places[name].cut(x, rank, ranks).clone() for name, x in state.items()}
+
+
+def unshard(states: Sequence[Mapping[str, torch.Tensor]], places: Mapping[str, Placement]) -> dict[str, torch.Tensor]:
+    """The full state dict from the parts of all ranks, in rank order: the inverse of `shard`."""
+    return {name: places[name].join([state[name] for state in states]) for name in states[0]}
+
+
+def gather_full(
+    state: Mapping[str, torch.Tensor], places: Mapping[str, Placement], group: dist.ProcessGroup
+) -> dict[str, torch.Tensor]:
+    """The full state dict on every rank of `group`. Works for any tensors in the shapes of the parameters: gradients,
+    moments of an optimizer. One tensor at a time is exchanged."""
+    return {name: _gathered(x.detach(), places[name], group) for name, x in state.items()}
+
+
+def _gathered(x: torch.Tensor, place: Placement, group: dist.ProcessGroup) -> torch.Tensor:
+    if isinstance(place, Replicated):
+        return x
+    shapes = [torch.empty(x.ndim, dtype=torch.int64, device=x.device) for _ in range(group.size())]
+    dist.all_gather(shapes, torch.tensor(x.shape, device=x.device), group=group)
+    sizes = [torch.Size(shape.tolist()) for shape in shapes]
+    longest = max(size.numel() for size in sizes)
+    flat = torch.nn.functional.pad(x.reshape(-1), (0, longest - x.numel()))  # Gloo gathers equal sizes only
+    parts = [torch.empty_like(flat) for _ in sizes]
+    dist.all_gather(parts, flat, group=group)
+    return place.join([part[: size.numel()].view(size) for part, size in zip(parts, sizes, strict=True)])

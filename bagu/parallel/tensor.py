@@ -1,0 +1,174 @@
+"""Tensor parallelism with sequence parallelism for a Transformer (https://arxiv.org/abs/1909.08053, 2205.05198).
+
+The model keeps its code: its parameters become this rank's parts (sharding.TENSOR), and hooks exchange activations at
+the ends of attention and feed-forward network. Inside them a rank has all T tokens and H / t heads or F / t features;
+outside, in norms and residual stream, it has T / t tokens and all features.
+
+    embedding                         reduce-scatter  each rank looks up its part of the vocabulary
+    attention, ffn of every layer     all-gather before, reduce-scatter after
+    hidden states of the output       all-gather      for the vocabulary-parallel loss (vocab_loss.py)
+
+The backward has the opposite collective at each place: a layer has four in each direction. A parameter that is not
+divided gets a part of its gradient on each rank, because it is used for some tokens only (a norm), for some heads only
+(q_norm), or before divided weights: `sum_replicated` adds the parts once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from bagu.errors import ArgumentError
+from bagu.nn.attention import Attention
+from bagu.nn.block import Block
+from bagu.nn.config import ModelConfig
+from bagu.nn.model import Embedding, Output
+from bagu.nn.moe import Routing
+from bagu.nn.positions import AlibiEncoding, RopeEncoding, Signals
+from bagu.parallel.exchange import gather_rows, scatter_sum, share_gradient
+from bagu.parallel.sharding import TENSOR, First, Placement, Replicated, placements
+from bagu.parallel.vocab_loss import vocab_range
+
+__all__ = ["check_tensor_parallel", "squared_norm", "sum_replicated", "tensor_parallel"]
+
+
+def check_tensor_parallel(config: ModelConfig, ranks: int) -> None:
+    """Raise if the model cannot be divided over this many ranks."""
+    moe, tp = config.moe, f"tp={ranks}"
+    sizes = {"KV heads": config.num_kv_heads, "features of the feed-forward network": config.intermediate_size}
+    if moe is not None:
+        sizes["features of an expert"] = moe.expert_size
+    for what, size in sizes.items():
+        if size % ranks:
+            raise ArgumentError(f"{tp} does not divide {size} {what}", hint="choose a divisor")
+    if config.vocab_size < ranks:
+        raise ArgumentError(f"{tp} with a vocabulary of {config.vocab_size}", hint="each rank needs a row")
+    for option, used in (
+        ("dropout", config.dropout > 0),  # a rank would draw the mask of its own tokens only
+        ("weight_norm", config.weight_norm),  # the length of a row needs all of its columns
+        ("batch norm", config.norm.kind == "batch"),  # its statistics need all tokens
+    ):
+        if used:
+            raise ArgumentError(f"tensor parallelism with {option}", hint=f"use a model without {option}, or tp=1")
+
+
+def tensor_parallel(model: nn.Module, group: dist.ProcessGroup) -> dict[str, Placement]:
+    """Divide a Transformer, or a stage of one, over `group`, in place. Returns the placement of each parameter.
+
+    All ranks have the same weights before, and call the model with the same batch of T tokens, T a multiple of the
+    ranks. It returns the same hidden states on all ranks. The loss must come from `vocab_cross_entropy`, or from the
+    score head, and every rank runs the backward of the full loss. Optimizers and flat buffers are created afterwards.
+    """
+    config, rank, ranks = model.config, group.rank(), group.size()
+    assert isinstance(config, ModelConfig)
+    check_tensor_parallel(config, ranks)
+    places = placements([name for name, _ in model.named_parameters()], TENSOR, config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.data = places[name].cut(p.data, rank, ranks).clone()
+            if isinstance(places[name], First) and rank:
+                p.requires_grad_(False)  # a zero that stays zero: rank 0 adds the bias
+    for block in model.blocks.children():  # type: ignore[union-attr]
+        assert isinstance(block, Block)
+        if isinstance(block.attention, Attention):
+            block.attention.num_groups //= ranks
+        else:
+            block.attention.num_heads //= ranks
+        _exchange_tokens(block.attention, group)
+        _exchange_tokens(block.ffn, group)
+    _divide_ends(model, group)
+    return places
+
+
+def _exchange_tokens(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """All tokens into a divided sublayer; the sum over ranks of its result, for this rank's tokens, out of it."""
+
+    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return gather_rows(args[0], group), *args[1:]
+
+    def after(_: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
+        if isinstance(out, torch.Tensor):
+            return scatter_sum(out, group)
+        y, routing = out
+        aux = None if routing.aux_loss is None else share_gradient(routing.aux_loss, group.size())
+        return scatter_sum(y, group), Routing(aux, routing.load)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+
+
+class VocabEmbedding(Embedding):
+    """The rows of a table from `start`. Tokens of other ranks' rows add zeros; a rank keeps T / t rows of the sum."""
+
+    def __init__(self, weight: nn.Parameter, start: int, group: dist.ProcessGroup) -> None:
+        nn.Module.__init__(self)  # the weight exists
+        self.weight, self.start, self.group = weight, start, group
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if len(ids) % self.group.size():
+            raise ArgumentError(
+                f"tp={self.group.size()} does not divide a batch of {len(ids)} tokens",
+                hint="use a number of tokens that is a multiple of tp",
+            )
+        mine = (ids >= self.start) & (ids < self.start + len(self.weight))
+        x = F.embedding(torch.where(mine, ids - self.start, 0), self.weight)
+        return scatter_sum(x.masked_fill(~mine.unsqueeze(1), 0.0), self.group)
+
+
+def _divide_ends(model: Any, group: dist.ProcessGroup) -> None:
+    """Embedding, positions and output of a model. A stage of a pipeline has some of them."""
+    config, rank, ranks = model.config, group.rank(), group.size()
+    own = lambda x: x.tensor_split(ranks)[rank]  # noqa: E731
+    if model.embedding is not None:
+        start, _ = vocab_range(config.vocab_size, rank, ranks)
+        model.embedding = VocabEmbedding(model.embedding.weight, start, group)
+    if model.token_types is not None:
+        model.token_types.register_forward_pre_hook(lambda _, args: (own(args[0]),))
+    positions = model.positions
+    if isinstance(positions, RopeEncoding) and positions.num_groups is not None:
+        positions.num_groups //= ranks
+    # Embeddings are of this rank's tokens, and attention has all tokens of this rank's heads.
+    embed, signals = positions.embed, positions.signals
+    positions.embed = lambda x, at: embed(x, own(at))
+    if isinstance(positions, AlibiEncoding):
+        positions.signals = lambda at: Signals(slopes=own(signals(at).slopes))
+
+    def gather_hidden(_: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
+        if isinstance(out, Output):
+            return out._replace(hidden=gather_hidden(_, __, out.hidden))
+        hidden = gather_rows(out, group)
+        return hidden if model.score is None else share_gradient(hidden, ranks)  # each rank computes every score
+
+    if getattr(model, "is_last", True):  # a Transformer, or the last stage of one
+        model.register_forward_hook(gather_hidden)
+
+
+def sum_replicated(
+    grads: Mapping[str, torch.Tensor], places: Mapping[str, Placement], group: dist.ProcessGroup
+) -> None:
+    """Sum the gradients of parameters that are not divided over `group`, in place, with one all-reduce.
+
+    Call it once per step, after the last micro-batch. The score head is excluded: its gradient is complete everywhere.
+    """
+    parts = [g for name, g in grads.items() if isinstance(places[name], Replicated) and not name.startswith("score.")]
+    if not parts:
+        return
+    flat = torch.cat([g.reshape(-1) for g in parts])
+    dist.all_reduce(flat, group=group)
+    for g, total in zip(parts, flat.split([g.numel() for g in parts]), strict=True):
+        g.copy_(total.view_as(g))
+
+
+def squared_norm(
+    grads: Mapping[str, torch.Tensor], places: Mapping[str, Placement], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The squared norm of all gradients over `group`, a replicated one counted once."""
+    counted = [g for name, g in grads.items() if group.rank() == 0 or not isinstance(places[name], Replicated)]
+    total = torch.stack([g.square().sum() for g in counted]).sum()
+    dist.all_reduce(total, group=group)
+    return total

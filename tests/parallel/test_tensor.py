@@ -1,0 +1,189 @@
+"""Tensor parallelism gives the losses, gradients and weights of one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from shared_models import (
+    EXACT,
+    batch_of,
+    config_of,
+    gradients,
+    loss_of,
+    model_of,
+    number_of_targets,
+    one_process,
+    open_cpu,
+    worst,
+)
+
+from bagu.errors import ArgumentError
+from bagu.nn.choices import Alibi, Learned, MLAConfig, MoEConfig, NormConfig, Sinusoidal, T5Relative
+from bagu.nn.lora import add_lora
+from bagu.ops.catalogue import SPECS
+from bagu.parallel.sharding import TENSOR, Split, gather_full, placements, shard, unshard
+from bagu.parallel.tensor import check_tensor_parallel, squared_norm, sum_replicated, tensor_parallel
+from bagu.parallel.vocab_loss import vocab_cross_entropy
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gqa, q-norm, window, tied": {"num_heads": 8, "qk_norm": True, "windows": (None, 5), "tie_embeddings": True},
+    "gpt2": {
+        "norm": NormConfig(kind="layer", bias=True), "positions": Learned(), "ffn": "gelu", "ffn_bias": True,
+        "qkv_bias": True, "out_bias": True,
+    },
+    "bert": {
+        "norm": NormConfig(kind="layer", bias=True, placement="post"), "positions": Learned(), "ffn": "gelu",
+        "ffn_bias": True, "qkv_bias": True, "out_bias": True, "causal": False, "embedding_norm": True,
+        "num_token_types": 2, "mlm_head": True, "tie_embeddings": True,
+    },
+    "alibi": {"positions": Alibi()},
+    "t5": {"positions": T5Relative(), "norm": NormConfig(placement="sandwich")},
+    "linear attention": {"attention": "linear", "positions": Sinusoidal()},
+    "mla": {"mla": MLAConfig(kv_rank=12, nope_dim=6, rope_dim=4, v_dim=8, q_rank=10), "head_dim": 10},
+    "moe": {"moe": MoEConfig(num_experts=4, top_k=2, expert_size=8, num_shared=1, aux_weight=0.1)},
+    "no norm": {"norm": NormConfig(placement="none", alpha=0.3)},
+}  # fmt: skip
+
+
+def tp_step(model: Any, places: Any, group: Any, batch: Any, targets: torch.Tensor, total: int) -> float:
+    """One forward and backward of the divided model; the gradients are left in the parameters."""
+    values = functools.partial(vocab_cross_entropy, vocab_size=model.config.vocab_size, group=group)
+    out = model(*batch)
+    loss = loss_of(out.hidden, model.head_weight, targets, total, values)
+    loss = loss if out.aux_loss is None else loss + out.aux_loss
+    loss.backward()
+    sum_replicated({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, places, group)
+    return float(loss.detach())
+
+
+def compare(name: str, tp: int) -> dict[str, float]:
+    """The worst differences of loss, gradients and gradient norm on this rank."""
+    group = open_cpu(tp=tp, dp=dist.get_world_size() // tp).group("tp")
+    assert group is not None
+    config = config_of(**MODELS[name])
+    batch, targets = batch_of((9, 1, 6, 8))
+    wanted_loss, wanted = one_process(model_of(config), [(batch, targets)])
+    model = model_of(config)
+    places = tensor_parallel(model, group)
+    loss = tp_step(model, places, group, batch, targets, number_of_targets([targets]))
+    grads = gradients(model)
+    norm = float(squared_norm(grads, places, group))
+    full = sum(float(g.square().sum()) for g in wanted.values())
+    return {
+        "loss": abs(loss - wanted_loss),
+        "gradient": worst(gather_full(grads, places, group), wanted),
+        "norm": abs(norm / full - 1),
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_one_process(four: Ranks, name: str) -> None:
+    for tp in (2, 4):
+        for rank, found in enumerate(four.run(compare, name, tp)):
+            assert max(found.values()) < EXACT, (tp, rank, found)
+
+
+def train(name: str, optimizer: str, steps: int) -> tuple[float, float]:
+    """The worst difference of a loss and of a weight over a run of `steps` steps on two ranks."""
+    group = open_cpu(tp=2).group("tp")
+    assert group is not None
+    config = config_of(**MODELS[name])
+    alone, divided = model_of(config), model_of(config)
+    places = tensor_parallel(divided, group)
+    make: Any = functools.partial(getattr(torch.optim, optimizer), lr=0.01, weight_decay=0.1)
+    optimizers = [make([p for p in m.parameters() if p.requires_grad]) for m in (alone, divided)]
+    difference = 0.0
+    for step in range(steps):
+        batch, targets = batch_of((9, 1, 6, 8), seed=step)
+        wanted, _ = one_process(alone, [(batch, targets)])
+        divided.zero_grad()
+        found = tp_step(divided, places, group, batch, targets, number_of_targets([targets]))
+        difference = max(difference, abs(found - wanted))
+        for each in optimizers:
+            each.step()
+    full = gather_full(dict(divided.named_parameters()), places, group)
+    return difference, worst(full, {name: p.detach() for name, p in alone.named_parameters()})
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [("gpt2", "SGD"), ("gqa, q-norm, window, tied", "AdamW")])
+def test_twenty_steps_end_with_the_weights_of_one_process(two: Ranks, name: str, optimizer: str) -> None:
+    for found in two.run(train, name, optimizer, 20):
+        assert max(found) < EXACT, found
+
+
+def adapted(_: str) -> float:
+    """LoRA on every linear: the pairs are divided with their weights."""
+    group = open_cpu(tp=2).group("tp")
+    assert group is not None
+    config, (batch, targets) = config_of(**MODELS["gpt2"]), batch_of((9, 1, 6, 8))
+    alone, divided = model_of(config), model_of(config)
+    for model in (alone, divided):
+        add_lora(model, rank=2, alpha=4.0)
+        with torch.no_grad():
+            for number, p in enumerate(p for n, p in model.named_parameters() if n.endswith("lora_b")):
+                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(number), dtype=p.dtype))
+    _, wanted = one_process(alone, [(batch, targets)])
+    places = tensor_parallel(divided, group)
+    tp_step(divided, places, group, batch, targets, number_of_targets([targets]))
+    return worst(gather_full(gradients(divided), places, group), wanted)
+
+
+def scored(_: str) -> float:
+    """A reward model: the score head is on every rank, and its gradient is not summed."""
+    group = open_cpu(tp=2).group("tp")
+    assert group is not None
+    (batch, _targets), alone, divided = batch_of((9, 1, 6, 8)), *(model_of(config_of(score_head=True)) for _ in "ab")
+    places = tensor_parallel(divided, group)
+    for model in (alone, divided):
+        model.score(model(*batch).hidden).square().mean().backward()
+    grads = gradients(divided)
+    sum_replicated(grads, places, group)
+    return worst(gather_full(grads, places, group), gradients(alone))
+
+
+@pytest.mark.parametrize("case", [adapted, scored])
+def test_other_heads_and_adapters_have_the_gradients_of_one_process(two: Ranks, case: Any) -> None:
+    assert max(two.run(case, "")) < EXACT
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_state_dict_is_cut_and_joined_again(name: str) -> None:
+    state = dict(model_of(config_of(**MODELS[name])).named_parameters())
+    places = placements(list(state), TENSOR, config_of(**MODELS[name]))
+    parts = [shard(state, places, rank, 4) for rank in range(4)]
+    joined = unshard(parts, places)
+    assert joined.keys() == state.keys() and all(torch.equal(joined[n], state[n]) for n in state)
+    divided = [n for n in state if isinstance(places[n], Split)]
+    assert all(sum(p[n].numel() for p in parts) == state[n].numel() for n in divided)
+    linear = [n for n, p in state.items() if p.ndim > 1 and "router" not in n and "_a." not in n]
+    kept = {"positions.weight", "token_types.weight", "mlm.dense.weight"}
+    assert set(linear) - set(divided) <= kept
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "words"),
+    [
+        ({"num_kv_heads": 2}, 4, "tp=4 does not divide 2 KV heads"),
+        ({"intermediate_size": 30}, 4, "tp=4 does not divide 30 features of the feed-forward network"),
+        ({"vocab_size": 3}, 4, "tp=4 with a vocabulary of 3"),
+        ({"dropout": 0.1}, 2, "tensor parallelism with dropout"),
+        ({"weight_norm": True}, 2, "tensor parallelism with weight_norm"),
+        ({"norm": NormConfig(kind="batch")}, 2, "tensor parallelism with batch norm"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(changes: dict[str, Any], tp: int, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        check_tensor_parallel(config_of(**changes), tp)
+
+
+def test_divided_dimensions_are_independent_in_the_specs() -> None:
+    """Heads inside attention, tokens outside of it: no op needs the part of another rank."""
+    assert {"H", "G"} <= set(SPECS["attention"].independent)
+    for name in ("rms_norm", "layer_norm", "scale_norm", "add_rms_norm", "swiglu", "linear_cross_entropy"):
+        assert "M" in SPECS[name].independent, name
