@@ -111,10 +111,14 @@ def unshard(states: Sequence[Mapping[str, torch.Tensor]], places: Mapping[str, P
 
 
 def gather_full(
-    state: Mapping[str, torch.Tensor], places: Mapping[str, Placement], group: dist.ProcessGroup
+    state: Mapping[str, torch.Tensor], places: Mapping[str, Placement], group: dist.ProcessGroup | None
 ) -> dict[str, torch.Tensor]:
-    """The full state dict on every rank of `group`. Works for any tensors in the shapes of the parameters: gradients,
-    moments of an optimizer. One tensor at a time is exchanged."""
+    """The full state dict on every rank of `group` (None is one rank), one tensor at a time.
+
+    Works for all tensors in the shapes of the parameters: weights, gradients, moments of an optimizer.
+    """
+    if group is None:
+        return dict(state)
     return {name: _gathered(x.detach(), places[name], group) for name, x in state.items()}
 
 

@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -30,7 +29,9 @@ from bagu.nn.config import ModelConfig
 from bagu.nn.model import Embedding, Output
 from bagu.nn.moe import Routing
 from bagu.nn.positions import AlibiEncoding, RopeEncoding, Signals
+from bagu.parallel.collectives import all_reduce
 from bagu.parallel.exchange import gather_rows, scatter_sum, share_gradient
+from bagu.parallel.mesh import Mesh
 from bagu.parallel.sharding import TENSOR, First, Placement, Replicated, placements
 from bagu.parallel.vocab_loss import vocab_range
 
@@ -57,14 +58,14 @@ def check_tensor_parallel(config: ModelConfig, ranks: int) -> None:
             raise ArgumentError(f"tensor parallelism with {option}", hint=f"use a model without {option}, or tp=1")
 
 
-def tensor_parallel(model: nn.Module, group: dist.ProcessGroup) -> dict[str, Placement]:
-    """Divide a Transformer, or a stage of one, over `group`, in place. Returns the placement of each parameter.
+def tensor_parallel(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
+    """Divide a Transformer, or a stage of one, over tp, in place. Returns the placement of each parameter.
 
     All ranks have the same weights before, and call the model with the same batch of T tokens, T a multiple of the
     ranks. It returns the same hidden states on all ranks. The loss must come from `vocab_cross_entropy`, or from the
     score head, and every rank runs the backward of the full loss. Optimizers and flat buffers are created afterwards.
     """
-    config, rank, ranks = model.config, group.rank(), group.size()
+    config, rank, ranks = model.config, mesh.coordinate("tp"), mesh.size("tp")
     assert isinstance(config, ModelConfig)
     check_tensor_parallel(config, ranks)
     places = placements([name for name, _ in model.named_parameters()], TENSOR, config)
@@ -79,24 +80,24 @@ def tensor_parallel(model: nn.Module, group: dist.ProcessGroup) -> dict[str, Pla
             block.attention.num_groups //= ranks
         else:
             block.attention.num_heads //= ranks
-        _exchange_tokens(block.attention, group)
-        _exchange_tokens(block.ffn, group)
-    _divide_ends(model, group)
+        _exchange_tokens(block.attention, mesh)
+        _exchange_tokens(block.ffn, mesh)
+    _divide_ends(model, mesh)
     return places
 
 
-def _exchange_tokens(module: nn.Module, group: dist.ProcessGroup) -> None:
+def _exchange_tokens(module: nn.Module, mesh: Mesh) -> None:
     """All tokens into a divided sublayer; the sum over ranks of its result, for this rank's tokens, out of it."""
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return gather_rows(args[0], group), *args[1:]
+        return gather_rows(args[0], mesh, "tp"), *args[1:]
 
     def after(_: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
         if isinstance(out, torch.Tensor):
-            return scatter_sum(out, group)
+            return scatter_sum(out, mesh, "tp")
         y, routing = out
-        aux = None if routing.aux_loss is None else share_gradient(routing.aux_loss, group.size())
-        return scatter_sum(y, group), Routing(aux, routing.load)
+        aux = None if routing.aux_loss is None else share_gradient(routing.aux_loss, mesh.size("tp"))
+        return scatter_sum(y, mesh, "tp"), Routing(aux, routing.load)
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)
@@ -105,28 +106,28 @@ def _exchange_tokens(module: nn.Module, group: dist.ProcessGroup) -> None:
 class VocabEmbedding(Embedding):
     """The rows of a table from `start`. Tokens of other ranks' rows add zeros; a rank keeps T / t rows of the sum."""
 
-    def __init__(self, weight: nn.Parameter, start: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, weight: nn.Parameter, start: int, mesh: Mesh) -> None:
         nn.Module.__init__(self)  # the weight exists
-        self.weight, self.start, self.group = weight, start, group
+        self.weight, self.start, self.mesh = weight, start, mesh
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        if len(ids) % self.group.size():
+        if len(ids) % (ranks := self.mesh.size("tp")):
             raise ArgumentError(
-                f"tp={self.group.size()} does not divide a batch of {len(ids)} tokens",
+                f"tp={ranks} does not divide a batch of {len(ids)} tokens",
                 hint="use a number of tokens that is a multiple of tp",
             )
         mine = (ids >= self.start) & (ids < self.start + len(self.weight))
         x = F.embedding(torch.where(mine, ids - self.start, 0), self.weight)
-        return scatter_sum(x.masked_fill(~mine.unsqueeze(1), 0.0), self.group)
+        return scatter_sum(x.masked_fill(~mine.unsqueeze(1), 0.0), self.mesh, "tp")
 
 
-def _divide_ends(model: Any, group: dist.ProcessGroup) -> None:
+def _divide_ends(model: Any, mesh: Mesh) -> None:
     """Embedding, positions and output of a model. A stage of a pipeline has some of them."""
-    config, rank, ranks = model.config, group.rank(), group.size()
+    config, rank, ranks = model.config, mesh.coordinate("tp"), mesh.size("tp")
     own = lambda x: x.tensor_split(ranks)[rank]  # noqa: E731
     if model.embedding is not None:
         start, _ = vocab_range(config.vocab_size, rank, ranks)
-        model.embedding = VocabEmbedding(model.embedding.weight, start, group)
+        model.embedding = VocabEmbedding(model.embedding.weight, start, mesh)
     if model.token_types is not None:
         model.token_types.register_forward_pre_hook(lambda _, args: (own(args[0]),))
     positions = model.positions
@@ -141,17 +142,15 @@ def _divide_ends(model: Any, group: dist.ProcessGroup) -> None:
     def gather_hidden(_: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
         if isinstance(out, Output):
             return out._replace(hidden=gather_hidden(_, __, out.hidden))
-        hidden = gather_rows(out, group)
+        hidden = gather_rows(out, mesh, "tp")
         return hidden if model.score is None else share_gradient(hidden, ranks)  # each rank computes every score
 
     if getattr(model, "is_last", True):  # a Transformer, or the last stage of one
         model.register_forward_hook(gather_hidden)
 
 
-def sum_replicated(
-    grads: Mapping[str, torch.Tensor], places: Mapping[str, Placement], group: dist.ProcessGroup
-) -> None:
-    """Sum the gradients of parameters that are not divided over `group`, in place, with one all-reduce.
+def sum_replicated(grads: Mapping[str, torch.Tensor], places: Mapping[str, Placement], mesh: Mesh) -> None:
+    """Sum the gradients of parameters that are not divided over tp, in place, with one all-reduce.
 
     Call it once per step, after the last micro-batch. The score head is excluded: its gradient is complete everywhere.
     """
@@ -159,16 +158,15 @@ def sum_replicated(
     if not parts:
         return
     flat = torch.cat([g.reshape(-1) for g in parts])
-    dist.all_reduce(flat, group=group)
+    all_reduce(mesh, flat, "tp")
     for g, total in zip(parts, flat.split([g.numel() for g in parts]), strict=True):
         g.copy_(total.view_as(g))
 
 
-def squared_norm(
-    grads: Mapping[str, torch.Tensor], places: Mapping[str, Placement], group: dist.ProcessGroup
-) -> torch.Tensor:
-    """The squared norm of all gradients over `group`, a replicated one counted once."""
-    counted = [g for name, g in grads.items() if group.rank() == 0 or not isinstance(places[name], Replicated)]
-    total = torch.stack([g.square().sum() for g in counted]).sum()
-    dist.all_reduce(total, group=group)
+def squared_norm(grads: Mapping[str, torch.Tensor], places: Mapping[str, Placement], mesh: Mesh) -> torch.Tensor:
+    """The squared norm of all gradients over tp, a replicated one counted once."""
+    first = mesh.coordinate("tp") == 0
+    counted = [g.square().sum() for name, g in grads.items() if first or not isinstance(places[name], Replicated)]
+    total = torch.stack(counted).sum() if counted else torch.zeros((), device=mesh.device)
+    all_reduce(mesh, total, "tp")
     return total

@@ -26,7 +26,7 @@ def config_of(**changes: Any) -> ModelConfig:
 
 
 def model_of(config: ModelConfig, seed: int = 0) -> Transformer:
-    """Weights are larger than usual (unless no norm bounds the stream) and vectors not constant, so that errors show."""
+    """Weights are larger than usual (unless nothing bounds the stream), vectors are not constant: errors show."""
     model = init_weights(Transformer(config, dtype=torch.float64), seed)
     louder = 1.0 if config.norm.placement == "none" else 4.0
     with torch.no_grad():

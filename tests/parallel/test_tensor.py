@@ -51,33 +51,32 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def tp_step(model: Any, places: Any, group: Any, batch: Any, targets: torch.Tensor, total: int) -> float:
+def tp_step(model: Any, places: Any, mesh: Any, batch: Any, targets: torch.Tensor, total: int) -> float:
     """One forward and backward of the divided model; the gradients are left in the parameters."""
-    values = functools.partial(vocab_cross_entropy, vocab_size=model.config.vocab_size, group=group)
+    values = functools.partial(vocab_cross_entropy, vocab_size=model.config.vocab_size, mesh=mesh)
     out = model(*batch)
     loss = loss_of(out.hidden, model.head_weight, targets, total, values)
     loss = loss if out.aux_loss is None else loss + out.aux_loss
     loss.backward()
-    sum_replicated({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, places, group)
+    sum_replicated({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, places, mesh)
     return float(loss.detach())
 
 
 def compare(name: str, tp: int) -> dict[str, float]:
     """The worst differences of loss, gradients and gradient norm on this rank."""
-    group = open_cpu(tp=tp, dp=dist.get_world_size() // tp).group("tp")
-    assert group is not None
+    mesh = open_cpu(tp=tp, dp=dist.get_world_size() // tp)
     config = config_of(**MODELS[name])
     batch, targets = batch_of((9, 1, 6, 8))
     wanted_loss, wanted = one_process(model_of(config), [(batch, targets)])
     model = model_of(config)
-    places = tensor_parallel(model, group)
-    loss = tp_step(model, places, group, batch, targets, number_of_targets([targets]))
+    places = tensor_parallel(model, mesh)
+    loss = tp_step(model, places, mesh, batch, targets, number_of_targets([targets]))
     grads = gradients(model)
-    norm = float(squared_norm(grads, places, group))
+    norm = float(squared_norm(grads, places, mesh))
     full = sum(float(g.square().sum()) for g in wanted.values())
     return {
         "loss": abs(loss - wanted_loss),
-        "gradient": worst(gather_full(grads, places, group), wanted),
+        "gradient": worst(gather_full(grads, places, mesh.group("tp")), wanted),
         "norm": abs(norm / full - 1),
     }
 
@@ -91,11 +90,10 @@ def test_loss_and_gradients_are_those_of_one_process(four: Ranks, name: str) -> 
 
 def train(name: str, optimizer: str, steps: int) -> tuple[float, float]:
     """The worst difference of a loss and of a weight over a run of `steps` steps on two ranks."""
-    group = open_cpu(tp=2).group("tp")
-    assert group is not None
+    mesh = open_cpu(tp=2)
     config = config_of(**MODELS[name])
     alone, divided = model_of(config), model_of(config)
-    places = tensor_parallel(divided, group)
+    places = tensor_parallel(divided, mesh)
     make: Any = functools.partial(getattr(torch.optim, optimizer), lr=0.01, weight_decay=0.1)
     optimizers = [make([p for p in m.parameters() if p.requires_grad]) for m in (alone, divided)]
     difference = 0.0
@@ -103,11 +101,11 @@ def train(name: str, optimizer: str, steps: int) -> tuple[float, float]:
         batch, targets = batch_of((9, 1, 6, 8), seed=step)
         wanted, _ = one_process(alone, [(batch, targets)])
         divided.zero_grad()
-        found = tp_step(divided, places, group, batch, targets, number_of_targets([targets]))
+        found = tp_step(divided, places, mesh, batch, targets, number_of_targets([targets]))
         difference = max(difference, abs(found - wanted))
         for each in optimizers:
             each.step()
-    full = gather_full(dict(divided.named_parameters()), places, group)
+    full = gather_full(dict(divided.named_parameters()), places, mesh.group("tp"))
     return difference, worst(full, {name: p.detach() for name, p in alone.named_parameters()})
 
 
@@ -119,8 +117,7 @@ def test_twenty_steps_end_with_the_weights_of_one_process(two: Ranks, name: str,
 
 def adapted(_: str) -> float:
     """LoRA on every linear: the pairs are divided with their weights."""
-    group = open_cpu(tp=2).group("tp")
-    assert group is not None
+    mesh = open_cpu(tp=2)
     config, (batch, targets) = config_of(**MODELS["gpt2"]), batch_of((9, 1, 6, 8))
     alone, divided = model_of(config), model_of(config)
     for model in (alone, divided):
@@ -129,22 +126,21 @@ def adapted(_: str) -> float:
             for number, p in enumerate(p for n, p in model.named_parameters() if n.endswith("lora_b")):
                 p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(number), dtype=p.dtype))
     _, wanted = one_process(alone, [(batch, targets)])
-    places = tensor_parallel(divided, group)
-    tp_step(divided, places, group, batch, targets, number_of_targets([targets]))
-    return worst(gather_full(gradients(divided), places, group), wanted)
+    places = tensor_parallel(divided, mesh)
+    tp_step(divided, places, mesh, batch, targets, number_of_targets([targets]))
+    return worst(gather_full(gradients(divided), places, mesh.group("tp")), wanted)
 
 
 def scored(_: str) -> float:
     """A reward model: the score head is on every rank, and its gradient is not summed."""
-    group = open_cpu(tp=2).group("tp")
-    assert group is not None
+    mesh = open_cpu(tp=2)
     (batch, _targets), alone, divided = batch_of((9, 1, 6, 8)), *(model_of(config_of(score_head=True)) for _ in "ab")
-    places = tensor_parallel(divided, group)
+    places = tensor_parallel(divided, mesh)
     for model in (alone, divided):
         model.score(model(*batch).hidden).square().mean().backward()
     grads = gradients(divided)
-    sum_replicated(grads, places, group)
-    return worst(gather_full(grads, places, group), gradients(alone))
+    sum_replicated(grads, places, mesh)
+    return worst(gather_full(grads, places, mesh.group("tp")), gradients(alone))
 
 
 @pytest.mark.parametrize("case", [adapted, scored])

@@ -1,0 +1,234 @@
+"""Pipeline parallelism with the schedules of torch.distributed.pipelining.
+
+    schedule       stages per rank   bubble, idle / ideal time     what a rank runs
+    gpipe          1                 (p - 1) / m                   all forwards, then all backwards
+    1f1b           1                 (p - 1) / m                   alternates: p micro-batches are in memory, not m
+    interleaved    v                 (p - 1) / (v m)               rank r has stages r, r + p, …: more exchanges
+    zero_bubble    2                 near 0 for m >= 2p            ZBV: backward in two parts, stages r and 2p - 1 - r
+
+for p ranks and m micro-batches (https://arxiv.org/abs/1811.06965, 2104.04473, 2401.10241). A boundary costs one tensor
+[T, D] per micro-batch and direction; under tensor parallelism each rank sends its T / t tokens only.
+
+    modules = cut_model(model, mesh, schedule="1f1b", context=2048)
+    for module in modules.values(): tensor_parallel(module, …)                if there is tp
+    pipeline = Pipeline(modules, mesh, schedule="1f1b", micro_batches=8, rows=T)
+    part = pipeline.step(batches, loss)                                       the loss is the sum of `part` over pp
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+
+from bagu.errors import ArgumentError, UnknownName
+from bagu.nn.model import Transformer
+from bagu.parallel.mesh import Mesh
+from bagu.parallel.stages import Stage, build, costs, cut
+from bagu.types import Batch
+
+__all__ = ["Action", "Pipeline", "Schedule", "bubble", "cut_model", "stages_of", "sum_tied"]
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (hidden, head weight, targets) -> loss
+CLASSES: Mapping[Schedule, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleZBVZeroBubble,
+}
+
+
+def stages_of(schedule: Schedule, rank: int, ranks: int, per_rank: int = 2) -> list[int]:
+    """The numbers of the stages of a rank. `per_rank` is v of an interleaved schedule."""
+    if schedule not in get_args(Schedule):
+        raise UnknownName.among("pipeline schedule", schedule, get_args(Schedule))
+    if schedule == "interleaved":
+        return [rank + i * ranks for i in range(per_rank)]
+    return [rank, 2 * ranks - 1 - rank] if schedule == "zero_bubble" else [rank]
+
+
+def check_micro_batches(schedule: Schedule, micro_batches: int, ranks: int) -> None:
+    """Raise if the schedule cannot run this many micro-batches."""
+    if schedule == "1f1b" and micro_batches < ranks:
+        raise ArgumentError(
+            f"{micro_batches} micro-batches for a 1f1b pipeline of {ranks} ranks",
+            hint=f"use at least {ranks} micro-batches, or gpipe",
+        )
+    if schedule == "interleaved" and micro_batches % max(1, micro_batches // ranks):
+        raise ArgumentError(
+            f"{micro_batches} micro-batches for an interleaved pipeline of {ranks} ranks",
+            hint=f"use a multiple of {ranks} micro-batches",
+        )
+
+
+def cut_model(
+    model: Transformer, mesh: Mesh, *, schedule: Schedule, context: int, per_rank: int = 2
+) -> dict[int, Stage]:
+    """This rank's stages, by number. Stages have about equal cost on documents of `context` tokens."""
+    ranks = mesh.size("pp")
+    mine = stages_of(schedule, mesh.coordinate("pp"), ranks, per_rank)
+    return build(model, cut(costs(model.config, context), ranks * len(mine)), mine)
+
+
+@dataclass(frozen=True)
+class Action:
+    """What a stage did with a micro-batch, and when (seconds of a clock that all processes of a machine share).
+
+    F is a forward, B a backward; I and W are its two parts, for the input and for the weights.
+    """
+
+    kind: Literal["F", "B", "I", "W"]
+    stage: int
+    micro_batch: int
+    start: float
+    end: float
+
+
+class _RecordedStage(PipelineStage):  # type: ignore[misc]
+    """A stage that records its actions, and counts the bytes that it sends to other ranks."""
+
+    def __init__(self, mesh: Mesh, actions: list[Action], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mesh, self.actions = mesh, actions
+
+    def _timed(self, kind: Any, micro_batch: int, run: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.actions.append(Action(kind, self.stage_index, micro_batch, start, time.perf_counter()))
+        return result
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        run = super().forward_one_chunk
+        return self._timed("F", fwd_chunk_id, lambda: run(fwd_chunk_id, *args, **kwargs))
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
+        run = super().backward_one_chunk
+        kind = "B" if full_backward else "I"
+        return self._timed(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, *args, full_backward=full_backward, **kwargs))
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        run = super().backward_weight_one_chunk
+        return self._timed("W", bwd_chunk_id, lambda: run(bwd_chunk_id, *args, **kwargs))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _counted(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        for op in ops:
+            self.mesh.traffic.add("send", "pp", op.tensor.nbytes, self.mesh.size("pp"))
+        return ops
+
+
+class Pipeline:
+    """Runs steps of `micro_batches` micro-batches through this rank's stages.
+
+    `rows` is the number of rows of the stream between stages: tokens of a micro-batch, divided by tp and cp.
+    `actions` holds what this rank did in the last step.
+    """
+
+    def __init__(
+        self, modules: Mapping[int, Stage], mesh: Mesh, *, schedule: Schedule, micro_batches: int, rows: int
+    ) -> None:
+        check_micro_batches(schedule, micro_batches, mesh.size("pp"))
+        self.modules, self.mesh, self.micro_batches = modules, mesh, micro_batches
+        self.actions: list[Action] = []
+        stages = [self._stage(i, module, rows) for i, module in modules.items()]
+        single = schedule in ("gpipe", "1f1b")
+        self.schedule = CLASSES[schedule](
+            stages[0] if single else stages, micro_batches, loss_fn=self._loss, scale_grads=False
+        )  # the loss divides by the targets of the step, so gradients are sums
+
+    def _stage(self, number: int, module: Stage, rows: int) -> _RecordedStage:
+        config, dtype = module.config, next(module.blocks.parameters()).dtype
+        stream = torch.empty(rows, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+        count = self.mesh.size("pp") * len(self.modules)
+        return _RecordedStage(
+            self.mesh, self.actions, module, number, count, self.mesh.device,
+            input_args=torch.empty(1, rows, dtype=torch.int64, device="meta") if module.is_first else stream,
+            output_args=stream, group=self.mesh.group("pp"),
+        )  # fmt: skip
+
+    def _loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        (last,) = (m for m in self.modules.values() if m.is_last)
+        return self._loss_of(hidden, last.head_weight, targets[0])
+
+    def step(self, batches: Sequence[Batch], loss: Loss, *, aux_scale: float = 1.0) -> torch.Tensor:
+        """Run forward and backward of all micro-batches, adding to the gradients. Returns this rank's part of the loss:
+        that of the targets on the last stage, and the balance losses of its layers times `aux_scale`.
+
+        All ranks of pp pass the same batches, of equal numbers of tokens.
+        """
+        if len(batches) != self.micro_batches:
+            raise ArgumentError(
+                f"{len(batches)} micro-batches for a pipeline of {self.micro_batches}", hint="create another Pipeline"
+            )
+        self._loss_of = loss
+        self.actions.clear()
+        for module in self.modules.values():
+            module.aux_scale = aux_scale
+            module.aux_losses.clear()
+            module.expert_loads.clear()
+        inputs, targets = stacked(batches)
+        ids = inputs.pop("ids")
+        first = [ids] if any(m.is_first for m in self.modules.values()) else []
+        losses: list[torch.Tensor] = []
+        self.schedule.step(*first, target=targets, losses=losses, return_outputs=False, **inputs)
+        parts = [x.detach() for x in losses] + [x for m in self.modules.values() for x in m.aux_losses]
+        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+
+
+def stacked(batches: Sequence[Batch]) -> tuple[dict[str, Any], torch.Tensor]:
+    """Micro-batches as tensors with a leading dimension, which the schedule cuts again; and their targets."""
+    sizes = {b.num_tokens for b in batches}
+    if len(sizes) > 1:
+        raise ArgumentError(
+            f"micro-batches of {sorted(sizes)} tokens in a pipeline", hint="use equal numbers of tokens"
+        )
+    longest = max(len(b.cu_seqlens) for b in batches)
+    offsets = [torch.cat((b.cu_seqlens, b.cu_seqlens[-1:].expand(longest - len(b.cu_seqlens)))) for b in batches]
+    inputs = {
+        "ids": torch.stack([b.ids for b in batches]),
+        "positions": torch.stack([b.positions for b in batches]),
+        "cu_seqlens": torch.stack(offsets),
+        "max_len": max(b.max_len for b in batches),
+    }
+    return inputs, torch.stack([b.targets for b in batches])
+
+
+def sum_tied(modules: Mapping[int, Stage], mesh: Mesh, grads: Mapping[str, torch.Tensor]) -> None:
+    """Sum the gradient of a tied embedding over the first and the last stage, in place; once per step.
+
+    Both stages have the table, and update it alike. With `zero_bubble` they are on one rank and share one parameter.
+    """
+    ends = [m for m in modules.values() if m.is_first or m.is_last]
+    if len(ends) != 1 or not ends[0].tied:
+        return
+    group, ranks = mesh.group("pp"), mesh.size("pp")
+    assert group is not None
+    peer = dist.get_global_rank(group, ranks - 1 if ends[0].is_first else 0)
+    mine = grads["embedding.weight"].contiguous()
+    other = torch.empty_like(mine)
+    mesh.traffic.add("send", "pp", mine.nbytes, ranks)
+    exchange = [dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    grads["embedding.weight"].copy_(mine + other)
+
+
+def bubble(actions: Sequence[Sequence[Action]]) -> float:
+    """The idle share of the time from the first start to the last end, over the actions of all ranks of a step."""
+    every = [a for rank in actions for a in rank]
+    span = max(a.end for a in every) - min(a.start for a in every)
+    return 1 - sum(a.end - a.start for a in every) / (span * len(actions))
