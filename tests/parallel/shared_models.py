@@ -60,16 +60,19 @@ def loss_of(
 
 
 def one_process(
-    model: Transformer, batches: Sequence[tuple[Packed, torch.Tensor]], total: int | None = None
+    model: Transformer,
+    batches: Sequence[tuple[Packed, torch.Tensor]],
+    total: int | None = None,
+    micro_batches: int | None = None,
 ) -> tuple[float, Gradients]:
-    """Loss and gradients of a step of these micro-batches."""
+    """Loss and gradients of these micro-batches, of a step with `total` targets in `micro_batches`; None is these."""
     model.zero_grad()
     total = number_of_targets(t for _, t in batches) if total is None else total
     loss = 0.0
     for batch, targets in batches:
         out = model(*batch)
         part = loss_of(out.hidden, model.head_weight, targets, total, ops.linear_cross_entropy)
-        part = part if out.aux_loss is None else part + out.aux_loss / len(batches)
+        part = part if out.aux_loss is None else part + out.aux_loss / (micro_batches or len(batches))
         part.backward()
         loss += float(part.detach())
     return loss, gradients(model)
