@@ -11,7 +11,7 @@ for p ranks and m micro-batches (https://arxiv.org/abs/1811.06965, 2104.04473, 2
 
     modules = cut_model(model, mesh, schedule="1f1b", context=2048)
     for module in modules.values(): tensor_parallel(module, …)                if there is tp
-    pipeline = Pipeline(modules, mesh, schedule="1f1b", micro_batches=8, rows=T)
+    pipeline = Pipeline(modules, mesh, schedule="1f1b", micro_batches=8, tokens=T)
     part = pipeline.step(batches, loss)                                       the loss is the sum of `part` over pp
 """
 
@@ -134,29 +134,30 @@ class _RecordedStage(PipelineStage):  # type: ignore[misc]
 class Pipeline:
     """Runs steps of `micro_batches` micro-batches through this rank's stages.
 
-    `rows` is the number of rows of the stream between stages: tokens of a micro-batch, divided by tp and cp.
+    `tokens` is the number of tokens of a micro-batch on this rank: a part of them under context parallelism.
     `actions` holds what this rank did in the last step.
     """
 
     def __init__(
-        self, modules: Mapping[int, Stage], mesh: Mesh, *, schedule: Schedule, micro_batches: int, rows: int
+        self, modules: Mapping[int, Stage], mesh: Mesh, *, schedule: Schedule, micro_batches: int, tokens: int
     ) -> None:
         check_micro_batches(schedule, micro_batches, mesh.size("pp"))
         self.modules, self.mesh, self.micro_batches = modules, mesh, micro_batches
         self.actions: list[Action] = []
-        stages = [self._stage(i, module, rows) for i, module in modules.items()]
+        stages = [self._stage(i, module, tokens) for i, module in modules.items()]
         single = schedule in ("gpipe", "1f1b")
         self.schedule = CLASSES[schedule](
             stages[0] if single else stages, micro_batches, loss_fn=self._loss, scale_grads=False
         )  # the loss divides by the targets of the step, so gradients are sums
 
-    def _stage(self, number: int, module: Stage, rows: int) -> _RecordedStage:
+    def _stage(self, number: int, module: Stage, tokens: int) -> _RecordedStage:
         config, dtype = module.config, next(module.blocks.parameters()).dtype
+        rows = tokens // self.mesh.size("tp")  # the stream is divided by sequence parallelism
         stream = torch.empty(rows, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
         count = self.mesh.size("pp") * len(self.modules)
         return _RecordedStage(
             self.mesh, self.actions, module, number, count, self.mesh.device,
-            input_args=torch.empty(1, rows, dtype=torch.int64, device="meta") if module.is_first else stream,
+            input_args=torch.empty(1, tokens, dtype=torch.int64, device="meta") if module.is_first else stream,
             output_args=stream, group=self.mesh.group("pp"),
         )  # fmt: skip
 

@@ -84,7 +84,7 @@ def compare(name: str, schedules: Sequence[Schedule]) -> dict[Schedule, Result]:
     for schedule in schedules:
         mesh = open_cpu(pp=dist.get_world_size())
         modules = cut_model(model_of(config), mesh, schedule=schedule, context=16)
-        pipeline = Pipeline(modules, mesh, schedule=schedule, micro_batches=len(batches), rows=16)
+        pipeline = Pipeline(modules, mesh, schedule=schedule, micro_batches=len(batches), tokens=16)
         loss = pipeline_step(pipeline, batches)
         found = {n: g for m in modules.values() for n, g in gradients(m).items()}
         results[schedule] = Result(
@@ -135,7 +135,7 @@ def train(steps: int) -> tuple[float, float]:
     mesh, config = open_cpu(pp=2), config_of(**MODELS["tied"])
     alone = model_of(config)
     modules = cut_model(model_of(config), mesh, schedule="1f1b", context=16)
-    pipeline = Pipeline(modules, mesh, schedule="1f1b", micro_batches=2, rows=16)
+    pipeline = Pipeline(modules, mesh, schedule="1f1b", micro_batches=2, tokens=16)
     own = parameters_of(modules)
     optimizers = [torch.optim.AdamW(ps, lr=0.01) for ps in (list(alone.parameters()), list(own.values()))]
     difference = 0.0
