@@ -96,7 +96,7 @@ class UlyssesSoftmax(Softmax):
             None if x is None else x.tensor_split(ranks)[rank] for x in (context.signals.slopes, context.signals.bias)
         )
         context = context._replace(signals=context.signals._replace(slopes=slopes, bias=bias))
-        out = super().forward(*(self.all_tokens(x) for x in (q, k, v)), context)
+        out = super().forward(self.all_tokens(q), self.all_tokens(k), self.all_tokens(v), context)
         return self.all_heads(out)
 
     def all_tokens(self, x: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,7 @@ class Action:
     end: float
 
 
-class _RecordedStage(PipelineStage):  # type: ignore[misc]
+class _RecordedStage(PipelineStage):
     """A stage that records its actions, and counts the bytes that it sends to other ranks."""
 
     def __init__(self, mesh: Mesh, actions: list[Action], *args: Any, **kwargs: Any) -> None:
@@ -110,10 +110,11 @@ class _RecordedStage(PipelineStage):  # type: ignore[misc]
         run = super().forward_one_chunk
         return self._timed("F", fwd_chunk_id, lambda: run(fwd_chunk_id, *args, **kwargs))
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
-        run = super().backward_one_chunk
-        kind = "B" if full_backward else "I"
-        return self._timed(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, *args, full_backward=full_backward, **kwargs))
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
+        run, kind = super().backward_one_chunk, "B" if full_backward else "I"
+        return self._timed(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, loss, full_backward, last_backward))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         run = super().backward_weight_one_chunk

@@ -14,6 +14,7 @@ them, from the first rank that adds to them until they arrive at home.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -83,17 +84,19 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunks: _Chunks,
     shift = _Shift((k, v), mesh)
     out, lse = ops.attention(q, k, v, chunks.whole, 2 * chunks.max_len, scale=scale)
     out = out.to(acc)
-    block = {"causal": False, "scale": scale}
+    block = functools.partial(
+        ops.attention, cu_seqlens=chunks.halves, max_len=chunks.max_len, causal=False, scale=scale
+    )
     for step in range(1, ranks):
         ks, vs = shift.wait()
         if step < ranks - 1:
             shift = _Shift((ks, vs), mesh)
         if (rank - step) % ranks < rank:
             keys, values = ks[chunks.early], vs[chunks.early]
-            part, part_lse = ops.attention(q, keys, values, chunks.halves, chunks.max_len, **block)
+            part, part_lse = block(q, keys, values)
             out, lse = _merge(out, lse, part.to(acc), part_lse)
         else:
-            part, part_lse = ops.attention(q[chunks.late], ks, vs, chunks.halves, chunks.max_len, **block)
+            part, part_lse = block(q[chunks.late], ks, vs)
             part, part_lse = _merge(
                 part[chunks.early].to(acc), part_lse[chunks.early], part[chunks.late], part_lse[chunks.late]
             )
@@ -130,18 +133,18 @@ def _backward(
         for x in _block_backward(dout, q, k, v, out, lse, chunks.whole, 2 * chunks.max_len, causal=True, scale=scale)
     )
     late, late_rows = chunks.late, chunks.is_late[:, None, None]
-    block = {"offsets": chunks.halves, "max_len": chunks.max_len, "causal": False, "scale": scale}
+    block = functools.partial(_block_backward, offsets=chunks.halves, max_len=chunks.max_len, causal=False, scale=scale)
     for step in range(1, ranks):
         ks, vs = shift.wait()
         if step < ranks - 1:
             shift = _Shift((ks, vs), mesh)
         if (rank - step) % ranks < rank:
             early = chunks.early
-            more, *both = _block_backward(dout, q, ks[early], vs[early], out, lse, **block)
+            more, *both = block(dout, q, ks[early], vs[early], out, lse)
             dq += more.to(acc)
             dks, dvs = (_both_chunks(x, chunks).masked_fill(late_rows, 0.0) for x in both)
         else:
-            more, dks, dvs = _block_backward(dout[late], q[late], ks, vs, out[late], lse[late], **block)
+            more, dks, dvs = block(dout[late], q[late], ks, vs, out[late], lse[late])
             dq += _both_chunks(more, chunks).masked_fill(~late_rows, 0.0)
         if travelling is not None:
             dks, dvs = (a + b for a, b in zip(travelling.wait(), (dks, dvs), strict=True))

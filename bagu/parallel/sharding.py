@@ -102,7 +102,7 @@ def shard(
     state: Mapping[str, torch.Tensor], places: Mapping[str, Placement], rank: int, ranks: int
 ) -> dict[str, torch.Tensor]:
     """The part of a full state dict that belongs to `rank`, as copies."""
-    return {name: places[name].cut(x, rank, ranks).clone() for name, x in state.items()}
+    return {name: places.get(name, Replicated()).cut(x, rank, ranks).clone() for name, x in state.items()}
 
 
 def unshard(states: Sequence[Mapping[str, torch.Tensor]], places: Mapping[str, Placement]) -> dict[str, torch.Tensor]:
@@ -119,7 +119,7 @@ def gather_full(
     """
     if group is None:
         return dict(state)
-    return {name: _gathered(x.detach(), places[name], group) for name, x in state.items()}
+    return {name: _gathered(x.detach(), places.get(name, Replicated()), group) for name, x in state.items()}
 
 
 def _gathered(x: torch.Tensor, place: Placement, group: dist.ProcessGroup) -> torch.Tensor:

@@ -109,7 +109,9 @@ class Stage(Transformer):
         self.is_first, self.is_last = blocks.start == 0, blocks.stop == config.num_layers
         own = lambda part, here: part if here else None  # noqa: E731
         self.tied = model.head is None and model.score is None  # the embedding is also the head
-        self.embedding = own(model.embedding, self.is_first or (self.is_last and self.tied))
+        self.embedding = own(  # type: ignore[assignment]
+            model.embedding, self.is_first or (self.is_last and self.tied)
+        )
         self.token_types = own(model.token_types, self.is_first)
         self.embedding_norm = own(model.embedding_norm, self.is_first)
         self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in blocks})  # type: ignore[assignment]

@@ -15,7 +15,7 @@ divided gets a part of its gradient on each rank, because it is used for some to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,10 +25,10 @@ from torch.nn import functional as F
 from bagu.errors import ArgumentError
 from bagu.nn.attention import Attention
 from bagu.nn.block import Block
-from bagu.nn.config import ModelConfig
-from bagu.nn.model import Embedding, Output
+from bagu.nn.config import Alibi, ModelConfig
+from bagu.nn.model import Embedding, Output, Transformer
 from bagu.nn.moe import Routing
-from bagu.nn.positions import AlibiEncoding, RopeEncoding, Signals
+from bagu.nn.positions import RopeEncoding, Signals
 from bagu.parallel.collectives import all_reduce
 from bagu.parallel.exchange import gather_rows, scatter_sum, share_gradient
 from bagu.parallel.mesh import Mesh
@@ -58,23 +58,25 @@ def check_tensor_parallel(config: ModelConfig, ranks: int) -> None:
             raise ArgumentError(f"tensor parallelism with {option}", hint=f"use a model without {option}, or tp=1")
 
 
-def tensor_parallel(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
+def tensor_parallel(model: Transformer, mesh: Mesh, skip: Collection[str] = ()) -> dict[str, Placement]:
     """Divide a Transformer, or a stage of one, over tp, in place. Returns the placement of each parameter.
 
     All ranks have the same weights before, and call the model with the same batch of T tokens, T a multiple of the
     ranks. It returns the same hidden states on all ranks. The loss must come from `vocab_cross_entropy`, or from the
     score head, and every rank runs the backward of the full loss. Optimizers and flat buffers are created afterwards.
+    `skip` are parameters that are divided already: another stage on this rank shares them.
     """
     config, rank, ranks = model.config, mesh.coordinate("tp"), mesh.size("tp")
-    assert isinstance(config, ModelConfig)
     check_tensor_parallel(config, ranks)
     places = placements([name for name, _ in model.named_parameters()], TENSOR, config)
     with torch.no_grad():
         for name, p in model.named_parameters():
+            if name in skip:
+                continue
             p.data = places[name].cut(p.data, rank, ranks).clone()
             if isinstance(places[name], First) and rank:
                 p.requires_grad_(False)  # a zero that stays zero: rank 0 adds the bias
-    for block in model.blocks.children():  # type: ignore[union-attr]
+    for block in model.blocks.children():
         assert isinstance(block, Block)
         if isinstance(block.attention, Attention):
             block.attention.num_groups //= ranks
@@ -130,13 +132,13 @@ def _divide_ends(model: Any, mesh: Mesh) -> None:
         model.embedding = VocabEmbedding(model.embedding.weight, start, mesh)
     if model.token_types is not None:
         model.token_types.register_forward_pre_hook(lambda _, args: (own(args[0]),))
-    positions = model.positions
+    positions: Any = model.positions
     if isinstance(positions, RopeEncoding) and positions.num_groups is not None:
         positions.num_groups //= ranks
     # Embeddings are of this rank's tokens, and attention has all tokens of this rank's heads.
     embed, signals = positions.embed, positions.signals
     positions.embed = lambda x, at: embed(x, own(at))
-    if isinstance(positions, AlibiEncoding):
+    if isinstance(config.positions, Alibi):
         positions.signals = lambda at: Signals(slopes=own(signals(at).slopes))
 
     def gather_hidden(_: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
