@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from shared_models import (
     open_cpu,
     worst,
 )
+from torch.utils.checkpoint import checkpoint
 
 from bagu.errors import ArgumentError
 from bagu.nn.choices import Alibi, Learned, MLAConfig, MoEConfig, NormConfig, Sinusoidal, T5Relative
@@ -28,6 +30,7 @@ from bagu.nn.lora import add_lora
 from bagu.ops.catalogue import SPECS
 from bagu.parallel.sharding import TENSOR, Split, gather_full, placements, shard, unshard
 from bagu.parallel.tensor import check_tensor_parallel, squared_norm, sum_replicated, tensor_parallel
+from bagu.parallel.traffic import Tally
 from bagu.parallel.vocab_loss import vocab_cross_entropy
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -183,3 +186,60 @@ def test_divided_dimensions_are_independent_in_the_specs() -> None:
     assert {"H", "G"} <= set(SPECS["attention"].independent)
     for name in ("rms_norm", "layer_norm", "scale_norm", "add_rms_norm", "swiglu", "linear_cross_entropy"):
         assert "M" in SPECS[name].independent, name
+
+
+def collectives_of(num_layers: int) -> tuple[dict[Any, Tally], dict[Any, Tally]]:
+    """What a forward exchanged, and what forward and backward did."""
+    mesh, config, (batch, targets) = open_cpu(tp=2), config_of(num_layers=num_layers), batch_of((9, 1, 6, 8))
+    model = model_of(config)
+    tensor_parallel(model, mesh)
+    values = functools.partial(vocab_cross_entropy, vocab_size=config.vocab_size, mesh=mesh)
+    loss = loss_of(model(*batch).hidden, model.head_weight, targets, 1, values)
+    forward = dict(mesh.traffic.tallies)
+    loss.backward()
+    return forward, mesh.traffic.tallies
+
+
+def test_a_layer_has_four_collectives_in_each_direction(two: Ranks) -> None:
+    """Two all-gathers and two reduce-scatters of [T, D]: in bytes, the four all-reduces of a layer without sequence
+    parallelism, 8 T D (t - 1) / t numbers."""
+    one, three = (two.run(collectives_of, n)[0] for n in (1, 3))
+    tensor = 24 * 24 * 8  # T D in fp64
+    for direction, (less, more) in enumerate(zip(one, three, strict=True), start=1):
+        for kind in ("all_gather", "reduce_scatter"):
+            layer = [(b - a) / 2 for a, b in zip(astuple(less[kind, "tp"]), astuple(more[kind, "tp"]), strict=True)]
+            assert layer == [2 * direction, 2 * direction * tensor, direction * tensor], kind
+    # Besides the layers: the embedding's sum, the gathered hidden states, and two all-reduces of [T] for the loss.
+    forward, both = one
+    assert {kind: tally.calls for (kind, _), tally in forward.items()} == {
+        "reduce_scatter": 3, "all_gather": 3, "all_reduce": 2,
+    }  # fmt: skip
+    assert both["all_reduce", "tp"] == forward["all_reduce", "tp"]  # the loss has no collective in the backward
+    assert forward["all_reduce", "tp"].size == 24 * 8 + 2 * 24 * 8
+
+
+def recomputed() -> float:
+    """Blocks that are recomputed in the backward exchange their tokens again."""
+    mesh, (packed, targets) = open_cpu(tp=2), batch_of((9, 1, 6, 8))
+    alone, divided = (model_of(config_of()) for _ in "ab")
+    places = tensor_parallel(divided, mesh)
+    for block in divided.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    _, wanted = one_process(alone, [(packed, targets)])
+    tp_step(divided, places, mesh, packed, targets, number_of_targets([targets]))
+    return worst(gather_full(gradients(divided), places, mesh.group("tp")), wanted)
+
+
+def test_recomputed_blocks_have_the_gradients_of_one_process(two: Ranks) -> None:
+    assert max(two.run(recomputed)) < EXACT
+
+
+def test_tokens_that_tp_does_not_divide_are_refused(two: Ranks) -> None:
+    with pytest.raises(AssertionError, match="tp=2 does not divide a batch of 5 tokens"):
+        two.run(odd_tokens)
+
+
+def odd_tokens() -> None:
+    mesh, model = open_cpu(tp=2), model_of(config_of())
+    tensor_parallel(model, mesh)
+    model(*batch_of((5,))[0])
