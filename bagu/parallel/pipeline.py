@@ -29,6 +29,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from bagu.errors import ArgumentError, UnknownName
 from bagu.nn.model import Transformer
+from bagu.parallel.collectives import wait_for
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.stages import Stage, build, costs, cut
 from bagu.types import Batch
@@ -224,8 +225,7 @@ def sum_tied(modules: Mapping[int, Stage], mesh: Mesh, grads: Mapping[str, torch
     other = torch.empty_like(mine)
     mesh.traffic.add("send", "pp", mine.nbytes, ranks)
     exchange = [dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
-    for work in dist.batch_isend_irecv(exchange):
-        work.wait()
+    wait_for(mesh, *dist.batch_isend_irecv(exchange))
     grads["embedding.weight"].copy_(mine + other)
 
 

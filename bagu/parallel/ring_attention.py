@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from bagu import ops
 from bagu.ops.signature import accumulator
+from bagu.parallel.collectives import wait_for
 from bagu.parallel.mesh import Mesh
 
 __all__ = ["ring_attention"]
@@ -56,7 +57,7 @@ class _Shift:
     def __init__(self, tensors: Pair, mesh: Mesh) -> None:
         group, ranks, rank = mesh.group("cp"), mesh.size("cp"), mesh.coordinate("cp")
         assert group is not None
-        self.shapes = [x.shape for x in tensors]
+        self.mesh, self.shapes = mesh, [x.shape for x in tensors]
         self.sent = torch.cat([x.reshape(-1) for x in tensors])
         self.received = torch.empty_like(self.sent)
         mesh.traffic.add("send", "cp", self.sent.nbytes, ranks)
@@ -68,8 +69,7 @@ class _Shift:
         self.works = dist.batch_isend_irecv([send, receive])
 
     def wait(self) -> Pair:
-        for work in self.works:
-            work.wait()
+        wait_for(self.mesh, *self.works)
         first, second = self.received.split([shape.numel() for shape in self.shapes])
         return first.view(self.shapes[0]), second.view(self.shapes[1])
 
