@@ -16,6 +16,7 @@ from bagu.errors import ArgumentError
 from bagu.nn.choices import Alibi, Learned, MLAConfig, MoEConfig, T5Relative
 from bagu.parallel.context import Method, check_context_parallel, context_parallel, split_batch
 from bagu.parallel.mesh import Mesh
+from bagu.parallel.ring_attention import _block_backward, _Chunks
 from bagu.types import Batch
 
 LENGTHS = (13, 1, 17, 8, 0, 9)  # one token, an empty document, and lengths that 2c does not divide
@@ -68,6 +69,40 @@ def predicted_bytes(method: Method, c: int) -> int:
         return 2 * 3 * (c - 1) * tokens * 2 * (4 * 8) * 8
     tokens = sum(LENGTHS) // c  # q, k, v and out, of which a part stays here
     return 2 * 2 * (tokens * (2 * 8 + 2 * 4) * 8 * 8) * (c - 1) // c
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "bound"),
+    [
+        ("cpu", torch.float64, 1e-12),
+        pytest.param("cuda", torch.float64, 1e-12, marks=pytest.mark.gpu),
+        # Sums of products of rounded numbers: a few spacings of the largest gradient.
+        pytest.param("cuda", torch.bfloat16, 4 * torch.finfo(torch.bfloat16).eps, marks=pytest.mark.gpu),
+    ],
+)
+def test_the_gradients_of_blocks_sum_to_those_of_the_whole(device: str, dtype: torch.dtype, bound: float) -> None:
+    """What the ring needs of a backend: a block's backward takes out and lse of all keys, not of the block's own."""
+    lengths, generator = (64, 6, 40), torch.Generator().manual_seed(0)
+    T = sum(lengths)
+    q, k, v, dout = (
+        torch.randn(T, heads, 32, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_()
+        for heads in (4, 2, 2, 4)
+    )
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    out, lse = ops.attention(q, k, v, offsets, 64, scale=0.2)
+    wanted = torch.autograd.grad(out, (q, k, v), dout.detach())
+    chunks = _Chunks.of(offsets, 64, T)
+    early, late = chunks.early, chunks.late
+    q, k, v, dout, out = (x.detach() for x in (q, k, v, dout, out))
+    own = _block_backward(dout, q, k, v, out, lse, chunks.halves, 32, causal=True, scale=0.2)
+    cross = _block_backward(
+        dout[late], q[late], k[early], v[early], out[late], lse[late], chunks.halves, 32, causal=False, scale=0.2
+    )  # each pair of chunks twice: once in the rows of the early chunk, once in those of the late one
+    is_late = chunks.is_late[:, None, None]
+    dq = own[0] + cross[0].masked_fill(~is_late, 0.0)
+    dk, dv = (a + b.masked_fill(is_late, 0.0) for a, b in zip(own[1:], cross[1:], strict=True))
+    for a, b in zip((dq, dk, dv), wanted, strict=True):
+        assert float((a - b).abs().max() / b.abs().max()) < bound
 
 
 class Place:
