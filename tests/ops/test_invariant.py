@@ -76,6 +76,7 @@ ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "relu_squared": lambda x, at: ops.relu_squared(x),
     "rms_norm": lambda x, at: ops.rms_norm(x, gain(x)),
     "rope": lambda x, at: _rotated(x, at),
+    "rope_kv_write": lambda x, at: _prepared(x, at),
     "scale_norm": lambda x, at: ops.scale_norm(x, torch.tensor([1.5])),
     "softmax": lambda x, at: ops.softmax(x, 0.3),
     "swiglu": lambda x, at: ops.swiglu(x),
@@ -88,6 +89,16 @@ def _written(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     cache = x.new_zeros(40, 16, 2, x.shape[1] // 2)
     ops.kv_write(cache, x.reshape(-1, 2, x.shape[1] // 2), at)
     return cache.flatten(0, 1)[at].flatten(1)
+
+
+def _prepared(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Queries, and the keys and values that are in the cache afterwards."""
+    D = x.shape[1] // 4
+    caches = [x.new_zeros(40, 16, 1, D) for _ in range(2)]
+    cos, sin = (table[at] for table in ops.rope_tables(600, D // 2))
+    w = gain(x[:, :D])
+    q = ops.rope_kv_write(x.reshape(-1, 1, 4, D), at, *caches, cos=cos, sin=sin, q_weight=w, k_weight=w.flip(0))
+    return torch.cat((q.flatten(1), *(cache.flatten(0, 1)[at].flatten(1) for cache in caches)), 1)
 
 
 def _rotated(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

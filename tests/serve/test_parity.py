@@ -106,7 +106,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("kind", ["gqa", "windows in some", "mla", "biases, gelu"])
+@pytest.mark.parametrize("kind", ["gqa", "windows in some", "mla", "biases, gelu", "mqa, QK norm"])
 def test_invariant_logprobs_have_the_trainers_bits_whatever_the_batch(kind: str) -> None:
     """Alone or in a batch, in chunks, with a cached prefix, after preemption: all equal those of the packed forward."""
     model = small_model(kind)
