@@ -22,7 +22,7 @@ from bagu.ops.invariant import ELEMENTWISE_ON_GPU, ROW_BY_ROW
 from tests.ops.points import DEVICE, GPU, eight_bits, small, supported
 
 OWN = ("attention", "cross_entropy", "layer_norm", "linear_cross_entropy", "linear_cross_entropy_loss", "matmul",
-       "paged_attention")  # fmt: skip
+       "paged_attention", "rope_kv_write")  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16) if GPU else (torch.float32,)
 # The interpreter takes 0.1 to 1 s per case; conformance runs every case of the same kernels in fast mode.
 POINTS = [
@@ -57,11 +57,22 @@ ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "relu_squared": lambda x, g: ops.relu_squared(x),
     "rms_norm": lambda x, g: ops.rms_norm(x, g[0]),
     "rope": lambda x, g: ops.rope(x.unflatten(1, (4, -1)), *_tables(x)).flatten(1),
+    "rope_kv_write": lambda x, g: _prepared(x, g),
     "scale_norm": lambda x, g: ops.scale_norm(x, g[0, :1]),
     "softmax": lambda x, g: ops.softmax(x, 0.3),
     "swiglu": lambda x, g: ops.swiglu(x),
     "transpose": lambda x, g: ops.transpose(x, 0, 1).T,
 }
+
+
+def _prepared(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """Queries, and the keys and values that are in the cache afterwards."""
+    (M, N), at = x.shape, torch.arange(len(x), device=x.device)
+    caches = [x.new_zeros(-(-M // 16), 16, 1, N // 4) for _ in range(2)]
+    cos, sin = _tables(x)
+    weights = {"q_weight": g[0, : N // 4], "k_weight": g[1, : N // 4]}
+    q = ops.rope_kv_write(x.view(M, 1, 4, N // 4), at, *caches, cos=cos, sin=sin, **weights)
+    return torch.cat((q.flatten(1), *(cache.flatten(0, 1)[:M].flatten(1) for cache in caches)), 1)
 
 
 def _tables(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from bagu.errors import ArgumentError, BackendError
+from bagu.errors import ArgumentError
 from bagu.ops.signature import accumulator
 
-__all__ = ["LARGEST", "check_cache", "dequantize", "quantize", "refuse_invariant"]
+__all__ = ["LARGEST", "check_cache", "dequantize", "quantize"]
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -40,13 +40,4 @@ def check_cache(op: str, name: str, cache: torch.Tensor, scale: torch.Tensor | N
         raise ArgumentError(
             f"{op}: {name} is {cache.dtype} with {given}, and the tokens are {dtype}",
             hint=f"a cache is {dtype} without scales, or int8 or float8_e4m3fn with them",
-        )
-
-
-def refuse_invariant(op: str, scale: torch.Tensor | None) -> None:
-    """Raise for an 8-bit cache in invariant mode."""
-    if scale is not None:
-        raise BackendError(
-            f"{op}: an 8-bit cache has no invariant mode: the training forward rounds no keys and values",
-            hint="use a cache in the model's dtype, or leave bagu.ops.invariant()",
         )

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from bagu.errors import BackendError
 from bagu.ops.kv_write.quantize import dequantize
 
-__all__ = ["Pages", "dequantized", "used_blocks"]
+__all__ = ["Pages", "check_invariant", "dequantized", "used_blocks"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,15 @@ def _rows(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     if not pool.is_contiguous():
         return pool[slots // B, slots % B]
     return pool.flatten(0, 1).index_select(0, slots.flatten()).view(*slots.shape, *pool.shape[2:])
+
+
+def check_invariant(k_scale: torch.Tensor | None) -> None:
+    """Raise for an 8-bit cache in invariant mode."""
+    if k_scale is not None:
+        raise BackendError(
+            "paged_attention: an 8-bit cache has no invariant mode: the training forward rounds no keys and values",
+            hint="use a cache in the model's dtype, or leave bagu.ops.invariant()",
+        )
 
 
 def used_blocks(tables: torch.Tensor, longest: int, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,9 +17,8 @@ from bagu.ops import eager, invariant_rows
 from bagu.ops.attention import tiles
 from bagu.ops.attention.cuda import fits
 from bagu.ops.attention.shape import Shape, add_sinks
-from bagu.ops.kv_write.quantize import refuse_invariant
 from bagu.ops.paged_attention import cpu, cuda, dense
-from bagu.ops.paged_attention.pages import Pages, dequantized, used_blocks
+from bagu.ops.paged_attention.pages import Pages, check_invariant, dequantized, used_blocks
 from bagu.ops.signature import accumulator
 
 __all__ = ["forward", "invariant_forward"]
@@ -57,7 +56,7 @@ def invariant_forward(
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The same bits that `attention` gives these tokens in batch-invariant mode."""
-    refuse_invariant("paged_attention", k_scale)
+    check_invariant(k_scale)
     shape = Shape(causal=True, window=window, slopes=slopes, bias=bias, sinks=sinks)
     scale, B = q.shape[-1] ** -0.5 if scale is None else scale, k_cache.shape[1]
     offsets, lengths = cu_seqlens.tolist(), context_lens.tolist()

@@ -13,9 +13,9 @@ import triton
 
 from bagu.ops.attention.block_sizes import width
 from bagu.ops.attention.shape import side_by_side
-from bagu.ops.kv_write.quantize import refuse_invariant
 from bagu.ops.launch import fp32_pair, next_power_of_2, num_sms, triton_acc
 from bagu.ops.paged_attention.paged_kernels import join_kernel, paged_kernel
+from bagu.ops.paged_attention.pages import check_invariant
 from bagu.ops.signature import accumulator
 
 __all__ = ["attend_invariant", "forward", "invariant_forward"]
@@ -61,7 +61,7 @@ def _ranges(programs: int, longest: int, per_sm: int, sms: int) -> int:
     multiprocessor at least, since fewer do not saturate the memory. On an H200, 64 sequences of 8,192 tokens and 8 key
     heads (512 programs in waves of 396) are read at 0.80 of copy bandwidth unsplit.
     """
-    most = max(1, longest // SHORTEST)
+    programs, most = max(1, programs), max(1, longest // SHORTEST)
     if per_sm == 1:
         return min(most, triton.cdiv(sms, programs))
     wave, busy = per_sm * sms, []
@@ -100,7 +100,7 @@ def invariant_forward(
     k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, max_len: int, max_context: int, window: int | None,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    refuse_invariant("paged_attention", k_scale)
+    check_invariant(k_scale)
     return attend_invariant(
         q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, slopes, sinks, max_len, max_context, window, scale
     )

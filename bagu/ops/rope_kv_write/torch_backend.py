@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from bagu.ops.kv_write import kv_write
-from bagu.ops.kv_write import torch_backend as kv_write_torch
+from bagu.ops.kv_write import torch_backend as kv_write
 from bagu.ops.rms_norm import rms_norm
 from bagu.ops.rms_norm import torch_backend as rms_norm_torch
 from bagu.ops.rope import rope
@@ -17,22 +16,19 @@ from bagu.ops.signature import accumulator
 
 
 class _Ops(NamedTuple):
-    """Implementations of the three ops."""
+    """Implementations of two ops. The third, the write, has one."""
 
     norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, None, str], torch.Tensor]
-    write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], object]
 
 
 TORCH = _Ops(
     norm=lambda x, w, eps: rms_norm_torch.forward(x, w, eps)[0],
     rotate=lambda x, cos, sin, positions, layout: rope_torch.forward(x, cos, sin, positions, layout)[0],
-    write=kv_write_torch.forward,
 )
 DISPATCHED = _Ops(
     norm=lambda x, w, eps: rms_norm(x, w, eps),
     rotate=lambda x, cos, sin, positions, layout: rope(x, cos, sin, positions, layout),
-    write=lambda x, slots, cache, scale: kv_write(cache, x, slots, scale=scale),
 )
 
 
@@ -52,8 +48,8 @@ def _run(
     q = q.reshape(T, G * (C - 2), D)
     if cos is not None and sin is not None:
         q, k = ops.rotate(q, cos, sin, None, layout), ops.rotate(k, cos, sin, None, layout)
-    ops.write(k, slots, k_cache, k_scale)
-    ops.write(v, slots, v_cache, v_scale)
+    kv_write.forward(k, slots, k_cache, k_scale)
+    kv_write.forward(v, slots, v_cache, v_scale)
     return (q.contiguous(),)
 
 
