@@ -272,7 +272,7 @@ CASES = [
     Case("int8_words", "values are read as words of four features", plan=MIXED, H=4, G=2, D=64, dtype="int8"),
     Case("int8_unpadded", "the last words of a row are not full tiles", plan=DECODE, H=2, D=36, E=52, dtype="int8"),
     Case("fp8_words", "the same with 8-bit floats", plan=MIXED, H=4, G=2, D=16, E=64, dtype="fp8"),
-    Case("fp8", "8-bit floats", plan=MIXED, H=4, G=2, D=16, dtype="fp8", dirty=True),
+    Case("fp8", "8-bit floats, with scales of the same kind", plan=MIXED, H=4, G=2, D=16, dtype="fp8", dirty=True),
     Case("odd", "no size is a multiple of a block", plan=((6, 7), (12, 1), (30, 1)), H=3, D=11, E=5, B=5),
     Case("long", "contexts are many blocks long", plan=((600, 1), (130, 70), (0, 257), (511, 1)), H=2, D=16, B=16),
 ]  # fmt: skip
