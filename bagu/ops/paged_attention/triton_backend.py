@@ -61,11 +61,11 @@ def _ranges(programs: int, longest: int, per_sm: int, sms: int) -> int:
     multiprocessor at least, since fewer do not saturate the memory. On an H200, 64 sequences of 8,192 tokens and 8 key
     heads (512 programs in waves of 396) are read at 0.80 of copy bandwidth unsplit.
     """
-    programs, most = max(1, programs), max(1, longest // SHORTEST)
+    most = max(1, longest // SHORTEST)
     if per_sm == 1:
         return min(most, triton.cdiv(sms, programs))
     wave, busy = per_sm * sms, []
-    for ranges in range(1, min(most, triton.cdiv(wave, programs) + 3) + 1):
+    for ranges in range(1, most + 1):
         full, rest = divmod(programs * ranges, wave)
         busy.append(programs * ranges / (full * wave + (max(rest, 2 * sms) if rest else 0)))
         if busy[-1] >= BUSY:
@@ -87,10 +87,9 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     heads = next_power_of_2(q.shape[1] // k_cache.shape[2])
     tile = _tile(max_len * heads, max(q.shape[-1], v_cache.shape[-1]), q.element_size(), v_cache.element_size())
-    tiles = k_cache.shape[2] * _count(q.shape[0], block_tables.shape[0], max_len, _tokens(tile, heads))
     return attend(
         q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, slopes, sinks, k_scale, v_scale, max_len,
-        max_context, window, scale, tile, _ranges(tiles, max_context, tile.per_sm, num_sms(q.device)),
+        max_context, window, scale, tile, None,
     )  # fmt: skip
 
 
@@ -123,24 +122,16 @@ def attend_invariant(
     )  # fmt: skip
 
 
-def _tokens(tile: Tile, heads: int) -> int:
-    return max(1, tile.rows // heads)
-
-
-def _count(T: int, S: int, max_len: int, tokens: int) -> int:
-    """The tiles of T tokens of S sequences, per key head, if a tile has this many tokens."""
-    return S if max_len == 1 else T // tokens + S
-
-
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_tables: torch.Tensor | None, cu_seqlens: torch.Tensor,
     context_lens: torch.Tensor | None, slopes: torch.Tensor | None, sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, max_len: int, max_context: int, window: int | None,
-    scale: float | None, tile: Tile, ranges: int,
+    scale: float | None, tile: Tile, ranges: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out and lse of q over the pools k[N, B, G, D] and v[N, B, G, E], with this tile and the keys in `ranges` ranges.
 
-    Without block tables and context_lens nothing is past, B is 1, and keys are packed like queries.
+    None is the number of ranges that is fastest. Without block tables and context_lens nothing is past, B is 1, and
+    keys are packed like queries.
     """
     (T, H, D), (_, B, G, E), S = q.shape, v.shape, len(cu_seqlens) - 1
     acc = accumulator(q.dtype)
@@ -152,8 +143,10 @@ def attend(
     tables = None if block_tables is None else side_by_side(block_tables)
     cu, lengths = cu_seqlens.contiguous(), None if context_lens is None else context_lens.contiguous()
     heads = next_power_of_2(H // G)
-    tokens = _tokens(tile, heads)
-    tiles = _count(T, S, max_len, tokens)
+    tokens = max(1, tile.rows // heads)
+    tiles = S if max_len == 1 else T // tokens + S
+    if ranges is None:
+        ranges = _ranges(tiles * G, max_context, tile.per_sm, num_sms(q.device))
     reach = 0 if window is None else min(window, max_context)  # a larger one masks nothing, and sums must fit 32 bits
     split = triton.cdiv(triton.cdiv(max_context, ranges), tile.N) * tile.N
     splits = triton.cdiv(max_context, split)
