@@ -3,12 +3,14 @@
 //
 //     product     lane l of one accumulator adds the inputs k with k % W == l, in order; then the lanes are added
 //     attention   each query runs alone (paged_attention/decode.h), also in training and in a prefill
+//     others      invariant_program.h
 //
 // Several rows and columns share loads, but each output has its own accumulator.
 //
 // Dims: M = rows, N = outputs, K = inputs; the rest as in decode.h.
 #include <algorithm>
 
+#include "ops/invariant_program.h"
 #include "ops/paged_attention/decode.h"
 
 namespace bagu {
@@ -41,6 +43,8 @@ void block(const Matrix<T>& x, const Matrix<T>& w, const Product& p, int64_t m, 
     int64_t k = 0, K = p.K;
     for (; k + W <= K; k += W) {
         vec a[R];
+        if (R == 1 && k % (64 / int64_t(sizeof(T))) == 0)
+            for (int c = 0; c < C; c++) __builtin_prefetch(ws[c] + C * w.stride + k);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) a[r] = load(xs[r] + k);
 #pragma GCC unroll 16
@@ -118,9 +122,25 @@ void attention(const Queries& c) {
     }
 }
 
+// Runs a list of calls in order.
+template <class T>
+void run(const Call* calls, int64_t count) {
+    for (const Call* c = calls; c < calls + count; c++) switch (c->kind) {
+            case PRODUCT: product<T>(*static_cast<const Product*>(c->args)); break;
+            case ATTENTION: attention<T>(*static_cast<const Queries*>(c->args)); break;
+            case NORM: norm<T>(*static_cast<const Norm*>(c->args)); break;
+            case ROTATE: rotate<T>(*static_cast<const Rotate*>(c->args)); break;
+            case GATE: gate<T>(*static_cast<const Gate*>(c->args)); break;
+            case COPY: copy<T>(*static_cast<const Copy*>(c->args)); break;
+            case NARROW: {
+                auto n = static_cast<const Narrow*>(c->args);
+                for (int64_t i = 0; i < n->count; i++) narrow(n->x[i], static_cast<T*>(n->y)[i]);
+                break;
+            }
+        }
+}
+
 }  // namespace bagu
 
-extern "C" void bagu_product_fp32(const bagu::Product* p) { bagu::product<float>(*p); }
-extern "C" void bagu_product_bf16(const bagu::Product* p) { bagu::product<bagu::bf16>(*p); }
-extern "C" void bagu_attention_fp32(const bagu::Queries* c) { bagu::attention<float>(*c); }
-extern "C" void bagu_attention_bf16(const bagu::Queries* c) { bagu::attention<bagu::bf16>(*c); }
+extern "C" void bagu_run_fp32(const bagu::Call* calls, int64_t count) { bagu::run<float>(calls, count); }
+extern "C" void bagu_run_bf16(const bagu::Call* calls, int64_t count) { bagu::run<bagu::bf16>(calls, count); }

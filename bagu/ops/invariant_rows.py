@@ -1,41 +1,98 @@
-"""Batch-invariant products and attention on a CPU by invariant_rows.cpp: one row costs one row, not a block of 16.
+"""Batch-invariant ops on a CPU by invariant_rows.cpp: one row costs one row, not a block of 16.
 
-The choice between this and blocks must not depend on the batch, so it depends only on the dtype and the terms of a
+The choice between this and PyTorch must not depend on the batch, so it depends only on the dtype and the terms of a
 score. The C++ computes fp32, and bf16 if the CPU has no bf16 products: with AMX a block of 16 rows is one instruction.
+
+A `Program` is a list of calls over fixed memory that runs as one call of C++: a decode step of a small model has about
+100 ops, and Python takes longer for them than the C++ (serve/cpu/invariant_decode.py).
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from enum import IntEnum
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from bagu.machine import native
 from bagu.machine.device import onednn_has_bf16
 
-__all__ = ["attend", "available", "product"]
+__all__ = ["Kind", "Program", "attend", "available", "gate", "norm", "product", "rotate"]
 
 SOURCE = "ops/invariant_rows.cpp"
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 CONTIGUOUS = 1 << 40  # positions per block of keys that are not in blocks
+POINTER, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-class _Product(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("M", "N", "K", "x_stride", "w_stride", "threads")),
-        *((name, ctypes.c_void_p) for name in ("x", "w", "bias", "y")),
-    )
+class Kind(IntEnum):
+    """The functions of a program, in the order of invariant_program.h, which has the meaning of their arguments."""
+
+    PRODUCT = 0
+    ATTENTION = 1
+    NORM = 2
+    ROTATE = 3
+    GATE = 4
+    COPY = 5
+    NARROW = 6
 
 
-class _Queries(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("T", "H", "G", "D", "E", "B", "columns", "threads")),
-        *((name, ctypes.c_int64) for name in ("k_place", "k_head", "v_place", "v_head")),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "begins", "ends", "row", "slot", "tables", "out", "lse")),
-    )
+def _arguments(*fields: tuple[str, Any]) -> type[ctypes.Structure]:
+    named = [(name, kind) for names, kind in fields for name in names.split()]
+    return type("Arguments", (ctypes.Structure,), {"_fields_": named})
+
+
+STRIDED = "inner outer_stride inner_stride"
+ARGUMENTS = {
+    Kind.PRODUCT: _arguments(("M N K x_stride w_stride threads", LONG), ("x w bias y", POINTER)),
+    Kind.ATTENTION: _arguments(
+        ("T H G D E B columns threads k_place k_head v_place v_head", LONG), ("scale", FLOAT),
+        ("q k v begins ends row slot tables out lse", POINTER),
+    ),
+    Kind.NORM: _arguments((f"M N {STRIDED} threads", LONG), ("eps", FLOAT), ("x residual w y s r", POINTER)),
+    Kind.ROTATE: _arguments((f"M D {STRIDED} threads", LONG), ("x cos sin at y", POINTER)),
+    Kind.GATE: _arguments(("M N threads", LONG), ("x y act", POINTER)),
+    Kind.COPY: _arguments((f"M N {STRIDED}", LONG), ("from_ from_rows to_rows to", POINTER)),
+    Kind.NARROW: _arguments(("count", LONG), ("x y", POINTER)),
+}  # fmt: skip
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (("kind", LONG), ("args", POINTER))
+
+
+class Program:
+    """Calls of the C++ over fixed memory, in order."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._run = getattr(native.library(SOURCE), f"bagu_run_{NAMES[dtype]}")
+        self._calls: list[_Call] = []
+        self._kept: list[Any] = []  # the arguments and tensors that the calls point to
+        self._list: Any = None
+
+    def add(self, kind: Kind, **args: Any) -> None:
+        """Append a call. Tensors are passed by address, and must not be freed or moved."""
+        given = {n: v.data_ptr() if isinstance(v, torch.Tensor) else v for n, v in args.items()}
+        arguments = ARGUMENTS[kind](**given)
+        self._kept += [arguments, args]
+        self._calls.append(_Call(kind, ctypes.addressof(arguments)))
+        self._list = None
+
+    def run(self) -> None:
+        if self._list is None:
+            self._list = (_Call * len(self._calls))(*self._calls)
+        self._run(self._list, LONG(len(self._calls)))
+
+
+def _run(kind: Kind, dtype: torch.dtype, **args: Any) -> None:
+    """One call. The caller holds the tensors."""
+    given = {n: v.data_ptr() if isinstance(v, torch.Tensor) else v for n, v in args.items()}
+    arguments = ARGUMENTS[kind](**given)
+    call = _Call(kind, ctypes.addressof(arguments))
+    getattr(native.library(SOURCE), f"bagu_run_{NAMES[dtype]}")(ctypes.byref(call), LONG(1))
 
 
 def available(dtype: torch.dtype) -> bool:
@@ -56,12 +113,42 @@ def product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) 
     bias = None if bias is None else bias.detach().float().contiguous()
     (M, K), N = x.shape, w.shape[0]
     y = torch.empty(M, N)
-    call = _Product(
-        M, N, K, x.stride(0), w.stride(0), torch.get_num_threads(), x.data_ptr(), w.data_ptr(),
-        None if bias is None else bias.data_ptr(), y.data_ptr(),
+    _run(
+        Kind.PRODUCT, x.dtype, M=M, N=N, K=K, x_stride=x.stride(0), w_stride=w.stride(0),
+        threads=torch.get_num_threads(), x=x, w=w, bias=bias, y=y,
     )  # fmt: skip
-    getattr(native.library(SOURCE), f"bagu_product_{NAMES[x.dtype]}")(ctypes.byref(call))
     return y
+
+
+def norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm of x[*M, N]: y in x's dtype, and r[*M] in fp32."""
+    x, w, N = x.detach().resolve_neg().contiguous(), w.detach().float().contiguous(), x.shape[-1]
+    y, r = torch.empty_like(x), torch.empty(x.shape[:-1])
+    _run(
+        Kind.NORM, x.dtype, M=r.numel(), N=N, inner=1, outer_stride=N, inner_stride=0, threads=torch.get_num_threads(),
+        eps=eps, x=x, residual=None, w=w, y=y, s=None, r=r,
+    )  # fmt: skip
+    return y, r
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """RoPE of x[*M, H, D] by the rows at[*M] of cos and sin [·, D / 2], features i and i + D / 2 a pair."""
+    x, (H, D) = x.detach().resolve_neg().contiguous(), x.shape[-2:]
+    cos, sin = (t.detach().float().resolve_neg().contiguous() for t in (cos, sin))
+    y, at = torch.empty_like(x), at.long().contiguous()
+    _run(
+        Kind.ROTATE, x.dtype, M=at.numel() * H, D=D, inner=H, outer_stride=H * D, inner_stride=D,
+        threads=torch.get_num_threads(), x=x, cos=cos, sin=sin, at=at, y=y,
+    )  # fmt: skip
+    return y
+
+
+def gate(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """silu(x[…, :N]) * x[…, N:] in x's dtype, and silu(x[…, :N]) in fp32."""
+    x, N = x.detach().resolve_neg().contiguous(), x.shape[-1] // 2
+    y, act = x.new_empty(*x.shape[:-1], N), torch.empty(*x.shape[:-1], N)
+    _run(Kind.GATE, x.dtype, M=x.shape[:-1].numel(), N=N, threads=torch.get_num_threads(), x=x, y=y, act=act)
+    return y, act
 
 
 def attend(
@@ -88,10 +175,11 @@ def attend(
     else:
         row, slot, tables = each(list(range(len(spans)))), torch.zeros_like(at), tables.contiguous()
     out, lse = torch.empty(T, H, E, dtype=q.dtype), torch.empty(T, H)
-    call = _Queries(
-        T, H, G, D, E, block_size, tables.shape[1], torch.get_num_threads(), k.stride(0), k.stride(1), v.stride(0),
-        v.stride(1), scale, *(x.data_ptr() for x in (q, k, v, begins, ends, row, slot, tables, out, lse)),
-    )  # fmt: skip
     if T:
-        getattr(native.library(SOURCE), f"bagu_attention_{NAMES[q.dtype]}")(ctypes.byref(call))
+        _run(
+            Kind.ATTENTION, q.dtype, T=T, H=H, G=G, D=D, E=E, B=block_size, columns=tables.shape[1],
+            threads=torch.get_num_threads(), k_place=k.stride(0), k_head=k.stride(1), v_place=v.stride(0),
+            v_head=v.stride(1), scale=scale, q=q, k=k, v=v, begins=begins, ends=ends, row=row, slot=slot, tables=tables,
+            out=out, lse=lse,
+        )  # fmt: skip
     return out, lse

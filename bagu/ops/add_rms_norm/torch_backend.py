@@ -15,6 +15,14 @@ def forward(
     return y, s, r
 
 
+def invariant_forward(
+    x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    s = x + residual
+    y, r = rms_norm.invariant_forward(s, w, eps)
+    return y, s, r
+
+
 def backward(
     dy: torch.Tensor, ds: torch.Tensor, s: torch.Tensor, w: torch.Tensor, r: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bagu.ops import eager
+from bagu.ops import eager, invariant_rows
 from bagu.ops.signature import accumulator
 from bagu.ops.values import check_range
 
@@ -55,29 +55,51 @@ def passes(
     return y
 
 
+def invariant_passes(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, layout: str
+) -> torch.Tensor:
+    """By C++ for pairs of all features; see `rms_norm`."""
+    if layout != "half" or 2 * cos.shape[1] != x.shape[-1] or not invariant_rows.available(x.dtype):
+        return passes(x, cos, sin, positions, layout)
+    if positions is None:
+        positions = torch.arange(x.shape[-3]).expand(x.shape[:-2])
+    check_range("rope", "positions", positions, cos.shape[0], "a table")
+    return invariant_rows.rotate(x, cos, sin, positions)
+
+
 class _Node(torch.autograd.Function):
     """One autograd node; its backward calls the op again, so it is differentiable too."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def forward(ctx: Any, run: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
         cos, sin, positions, layout = rest
         ctx.save_for_backward(cos, sin, positions)
         ctx.layout = layout
-        return passes(x, cos, sin, positions, layout)
+        return run(x, cos, sin, positions, layout)
 
     @staticmethod
     def backward(ctx: Any, *dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin, positions = ctx.saved_tensors
-        return *backward(dy[0], cos, sin, positions, ctx.layout), None, None, None, None
+        return None, *backward(dy[0], cos, sin, positions, ctx.layout), None, None, None, None
 
 
 def forward(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, layout: str
 ) -> tuple[torch.Tensor]:
+    return _eager(passes, x, cos, sin, positions, layout)
+
+
+def invariant_forward(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, layout: str
+) -> tuple[torch.Tensor]:
+    return _eager(invariant_passes, x, cos, sin, positions, layout)
+
+
+def _eager(run: Any, x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor]:
     if not eager.plain(x):
-        return formula(x, cos, sin, positions, layout)
+        return formula(x, *rest)
     wanted = torch.is_grad_enabled() and x.requires_grad  # a node costs 30 us of the 140 us of a decoded token
-    return ((_Node.apply if wanted else passes)(x, cos, sin, positions, layout),)
+    return (_Node.apply(run, x, *rest) if wanted else run(x, *rest),)
 
 
 def backward(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from bagu.ops import eager
+from bagu.ops import eager, invariant_rows
 from bagu.ops.gated import halves, join
 from bagu.ops.invariant import times_sigmoid
 from bagu.ops.signature import accumulator
@@ -40,6 +40,8 @@ def passes(x: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torc
 
 
 def invariant_passes(x: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if invariant_rows.available(x.dtype):
+        return invariant_rows.gate(x if up is None else torch.cat((x, up), -1))
     gate, up = halves(x, up)
     g = gate.to(accumulator(x.dtype))
     act = times_sigmoid(g, g)
