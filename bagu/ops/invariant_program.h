@@ -2,10 +2,9 @@
 // Python. Ops and lists run the same functions of this library, so they give the same bits.
 //
 //     norm       y = x r w, r = 1 / sqrt(mean of x^2 + eps); with a residual, of s = x + residual
-//     rotate     RoPE of pairs (i, i + D / 2), by the row at[o] of the tables
+//     rotate     RoPE of the pairs (i, i + D / 2) of H heads, by a row of the tables
 //     gate       silu(x[:N]) x[N:]
-//
-// Rows m of a strided tensor are at (m / inner) * outer_stride + m % inner * inner_stride.
+//     copy       to[to_rows[m]] = from[from_rows[m]]
 #pragma once
 
 #include "machine/simd.h"
@@ -24,9 +23,9 @@ vec load_up_to(const T* p, int64_t n) {
 }
 
 struct Norm {
-    int64_t M, N, inner, outer_stride, inner_stride, threads;
+    int64_t M, N, threads;
     float eps;
-    const void *x, *residual;  // residual is null or [M, N]
+    const void *x, *residual;  // [M, N]; residual may be null
     const float* w;            // [N]
     void *y, *s;               // [M, N]; s is x + residual
     float* r;                  // [M], or null
@@ -60,7 +59,7 @@ template <class T>
 void norm(const Norm& c) {
 #pragma omp parallel for num_threads(c.threads) if (c.M * c.N > 16384)
     for (int64_t m = 0; m < c.M; m++) {
-        const T* x = static_cast<const T*>(c.x) + m / c.inner * c.outer_stride + m % c.inner * c.inner_stride;
+        const T* x = static_cast<const T*>(c.x) + m * c.N;
         if (c.residual) {
             const T* other = static_cast<const T*>(c.residual) + m * c.N;
             T* s = static_cast<T*>(c.s) + m * c.N;
@@ -74,11 +73,11 @@ void norm(const Norm& c) {
 }
 
 struct Rotate {
-    int64_t M, D, inner, outer_stride, inner_stride, threads;
-    const void* x;
+    int64_t M, H, D, threads;
+    const void* x;           // [M, H, D]
     const float *cos, *sin;  // [·, D / 2]
-    const int64_t* at;       // [M / inner]
-    void* y;                 // [M, D]
+    const int64_t* at;       // [M]: rows of cos and sin
+    void* y;                 // [M, H, D]
 };
 
 template <class T>
@@ -94,12 +93,11 @@ __attribute__((noinline)) void rotate_row(const T* x, const float* cos, const fl
 template <class T>
 void rotate(const Rotate& c) {
     int64_t R = c.D / 2;
-#pragma omp parallel for num_threads(c.threads) if (c.M * c.D > 16384)
-    for (int64_t m = 0; m < c.M; m++) {
-        const T* x = static_cast<const T*>(c.x) + m / c.inner * c.outer_stride + m % c.inner * c.inner_stride;
-        int64_t row = c.at[m / c.inner] * R;
-        rotate_row(x, c.cos + row, c.sin + row, static_cast<T*>(c.y) + m * c.D, R);
-    }
+#pragma omp parallel for num_threads(c.threads) if (c.M * c.H * c.D > 16384)
+    for (int64_t m = 0; m < c.M; m++)
+        for (int64_t i = m * c.H * c.D; i < (m + 1) * c.H * c.D; i += c.D)
+            rotate_row(static_cast<const T*>(c.x) + i, c.cos + c.at[m] * R, c.sin + c.at[m] * R,
+                       static_cast<T*>(c.y) + i, R);
 }
 
 struct Gate {
@@ -130,21 +128,18 @@ void gate(const Gate& c) {
                  c.act ? c.act + m * c.N : nullptr, c.N);
 }
 
-// Rows of `from` (strided as above, of N elements) to rows of `to`: to[to_rows[o], inner, N] = from[from_rows[o], …].
 struct Copy {
-    int64_t M, N, inner, outer_stride, inner_stride;
-    const void* from;
-    const int64_t *from_rows, *to_rows;  // [M / inner], or null: row o
-    void* to;
+    int64_t M, N;
+    const void* from;                    // [·, N]
+    const int64_t *from_rows, *to_rows;  // [M], or null: row m
+    void* to;                            // [·, N]
 };
 
 template <class T>
 void copy(const Copy& c) {
     for (int64_t m = 0; m < c.M; m++) {
-        int64_t o = m / c.inner, i = m % c.inner;
-        const T* from = static_cast<const T*>(c.from) + (c.from_rows ? c.from_rows[o] : o) * c.outer_stride;
-        T* to = static_cast<T*>(c.to) + (c.to_rows ? c.to_rows[o] : o) * c.inner * c.N;
-        std::memcpy(to + i * c.N, from + i * c.inner_stride, c.N * sizeof(T));
+        int64_t from = c.from_rows ? c.from_rows[m] : m, to = c.to_rows ? c.to_rows[m] : m;
+        std::memcpy(static_cast<T*>(c.to) + to * c.N, static_cast<const T*>(c.from) + from * c.N, c.N * sizeof(T));
     }
 }
 

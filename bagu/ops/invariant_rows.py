@@ -45,17 +45,16 @@ def _arguments(*fields: tuple[str, Any]) -> type[ctypes.Structure]:
     return type("Arguments", (ctypes.Structure,), {"_fields_": named})
 
 
-STRIDED = "inner outer_stride inner_stride"
 ARGUMENTS = {
     Kind.PRODUCT: _arguments(("M N K x_stride w_stride threads", LONG), ("x w bias y", POINTER)),
     Kind.ATTENTION: _arguments(
         ("T H G D E B columns threads k_place k_head v_place v_head", LONG), ("scale", FLOAT),
         ("q k v begins ends row slot tables out lse", POINTER),
     ),
-    Kind.NORM: _arguments((f"M N {STRIDED} threads", LONG), ("eps", FLOAT), ("x residual w y s r", POINTER)),
-    Kind.ROTATE: _arguments((f"M D {STRIDED} threads", LONG), ("x cos sin at y", POINTER)),
+    Kind.NORM: _arguments(("M N threads", LONG), ("eps", FLOAT), ("x residual w y s r", POINTER)),
+    Kind.ROTATE: _arguments(("M H D threads", LONG), ("x cos sin at y", POINTER)),
     Kind.GATE: _arguments(("M N threads", LONG), ("x y act", POINTER)),
-    Kind.COPY: _arguments((f"M N {STRIDED}", LONG), ("from_ from_rows to_rows to", POINTER)),
+    Kind.COPY: _arguments(("M N", LONG), ("source from_rows to_rows to", POINTER)),
     Kind.NARROW: _arguments(("count", LONG), ("x y", POINTER)),
 }  # fmt: skip
 
@@ -125,8 +124,8 @@ def norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, to
     x, w, N = x.detach().resolve_neg().contiguous(), w.detach().float().contiguous(), x.shape[-1]
     y, r = torch.empty_like(x), torch.empty(x.shape[:-1])
     _run(
-        Kind.NORM, x.dtype, M=r.numel(), N=N, inner=1, outer_stride=N, inner_stride=0, threads=torch.get_num_threads(),
-        eps=eps, x=x, residual=None, w=w, y=y, s=None, r=r,
+        Kind.NORM, x.dtype, M=r.numel(), N=N, threads=torch.get_num_threads(), eps=eps, x=x, residual=None, w=w, y=y,
+        s=None, r=r,
     )  # fmt: skip
     return y, r
 
@@ -137,8 +136,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, at: torch.Tens
     cos, sin = (t.detach().float().resolve_neg().contiguous() for t in (cos, sin))
     y, at = torch.empty_like(x), at.long().contiguous()
     _run(
-        Kind.ROTATE, x.dtype, M=at.numel() * H, D=D, inner=H, outer_stride=H * D, inner_stride=D,
-        threads=torch.get_num_threads(), x=x, cos=cos, sin=sin, at=at, y=y,
+        Kind.ROTATE, x.dtype, M=at.numel(), H=H, D=D, threads=torch.get_num_threads(), x=x, cos=cos, sin=sin, at=at,
+        y=y,
     )  # fmt: skip
     return y
 

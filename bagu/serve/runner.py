@@ -21,6 +21,7 @@ from bagu.nn.model import Transformer
 from bagu.serve.config import EngineConfig
 from bagu.serve.cpu.compiled import CompiledDecode, Decodes, PackedLinear, compiles
 from bagu.serve.cpu.dataflow import Mismatch
+from bagu.serve.cpu.invariant_decode import InvariantDecode
 from bagu.serve.cpu.match import match
 from bagu.serve.cpu.quantize import int8, merged, quantized
 from bagu.serve.graphs import GraphDecode
@@ -63,7 +64,7 @@ class Runner:
         self.model = quantized(model) if rounds else model
         self.project: Project
         self.decode: Forward | None = None  # a CUDA graph for steps with one token per sequence
-        self.compiled: CompiledDecode | None = None  # C++ for the same steps
+        self.compiled: CompiledDecode | InvariantDecode | None = None  # C++ for the same steps
         self.mismatch: Mismatch | None = None  # why the C++ does not support this model, if the machine could use it
         if self.device.type == "cuda" and self.config.cuda_graphs:
             if self.graphs is None or not self.graphs.current:
@@ -76,6 +77,11 @@ class Runner:
                 self.compiled = CompiledDecode(match(merged(model)), self.kv, int8=rounds)
                 self.project = PackedLinear(model.head_weight, int8=rounds)
                 return
+            except Mismatch as error:
+                self.mismatch = error
+        if self.device.type == "cpu" and self.config.invariant:
+            try:  # not `merged`: LoRA is a product of its own in training
+                self.compiled = InvariantDecode(match(model), self.kv)
             except Mismatch as error:
                 self.mismatch = error
         head: Callable[[torch.Tensor], torch.Tensor] = int8(model.head_weight) if rounds else model.logits
