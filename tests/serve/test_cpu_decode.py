@@ -10,12 +10,16 @@ import pytest
 import torch
 from small_engine import small_engine, small_model
 
+from bagu import ops
 from bagu.machine import native
 from bagu.nn.config import ModelConfig, NoPositions
 from bagu.nn.init import init_weights
 from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
+from bagu.ops import invariant_rows
 from bagu.serve.cpu.compiled import SOURCE, CompiledDecode, Decodes, PackedLinear, has_int8_dot, rounded
+from bagu.serve.cpu.dataflow import Mismatch
+from bagu.serve.cpu.invariant_decode import InvariantDecode
 from bagu.serve.cpu.match import match
 from bagu.serve.kv.paged import Batch, LayerCache, PagedKV
 
@@ -25,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "heads of 128, GQA": {"num_heads": 4, "num_kv_heads": 1, "head_dim": 128},
     "odd sizes": {"hidden_size": 43, "num_heads": 3, "num_kv_heads": 3, "head_dim": 14, "intermediate_size": 51},
     "QK norm, no positions": {"qk_norm": True, "positions": NoPositions()},
+    "QK norm": {"qk_norm": True},
     "biases": {"qkv_bias": True, "out_bias": True, "ffn_bias": True},
     "a window in some layers": {"windows": (6, None)},
     "GEGLU": {"ffn": "geglu"},
@@ -33,6 +38,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "GELU by tanh, odd sizes": {"ffn": "gelu_tanh", "intermediate_size": 51},
     "squared ReLU": {"ffn": "relu2"},
 }
+
+INVARIANT = ["heads of 64", "heads of 128, GQA", "odd sizes", "QK norm", "biases", "a window in some layers"]
 
 
 @pytest.fixture
@@ -182,15 +189,60 @@ def test_a_head_gives_logits_and_the_likeliest_token(
 
 
 @pytest.mark.usefixtures("compiler")
-def test_invariant_mode_and_machines_without_a_compiler_decode_by_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled step has its own bits."""
-    assert small_engine(small_model()).runner.compiled is not None
-    assert small_engine(small_model(), quantization="int8").runner.compiled is not None
-    assert small_engine(small_model(), invariant=True).runner.compiled is None
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("S", [1, 2, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", INVARIANT)
+def test_the_step_of_invariant_mode_has_the_bits_of_the_forward(
+    kind: str, dtype: torch.dtype, S: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hidden states and all of the pool."""
+    if not invariant_rows.available(dtype):
+        pytest.skip("bf16 products of this CPU are PyTorch's")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    model = model_of(kind, dtype)
+    kv, batch = step_of(model, S)
+    own, step = copy.deepcopy(kv), InvariantDecode(match(model), kv)
+    with torch.inference_mode(), ops.invariant():
+        own.load(batch)
+        want = model(batch.ids, batch.positions, batch.cu_seqlens, 1, own).hidden
+    assert torch.equal(step(decodes(batch)), want)
+    assert own.values is not None and kv.values is not None
+    for mine, theirs in zip((*kv.keys, *kv.values), (*own.keys, *own.values), strict=True):
+        assert torch.equal(mine.nan_to_num(7.0), theirs.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - set(INVARIANT)))
+def test_models_that_the_list_of_invariant_mode_cannot_express_decode_by_forward(kind: str) -> None:
+    with pytest.raises(Mismatch, match="SwiGLU and RoPE only"):
+        InvariantDecode(match(model_of(kind, torch.float32)), PagedKV(model_of(kind, torch.float32).config, 4, B))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_step_of_invariant_mode_reads_weights_that_were_changed_in_place() -> None:
+    model = model_of("heads of 64", torch.float32)
+    kv, batch = step_of(model, 3)
+    step, given = InvariantDecode(match(model), kv), decodes(batch)
+    before = step(given)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    after = step(given)
+    assert torch.equal(after, InvariantDecode(match(model), kv)(given)) and not torch.equal(before, after)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_each_mode_has_its_step_and_machines_without_a_compiler_decode_by_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The compiled step has its own bits; that of invariant mode has the bits of the forward."""
+    assert isinstance(small_engine(small_model()).runner.compiled, CompiledDecode)
+    assert isinstance(small_engine(small_model(), quantization="int8").runner.compiled, CompiledDecode)
+    assert isinstance(small_engine(small_model(), invariant=True).runner.compiled, InvariantDecode)
     monkeypatch.setenv("BAGU_NATIVE", "0")
     native.library.cache_clear()
     try:
-        for settings in ({}, {"quantization": "int8"}):
+        for settings in ({}, {"quantization": "int8"}, {"invariant": True}):
             assert small_engine(small_model(), **settings).runner.compiled is None
     finally:
         native.library.cache_clear()
