@@ -11,7 +11,10 @@ from tests.ops.mutants import Mutant, mutants, verdict
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="bugs are planted for the interpreter")
 # what runs on a GPU alone, or not on every CPU
-ELSEWHERE = ("attention.cuda", "paged_attention.cuda", "paged_attention.compiled", "linear_cross_entropy.cpu_gemm")
+ELSEWHERE = (
+    "attention.cuda", "paged_attention.cuda", "paged_attention.compiled", "linear_cross_entropy.cpu_gemm",
+    "mla_attention.hopper_kernel",
+)  # fmt: skip
 MODULES = [
     pytest.param(backend, module, id=f"{module.removeprefix('bagu.ops.')}-{backend}")
     for backend in ("triton", "torch") for module in sources.modules(backend)

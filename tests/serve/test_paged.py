@@ -9,6 +9,7 @@ import torch
 from small_engine import small_model
 
 from bagu.errors import ArgumentError
+from bagu.nn.config import MLAConfig, ModelConfig
 from bagu.nn.kv import CacheError
 from bagu.serve.config import EngineConfig
 from bagu.serve.graphs import bucket, pad
@@ -23,6 +24,16 @@ def test_block_bytes_equal_the_size_of_the_tensors(kind: str, floats: int) -> No
     config = small_model(kind).config
     kv = PagedKV(config, 5, 4, dtype=torch.bfloat16)
     assert kv.num_bytes == 5 * block_bytes(config, 4, torch.bfloat16) == 5 * 3 * 4 * floats * 2
+
+
+def test_deepseeks_cache_holds_latents_not_heads() -> None:
+    """512 + 64 numbers per token and layer, where 128 expanded heads would have 128 * (192 + 128)."""
+    mla = MLAConfig(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+    v3 = ModelConfig(
+        vocab_size=129280, hidden_size=7168, num_layers=61, num_heads=128, num_kv_heads=128, head_dim=192, mla=mla,
+        intermediate_size=18432, max_len=4096,
+    )  # fmt: skip
+    assert block_bytes(v3, 16, torch.bfloat16) == 16 * 61 * (512 + 64) * 2
 
 
 def test_blocks_are_copied_in_all_layers_and_in_order() -> None:
