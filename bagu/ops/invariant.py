@@ -87,8 +87,9 @@ def backend_of(spec: OpSpec, asked: str | None, first: torch.Tensor) -> str:
     if torch.compiler.is_compiling():
         _refuse_compiler(spec.name)
     on = first.device.type
-    by_triton = on == "cuda" and "triton" in spec.backends and spec.name not in COMPOSED
-    wanted = "triton" if by_triton else "torch"
+    if spec.name in COMPOSED and on in ("cpu", "cuda"):
+        return "torch"
+    wanted = "triton" if on == "cuda" and "triton" in spec.backends else "torch"
     interpreted = on == "cpu" and asked == "triton"
     if on not in ("cpu", "cuda") or (asked not in (None, wanted) and not interpreted):
         raise BackendError(

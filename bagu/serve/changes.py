@@ -24,6 +24,9 @@ __all__ = ["Changes", "Row", "adjusts", "changed", "changes"]
 FEWEST = 64  # A is a power of two and at least this: few different shapes, so that launches are replayed
 
 
+NONE = np.empty(0, dtype=np.int64)
+
+
 class Row(NamedTuple):
     """The state of a sequence that bias, penalties and masks depend on."""
 
@@ -76,21 +79,25 @@ def changed(logits: torch.Tensor, ids: torch.Tensor, terms: torch.Tensor) -> tor
 
 def _row_changes(row: Row, V: int) -> tuple[np.ndarray, np.ndarray]:
     """ids [n] and terms [3, n] of a row."""
-    s, none = row.sampling, np.empty(0, dtype=np.int64)
-    seen = np.unique(np.array(row.tokens, dtype=np.int64)) if s.repetition_penalty != 1.0 else none
+    s = row.sampling
     penalised = row.num_output > 0 and (s.presence_penalty != 0.0 or s.frequency_penalty != 0.0)
-    output = np.array(row.tokens[row.num_prompt :], dtype=np.int64) if penalised else none
-    repeated, counts = np.unique(output, return_counts=True)
-    bias = {token: value for token, value in s.logit_bias.items() if token < V}
-    ends = _masked(row, V)
-    ids = np.unique(np.concatenate([seen, repeated, np.array([*bias, *ends], dtype=np.int64)]))
+    seen = np.unique(np.array(row.tokens, dtype=np.int64)) if s.repetition_penalty != 1.0 else NONE
+    output = np.array(row.tokens[row.num_prompt :], dtype=np.int64) if penalised else NONE
+    bias, ends = [(token, b) for token, b in s.logit_bias.items() if token < V], _masked(row, V)
+    others = np.array([*(token for token, _ in bias), *ends], dtype=np.int64)
+    parts = [part for part in (seen, output, others) if len(part)]
+    ids = seen if len(parts) == 1 and len(seen) else np.unique(np.concatenate(parts)) if parts else NONE
     terms = np.zeros((3, len(ids)), dtype=np.float32)
-    terms[0] = 1.0
-    terms[0, np.searchsorted(ids, seen)] = s.repetition_penalty
-    per_token = np.float32(s.frequency_penalty) * counts.astype(np.float32) + np.float32(s.presence_penalty)
-    terms[1, np.searchsorted(ids, repeated)] = per_token
-    terms[2, np.searchsorted(ids, [*bias])] = [*bias.values()]
-    terms[2, np.searchsorted(ids, ends)] = -np.inf
+    terms[0] = s.repetition_penalty if len(seen) == len(ids) else 1.0
+    if 0 < len(seen) < len(ids):
+        terms[0, np.searchsorted(ids, seen)] = s.repetition_penalty
+    if len(output):
+        counts = np.bincount(np.searchsorted(ids, output), minlength=len(ids)).astype(np.float32)
+        terms[1] = np.float32(s.frequency_penalty) * counts + np.float32(s.presence_penalty) * (counts > 0)
+    for token, b in bias:
+        terms[2, np.searchsorted(ids, token)] = b
+    if ends:
+        terms[2, np.searchsorted(ids, ends)] = -np.inf
     return ids, terms
 
 

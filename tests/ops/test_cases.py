@@ -39,7 +39,7 @@ def test_the_names_of_the_cases_of_an_op_differ(spec: OpSpec) -> None:
 COLUMNS = {  # op -> the parameter of its cases that is the length of a row
     **dict.fromkeys(("add_rms_norm", "layer_norm", "rms_norm", "scale_norm", "geglu", "swiglu"), "N"),
     **dict.fromkeys(("softmax", "gumbel_softmax", "quantize_int8", "dequantize_int8"), "N"),
-    **dict.fromkeys(("cross_entropy", "linear_cross_entropy", "linear_cross_entropy_loss"), "V"),
+    **dict.fromkeys(("cross_entropy", "linear_cross_entropy", "linear_cross_entropy_loss", "sample"), "V"),
     **dict.fromkeys(("batch_norm", "group_norm"), "shape"),
 }
 

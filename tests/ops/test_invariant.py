@@ -20,7 +20,7 @@ from bagu.errors import BackendError
 from bagu.ops.catalogue import SPECS
 from bagu.ops.core import Case, OpSpec, check
 from bagu.ops.dispatch import call
-from bagu.ops.invariant import COMPOSED, ROW_BY_ROW, active
+from bagu.ops.invariant import ROW_BY_ROW, active
 from tests.ops.points import eight_bits
 
 OWN = [s for s in SPECS.values() if hasattr(s.torch_backend, "invariant_forward")]
@@ -77,12 +77,20 @@ ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "rms_norm": lambda x, at: ops.rms_norm(x, gain(x)),
     "rope": lambda x, at: _rotated(x, at),
     "rope_kv_write": lambda x, at: _prepared(x, at),
+    "sample": lambda x, at: _sampled(x, at, 0.9),
+    "sample, all tokens": lambda x, at: _sampled(x, at, 1.0),
     "scale_norm": lambda x, at: ops.scale_norm(x, torch.tensor([1.5])),
     "softmax": lambda x, at: ops.softmax(x, 0.3),
     "swiglu": lambda x, at: ops.swiglu(x),
     "swiglu, apart": lambda x, at: ops.swiglu(x, x.flip(-1)),
     "transpose": lambda x, at: ops.transpose(x, 0, 1).T,
 }
+
+
+def _sampled(x: torch.Tensor, at: torch.Tensor, top_p: float) -> torch.Tensor:
+    one = torch.ones(len(x))
+    u = (at * 0.618034).frac().float()
+    return ops.sample(x, 0.7 + 0.1 * (at % 3).float(), torch.full((len(x),), 40), top_p * one, 0.01 * one, u)
 
 
 def _written(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -120,7 +128,7 @@ def parts(M: int) -> Iterator[tuple[int, int]]:
 def test_every_row_by_row_op_is_tried_here() -> None:
     # these and the two heads are tried below; mla_attention is paged_attention there
     blockwise = {"attention", "paged_attention", "mla_attention", "matmul", "grouped_matmul"}
-    heads = {"linear_cross_entropy", "linear_cross_entropy_loss", *COMPOSED}  # composed of ops that are tried
+    heads = {"linear_cross_entropy", "linear_cross_entropy_loss"}
     assert {name.split(",")[0] for name in ROWS} == ROW_BY_ROW | {s.name for s in OWN} - blockwise - heads
 
 

@@ -1,24 +1,39 @@
-"""Sampling: each filter by its definition, and the same tokens for a seed in any batch."""
+"""Sampling: the same tokens for a seed in any batch, penalties by their formulas, random numbers, logprobs."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from row_sampling import Choice, sample_rows
 
+from bagu.nn.sample import uniform
+from bagu.serve.changes import Row, changed, changes
 from bagu.serve.request import Sampling
-from bagu.serve.sample import Row, _adjust, _filter, _inverse_cdf, argmax, probabilities, sample, top_logprobs
+from bagu.serve.sample import argmax, top_logprobs
+from bagu.serve.slots import SPARE, Slots
 
 V = 40
 
 
-def row(sampling: Sampling, *, seed: int = 0, output: tuple[int, ...] = (), prompt: tuple[int, ...] = (1,)) -> Row:
-    return Row(sampling, seed, 0, (*prompt, *output), len(prompt), (V - 1,))
+def row(sampling: Sampling, *, seed: int = 0, output: tuple[int, ...] = (), prompt: tuple[int, ...] = (1,)) -> Choice:
+    return Choice(sampling, seed, 0, (*prompt, *output), len(prompt), (V - 1,))
 
 
 def logits(rows: int, seed: int = 0) -> torch.Tensor:
     return 3 * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed))
+
+
+def adjusted(x: torch.Tensor, given: Choice) -> torch.Tensor:
+    """x[1, V] with bias, penalties and masked stop tokens."""
+    found = changes([Row(given.sampling, given.tokens, given.num_prompt, given.eos_ids)], V)
+    if found is None:
+        return x
+    ids, terms = torch.from_numpy(found.ids), torch.from_numpy(found.terms)
+    used = ids[0] >= 0
+    return x.clone().index_copy_(1, ids[0, used], changed(x, ids, terms)[:, used])
 
 
 SAMPLINGS = st.builds(
@@ -41,48 +56,15 @@ SAMPLINGS = st.builds(
 def test_a_row_samples_the_same_alone_and_in_any_batch(samplings: list[Sampling]) -> None:
     x = logits(len(samplings))
     rows = [row(s, seed=i, output=(3, 3, 7)) for i, s in enumerate(samplings)]
-    together = sample(x, rows).tolist()
-    assert together == [int(sample(x[i : i + 1], [r])) for i, r in enumerate(rows)]
+    together = sample_rows(x, rows).tolist()
+    assert together == [int(sample_rows(x[i : i + 1], [r])) for i, r in enumerate(rows)]
     assert torch.equal(x, logits(len(samplings)))  # unchanged: the logprobs still need them
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.integers(0, 99), st.sampled_from([None, 1, 5, V]), st.sampled_from([0.2, 0.9, 1.0]), st.sampled_from([0.0, 0.3])
-)
-def test_filters_match_their_definitions(seed: int, top_k: int | None, top_p: float, min_p: float) -> None:
-    p = logits(1, seed).softmax(-1)
-    kept = _filter(p, [Sampling(top_k=top_k, top_p=top_p, min_p=min_p)])[0]
-    ranked = sorted(range(V), key=lambda i: -p[0, i].item())
-    want = [i for i in ranked if p[0, i] >= min_p * p.max()]
-    want = want[: V if top_k is None else top_k]
-    total, height, nucleus = sum(p[0, i].item() for i in want), 0.0, []
-    for i in want:
-        if height >= top_p * total - 1e-6 and top_p < 1.0:
-            break
-        nucleus.append(i)
-        height += p[0, i].item()
-    assert set(kept.nonzero().flatten().tolist()) == set(nucleus)
-    assert torch.equal(kept[kept > 0], p[0][kept > 0])
-
-
-def test_tokens_as_probable_as_the_last_kept_one_are_kept() -> None:
-    p = torch.tensor([[0.4, 0.2, 0.2, 0.2]])
-    assert int((_filter(p, [Sampling(top_k=2)]) > 0).sum()) == 4
-    assert int((_filter(p, [Sampling(top_p=0.4)]) > 0).sum()) == 1
-
-
-@given(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=6).filter(any), st.floats(0, 1, width=32))
-def test_inverse_cdf_selects_at_u_and_never_probability_0(p: list[float], u: float) -> None:
-    token = int(_inverse_cdf(torch.tensor([p]), torch.tensor([u])))
-    assert p[token] > 0
-    assert sum(p[:token]) <= u * sum(p) + 1e-6 and (u * sum(p) <= sum(p[: token + 1]) + 1e-6)
 
 
 def test_samples_follow_the_probabilities() -> None:
     x = torch.tensor([[0.0, 1.0, 2.0]]).expand(4000, 3)
-    rows = [Row(Sampling(temperature=0.5), i, 0, (0,), 1) for i in range(4000)]
-    found = torch.bincount(sample(x, rows), minlength=3) / 4000
+    rows = [Choice(Sampling(temperature=0.5), i, 0, (0,), 1) for i in range(4000)]
+    found = torch.bincount(sample_rows(x, rows), minlength=3) / 4000
     want = (x[0] / 0.5).softmax(-1)
     torch.testing.assert_close(found, want, atol=0.03, rtol=0)  # 4 sigma of 4000 draws is 0.03
 
@@ -91,7 +73,7 @@ def test_penalties_bias_and_masked_stop_tokens_match_their_formulas() -> None:
     x = logits(1)
     penalties = {"repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     s = Sampling(max_tokens=9, logit_bias={5: 4.0}, min_tokens=4, stop_token_ids=(8,), **penalties)
-    got = _adjust(x, [row(s, prompt=(1, 2), output=(2, 2, 6))])[0]
+    got = adjusted(x, row(s, prompt=(1, 2), output=(2, 2, 6)))[0]
     want = x[0].clone()
     for t in (1, 2, 6):
         want[t] = want[t] / 2 if want[t] > 0 else want[t] * 2
@@ -100,13 +82,8 @@ def test_penalties_bias_and_masked_stop_tokens_match_their_formulas() -> None:
     want[5] += 4
     want[[8, V - 1]] = -torch.inf
     torch.testing.assert_close(got, want)
-    done = _adjust(x, [row(s, prompt=(1, 2), output=(2, 2, 6, 6))])[0]
+    done = adjusted(x, row(s, prompt=(1, 2), output=(2, 2, 6, 6)))[0]
     assert done[8] > -torch.inf
-
-
-def test_temperature_sharpens() -> None:
-    x = logits(1)
-    torch.testing.assert_close(probabilities(x, [row(Sampling(temperature=0.25))]), (x * 4).softmax(-1))
 
 
 @pytest.mark.parametrize(
@@ -121,13 +98,46 @@ def test_temperature_sharpens() -> None:
 def test_extreme_settings_sample_the_most_probable_token(sampling: Sampling) -> None:
     x = logits(1)
     x[0, 1] = -30.0  # the prompt's token, to which the penalty applies
-    assert sample(x, [row(sampling)]).tolist() == [int(x.argmax())]
+    assert sample_rows(x, [row(sampling)]).tolist() == [int(x.argmax())]
 
 
 def test_no_token_is_masked_if_all_would_end_the_output() -> None:
     every = Sampling(max_tokens=8, min_tokens=3, stop_token_ids=tuple(range(V)), temperature=1.0)
-    p = probabilities(_adjust(logits(1), [row(every)]), [row(every)])
-    assert torch.isfinite(p).all() and p.sum() > 0
+    assert torch.equal(adjusted(logits(1), row(every)), logits(1))
+
+
+@given(st.integers(), st.integers(0, 5), st.integers(0, 9), st.integers(0, 1000))
+def test_the_random_number_is_a_function_of_seed_choice_and_position(
+    seed: int, choice: int, n: int, prompt: int
+) -> None:
+    slots = Slots(V)
+    at = np.array([slots.add(Sampling(), seed, c, prompt) for c in (choice, choice + 1)])
+    packed = slots.parameters(at, np.array([prompt + n, prompt + n + 1]))
+    u = packed.unpack(torch.from_numpy(packed.packed))["u"]
+    assert u.tolist() == [np.float32(uniform(seed, choice, n)), np.float32(uniform(seed, choice + 1, n + 1))]
+
+
+def test_slots_are_reused_and_grow() -> None:
+    slots = Slots(V)
+    first = [slots.add(Sampling(temperature=0.5, top_k=k), 0, 0, 1) for k in range(1, 4)]
+    slots.remove(first[1:2])
+    again = slots.add(Sampling(temperature=0.25, top_p=0.5), 0, 0, 1)
+    more = [slots.add(Sampling(temperature=0.0, top_k=1000), i, 0, 1) for i in range(200)]
+    assert again == first[1] and len({SPARE, *first, *more}) == 204
+    found = slots.parameters(np.array([first[0], again, first[2], more[-1], SPARE]), np.ones(5, dtype=np.int64))
+    given = found.unpack(torch.from_numpy(found.packed))
+    assert given["top_k"].tolist() == [1, V, 3, V, V]
+    assert given["temperature"].tolist() == [0.5, 0.25, 0.5, 0.0, 0.0]
+    assert given["top_p"].tolist() == [1.0, 0.5, 1.0, 1.0, 1.0]
+    assert slots.greedy(np.array([SPARE, more[0]])) and not slots.greedy(np.array([SPARE, again]))
+
+
+def test_parameters_begin_at_multiples_of_16_bytes() -> None:
+    slots = Slots(V)
+    for count in (1, 5, 8):
+        found = slots.parameters(np.array([slots.add(Sampling(), 0, 0, 1)] * count), np.ones(count, dtype=np.int64))
+        on_host = torch.from_numpy(found.packed)
+        assert all((t.data_ptr() - on_host.data_ptr()) % 16 == 0 for t in found.unpack(on_host).values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,9 +15,8 @@ from bagu.ops.kernels.quantize import inverse_of, magnitude, quantized, scale_of
 from bagu.ops.kernels.scalars import rsqrt
 from bagu.ops.kv_write.quantize import LARGEST
 from bagu.ops.launch import next_power_of_2, triton_acc
-from bagu.ops.rope_kv_write.torch_backend import invariant_forward
 
-__all__ = ["forward", "invariant_forward"]
+__all__ = ["forward"]
 
 TUNABLE = {"forward": {"num_warps": (1, 4)}}  # the tests run every combination
 
