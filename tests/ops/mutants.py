@@ -191,6 +191,7 @@ def _calls(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func) == name
 
 
+@cache
 def _parameters(function: sources.Function) -> dict[str, str]:
     """The scalar parameters of a function that it does not assign, and what they are annotated with."""
     if not isinstance(function, ast.FunctionDef):
