@@ -6,7 +6,7 @@
 - It computes every addition, subtraction and multiplication of int32 a second time in int64, compares, and drops the
   result, because its `device_assert` does nothing. Here it does not compute them.
 - It builds the shape of every intermediate tensor three times, with a type for each size and each tuple of sizes, and a
-  table of all dtypes at each conversion. Here each shape and each dtype is built once.
+  table of all dtypes at each conversion. Here each shape and dtype is built once, and shapes are compared as lists.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def install() -> None:
     interpreter._get_np_dtype = by_name(interpreter._get_np_dtype)
     core.block_type.__init__ = block_type_init(core)
     core.tensor.__init__ = tensor_init(core)
+    core.tuple.__eq__ = tuple_eq(core)
+    core.dtype.__eq__ = dtype_eq(core)
 
 
 def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
@@ -152,3 +154,28 @@ def tensor_init(core: Any) -> Callable[..., None]:
         self.shape, self.numel = built(*type.shape.values) if type.is_block() else built()
 
     return init
+
+
+def tuple_eq(core: Any) -> Callable[[Any, Any], Any]:
+    """Compare with integers as they are; Triton first builds a tuple of them, with a type."""
+    equal, constexpr = core.tuple.__eq__, core.constexpr
+
+    @wraps(equal)
+    def eq(self: Any, other: Any) -> Any:
+        values = other.values if type(other) is core.tuple else other
+        if type(values) is list and all(type(v) is int for v in values):
+            return constexpr(self.values == values)
+        return equal(self, other)
+
+    return eq
+
+
+def dtype_eq(core: Any) -> Callable[[Any, Any], bool]:
+    """A dtype is itself, without a look at its name."""
+    equal = core.dtype.__eq__
+
+    @wraps(equal)
+    def eq(self: Any, other: Any) -> bool:
+        return self is other or equal(self, other)
+
+    return eq

@@ -90,3 +90,17 @@ def test_numpy_dtypes_are_those_of_triton(interpreter: Any) -> None:
     for scalar in (*scalars, core.pointer_type(core.float16)):
         for dtype in (scalar, core.block_type(scalar, [2, 4])):
             assert ours(dtype) == own(dtype)
+
+
+def test_equality_is_that_of_triton(interpreter: Any) -> None:
+    from triton.language import core
+
+    one, two = core.constexpr(1), core.constexpr(2)
+    values = [[1, 2], [1, 3], [1], [], [one, two], [1, 2.0], (1, 2), core.tuple([1, 2]), core.tuple([one, two])]
+    for left in (v for v in values if isinstance(v, core.tuple)):
+        for right in values:
+            assert repr(left == right) == repr(core.tuple.__eq__.__wrapped__(left, right))
+    dtypes = [core.int32, core.dtype("int32"), core.float32, core.constexpr(core.int32), "int32", None]
+    for left in (d for d in dtypes if isinstance(d, core.dtype)):
+        for right in dtypes:
+            assert (left == right) == core.dtype.__eq__.__wrapped__(left, right)
