@@ -1,1 +1,1 @@
-"""Training over several processes: meshes, launching, collectives, data parallelism, ZeRO."""
+"""Training over several processes (meshes, collectives, every kind of parallelism), and the planner of layouts."""

@@ -1,0 +1,27 @@
+"""The constants of the cost model that no data sheet gives.
+
+Each was set once, to minimize the error over the calibration rows alone (`python -m bagu.parallel.planner.calibrate`;
+rows.py names the sources). They are the same for every model, cluster and source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CALIBRATION", "Calibration"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    matmul_ampere: float = 0.95  # rate of large matmuls in a training step, relative to the best rate measured alone
+    matmul_hopper: float = 0.90
+    ramp_k: float = 160.0  # cost of filling and draining a tile, in steps of K
+    hbm: float = 0.80  # share of the memory bandwidth that elementwise kernels reach
+    network: float = 0.75  # share of the network's rate that collectives reach
+    interference: float = 0.15  # share of a hidden collective's time that it still costs: it takes SMs and bandwidth
+    tp_hidden: float = 0.6  # share of tensor-parallel communication that overlapped kernels hide
+    launch_us: float = 6.0  # host time per eager kernel launch
+    step_ms: float = 30.0  # host time per step that nothing hides: clipping, loss, scheduling
+
+
+CALIBRATION = Calibration()

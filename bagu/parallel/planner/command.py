@@ -1,0 +1,200 @@
+"""`bagu plan`, `bagu plan validate` and `bagu plan --serve`: read the arguments, print a table or JSON, write pages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rich.console import Console
+from rich.table import Table
+
+from bagu.errors import ArgumentError, UnknownName
+from bagu.parallel.plan import Plan, best
+from bagu.parallel.planner.cluster import Cluster, cluster_of
+from bagu.parallel.planner.explain import explain, mesh_line
+from bagu.parallel.planner.kernels import Precision
+from bagu.parallel.planner.layouts import Workload
+from bagu.parallel.planner.models import model_of
+from bagu.parallel.planner.page import plan_page, validation_page
+from bagu.parallel.planner.plots import draw_plan, draw_validation
+from bagu.parallel.planner.serving import Deployment, Traffic, deployments
+from bagu.parallel.planner.validate import Report, validate
+
+__all__ = ["plan", "serve", "validation"]
+
+
+def plan(
+    *,
+    model: str,
+    gpus: int,
+    gpu: str,
+    seq: int,
+    batch: int,
+    tokens: float | None,
+    precision: str,
+    top: int,
+    as_json: bool,
+    out: Path | None,
+) -> None:
+    if precision not in get_args(Precision):
+        raise UnknownName.among("precision", precision, get_args(Precision))
+    if top < 1:
+        raise ArgumentError(f"top is {top}", hint="give 1 or more")
+    if tokens is not None and not tokens > 0:
+        raise ArgumentError(f"tokens is {tokens:g}", hint="give a number of tokens to train on, such as 2e12")
+    chosen: Literal["bf16", "fp8"] = "fp8" if precision == "fp8" else "bf16"
+    workload = Workload(model=model_of(model), seq=seq, batch=batch, precision=chosen)
+    cluster = cluster_of(gpu)
+    found = best(workload, cluster, gpus)
+    title = f"{model} on {gpus} × {cluster.gpu.name}: {seq} tokens, batch {batch}, {precision}"
+    if as_json:
+        print(json.dumps(_as_json(found, top, tokens), indent=1))
+    else:
+        _print(found, top, tokens, title)
+    if out is not None:
+        drawn = draw_plan(found, out / "plan", title)
+        _write(out / "plan.html", plan_page(found, title, None if drawn else out / "plan.svg"), drawn, quiet=as_json)
+
+
+def serve(
+    *, model: str, gpu: str, rate: float, input_tokens: int, output_tokens: int, token_ms: float, first_token_ms: float,
+    as_json: bool,
+) -> None:  # fmt: skip
+    traffic = Traffic(
+        requests_per_s=rate, input_tokens=input_tokens, output_tokens=output_tokens, token_ms=token_ms,
+        first_token_ms=first_token_ms,
+    )  # fmt: skip
+    cluster = cluster_of(gpu)
+    found = deployments(model_of(model), cluster, traffic)
+    if as_json:
+        print(json.dumps([asdict(d) | {"gpus": d.gpus} for d in found], indent=1))
+        return
+    _print_serving(found, f"{model} on {cluster.gpu.name}", traffic)
+
+
+def validation(*, out: Path | None, as_json: bool) -> None:
+    report = validate()
+    if as_json:
+        print(json.dumps(_report_json(report), indent=1))
+    else:
+        _print_report(report)
+    if out is not None:
+        drawn = draw_validation(report.done, out / "validation")
+        page = validation_page(report, None if drawn else out / "validation.svg")
+        _write(out / "validation.html", page, drawn, quiet=as_json)
+
+
+def _write(path: Path, page: str, missing: str | None, *, quiet: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+    console = Console(stderr=quiet)
+    if missing:
+        console.print(f"no plot: {missing}")
+    console.print(f"wrote {path}", soft_wrap=True)
+
+
+def _print(found: Plan, top: int, tokens: float | None, title: str) -> None:
+    console = Console()
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("layout", overflow="fold")
+    for name in ("s/step", "MFU %", "tokens/s", "GiB/GPU", *(("days", "USD") if tokens else ())):
+        table.add_column(name, justify="right")
+    for choice in found.distinct(top):
+        cells = [choice.layout.words(), f"{choice.step_s:.3f}", f"{100 * choice.mfu:.1f}"]
+        cells += [f"{choice.tokens_per_s:,.0f}", f"{choice.memory_gib:.1f}"]
+        if tokens:
+            days = choice.days(tokens)
+            cells += [f"{days:,.1f}", f"{_cost(found.cluster, found.gpus, days):,.0f}"]
+        table.add_row(*cells)
+    console.print(table)
+    console.print()
+    for sentence in explain(found):
+        console.print(sentence, highlight=False)
+    console.print(f"\nbagu train {mesh_line(found.winner.layout)}", highlight=False, soft_wrap=True)
+
+
+def _cost(cluster: Cluster, gpus: int, days: float) -> float:
+    return days * 24 * gpus * cluster.gpu.usd_per_hour
+
+
+def _as_json(found: Plan, top: int, tokens: float | None) -> dict[str, Any]:
+    def one(choice: Any) -> dict[str, Any]:
+        row = {
+            "layout": asdict(choice.layout), "mesh": mesh_line(choice.layout), "step_s": choice.step_s,
+            "mfu": choice.mfu, "tokens_per_s": choice.tokens_per_s, "memory_gib": choice.memory_gib,
+            "seconds": choice.seconds, "memory_bytes": choice.memory_bytes,
+        }  # fmt: skip
+        if tokens:
+            days = choice.days(tokens)
+            row |= {"days": days, "usd": _cost(found.cluster, found.gpus, days)}
+        return row
+
+    return {
+        "considered": len(found.considered),
+        "fit": len(found),
+        "explanation": explain(found),
+        "layouts": [one(choice) for choice in found.distinct(top)],
+    }
+
+
+def _print_serving(found: Sequence[Deployment], title: str, traffic: Traffic) -> None:
+    console = Console()
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    names = ("tp", "batch", "KV tokens", "requests/s", "ms/token", "ms to first", "replicas", "GPUs", "USD/M tokens")
+    for name in names:
+        table.add_column(name, justify="right")
+    for d in found:
+        table.add_row(
+            str(d.tp), str(d.batch), f"{d.kv_tokens:,}", f"{d.requests_per_s:.2f}", f"{d.token_ms:.1f}",
+            f"{d.first_token_ms:.0f}", str(d.replicas), str(d.gpus), f"{d.usd_per_million_tokens:.2f}",
+        )  # fmt: skip
+    console.print(table)
+    first = found[0]
+    console.print(
+        f"\n{first.replicas} replicas of tp {first.tp} ({first.gpus} GPUs) serve {traffic.requests_per_s:g} requests/s "
+        f"of {traffic.input_tokens} + {traffic.output_tokens} tokens at {first.token_ms:.1f} ms per token; the KV "
+        f"cache of a replica holds {first.kv_tokens:,} tokens.",
+        highlight=False,
+    )
+
+
+def _print_report(report: Report) -> None:
+    console = Console()
+    table = Table(title="Step time beside published measurements", title_justify="left", box=None, pad_edge=False)
+    for name in ("source", "used for", "rows", "mean error %", "signed %"):
+        table.add_column(name, justify="left" if name in ("source", "used for") else "right")
+    for name, (judges, rows, error, bias) in report.errors.items():
+        table.add_row(
+            name, "judging" if judges else "calibration", str(rows), f"{100 * error:.1f}", f"{100 * bias:+.1f}"
+        )
+    console.print(table)
+    for name, value in report.summary():
+        console.print(f"{name}: {value:.1f}" if isinstance(value, float) else f"{name}: {value}", highlight=False)
+    for title, _, _, sets in report.rankings:
+        for one in sets:
+            share = 100 * one.right / one.pairs
+            console.print(f"  {title}: {one.name}: {share:.0f} % of {one.pairs} pairs", highlight=False, soft_wrap=True)
+    for name, (rows, error, bias) in report.memory.items():
+        console.print(f"memory, {name}: {100 * error:.1f} % ({100 * bias:+.1f} %) of {rows} rows", highlight=False)
+    console.print(report.out_of_memory, highlight=False)
+
+
+def _report_json(report: Report) -> dict[str, Any]:
+    return {
+        "judged_mean_error": report.judged_error,
+        "sources": {
+            name: {"judges": judges, "rows": rows, "mean_error": error, "signed_error": bias}
+            for name, (judges, rows, error, bias) in report.errors.items()
+        },
+        "ranking": [
+            {"grouping": title, "share_right": share, "pairs": pairs, "sets": [asdict(one) for one in sets]}
+            for title, share, pairs, sets in report.rankings
+        ],
+        "memory": {
+            name: {"rows": rows, "mean_error": error, "signed_error": bias}
+            for name, (rows, error, bias) in report.memory.items()
+        },
+    }

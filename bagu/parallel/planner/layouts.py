@@ -1,0 +1,110 @@
+"""Layouts as arrays: one entry of every array is one way to spread a run over the GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bagu.nn.config import ModelConfig
+from bagu.parallel.planner.kernels import Precision
+
+__all__ = ["RECOMPUTE", "SCHEDULES", "Layout", "Layouts", "Workload"]
+
+Ints = NDArray[np.int64]
+Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["1f1b", "zero_bubble"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The run to place: a model, its documents, and the global batch in sequences."""
+
+    model: ModelConfig
+    seq: int
+    batch: int
+    precision: Precision = "bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One layout. `dp` counts all data-parallel ranks; ZeRO shards over `shard` of them."""
+
+    dp: int = 1
+    shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    zero: int = 0
+    sequence_parallel: bool = False
+    micro_batch: int = 1
+    virtual: int = 1  # stages per rank (interleaved schedule)
+    schedule: Schedule = "1f1b"
+    recompute: Recompute = "none"
+
+    @property
+    def gpus(self) -> int:
+        return self.dp * self.tp * self.cp * self.pp
+
+    def words(self) -> str:
+        """Short text: `dp 16 (ZeRO-1) · tp 8 · pp 4`."""
+        zero = (
+            "" if not self.zero else f" (ZeRO-{self.zero}" + (f" over {self.shard})" if self.shard != self.dp else ")")
+        )
+        parts = [f"dp {self.dp}{zero}"]
+        parts += [f"{name} {getattr(self, name)}" for name in ("tp", "cp", "pp", "ep") if getattr(self, name) > 1]
+        if self.pp > 1 and self.schedule == "zero_bubble":
+            parts.append("zero-bubble")
+        elif self.virtual > 1:
+            parts.append(f"{self.virtual} stages a rank")
+        parts.append(f"micro-batch {self.micro_batch}")
+        if self.recompute != "none":
+            parts.append(f"{self.recompute} recomputation")
+        return " · ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """Many layouts: the fields of `Layout`, with indices into RECOMPUTE and SCHEDULES."""
+
+    dp: Ints
+    shard: Ints
+    tp: Ints
+    cp: Ints
+    pp: Ints
+    ep: Ints
+    zero: Ints
+    sequence_parallel: Ints
+    micro_batch: Ints
+    virtual: Ints
+    schedule: Ints
+    recompute: Ints
+
+    @classmethod
+    def of(cls, *layouts: Layout) -> Layouts:
+        columns = {f.name: [getattr(x, f.name) for x in layouts] for f in fields(Layout)}
+        columns["schedule"] = [SCHEDULES.index(x.schedule) for x in layouts]
+        columns["recompute"] = [RECOMPUTE.index(x.recompute) for x in layouts]
+        return cls(**{name: np.asarray(column, dtype=np.int64) for name, column in columns.items()})
+
+    def __len__(self) -> int:
+        return len(self.dp)
+
+    def __getitem__(self, i: int) -> Layout:
+        values = {f.name: int(getattr(self, f.name)[i]) for f in fields(self)}
+        return Layout(
+            **{
+                **values,
+                "sequence_parallel": bool(values["sequence_parallel"]),
+                "schedule": SCHEDULES[values["schedule"]],
+                "recompute": RECOMPUTE[values["recompute"]],
+            }  # type: ignore[arg-type]
+        )
+
+    def where(self, mask: NDArray[np.bool_] | Ints) -> Layouts:
+        return Layouts(**{f.name: getattr(self, f.name)[mask] for f in fields(self)})

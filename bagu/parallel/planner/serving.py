@@ -1,0 +1,170 @@
+"""Plan a serving deployment: tensor parallelism, batch size, KV room and replicas for a request rate and latencies.
+
+One replica of `tp` GPUs alternates decode steps of a batch of B sequences with prefills. In equilibrium, with p seconds
+of prefill per request, t(B) seconds per decode step and N output tokens,
+
+    requests per second   r = B / (N · t(B) + B · p)
+    time per output token     t(B) / (1 - r · p)         prefills run between decode steps
+    time to first token       p + r · p² / (2 (1 - r · p))   and the queue for them, as M/D/1
+
+The plan takes the largest batch that meets both targets and whose KV cache fits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bagu.errors import ArgumentError
+from bagu.nn.config import ModelConfig
+from bagu.nn.count import kv_bytes
+from bagu.parallel.planner import collectives as comm
+from bagu.parallel.planner import kernels
+from bagu.parallel.planner.calibration import CALIBRATION, Calibration
+from bagu.parallel.planner.cluster import Cluster
+from bagu.parallel.planner.model_cost import Linear, ModelCost, model_cost
+from bagu.parallel.planner.search import divisors
+
+__all__ = ["Deployment", "Traffic", "deployments"]
+
+Array = NDArray[np.float64]
+GiB = 2**30
+USABLE = 0.9  # share of the GPU that weights and KV cache may fill; activations and libraries need the rest
+KERNELS_PER_LAYER = 9
+KERNEL_US = 3.0  # start and end of a small kernel inside a CUDA graph, per kernel
+STEP_US = 500.0  # host time between two decode steps: scheduling and sampling
+BATCHES = np.unique(np.round(2.0 ** np.arange(0, 10.25, 0.25)))  # 1 to 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """The load and the targets."""
+
+    requests_per_s: float
+    input_tokens: int
+    output_tokens: int
+    token_ms: float  # time per output token
+    first_token_ms: float = 1000.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ArgumentError(f"{name} is {value}", hint="give more than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    tp: int
+    batch: int  # sequences that decode together
+    kv_tokens: int  # tokens that the KV cache of a replica holds
+    requests_per_s: float  # of one replica
+    token_ms: float
+    first_token_ms: float
+    replicas: int
+    usd_per_million_tokens: float  # of output
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.replicas
+
+
+def deployments(
+    model: ModelConfig, cluster: Cluster, traffic: Traffic, calibration: Calibration = CALIBRATION
+) -> list[Deployment]:
+    """The best batch for every tensor-parallel size that meets the targets, fewest GPUs first."""
+    cost = model_cost(model)
+    sizes = [tp for tp in divisors(cluster.gpus_per_node) if model.num_heads % tp == 0]
+    found, reasons = [], []
+    for tp in sizes:
+        one = _deployment(cost, cluster, traffic, tp, calibration)
+        if isinstance(one, Deployment):
+            found.append(one)
+        else:
+            reasons.append(one)
+    if not found:
+        raise ArgumentError(
+            f"no deployment on {cluster.gpu.name} meets {traffic.token_ms:g} ms per token and "
+            f"{traffic.first_token_ms:g} ms to the first: {'; '.join(reasons)}",
+            hint="allow more latency, shorten the prompts, or use a GPU with more memory or bandwidth",
+        )
+    return sorted(found, key=lambda d: (d.gpus, d.token_ms))
+
+
+def _deployment(cost: ModelCost, cluster: Cluster, traffic: Traffic, tp: int, c: Calibration) -> Deployment | str:
+    """The deployment, or why there is none."""
+    model = cost.config
+    weights = 2.0 * cost.parameters / tp
+    share = tp if model.mla is None else 1  # the latent of MLA is not divided
+    per_token = kv_bytes(model) / min(share, model.num_kv_heads)
+    room = USABLE * cluster.gpu.memory_gib * GiB - weights
+    length = traffic.input_tokens + traffic.output_tokens
+    if room < per_token * length:
+        return f"tp {tp} has no room for one sequence beside {weights / GiB:.0f} GiB of weights"
+    kv_tokens = int(room / max(per_token, 1))
+    mean = traffic.input_tokens + traffic.output_tokens / 2
+    batches = BATCHES[BATCHES * mean <= kv_tokens]
+    prefill = float(_forward_s(cost, cluster, tp, np.array([float(traffic.input_tokens)]), traffic.input_tokens, c)[0])
+    decode = _decode_s(cost, cluster, tp, batches, mean, per_token, c)
+    rate = batches / (traffic.output_tokens * decode + batches * prefill)
+    busy = rate * prefill
+    token_ms = 1000 * decode / (1 - busy)
+    first_ms = 1000 * (prefill + busy * prefill / (2 * (1 - busy)))
+    meets = (token_ms <= traffic.token_ms) & (first_ms <= traffic.first_token_ms)
+    if not meets.any():
+        return f"tp {tp} takes {token_ms.min():.3g} ms per token and {first_ms.min():.3g} ms to the first"
+    i = int(np.flatnonzero(meets)[np.argmax(rate[meets])])
+    replicas = math.ceil(traffic.requests_per_s / rate[i] - 1e-9)
+    hourly = replicas * tp * cluster.gpu.usd_per_hour
+    tokens = traffic.requests_per_s * traffic.output_tokens * 3600
+    return Deployment(
+        tp=tp, batch=int(batches[i]), kv_tokens=kv_tokens, requests_per_s=float(rate[i]), token_ms=float(token_ms[i]),
+        first_token_ms=float(first_ms[i]), replicas=replicas, usd_per_million_tokens=1e6 * hourly / tokens,
+    )  # fmt: skip
+
+
+def _decode_s(
+    cost: ModelCost, cluster: Cluster, tp: int, batch: Array, context: float, kv: float, c: Calibration
+) -> Array:
+    """One step of `batch` sequences: products with few rows, and every cached key and value read once."""
+    cache = kernels.memory_s(cluster.gpu, c, batch * context * kv)
+    small = cost.config.num_layers * KERNELS_PER_LAYER * KERNEL_US * 1e-6 + STEP_US * 1e-6
+    return _products_s(cost, cluster, tp, batch, c) + cache + small
+
+
+def _forward_s(cost: ModelCost, cluster: Cluster, tp: int, tokens: Array, length: int, c: Calibration) -> Array:
+    """A prefill of `tokens` tokens."""
+    kernel: kernels.AttentionKernel = "flash3"
+    flops = tokens * cost.attention_flops(length) * cost.config.num_layers / tp
+    attention, _ = kernels.attention_s(cluster.gpu, kernel, flops, float(length), cost.config.v_dim)
+    return _products_s(cost, cluster, tp, tokens, c) + attention
+
+
+def _products_s(cost: ModelCost, cluster: Cluster, tp: int, rows: Array, c: Calibration) -> Array:
+    """All products of a forward with `rows` rows, and the all-reduces between them."""
+    model, seconds = cost.config, np.zeros_like(rows)
+    for layer in cost.layers:
+        for linear in layer.linears:
+            seconds = seconds + layer.count * _linear_s(cluster, linear, tp, rows, c)
+        if layer.moe is not None:
+            used = np.minimum(layer.moe.num_experts, rows * layer.moe.top_k)  # experts that get a token
+            each = rows * layer.moe.top_k / used
+            for linear in layer.experts:
+                one = _linear_s(cluster, linear, 1, each, c, batch=used / tp)
+                seconds = seconds + layer.count * one
+    head = Linear(n=model.vocab_size, k=model.hidden_size, split="columns")
+    seconds = seconds + _linear_s(cluster, head, tp, rows, c)
+    ranks = np.full_like(rows, float(tp))
+    group = comm.group(cluster, ranks, np.ones_like(rows))
+    reduce = comm.all_reduce_s(cluster, c, group, 2.0 * rows * model.hidden_size)
+    return seconds + 2 * model.num_layers * reduce
+
+
+def _linear_s(
+    cluster: Cluster, linear: Linear, tp: int, rows: Array, c: Calibration, batch: Array | float = 1.0
+) -> Array:
+    n = np.full_like(rows, math.ceil(linear.n / tp) if linear.split == "columns" else linear.n)
+    k = np.full_like(rows, math.ceil(linear.k / tp) if linear.split == "rows" else linear.k)
+    return kernels.matmul_s(cluster.gpu, c, rows, n, k, batch=batch)
