@@ -180,6 +180,14 @@ def _print_report(report: Report) -> None:
     for name, (rows, error, bias) in report.memory.items():
         console.print(f"memory, {name}: {100 * error:.1f} % ({100 * bias:+.1f} %) of {rows} rows", highlight=False)
     console.print(report.out_of_memory, highlight=False)
+    for own in report.own:
+        console.print(
+            f"bagu, {own.model} on one {own.gpu}, {own.micro_batches} micro-batches: step {own.predicted_s:.3f} s "
+            f"({100 * own.time_error:+.1f} %), peak {own.predicted_bytes / 1e9:.1f} GB "
+            f"({100 * own.memory_error:+.1f} %)",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _report_json(report: Report) -> dict[str, Any]:
@@ -197,4 +205,5 @@ def _report_json(report: Report) -> dict[str, Any]:
             name: {"rows": rows, "mean_error": error, "signed_error": bias}
             for name, (rows, error, bias) in report.memory.items()
         },
+        "own": [asdict(one) for one in report.own],
     }

@@ -26,6 +26,11 @@ Array = NDArray[np.float64]
 # (rows, columns, rate relative to the largest tile): smaller tiles reuse less of what they load
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
 SPLITS = (1, 2, 4, 8)  # parts of K that different multiprocessors sum up
+# every choice of a tile and a split, as columns: [choices, 1]
+ROWS, COLUMNS, SPEED, PARTS = (
+    np.array(column, dtype=float)[:, None]
+    for column in zip(*((*tile, parts) for tile in TILES for parts in SPLITS), strict=True)
+)
 
 # Rates (TFLOP/s) of forward and backward of causal attention in bf16 at long sequences with heads of 128, counting half
 # the square: FlashAttention-2 (arXiv:2307.08691, figures 4 to 7), FlashAttention-3 (arXiv:2407.08608, figures 5 and 6).
@@ -67,13 +72,11 @@ def matmul_s(
 ) -> Array:
     """Seconds of `batch` products [m, k] x [k, n]."""
     rate = matmul_rate(gpu, precision, c) / gpu.sms
-    best = np.inf
-    for rows, columns, speed in TILES:
-        tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
-        for parts in SPLITS:
-            waves = np.ceil(tiles * parts / gpu.sms)
-            steps = k / parts + c.ramp_k * (1 if parts == 1 else 1.5)
-            best = np.minimum(best, waves * 2 * rows * columns * steps / (rate * speed))
+    m, n, k, batch = np.broadcast_arrays(m, n, k, batch)
+    tiles = np.ceil(m / ROWS) * np.ceil(n / COLUMNS) * batch  # [choices, shapes]
+    waves = np.ceil(tiles * PARTS / gpu.sms)
+    steps = k / PARTS + c.ramp_k * np.where(PARTS == 1, 1.0, 1.5)  # the parts of K are added up at the end
+    best = (waves * 2 * ROWS * COLUMNS * steps / (rate * SPEED)).min(axis=0)
     itemsize = 2 if precision == "bf16" else 1
     traffic = batch * (m * k * itemsize + k * n * itemsize + 2 * m * n)
     return np.maximum(best / alignment(n, k), traffic / (gpu.hbm_tb_per_s * 1e12 * c.hbm))

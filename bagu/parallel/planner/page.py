@@ -62,6 +62,15 @@ def validation_page(report: Report, svg: Path | None) -> str:
         ("source", "rows", "mean error, %", "mean signed error, %"),
         [(name, n, 100 * error, 100 * bias) for name, (n, error, bias) in report.memory.items()],
     )
+    own = grid(
+        ("model", "GPU", "micro-batches", "measured, s", "predicted, s", "error, %", "measured, GB", "predicted, GB",
+         "error, %"),
+        [
+            (x.model, x.gpu, x.micro_batches, x.measured_s, x.predicted_s, 100 * x.time_error, x.measured_bytes / 1e9,
+             x.predicted_bytes / 1e9, 100 * x.memory_error)
+            for x in report.own
+        ],
+    )  # fmt: skip
     used = facts([(name, value) for name, value in vars(CALIBRATION).items()])
     where = "".join(
         f"<li>{text(about['title'])}: {text('; '.join(about['url']))}"
@@ -80,7 +89,8 @@ def validation_page(report: Report, svg: Path | None) -> str:
     )  # fmt: skip
     body = (
         f"{facts(report.summary())}{_figure(svg)}<h2>Step time per source</h2>{per_source}<h2>Ranking</h2>{ranking}"
-        f"<h2>Memory</h2><p>{text(report.out_of_memory)}</p>{memory}<h2>Constants</h2>{used}"
+        f"<h2>Memory</h2><p>{text(report.out_of_memory)}</p>{memory}"
+        f"<h2>bagu on one GPU</h2>{own}<h2>Constants</h2>{used}"
         f"<h2>Sources</h2><ul>{where}</ul><h2>Rows that are not compared</h2><ul>{omitted}</ul>"
         f"<h2>All rows</h2><details><summary>{len(report.done)} rows</summary>{rows}</details>"
     )

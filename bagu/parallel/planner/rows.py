@@ -20,7 +20,7 @@ from bagu.parallel.planner.model_cost import model_cost
 from bagu.parallel.planner.models import MODELS
 from bagu.parallel.planner.software import STACKS, Software
 
-__all__ = ["CALIBRATE", "JUDGE", "Row", "left_out", "read_rows", "sources"]
+__all__ = ["CALIBRATE", "JUDGE", "Row", "left_out", "own", "read_rows", "sources"]
 
 CALIBRATE = ("sc21-table1", "sc21-table2", "korthikanti", "megatron-core", "nanotron")
 JUDGE = ("mosaicml", "bloom", "torchtitan", "dgxc")  # the three torchtitan tables are one source
@@ -91,6 +91,11 @@ def _tables() -> dict[str, Any]:
 def sources() -> dict[str, dict[str, Any]]:
     """Title, addresses and inferred fields of each source."""
     return dict(_tables()["sources"])
+
+
+def own() -> list[dict[str, Any]]:
+    """Rows of bagu's own training benchmark."""
+    return list(_tables()["own"])
 
 
 def left_out() -> list[tuple[str, str]]:

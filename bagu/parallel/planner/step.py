@@ -80,7 +80,7 @@ def step_time(
         p2p=_sends(s, micro_batches),
         dp=_data_parallel(s, window_f, window_b, micro_batches),
         optimizer=_optimizer(s),
-        host=steady.host + calibration.step_ms * 1e-3,
+        host=steady.host + calibration.step_ms * 1e-3 * (layouts.dp * layouts.tp * layouts.pp * layouts.cp > 1),
     )
 
 

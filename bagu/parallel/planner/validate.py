@@ -16,6 +16,7 @@ import numpy as np
 from bagu.parallel.planner.calibration import CALIBRATION, Calibration
 from bagu.parallel.planner.layouts import Layouts
 from bagu.parallel.planner.memory import memory
+from bagu.parallel.planner.own_rows import OwnRow, own_rows
 from bagu.parallel.planner.rows import JUDGE, Row, read_rows
 from bagu.parallel.planner.step import step_time
 
@@ -142,6 +143,7 @@ class Report:
     rankings: tuple[tuple[str, float, int, list[Ranking]], ...]  # (grouping, share right, pairs, sets)
     memory: dict[str, tuple[int, float, float]]
     out_of_memory: str
+    own: list[OwnRow]
 
     @property
     def judged_error(self) -> float:
@@ -174,4 +176,5 @@ def validate(calibration: Calibration = CALIBRATION) -> Report:
         rankings=tuple(groupings),
         memory=table,
         out_of_memory=out_of_memory,
+        own=own_rows(),
     )
