@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from bagu.parallel.planner import document
 from bagu.parallel.planner.calibrate import RANGES, calibration_rows, loss
 from bagu.parallel.planner.calibration import CALIBRATION, Calibration
 from bagu.parallel.planner.rows import CALIBRATE, JUDGE, left_out, own, read_rows, sources
 from bagu.parallel.planner.validate import Compared, Report, rank, validate
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "train" / "nvidia-h200.jsonl"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "train" / "nvidia-h200.jsonl"
+DOCUMENT = ROOT / "docs" / "planner.md"
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +75,11 @@ def test_own_rows_are_those_of_the_benchmark() -> None:
     for row in own():
         found = measured[row["model"], row["micro_batches"]]
         assert (row["peak_bytes"], row["step_s"]) == (found["peak_bytes"], round(found["step_s"], 5))
+
+
+def test_the_document_has_these_figures(report: Report) -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert document.updated(text, report) == text, "run python -m bagu.parallel.planner.document"
 
 
 def test_rows_are_complete_and_left_out_ones_say_why() -> None:

@@ -111,7 +111,7 @@ def unfused_attention_s(
     batch = sequences * heads
     ones = np.ones_like(batch)
     scores = matmul_s(gpu, c, ones * length, ones * length, ones * head_dim, batch=batch)
-    values = matmul_s(gpu, c, ones * length, ones * head_dim, ones * length, batch=batch) / alignment(head_dim)
+    values = matmul_s(gpu, c, ones * length, ones * head_dim, ones * length, batch=batch)
     square = batch * length * length
     fused = batch % 4 == 0
     forward = scores + values + memory_s(gpu, c, square * np.where(fused, 4 + 5, 24 + 5))

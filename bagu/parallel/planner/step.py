@@ -7,7 +7,7 @@ m micro-batches, v stages per rank; the second term is the bubble of 1F1B and in
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +46,7 @@ class StepTime:
 
     @property
     def total(self) -> Array:
-        return sum((getattr(self, name) for name in self.__dataclass_fields__), np.float64(0))
+        return np.sum([getattr(self, field.name) for field in fields(self)], axis=0)
 
 
 def step_time(
