@@ -82,12 +82,13 @@ class MeshConfig:
 
     def coordinate(self, group: Group, rank: int) -> int:
         """The index of a rank in its group: 0 to size - 1, row-major for a combined group."""
-        at, rest = {}, rank
+        at: dict[str, int] = {}
+        rest = rank
         for name in reversed(DIMS):
             rest, at[name] = divmod(rest, self.size(name))
         index = 0
-        for name in COMBINED.get(group, (group,)):
-            index = index * self.size(name) + at[name]
+        for part in COMBINED.get(group, (group,)):
+            index = index * getattr(self, part) + at[part]
         return index
 
     def smaller(self, micro_batches: int) -> MeshConfig | None:
@@ -141,11 +142,11 @@ def open_mesh(config: MeshConfig, device: torch.device) -> Mesh:
     names = [name for name in DIMS if config.size(name) > 1] or ["dp"]
     ranks = torch.arange(config.ranks).view([config.size(name) for name in names])
     device_mesh = DeviceMesh(device.type, ranks, mesh_dim_names=tuple(names))
-    groups: dict[Group, dist.ProcessGroup] = {name: device_mesh.get_group(name) for name in names}  # type: ignore[misc]
+    groups: dict[Group, dist.ProcessGroup] = {name: device_mesh.get_group(name) for name in names}
     for combined, parts in COMBINED.items():
         inside = [name for name in names if name in parts]
         if len(inside) == 1:
-            groups[combined] = groups[inside[0]]  # type: ignore[index]
+            groups[combined] = groups[inside[0]]
         elif inside:
             groups[combined] = _combined_group(config, parts)
     if config.ranks == 1:
@@ -162,6 +163,6 @@ def _combined_group(config: MeshConfig, parts: tuple[Dim, ...]) -> dist.ProcessG
     for row in rows.tolist():
         group = dist.new_group(row)
         if dist.get_rank() in row:
-            mine = group  # type: ignore[assignment]
+            mine = group
     assert mine is not None
     return mine

@@ -24,10 +24,10 @@ def short(name: str, **options: Any) -> Case:
 
 TWO = [
     Case(name="data parallel"),
-    Case(name="zero 1", mesh="shard=2", zero=1),
+    Case(name="zero 1", mesh="shard=2", zero=1, micro_batches=2),
     Case(name="zero 2", mesh="shard=2", zero=2),
     Case(name="zero 3", mesh="shard=2", zero=3),
-    Case(name="muon, zero 3", mesh="shard=2", zero=3, optimizer=MUON),
+    Case(name="muon, zero 3", mesh="shard=2", zero=3, optimizer=MUON, micro_batches=2),
     *(short(f"{kind}, zero 2", zero=2, micro_batches=2, optimizer={"kind": kind}) for kind in KINDS),
     short("one micro-batch a rank", micro_batches=2),
     short("muon, data parallel", mesh="dp=2", optimizer=MUON),
@@ -55,10 +55,10 @@ FOUR = [
     short("muon, hybrid", mesh="dp=2,shard=2", optimizer=MUON),
 ]
 FP32 = [
-    Case(name="data parallel", dtype=torch.float32),
-    Case(name="zero 1", mesh="shard=2", zero=1, dtype=torch.float32),
-    Case(name="zero 2", mesh="shard=2", zero=2, dtype=torch.float32),
-    Case(name="zero 3", mesh="shard=2", zero=3, dtype=torch.float32),
+    Case(name="data parallel", dtype=torch.float32, micro_batches=2),
+    Case(name="zero 1", mesh="shard=2", zero=1, dtype=torch.float32, micro_batches=2),
+    Case(name="zero 2", mesh="shard=2", zero=2, dtype=torch.float32, micro_batches=2),
+    Case(name="zero 3", mesh="shard=2", zero=3, dtype=torch.float32, micro_batches=2),
 ]
 
 
