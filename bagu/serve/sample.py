@@ -39,7 +39,7 @@ class Parameters(NamedTuple):
     """
 
     packed: np.ndarray
-    count: int  # R
+    rows: int  # R
 
     @classmethod
     def of(cls, top_k: np.ndarray, floats: np.ndarray) -> Parameters:
@@ -50,19 +50,21 @@ class Parameters(NamedTuple):
         packed[1:].view(np.float32).reshape(4, -1)[:, :count] = floats
         return cls(packed, count)
 
-    def unpack(self, packed: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The arguments of ops.sample, from `packed` on the device."""
-        rows = packed[1:].view(torch.float32).view(4, -1)[:, : self.count]
-        return dict(zip(("temperature", "top_p", "min_p", "u"), rows, strict=True)) | {"top_k": packed[0, : self.count]}
+    def unpack(
+        self, packed: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """temperature, top_k, top_p, min_p and u, in the order of ops.sample, from `packed` on the device."""
+        temperature, top_p, min_p, u = packed[1:].view(torch.float32).view(4, -1)[:, : self.rows]
+        return temperature, packed[0, : self.rows], top_p, min_p, u
 
 
 def sample(logits: torch.Tensor, parameters: Parameters, changes: Changes | None, upload: Upload) -> torch.Tensor:
     """Sample a token for each row of logits[R, V]: [R] int64 on their device. Does not change `logits`."""
     if changes is None:
         (packed,) = upload(parameters.packed)
-        return ops.sample(logits, **parameters.unpack(packed))
+        return ops.sample(logits, *parameters.unpack(packed))
     packed, ids, terms = upload(parameters.packed, changes.ids, changes.terms)
-    return ops.sample(logits, **parameters.unpack(packed), ids=ids, values=changed(logits, ids, terms))
+    return ops.sample(logits, *parameters.unpack(packed), ids=ids, values=changed(logits, ids, terms))
 
 
 class RowLogprobs(NamedTuple):

@@ -310,7 +310,7 @@ def restore(path: Path, state: TrainState) -> dict[str, Any]:
         )
     masters, states = state.flat.masters(), state.optimizer.cuts() if state.flat.divided else state.optimizer.tensors()
     buffers = _buffers(state.model)
-    places = {"model": {**masters, **buffers}, "optimizer": dict(states)}
+    places: dict[str, dict[str, torch.Tensor | Cut]] = {"model": {**masters, **buffers}, "optimizer": {**states}}
     shapes = {
         "model": {slot.name: tuple(slot.parameter.shape) for slot in state.flat.slots}
         | {name: tuple(value.shape) for name, value in buffers.items()},

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
+from bagu.train.flat import FlatParameters
 from bagu.train.state import TrainState
 
 __all__ = ["load_dcp", "save_dcp"]
@@ -35,6 +36,7 @@ def load_dcp(path: Path, state: TrainState) -> None:
 
 
 def _tensors(state: TrainState) -> dict[str, torch.Tensor]:
+    assert isinstance(state.flat, FlatParameters), "DCP files are written by one process, with whole parameters"
     model = {f"model/{name}": t for name, t in state.flat.masters().items()}
     return model | {f"optimizer/{name}": t for name, t in state.optimizer.tensors().items()}
 

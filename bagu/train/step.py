@@ -109,7 +109,7 @@ def _read(
 
 def _expert_load(mesh: Mesh | None, parts: Sequence[MicroBatchLoss]) -> list[torch.Tensor]:
     """Tokens per expert of each MoE layer over the whole step."""
-    loads: list[torch.Tensor] = [sum(layer) for layer in zip(*(p.expert_load for p in parts), strict=True)]  # type: ignore[misc]
+    loads: list[torch.Tensor] = [sum(layer) for layer in zip(*(p.expert_load for p in parts), strict=True)]
     if mesh is not None:
         for load in loads:
             all_reduce(mesh, load, "data")

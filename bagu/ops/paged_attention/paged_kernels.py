@@ -126,7 +126,9 @@ def paged_kernel(
     VW: tl.constexpr = EW // WORDS  # columns of a tile of values; WORDS is 4 or 1
     mixed = (tl.zeros([M, VW], ACC),)
     if WORDS == 4:
-        mixed = (tl.zeros([M, VW], ACC), tl.zeros([M, VW], ACC), tl.zeros([M, VW], ACC), tl.zeros([M, VW], ACC))
+        mixed = (  # type: ignore[assignment]  # a tuple's length is part of its type in Triton too
+            tl.zeros([M, VW], ACC), tl.zeros([M, VW], ACC), tl.zeros([M, VW], ACC), tl.zeros([M, VW], ACC),
+        )  # fmt: skip
     if SINKS:  # noqa: SIM102
         if split == 0:  # a first score with no value
             top = tl.load(sinks_ptr + h, real, 0.0).to(ACC) * LOG2E

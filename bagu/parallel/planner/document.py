@@ -40,7 +40,8 @@ def render(report: Report) -> str:
     for x in report.own:
         lines.append(
             f"| {x.model} | {x.micro_batches} | {x.measured_s:.3f} | {x.predicted_s:.3f} "
-            f"({100 * x.time_error:+.1f} %) | {x.measured_bytes / 1e9:.1f} | {x.predicted_bytes / 1e9:.1f} ({100 * x.memory_error:+.1f} %) |"
+            f"({100 * x.time_error:+.1f} %) | {x.measured_bytes / 1e9:.1f} | {x.predicted_bytes / 1e9:.1f} "
+            f"({100 * x.memory_error:+.1f} %) |"
         )
     constants = ", ".join(f"`{name}` {value:g}" for name, value in vars(CALIBRATION).items())
     return "\n".join([*lines, "", f"Constants: {constants}.", ""])

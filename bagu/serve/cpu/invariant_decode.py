@@ -142,8 +142,8 @@ class _Prepared:
     def attention(self, layer: LayerWeights, h: torch.Tensor) -> torch.Tensor:
         m, kv, S = self.shape, self.kv, self.S
         H, G, D = m.num_heads, m.num_key_heads, m.head_dim
-        assert kv.values is not None, "match.py refuses a cache without values"
-        keys, values = kv.keys[layer.cache], kv.values[layer.cache]
+        keys, values = kv.layers[layer.cache].keys, kv.layers[layer.cache].values
+        assert values is not None, "match.py refuses a cache without values"
         qkv, places = self.linear(layer.qkv, h), _head_rows(m, layer)
         gains = (None, None) if layer.qk_gain is None else (layer.qk_gain[0], layer.qk_gain[H])
         q, k, v = (self.heads(qkv, own) for own in places.split((H, G, G)))

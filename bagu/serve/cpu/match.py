@@ -203,6 +203,7 @@ class _Matcher:
     def fused_heads(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None) -> Heads:
         """The heads of a layer that prepares them by rope_kv_write."""
         args = self.flow.producer(q, "rope_kv_write").args
+        assert values is not None, "rope_kv_write writes values"
         given = {"k_cache": keys, "v_cache": values, "slots": self.batch.slots}
         for name, tensor in given.items():
             self.flow.check_same(args[name], tensor)

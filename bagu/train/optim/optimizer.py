@@ -96,7 +96,8 @@ class Optimizer:
         now = Now(lr=lr, step=step)
         self._step.fill_(step)
         for part in self.parts:
-            p, g = self.flat.master_of(part.segment), self.flat.grad_of(part.segment)
+            segment: Any = part.segment  # one of flat.pieces, so of the class that flat has
+            p, g = self.flat.master_of(segment), self.flat.grad_of(segment)
             if self._fused and part.kind in FUSED:
                 self._update_fused(part, p, g, lr, scale)
                 continue
