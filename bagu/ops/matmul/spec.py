@@ -84,7 +84,7 @@ SPEC = OpSpec(
         Case("loud", "products pass fp16's largest value and the sum comes back below it", M=4, N=9, K=64, scale=2e4),
         Case("nan", "a NaN spoils its own row and no other", M=4, N=9, K=16, plant=float("nan")),
         Case("inf", "an infinity spoils its own row and no other", M=4, N=9, K=16, plant=float("inf")),
-        Case("empty", "there is no row", M=0, N=9, K=16, bias=True),
+        Case("empty", "there is no row, and nothing is launched", M=0, N=9, K=16, bias=True),
         Case("tall", "more rows than the smallest tile has", M=130, N=40, K=32, bias=True),
         Case("tall_odd", "the same, with rows that are not aligned", M=70, N=20, K=20),
         Case("llama_qkv", "the QKV projection of an 8B model at 16k tokens", bench=True, M=16384, N=6144, K=4096),
