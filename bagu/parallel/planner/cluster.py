@@ -18,7 +18,7 @@ from bagu.errors import UnknownName
 
 __all__ = ["CLUSTERS", "GPUS", "Cluster", "Gpu", "cluster_of", "read_cluster"]
 
-Generation = Literal["ampere", "hopper", "blackwell"]
+Generation = Literal["ampere", "hopper", "blackwell", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,14 +44,16 @@ FLASH: dict[tuple[str, str], tuple[float, float]] = {
     ("blackwell", "flash1"): (190, 150),
     ("blackwell", "flash2"): (350, 300),
     ("blackwell", "flash3"): (1150, 900),
+    **{("cpu", kernel): (0.5, 0.5) for kernel in ("flash1", "flash2", "flash3")},  # relative to the matmul rate
 }
+REFERENCE = {"ampere": 271.2, "hopper": 794.5, "blackwell": 1745.0, "cpu": 1.0}  # matmul TFLOP/s of the GPUs above
 HALF_RATE_LENGTH = 500.0  # tokens at which causal flash attention has half of its long-sequence rate (same figures)
 HEAD_64 = 0.85  # rate with heads of 64 relative to heads of 128 (same figures)
 
 
 def matmul_rate(gpu: Gpu, precision: Precision, c: Calibration) -> float:
     """FLOP/s of large matmuls inside a training step."""
-    share = c.matmul_ampere if gpu.generation == "ampere" else c.matmul_hopper
+    share = {"ampere": c.matmul_ampere, "cpu": 1.0}.get(gpu.generation, c.matmul_hopper)
     best = gpu.matmul_bf16_tflops if precision == "bf16" else gpu.matmul_fp8_tflops
     assert best is not None, f"{gpu.name} has no fp8"
     return best * 1e12 * share
@@ -93,7 +95,7 @@ def attention_s(
     """Seconds of the forward and the backward of flash attention. `flops` are those of the forward, of the scores that
     are needed; the backward has 2.5 times as many. `length` is the number of keys of one call."""
     forward, backward = FLASH[gpu.generation, kernel]
-    scale = gpu.matmul_bf16_tflops / {"ampere": 271.2, "hopper": 794.5, "blackwell": 1745}[gpu.generation]
+    scale = gpu.matmul_bf16_tflops / REFERENCE[gpu.generation]
     size = np.where(head_dim >= 128, 1.0, HEAD_64)
     ramp = np.asarray(length) / (np.asarray(length) + HALF_RATE_LENGTH)
     rate = 1e12 * scale * size * ramp
