@@ -111,8 +111,6 @@ def head_time(s: Setting) -> tuple[Time, Time]:
 
 
 def _with_host(s: Setting, time: Time, launches: Array | int) -> Time:
-    if s.software.graphs:
-        return time
     if s.software.blocking_launches:
         late = launches * BLOCKING_US * 1e-6 + 0 * time.compute
     else:
@@ -180,13 +178,12 @@ def _elementwise(s: Setting, layer: LayerCost) -> Array:
 
 
 def _tensor_parallel(s: Setting, layer: LayerCost) -> Array:
-    """Two all-reduces per direction (attention, FFN), or as many pairs of reduce-scatter and all-gather."""
+    """An all-reduce per product split by rows, or a reduce-scatter and an all-gather; as many in the backward."""
     size = 2.0 * s.tokens * s.workload.model.hidden_size
     g = s.tp_group()
     reduce = comm.all_reduce_s(s.cluster, s.calibration, g, size)
     pair = 2 * comm.all_gather_s(s.cluster, s.calibration, g, size)
-    dense = any(x.split == "rows" for x in layer.linears[1:]) and layer.moe is None
-    count = 2 if dense else 1 + (layer.moe is not None and layer.moe.num_shared > 0)
+    count = sum(linear.split == "rows" for linear in layer.linears)
     seconds = count * np.where(s.layouts.sequence_parallel == 1, pair, reduce)
     return seconds * (1 - s.calibration.tp_hidden) if s.software.overlap_tp else seconds
 

@@ -53,9 +53,8 @@ class Layout:
 
     def words(self) -> str:
         """Short text: `dp 16 (ZeRO-1) · tp 8 · pp 4`."""
-        zero = (
-            "" if not self.zero else f" (ZeRO-{self.zero}" + (f" over {self.shard})" if self.shard != self.dp else ")")
-        )
+        over = f" over {self.shard}" if self.shard != self.dp else ""
+        zero = f" (ZeRO-{self.zero}{over})" if self.zero else ""
         parts = [f"dp {self.dp}{zero}"]
         parts += [f"{name} {getattr(self, name)}" for name in ("tp", "cp", "pp", "ep") if getattr(self, name) > 1]
         if self.pp > 1 and self.schedule == "zero_bubble":

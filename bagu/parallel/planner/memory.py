@@ -7,6 +7,7 @@ a pipeline stage holds at one time. The first stage holds most of them, the last
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,45 +98,57 @@ def _activations(
     return np.where(final_is_larger, final, first), np.where(final_is_larger, logits, 0.0)
 
 
-def _kept(workload: Workload, software: Software, layer: LayerCost, x: Layouts) -> tuple[Array, Array]:
-    """(bytes per token that a layer keeps, bytes per token that exist once while a layer is recomputed)."""
-    config = workload.model
+class _Saved(NamedTuple):
+    """Bytes per token that a layer saves for its backward."""
+
+    stream: float  # inputs of norms and products, as wide as the hidden state: divided by sequence parallelism only
+    inner: float  # inside attention and FFN: divided by tensor parallelism
+    scores: float  # the square of unfused attention
+    products: float  # the part of `inner` that matrix products and attention return
+
+
+def _saved(workload: Workload, software: Software, layer: LayerCost) -> _Saved:
+    config, moe, stack = workload.model, layer.moe, software.activation
     h, H, G = config.hidden_size, config.num_heads, config.num_kv_heads
+    unfused = software.attention == "unfused"
     qkv = H * config.head_dim + G * (config.head_dim + config.v_dim)
     out = H * config.v_dim
-    wide = config.intermediate_size if layer.moe is None else layer.moe.expert_size * layer.moe.num_shared
-    routed = 0 if layer.moe is None else layer.moe.top_k
-    per_ffn = 3 if config.gated else 2  # gate and up, and their product; or up and the activation
-    stream, copies, square = {
-        "bagu": (8.0, 2.0 if config.qk_norm else 1.0, 0.0),
-        "megatron": (
-            10.0 if software.attention == "unfused" else 8.0,
-            1.0,
-            5.0 if software.attention == "unfused" else 0,
-        ),
-        "eager": (16.0, 2.0, 0.0),
-        "compiled": (8.0, 1.0, 0.0),
-    }[software.activation]
-    if software.activation == "bagu" and config.qk_norm:
-        copies = 2.0 - G * config.v_dim / qkv  # values are a view of the product that the norms keep
-    extra = 2.0 * wide if software.activation == "eager" and config.gated else 0.0  # SiLU's result
-    attention = 2 * qkv * copies + 2 * out + 4 * H
-    ffn = 2 * per_ffn * wide + extra
-    experts = routed * (2 * h + 2 * per_ffn * (0 if layer.moe is None else layer.moe.expert_size) + 2 * h)
-    scores = square * H * workload.seq if software.attention == "unfused" else 0.0
-    inner = (attention + ffn + scores) / x.tp + experts / x.tp
-    replicated = stream * h / np.where(x.sequence_parallel == 1, x.tp, 1)
-    everything = replicated + inner
+    stream = {"bagu": 8, "compiled": 8, "megatron": 10 if unfused else 8, "eager": 16}[
+        stack
+    ]  # eager norms copy to fp32
+    if stack == "eager":
+        rotated = 2.0 * qkv  # RoPE's results beside its inputs
+    elif stack == "bagu" and config.qk_norm:
+        rotated = 2.0 * qkv - G * config.v_dim  # values are a view of the product that the norms keep
+    else:
+        rotated = float(qkv)
+    up, gates = (2, 1) if config.gated else (1, 1)  # results of the first product and of the activation
+    silu = 1 if stack == "eager" and config.gated else 0
+    dense = config.intermediate_size if moe is None else moe.expert_size * moe.num_shared
+    routed = 0 if moe is None else moe.top_k * moe.expert_size
+    copies = 0 if moe is None else 2 * moe.top_k * h  # tokens sorted by expert, and the experts' results
+    attention = 2 * rotated + 2 * out + 4 * H  # and the logsumexp
+    ffn = 2 * (up + gates + silu) * dense + 2 * (up + gates) * routed + 2 * copies
+    products = 2 * qkv + 2 * up * dense + 2 * (up + gates) * routed + 2 * copies
+    scores = 5.0 * H * workload.seq if unfused else 0.0  # softmax, dropout and its mask (Korthikanti et al.)
+    return _Saved(stream=float(stream * h), inner=attention + ffn, scores=scores, products=products + 2 * out)
+
+
+def _kept(workload: Workload, software: Software, layer: LayerCost, x: Layouts) -> tuple[Array, Array]:
+    """(bytes per token that a layer keeps, bytes per token that exist once while a layer is recomputed)."""
+    saved = _saved(workload, software, layer)
+    h = workload.model.hidden_size
+    divided = np.where(x.sequence_parallel == 1, x.tp, 1)
+    everything = saved.stream / divided + (saved.inner + saved.scores) / x.tp
     if software.selective == "attention":
-        selective = replicated + (attention + ffn) / x.tp + experts / x.tp
+        selective = saved.stream / divided + saved.inner / x.tp
     else:  # products (or half of them) and attention are kept, the rest is computed again
+        out = 2 * workload.model.num_heads * workload.model.v_dim
         share = 0.5 if software.selective == "half" else 1.0
-        products = share * (2 * qkv + 2 * (per_ffn - 1) * wide + experts) + 2 * out
-        selective = (2 + 2 * share) * h / np.where(x.sequence_parallel == 1, x.tp, 1) + products / x.tp
-    block = 2 * h / np.where(x.sequence_parallel == 1, x.tp, 1)
-    kept = np.select([x.recompute == 0, x.recompute == 1], [everything + 0 * block, selective + 0 * block], block)
-    once = np.where(x.recompute == 2, everything, 0.0)
-    return kept, once
+        selective = (2 + 2 * share) * h / divided + (share * (saved.products - out) + out) / x.tp
+    block = 2 * h / divided
+    kept = np.select([x.recompute == 0, x.recompute == 1], [everything, selective], block)
+    return kept, np.where(x.recompute == 2, everything, 0.0)
 
 
 def _gathered(cost: ModelCost, software: Software, x: Layouts) -> Array:

@@ -25,7 +25,6 @@ class Software:
     inner_bytes: float = 2.5  # per feature inside attention and FFN: activation (2: read and write once), RoPE, bias
     head_bytes: float = 14.0  # per logit, forward and backward
     kernels_per_layer: int = 14  # launches in the forward; the backward has twice as many
-    graphs: bool = False  # launches are replayed from a CUDA graph or compiled: the host is never late
     blocking_launches: bool = False  # CUDA_LAUNCH_BLOCKING=1: nothing overlaps, every kernel pays a round trip
     gradient_bytes: int = 4  # of a gradient when it is reduced
     fp8_cast_bytes: float = 4.0  # moved per element to quantize: read 2, write 1 and the transpose; 2 if fused
