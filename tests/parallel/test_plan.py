@@ -12,6 +12,7 @@ import pytest
 from bagu.cli import main
 from bagu.config import ConfigError
 from bagu.errors import ArgumentError, UnknownName
+from bagu.parallel.mesh import MeshConfig
 from bagu.parallel.plan import Plan, best
 from bagu.parallel.planner.cluster import CLUSTERS, cluster_of
 from bagu.parallel.planner.explain import explain, mesh_line
@@ -77,11 +78,10 @@ def test_the_mesh_line(layout: Layout, line: str) -> None:
 
 
 def test_the_trainer_reads_the_mesh_of_a_plan_for_four_ranks() -> None:
-    mesh = pytest.importorskip("bagu.parallel.mesh", reason="the trainer has no mesh yet")
     plan = best(Workload(model=MODELS["cpu_6m"], seq=256, batch=16), H100, 4)
     for choice in plan.distinct(5):
         text = mesh_line(choice.layout).split()[1]
-        assert mesh.MeshConfig.parse(text).ranks == 4
+        assert MeshConfig.parse(text).ranks == 4
 
 
 def test_command_prints_a_table_json_and_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
