@@ -113,7 +113,7 @@ def test_the_random_number_is_a_function_of_seed_choice_and_position(
     slots = Slots(V)
     at = np.array([slots.add(Sampling(), seed, c, prompt) for c in (choice, choice + 1)])
     packed = slots.parameters(at, np.array([prompt + n, prompt + n + 1]))
-    u = packed.unpack(torch.from_numpy(packed.packed))["u"]
+    *_, u = packed.unpack(torch.from_numpy(packed.packed))
     assert u.tolist() == [np.float32(uniform(seed, choice, n)), np.float32(uniform(seed, choice + 1, n + 1))]
 
 
@@ -125,10 +125,10 @@ def test_slots_are_reused_and_grow() -> None:
     more = [slots.add(Sampling(temperature=0.0, top_k=1000), i, 0, 1) for i in range(200)]
     assert again == first[1] and len({SPARE, *first, *more}) == 204
     found = slots.parameters(np.array([first[0], again, first[2], more[-1], SPARE]), np.ones(5, dtype=np.int64))
-    given = found.unpack(torch.from_numpy(found.packed))
-    assert given["top_k"].tolist() == [1, V, 3, V, V]
-    assert given["temperature"].tolist() == [0.5, 0.25, 0.5, 0.0, 0.0]
-    assert given["top_p"].tolist() == [1.0, 0.5, 1.0, 1.0, 1.0]
+    temperature, top_k, top_p, *_ = found.unpack(torch.from_numpy(found.packed))
+    assert temperature.tolist() == [0.5, 0.25, 0.5, 0.0, 0.0]
+    assert top_k.tolist() == [1, V, 3, V, V]
+    assert top_p.tolist() == [1.0, 0.5, 1.0, 1.0, 1.0]
     assert slots.greedy(np.array([SPARE, more[0]])) and not slots.greedy(np.array([SPARE, again]))
 
 
@@ -137,7 +137,7 @@ def test_parameters_begin_at_multiples_of_16_bytes() -> None:
     for count in (1, 5, 8):
         found = slots.parameters(np.array([slots.add(Sampling(), 0, 0, 1)] * count), np.ones(count, dtype=np.int64))
         on_host = torch.from_numpy(found.packed)
-        assert all((t.data_ptr() - on_host.data_ptr()) % 16 == 0 for t in found.unpack(on_host).values())
+        assert all((t.data_ptr() - on_host.data_ptr()) % 16 == 0 for t in found.unpack(on_host))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
