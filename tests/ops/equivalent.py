@@ -38,6 +38,10 @@ EQUIVALENT = {
     "dequantize_int8.triton_backend: default: forward: granularity in granularity != 'channel'": TILES,
     "dequantize_int8.triton_backend: default: forward: granularity in granularity == 'channel'": TILES,
     "group_norm.triton_backend: default: backward: groups in next_power_of_2(groups)": TILES,
+    "paged_attention.triton_backend: default: forward: max_len in max_len * heads": TILES,
+    "paged_attention.triton_backend: default: attend: max_context in"
+    " _ranges(tiles * G, max_context, tile.per_sm, num_sms(q.device))": TILES,
+    "paged_attention.triton_backend: default: attend: max_context in triton.cdiv(max_context, ranges)": TILES,
     "paged_attention.cpu: default: forward: max_len in max_len == 1":
         "a plan of decodes alone skips the search for decodes in the offsets, which finds the same",
     # A bound of lengths that are read from the tensors.
@@ -63,6 +67,6 @@ EQUIVALENT = {
         "raises: test_linear_cross_entropy.py",
     "linear_cross_entropy_loss.triton_backend: default: backward: grad_weight in grad_weight=grad_weight":
         "raises: test_linear_cross_entropy.py",
-    "quantize_int8.triton_backend: no select: _rounded: tl.where(inverse > 0.0, q, 0)":
+    "kernels.quantize: no select: quantized: tl.where(inverse > 0.0, q, 0)":
         "the low byte of a NaN is 0 on a CPU and 255 on a GPU, where conformance runs too",
 }  # fmt: skip

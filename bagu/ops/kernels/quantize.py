@@ -43,7 +43,9 @@ def quantized(x, inverse, DTYPE: tl.constexpr, ACC: tl.constexpr):
     steps = x.to(ACC) * inverse
     if DTYPE.is_floating():
         return tl.where(inverse > 0.0, steps, 0.0).to(tl.float32).to(DTYPE)
-    elif steps.dtype.is_fp64():
-        return tl.where(inverse > 0.0, (steps + 6755399441055744.0).to(tl.int64, bitcast=True), 0).to(tl.int8)
     else:
-        return tl.where(inverse > 0.0, (steps + 12582912.0).to(tl.int32, bitcast=True), 0).to(tl.int8)
+        if steps.dtype.is_fp64():
+            q = (steps + 6755399441055744.0).to(tl.int64, bitcast=True)
+        else:
+            q = (steps + 12582912.0).to(tl.int32, bitcast=True)
+        return tl.where(inverse > 0.0, q, 0).to(tl.int8)

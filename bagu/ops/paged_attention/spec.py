@@ -293,6 +293,7 @@ BENCH = [
     ),
     Case("prefill_8b", "a prompt of 8k tokens to an 8B model", S=1, new=8192, **BIG),
     Case("chunk_8b", "a chunk of 512 tokens after 8k", S=1, past=8192, new=512, **BIG),
+    Case("chunk_int8", "the same with an 8-bit cache", S=1, past=8192, new=512, dtype="int8", **BIG),
     Case("laptop", "bagu's demo model, 32 streams", S=32, past=127, H=4, D=64, B=16, bench=True),
 ]
 

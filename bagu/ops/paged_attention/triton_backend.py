@@ -43,7 +43,11 @@ TILES = (
     Tile(rows=64, N=64, warps=4, stages=3),
     Tile(rows=128, N=64, warps=8, stages=3),
 )
-BYTES = (Tile(rows=16, N=128, warps=4, stages=3, per_sm=3, registers=168), *TILES[1:])  # of an 8-bit cache
+BYTES = (  # of an 8-bit cache
+    Tile(rows=16, N=128, warps=4, stages=3, per_sm=3, registers=168),
+    Tile(rows=64, N=64, warps=8, stages=1),
+    Tile(rows=128, N=64, warps=8, stages=1),
+)
 WIDE = (Tile(rows=16, N=64, warps=4, stages=2), Tile(rows=64, N=64, warps=8, stages=2))  # of 256 features
 EXACT = (Tile(rows=16, N=32, warps=4, stages=1), Tile(rows=32, N=32, warps=4, stages=1))  # fp32 and fp64
 
@@ -153,9 +157,10 @@ def attend(
     parts, part_lse = (out, lse) if splits == 1 else (
         q.new_empty(splits, T, H, E, dtype=acc), q.new_empty(splits, T, H, dtype=acc)
     )  # fmt: skip
-    k_steps, v_steps = ((0, 0, 0) if x is None else x.stride() for x in (k_scale, v_scale))
-    words, fp8 = _words(v), v.dtype == torch.float8_e4m3fn
-    far = max(B * x.stride(1) + G * x.stride(2) for x in (k, v)) >= 2**31
+    k_steps = (0, 0, 0) if k_scale is None else k_scale.stride()
+    v_steps = (0, 0, 0) if v_scale is None else v_scale.stride()
+    words, fp8 = tile.rows == 16 and _words(v), v.dtype == torch.float8_e4m3fn  # wgmma reads values from shared memory
+    far = max(B * row + G * head for _, row, head, _ in (k.stride(), v.stride())) >= 2**31
     v = v.view(torch.int32) if words else v
     paged_kernel[(tiles * G, splits)](
         q, k, v, tables, cu, lengths, slopes, sinks, k_scale, v_scale, parts, part_lse, S, G, T, H, H // G, reach,

@@ -5,8 +5,8 @@
     q, k    = rope(q), rope(k)                                      with cos and sin, a row per token
     k and v go to slot `slots[t]` of their caches (kv_write); q is returned
 
-A norm's result is rounded to the dtype of qkv, as between the separate ops; the keys of an 8-bit cache are not rounded
-before they are quantized. The op changes the caches and their scales in place. There are no gradients.
+A norm's result is rounded to the dtype of qkv, as between the separate ops. With an 8-bit cache it is not: keys are
+rounded once, when they are quantized. The op changes the caches and their scales in place. There are no gradients.
 
 Dims: T = new tokens, G = key heads, C = heads of a group, D = head dim, H = G * n = query heads, R = rotated pairs,
 2R <= D, N = blocks, B = slots per block.
@@ -165,6 +165,9 @@ SPEC = OpSpec(
         Case("int8_nan", "a NaN makes the scale of its own row NaN, and no other", T=4, dtype="int8",
              plant={3: NAN}, **NORMED),
         Case("fp8", "the same in 8-bit floats", T=6, dtype="fp8", **NORMED),
+        Case("fp8_zero", "a row of zeros has scale 0, without 0 / 0", T=3, dtype="fp8", size=0.0, **NORMED),
+        Case("fp8_inf", "an infinity makes the scale of its own row infinite, and its numbers 0", T=4, dtype="fp8",
+             plant={3: INF}, **NORMED),
         Case("qwen3_decode", "one token of 256 requests to a 0.6B model", T=256, G=8, n=2, D=128, R=64, norm=True,
              N=4096, B=16, bench=True),
         Case("llama_decode", "one token of 256 requests to an 8B model, without a norm", T=256, G=8, n=4, D=128, R=64,

@@ -23,14 +23,13 @@ TUNABLE = {"forward": {"num_warps": (1, 4)}}  # the tests run every combination
 
 @triton.jit
 def _normed(x, r, q_weight_ptr, k_weight_ptr, c, inside, h, n, EXACT: tl.constexpr, ACC: tl.constexpr):
-    """A part of the query heads and of the key, normalized. With EXACT, the key is not rounded."""
+    """A part of the heads, with queries and key normalized; rounded as the norm op does, unless EXACT."""
     q_weight = tl.load(q_weight_ptr + c, inside, 0.0).to(ACC)
     k_weight = tl.load(k_weight_ptr + c, inside, 0.0).to(ACC)
     y = x.to(ACC) * r * tl.where(h < n, q_weight, k_weight)
-    rounded = y.to(x.dtype).to(ACC)
-    if EXACT:
-        rounded = tl.where(h < n, rounded, y)
-    return tl.where(h <= n, rounded, x.to(ACC))
+    if not EXACT:
+        y = y.to(x.dtype).to(ACC)
+    return tl.where(h <= n, y, x.to(ACC))
 
 
 @triton.jit
@@ -112,7 +111,8 @@ def forward(
     qkv = qkv if qkv.stride(3) == 1 else qkv.contiguous()
     cos, sin, q_weight, k_weight = (None if x is None else x.contiguous() for x in (cos, sin, q_weight, k_weight))
     R, heads = 0 if cos is None else cos.shape[1], next_power_of_2(C)
-    k_steps, v_steps = ((0, 0, 0) if x is None else x.stride() for x in (k_scale, v_scale))
+    k_steps = (0, 0, 0) if k_scale is None else k_scale.stride()
+    v_steps = (0, 0, 0) if v_scale is None else v_scale.stride()
     _kernel[(T, G)](
         qkv, slots.contiguous(), k_cache, v_cache, k_scale, v_scale, cos, sin, q_weight, k_weight, q, C - 2, eps,
         qkv.stride(0), qkv.stride(1), qkv.stride(2), *k_cache.stride(), *v_cache.stride(), *k_steps, *v_steps,
