@@ -1,4 +1,4 @@
-"""The same state in torch's distributed checkpoint format (DCP), for runs whose tensors are sharded over ranks.
+"""The same state in torch's distributed checkpoint format (DCP), for tools that read it; not for divided states.
 
 DCP's file system format pickles its metadata. Its Hugging Face storage writes safetensors and a JSON index without
 pickle, so this module uses it. It works without a process group. It has no atomicity, no checksums and no position of
@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from bagu.train.flat import FlatParameters
+from bagu.errors import BaguError
+from bagu.train.sharded import ShardedParameters
 from bagu.train.state import TrainState
 
 __all__ = ["load_dcp", "save_dcp"]
@@ -36,7 +37,8 @@ def load_dcp(path: Path, state: TrainState) -> None:
 
 
 def _tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    assert isinstance(state.flat, FlatParameters), "DCP files are written by one process, with whole parameters"
+    if isinstance(state.flat, ShardedParameters):
+        raise BaguError("states that are divided over ranks have no DCP form", hint="use bagu.train.checkpoint")
     model = {f"model/{name}": t for name, t in state.flat.masters().items()}
     return model | {f"optimizer/{name}": t for name, t in state.optimizer.tensors().items()}
 

@@ -69,6 +69,14 @@ def test_groups_hold_the_ranks_that_differ_in_their_dimensions(four: Ranks) -> N
     assert [f["loss"] for f in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
+def test_a_job_that_loses_ranks_goes_on_with_a_mesh_that_divides_the_micro_batches() -> None:
+    assert MeshConfig(dp=4).smaller(12) == MeshConfig(dp=3)
+    assert MeshConfig(dp=4).smaller(4) == MeshConfig(dp=2)
+    assert MeshConfig(dp=2, shard=2).smaller(4) == MeshConfig(shard=2)
+    assert MeshConfig(shard=2).smaller(4) == MeshConfig()
+    assert MeshConfig().smaller(4) is None
+
+
 def test_ranks_are_row_major() -> None:
     """Rank 5 of pp 2 x dp 2 x tp 2 is stage 1, replica 0, tensor-parallel rank 1."""
     mesh = MeshConfig(pp=2, dp=2, tp=2)

@@ -14,8 +14,13 @@ from typing import Any
 
 import pytest
 
+from bagu import config as configs
 from bagu.errors import BaguError
+from bagu.parallel.supervise import Job, Start
+from bagu.recipes import ranks
+from bagu.recipes.catalogue import recipe
 from bagu.recipes.command import train_main
+from bagu.runs.folder import RunFolder
 
 SMALL = {
     "tokenizer.vocab_size": 300, "model.vocab_size": 300, "model.hidden_size": 32, "model.num_layers": 2,
@@ -115,3 +120,25 @@ def test_what_does_not_go_together_is_refused_before_ranks_start(
     with pytest.raises(BaguError) as error:
         train(*settings, **options)
     assert words in str(error.value)
+
+
+def test_starts_that_make_no_checkpoint_go_on_with_fewer_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of each start, without processes: the run is resumed, and after two starts in vain it is smaller."""
+    out, said, starts = tmp_path / "run", list[str](), list[Start]()
+    run = configs.override(recipe("small"), ["data.micro_batches=4", "train.mesh.dp=4"])
+
+    def run_job(job: Job, say: Callable[[str], None]) -> int:
+        starts.append(job.plan(0))
+        RunFolder.create(out, run).close()
+        starts.extend(job.plan(attempt) for attempt in (1, 2))
+        (out / "checkpoints" / "step-000000005").mkdir(parents=True)
+        starts.append(job.plan(3))
+        return 0
+
+    monkeypatch.setattr(ranks, "supervise", run_job)
+    options = ranks.Ranks(mesh=None, nproc=4, max_restarts=3, hang_timeout=1)
+    assert ranks.start_ranks(run, out, options, lambda mesh: ["train", "DATA", "--mesh", str(mesh)], said.append) == 0
+    assert [start.ranks for start in starts] == [4, 4, 2, 2]
+    assert starts[0].command[-4:] == ["train", "DATA", "--mesh", "dp=4"]
+    assert starts[2].command[-6:] == ["train", "--resume", "--out", str(out), "--mesh", "dp=2"]
+    assert said == ["the last two starts made no progress: going on with 2 instead of 4 ranks"]
