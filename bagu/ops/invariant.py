@@ -106,6 +106,8 @@ def forward_of(spec: OpSpec, backend: str, first: torch.Tensor) -> Callable[...,
     own = getattr(module, "invariant_forward", None)
     if spec.name in ELEMENTWISE_ON_GPU and (first.is_cuda or backend == "triton"):
         own = module.forward
+    elif first.is_cuda and backend == "torch" and spec.name not in COMPOSED:
+        own = None  # a torch backend's own form is for a CPU
     if own is None and spec.name not in ROW_BY_ROW:
         raise BackendError(
             f"{spec.name} has no invariant form{' on a GPU' if first.is_cuda else ''}: its results depend on the batch",
