@@ -282,7 +282,7 @@ def evaluate(
     tokenizer: TokenizerFolder = None,
     dtype: ModelDtype = "auto",
     device: Device = None,
-    invariant: Annotated[bool, Option("--invariant", help="Bitwise equal results at any batch size; CPU.")] = False,
+    invariant: Annotated[bool, Option("--invariant", help="Bitwise equal results at any batch size; slower.")] = False,
     api_key: ApiKey = None,
     judge: Annotated[str | None, Option(help="Grades answers: a server (URL or URL#MODEL), or a model's path.")] = None,
     judge_api_key: Annotated[str | None, Option(envvar="BAGU_JUDGE_API_KEY", help="The judge's API key.")] = None,
