@@ -5,6 +5,7 @@ SIZES = "sets the size of chunks, not what is computed"
 TILES = "sets the size of tiles, not what is computed"
 BOUND = "a larger bound computes the same, and a smaller one is refused: test_values.py, test_paged_attention.py"
 GPU = "runs on a GPU alone"
+RANGES = "sets the length of a range of keys, not what is computed"
 
 EQUIVALENT = {
     # What is changed has no effect.
@@ -42,6 +43,11 @@ EQUIVALENT = {
     "paged_attention.triton_backend: default: attend: max_context in"
     " _ranges(tiles * G, max_context, tile.per_sm, num_sms(q.device))": TILES,
     "paged_attention.triton_backend: default: attend: max_context in triton.cdiv(max_context, ranges)": TILES,
+    "mla_attention.triton_backend: default: forward: max_len in max_len * H": TILES,
+    "mla_attention.triton_backend: default: forward: max_context in"
+    " _split(programs, max_context, num_sms(q.device))": RANGES,
+    "mla_attention.triton_backend: default: _split: max_context in triton.cdiv(max_context, n)": RANGES,
+    "mla_attention.triton_backend: default: _split: max_context in n < max_context": RANGES,
     "paged_attention.cpu: default: forward: max_len in max_len == 1":
         "a plan of decodes alone skips the search for decodes in the offsets, which finds the same",
     # A bound of lengths that are read from the tensors.
@@ -58,7 +64,15 @@ EQUIVALENT = {
     " attend(shape, scale, q, pages, cu_seqlens, max_len)": BOUND,
     "paged_attention.dense: default: forward: max_len in torch.arange(max_len, device=device)":
         "a larger bound only pads more, and a smaller one is an index error",
+    "mla_attention.torch_backend: default: forward: max_len in max_len=max_len": BOUND,
+    "mla_attention.triton_backend: default: forward: max_len in max_len == 1":
+        "programs of sequences that do not exist read past the tables, which ends the process",
     # Not seen by conformance here, and tested elsewhere.
+    "mla_attention.triton_backend: default: forward: rank in _fits_hopper(q, cache, rank, window)": GPU,
+    "mla_attention.triton_backend: default: forward: window in _fits_hopper(q, cache, rank, window)": GPU,
+    "mla_attention.triton_backend: default: _fits_hopper: rank in (rank, q.shape[2] - rank)": GPU,
+    "mla_attention.triton_backend: default: _fits_hopper: rank in q.shape[2] - rank": GPU,
+    "mla_attention.triton_backend: default: _fits_hopper: window in window is None": GPU,
     "attention.torch_backend: default: forward: max_len in cuda.packed(shape, scale, q, k, v, cu_seqlens, max_len)":
         GPU,
     "linear_cross_entropy_loss.torch_backend: no select: forward: torch.where(targets != ignore_index, losses, 0.0)":

@@ -118,7 +118,7 @@ CASES = [
     Case("v3", "DeepSeek-V3's sizes, for which there is a kernel of its own on Hopper", plan=((70, 1), (0, 1)),
          dirty=True, **LARGE),
     Case("v3_split", "the same with the keys in ranges, a chunk, and a sequence without a token",
-         plan=((300, 1), (9, 0), (9, 2)), dirty=True, sms=8, **LARGE),
+         plan=((500, 1), (9, 0), (9, 2)), dirty=True, sms=132, **LARGE),
     Case("long", "contexts are many blocks long", plan=((300, 1), (130, 40)), H=2, rank=16, rope=8, B=16),
 ]  # fmt: skip
 V3: dict[str, Any] = {"H": 128, "rank": 512, "rope": 64, "B": 16, "bench": True}  # DeepSeek-V3 on one device

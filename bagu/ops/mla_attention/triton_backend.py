@@ -59,11 +59,12 @@ def forward(
     q, cache, tables = (side_by_side(x) for x in (q, cache, block_tables))
     lists = tables, cu_seqlens.contiguous(), context_lens.contiguous()
     scale = (D**-0.5 if scale is None else scale) * LOG2E
-    hopper = window is None and _fits_hopper(q, cache, rank)
+    hopper = _fits_hopper(q, cache, rank, window)
     tile = HOPPER if hopper else _tile(max_len * H, q.element_size())
     heads = tile.rows if hopper else min(next_power_of_2(H), tile.rows)
     groups, tokens = triton.cdiv(H, heads), tile.rows // heads
-    programs = groups * (T if hopper else S if max_len == 1 else T // tokens + S)
+    one = max_len == 1
+    programs = groups * (T if hopper else S if one else T // tokens + S)
     split = _split(programs, max_context, num_sms(q.device))
     splits = triton.cdiv(max_context, split) if split else 1
     parts, part_lse = (out, lse) if splits == 1 else (
@@ -72,7 +73,7 @@ def forward(
     strides = tables.stride(0), q.stride(0), q.stride(1), cache.stride(0), cache.stride(1)
     sizes: dict[str, Any] = {
         "B": cache.shape[1], "E": rank, "R": D - rank, "N": tile.N, "SPLIT": split,
-        "LARGE": cache.stride(0) * len(cache) >= 2**31, "num_warps": tile.warps,
+        "LARGE": strides[3] * len(cache) >= 2**31, "num_warps": tile.warps,
     }  # fmt: skip
     if hopper:
         from bagu.ops.mla_attention.hopper_kernel import hopper_kernel
@@ -84,7 +85,7 @@ def forward(
         reach = 0 if window is None else min(window, max_context)  # a larger one masks nothing; sums must fit 32 bits
         mla_kernel[(programs, splits)](
             q, cache, *lists, parts, part_lse, S, T, H, groups, reach, *fp32_pair(scale), *strides, TOKENS=tokens,
-            HEADS=heads, EW=width(rank), RW=width(D - rank), STAGES=tile.stages, ONE=max_len == 1,
+            HEADS=heads, EW=width(rank), RW=width(D - rank), STAGES=tile.stages, ONE=one,
             WINDOW=window is not None, ACC=triton_acc(q.dtype), **sizes,
         )  # fmt: skip
     if splits > 1:
@@ -95,9 +96,9 @@ def forward(
     return out, lse
 
 
-def _fits_hopper(q: torch.Tensor, cache: torch.Tensor, rank: int) -> bool:
+def _fits_hopper(q: torch.Tensor, cache: torch.Tensor, rank: int, window: int | None) -> bool:
     """Whether hopper_kernel.py can run this call, which copies 16 bytes at a time, and has the heads to fill a tile."""
-    many, sizes = q.shape[1] > HOPPER.rows // 2, (rank, q.shape[2] - rank) == (512, 64)
+    fits = window is None and (rank, q.shape[2] - rank) == (512, 64) and q.shape[1] > HOPPER.rows // 2
     strides = (*q.stride()[:2], *cache.stride()[:2])
     aligned = all(n % 16 == 0 for n in strides) and all(x.is_meta or x.data_ptr() % 16 == 0 for x in (q, cache))
-    return many and sizes and aligned and q.element_size() == 2 and (q.is_meta or (q.is_cuda and is_hopper(q.device)))
+    return fits and aligned and q.element_size() == 2 and (q.is_meta or (q.is_cuda and is_hopper(q.device)))
