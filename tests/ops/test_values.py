@@ -80,6 +80,8 @@ def test_a_block_table_entry_outside_the_pool_is_refused_in_debug_mode(entry: in
 def test_slots_and_positions_are_checked_in_debug_mode(debug: None) -> None:
     with pytest.raises(ArgumentError, match="slots holds 8 to 8, and the cache has 0 to 7"):
         ops.kv_write(torch.zeros(2, 4, 1, 3), torch.ones(1, 1, 3), torch.tensor([8]))
+    with pytest.raises(ArgumentError, match="rope_kv_write: slots holds -1 to -1, and the cache has 0 to 7"):
+        ops.rope_kv_write(torch.ones(1, 1, 3, 4), torch.tensor([-1]), *torch.zeros(2, 2, 4, 1, 4))
     with pytest.raises(ArgumentError, match="rope: positions holds"):
         turned(torch.tensor([0, 1, 9]))
     q, k, v, _, max_len = segments()

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from bagu.ops.attention.shape import side_by_side
 from bagu.ops.kernels.quantize import inverse_of, magnitude, quantized, scale_of
 from bagu.ops.kernels.scalars import rsqrt
 from bagu.ops.kv_write.quantize import LARGEST
@@ -108,7 +109,7 @@ def forward(
     q = qkv.new_empty(T, G * (C - 2), D)
     if T == 0:
         return (q,)
-    qkv = qkv if qkv.stride(3) == 1 else qkv.contiguous()
+    qkv = side_by_side(qkv)
     cos, sin, q_weight, k_weight = (None if x is None else x.contiguous() for x in (cos, sin, q_weight, k_weight))
     R, heads = 0 if cos is None else cos.shape[1], next_power_of_2(C)
     k_steps = (0, 0, 0) if k_scale is None else k_scale.stride()
