@@ -88,6 +88,8 @@ def check_values(args: Mapping[str, Any], dims: Dims) -> None:
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     S, V = case["S"], case["V"]
     logits = case.get("spread", 3.0) * streams.normal("logits", S, V)
+    if "peak" in case.params:
+        logits[:, -1] = case["peak"]
     given = {name: _per_row(case, streams, name, S) for name in ("temperature", "top_p", "min_p")}
     args = {
         "logits": logits,
@@ -165,6 +167,8 @@ SPEC = OpSpec(
              temperature=[0.0]),
         Case("replaced_all", "every token of some rows is replaced", S=4, V=24, A=24, top_p=[0.8, 1.0]),
         Case("tiles", "a row is more than one tile of groups", S=2, V=17000, top_k=[17000, 60], top_p=[1.0, 0.9]),
+        Case("full_tile", "the last group of the last tile holds the largest logit", S=3, V=8192, peak=16.0,
+             temperature=[0.0, 0.5], top_k=[8192, 8192, 5]),
         Case("one", "a vocabulary of one token", S=3, V=1, top_p=[0.5], min_p=[0.3]),
         Case("empty", "there is no row, and nothing is launched", S=0, V=24),
         Case("qwen", "256 sequences at temperature 1", bench=True, S=256, V=151936),
