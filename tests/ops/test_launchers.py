@@ -35,6 +35,8 @@ ELSEWHERE = {
     "batch_norm.triton_backend.forward: not (C)": "no channel",
     "not (math.isfinite(high))": "1 / tau past fp32's largest value",
     "matmul.triton_backend._by_tma: not (reads_by_tma(x))": "GPUs older than Hopper",
+    "mla_attention.triton_backend._fits_hopper": "meta tensors: the compile gate",
+    "mla_attention.triton_backend.forward: hopper": "a kernel in Gluon, which has no interpreter",
     # how rows are shared among programs and warps on a GPU, for speed alone
     "kernels.norms.run_backward: not (tile.per_sm)": "programs per multiprocessor",
     "layer_norm.triton_backend._long_rows": "programs and warps of rows past 8,192",

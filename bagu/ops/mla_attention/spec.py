@@ -102,6 +102,7 @@ CASES = [
     Case("shared", "two sequences share their first block", plan=((7, 1), (6, 2)), shared=True, **SMALL),
     Case("block_of_one", "a block has one position", plan=MIXED, B=1, **SMALL),
     Case("window", "a query attends to itself and two positions before it", plan=MIXED, window=3, **SMALL),
+    Case("wide_window", "a window longer than every context masks nothing", plan=MIXED, window=2**31 - 1, **SMALL),
     Case("window_dirty", "blocks before the window are released, and hold NaN", plan=((14, 1), (9, 3)), window=3,
          dirty=True, **SMALL),
     Case("split", "the keys are split into ranges, and one sequence has no keys in most of them",
