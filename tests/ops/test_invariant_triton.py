@@ -18,11 +18,11 @@ from bagu.errors import BackendError
 from bagu.ops.catalogue import SPECS
 from bagu.ops.core import Case, OpSpec, check
 from bagu.ops.dispatch import call
-from bagu.ops.invariant import ELEMENTWISE_ON_GPU, ROW_BY_ROW
+from bagu.ops.invariant import COMPOSED, ELEMENTWISE_ON_GPU, ROW_BY_ROW
 from tests.ops.points import DEVICE, GPU, eight_bits, small, supported
 
 OWN = ("attention", "cross_entropy", "layer_norm", "linear_cross_entropy", "linear_cross_entropy_loss", "matmul",
-       "paged_attention", "rope_kv_write")  # fmt: skip
+       "paged_attention", "sample")  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16) if GPU else (torch.float32,)
 # The interpreter takes 0.1 to 1 s per case; conformance runs every case of the same kernels in fast mode.
 POINTS = [
@@ -58,11 +58,18 @@ ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "rms_norm": lambda x, g: ops.rms_norm(x, g[0]),
     "rope": lambda x, g: ops.rope(x.unflatten(1, (4, -1)), *_tables(x)).flatten(1),
     "rope_kv_write": lambda x, g: _prepared(x, g),
+    "sample": lambda x, g: _sampled(x),
     "scale_norm": lambda x, g: ops.scale_norm(x, g[0, :1]),
     "softmax": lambda x, g: ops.softmax(x, 0.3),
     "swiglu": lambda x, g: ops.swiglu(x),
     "transpose": lambda x, g: ops.transpose(x, 0, 1).T,
 }
+
+
+def _sampled(x: torch.Tensor) -> torch.Tensor:
+    """Random numbers of a row by its first number, so that they travel with the row."""
+    one, u = torch.ones(len(x), device=x.device), x[:, 0].float().abs().frac()
+    return ops.sample(x, 0.8 * one, (40 * one).long(), 0.9 * one, 0.01 * one, u)
 
 
 def _prepared(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
@@ -91,7 +98,7 @@ def test_every_op_with_an_invariant_form_is_tried() -> None:
     assert own == set(OWN)
     tried = {name.split(",")[0] for name in ROWS} | {"attention", "paged_attention", "matmul"}
     heads = {"linear_cross_entropy", "linear_cross_entropy_loss"}
-    assert tried | heads == own | (ROW_BY_ROW | ELEMENTWISE_ON_GPU) & kernels
+    assert tried | heads == own | COMPOSED | (ROW_BY_ROW | ELEMENTWISE_ON_GPU) & kernels
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -103,12 +103,12 @@ def test_a_write_moves_bits_and_touches_nothing_else(dtype: torch.dtype) -> None
 
 
 def test_conformance_sees_a_wrong_write_and_a_write_elsewhere() -> None:
-    def late(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> tuple[()]:
-        return call(WRITE, None, cache=cache, x=x, slots=(slots + 1) % 16)
+    def late(**args: Any) -> tuple[()]:
+        return call(WRITE, None, **args | {"slots": (args["slots"] + 1) % 16})
 
-    def greedy(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> tuple[()]:
-        call(WRITE, None, cache=cache, x=x, slots=slots)
-        x.zero_()
+    def greedy(**args: Any) -> tuple[()]:
+        call(WRITE, None, **args)
+        args["x"].zero_()
         return ()
 
     with pytest.raises(ConformanceError, match="cache afterwards"):
@@ -121,7 +121,8 @@ def test_conformance_sees_a_wrong_write_and_a_write_elsewhere() -> None:
 
 
 def test_a_custom_op_says_what_it_mutates() -> None:
-    assert WRITE.sig.schema(WRITE.sig.inputs, 0, WRITE.mutates) == "(Tensor(a!) cache, Tensor x, Tensor slots) -> ()"
+    schema = "(Tensor x, Tensor slots, Tensor(a!) cache, Tensor(b!)? scale) -> ()"
+    assert WRITE.sig.schema(WRITE.sig.inputs, 0, WRITE.mutates) == schema
 
 
 def test_plans_that_do_not_fit_are_refused() -> None:

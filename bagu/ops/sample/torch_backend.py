@@ -35,11 +35,11 @@ def forward(
         drawn = _tokens(_draw_by_sort(x, *args), ids, V)
         return (torch.where(temperature > 0, drawn, _largest(x, ids, V)),)
     rows = torch.from_numpy(np.flatnonzero(_numpy(temperature)))
+    if not len(rows):
+        return (_largest(x, ids, V),)
     if len(rows) == len(x):
         return (_tokens(_draw(x, *args), ids, V),)
     greedy = _largest(x, ids, V)
-    if not len(rows):
-        return (greedy,)
     drawn = _draw(*(t[rows] for t in (x, *args)))
     return (greedy.index_copy(0, rows, _tokens(drawn, None if ids is None else ids[rows], V)),)
 
