@@ -89,7 +89,7 @@ def test_a_shape_error_says_what_was_bound() -> None:
 
 @pytest.mark.parametrize("spec, backend", BACKENDS)
 def test_empty_tensors_give_empty_results(spec: OpSpec, backend: str) -> None:
-    """Every group of leading dims becomes (0,), or the tokens T, or the rows, become none; gradients exist and are empty or zero."""
+    """Leading dims become (0,), or the tokens T or rows become none; gradients exist and are empty or zero."""
     args = arguments(spec)
     if not any(factor == 0 for arg in spec.sig.tensors for factor, _ in arg.dims):  # packed tokens and where they end
         names = {name for arg in spec.sig.tensors for _, name in arg.dims}
