@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 from bagu.machine.device import named_dtype
 from bagu.parallel.launch import Place, find_place, use_own_gpu
-from bagu.parallel.mesh import Mesh, MeshConfig
+from bagu.parallel.mesh import Mesh
 from bagu.recipes.catalogue import recipe as find_recipe
 from bagu.recipes.catalogue import with_data, with_start
 from bagu.recipes.models import find_model, load_model, save_model, tokenizer_folder
@@ -56,7 +56,7 @@ def train_main(
         run = _built(
             data, recipe=recipe, config=config, start=start, settings=settings, out=out, resume=resume,
             accept_data_change=accept_data_change, reward=reward, prompts=prompts, wandb=wandb,
-            on_mesh=partial(mesh_settings, ranks=ranks, place=place),
+            on_mesh=partial(mesh_settings, ranks=ranks, place=place, divide=not resume and not _shapes_steps(settings)),
         )  # fmt: skip
         run.train.mesh.check_ranks(ranks.number(place))
         if nproc is not None and place is None and not dry_run:
@@ -79,10 +79,15 @@ def _flags(name: str, *values: object) -> list[str]:
     return [word for value in values if value is not None for word in (name, str(value))]
 
 
+def _shapes_steps(settings: Sequence[str]) -> bool:
+    """Whether settings say how a step is divided into micro-batches."""
+    return any(setting.startswith(("data.micro_batches=", "data.rows=")) for setting in settings)
+
+
 def _built(
     data: list[str], *, recipe: str | None, config: Path | None, start: str | None, settings: list[str], out: Path,
     resume: bool, accept_data_change: bool, reward: str | None, prompts: list[str], wandb: str | None,
-    on_mesh: Callable[[MeshConfig], list[str]],
+    on_mesh: Callable[[Run], list[str]],
 ) -> Run:  # fmt: skip
     """The run that the arguments describe. `on_mesh` gives the settings that move it to the mesh that was asked for."""
     if recipe is not None and (config is not None or (resume and RunFolder(out).is_run())):
@@ -103,7 +108,7 @@ def _built(
         run = with_start(with_data(load_run(config), data), start)
     else:
         run = with_start(with_data(find_recipe(recipe or DEFAULT), data), start)
-    run = with_settings(run, [*on_mesh(run.train.mesh), *settings])
+    run = with_settings(run, [*on_mesh(run), *settings])
     if reward is not None:
         run = replace(run, objective=_with_reward(run.objective, reward))
     if wandb is not None:

@@ -45,8 +45,12 @@ class Ranks:
         return place.ranks if place is not None else self.nproc or 1
 
 
-def mesh_settings(mesh: MeshConfig, ranks: Ranks, place: Place | None) -> list[str]:
-    """The settings by which a run with the mesh `mesh` gets the one that was asked for."""
+def mesh_settings(run: Run, ranks: Ranks, place: Place | None, *, divide: bool) -> list[str]:
+    """The settings by which a run gets the mesh that was asked for.
+
+    With `divide`, a step whose micro-batches the ranks cannot share is divided into one per rank, with the same rows.
+    """
+    mesh, data = run.train.mesh, run.data
     if ranks.nproc is not None and ranks.nproc < 1:
         raise BaguError(f"--nproc is {ranks.nproc}", hint="give 1 or more")
     wanted = mesh if ranks.mesh is None else MeshConfig.parse(ranks.mesh)
@@ -54,6 +58,9 @@ def mesh_settings(mesh: MeshConfig, ranks: Ranks, place: Place | None) -> list[s
         wanted = MeshConfig(dp=ranks.number(place))
     wanted.check_ranks(ranks.number(place))
     settings = [f"train.mesh.{name}={wanted.size(name)}" for name in DIMS if wanted.size(name) != mesh.size(name)]
+    shares = wanted.size("data")
+    if divide and data.micro_batches % shares and data.rows_per_step % shares == 0:
+        settings += [f"data.micro_batches={shares}", f"data.rows={data.rows_per_step // shares}"]
     return settings + (["train.zero=null", "train.offload=false"] if wanted.shard == 1 < mesh.shard else [])
 
 

@@ -122,6 +122,18 @@ def test_what_does_not_go_together_is_refused_before_ranks_start(
     assert words in str(error.value)
 
 
+def test_a_step_of_one_micro_batch_is_divided_over_the_ranks_with_the_same_rows() -> None:
+    """Not where the user says how a step is divided: that is refused above."""
+    run = configs.override(recipe("small"), ["data.rows=8", "data.micro_batches=1"])
+    asked = ranks.Ranks(mesh="dp=2,shard=2", nproc=4, max_restarts=0, hang_timeout=1.0)
+    divided = configs.override(run, ranks.mesh_settings(run, asked, None, divide=True))
+    assert (divided.data.micro_batches, divided.data.rows) == (4, 2)
+    assert divided.train.mesh.size("data") == 4
+    kept = configs.override(run, ["data.micro_batches=8"])
+    assert not [x for x in ranks.mesh_settings(kept, asked, None, divide=True) if x.startswith("data.")]
+    assert not [x for x in ranks.mesh_settings(run, asked, None, divide=False) if x.startswith("data.")]
+
+
 def test_starts_that_make_no_checkpoint_go_on_with_fewer_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan of each start, without processes: the run is resumed, and after two starts in vain it is smaller."""
     out, said, starts = tmp_path / "run", list[str](), list[Start]()
