@@ -1,7 +1,7 @@
 """Heartbeats: each rank writes how far it is, so that a watchdog can name the one that hangs.
 
-Ranks that wait for a hanging one are all inside a collective, and so look as stuck as it does. What tells them apart is
-the number of collectives they have started: the hanging rank has started the fewest.
+Ranks that wait for a hanging one are all inside a collective, and make no progress either. The hanging
+rank is the one that has started the fewest collectives.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Joining a job: which rank this process is, and a first meeting of all ranks that finds what would hang later.
 
-A rank is told its place by the variables of `bagu train --nproc` and torchrun (RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR, MASTER_PORT) or of Slurm's srun (SLURM_PROCID, …). Before the process group exists, ranks meet at a TCP
-store on rank 0: rank 0 waits for all of them and compares their facts (configuration, code, device). It raises the one
-error that is printed; the other ranks end quietly.
+A rank reads its place from the environment: the variables of `bagu train --nproc` and torchrun (RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR, MASTER_PORT) or of Slurm's srun (SLURM_PROCID, …). Before the process group exists, ranks meet
+at a TCP store on rank 0: rank 0 waits for all of them and compares their facts (configuration, code, device). It raises
+the one error that is printed; the other ranks end quietly.
 """
 
 from __future__ import annotations

@@ -213,7 +213,8 @@ def stacked(batches: Sequence[Batch]) -> tuple[dict[str, Any], torch.Tensor]:
 def sum_tied(modules: Mapping[int, Stage], mesh: Mesh, grads: Mapping[str, torch.Tensor]) -> None:
     """Sum the gradient of a tied embedding over the first and the last stage, in place; once per step.
 
-    Both stages have the table, and update it alike. With `zero_bubble` they are on one rank and share one parameter.
+    Both stages have the table and apply the same updates to it. With `zero_bubble` they are on one rank and share one
+    parameter.
     """
     ends = [m for m in modules.values() if m.is_first or m.is_last]
     if len(ends) != 1 or not ends[0].tied:

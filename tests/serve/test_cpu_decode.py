@@ -198,7 +198,7 @@ def test_the_step_of_invariant_mode_has_the_bits_of_the_forward(
 ) -> None:
     """The hidden states and all of the pool."""
     if not invariant_rows.available(dtype):
-        pytest.skip("bf16 products of this CPU are PyTorch's")
+        pytest.skip("invariant mode has no C++ kernel for bf16 on this CPU: PyTorch computes the products")
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     model = model_of(kind, dtype)
     kv, batch = step_of(model, S)

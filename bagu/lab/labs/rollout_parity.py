@@ -1,4 +1,4 @@
-"""Rollout parity: how far the logprobs of the trainer and of the inference engine are apart for the same tokens.
+"""Rollout parity: the difference between the logprobs of trainer and inference engine for the same tokens.
 
     ratio = p_trainer(token) / p_engine(token) = exp(trainer logprob - engine logprob)
 
@@ -123,8 +123,8 @@ def verdict(rows: Sequence[Row]) -> Verdict:
             zh.append(f"{row['mode']}：{row['tokens']:,} 个 token 的每一位都相同")
             continue
         en.append(
-            f"{row['mode']}: at most {number(row, 'max_nats'):.2g} nats apart, {clipped(row):.2g} % of the tokens "
-            f"outside 1 ± {CLIP:g}, {clipped(row, 1e-2):.2g} % outside 1 ± 0.01"
+            f"{row['mode']}: a difference of at most {number(row, 'max_nats'):.2g} nats, {clipped(row):.2g} % of the "
+            f"tokens outside 1 ± {CLIP:g}, {clipped(row, 1e-2):.2g} % outside 1 ± 0.01"
         )
         zh.append(
             f"{row['mode']}：最多相差 {number(row, 'max_nats'):.2g} nats，{clipped(row):.2g} % 的 token 在 "

@@ -2,7 +2,7 @@
 
 cuBLAS chooses its kernel, and with it the order of a sum, by the number of rows. Here the order depends on the weight
 alone: K is not split, its tile is BK for every number of rows, and every 16-bit tile has 64 rows or more, so that all
-products are wgmma instructions (a tile of 16 rows would be mma.sync, which need not round alike). The tile's rows and
+products are wgmma instructions (a tile of 16 rows would be mma.sync, which may round differently). The tile's rows and
 columns, the loads (pointers or TMA) and the stages are free. fp32 and fp64 have one tile for all sizes.
 """
 

@@ -30,7 +30,7 @@ class Group:
 
 
 def group(cluster: Cluster, size: Array, stride: Array) -> Group:
-    """The group of `size` ranks that are `stride` apart."""
+    """A group of `size` ranks whose numbers differ by `stride`."""
     local = np.clip(cluster.gpus_per_node // np.maximum(stride, 1), 1, size)
     return Group(size=size, local=local, stride=stride)
 

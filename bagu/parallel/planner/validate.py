@@ -22,7 +22,7 @@ from bagu.parallel.planner.step import step_time
 
 __all__ = ["Compared", "Ranking", "Report", "compare", "mean_error", "rank", "validate"]
 
-APART = 0.05  # pairs that differ by less in measured throughput are not counted
+MIN_DIFFERENCE = 0.05  # pairs that differ by less in measured throughput are not counted
 SMALLEST_SET = 8
 
 
@@ -85,7 +85,7 @@ def rank(done: Sequence[Compared], key: Callable[[Row], object]) -> list[Ranking
         pairs = right = 0
         for a, b in combinations(mine, 2):
             fast, slow = (a, b) if a.row.tokens_per_s > b.row.tokens_per_s else (b, a)
-            if fast.row.tokens_per_s < (1 + APART) * slow.row.tokens_per_s:
+            if fast.row.tokens_per_s < (1 + MIN_DIFFERENCE) * slow.row.tokens_per_s:
                 continue
             pairs += 1
             right += fast.predicted_tokens_per_s > slow.predicted_tokens_per_s
