@@ -134,3 +134,17 @@ def test_backends_agree_and_a_row_is_the_same_alone(given: dict[str, float]) -> 
     assert (fast != naive).sum() <= S // 100  # u may fall within a rounding of the boundary of two tokens
     rows = range(0, S, max(S // 5, 1))
     assert [int(drawn(x[i : i + 1], u[i : i + 1], "triton", **given)) for i in rows] == [int(fast[i]) for i in rows]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_with_a_filter_leaves_the_next_row_alone(backend: str) -> None:
+    """Its groups are fewer than the lanes that hold them (192 of 256): the lanes beyond belong to the next row."""
+    S, size = 3, 20_000
+    x, u = torch.cat([row(seed, size) for seed in range(S)]), torch.full((S,), 0.2)
+    share = torch.tensor([0.95, 1.0, 0.95])
+    found = ops.sample(
+        x.to(DEVICE), *(t.to(DEVICE) for t in (torch.ones(S), torch.full((S,), size), share, torch.zeros(S), u)),
+        backend=backend,
+    )  # fmt: skip
+    alone = [int(drawn(x[i : i + 1], u[i : i + 1], "torch", top_p=float(share[i]))) for i in range(S)]
+    assert found.tolist() == alone

@@ -86,7 +86,7 @@ def _threshold(row, list_ptr, mass_ptr, tops, weights, lane, top, total, k, p, m
         found = smallest_top(tops, weights, top, 1 << 30, p * total)
         reached = tl.sum(tl.where(tops >= found, weights, 0.0)) >= p * total
         bound = tl.where(reached, found, low)
-    listed = list_groups(list_ptr, lane, tops >= bound)
+    listed = list_groups(list_ptr, lane, (tops >= bound) & (lane < GROUPS))  # without filters left, the bound is -inf
     threshold = low
     if k < row[1]:
         threshold = smallest(row, list_ptr, listed, bound, top, k, float("inf"), base, scale, ROWS)
