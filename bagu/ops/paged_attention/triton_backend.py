@@ -148,7 +148,9 @@ def attend(
     cu, lengths = cu_seqlens.contiguous(), None if context_lens is None else context_lens.contiguous()
     heads = next_power_of_2(H // G)
     tokens = max(1, tile.rows // heads)
-    tiles = S if max_len == 1 else T // tokens + S
+    # Two warpgroups divide the scores as the loop's body suggests to Triton, and ONE changes it: the order of a sum.
+    one = max_len == 1 and (ranges is None or tile.warps == 4)
+    tiles = S if one else T // tokens + S
     if ranges is None:
         ranges = _ranges(tiles * G, max_context, tile.per_sm, num_sms(q.device))
     reach = 0 if window is None else min(window, max_context)  # a larger one masks nothing, and sums must fit 32 bits
@@ -167,7 +169,7 @@ def attend(
         *fp32_pair((D**-0.5 if scale is None else scale) * LOG2E), 0 if tables is None else tables.stride(0),
         q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], *k_steps, *v_steps, split,
         B=B, D=D, E=E, TOKENS=tokens, HEADS=heads, N=tile.N, DW=width(D), EW=width(E), SPLITS=splits > 1,
-        STAGES=tile.stages, ONE=max_len == 1, WINDOW=window is not None, FAR=far, WORDS=4 if words else 1, FP8=fp8,
+        STAGES=tile.stages, ONE=one, WINDOW=window is not None, FAR=far, WORDS=4 if words else 1, FP8=fp8,
         ACC=triton_acc(q.dtype), num_warps=tile.warps, maxnreg=tile.registers,
     )  # fmt: skip
     if splits > 1:
