@@ -161,7 +161,9 @@ def _invariant(
         raise _without_transforms(spec, backend)
     key = spec.name, "invariant"
     if key not in _nodes:
-        _nodes[key] = _node(spec, backend, forward_of(spec, backend, first))
+        module: Any = spec.module(backend)
+        backward = getattr(module, "invariant_backward", None)
+        _nodes[key] = _node(spec, backend, forward_of(spec, backend, first), backward)
     return _as_node(_nodes[key], first, values)
 
 
@@ -300,10 +302,10 @@ def load(op: str, backend: str) -> None:
     _nodes[op, backend] = _node(spec, backend, spec.module(backend).forward)
 
 
-def _node(spec: OpSpec, backend: str, forward: Callable[..., Any]) -> Node:
-    """A forward of a backend, with the backend's backward."""
+def _node(spec: OpSpec, backend: str, forward: Callable[..., Any], backward: Callable[..., Any] | None = None) -> Node:
+    """A forward of a backend, with this backward or the backend's."""
     launcher = cuda_launcher() if backend == "triton" and torch.cuda.is_available() and not _interpreted() else None
-    return Node(spec, backend, forward, spec.module(backend).backward if spec.grads else None, launcher)
+    return Node(spec, backend, forward, (backward or spec.module(backend).backward) if spec.grads else None, launcher)
 
 
 @constant

@@ -22,9 +22,9 @@ On a GPU, by Triton (docs/decisions/016):
     row by row     norms, softmax: the tile depends on the length of a row; gates, rope: one formula for every element
     logprobs       one program per row, whatever the number of rows (linear_cross_entropy, cross_entropy)
 
-Bits are equal on one machine with one number of threads. The backward is not changed by this mode and not
-batch-invariant: no token's probability depends on it. Compiled code fuses and rounds differently, so it raises an
-error. So do ops whose kernels are not batch-invariant.
+Bits are equal on one machine with one number of threads. The backward is not batch-invariant: no token's probability
+depends on it. A backend may have an `invariant_backward`, if its backward computes a part of the forward again.
+Compiled code fuses and rounds differently, so it raises an error. So do ops whose kernels are not batch-invariant.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from bagu.ops.linear_cross_entropy.chunked import EVERY, Kernels
 from bagu.ops.matmul.triton_backend import product
 from bagu.ops.signature import accumulator
 
-__all__ = ["INVARIANT", "KERNELS", "TUNABLE", "backward", "forward", "invariant_forward"]
+__all__ = ["INVARIANT", "KERNELS", "TUNABLE", "backward", "forward", "invariant_backward", "invariant_forward"]
 
 TUNABLE = {"backward": {"block": (1024, 4096, 8192), "num_warps": (4, 8)}}  # the tests run every combination
 ALIGN = 16  # row lengths of the logits' memory are a multiple of this, so that loads are 128 bits wide
@@ -133,3 +133,11 @@ def backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     kernels = replace(KERNELS, slope=partial(_overwrite, block=block, num_warps=num_warps))
     return chunked.backward(dtarget_logit, dlse, hidden, weight, targets, lse, ignore_index, memory, needs, kernels)
+
+
+def invariant_backward(
+    dtarget_logit: torch.Tensor, dlse: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
+    lse: torch.Tensor, ignore_index: int, memory: int | None, needs: Mapping[str, bool] = EVERY,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """With the forward's logits: exp(logit - lse) of logits of another kernel has the rounding errors of both."""
+    return chunked.backward(dtarget_logit, dlse, hidden, weight, targets, lse, ignore_index, memory, needs, INVARIANT)
