@@ -177,8 +177,9 @@ def test_invariant_logprobs_have_the_trainers_bits_whatever_the_batch(kind: str)
     note("among 256", [*others, mine])
     for chunk in (1, 7, 64):
         note(f"chunks of {chunk}", [mine], max_num_seqs=1, max_num_batched_tokens=chunk)
-    tight = note("preempted", [others[39], others[79], mine], num_blocks=-(-(long + 24) // 16) + 2, max_num_seqs=3)
-    assert tight.stats().preemptions > 0
+    tight = note("preempted", [[5], [9], mine], num_blocks=-(-(long + 24) // 16) + 2, max_num_seqs=3)
+    # Blocks behind a window are released, so a model with windows in all layers never runs out of them.
+    assert (tight.stats().preemptions > 0) == (kind != "windows in all layers")
     ids = torch.tensor([*others[9], *mine, *texts["alone"]], device="cuda")
     ends = [0, len(others[9]), len(ids)]
     positions = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)]).cuda()
