@@ -1,4 +1,4 @@
-"""Turn the engine's events into `Completion`s: one per event for streaming, joined when a choice has finished."""
+"""Turn the engine's events into `Completion`s: one per event for streaming, or one per choice."""
 
 from __future__ import annotations
 
@@ -19,27 +19,36 @@ class Choice:
     prompt: int
     index: int
     text: TextStream | None  # None without a tokenizer
-    pieces: list[Completion] = field(default_factory=list)
+    events: list[TokenEvent] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # one per event, if there is a tokenizer
+
+    def add(self, event: TokenEvent) -> None:
+        """Add an event. A rollout adds 512 in each step, so nothing else is created here."""
+        self.events.append(event)
+        if self.text is not None:
+            self.texts.append(self.text.read(event))
 
     def push(self, event: TokenEvent) -> Completion:
         """Add an event and return its tokens and text. `finish` is empty except in the last piece."""
-        token, logprob = event.token, event.logprob
-        piece = Completion(
-            prompt=self.prompt,
-            choice=self.index,
-            tokens=() if token is None else (token,),
-            text=None if self.text is None else self.text.read(event),
-            finish=event.finish or "",
-            stop_reason=event.stop_reason,
-            logprobs=None if logprob is None else (logprob,),
-            top=None if event.top is None else (event.top,),
-        )
-        self.pieces.append(piece)
-        return piece
+        self.add(event)
+        return self._completion([event], self.texts[-1:])
 
     def joined(self) -> Completion:
-        """All pieces so far as one completion."""
-        return join(self.pieces, self.prompt)
+        """All events so far as one completion."""
+        return self._completion(self.events, self.texts)
+
+    def _completion(self, events: Sequence[TokenEvent], texts: Sequence[str]) -> Completion:
+        first, last = events[0], events[-1]
+        return Completion(
+            prompt=self.prompt,
+            choice=self.index,
+            tokens=tuple(e.token for e in events if e.token is not None),
+            text=None if self.text is None else "".join(texts),
+            finish=last.finish or "",
+            stop_reason=last.stop_reason,
+            logprobs=None if first.logprob is None else tuple(e.logprob for e in events if e.logprob is not None),
+            top=None if first.top is None else tuple(e.top for e in events if e.top is not None),
+        )
 
 
 def join(pieces: Sequence[Completion], prompt: int) -> Completion:

@@ -174,7 +174,7 @@ class Engine:
         by_request = {r.id: choices(r, i, self.tokenizer) for i, r in enumerate(requests)}
         for event in self._run(requests):
             if isinstance(event, TokenEvent):
-                by_request[event.request_id][event.index].push(event)
+                by_request[event.request_id][event.index].add(event)
         return [choice.joined() for r in requests for choice in by_request[r.id]]
 
     def stream(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[Completion]:

@@ -34,7 +34,10 @@ class SampledLogprobs(NamedTuple):
 
     def lists(self, count: int) -> list[TokenLogprob | None]:
         """The logprobs of all `count` sampled tokens, None where none were asked for."""
-        by_row = dict(zip(self.asked, self.values.lists(), strict=True))
+        found = self.values.lists()
+        if len(found) == count:  # all, as in a rollout
+            return [*found]
+        by_row = dict(zip(self.asked, found, strict=True))
         return [by_row.get(i) for i in range(count)]
 
 
