@@ -216,10 +216,10 @@ BIG: dict[str, Any] = {"H": 32, "G": 8, "D": 128, "bench": True}
 ONE: dict[str, Any] = {"H": 16, "D": 128, "bench": True}
 VARLEN = (1365, 819, 1912)
 BENCH = [
-    Case("llama_8b", "an 8B Llama 3 on eight sequences of 2k tokens", S=8, L=2048, **BIG),
     Case(
         "packed_16k", "documents of many lengths in 16k tokens", lengths=(3000, 700, 2048, 5000, 90, 1546, 4000), **BIG
     ),
+    Case("llama_8b", "an 8B Llama 3 on eight sequences of 2k tokens", S=8, L=2048, **BIG),
     Case("long_16k", "one document of 16k tokens", S=1, L=16384, **BIG),
     Case("window_1k", "every second layer of a windowed model", S=1, L=16384, window=1024, **BIG),
     Case("varlen_4k", "the bar of packed training: thirds, fifths and the rest of 4k", lengths=VARLEN * 4, **ONE),

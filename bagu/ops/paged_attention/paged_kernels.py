@@ -8,7 +8,7 @@ forward kernel, and so are the scores (attention/score_kernels.py).
 The key heads of a tile are neighbours in the grid, and decodes start in the order of the tables: longest first is best.
 The loop loads the table entries of the next keys while it computes: keys then depend on no load of the same iteration,
 and Triton has two tiles of them in flight. On an H200, with blocks of 16, 0.94 of copy bandwidth for 256 sequences of
-100 to 2,000 tokens (0.99 longest first), 0.92 for 32 x 4,096 and 0.89 for 4 x 32,768.
+100 to 2,000 tokens (0.99 longest first), 0.91 for 32 x 4,096 and 0.87 for 4 x 32,768.
 """
 
 from __future__ import annotations
