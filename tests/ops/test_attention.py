@@ -1,4 +1,4 @@
-"""Attention beyond the spec's cases: segments are apart to the last bit, every path is the one meant, bad calls."""
+"""Attention beyond the spec's cases: segments do not affect each other, every path is the one meant, bad calls."""
 
 from __future__ import annotations
 

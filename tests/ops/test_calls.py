@@ -232,7 +232,7 @@ def test_a_backward_outside_the_scope_runs_on_its_forwards_backend() -> None:
     assert x.grad is not None
 
 
-def test_a_call_is_a_custom_op_only_where_something_looks() -> None:
+def test_a_call_is_a_custom_op_only_when_traced_or_intercepted() -> None:
     seen: list[str] = []
 
     class Watch(TorchDispatchMode):

@@ -30,10 +30,10 @@ def test_packed_and_apart_agree(op: Callable[..., torch.Tensor], backend: str) -
     """Forward and both gradients, gate and up being views of the packed tensor: a row stride of twice the row."""
     x = randn(3, 5, 2 * 37).requires_grad_()
     packed = op(x, backend=backend)
-    apart = op(x[..., :37], x[..., 37:], backend=backend)
-    assert torch.equal(packed, apart)
+    separate = op(x[..., :37], x[..., 37:], backend=backend)
+    assert torch.equal(packed, separate)
     dy = randn(3, 5, 37)
-    (dx,), (views,) = torch.autograd.grad(packed, x, dy), torch.autograd.grad(apart, x, dy)
+    (dx,), (views,) = torch.autograd.grad(packed, x, dy), torch.autograd.grad(separate, x, dy)
     assert torch.equal(dx, views)
 
 

@@ -68,7 +68,7 @@ ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "dequantize_int8": lambda x, at: ops.dequantize_int8((40 * x).char(), x[:, 0].float(), dtype=x.dtype),
     "geglu": lambda x, at: ops.geglu(x),
     "geglu, exact": lambda x, at: ops.geglu(x, approximate="none"),
-    "geglu, apart": lambda x, at: ops.geglu(x, x.flip(-1)),
+    "geglu, two tensors": lambda x, at: ops.geglu(x, x.flip(-1)),
     "gelu": lambda x, at: ops.gelu(x),
     "gelu, tanh": lambda x, at: ops.gelu(x, approximate=True),
     "kv_write": lambda x, at: _written(x, at),
@@ -82,7 +82,7 @@ ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "scale_norm": lambda x, at: ops.scale_norm(x, torch.tensor([1.5])),
     "softmax": lambda x, at: ops.softmax(x, 0.3),
     "swiglu": lambda x, at: ops.swiglu(x),
-    "swiglu, apart": lambda x, at: ops.swiglu(x, x.flip(-1)),
+    "swiglu, two tensors": lambda x, at: ops.swiglu(x, x.flip(-1)),
     "transpose": lambda x, at: ops.transpose(x, 0, 1).T,
 }
 

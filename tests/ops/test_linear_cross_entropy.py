@@ -118,7 +118,7 @@ def test_no_more_logits_exist_than_the_budget_allows(backend: str) -> None:
 @BACKENDS
 @pytest.mark.parametrize("padded", [40, 37])
 def test_cross_entropy_takes_a_slice_of_padded_logits(backend: str, padded: int) -> None:
-    """Rows of 33 words that lie 40 or 37 apart: alignment of a row in and of its gradient out differ, or agree."""
+    """Rows of 33 words with a stride of 40 or 37: alignment of a row in and of its gradient out differ, or agree."""
     wide = torch.randn(5, padded, generator=torch.Generator().manual_seed(1)).to(DEVICE).requires_grad_()
     targets = torch.arange(5, device=DEVICE) * 8
     (got,) = torch.autograd.grad(cross_entropy(wide[:, :33], targets, backend=backend).sum(), wide)
