@@ -1,0 +1,163 @@
+"""Compile the kernels of an op without a GPU: record the launches of a call on meta tensors, and compile each of them.
+
+`launches` runs a backend's forward and backward on tensors without values. `compile_launch` specialises a recorded
+launch as a real one (for 1 and multiples of 16) and compiles it for an architecture with the ptxas that comes with
+Triton. TRITON_INTERPRET must be off.
+"""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bagu.errors import ArgumentError, BackendError
+from bagu.machine.device import triton_interprets
+from bagu.ops.core import Case, OpSpec, Streams
+
+__all__ = ["Launch", "MetaStreams", "compile_launch", "disassemble", "launches", "specialization"]
+
+TYPES = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1",
+    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One recorded launch: the kernel, its arguments by name, its options (warps, stages) and its grid."""
+
+    step: str  # forward, invariant_forward or backward
+    fn: Any
+    args: Mapping[str, Any]
+    options: Mapping[str, Any]
+    grid: Any
+
+    @property
+    def name(self) -> str:
+        return self.fn.fn.__name__
+
+
+class MetaStreams(Streams):
+    """Inputs with a shape and no values."""
+
+    def normal(self, name: str, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float64, device="meta")
+
+    uniform = normal
+
+    def integers(self, name: str, low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int64, device="meta")
+
+    def choice(self, name: str, usual: Any, *others: Any) -> Any:
+        return usual
+
+
+def launches(
+    spec: OpSpec, case: Case, dtype: torch.dtype, backend: str = "triton",
+    tuning: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Launch]:  # fmt: skip
+    """The launches of a forward, of the one for invariant mode, and of a backward, recorded on meta tensors. `tuning`
+    has the tuning options of "forward" and "backward"; the default are the backend's own."""
+    module, sig, chosen = spec.module(backend), spec.sig, tuning or {}
+    args = spec.cast(case, spec.inputs(case, MetaStreams()), dtype)
+    args = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+    found: list[Launch] = []
+    with _recorded(found, "forward"):
+        outputs = module.forward(**args, **chosen.get("forward", {}))
+    results = dict(zip((r.name for r in sig.results), outputs, strict=True))
+    if (invariant := getattr(module, "invariant_forward", None)) is not None:
+        with _recorded(found, "invariant_forward"), suppress(BackendError):  # refused, as an 8-bit cache is
+            invariant(**args)
+    if spec.grads:
+        known = args | results
+        given = {f"d{o}": results[o] for o in spec.differentiable} | {s: known[s] for s in spec.saves}
+        more = dict(chosen.get("backward", {}))
+        if "needs" in inspect.signature(module.backward).parameters:
+            more["needs"] = dict.fromkeys(spec.made, True)
+        with _recorded(found, "backward"):
+            module.backward(**given, **{s.name: args[s.name] for s in sig.scalars}, **more)
+    return found
+
+
+@contextmanager
+def _recorded(launches: list[Launch], step: str) -> Iterator[None]:
+    """Inside, a kernel launch is appended to `launches` and not executed."""
+    if triton_interprets():
+        raise BackendError("kernels cannot be compiled with TRITON_INTERPRET set", hint="unset it and start again")
+    from triton.runtime.jit import JITFunction
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        names = [p.name for p in self.params]
+        bound = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+        options = {k: v for k, v in kwargs.items() if k not in names}
+        launches.append(Launch(step=step, fn=self, args=bound, options=options, grid=grid))
+
+    run = JITFunction.run
+    JITFunction.run = record
+    try:
+        yield
+    finally:
+        JITFunction.run = run
+
+
+def specialization(launch: Launch) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
+    """The launch as input of the compiler, specialised as in a real launch (for 1 and multiples of 16)."""
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    signature, constants, attrs = {}, {}, {}
+    for i, param in enumerate(launch.fn.params):
+        value = launch.args.get(param.name, param.default)
+        one = type(value) is int and value == 1 and not param.do_not_specialize
+        if param.is_constexpr or value is None or one:
+            signature[param.name] = "constexpr"
+            constants[(i,)] = value
+            continue
+        if isinstance(value, torch.Tensor):
+            kind, aligned = f"*{TYPES[value.dtype]}", value.storage_offset() * value.element_size() % 16 == 0
+        elif isinstance(value, bool):
+            kind, aligned = "u1", False
+        elif isinstance(value, int):
+            kind, aligned = ("i32" if -(2**31) <= value < 2**31 else "i64"), value % 16 == 0
+        else:
+            kind, aligned = "fp32", False
+        signature[param.name] = kind
+        if aligned and not param.do_not_specialize:
+            attrs[(i,)] = [["tt.divisibility", 16]]
+    key = (launch.fn.fn.__qualname__, repr(signature), repr(constants), repr(attrs), repr(launch.options))
+    written = GluonASTSource if launch.fn.is_gluon() else ASTSource
+    return written(fn=launch.fn, signature=signature, constexprs=constants, attrs=attrs), dict(launch.options), key
+
+
+def compile_launch(launch: Launch, arch: str = "sm_90") -> Any:
+    """The compiled kernel of a launch: Triton's CompiledKernel, with `asm` and `metadata`."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    if not (arch.startswith("sm_") and arch[3:].isdecimal()):
+        raise ArgumentError(f"{arch!r} is not an architecture", hint="use sm_80, sm_86, sm_89, sm_90 or sm_100")
+    source, options, _ = specialization(launch)
+    return triton.compile(source, target=GPUTarget("cuda", int(arch[3:]), 32), options=options)
+
+
+def disassemble(cubin: bytes) -> str:
+    """Resource usage and machine code, from the cuobjdump in the Triton package."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        return "".join(
+            subprocess.run([tool, flag, path], check=True, capture_output=True, text=True).stdout
+            for flag in ("-res-usage", "-sass")
+        )
