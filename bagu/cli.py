@@ -531,13 +531,28 @@ def ops_show(
     dtype: OpDtype = None,
     as_json: AsJson = False,
     measure: Annotated[bool, Option("--measure", help="Measure the ceilings again, even if recorded.")] = False,
+    kernel: Annotated[
+        bool, Option("--kernel", help="Compile its Triton kernels, without a GPU, and show registers, occupancy …")
+    ] = False,
+    arch: Annotated[str, Option(help="Architecture to compile for. [with --kernel]")] = "sm_90",
+    config: Annotated[str, Option(help="A tuning, e.g. num_warps=8 or backward.block=1024. [with --kernel]")] = "",
+    diff: Annotated[
+        tuple[str, str] | None, Option(metavar="A B", help="Two tunings to compare; '' is the default. [with --kernel]")
+    ] = None,
+    out: Annotated[Path | None, Option(help="Folder for the stages. Default: kernels/NAME. [with --kernel]")] = None,
 ) -> None:
-    """Show one op: formula, arguments, backends, cases, cost and predicted time on this machine."""
+    """Show one op: formula, arguments, backends, cases, cost and predicted time on this machine; or its kernels."""
     from rich.console import Console
 
     from bagu.bench import show
 
-    show.show_op(name, Console(), size=size, dtype=dtype, as_json=as_json, measure=measure)
+    if kernel or diff:
+        show.show_op_kernels(
+            name, Console(), out or Path("kernels") / name, size=size, dtype=dtype, arch=arch, config=config,
+            diff=diff, as_json=as_json,
+        )  # fmt: skip
+    else:
+        show.show_op(name, Console(), size=size, dtype=dtype, as_json=as_json, measure=measure)
 
 
 @lab.command("list")

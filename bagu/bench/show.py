@@ -20,6 +20,7 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
+from bagu.bench import kernel_view
 from bagu.bench.harness import RESULTS
 from bagu.bench.roofline import costs, floor
 from bagu.bench.sizing import bench_inputs, dtype_named, first_tensor, resize, shape_label
@@ -32,9 +33,9 @@ from bagu.ops.core import Case, OpSpec
 from bagu.ops.signature import EXACT, KINDS, TensorArg
 from bagu.runs.record import read_rows
 
-__all__ = ["describe", "list_ops", "parse_size", "show_op"]
+__all__ = ["describe", "list_ops", "parse_size", "show_op", "show_op_kernels"]
 
-H200_BALANCE = 184.0  # FLOP/byte at which an H200 becomes compute-bound: 788 TFLOP/s over 4.28 TB/s, bf16
+H200_BALANCE = kernel_view.H200_MATMUL / kernel_view.H200_COPY  # FLOP/byte at which an H200 becomes compute-bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,20 @@ def show_op(
         print(json.dumps(facts, indent=1, ensure_ascii=False))
     else:
         console.print(_render(facts))
+
+
+def show_op_kernels(
+    name: str, console: Console, out: Path, *, size: str = "", dtype: str | None = None, arch: str = "sm_90",
+    config: str = "", diff: tuple[str, str] | None = None, as_json: bool = False,
+) -> None:  # fmt: skip
+    """Print the compiled kernels of one op, or how they differ between two tunings."""
+    spec = catalogue.spec(name)
+    case = resize(spec, _bench_case(spec), parse_size(size))
+    kind = torch.bfloat16 if dtype is None else dtype_named(dtype)
+    if diff is not None:
+        kernel_view.show_difference(spec, case, kind, console, out, arch=arch, tunings=diff)
+    else:
+        kernel_view.show_kernels(spec, case, kind, console, out, arch=arch, tuning=config, as_json=as_json)
 
 
 def _recorded(results: Path, device: torch.device, dtype: torch.dtype) -> Source | None:

@@ -1,0 +1,104 @@
+"""`bagu ops show --kernel`: kernels compiled without a GPU, their facts, and the difference of two tunings."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bagu.bench.kernel_view import parse_tuning
+from bagu.bench.occupancy import occupancy
+from bagu.errors import ArgumentError, UnknownName
+from bagu.ops.catalogue import spec
+
+
+def ops_show(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own: kernels cannot be compiled where TRITON_INTERPRET is set."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"COLUMNS": "160"}
+    command = [sys.executable, "-m", "bagu", "ops", "show", *argv]
+    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    cwd = tmp_path_factory.mktemp("kernels")
+    run = ops_show("scale_norm", "--kernel", "--json", cwd=cwd)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout), cwd
+
+
+def test_every_kernel_has_its_stages_in_a_folder(shown: tuple[list[dict[str, Any]], Path]) -> None:
+    kernels, cwd = shown
+    assert {k["step"] for k in kernels} == {"forward", "backward"}
+    for k in kernels:
+        stages = {path.suffix: path.read_text() for path in (cwd / k["folder"]).iterdir()}
+        assert set(stages) == {".ttir", ".ttgir", ".llir", ".ptx", ".sass"}
+        assert ".target sm_90a" in stages[".ptx"] and k["kernel"] in stages[".ttir"] and "STG.E" in stages[".sass"]
+
+
+def test_the_facts_are_those_of_the_compile_gate(shown: tuple[list[dict[str, Any]], Path]) -> None:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "bagu.ops.gate", "--first", "1", "scale_norm"]
+    lines = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+    gate = [(w[2], int(w[3]), int(w[5]), int(w[7])) for w in (line.split() for line in lines if "wide" in line)]
+    assert gate == [(k["kernel"], k["registers"], k["spills"], k["shared"]) for k in shown[0]]
+
+
+def test_a_difference_of_tunings_names_what_changed(tmp_path: Path) -> None:
+    run = ops_show("dequantize_int8", "--diff", "num_warps=4", "num_warps=8", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    words = [line.split() for line in run.stdout.splitlines()]
+    assert ["warps", "4", "8"] in [w[-3:] for w in words]
+    assert (tmp_path / "kernels/dequantize_int8/a-num_warps=4").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["rms_norm", "--kernel", "--arch", "sm_1"], "no architecture 'sm_1'"),
+        (["rms_norm", "--kernel", "--config", "warps=4"], "no tuning option of rms_norm 'warps'"),
+        (["linear_attention", "--kernel"], "no backend of linear_attention 'triton'"),
+    ],
+)
+def test_bad_input_is_one_sentence(argv: list[str], message: str, tmp_path: Path) -> None:
+    run = ops_show(*argv, cwd=tmp_path)
+    assert run.returncode != 0 and message in run.stderr and "Traceback" not in run.stderr
+
+
+def test_tunings_are_read_by_step() -> None:
+    norm = spec("rms_norm")
+    assert parse_tuning(norm, "num_warps=8") == {"forward": {"num_warps": 8}, "backward": {"num_warps": 8}}
+    assert parse_tuning(norm, "backward.num_warps=4, block_m=2") == {
+        "backward": {"num_warps": 4},
+        "forward": {"block_m": 2},
+    }
+    with pytest.raises(ArgumentError, match="expected OPTION=NUMBER"):
+        parse_tuning(norm, "num_warps=many")
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "warps", "programs", "limit"),
+    [  # by NVIDIA's occupancy calculator for compute capability 9.0
+        (32, 0, 8, 8, "registers"),
+        (255, 0, 8, 1, "registers"),
+        (16, 100_000, 4, 2, "shared memory"),
+        (16, 0, 1, 32, "blocks"),
+        (24, 0, 16, 4, "warps"),
+    ],
+)
+def test_occupancy_is_limited_by_the_scarcest_resource(
+    registers: int, shared: int, warps: int, programs: int, limit: str
+) -> None:
+    found = occupancy("sm_90", registers=registers, shared=shared, warps=warps)
+    assert (found.programs, found.limit) == (programs, limit)
+    assert found.share == programs * warps / 64
+
+
+def test_an_unknown_architecture_is_named() -> None:
+    with pytest.raises(UnknownName, match="sm_999"):
+        occupancy("sm_999", registers=1, shared=0, warps=1)
