@@ -64,6 +64,9 @@ ModelDtype = Annotated[str, Option(help="bf16, fp32 or auto. auto picks the fast
 BenchDtype = Annotated[str | None, Option(help="bf16 or fp32. Default: the faster one on this machine.")]
 ApiKey = Annotated[str | None, Option(envvar="BAGU_API_KEY", help="The API key that the server requires.")]
 KVDtype = Annotated[str, Option(help="Dtype of the KV cache: auto (the model's), int8 or fp8.")]
+TensorParallel = Annotated[
+    int, Option("--tp", "--tensor-parallel-size", help="Divide the model over this many processes, one per GPU.")
+]
 PrefixCaching = Annotated[bool, Option(help="Reuse the KV cache of common prompt prefixes.")]
 SharedPrefix = Annotated[int, Option(help="Number of leading tokens that all prompts have in common.")]
 Rounds = Annotated[int, Option(help="How many times to run all implementations, in turn.")]
@@ -198,6 +201,7 @@ def serve(
     tokenizer: TokenizerFolder = None,
     dtype: ModelDtype = "auto",
     quantization: Annotated[str | None, Option(help="int8 for linear layers and the head; CPU only.")] = None,
+    tp: TensorParallel = 1,
     max_model_len: Annotated[int | None, Option(help="Maximum tokens of a prompt plus its output.")] = None,
     max_num_seqs: Annotated[int, Option(help="Maximum number of sequences that run at once.")] = 256,
     max_num_batched_tokens: Annotated[
@@ -233,7 +237,7 @@ def serve(
             "kv_memory": None if kv_memory is None else parse_bytes(kv_memory), "num_blocks": num_blocks,
             "max_model_len": max_model_len, "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens, "prefix_cache": enable_prefix_caching,
-            "quantization": quantization, "invariant": invariant, "seed": seed,
+            "quantization": quantization, "invariant": invariant, "seed": seed, "tp": tp,
         },
         server={
             "host": host, "port": port, "api_key": api_key, "served_model_name": served_model_name or (),
@@ -370,6 +374,7 @@ def bench_engine(
     quantization: Annotated[str | None, Option(help="int8; CPU only.")] = None,
     kv_dtype: KVDtype = "auto",
     invariant: Annotated[bool, Option("--invariant", help="Use the batch-invariant mode.")] = False,
+    tp: TensorParallel = 1,
     dtype: BenchDtype = None,
     peer: Annotated[list[str] | None, Option(help="generate, generate_batch or a script; repeatable.")] = None,
     rounds: Rounds = 1,
@@ -386,7 +391,7 @@ def bench_engine(
     status = part.main(
         shape, load=load, name=model, requests=requests, inputs=inputs, outputs=outputs,
         shared_prefix=shared_prefix, streams=streams or (), batch=batch, prefix_cache=prefix_caching,
-        quantization=quantization, kv_dtype=kv_dtype, invariant=invariant, dtype=dtype, peers=peer or (),
+        quantization=quantization, kv_dtype=kv_dtype, invariant=invariant, tp=tp, dtype=dtype, peers=peer or (),
         peer_environ=user_environ, rounds=rounds, device=device, out=out, as_json=as_json,
     )  # fmt: skip
     raise typer.Exit(status)

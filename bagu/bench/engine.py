@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def main(
     quantization: str | None = None,
     kv_dtype: str = "auto",
     invariant: bool = False,
+    tp: int = 1,
     dtype: str | None = None,
     peers: Sequence[str] = (),
     peer_environ: Mapping[str, str] | None = None,
@@ -84,7 +86,7 @@ def main(
     make, name = _maker(shape or ("qwen3_0_6b" if gpu else "cpu_8m"), load, name, where, as_dtype)
     config = EngineConfig(
         max_num_seqs=batch, prefix_cache=prefix_cache, quantization=quantization, kv_dtype=kv_dtype,  # type: ignore[arg-type]
-        invariant=invariant, max_num_batched_tokens=max_num_batched_tokens, seed=seed,
+        invariant=invariant, max_num_batched_tokens=max_num_batched_tokens, seed=seed, tp=tp,
     )  # fmt: skip
     rows = Rows(out, default=RESULTS / "serve", as_json=as_json)
     common = {
@@ -137,12 +139,13 @@ def _bagu(
 ) -> Iterator[tuple[int | None, Measured]]:  # fmt: skip
     if case.streams:
         longest = max(case.prompt + case.new + 1, min(LEAST_LEN, model.config.max_len))
-        engine = Engine(model, None, replace(config, max_model_len=longest))
-        yield from measure_streams(engine, case)
+        with closing(Engine(model, None, replace(config, max_model_len=longest))) as engine:
+            yield from measure_streams(engine, case)
         return
     workload, warmup = _workloads(case, model.config.vocab_size, turn, full_warmup=model.embedding.weight.is_cuda)
     longest = max(workload.longest, warmup.longest, min(LEAST_LEN, model.config.max_len))
-    yield None, measure_throughput(Engine(model, None, replace(config, max_model_len=longest)), workload, warmup)
+    with closing(Engine(model, None, replace(config, max_model_len=longest))) as engine:
+        yield None, measure_throughput(engine, workload, warmup)
 
 
 def _peer(

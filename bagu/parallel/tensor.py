@@ -35,11 +35,11 @@ from bagu.parallel.mesh import Mesh
 from bagu.parallel.sharding import TENSOR, First, Placement, Replicated, placements
 from bagu.parallel.vocab_loss import vocab_range
 
-__all__ = ["check_tensor_parallel", "squared_norm", "sum_replicated", "tensor_parallel"]
+__all__ = ["check_sizes", "check_tensor_parallel", "squared_norm", "sum_replicated", "tensor_parallel"]
 
 
-def check_tensor_parallel(config: ModelConfig, ranks: int) -> None:
-    """Raise if the model cannot be divided over this many ranks."""
+def check_sizes(config: ModelConfig, ranks: int) -> None:
+    """Raise if the model's parameters cannot be divided over this many ranks."""
     moe, tp = config.moe, f"tp={ranks}"
     sizes = {"KV heads": config.num_kv_heads, "features of the feed-forward network": config.intermediate_size}
     if moe is not None:
@@ -49,13 +49,19 @@ def check_tensor_parallel(config: ModelConfig, ranks: int) -> None:
             raise ArgumentError(f"{tp} does not divide {size} {what}", hint="choose a divisor")
     if config.vocab_size < ranks:
         raise ArgumentError(f"{tp} with a vocabulary of {config.vocab_size}", hint="each rank needs a row")
-    for option, used in (
-        ("dropout", config.dropout > 0),  # a rank would draw the mask of its own tokens only
-        ("weight_norm", config.weight_norm),  # the length of a row needs all of its columns
-        ("batch norm", config.norm.kind == "batch"),  # its statistics need all tokens
-    ):
-        if used:
-            raise ArgumentError(f"tensor parallelism with {option}", hint=f"use a model without {option}, or tp=1")
+    _refuse("weight_norm", config.weight_norm)  # the length of a row needs all of its columns
+
+
+def check_tensor_parallel(config: ModelConfig, ranks: int) -> None:
+    """Raise if the model cannot be trained on this many ranks."""
+    check_sizes(config, ranks)
+    _refuse("dropout", config.dropout > 0)  # a rank would draw the mask of its own tokens only
+    _refuse("batch norm", config.norm.kind == "batch")  # its statistics need all tokens
+
+
+def _refuse(option: str, used: bool) -> None:
+    if used:
+        raise ArgumentError(f"tensor parallelism with {option}", hint=f"use a model without {option}, or tp=1")
 
 
 def tensor_parallel(model: Transformer, mesh: Mesh, skip: Collection[str] = ()) -> dict[str, Placement]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ class Loader:
     tokenizer: str | None = None
     dtype: str = "auto"
     device: str | None = None
+    on_host: bool = False  # load to the host's memory: an engine with tp > 1 puts the parts on the devices
 
     def __call__(self) -> tuple[Any, Any, Any]:
         from bagu.data.chat import ChatEncoder
@@ -35,7 +36,7 @@ class Loader:
         dtype = compute_dtype(device) if self.dtype == "auto" else named_dtype(self.dtype)
         found = find_model(self.model)
         check_predicts_tokens(found, self.model)
-        model = load_model(found, dtype=dtype, device=device)
+        model = load_model(found, dtype=dtype, device="cpu" if self.on_host else device)
         place = Path(self.tokenizer) if self.tokenizer else tokenizer_folder(found)
         if place is None:
             raise BaguError(f"there is no tokenizer.json in {found}", hint="pass its folder with --tokenizer")
@@ -62,7 +63,11 @@ def serve_main(
                 f"there is no {folder / GENERATION_CONFIG}", hint="use auto, none, or a folder with the file"
             )
         engine = {**engine, "generation": read_generation(folder)}
-    threads = max(1, (os.cpu_count() or 2) - 1)  # one core is left for the HTTP server and the tokenizer
+    tp = engine.get("tp", 1)
+    if tp > 1:
+        engine = {**engine, "device": loader.device or "auto"}
+        loader = replace(loader, on_host=True)
+    threads = max(1, ((os.cpu_count() or 2) - 1) // max(tp, 1))  # one core is left for the HTTP server and tokenizer
     main(Path(model).name or model, load=loader, config=EngineConfig(threads=threads, **engine), **server)
 
 

@@ -60,17 +60,23 @@ class EngineConfig:
 
     block_size: int | None = None  # positions per KV block; None: chosen in kv/pool.py
     num_blocks: int | None = None  # KV blocks of the pool; None: as many as fit `kv_memory` or the GPU's memory
-    kv_memory: int | None = None  # bytes of the KV pool; None: chosen in kv/pool.py
+    kv_memory: int | None = None  # bytes of the KV pool, with tp > 1 of each rank; None: chosen in kv/pool.py
     kv_dtype: Literal["auto", "int8", "fp8"] = (
         "auto"  # of the KV cache; auto: the model's; others have a scale per head
     )
     gpu_memory_utilization: float = 0.9  # fraction of the GPU's memory for weights, KV pool and workspace
     max_model_len: int | None = None  # None: the model's maximum, or the size of the pool if that is smaller
+    tp: int = 1  # ranks that divide the model (tensor parallelism), each a process on this machine
+    device: str | None = (
+        None  # where the engine runs: cpu, cuda or auto (a GPU if there is one); None: where the model is
+    )
     max_num_seqs: int = 256  # choices that run at the same time
     max_num_batched_tokens: int | None = None  # prefill and decode tokens per step; None: 2048 on a CPU, 16384 on a GPU
     prefix_cache: bool = True
     quantization: Literal["int8"] | None = None  # of the linear layers and the head; CPU only
-    threads: int | None = None  # CPU threads; None: torch's setting (`bagu serve` sets the number of cores - 1)
+    threads: int | None = (
+        None  # CPU threads of each rank; None: torch's setting (`bagu serve` sets the number of cores - 1)
+    )
     async_scheduling: bool | None = None  # plan the next step while one runs; None: only on a GPU
     cuda_graphs: bool = True  # run decode steps as CUDA graphs; no effect on a CPU
     invariant: bool = False  # the bits of a row do not depend on its batch (bagu.ops.invariant)
@@ -78,7 +84,7 @@ class EngineConfig:
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "kv_memory", "max_model_len", "max_num_seqs", "threads"):
+        for name in ("block_size", "num_blocks", "kv_memory", "max_model_len", "max_num_seqs", "threads", "tp"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ArgumentError(f"engine: {name} = {value}", hint=f"{name} is 1 or more")
@@ -107,6 +113,14 @@ class EngineConfig:
                 "engine: invariant cannot be combined with quantization",
                 hint="int8 logits differ from the trainer's: choose one of the two",
             )
+        for option, used in (
+            ("invariant", self.invariant),  # the order of the sum over ranks depends on the size of the batch
+            (f"quantization = {self.quantization}", self.quantization is not None),  # rounds and packs whole matrices
+        ):
+            if self.tp > 1 and used:
+                raise ArgumentError(
+                    f"engine: tp = {self.tp} cannot be combined with {option}", hint="choose one of the two"
+                )
 
     def step_tokens(self, device: str) -> int:
         """The token budget of a step on this device type. On a GPU a step with prefill tokens runs without a CUDA

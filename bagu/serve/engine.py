@@ -8,7 +8,8 @@
 On a GPU two steps overlap: the host plans step n + 1 and launches its forward before it reads the tokens of step n;
 the tokens go from one step to the next on the device. So `step` returns the events of the previous step.
 
-The engine starts no thread: the caller runs `step` in a loop. It satisfies `types.Generate`.
+The engine starts no thread: the caller runs `step` in a loop. It satisfies `types.Generate`. With `tp` > 1 it divides
+the model over processes of this machine (tp/lead.py), which `close` ends.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import torch
 
 from bagu import ops
 from bagu.errors import ArgumentError
+from bagu.machine.device import named_device
 from bagu.nn.model import Transformer
+from bagu.parallel.inference import local_heads
 from bagu.serve.completion import choices
 from bagu.serve.config import EngineConfig
 from bagu.serve.kv.blocks import Blocks, IntegrityError
@@ -37,6 +40,8 @@ from bagu.serve.runner import Runner
 from bagu.serve.sampler import SampledLogprobs, Sampler, SamplerOutput
 from bagu.serve.scheduler import Scheduler, SchedulerConfig
 from bagu.serve.stats import WINDOW_S, EngineStats
+from bagu.serve.tp.group import Ranks
+from bagu.serve.tp.lead import LeadRunner, start_ranks
 from bagu.types import Completion, Tokenizer
 
 __all__ = ["Engine"]
@@ -61,6 +66,21 @@ class Engine:
         model.eval()
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        device = model.embedding.weight.device
+        if config.device is not None:
+            device = named_device(None if config.device == "auto" else config.device)
+        self.ranks: Ranks | None = None
+        if config.tp > 1:
+            self.ranks, model = start_ranks(model, config, device)
+        else:
+            model.to(device)
+        try:
+            self._build(model, tokenizer, config)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, model: Transformer, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
         pool = size_pool(model, config)
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.max_model_len = pool.max_model_len
@@ -80,8 +100,12 @@ class Engine:
         table = model.embedding.weight
         spare = int(table.is_cuda)  # one more block, in no block table: the padding rows of CUDA graphs write to it
         dtype = cache_dtype(config.kv_dtype, table.dtype)
-        kv = PagedKV(model.config, pool.num_blocks + spare, pool.block_size, device=table.device, dtype=dtype)
-        self.runner = Runner(model, kv, config, pool.max_model_len)
+        heads, num_blocks = local_heads(model.config, config.tp), pool.num_blocks + spare
+        kv = PagedKV(heads, num_blocks, pool.block_size, device=table.device, dtype=dtype)
+        self.runner = (
+            Runner(model, kv, config, pool.max_model_len) if self.ranks is None
+            else LeadRunner(model, kv, config, pool.max_model_len, self.ranks)
+        )  # fmt: skip
         self.sampler = Sampler(self.runner, tokenizer, config.seed, eos_ids)
         self._overlaps = table.is_cuda if config.async_scheduling is None else config.async_scheduling
         self._pending: PendingStep | None = None
@@ -109,7 +133,7 @@ class Engine:
                     self._pending = self._pending_step(plan, self.sampler.sample(plan, output), began)
             except torch.OutOfMemoryError as error:
                 events += self._commit_pending()
-                if plan is None or plan.num_tokens == 1:
+                if plan is None or plan.num_tokens == 1 or self.ranks is not None:  # other ranks wait in a collective
                     raise
                 self._shrink_steps(plan, error)
             if not self._overlaps:
@@ -146,6 +170,7 @@ class Engine:
     def update_weights(self, state: Mapping[str, torch.Tensor]) -> None:
         """Replace weights in place, all or some of them, by their names in the model's state dict, and drop what was
         computed with the old ones."""
+        self._refuse_divided()
         own = self.model.state_dict()
         for name, tensor in state.items():
             if name not in own or own[name].shape != tensor.shape:
@@ -161,6 +186,7 @@ class Engine:
     def weights_changed(self) -> None:
         """Drop what was computed with old weights, after other code (a trainer of the same model) has changed them in
         place: the prefix cache is emptied, running sequences are recomputed, and packed weights are packed again."""
+        self._refuse_divided()
         self._unreturned = self._commit_pending()
         self.runner.prepare()
         self.scheduler.restart()
@@ -228,10 +254,22 @@ class Engine:
             prefix_hits=scheduler.hit_tokens,
         )
 
+    def close(self) -> None:
+        """End the processes of the other ranks, if tp > 1. The engine cannot be used afterwards."""
+        if self.ranks is not None:
+            self.ranks.close()
+
     # --- internals ----------------------------------------------------------------------------------------------------
 
     def _arithmetic(self) -> AbstractContextManager[None]:
         return ops.invariant() if self.config.invariant else nullcontext()
+
+    def _refuse_divided(self) -> None:
+        if self.ranks is not None:
+            raise ArgumentError(
+                f"engine: the weights of an engine with tp = {self.config.tp} cannot be replaced",
+                hint="create a new engine, or use tp=1",
+            )
 
     def _idle(self) -> list[Event]:
         if self.scheduler.has_work:

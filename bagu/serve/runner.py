@@ -4,6 +4,9 @@ A step is one forward of the packed new tokens of all sequences, prompts and dec
 Two kinds of steps have a faster equivalent: decodes on a GPU replay a CUDA graph (graphs.py), and decodes on a CPU are
 one call of C++ where that computes the model's layers (cpu/match.py).
 
+With a mesh, `model` is this rank's part of a divided model (parallel/inference.py): every rank runs the plan that
+tp/lead.py sends, and the logits are gathered.
+
 Dims: T = tokens, S = sequences, P = blocks of the longest table, N = samples, D = features, V = vocabulary.
 """
 
@@ -18,6 +21,9 @@ import torch
 from bagu import ops
 from bagu.nn.kv import CacheError
 from bagu.nn.model import Transformer
+from bagu.parallel.inference import gather_logits
+from bagu.parallel.mesh import Mesh
+from bagu.parallel.vocab_loss import vocab_cross_entropy
 from bagu.serve.config import EngineConfig
 from bagu.serve.cpu.compiled import CompiledDecode, Decodes, PackedLinear, compiles
 from bagu.serve.cpu.dataflow import Mismatch
@@ -48,8 +54,10 @@ class Runner:
     a few entries per step; a step allocates only its results and small index tensors.
     """
 
-    def __init__(self, model: Transformer, kv: PagedKV, config: EngineConfig, max_model_len: int) -> None:
-        self.source, self.kv, self.config = model, kv, config
+    def __init__(
+        self, model: Transformer, kv: PagedKV, config: EngineConfig, max_model_len: int, mesh: Mesh | None = None
+    ) -> None:
+        self.source, self.kv, self.config, self.mesh = model, kv, config, mesh
         self.device = model.embedding.weight.device
         self.tables = np.zeros((config.max_num_seqs, -(-max_model_len // kv.block_size)), dtype=np.int32)
         self.graphs: GraphDecode | None = None
@@ -70,6 +78,10 @@ class Runner:
             if self.graphs is None or not self.graphs.current:
                 self.graphs = GraphDecode(self.model, self.kv, self.tables.shape[1] * self.kv.block_size)
             self.decode = self.graphs
+        if self.mesh is not None:
+            vocab_size, mesh = model.config.vocab_size, self.mesh
+            self.project = lambda hidden: (gather_logits(model.logits(hidden), vocab_size, mesh), None)
+            return
         if self.device.type == "cpu" and not self.config.invariant and compiles(model.embedding.weight.dtype):
             try:
                 if self.kv.quantized:
@@ -161,11 +173,21 @@ class Runner:
         pieces = flat.to(self.device, non_blocking=True).split([v.size for v in values])
         return [piece.view(v.shape) for piece, v in zip(pieces, values, strict=True)]
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits [R, V] of rows of `RunnerOutput.hidden`."""
+        return self.project(hidden)[0]
+
     def logprobs(self, hidden: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor:
         """log p of each row's target, by the function that training and scoring use. With int8 weights it is computed
         from the int8 logits instead: the distribution from which the token was sampled. `logits` are those of `hidden`,
         if they are known."""
         if self.config.quantization is not None:
-            wide = (self.project(hidden)[0] if logits is None else logits).float()
+            wide = (self.logits(hidden) if logits is None else logits).float()
             return wide.gather(1, targets.unsqueeze(1)).squeeze(1) - wide.logsumexp(1)
+        if self.mesh is not None:
+            vocab_size = self.source.config.vocab_size
+            values = vocab_cross_entropy(
+                hidden, self.source.head_weight, targets, vocab_size=vocab_size, mesh=self.mesh
+            )
+            return ops.token_losses(*values).logprobs
         return ops.token_losses(*ops.linear_cross_entropy(hidden, self.source.head_weight, targets)).logprobs

@@ -192,7 +192,7 @@ class Sampler:
         for piece, _, r in scored:
             state, part = self._states[piece.sequence.request.id], slice(at, at + len(r))
             if count := piece.sequence.request.sampling.prompt_logprobs:
-                logits, _ = self.runner.project(wanted[part])
+                logits = self.runner.logits(wanted[part])
                 state.scores += top_logprobs(logits, logprobs[part], targets[part], [count] * len(r)).lists()
             else:
                 state.scores += [TokenLogprob(value, ()) for value in values[part]]

@@ -28,7 +28,7 @@ from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from bagu.errors import BaguError
+from bagu.errors import ArgumentError, BaguError
 from bagu.serve.config import EngineConfig, GenerationDefaults
 from bagu.serve.embedding import Encoder, embed
 from bagu.serve.request import Event, Request, Sampling, TokenEvent, Unservable
@@ -172,7 +172,14 @@ def run(ours: socket.socket, load: Load, config: EngineConfig) -> None:
     try:
         model, tokenizer, chat = load()
         if model.config.causal:
-            serve_generation(pipe, messages, model, tokenizer, chat, config)
+            from bagu.serve.engine import Engine
+
+            engine = Engine(model, tokenizer, config)
+            del model  # with tp > 1 the engine has a part of it
+            try:
+                serve_generation(pipe, messages, engine, chat)
+            finally:
+                engine.close()
         else:
             serve_embeddings(pipe, messages, model, tokenizer, chat, config)
     except Exception as error:
@@ -185,18 +192,13 @@ def run(ours: socket.socket, load: Load, config: EngineConfig) -> None:
         sys.exit(1)
 
 
-def serve_generation(
-    pipe: Connection, messages: Messages, model: Transformer, tokenizer: Tokenizer, chat: Chat | None,
-    config: EngineConfig,
-) -> None:  # fmt: skip
+def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat: Chat | None) -> None:
     """Handle messages, run steps and send their events, until `Stop`."""
-    from bagu.serve.engine import Engine
-
-    engine = Engine(model, tokenizer, config)
+    assert engine.tokenizer is not None
     _warm_up(engine)
     ready = Ready(
-        tokenizer=tokenizer, chat=chat, generates=True, max_model_len=engine.max_model_len,
-        vocab_size=model.config.vocab_size, defaults=config.generation,
+        tokenizer=engine.tokenizer, chat=chat, generates=True, max_model_len=engine.max_model_len,
+        vocab_size=engine.model.config.vocab_size, defaults=engine.config.generation,
     )  # fmt: skip
     _ = ready.longest_token
     send(pipe, ready)
@@ -269,6 +271,8 @@ def serve_embeddings(
     config: EngineConfig,
 ) -> None:  # fmt: skip
     """The same for an encoder: a step is a batch of texts."""
+    if config.tp > 1:
+        raise ArgumentError(f"tp = {config.tp} with an encoder model", hint="encoders run on one rank: use tp=1")
     model.mlm = None  # embeddings do not use the masked language modelling head
     embed(model, [(0,)])
     longest = min(model.config.max_len, config.max_model_len or model.config.max_len)

@@ -9,6 +9,7 @@ import torch
 from bagu.errors import ArgumentError
 from bagu.machine.device import available_memory
 from bagu.nn.model import Transformer
+from bagu.parallel.inference import local_heads
 from bagu.serve.config import EngineConfig
 from bagu.serve.kv.paged import block_bytes, cache_dtype
 
@@ -26,7 +27,8 @@ class Pool(NamedTuple):
 
 
 def size_pool(model: Transformer, config: EngineConfig) -> Pool:
-    """Size the pool. It has at most as many blocks as `max_num_seqs` sequences of full length can use."""
+    """Size the pool, with tp > 1 that of each rank. It has at most as many blocks as `max_num_seqs` sequences of full
+    length can use."""
     table = model.embedding.weight
     B = config.block_size or BLOCK_SIZE
     longest = min(model.config.max_len, config.max_model_len or model.config.max_len)
@@ -35,7 +37,7 @@ def size_pool(model: Transformer, config: EngineConfig) -> Pool:
             f"engine: max_model_len = {config.max_model_len}, and the model has positions for {model.config.max_len}",
             hint=f"max_model_len is at most {model.config.max_len} for this model",
         )
-    each = block_bytes(model.config, B, cache_dtype(config.kv_dtype, table.dtype))
+    each = block_bytes(local_heads(model.config, config.tp), B, cache_dtype(config.kv_dtype, table.dtype))
     useful = config.max_num_seqs * -(-longest // B)
     blocks = config.num_blocks or min(useful, _memory(table.device, config) // each)
     if blocks < 1:
@@ -53,4 +55,5 @@ def _memory(device: torch.device, config: EngineConfig) -> int:
         free, total = torch.cuda.mem_get_info(device)
         return int(total * config.gpu_memory_utilization) - (total - free) - WORKSPACE_BYTES
     free_bytes = available_memory()
-    return CPU_MAX if free_bytes is None else min(CPU_MAX, free_bytes // CPU_SHARE)
+    shared = CPU_MAX if free_bytes is None else min(CPU_MAX, free_bytes // CPU_SHARE)
+    return shared // config.tp  # the ranks share the memory of this machine
