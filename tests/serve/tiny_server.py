@@ -129,6 +129,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--max-queue", type=int, default=64)
     parser.add_argument("--api-key")
     parser.add_argument("--allowed-origins", nargs="*", default=())
@@ -144,7 +145,7 @@ if __name__ == "__main__":
         load=partial(load, causal=not given.encoder, broken=given.broken),
         config=EngineConfig(
             max_num_seqs=given.max_num_seqs, num_blocks=1024, max_num_batched_tokens=512,
-            max_model_len=given.max_model_len,
+            max_model_len=given.max_model_len, tp=given.tp,
         ),
         stall_timeout=given.stall_timeout, shutdown_timeout=given.shutdown_timeout,
         request_timeout=given.request_timeout,

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 
+from bagu.errors import ArgumentError
 from bagu.parallel.inference import local_heads
 from bagu.parallel.launch import COLLECTIVE_TIMEOUT, START_TIMEOUT_S, Place, use_own_gpu
 from bagu.parallel.mesh import Mesh, MeshConfig, open_mesh
@@ -80,6 +81,8 @@ def serve(messages: Messages, mesh: Mesh) -> None:
                 runner.logprobs(states, _broadcast(torch.empty(rows, dtype=torch.int64, device=weight.device)))
             case Close():
                 return
+            case other:
+                raise ArgumentError(f"a rank got {other!r}", hint="messages.py lists what rank 0 sends")
 
 
 def _runner(messages: Messages, mesh: Mesh) -> Runner | None:
