@@ -1,0 +1,159 @@
+"""Gradient accumulation: does the sum over micro-batches give the gradient of one large batch?
+
+    per micro-batch   each loss is the mean over its own targets, and the losses are divided by their number: a target
+                      in a micro-batch with few targets counts more than one in a micro-batch with many
+    per step          each loss is divided by the targets of the whole step, as bagu's trainer does
+
+Answers of unequal length are packed into micro-batches; only their tokens are targets, as in fine-tuning. The gradient
+of one batch with all documents is the truth, in fp64. (The fault was in transformers until October 2024.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.plot import COLOURS, log_ticks
+from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.train.cross_entropy import CrossEntropy
+from bagu.types import IGNORE, Batch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WAYS = ("per micro-batch", "per step")
+IN_CHINESE = dict(zip(WAYS, ("按微批归一", "按整步归一"), strict=True))
+EQUAL = 1e-10  # of fp64 sums in another order
+VOCAB, PROMPT = 128, 8
+LONGEST = 48  # tokens of an answer
+DOCUMENTS = 16
+
+
+def run(setting: Setting) -> list[Row]:
+    size = 32 if setting.quick else 128
+    config = ModelConfig(
+        vocab_size=VOCAB, hidden_size=size, num_layers=2, num_heads=size // 16, num_kv_heads=size // 16, head_dim=16,
+        intermediate_size=3 * size, max_len=PROMPT + LONGEST,
+    )  # fmt: skip
+    spreads = (1, 16) if setting.quick else (1, 2, 4, 16, 48)  # longest answer over shortest
+    counts = (2, 8) if setting.quick else (2, 4, 8, 16)
+    rows: list[Row] = []
+    for spread, count in setting.track(list(product(spreads, counts))):
+        model = init_weights(Transformer(config, dtype=torch.float64), seed=0)
+        answers = lengths(spread)
+        truth = gradient(model, packed(answers, 1), "per step")
+        batches = packed(answers, count)
+        targets = [batch.num_targets for batch in batches]
+        for way in WAYS:
+            loss, found = gradient(model, batches, way)
+            rows.append(
+                {
+                    "normalisation": way,
+                    "spread": spread,
+                    "micro_batches": count,
+                    "targets_largest_over_smallest": max(targets) / min(targets),
+                    "gradient_error": float((found - truth[1]).norm() / truth[1].norm()),
+                    "loss_error_nats": abs(loss - truth[0]),
+                }
+            )
+    return rows
+
+
+def lengths(spread: int) -> list[int]:
+    """The lengths of the answers, from LONGEST / spread to LONGEST, the extremes included."""
+    drawn = np.random.default_rng(0).uniform(np.log(LONGEST / spread), np.log(LONGEST), DOCUMENTS - 2)
+    return [LONGEST // spread, LONGEST, *np.exp(drawn).round().astype(int).tolist()]
+
+
+def packed(answers: Sequence[int], micro_batches: int) -> list[Batch]:
+    """The same documents in this many micro-batches: random tokens, of which the answers are targets."""
+    stream = np.random.default_rng(1)
+    documents = [stream.integers(VOCAB, size=PROMPT + n + 1) for n in answers]
+    each = len(documents) // micro_batches
+    return [_batch(documents[i : i + each]) for i in range(0, len(documents), each)]
+
+
+def _batch(documents: Sequence[np.ndarray]) -> Batch:
+    sizes = [len(d) - 1 for d in documents]
+    targets = [np.where(np.arange(len(d) - 1) < PROMPT, IGNORE, d[1:]) for d in documents]
+    return Batch(
+        ids=torch.from_numpy(np.concatenate([d[:-1] for d in documents])),
+        targets=torch.from_numpy(np.concatenate(targets)),
+        positions=torch.cat([torch.arange(n) for n in sizes]),
+        cu_seqlens=torch.tensor([0, *sizes]).cumsum(0).to(torch.int32),
+        max_len=max(sizes),
+        num_targets=sum(n - PROMPT for n in sizes),
+        target_bytes=0,
+    )
+
+
+def gradient(model: Transformer, batches: Sequence[Batch], way: str) -> tuple[float, torch.Tensor]:
+    """The accumulated loss, and the accumulated gradient of all parameters."""
+    objective = CrossEntropy()
+    model.zero_grad()
+    loss = 0.0
+    for batch in batches:
+        totals = objective.totals(batches if way == "per step" else [batch])
+        part = objective(model, batch, totals).loss / (1 if way == "per step" else len(batches))
+        part.backward()
+        loss += float(part.detach())
+    return loss, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def verdict(rows: Sequence[Row]) -> Verdict:
+    """Held if accumulation gives the gradient of the large batch with both normalisations."""
+    equal = {
+        way: [r for r in rows if r["normalisation"] == way and number(r, "gradient_error") <= EQUAL] for way in WAYS
+    }
+    total = {way: sum(r["normalisation"] == way for r in rows) for way in WAYS}
+    good = sum(map(len, equal.values()))
+    kind: Kind = "held" if good == len(rows) else "holds only where" if good else "did not hold"
+    worst = max(rows, key=lambda r: number(r, "gradient_error"))
+    counts = ", ".join(f"{way}: {len(equal[way])} of {total[way]}" for way in WAYS)
+    zh = "，".join(f"{IN_CHINESE[way]} {len(equal[way])}/{total[way]}" for way in WAYS)
+    return Verdict(
+        kind=kind,
+        sentence_en=f"Cases with the gradient of the large batch, by what losses are divided: {counts}. The largest "
+        f"error is {100 * number(worst, 'gradient_error'):.2g} % of the gradient ({worst['normalisation']}, answers up "
+        f"to ×{worst['spread']} as long as others, {worst['micro_batches']} micro-batches).",
+        sentence_zh=f"与大批次梯度相同的情形：{zh}。最大误差为梯度的 {100 * number(worst, 'gradient_error'):.2g} %"
+        f"（{IN_CHINESE[str(worst['normalisation'])]}，答案长度相差至 {worst['spread']} 倍，"
+        f"{worst['micro_batches']} 个微批）。",
+    )
+
+
+def plot(fig: Figure, rows: Sequence[Row]) -> None:
+    axes = fig.subplots()
+    counts = sorted({number(r, "micro_batches") for r in rows})
+    for count, colour in zip(counts, COLOURS, strict=False):
+        for way, line in zip(WAYS, ("o-", "s--"), strict=True):
+            own = [r for r in rows if r["normalisation"] == way and r["micro_batches"] == count]
+            axes.plot(
+                [number(r, "spread") for r in own], [max(number(r, "gradient_error"), 1e-18) for r in own], line,
+                color=colour, label=f"{way}, {count:g}",
+            )  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="longest answer over shortest", ylabel="relative error of the gradient")
+    log_ticks(axes.xaxis)
+    axes.legend(fontsize=7, title="divided, micro-batches")
+
+
+LAB = Lab(
+    name="gradient_accumulation",
+    title_en="Gradient accumulation",
+    title_zh="梯度累积",
+    claim_en="Accumulating gradients over micro-batches gives the gradient of one large batch.",
+    claim_zh="在多个微批上累积梯度，等于一个大批次的梯度。",
+    regime=f"A Llama of 2 layers in fp64, {DOCUMENTS} documents with prompts of {PROMPT} tokens that are no targets.",
+    varies="What a loss is divided by (targets of its micro-batch, of the step), spread of the answers' lengths, "
+    "number of micro-batches.",
+    measures="Relative error of the gradient, and error of the loss, against one batch with all documents.",
+    needs_gpu=False,
+    run=run,
+    verdict=verdict,
+    plot=plot,
+)
