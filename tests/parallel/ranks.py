@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import socket
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,7 +21,45 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bagu.cli import main
+
 TIMEOUT = 240  # seconds for one call on all ranks: far above what a loaded machine needs
+
+
+def forkserver() -> Any:
+    """The server that ranks are forked from."""
+    context = multiprocessing.get_context("forkserver")
+    # torch imports _dynamo and sympy at the first backward: 8 s of a slow core, which each rank would pay
+    context.set_forkserver_preload(
+        ["torch", "torch._dynamo", "torch.distributed.tensor", "bagu.train.loop", "bagu.recipes.command"]
+    )
+    return context
+
+
+def run_bagu(number: int, words: Sequence[str], log: Path) -> list[int | None]:
+    """The exit codes of `bagu WORDS` on this many ranks, with torchrun's variables. Output goes to `log`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
+    started = [forkserver().Process(target=_bagu, args=(words, env, log), daemon=True) for env in environments]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(TIMEOUT)
+        process.kill()
+        process.join()
+    return [process.exitcode for process in started]
+
+
+def _bagu(words: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    main(list(words))
 
 
 def _serve(pipe: Connection, rank: int, ranks: int, store: str) -> None:
@@ -41,9 +81,7 @@ class Ranks:
     """`number` processes. `run` returns the result of each rank, and raises if one of them raised."""
 
     def __init__(self, number: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        # torch imports _dynamo and sympy at the first backward: 8 s of a slow core, which each rank would pay
-        context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", "bagu.train.loop"])
+        context = forkserver()
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         self._pipes, self._processes = [], []

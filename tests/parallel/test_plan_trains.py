@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from ranks import run_bagu
 
 from bagu.nn.config import ModelConfig
 from bagu.parallel.mesh import MeshConfig
@@ -40,8 +39,8 @@ def test_four_ranks_train_with_the_mesh_of_a_plan(tmp_path: Path) -> None:
     data.mkdir()
     (data / "a.txt").write_text("\n\n".join(f"{i} and {i * i} are {i + i * i}. " * 5 for i in range(300)))
     flags = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-    command = [sys.executable, "-m", "bagu", "train", str(data), "--out", str(tmp_path / "run"), "--nproc", "4"]
-    run = subprocess.run([*command, *line, *flags], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    log = tmp_path / "log"
+    codes = run_bagu(4, ["train", str(data), "--out", str(tmp_path / "run"), *line, *flags], log)
+    assert codes == [0, 0, 0, 0], log.read_text()
     rows = [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1]
