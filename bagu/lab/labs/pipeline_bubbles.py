@@ -20,8 +20,8 @@ import torch
 from bagu import ops
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.plot import COLOURS
-from bagu.lab.ranks import on_ranks
 from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.parallel.local_ranks import on_ranks
 from bagu.parallel.mesh import MeshConfig, open_mesh
 from bagu.parallel.model_parallel import apply
 from bagu.parallel.pipeline import Action, Pipeline, Schedule, bubble

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.plot import COLOURS
-from bagu.lab.ranks import on_ranks
 from bagu.parallel.collectives import all_reduce
+from bagu.parallel.local_ranks import on_ranks
 from bagu.parallel.mesh import MeshConfig, open_mesh
 from bagu.parallel.ring import ring_all_reduce
 from bagu.parallel.tree import tree_all_reduce

@@ -21,9 +21,9 @@ import torch
 from bagu.data.random_batches import random_batches
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.plot import COLOURS, INK
-from bagu.lab.ranks import on_ranks
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.parallel.explain import step_bytes
+from bagu.parallel.local_ranks import on_ranks
 from bagu.parallel.mesh import MeshConfig, open_mesh
 from bagu.parallel.zero import model_state_bytes
 from bagu.train import OptimizerConfig, TrainConfig, TrainState, step

@@ -1,4 +1,4 @@
-"""Run a function on several local processes that form one Gloo group, for labs on parallel training."""
+"""Run a function on several local processes that form one Gloo group, for labs and benchmarks of parallel training."""
 
 from __future__ import annotations
 
