@@ -360,6 +360,21 @@ def bench_train(
     raise typer.Exit(status)
 
 
+@bench.command("parallel")
+def bench_parallel(
+    shape: Annotated[str, Option(help="A shape of `bagu bench train`.")] = "cpu_6m",
+    ranks: Annotated[int, Option(help="Processes of one thread; as many as there are free cores.")] = 2,
+    rounds: Annotated[int, Option(help="Steps to time of each kind, in turn.")] = 6,
+    out: Results = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure data parallelism on this machine's cores against independent processes."""
+    wait_briefly()  # must run before torch is imported
+    from bagu.bench import parallel as part
+
+    raise typer.Exit(part.main(shape, ranks=ranks, rounds=rounds, out=out, as_json=as_json))
+
+
 @bench.command("engine")
 def bench_engine(
     model: Annotated[str | None, Argument(metavar="MODEL", help="A model. Default: random weights of --shape.")] = None,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bagu.bench import serve_table, train_table
+from bagu.bench import parallel_table, serve_table, train_table
 from bagu.errors import BaguError
 from bagu.runs.record import read_rows
 
@@ -24,6 +24,7 @@ __all__ = ["main", "render", "updated"]
 BEGIN, END = "<!-- bench:ops:begin -->", "<!-- bench:ops:end -->"
 TRAIN_BEGIN, TRAIN_END = "<!-- bench:train:begin -->", "<!-- bench:train:end -->"
 SERVE_BEGIN, SERVE_END = "<!-- bench:serve:begin -->", "<!-- bench:serve:end -->"
+PARALLEL_BEGIN, PARALLEL_END = "<!-- bench:parallel:begin -->", "<!-- bench:parallel:end -->"
 PEERS = ("eager", "compile", "liger")
 
 Row = Mapping[str, Any]
@@ -66,6 +67,7 @@ CHINESE = Words(
     fault="测量有误",
     language="zh",
 )
+PARALLEL_FILE = "docs/parallel/data_parallel.md"
 FILES = {"README.md": (ENGLISH, False), "README.zh.md": (CHINESE, False), "docs/benchmarks.md": (ENGLISH, True)}
 
 
@@ -214,19 +216,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _update(root: Path, *, check: bool) -> int:
-    rows, trained, inference = (
+    rows, trained, inference, parallel = (
         [row for path in sorted(root.glob(f"benchmarks/results/{where}*.jsonl")) for row in read_rows(path)]
-        for where in ("", "train/", "serve/")
+        for where in ("", "train/", "serve/", "parallel/")
     )
+    texts: dict[str, list[tuple[str, tuple[str, str]]]] = {
+        name: [
+            (render(rows, words, every=every), (BEGIN, END)),
+            (train_table.render(trained, words.language), (TRAIN_BEGIN, TRAIN_END)),
+            (serve_table.render(inference, words.language), (SERVE_BEGIN, SERVE_END)),
+        ]
+        for name, (words, every) in FILES.items()
+    }
+    texts[PARALLEL_FILE] = [(parallel_table.render(parallel), (PARALLEL_BEGIN, PARALLEL_END))]
     stale = []
-    for name, (words, every) in FILES.items():
+    for name, parts in texts.items():
         path = root / name
         if not path.exists():
             raise BaguError(f"{path} does not exist", hint="run it in the checkout, or give --root")
-        text = path.read_text(encoding="utf-8")
-        new = updated(text, render(rows, words, every=every), name)
-        new = updated(new, train_table.render(trained, words.language), name, (TRAIN_BEGIN, TRAIN_END))
-        new = updated(new, serve_table.render(inference, words.language), name, (SERVE_BEGIN, SERVE_END))
+        text = new = path.read_text(encoding="utf-8")
+        for inside, marks in parts:
+            new = updated(new, inside, name, marks)
         if new != text:
             stale.append(name)
             if not check:

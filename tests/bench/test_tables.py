@@ -39,7 +39,8 @@ def checkout(folder: Path, rows: list[dict[str, Any]]) -> Path:
     results = folder / "benchmarks/results"
     results.mkdir(parents=True)
     (results / "nvidia-h200.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (folder / "docs").mkdir()
+    (folder / tables.PARALLEL_FILE).parent.mkdir(parents=True)
+    (folder / tables.PARALLEL_FILE).write_text(f"{tables.PARALLEL_BEGIN}\nold\n{tables.PARALLEL_END}\n")
     for name in tables.FILES:
         (folder / name).write_text(PAGE, encoding="utf-8")
     return folder
