@@ -254,6 +254,11 @@ class Engine:
             prefix_hits=scheduler.hit_tokens,
         )
 
+    def check_ranks(self) -> None:
+        """Raise `RankLost` if the process of another rank has ended. A step does so too; call it while idle."""
+        if self.ranks is not None:
+            self.ranks.check()
+
     def close(self) -> None:
         """End the processes of the other ranks, if tp > 1. The engine cannot be used afterwards."""
         if self.ranks is not None:

@@ -26,11 +26,14 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_killed_rank_is_named_and_nothing_is_left() -> None:
     engine = small_engine(small_model(), tp=2, threads=1)
+    engine.check_ranks()
     assert engine.ranks is not None
     (process,) = engine.ranks.processes.values()
     process.kill()
     with pytest.raises(RankLost, match="rank 1 of tp = 2 was killed by SIGKILL"):
         engine.generate([[1, 2, 3]], Sampling(max_tokens=100, ignore_eos=True))
+    with pytest.raises(RankLost, match="killed by SIGKILL"):
+        engine.check_ranks()  # what an idle engine process does every second
     engine.close()
     assert process.returncode == -signal.SIGKILL and not torch.distributed.is_initialized()
 

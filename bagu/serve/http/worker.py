@@ -176,10 +176,8 @@ def run(ours: socket.socket, load: Load, config: EngineConfig) -> None:
 
             engine = Engine(model, tokenizer, config)
             del model  # with tp > 1 the engine has a part of it
-            try:
-                serve_generation(pipe, messages, engine, chat)
-            finally:
-                engine.close()
+            serve_generation(pipe, messages, engine, chat)
+            engine.close()
         else:
             serve_embeddings(pipe, messages, model, tokenizer, chat, config)
     except Exception as error:
@@ -189,6 +187,9 @@ def run(ours: socket.socket, load: Load, config: EngineConfig) -> None:
             traceback.print_exc()
             reason = f"{type(error).__name__}: {error}, in {traceback.extract_tb(error.__traceback__)[-1].name}"
         send(pipe, Failed(reason))
+        if config.tp > 1:  # an exit would destroy the process group, which may wait for a rank that is gone
+            sys.stderr.flush()
+            os._exit(1)
         sys.exit(1)
 
 
@@ -229,6 +230,7 @@ def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat:
             elif isinstance(message, Stop):
                 return
         if not engine.has_work:
+            engine.check_ranks()
             send_step(pipe, StepEvents([]))
             continue
         events = engine.step()

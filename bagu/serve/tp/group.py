@@ -81,7 +81,7 @@ class Ranks:
                 f"engine: tp = {count} with device {device}", hint="use cuda, and CUDA_VISIBLE_DEVICES to choose GPUs"
             )
         self.count = count
-        self._closing = False
+        self._closed = False
         timeout = float(os.environ.get("BAGU_START_TIMEOUT", START_TIMEOUT_S))
         self._store = dist.TCPStore(HOST, 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
         self.processes = {rank: self._start(rank, device) for rank in range(1, count)}
@@ -122,6 +122,11 @@ class Ranks:
                 raise
             raise RankLost(reason) from error
 
+    def check(self) -> None:
+        """Raise `RankLost` if a rank has ended."""
+        if (reason := self.lost()) is not None:
+            raise RankLost(reason)
+
     def lost(self) -> str | None:
         """How a rank ended; None if all are running."""
         for rank, process in self.processes.items():
@@ -136,7 +141,6 @@ class Ranks:
 
     def close(self) -> None:
         """End the other ranks. They have NOTICE_S for it and are killed then."""
-        self._closing = True
         for process in self.processes.values():
             assert process.stdin is not None
             try:
@@ -153,6 +157,7 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._closed = True
 
     def _start(self, rank: int, device: torch.device) -> subprocess.Popen[bytes]:
         command = "from bagu.serve.tp.rank import main; main()"
@@ -172,9 +177,10 @@ class Ranks:
             time.sleep(0.02)
 
     def _watch(self, rank: int) -> None:
-        """After the end of a rank: give the engine time to raise, then end this process, which would wait for ever."""
+        """After the end of a rank: give the engine time to raise and to close, then end this process, which would wait
+        for ever in a collective."""
         self.processes[rank].wait()
         time.sleep(2 * NOTICE_S)
-        if not self._closing:
+        if not self._closed:
             print(f"bagu: {self.lost()}; the engine ends", file=sys.stderr, flush=True)
             os._exit(1)
