@@ -11,7 +11,7 @@ than that (the head and the loss are not), and what memory sets the time of (nor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -66,7 +66,7 @@ def measured(config: ModelConfig, documents: int, device: torch.device, quick: b
     with ExitStack() as stack:
         states = {way: stack.enter_context(training(config, way, device)) for way in WAYS}
         memory = {way: peak_bytes(state, batch) for way, state in states.items()}
-        calls = {way: partial(step, state, [batch]) for way, state in states.items()}
+        calls: dict[str, Callable[[], object]] = {way: partial(step, state, [batch]) for way, state in states.items()}
         times = best_times(calls, device.type, seconds=0.05 if quick else 2.0, rounds=1 if quick else 3)
     return [
         {
