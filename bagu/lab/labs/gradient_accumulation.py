@@ -119,9 +119,9 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     return Verdict(
         kind=kind,
         sentence_en=f"Cases with the gradient of the large batch, by what losses are divided: {counts}. The largest "
-        f"error is {100 * number(worst, 'gradient_error'):.2g} % of the gradient ({worst['normalisation']}, answers up "
+        f"error is {100 * number(worst, 'gradient_error'):.1f} % of the gradient ({worst['normalisation']}, answers up "
         f"to ×{worst['spread']} as long as others, {worst['micro_batches']} micro-batches).",
-        sentence_zh=f"与大批次梯度相同的情形：{zh}。最大误差为梯度的 {100 * number(worst, 'gradient_error'):.2g} %"
+        sentence_zh=f"与大批次梯度相同的情形：{zh}。最大误差为梯度的 {100 * number(worst, 'gradient_error'):.1f} %"
         f"（{IN_CHINESE[str(worst['normalisation'])]}，答案长度相差至 {worst['spread']} 倍，"
         f"{worst['micro_batches']} 个微批）。",
     )

@@ -67,7 +67,7 @@ def measured(config: ModelConfig, documents: int, device: torch.device, quick: b
         states = {way: stack.enter_context(training(config, way, device)) for way in WAYS}
         memory = {way: peak_bytes(state, batch) for way, state in states.items()}
         calls: dict[str, Callable[[], object]] = {way: partial(step, state, [batch]) for way, state in states.items()}
-        times = best_times(calls, device.type, seconds=0.05 if quick else 2.0, rounds=1 if quick else 3)
+        times = best_times(calls, device.type, seconds=0.05 if quick else 1.0, rounds=1 if quick else 3)
     return [
         {
             "recomputed": way,

@@ -101,9 +101,9 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     en = f"The ring is faster than the tree at {len(wins)} of {len(points)} points"
     zh = f"环在 {len(points)} 个点中的 {len(wins)} 个快于树"
     if wins and len(wins) < len(points):
-        small, large = min(size for _, size in points if (_, size) not in wins), min(size for _, size in wins)
-        en += f" (from {large / 1e3:,.0f} kB on some number of ranks; the tree wins from {small / 1e3:,.0f} kB)"
-        zh += f"（某些进程数下从 {large / 1e3:,.0f} kB 起环更快；树从 {small / 1e3:,.0f} kB 起就有更快的情形）"
+        best = max(wins, key=lambda p: ratio[p])
+        en += f", by most (×{ratio[best]:.2f}) on {best[0]:g} ranks with {best[1] / 1e3:,.0f} kB"
+        zh += f"，最多快到 ×{ratio[best]:.2f}（{best[0]:g} 个进程，{best[1] / 1e3:,.0f} kB）"
     return Verdict(
         kind=kind,
         sentence_en=f"{en}. At {largest / 1e6:,.1f} MB the tree takes {by_ranks} ranks of the ring's time. The busiest "
