@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,9 +10,10 @@ from typing import Any
 
 from bagu.data.chat_source import ChatJsonlSource
 from bagu.data.corpus import STDLIB, Part, Selection, SourceConfig, TextCorpus, selection_facts
+from bagu.data.renamed import renamed_copies
 from bagu.data.source import Conversation
 from bagu.data.split import held_ids
-from bagu.data.stdlib import sft_pairs
+from bagu.data.stdlib import DEFINED, Function, documented_functions, function_chat
 from bagu.errors import BaguError
 
 __all__ = ["ChatCorpus", "chat_source"]
@@ -51,12 +52,20 @@ class ChatCorpus:
     def conversations(self, part: Part) -> Iterator[Conversation]:
         """The chats of a part: pairs made from the modules of that part, or the chats of the files that are in it."""
         if self.text is not None:
-            limit = {} if self.config.max_bytes is None else {"max_bytes": self.config.max_bytes}
-            yield from sft_pairs(self.text.documents(part), **limit)
+            yield from map(function_chat, self._functions(self.text, part))
             return
         for chat in self.source.conversations():
             if (chat.id in self.held_out) == (part == "validation"):
                 yield chat
+
+    def _functions(self, text: TextCorpus, part: Part) -> Iterable[Function]:
+        """The functions of the modules of a part; for training also copies, which have no name of a held-out module."""
+        limit = {} if self.config.max_bytes is None else {"max_bytes": self.config.max_bytes}
+        found = documented_functions(text.documents(part), **limit)
+        if part == "validation" or not self.config.renamed:
+            return found
+        held_out = frozenset(name for d in text.documents("validation") for name in DEFINED.findall(d.text))
+        return renamed_copies(found, self.config.renamed, taken=held_out, seed=self.selection.seed)
 
     def training_texts(self) -> Iterator[str]:
         """The messages of each chat, one after another."""
@@ -82,6 +91,8 @@ def chat_source(config: SourceConfig) -> ChatJsonlSource:
         raise BaguError("field is set, and chats have fields of their own", hint="leave it out")
     if config.max_bytes is not None:
         raise BaguError("max_bytes is set, and it bounds the pairs of the standard library", hint="leave it out")
+    if config.renamed:
+        raise BaguError("renamed is set, and it copies functions of the standard library", hint="leave it out")
     path = Path(config.path)
     if path.match("*.parquet"):
         raise BaguError(f"chats are read from JSON, and {path} is Parquet", hint="write it as JSON lines")

@@ -30,13 +30,15 @@ class SourceConfig:
 
     `field` is the JSON key or Parquet column that holds the text, `glob` selects files of a folder. Objectives that
     read chats take JSON in the form of messages, ShareGPT or Alpaca; from "stdlib" they make pairs of a docstring and
-    its function, with answers of at most `max_bytes`.
+    its function, with answers of at most `max_bytes`. Each function of the training files comes again in `renamed`
+    copies under random names, from which a small model learns to copy the asked name (renamed.py).
     """
 
     path: str = STDLIB
     field: str | None = None
     glob: str | None = None
     max_bytes: int | None = None
+    renamed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

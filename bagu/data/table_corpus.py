@@ -26,6 +26,8 @@ class TableCorpus:
 
     @classmethod
     def of(cls, name: str, config: SourceConfig, selection: Selection) -> Self:
+        if config.renamed:
+            raise BaguError("renamed is set, and only chats have renamed copies", hint="leave it out")
         library = TextCorpus(name, config, selection) if config.path == STDLIB else None
         return cls(name, config, selection, library)
 

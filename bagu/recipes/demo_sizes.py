@@ -21,6 +21,7 @@ __all__ = ["CPU_SIZES", "GPU", "QUICK", "Demo"]
 
 COOLDOWN = 0.5  # the last half of pretraining
 DPO_COST = 4 / 3  # of a pretraining step: a forward of the reference is added to forward and backward
+RENAMED = 3  # copies of each function under random names in fine-tuning: about as many as it would have epochs
 RL_SHARE = 0.25  # of the time of pretraining
 
 
@@ -103,7 +104,7 @@ class Demo:
         n = self.sft_steps
         return Run(
             objective=SupervisedFineTuning(), init_from=str(base),
-            sources={STDLIB: self.functions()},
+            sources={STDLIB: replace(self.functions(), renamed=RENAMED)},
             data=DataConfig(context=self.context, rows=self.later_rows, packing="whole"),
             eval_batches=self.validation_batches,
             train=TrainConfig(

@@ -8,14 +8,13 @@ is public. `bagu eval --training RUN` checks it for your own run.
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
 from bagu.data.source import Document
 from bagu.data.split import held_ids, place
-from bagu.data.stdlib import StdlibSource, functions, parsed
+from bagu.data.stdlib import DEFINED, StdlibSource, functions, parsed
 from bagu.eval.task import Item, Task
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
 ]  # fmt: skip
 
 HELD_SHARE, SEED = 0.05, 0
-DEFINED = re.compile(r"\bdef +(\w+)")  # a search, because parsing all modules takes seconds
 PUBLIC = "The library is public: models trained on code of the web have seen these files."
 
 Modules = Callable[[], Sequence[Document]]  # a function, so that building a task reads no files

@@ -12,6 +12,7 @@ from bagu.data.chat import ChatEncoder
 from bagu.data.chat_corpus import ChatCorpus
 from bagu.data.corpus import PARTS, Part, Selection, SourceConfig
 from bagu.data.loader import DataConfig
+from bagu.data.renamed import RENAMING
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.machine.cache import cache_folder
 from bagu.nn.config import ModelConfig
@@ -57,6 +58,8 @@ class SupervisedFineTuning(TokenObjective):
 def _store(corpus: ChatCorpus, part: Part, encoder: ChatEncoder) -> store.TokenStore:
     """The tokens of the chats of a part and which of them are targets, from the cache if they are there."""
     template = {"chats": corpus.config.max_bytes, "template": encoder.template.source}
+    if corpus.config.renamed and part == "train":
+        template["renamed"] = [corpus.config.renamed, RENAMING]
     return store.on_disk(
         encoder.documents(corpus.conversations(part)), cache_folder() / "tokens",
         token_bytes=encoder.tokenizer.token_bytes,
