@@ -26,7 +26,8 @@ def generate_answers(model: Model, task: Task, items: Sequence[Item], prefix: st
                 hint="use fewer examples (--few-shot), or a model with a longer context",
             )
         prompts.append(ids)
-    texts = model.generate(prompts, task.decoding)
+    chats = [item.messages for item in items]
+    texts = model.generate_chat(chats, task.decoding) if task.chat else model.generate(prompts, task.decoding)
     if task.judge is not None:
         verdicts = task.judge(items, texts)
         return [

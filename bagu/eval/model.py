@@ -49,3 +49,7 @@ class Model(Protocol):
     def generate(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[list[str]]:
         """For each prompt `decoding.samples` answers."""
         ...
+
+    def generate_chat(self, chats: Sequence[Sequence[Message]], decoding: Decoding) -> list[list[str]]:
+        """For each chat `decoding.samples` next turns of the assistant, each ending where the turn ends."""
+        ...

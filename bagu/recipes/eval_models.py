@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = ["Api", "EngineModel", "ServerModel", "eval_engine", "model_of"]
 
 TIMEOUT_S = 3600.0
 PROMPTS_A_CALL = 64  # per server call: small enough that the response of one call has a few megabytes
+CHATS_AT_ONCE = 16  # calls to a server at the same time
 MAX_WAITS = 120  # seconds to wait while the queue is full
 
 
@@ -72,6 +74,9 @@ class EngineModel:
             found[completion.prompt].append(completion.text or "")
         return found
 
+    def generate_chat(self, chats: Sequence[Sequence[Message]], decoding: Decoding) -> list[list[str]]:
+        return self.generate([self.encode_chat(messages) for messages in chats], decoding)
+
 
 class _Refused(BaguError):
     def __init__(self, url: str, status: int, body: str) -> None:
@@ -112,6 +117,22 @@ class Api:
         except ValueError as error:
             raise BaguError(f"{self.url}{path} answered no JSON", hint="name a server with OpenAI's API") from error
 
+    def chat(self, body: Mapping[str, Any]) -> list[str]:
+        """The texts of all choices of a chat completion. Waits while the server's queue is full."""
+        for waited in range(MAX_WAITS + 1):
+            try:
+                answer = self.call("/v1/chat/completions", body)
+                break
+            except _Refused as error:
+                if error.status != 429 or waited == MAX_WAITS:
+                    raise
+                time.sleep(1.0)
+        try:
+            choices = sorted(answer["choices"], key=lambda choice: choice.get("index", 0))
+            return [str(choice["message"]["content"] or "") for choice in choices]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise BaguError(f"{self.url} answered without a message", hint="is it OpenAI's chat API?") from error
+
 
 class ServerModel:
     """A server with OpenAI's API and vLLM's `/tokenize` and `prompt_logprobs`: bagu's, or vLLM itself."""
@@ -143,12 +164,15 @@ class ServerModel:
         return found
 
     def generate(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[list[str]]:
-        settings = {
-            "max_tokens": decoding.max_tokens, "n": decoding.samples, "temperature": decoding.temperature,
-            "seed": decoding.seed, "stop": list(decoding.stop) or None,
-        }  # fmt: skip
-        texts = [choice["text"] for choice in self._complete(prompts, settings)]
+        texts = [choice["text"] for choice in self._complete(prompts, _sampling(decoding))]
         return [texts[i : i + decoding.samples] for i in range(0, len(texts), decoding.samples)]
+
+    def generate_chat(self, chats: Sequence[Sequence[Message]], decoding: Decoding) -> list[list[str]]:
+        """By the chat route: only the server knows the tokens that end a turn. A call holds one chat."""
+        settings = {"model": self.name, **_sampling(decoding)}
+        bodies = [{**settings, "messages": [dict(m) for m in messages]} for messages in chats]
+        with ThreadPoolExecutor(CHATS_AT_ONCE) as pool:
+            return list(pool.map(self.api.chat, bodies))
 
     def _complete(self, prompts: Sequence[Sequence[int]], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The choices of all prompts in order. A call that is too large for the server or its queue is halved."""
@@ -169,6 +193,14 @@ class ServerModel:
             found += sorted(answer["choices"], key=lambda choice: choice["index"])
             at, waits = at + len(asked), 0
         return found
+
+
+def _sampling(decoding: Decoding) -> dict[str, Any]:
+    """The fields of OpenAI's API."""
+    return {
+        "max_tokens": decoding.max_tokens, "n": decoding.samples, "temperature": decoding.temperature,
+        "seed": decoding.seed, "stop": list(decoding.stop) or None,
+    }  # fmt: skip
 
 
 def model_of(

@@ -60,8 +60,7 @@ class ServerJudge:
     def _answer(self, question: str) -> str:
         messages = [{"role": "user", "content": question}]
         body = {"model": self.name, "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
-        answer = self.api.call("/v1/chat/completions", body)
-        try:
-            return str(answer["choices"][0]["message"]["content"] or "")
-        except (KeyError, IndexError, TypeError) as error:
-            raise BaguError(f"{self.api.url} answered without a message", hint="is it OpenAI's chat API?") from error
+        answers = self.api.chat(body)
+        if not answers:
+            raise BaguError(f"{self.api.url} answered without a message", hint="is it OpenAI's chat API?")
+        return answers[0]

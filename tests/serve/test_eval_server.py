@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
 from tiny_server import KEY, Running, load
 
@@ -37,6 +42,60 @@ def test_scores_over_http_are_those_of_the_engine(tiny: Running) -> None:
     assert here.generate(ids, greedy) == there.generate(ids, greedy)
     chats = [{"role": "user", "content": "hello"}]
     assert here.encode_chat(chats) == there.encode_chat(chats)
+    assert here.generate_chat([chats, chats], greedy) == there.generate_chat([chats, chats], greedy)
+
+
+class ChatServer(BaseHTTPRequestHandler):
+    """Answers chats as a server does that ends them at the turn's end, texts with what would follow it."""
+
+    def do_GET(self) -> None:
+        self.reply({"data": [{"id": "fixed", "max_model_len": 64}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            self.reply({"tokens": [1, 2, 3]})
+        elif self.path == "/v1/chat/completions":
+            text = body["messages"][-1]["content"]
+            order = reversed(range(body["n"]))  # OpenAI's API promises no order
+            self.reply({"choices": [{"index": i, "message": {"content": f"{text} {i}"}} for i in order]})
+        else:
+            self.reply({"choices": [{"index": 0, "text": "an answer, and the next turn"}] * len(body["prompt"])})
+
+    def reply(self, body: object) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_task_of_chats_asks_a_server_for_whole_turns() -> None:
+    """By the chat route, which stops at the end of a turn: the route for texts goes on to the user's next one."""
+    asked = [Item(id=str(i), messages=({"role": "user", "content": f"q{i}"},), answer="") for i in range(3)]
+    texts: list[list[str]] = []
+
+    def grade(items: Sequence[Item], answers: Sequence[Sequence[str]]) -> list[list[float]]:
+        texts.extend(list(own) for own in answers)
+        return [[0.0] * len(own) for own in answers]
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ChatServer)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        chats = task(
+            kind="generation", chat=True, items=lambda: asked, grade=grade, metric="pass",
+            decoding=Decoding(max_tokens=8, temperature=1.0, samples=2),
+        )  # fmt: skip
+        evaluate(ServerModel(f"http://127.0.0.1:{server.server_port}"), chats)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert texts == [[f"q{i} 0", f"q{i} 1"] for i in range(3)]
 
 
 def test_a_judge_behind_a_server_answers_as_the_same_model_here(tiny: Running) -> None:
