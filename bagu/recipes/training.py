@@ -119,7 +119,7 @@ def train(
     }
     with _rank_0_first(mesh):
         data = run.objective.prepare(inputs.data, model, steps=run.train.steps, eval_batches=run.eval_batches)
-    loss = run.objective.loss_with(model, auxiliary)
+    loss = run.objective.loss(model, auxiliary)
     with contextlib.ExitStack() as stack:
         data = stack.enter_context(with_rollouts(run, data, inputs, model, loss))
         evaluate = partial(_evaluate, loss, data, run.eval_batches) if run.train.eval_every else None

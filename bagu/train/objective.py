@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Generic, Protocol
 
 from bagu.config import ConfigError
@@ -23,7 +24,9 @@ from bagu.runs.display import Display, Table
 from bagu.train.loop import Batches
 from bagu.train.loss import BatchT, BatchT_co, Loss
 
-__all__ = ["Objective", "RunLoader", "RunSettings", "SourceSize", "TrainingData", "check_causal"]
+__all__ = ["NO_MODELS", "Objective", "RunLoader", "RunSettings", "SourceSize", "TrainingData", "check_causal"]
+
+NO_MODELS: Mapping[str, Transformer] = MappingProxyType({})
 
 
 class RunLoader(Batches[BatchT_co], Protocol[BatchT_co]):
@@ -93,7 +96,7 @@ class Objective(ABC, Generic[BatchT]):
         """The models that the loss needs besides the trained one, as role: MODEL (see `Run.init_from`). The setting
         `objective.<role>` names each of them.
 
-        They are loaded frozen, in the dtype and on the device of the run, and `loss_with` receives them. They must have
+        They are loaded frozen, in the dtype and on the device of the run, and `loss` receives them. They must have
         the run's tokenizer. Checkpoints do not contain them; a resume raises if their weights have changed.
         """
         return {}
@@ -123,15 +126,11 @@ class Objective(ABC, Generic[BatchT]):
         """
         return data
 
-    def loss(self, model: Transformer) -> Loss[BatchT, Any]:
+    @abstractmethod
+    def loss(self, model: Transformer, auxiliary: Mapping[str, Transformer] = NO_MODELS) -> Loss[BatchT, Any]:
         """The loss of one run. `model` has the initial weights of the run, also when it is resumed: a loss that
-        compares with them takes its frozen copy here. An objective with auxiliary models defines `loss_with` instead.
+        compares with them takes its frozen copy here. `auxiliary` has the models that `auxiliary()` names, by role.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines neither loss nor loss_with")
-
-    def loss_with(self, model: Transformer, auxiliary: Mapping[str, Transformer]) -> Loss[BatchT, Any]:
-        """The same, given the models of `auxiliary` by role."""
-        return self.loss(model)
 
     def finish(self, model: Transformer) -> None:
         """Remove what the loss has attached to the model. Called after the last step, before the model is saved."""

@@ -10,7 +10,7 @@ from bagu.data.loader import DataConfig, Loader, Transform, check_vocab, evaluat
 from bagu.data.store import TokenStore
 from bagu.nn.model import Transformer
 from bagu.train.cross_entropy import CrossEntropy, check_z_loss
-from bagu.train.objective import Objective, SourceSize, TrainingData
+from bagu.train.objective import NO_MODELS, Objective, SourceSize, TrainingData
 from bagu.types import Batch
 
 __all__ = ["TokenObjective", "token_data"]
@@ -25,7 +25,7 @@ class TokenObjective(Objective[Batch]):
     def __post_init__(self) -> None:
         check_z_loss(self.z_loss)
 
-    def loss(self, model: Transformer) -> CrossEntropy:
+    def loss(self, model: Transformer, auxiliary: Mapping[str, Transformer] = NO_MODELS) -> CrossEntropy:
         return CrossEntropy(z_loss=self.z_loss)
 
 

@@ -41,7 +41,7 @@ def train(
     run = RunFolder.create(folder, config, resume=resume)
     with RunRecorder(run, tensorboard=False) as recorder:
         model = policy()
-        loss = objective.loss_with(model, {})
+        loss = objective.loss(model)
         loader = rollouts(model, objective, loss)
         killers = [] if kill_at is None else [KillAt(kill_at, run.checkpoints / f"step-{kill_at:09d}")]
         fit(config, model, loader, loss=loss, folder=run.checkpoints, resume=resume, observers=[recorder, *killers])

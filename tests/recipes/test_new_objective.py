@@ -40,7 +40,7 @@ from bagu.runs.display import Curve, Display, Headline
 from bagu.runs.folder import RunFolder
 from bagu.train import OptimizerConfig, TrainConfig, checkpoint, fit
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss, Totals
-from bagu.train.objective import Objective, RunSettings, SourceSize, TrainingData
+from bagu.train.objective import NO_MODELS, Objective, RunSettings, SourceSize, TrainingData
 from bagu.types import IGNORE, Batch
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -213,7 +213,7 @@ class ToyPreference(Objective[PairBatch]):
             facts={name: corpus.facts},
         )
 
-    def loss(self, model: Transformer) -> PreferenceLoss:
+    def loss(self, model: Transformer, auxiliary: Mapping[str, Transformer] = NO_MODELS) -> PreferenceLoss:
         return PreferenceLoss(model, self.beta, self.growth)
 
     def display(self) -> Display:

@@ -90,7 +90,7 @@ def naive(model: Transformer, critic: Transformer, answers: Sequence[Answer], co
 def test_the_loss_and_its_gradient_are_those_of_a_loop_over_tokens(changes: dict[str, Any]) -> None:
     """In fp64 except for logprobs and columns, which are fp32: that bounds the difference."""
     config, model = replace(PPO, **changes), policy().double()
-    loss = config.loss_with(model, {})
+    loss = config.loss(model)
     critic = loss.critic
     torch.nn.init.normal_(critic.score.weight, std=0.3, generator=torch.Generator().manual_seed(0))  # type: ignore[union-attr]
     answers = with_values(drawn_answers())
@@ -110,7 +110,7 @@ def test_the_loss_and_its_gradient_are_those_of_a_loop_over_tokens(changes: dict
 def test_the_critic_starts_at_zero_from_the_policy_and_is_removed_at_the_end() -> None:
     model = policy()
     names = list(model.state_dict())
-    loss = PPO.loss_with(model, {})
+    loss = PPO.loss(model)
     shared = {n: p for n, p in loss.critic.named_parameters() if n != "score.weight"}
     assert shared and all(torch.equal(p, model.get_parameter(n)) for n, p in shared.items())
     assert all(p.data_ptr() != model.get_parameter(n).data_ptr() for n, p in shared.items())
@@ -123,7 +123,7 @@ def test_the_critic_starts_at_zero_from_the_policy_and_is_removed_at_the_end() -
 
 def test_a_given_critic_is_trained() -> None:
     given = with_score_head(policy(seed=9)).requires_grad_(False)
-    loss = PPO.loss_with(policy(), {"critic": given})
+    loss = PPO.loss(policy(), {"critic": given})
     assert loss.critic is given and all(p.requires_grad for p in given.parameters())
 
 
@@ -131,7 +131,7 @@ def test_with_lora_the_critic_shares_the_frozen_weights_and_trains_adapters_of_i
     model = policy()
     add_lora(model, rank=2, alpha=4.0)
     objective = replace(PPO, invariant=True, kl=0.1)
-    loss = objective.loss_with(model, {})
+    loss = objective.loss(model)
     before = {name: p.clone() for name, p in model.named_parameters()}
     assert loss.critic.embedding.weight is model.embedding.weight
     notes = Notes()
@@ -146,7 +146,7 @@ def test_with_lora_the_critic_shares_the_frozen_weights_and_trains_adapters_of_i
 def test_beta_is_adapted_once_per_rollout_and_is_part_of_the_state() -> None:
     objective = replace(PPO, kl_target=1e-6, epochs=3, invariant=False)
     model = policy()
-    loss = objective.loss_with(model, {})
+    loss = objective.loss(model)
     state = TrainState(model, TrainConfig(optimizer=OptimizerConfig(lr=0.02)), loss)
     seen = []
     with rollouts(model, objective, loss).prefetch(0) as steps:
@@ -155,7 +155,7 @@ def test_beta_is_adapted_once_per_rollout_and_is_part_of_the_state() -> None:
             seen.append(loss.beta)
     assert seen[0] == seen[1] == seen[2] == pytest.approx(0.3 * 0.98)  # at the start the KL is 0: below the target
     assert seen[3] == seen[4] == seen[5] != seen[0]
-    other = objective.loss_with(policy(), {})
+    other = objective.loss(policy())
     other.load_state(loss.state())
     assert other.beta == loss.beta
 
@@ -169,7 +169,7 @@ def test_rewards_that_are_all_equal_train_the_critic() -> None:
 
     objective = replace(PPO, epochs=1, max_tokens=1, discount=1.0)
     model = policy()
-    loss = objective.loss_with(model, {})
+    loss = objective.loss(model)
     state = TrainState(model, TrainConfig(), loss)
     with rollouts(model, objective, loss, reward=Same()).prefetch(0) as steps:
         metrics = step(state, next(steps)).metrics
@@ -180,7 +180,7 @@ def test_rewards_that_are_all_equal_train_the_critic() -> None:
 def test_experts_of_the_policy_are_balanced_without_those_of_the_critic() -> None:
     moe = MoEConfig(num_experts=4, top_k=2, expert_size=16, bias_rate=0.01)
     model = policy(moe=moe)
-    loss = PPO.loss_with(model, {})
+    loss = PPO.loss(model)
     state = TrainState(model, TrainConfig(), loss)
     with rollouts(model, PPO, loss).prefetch(0) as steps:
         assert step(state, next(steps)).skipped is None
@@ -189,7 +189,7 @@ def test_experts_of_the_policy_are_balanced_without_those_of_the_critic() -> Non
 def test_a_bandit_learns_the_letter_that_is_rewarded_and_the_critic_its_value() -> None:
     objective = ProximalPolicy(prompts=16, max_tokens=2, epochs=2, kl=0.01, value_weight=0.5)
     model = policy()
-    loss = objective.loss_with(model, {})
+    loss = objective.loss(model)
     assert chance_of_c(model) < 0.25
     config = TrainConfig(steps=20, optimizer=OptimizerConfig(lr=0.03, weight_decay=0.0))
     fit(config, model, rollouts(model, objective, loss), loss=loss)

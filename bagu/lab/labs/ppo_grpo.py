@@ -69,13 +69,11 @@ def curve(task: str, algorithm: str, rate: float, seed: int, rounds: int) -> lis
     """A row for each rollout: the share of the right letter before its updates."""
     model, reward = policy(seed), Letter(2.0 if task == "offsets" else 0.0)
     objective: ProximalPolicy | GroupRelative
-    loss: PolicyLoss
     if algorithm == "PPO":
         objective = ProximalPolicy(prompts=ANSWERS, max_tokens=TASKS[task], epochs=EPOCHS, kl=0.0, value_weight=0.5)
-        loss = objective.loss_with(model, {})
     else:
         objective = GroupRelative(prompts=ANSWERS // GROUP, samples=GROUP, max_tokens=TASKS[task], epochs=EPOCHS)
-        loss = objective.loss(model)
+    loss: PolicyLoss = objective.loss(model)
     parameters = sum(p.numel() for p in model.parameters())  # with the critic, which the loss attached
     config = TrainConfig(steps=rounds * EPOCHS, optimizer=OptimizerConfig(lr=rate, weight_decay=0.0))
     began = time.perf_counter()

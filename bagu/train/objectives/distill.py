@@ -14,7 +14,7 @@ from bagu.nn.config import ModelConfig
 from bagu.nn.model import Transformer
 from bagu.runs.display import Curve, Display, Headline
 from bagu.train.distillation import DistillationLoss, TeacherObjective
-from bagu.train.objective import TrainingData
+from bagu.train.objective import NO_MODELS, TrainingData
 from bagu.train.objectives.language_modelling import LanguageModelling
 from bagu.train.objectives.sft import SupervisedFineTuning
 from bagu.train.token_objective import TokenObjective
@@ -49,7 +49,7 @@ class Distillation(TeacherObjective[Batch]):
     ) -> TrainingData[Batch]:
         return READERS[self.data].read(corpora, tokenizer, data, model)
 
-    def loss_with(self, model: Transformer, auxiliary: Mapping[str, Transformer]) -> DistillationLoss:
+    def loss(self, model: Transformer, auxiliary: Mapping[str, Transformer] = NO_MODELS) -> DistillationLoss:
         return self.teacher_loss(auxiliary["teacher"], self.cross_entropy)
 
     def display(self) -> Display:

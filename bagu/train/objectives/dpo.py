@@ -21,7 +21,7 @@ from bagu.runs.display import Curve, Display, Headline
 from bagu.train import preference_losses as losses
 from bagu.train.logprobs import segment_sums, token_logprobs
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss
-from bagu.train.objective import TrainingData, check_causal
+from bagu.train.objective import NO_MODELS, TrainingData, check_causal
 from bagu.train.preference_objective import (
     PreferenceData,
     PreferenceObjective,
@@ -123,7 +123,7 @@ class PreferenceOptimization(PreferenceObjective):
         }
         return replace(preference_data(train, held, {}, config, mismatched=False), facts=data.facts)
 
-    def loss(self, model: Transformer) -> PolicyPreferenceLoss:
+    def loss(self, model: Transformer, auxiliary: Mapping[str, Transformer] = NO_MODELS) -> PolicyPreferenceLoss:
         reference = Reference.of(model) if self.keeps_reference == "live" else None
         return PolicyPreferenceLoss(self, reference)
 

@@ -8,7 +8,7 @@ Dr. GRPO   normalization="fixed", scale=false                               http
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,7 @@ import numpy as np
 from bagu.config import ConfigError
 from bagu.nn.model import Transformer
 from bagu.train.loss import MicroBatchLoss
+from bagu.train.objective import NO_MODELS
 from bagu.train.policy_loss import PolicyLoss, PolicyTotals
 from bagu.train.policy_losses import group_advantages
 from bagu.train.policy_objective import PolicyObjective
@@ -54,7 +55,7 @@ class GroupRelative(PolicyObjective):
     def fills(self) -> bool:
         return self.dynamic_sampling
 
-    def loss(self, model: Transformer) -> GroupRelativeLoss:
+    def loss(self, model: Transformer, auxiliary: Mapping[str, Transformer] = NO_MODELS) -> GroupRelativeLoss:
         return GroupRelativeLoss(self, model)
 
 

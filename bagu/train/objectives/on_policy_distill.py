@@ -24,7 +24,7 @@ from bagu.train.cross_entropy import TargetTotals
 from bagu.train.distillation import DistillationLoss, TeacherObjective
 from bagu.train.divergence import Divergence
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss
-from bagu.train.objective import TrainingData
+from bagu.train.objective import NO_MODELS, TrainingData
 from bagu.train.prompt_data import prompt_data
 from bagu.train.rollout import Answer, PackShape, RolloutBatch
 from bagu.train.rollout_loader import RolloutConfig
@@ -66,7 +66,7 @@ class OnPolicyDistillation(TeacherObjective[RolloutBatch]):
         )  # fmt: skip
         return prompt_data(corpora, tokenizer, data, config)
 
-    def loss_with(self, model: Transformer, auxiliary: Mapping[str, Transformer]) -> OnPolicyLoss:
+    def loss(self, model: Transformer, auxiliary: Mapping[str, Transformer] = NO_MODELS) -> OnPolicyLoss:
         return OnPolicyLoss(self.teacher_loss(auxiliary["teacher"], None))
 
     def display(self) -> Display:

@@ -24,6 +24,7 @@ from bagu.nn.model import Transformer
 from bagu.nn.score import with_score_head
 from bagu.runs.display import Curve, Display
 from bagu.train.loss import Metrics, MicroBatchLoss
+from bagu.train.objective import NO_MODELS
 from bagu.train.policy_loss import PolicyLoss, PolicyTotals
 from bagu.train.policy_losses import (
     Estimator,
@@ -99,7 +100,7 @@ class ProximalPolicy(PolicyObjective):
                 hint="give a reward model (--recipe reward), or objective.critic=null to start from the policy",
             )
 
-    def loss_with(self, model: Transformer, auxiliary: Mapping[str, Transformer]) -> ProximalPolicyLoss:
+    def loss(self, model: Transformer, auxiliary: Mapping[str, Transformer] = NO_MODELS) -> ProximalPolicyLoss:
         return ProximalPolicyLoss(self, model, auxiliary.get("critic"))
 
     def finish(self, model: Transformer) -> None:

@@ -18,7 +18,7 @@ from bagu.nn.model import Output, Transformer
 from bagu.runs.display import Curve, Display, Headline, Table
 from bagu.train.calibration import BINS, brier_score, calibration_error, reliability
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss
-from bagu.train.objective import RunSettings
+from bagu.train.objective import NO_MODELS, RunSettings
 from bagu.train.preference_losses import bradley_terry
 from bagu.train.preference_objective import PreferenceObjective, PreferenceTotals, right_share
 
@@ -60,7 +60,7 @@ class RewardModelling(PreferenceObjective):
         self.check_model(start)
         return replace(start, score_head=True)
 
-    def loss(self, model: Transformer) -> RewardLoss:
+    def loss(self, model: Transformer, auxiliary: Mapping[str, Transformer] = NO_MODELS) -> RewardLoss:
         return RewardLoss(smoothing=self.label_smoothing, center=self.center)
 
     def display(self) -> Display:
