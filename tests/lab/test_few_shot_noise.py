@@ -11,6 +11,7 @@ from bagu.eval.task import Item, Task, checked_items
 from bagu.lab.core import Row
 from bagu.lab.labs import few_shot_noise
 from bagu.lab.library_models import new_model, on_engine, read_library
+from bagu.lab.next_line import next_line
 
 
 def test_a_keyword_item_asks_for_the_word_that_follows() -> None:
@@ -23,6 +24,20 @@ def test_a_keyword_item_asks_for_the_word_that_follows() -> None:
         assert re.search(re.escape(f"{item.prompt}\n{word}") + r"\b", texts[str(item.cluster)])
         assert [choice.strip() for choice in item.choices] == list(few_shot_noise.WORDS)
     assert len(set(Counter(item.answer for item in items).values())) == 1  # as many of each
+
+
+def test_a_next_line_is_that_of_the_file_and_the_wrong_ones_are_of_others() -> None:
+    library = read_library(quick=True)
+    items = checked_items(next_line(library.held))
+    texts = {d.id: d.text for d in library.held}
+    assert len(items) > 20
+    for item in items:
+        assert isinstance(item.answer, int) and len(set(item.choices)) == 4
+        assert f"{item.prompt}\n{item.choices[item.answer]}\n" in texts[str(item.cluster)] + "\n"
+        wrong = [choice for i, choice in enumerate(item.choices) if i != item.answer]
+        assert all(
+            any(choice in text.split("\n") for id, text in texts.items() if id != item.cluster) for choice in wrong
+        )
 
 
 def test_examples_are_not_asked_and_an_order_is_a_permutation() -> None:
@@ -43,7 +58,7 @@ def test_examples_are_not_asked_and_an_order_is_a_permutation() -> None:
 def questions(clusters: int) -> few_shot_noise.Questions:
     items = [Item(id=str(i), prompt="p", choices=("a", "b"), answer=0, cluster=str(i % clusters)) for i in range(80)]
     task = Task(name="t", kind="choice", items=lambda: items, limits="")
-    return few_shot_noise.Questions(task=task, choices="labels", asked=items, pool=[], unconditional=[])
+    return few_shot_noise.Questions(task=task, choices="labels", asked=items, pool=[])
 
 
 def test_a_spread_is_that_of_the_scores() -> None:

@@ -48,5 +48,14 @@ def test_normalization_flips() -> None:
     assert normalization.verdict([raw, tokens, better, pmi]).kind == "held"
     assert normalization.verdict([raw, unclear, better, pmi]).kind == "holds only where"
     assert normalization.verdict([raw, unclear, pmi]).kind == "did not hold"
+    for low, high, word in (
+        (0.1, 0.3, "better"),
+        (-0.3, -0.1, "worse"),
+        (-0.2, 0.05, "no better"),
+        (-0.1, 0.3, "not decided"),
+    ):
+        row = rank_row("tokens", low, high)
+        assert normalization.decision(row) == word
+        assert f": {word})" in normalization.verdict([raw, row]).sentence_en
     scores: list[Row] = [{"part": "model", "low_percent": low} for low in (20.0, 24.0, 30.0)]
     assert "1 of 3 scores are above chance" in normalization.verdict([raw, tokens, *scores]).sentence_en

@@ -14,7 +14,7 @@ import random
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bagu.eval.choice import score_choices
@@ -22,7 +22,6 @@ from bagu.eval.intervals import compare, estimate
 from bagu.eval.score import item_scores
 from bagu.eval.task import Item, Task, checked_items
 from bagu.eval.tasks.library import in_fair_order
-from bagu.eval.tasks.signature import signature
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.library_models import (
     CONTEXT,
@@ -33,6 +32,7 @@ from bagu.lab.library_models import (
     read_library,
     train,
 )
+from bagu.lab.next_line import next_line
 from bagu.lab.plot import COLOURS, INK
 from bagu.recipes.eval_models import EngineModel
 
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WORDS = ("if", "return", "for", "raise")
+WORDS = ("return", "else", "except", "def")  # indentation and the line before tell them apart
 BEFORE, PER_FILE = 100, 3  # characters before a keyword, items of a file and keyword at most
 SHOTS = (1, 4)
-STEPS, WIDTH, DRAWS = 300, 64, 12
+STEPS, WIDTH, DRAWS = 1000, 128, 12
 EXAMPLES, ORDER = "examples", "order"
 LEVEL = 0.05  # of a paired test
 CHANCE = 25.0  # percent: all tasks have four choices
@@ -56,9 +56,7 @@ def keyword(library: Library) -> Task:
         for module in library.held:
             lines = module.text.split("\n")
             for answer, word in enumerate(WORDS):
-                places = [
-                    i for i in range(8, len(lines)) if re.match(rf" +{word}\b", lines[i]) and lines[i - 1].strip()
-                ]
+                places = [i for i in range(8, len(lines)) if re.match(rf" +{word}\b", lines[i])]
                 rng = random.Random(f"{module.id}:{word}")
                 for at in rng.sample(places, min(PER_FILE, len(places))):
                     before = "\n".join(lines[:at])[-BEFORE:]
@@ -77,11 +75,6 @@ def keyword(library: Library) -> Task:
     return Task(name="keyword", kind="choice", items=balanced, delimiter="\n", limits="Four keywords. Chance is 25 %.")
 
 
-def bodies(library: Library) -> Task:
-    """`signature`, by PMI: a model this small is at chance with the other normalisations."""
-    return replace(signature(256, lambda: library.held), normalization="pmi")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Questions:
     """A task, the items that are asked, and those that serve as examples."""
@@ -90,7 +83,6 @@ class Questions:
     choices: str  # what the choices are
     asked: list[Item]
     pool: list[Item]
-    unconditional: list[list[float]]  # for PMI, of the choices of each asked item: it does not depend on the examples
 
     @classmethod
     def make(cls, model: EngineModel, task: Task, choices: str, most: int) -> Questions:
@@ -103,15 +95,11 @@ class Questions:
         room = (model.max_len - question) // max(SHOTS) - 2  # 2: the blank line between examples
         rest = items[len(asked) :]
         pool = [item for item in rest if len(model.encode(example(task, item))) <= room]
-        scored = score_choices(model, task, asked, "") if task.normalization == "pmi" else []
-        unconditional = [row["unconditional"] for row in scored]
-        return cls(task=task, choices=choices, asked=asked, pool=pool, unconditional=unconditional)
+        return cls(task=task, choices=choices, asked=asked, pool=pool)
 
     def correct(self, model: EngineModel, prefix: str) -> list[float]:
         """1 for each item that the model answers correctly after the examples in `prefix`, else 0."""
-        rows = score_choices(model, replace(self.task, normalization="raw"), self.asked, prefix)
-        if self.unconditional:
-            rows = [row | {"unconditional": known} for row, known in zip(rows, self.unconditional, strict=True)]
+        rows = score_choices(model, self.task, self.asked, prefix)
         return item_scores(self.task.kind, rows)[self.task.normalization]
 
     def prefix(self, examples: Sequence[Item]) -> str:
@@ -138,7 +126,7 @@ def run(setting: Setting) -> list[Row]:
     train(model, library.train_tokens, steps=steps, seed=1)
     asked = on_engine(model, library)
     tasks = (
-        Questions.make(asked, bodies(library), "texts", sizes[-1]),
+        Questions.make(asked, next_line(library.held), "texts", sizes[-1]),
         Questions.make(asked, keyword(library), "labels", sizes[-1]),
     )
     cases = [(shots, EXAMPLES) for shots in SHOTS] + [(max(SHOTS), ORDER)]
@@ -305,8 +293,9 @@ LAB = Lab(
     claim_en="The choice and the order of few-shot examples change a score by less than its 95 % interval.",
     claim_zh="少样本示例的选取与顺序对得分的影响小于得分的 95 % 置信区间。",
     regime=f"A decoder of width {WIDTH} with 2 layers, trained on {STEPS * STEP_TOKENS:,} tokens of the standard "
-    f"library; context {CONTEXT}. Two tasks on held-out modules: signature (the choices are whole bodies, scored by "
-    "PMI) and keyword (which of four keywords begins the next line: the same choices for every item).",
+    f"library; context {CONTEXT}. Two tasks on held-out modules: next_line (which of four lines follows, by the "
+    "likelihood per character) and keyword (which of four keywords begins the next line: the same choices for every "
+    "item).",
     varies=f"The examples ({DRAWS} draws, {' or '.join(map(str, SHOTS))} of them), the order of {max(SHOTS)} of them "
     f"({DRAWS} orders), the number of items.",
     measures="1.96 standard deviations of the score over draws, against half the width of the bootstrap interval over "

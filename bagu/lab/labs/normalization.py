@@ -27,7 +27,6 @@ from bagu.eval.intervals import estimate
 from bagu.eval.score import item_scores
 from bagu.eval.task import Item, Task, checked_items
 from bagu.eval.tasks.continue4 import continue4
-from bagu.eval.tasks.signature import signature
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.library_models import (
     CONTEXT,
@@ -38,6 +37,7 @@ from bagu.lab.library_models import (
     read_library,
     train,
 )
+from bagu.lab.next_line import next_line
 from bagu.lab.plot import COLOURS, INK
 from bagu.nn import Transformer
 from bagu.train.evaluate import held_out_loss
@@ -48,9 +48,14 @@ if TYPE_CHECKING:
 
 NORMALIZATIONS = ("raw", "tokens", "characters", "pmi")
 BY_LENGTH = ("tokens", "characters")
-WIDTHS, CHECKPOINTS = (32, 64, 96), (40, 80, 160)
+WIDTHS, CHECKPOINTS = (32, 64, 128), (60, 120, 250, 500)
 CHARACTERS = 256  # the `max_len` of the tasks: prompts and choices of at most 140 and 102 characters
-ITEMS, RESAMPLES = 150, 4000
+ITEMS, RESAMPLES = 300, 4000
+NEGLIGIBLE = 0.1  # of Kendall's tau: a twentieth of the way from reversed to equal rankings
+CHINESE = {
+    "over raw": "与 raw 之差", " to ": " 至 ", "no better": "不更好", "not decided": "未定", "better": "更好",
+    "worse": "更差",
+}  # fmt: skip
 CHANCE = 25.0  # percent: both tasks have four choices
 
 
@@ -67,7 +72,7 @@ class Scored:
 def run(setting: Setting) -> list[Row]:
     library, quick = read_library(quick=setting.quick), setting.quick
     widths, checkpoints = ((32, 64), (1, 3)) if quick else (WIDTHS, CHECKPOINTS)
-    tasks = [make(CHARACTERS, lambda: library.held) for make in (continue4, signature)]
+    tasks = [next_line(library.held), continue4(CHARACTERS, lambda: library.held)]
     items = {task.name: checked_items(task, limit=8 if quick else ITEMS) for task in tasks}
 
     @cache
@@ -159,9 +164,11 @@ def kendall(scores: np.ndarray, losses: np.ndarray) -> np.ndarray:
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Held if per token and per character rank better than raw on every task, by the interval of the difference."""
+    """Held if per token and per character rank better than raw on every task, by the interval of the difference; did
+    not hold if neither does on any."""
     found = [row for row in rows if row["part"] == "rank"]
-    better = [number(row, "over_raw_low") > 0 for row in found if row["normalization"] in BY_LENGTH]
+    decided = [decision(row) for row in found if row["normalization"] in BY_LENGTH]
+    better = [d == "better" for d in decided]
     kind: Kind = "held" if all(better) else "holds only where" if any(better) else "did not hold"
     en, zh = [], []
     for task in dict.fromkeys(str(row["task"]) for row in found):
@@ -169,12 +176,12 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         listed = [
             f"{row['normalization']} {number(row, 'tau'):.2f} "
             f"({number(row, 'tau_low'):.2f} to {number(row, 'tau_high'):.2f}"
-            + ("" if row["normalization"] == "raw" else f"; over raw {difference(row)}")
+            + ("" if row["normalization"] == "raw" else f"; over raw {difference(row)}: {decision(row)}")
             + ")"
             for row in own
         ]
         en.append(f"{task}: {', '.join(listed)}")
-        zh.append(f"{task}：{'，'.join(listed).replace('over raw', '与 raw 之差').replace(' to ', ' 至 ')}")
+        zh.append(f"{task}：{translated('，'.join(listed))}")
     first = found[0]
     scores = [row for row in rows if row["part"] == "model"]
     above = sum(number(row, "low_percent") > CHANCE for row in scores)
@@ -186,6 +193,22 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         sentence_zh=f"{len(scores)} 个得分中有 {above} 个高于随机水平，其余的排名只是噪声。"
         f"{first['models']} 个模型的留出损失与得分之间的 Kendall τ，附 95 % 区间。{'。'.join(zh)}。",
     )
+
+
+def decision(row: Row) -> str:
+    """A difference of less than NEGLIGIBLE is none."""
+    low, high = number(row, "over_raw_low"), number(row, "over_raw_high")
+    if low > 0:
+        return "better"
+    if high < 0:
+        return "worse"
+    return "no better" if high < NEGLIGIBLE else "not decided"
+
+
+def translated(text: str) -> str:
+    for english, chinese in CHINESE.items():
+        text = text.replace(english, chinese)
+    return text
 
 
 def difference(row: Row) -> str:
@@ -238,7 +261,8 @@ LAB = Lab(
     claim_zh="按长度归一化的选择题得分给模型的排名更接近留出损失的排名，优于原始似然。",
     regime=f"Decoders of width {', '.join(map(str, WIDTHS))} with 2 layers, after {CHECKPOINTS[0] * STEP_TOKENS:,} to "
     f"{CHECKPOINTS[-1] * STEP_TOKENS:,} tokens of the standard library at a constant learning rate; up to {ITEMS} "
-    "four-way items of continue4 and signature, from held-out modules.",
+    "four-way items of next_line (wrong lines from other modules) and continue4 (from the same one), from held-out "
+    "modules.",
     varies="Normalisation (raw, per token, per character, PMI), task, width and number of training tokens.",
     measures="Score of each model; Kendall's tau between score and held-out loss over all models, and its difference "
     "to that of raw, with a bootstrap over files.",
