@@ -24,7 +24,7 @@ DPO_COST = 4 / 3  # of a pretraining step: a forward of the reference is added t
 # Of the answers to `write` after 430 steps of fine-tuning, 1.9 % passed with functions of up to 512 bytes, 4.7 % with 3
 # renamed copies of each, 5.3 % with 256 bytes and 3 copies, 6.4 % with 7 copies, and 13.6 % after 860 steps (the large
 # size after 8 M tokens of pretraining, on an H200).
-RENAMED, FUNCTION_BYTES = 7, 256
+FUNCTION_BYTES = 256
 RL_SHARE = 0.25  # of the time of pretraining
 
 
@@ -58,6 +58,7 @@ class Demo:
     validation_batches: int
     priming_bytes: int | None
     enough_tokens: int = 0
+    renamed: int  # copies of each function under random names in fine-tuning, about as many as there is time to read
     function_bytes: int = FUNCTION_BYTES  # of the largest function that is trained on
 
     @property
@@ -107,7 +108,7 @@ class Demo:
         n = self.sft_steps
         return Run(
             objective=SupervisedFineTuning(), init_from=str(base),
-            sources={STDLIB: replace(self.functions(), renamed=RENAMED)},
+            sources={STDLIB: replace(self.functions(), renamed=self.renamed)},
             data=DataConfig(context=self.context, rows=self.later_rows, packing="whole"),
             eval_batches=self.validation_batches,
             train=TrainConfig(
@@ -153,19 +154,21 @@ class Demo:
 
 LARGE = Demo(
     name="large", hidden_size=256, num_layers=6, vocab_size=4096, context=256, rows=16, lr=0.007, pretrain_steps=300,
-    sft_steps=128, dpo_steps=20, rl_steps=40, rl_prompts=16, rl_samples=8, rl_tokens=96, questions=32, new_tokens=120,
-    eval_items=128, write_items=48, tokenizer_mb=16, validation_batches=12, priming_bytes=None, enough_tokens=700_000,
+    sft_steps=128, renamed=7, dpo_steps=20, rl_steps=40, rl_prompts=16, rl_samples=8, rl_tokens=96, questions=32,
+    new_tokens=120, eval_items=128, write_items=48, tokenizer_mb=16, validation_batches=12, priming_bytes=None,
+    enough_tokens=700_000,
 )  # fmt: skip
 MEDIUM = replace(
-    LARGE, name="medium", hidden_size=192, num_layers=4, rows=8, lr=0.01, pretrain_steps=600, sft_steps=200,
+    LARGE, name="medium", hidden_size=192, num_layers=4, rows=8, lr=0.01, pretrain_steps=600, sft_steps=200, renamed=3,
     dpo_steps=36, tokenizer_mb=8, priming_bytes=4_000_000, enough_tokens=600_000,
 )  # fmt: skip
 # For a slow CPU with a few minutes. After 75 steps of 1,024 tokens two layers were within 0.02 bits per byte of four,
 # for 57 % of the CPU time. Runs of 40 steps ended at 2.565 bits per byte, and at 2.692 with three layers and 2,048
 # tokens.
 SMALL = replace(
-    MEDIUM, name="small", hidden_size=128, num_layers=2, rows=4, pretrain_steps=1600, sft_steps=400, dpo_steps=80,
-    rl_prompts=8, tokenizer_mb=4, questions=16, new_tokens=80, eval_items=64, write_items=24, enough_tokens=40_960,
+    MEDIUM, name="small", hidden_size=128, num_layers=2, rows=4, pretrain_steps=1600, sft_steps=400, renamed=1,
+    dpo_steps=80, rl_prompts=8, tokenizer_mb=4, questions=16, new_tokens=80, eval_items=64, write_items=24,
+    enough_tokens=40_960,
 )  # fmt: skip
 # For a CPU that is shared with other work: a sixth of `small`'s operations per token. It does not reach gzip.
 TINY = replace(
@@ -182,6 +185,6 @@ GPU = replace(
 )  # fmt: skip
 QUICK = Demo(
     name="quick", hidden_size=64, num_layers=2, vocab_size=512, context=128, rows=8, lr=0.007, pretrain_steps=12,
-    sft_steps=6, dpo_steps=2, rl_steps=2, rl_prompts=2, rl_samples=4, rl_tokens=24, questions=4, new_tokens=24,
-    eval_items=8, write_items=4, tokenizer_mb=1, validation_batches=4, priming_bytes=1_000_000, function_bytes=80,
+    sft_steps=6, renamed=1, dpo_steps=2, rl_steps=2, rl_prompts=2, rl_samples=4, rl_tokens=24, questions=4,
+    new_tokens=24, eval_items=8, write_items=4, tokenizer_mb=1, validation_batches=4, priming_bytes=1_000_000, function_bytes=80,
 )  # fmt: skip
