@@ -186,5 +186,6 @@ GPU = replace(
 QUICK = Demo(
     name="quick", hidden_size=64, num_layers=2, vocab_size=512, context=128, rows=8, lr=0.007, pretrain_steps=12,
     sft_steps=6, renamed=1, dpo_steps=2, rl_steps=2, rl_prompts=2, rl_samples=4, rl_tokens=24, questions=4,
-    new_tokens=24, eval_items=8, write_items=4, tokenizer_mb=1, validation_batches=4, priming_bytes=1_000_000, function_bytes=80,
+    new_tokens=24, eval_items=8, write_items=4, tokenizer_mb=1, validation_batches=4, priming_bytes=1_000_000,
+    function_bytes=80,
 )  # fmt: skip
