@@ -22,7 +22,7 @@ from bagu.train.objective import NO_MODELS, RunSettings
 from bagu.train.preference_losses import bradley_terry
 from bagu.train.preference_objective import PreferenceObjective, PreferenceTotals, right_share
 
-__all__ = ["RewardLoss", "RewardModelling"]
+__all__ = ["RewardLoss", "RewardModelling", "answer_scores"]
 
 
 @dataclass(frozen=True, kw_only=True)
