@@ -1,9 +1,9 @@
-"""`python -m bagu.bench.tables [--check]`: generate the tables in the documents from benchmarks/results.
+"""`python -m bagu.bench.tables [--check | --demo FOLDER]`: write the tables of the documents, from benchmarks/results.
 
 This module owns the text between the two marks of a document. It shows the rows of GPU machines: in a README each op at
 its first benchmark case, in docs/benchmarks.md every case. The numbers of one line come from one run, the latest that
 has the case, so that bagu and its peers are compared within a run. `--check` writes nothing and fails if a document is
-out of date.
+out of date. `--demo` first adds the record that `bagu demo` left in a folder.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bagu.bench import parallel_table, serve_table, train_table
+from bagu.bench import demo_table, parallel_table, serve_table, train_table
 from bagu.errors import BaguError
-from bagu.runs.record import read_rows
+from bagu.runs.record import append_rows, read_rows
 
 __all__ = ["main", "render", "updated"]
 
@@ -25,6 +25,7 @@ BEGIN, END = "<!-- bench:ops:begin -->", "<!-- bench:ops:end -->"
 TRAIN_BEGIN, TRAIN_END = "<!-- bench:train:begin -->", "<!-- bench:train:end -->"
 SERVE_BEGIN, SERVE_END = "<!-- bench:serve:begin -->", "<!-- bench:serve:end -->"
 PARALLEL_BEGIN, PARALLEL_END = "<!-- bench:parallel:begin -->", "<!-- bench:parallel:end -->"
+DEMO_BEGIN, DEMO_END = "<!-- bench:demo:begin -->", "<!-- bench:demo:end -->"
 PEERS = ("eager", "compile", "liger")
 
 Row = Mapping[str, Any]
@@ -207,24 +208,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a document is out of date")
     parser.add_argument("--root", type=Path, default=Path(), help="the checkout (default: the current folder)")
+    parser.add_argument("--demo", type=Path, help="the folder of a demo: add its record to benchmarks/results/demo")
     asked = parser.parse_args(argv)
     try:
+        if asked.demo is not None:
+            record_demo(asked.demo, asked.root)
         return _update(asked.root, check=asked.check)
     except BaguError as error:
         print(f"{error}\n  -> {error.hint}" if error.hint else error, file=sys.stderr)
         return 2
 
 
+def record_demo(folder: Path, root: Path) -> None:
+    """Add the record of a demo to the results of the machine that it ran on."""
+    from bagu.recipes.demo_record import RECORD  # imports what a demo needs, which --check does not
+
+    path = folder / RECORD
+    if not path.exists():
+        raise BaguError(f"{path} does not exist", hint="a demo that has ended leaves it: bagu demo --out FOLDER")
+    rows = read_rows(path)
+    results = root / "benchmarks/results/demo" / f"{rows[0]['env']['machine']}.jsonl"
+    if results.exists() and rows[0] in read_rows(results):
+        raise BaguError(f"{results} has the record of {folder} already", hint="give the folder of another demo")
+    append_rows(results, rows)
+
+
 def _update(root: Path, *, check: bool) -> int:
-    rows, trained, inference, parallel = (
+    rows, trained, inference, parallel, demos = (
         [row for path in sorted(root.glob(f"benchmarks/results/{where}*.jsonl")) for row in read_rows(path)]
-        for where in ("", "train/", "serve/", "parallel/")
+        for where in ("", "train/", "serve/", "parallel/", "demo/")
     )
     texts: dict[str, list[tuple[str, tuple[str, str]]]] = {
         name: [
             (render(rows, words, every=every), (BEGIN, END)),
             (train_table.render(trained, words.language), (TRAIN_BEGIN, TRAIN_END)),
             (serve_table.render(inference, words.language), (SERVE_BEGIN, SERVE_END)),
+            (demo_table.render(demos, words.language), (DEMO_BEGIN, DEMO_END)),
         ]
         for name, (words, every) in FILES.items()
     }

@@ -30,6 +30,7 @@ from bagu.nn.model import Transformer
 from bagu.nn.sample import generate
 from bagu.recipes.demo_later import LATER, Clock, LaterStages, go_on, progress_of
 from bagu.recipes.demo_plan import Pace, Plan, measured, revised
+from bagu.recipes.demo_record import write_record
 from bagu.recipes.demo_report import Finished, farewell, report
 from bagu.recipes.demo_server import ask, can_serve, running_server, wait_for_interrupt
 from bagu.recipes.demo_sizes import CPU_SIZES, GPU, QUICK, Demo
@@ -97,6 +98,7 @@ def demo(
             after=after,
         )  # fmt: skip
         page = report(out, done, clock.spent())
+        write_record(out, done, clock.spent())
         stage.result = f"gzip {rivals.gzip_bits_per_byte:.3f}, xz {rivals.xz_bits_per_byte:.3f} bits/byte"
     if not serve:
         farewell(console, page, out, done, clock.spent())

@@ -26,7 +26,7 @@ from bagu.recipes.eval_models import EngineModel, eval_engine
 from bagu.runs.display import Table
 from bagu.serve.request import Sampling
 
-__all__ = ["WRITE", "Evaluation", "eval_table", "eval_words", "evaluate_stage"]
+__all__ = ["WRITE", "Evaluation", "changes_of", "eval_table", "eval_words", "evaluate_stage"]
 
 WRITE = "write"
 TASKS = ("continue4", "signature", WRITE)
@@ -93,10 +93,15 @@ def eval_table(evaluations: Sequence[Evaluation]) -> Table:
     return Table(title="Tasks", columns=columns, rows=list(_rows(evaluations)), note=note)
 
 
-def _rows(evaluations: Sequence[Evaluation]) -> Iterator[Sequence[object]]:
-    changes: dict[tuple[str, str], Comparison] = {
+def changes_of(evaluations: Sequence[Evaluation]) -> dict[tuple[str, str], Comparison]:
+    """By task and stage, the paired difference to the stage before; the first stage has none."""
+    return {
         (c.task, b.stage): c.difference for a, b in pairwise(evaluations) for c in compare_folders(a.folder, b.folder)
     }
+
+
+def _rows(evaluations: Sequence[Evaluation]) -> Iterator[Sequence[object]]:
+    changes = changes_of(evaluations)
     for task in (result.task for result in evaluations[0].results):
         for number, found in enumerate(evaluations):
             score, change = found.score(task), changes.get((task, found.stage))

@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 
-from bagu.bench import serve_table, tables, train_table
+from bagu.bench import demo_table, serve_table, tables, train_table
 from bagu.errors import BaguError
 
-TRAIN = f"{tables.TRAIN_BEGIN}\nold\n{tables.TRAIN_END}\n{tables.SERVE_BEGIN}\nold\n{tables.SERVE_END}"
+MARKS = (
+    (tables.TRAIN_BEGIN, tables.TRAIN_END),
+    (tables.SERVE_BEGIN, tables.SERVE_END),
+    (tables.DEMO_BEGIN, tables.DEMO_END),
+)
+TRAIN = "\n".join(f"{begin}\nold\n{end}" for begin, end in MARKS)
 PAGE = f"# bagu\n\nbefore\n{tables.BEGIN}\nold\n{tables.END}\n{TRAIN}\nafter\n"
 
 
@@ -192,3 +197,48 @@ def test_latencies_have_their_own_table() -> None:
     }  # fmt: skip
     text = serve_table.render([generated("bagu", 1.0), server], "en")
     assert "| h200 | `demo`: closed loop of 8 | 1,234 | 1.5 / 1.5 ms | 1.5 / 1.5 ms | 38 µs |" in text
+
+
+def scored(task: str, stage: str, score: float, **changes: Any) -> dict[str, Any]:
+    """One row as `bagu demo` records it."""
+    env = {"machine": "nvidia-h200", "commit": "0123456789abcdef", "time": changes.pop("time", "2026-08-01T10:00:00")}
+    return {
+        "system": "demo", "quick": False, "size": "large", "budget_s": 300.0, "seconds": 187.4, "parameters": 5_900_000,
+        "pretrain_tokens": 19_660_800, "bits_per_byte": 1.2345, "gzip_bits_per_byte": 2.0807, "stage": stage,
+        "steps": 100, "task": task, "items": 102, "score": score, "low": score - 0.04, "high": score + 0.05,
+        "change": None, "change_low": None, "change_high": None, "p_value": None,
+        "different": 0.96 if task == "write" else None, "env": env,
+    } | changes  # fmt: skip
+
+
+def test_a_demo_is_a_line_for_each_task_and_a_column_for_each_stage() -> None:
+    rows = [
+        scored("write", "pretrain", 0.9, time="2026-07-01T10:00:00"), scored("write", "SFT", 0.8, quick=True),
+        scored("continue4", "pretrain", 0.3), scored("write", "pretrain", 0.04),
+        scored("continue4", "SFT", 0.31, change_low=-0.02), scored("write", "SFT", 0.14, change_low=0.07),
+    ]  # fmt: skip
+    text = demo_table.render(rows, "en")
+    assert "| machine | task | items | pretrain | SFT | different |" in text
+    machine = "nvidia-h200: 5.9 M parameters, 19.7 M tokens, 1.234 bits/byte (gzip 2.081), 3 min 07 s"
+    assert f"| {machine} | `continue4` | 102 | 30 % (26–35) | 31 % (27–36) | – |" in text
+    assert "|  | `write` | 102 | 4 % (0–9) | **14 % (10–19)** | 96 % |" in text  # bold: the change is above 0
+    assert "90 %" not in text and "80 %" not in text, "an older or a quick demo is shown"
+    assert "3 分 07 秒" in demo_table.render(rows, "zh")
+    assert "--demo" in demo_table.render([], "en")
+
+
+def test_the_record_of_a_demo_is_added_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root, demo = checkout(tmp_path / "checkout", []), tmp_path / "demo"
+    assert tables.main(["--demo", str(demo), "--root", str(root)]) == 2
+    assert "record.jsonl does not exist" in capsys.readouterr().err
+    demo.mkdir()
+    (demo / "record.jsonl").write_text(json.dumps(scored("write", "SFT", 0.14)) + "\n")
+    assert tables.main(["--demo", str(demo), "--root", str(root)]) == 0
+    assert "14 % (10–19)" in (root / "README.md").read_text(encoding="utf-8")
+    assert (root / "benchmarks/results/demo/nvidia-h200.jsonl").exists()
+    assert tables.main(["--demo", str(demo), "--root", str(root)]) == 2
+    assert "has the record" in capsys.readouterr().err
+
+
+def test_the_documents_of_this_checkout_are_up_to_date() -> None:
+    assert tables.main(["--check", "--root", str(Path(__file__).parents[2])]) == 0

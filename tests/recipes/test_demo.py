@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from bagu.machine.cache import cache_folder
 from bagu.recipes.demo_sizes import CPU_SIZES, QUICK
 from bagu.recipes.models import load_model
 from bagu.runs.folder import RunFolder
+from bagu.runs.record import read_rows
 
 STAGES = ("pretrain", "SFT", "DPO", "GRPO")
 NO_NETWORK = """
@@ -68,6 +70,15 @@ def test_the_scores_after_each_stage_are_in_the_terminal_and_in_the_report(finis
             assert any(f" {stage} " in line and words in line for line in said.splitlines()), (stage, task)
             assert words in page
     assert " different" in said and "a body of their own" in page
+
+
+def test_the_record_has_the_scores_of_every_stage(finished: tuple[Path, str]) -> None:
+    rows = read_rows(finished[0] / "record.jsonl")
+    assert {(r["stage"], r["task"]) for r in rows} == set(product(STAGES, ("continue4", "signature", "write")))
+    for row in rows:
+        result = json.loads((finished[0] / "eval" / row["stage"].lower() / row["task"] / "result.json").read_text())
+        assert row["score"] == next(iter(result["metrics"].values()))["mean"]
+        assert row["quick"] and row["env"]["machine"] and (row["change"] is None) == (row["stage"] == "pretrain")
 
 
 def test_every_run_is_whole_and_its_model_loads(finished: tuple[Path, str]) -> None:

@@ -1,0 +1,89 @@
+"""The table of a demo's scores in the documents, from the records that `bagu demo` leaves in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["WORDS", "render"]
+
+Row = Mapping[str, Any]
+WORDS = {
+    "en": {
+        "head": ("machine", "task", "items", "different"),
+        "caption": "Share of items that are right, with 95 % intervals by the bootstrap over files, after each stage; "
+        "**bold** where the paired change from the stage before is above 0 by its interval. `write`: sampled "
+        "functions of a name that no training file has, that pass every check; `different`: of its last answers, the "
+        "share with a body of their own. At commit {commit}. Reproduce with `bagu demo`.",
+        "machine": "{machine}: {parameters:.1f} M parameters, {tokens:.1f} M tokens, {bits:.3f} bits/byte "
+        "(gzip {gzip:.3f}), {time}",
+        "time": "{minutes:d} min {seconds:02d} s",
+        "nothing": "No demo is recorded yet: `python -m bagu.bench.tables --demo runs/demo` records one.",
+    },
+    "zh": {
+        "head": ("机器", "任务", "题数", "互不相同"),
+        "caption": "每个阶段之后答对的比例，附按文件自助法得到的 95 % 区间；与上一阶段的配对差在区间内高于 0 的"
+        "用**粗体**。`write`：按训练文件里没有的名字采样出的函数，须通过全部检查；“互不相同”：最后一阶段的回答中"
+        "函数体各不相同的比例。提交 {commit}。用 `bagu demo` 复现。",
+        "machine": "{machine}：{parameters:.1f} M 参数，{tokens:.1f} M token，{bits:.3f} bits/byte"
+        "（gzip {gzip:.3f}），{time}",
+        "time": "{minutes:d} 分 {seconds:02d} 秒",
+        "nothing": "尚无演示记录：`python -m bagu.bench.tables --demo runs/demo` 会写入一条。",
+    },
+}
+
+
+def render(rows: Sequence[Row], language: str) -> str:
+    """The latest demo of each machine: a line for each task, a column for each stage."""
+    words: dict[str, Any] = WORDS[language]
+    rows = [r for r in rows if not r["quick"]]
+    if not rows:
+        return str(words["nothing"])
+    latest: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda r: str(r["env"]["time"])):  # of one run all rows have one time
+        machine = row["env"]["machine"]
+        run = latest.setdefault(machine, [])
+        if run and run[0]["env"]["time"] != row["env"]["time"]:
+            run = latest[machine] = []
+        run.append(row)
+    stages = list(dict.fromkeys(r["stage"] for run in latest.values() for r in run))
+    machine, task, items, different = words["head"]
+    lines = [_line([machine, task, items, *stages, different]), _line(["---"] * 2 + ["--:"] * (len(stages) + 2))]
+    for name in sorted(latest, reverse=True):
+        lines += _block(latest[name], stages, words)
+    commits = sorted({str(run[0]["env"]["commit"])[:9] for run in latest.values()})
+    caption = words["caption"].format(commit=", ".join(f"`{c}`" for c in commits))
+    return f"{caption}\n\n" + "\n".join(lines)
+
+
+def _block(run: Sequence[Row], stages: Sequence[str], words: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for task in dict.fromkeys(r["task"] for r in run):
+        by_stage = {r["stage"]: r for r in run if r["task"] == task}
+        last = by_stage[next(s for s in reversed(stages) if s in by_stage)]
+        cells = [_score(by_stage[s]) if s in by_stage else "–" for s in stages]
+        different = "–" if last["different"] is None else f"{100 * last['different']:.0f} %"
+        lines.append(
+            _line(["" if lines else _machine(run[0], words), f"`{task}`", str(last["items"]), *cells, different])
+        )
+    return lines
+
+
+def _score(row: Row) -> str:
+    text = f"{100 * row['score']:.0f} % ({100 * row['low']:.0f}–{100 * row['high']:.0f})"
+    return f"**{text}**" if row["change_low"] is not None and row["change_low"] > 0 else text
+
+
+def _machine(row: Row, words: Mapping[str, Any]) -> str:
+    minutes, seconds = divmod(round(row["seconds"]), 60)
+    return str(
+        words["machine"].format(
+            machine=row["env"]["machine"], parameters=row["parameters"] / 1e6, tokens=row["pretrain_tokens"] / 1e6,
+            bits=row["bits_per_byte"], gzip=row["gzip_bits_per_byte"],
+            time=words["time"].format(minutes=minutes, seconds=seconds),
+        )
+    )  # fmt: skip
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
