@@ -142,7 +142,7 @@ class Demo:
             train=TrainConfig(
                 steps=n, sample_every=max(n // 3, 1), save_every=n,
                 optimizer=OptimizerConfig(kind="adamw", lr=3e-4, weight_decay=0.0),
-                schedule=ScheduleConfig(kind="constant", warmup_steps=max(n // 10, 1)),
+                schedule=ScheduleConfig(kind="constant", warmup_steps=1),
                 stability=StabilityConfig(spike_threshold=None),  # a policy loss is near 0, and a spike means nothing
             ),
         )  # fmt: skip
