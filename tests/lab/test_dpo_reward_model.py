@@ -10,7 +10,7 @@ import torch
 from bagu.data import DataConfig
 from bagu.lab.core import Row, Setting
 from bagu.lab.labs import dpo_reward_model as lab
-from bagu.lab.library_models import new_model, read_library
+from bagu.lab.library_models import Library, new_model, read_library
 
 CONFIG = DataConfig(context=lab.CONTEXT, rows=lab.ROWS)
 
@@ -36,6 +36,21 @@ def test_batches_keep_the_order_of_the_pairs() -> None:
             alone = replace(found, data=replace(found.data, units=found.data.units[i : i + 1]))
             (batch,) = alone.batches(CONFIG)
             torch.testing.assert_close(lab.logprob(model, batch), together[2 * i : 2 * i + 2])
+
+
+def test_pairs_of_full_length_fit_in_a_batch() -> None:
+    library = read_library(quick=True)
+    long = replace(CONFIG, context=max(map(len, token_ids(library))))
+    found = lab.pairs(library.held, library, long, 20)
+    longest = int(found.data.lengths.argmax())
+    many = replace(found, data=replace(found.data, units=found.data.units[[longest] * 9]))
+    assert sum(batch.num_sequences for batch in many.batches(long)) == 18
+
+
+def token_ids(library: Library) -> list[tuple[int, ...]]:
+    """The sequences of the first pairs."""
+    data = lab.pairs(library.held, library, CONFIG, 20).data
+    return [data.tokens(int(i)).ids for i in data.units.ravel()]
 
 
 def test_a_quick_run_has_a_row_for_all_pairs_and_for_each_group() -> None:

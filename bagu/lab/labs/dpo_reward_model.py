@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from bagu.data import DataConfig, Document, in_memory
@@ -47,7 +48,7 @@ KINDS = {  # of broken_code.py
     "other body": ("other_body",),
 }
 GROUP = {kind: group for group, kinds in KINDS.items() for kind in kinds}
-WIDTH, BASE_STEPS, STEPS = 64, 800, 240
+WIDTH, BASE_STEPS, STEPS = 64, 600, 160
 CONTEXT, ROWS = 256, 8  # of a step of preferences: about twelve pairs
 BYTES, HELD_PAIRS = 300, 800
 RATES = {"reward": 1e-3, "dpo": 3e-4}
@@ -64,9 +65,10 @@ class Pairs:
     files: list[str]
 
     def batches(self, config: DataConfig) -> Iterator[PreferenceBatch]:
-        """All pairs in their order."""
-        for first in range(0, len(self.data.units), 8):
-            units = torch.arange(first, min(first + 8, len(self.data.units))).numpy()
+        """All pairs in their order, so few at a time that the longest fit."""
+        each = config.rows // 2
+        for first in range(0, len(self.data.units), each):
+            units = np.arange(first, min(first + each, len(self.data.units)))
             yield from batches_of([(self.data, units)], config)
 
 
