@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import ast
 import keyword
+from pathlib import Path
 
 import pytest
 
 from bagu.data.chat_corpus import ChatCorpus
+from bagu.data.chat_template import DEFAULT_TEMPLATE
 from bagu.data.corpus import STDLIB, Selection, SourceConfig
+from bagu.data.loader import DataConfig
 from bagu.data.preferences import PreferenceCorpus
 from bagu.data.prompts import PromptCorpus
 from bagu.data.renamed import renamed_copies
 from bagu.data.source import Document
 from bagu.data.stdlib import DEFINED, StdlibSource, documented_functions
+from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
+from bagu.nn.config import ModelConfig
+from bagu.train.objectives.sft import SupervisedFineTuning
 
 MODULE = '''
 def fold(items):
@@ -90,3 +96,22 @@ def test_chats_from_files_have_no_copies() -> None:
     )
     with pytest.raises(BaguError, match="renamed is set"):
         _ = chats.source
+
+
+def test_tokens_with_and_without_copies_are_kept_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The cache of tokens is asked by what decides them."""
+    monkeypatch.setenv("BAGU_CACHE", str(tmp_path))
+    root = StdlibSource().folder / "json"
+    monkeypatch.setattr("bagu.data.corpus.StdlibSource", lambda: StdlibSource(root))
+    tokenizer = BpeTokenizer.train(["def f(x):\n    return x\n"] * 4, vocab_size=320, chat_template=DEFAULT_TEMPLATE)
+    objective, selection = SupervisedFineTuning(), Selection(dedup=None, validation=0.3, seed=0)
+    model = ModelConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16,
+        intermediate_size=48, max_len=2048,
+    )  # fmt: skip
+    documents = []
+    for copies in (0, 2, 0):
+        corpora = {STDLIB: ChatCorpus.of(STDLIB, SourceConfig(renamed=copies), selection)}
+        data = objective.read(corpora, tokenizer, DataConfig(context=2048, rows=1, packing="whole"), model)
+        documents.append(data.sources[STDLIB].documents)
+    assert documents == [documents[0], 3 * documents[0], documents[0]] and documents[0] > 0
