@@ -14,6 +14,8 @@ them, and attention is causal.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
@@ -30,7 +32,7 @@ from bagu.parallel.mesh import Mesh
 from bagu.parallel.ring_attention import ring_attention
 from bagu.types import IGNORE, Batch
 
-__all__ = ["Method", "check_context_parallel", "context_parallel", "split_batch"]
+__all__ = ["Method", "check_context_parallel", "context_parallel", "part_tokens", "split_batch"]
 
 Method = Literal["ring", "ulysses"]
 
@@ -112,11 +114,12 @@ class UlyssesSoftmax(Softmax):
         return by_head.view(c, T // c, h, E).transpose(0, 1).reshape(T // c, c * h, E)
 
 
-def split_batch(batch: Batch, mesh: Mesh, method: Method = "ring") -> Batch:
+def split_batch(batch: Batch, mesh: Mesh, method: Method = "ring", tokens: int | None = None) -> Batch:
     """This rank's part of a batch, whose tensors are on the host. All ranks of cp pass the same batch.
 
-    The part of Ulysses keeps the offsets of the whole batch, because its attention has all tokens. Divide losses by the
-    counts of the whole batch; `target_bytes` is counted by the first rank.
+    The part of Ulysses keeps the offsets of the whole batch, because its attention has all tokens. A part of the ring
+    is padded to `tokens`, from `part_tokens`. Divide losses by the counts of the whole batch; `target_bytes` is counted
+    by the first rank.
     """
     rank, ranks = mesh.coordinate("cp"), mesh.size("cp")
     if method == "ulysses":
@@ -128,7 +131,7 @@ def split_batch(batch: Batch, mesh: Mesh, method: Method = "ring") -> Batch:
         ids, targets, positions = (x[own] for x in (batch.ids, batch.targets, batch.positions))
         part = replace(batch, ids=ids, targets=targets, positions=positions)
     else:
-        part = _zigzag(batch, rank, ranks)
+        part = _zigzag(batch, rank, ranks, tokens)
     return replace(
         part,
         num_targets=int((part.targets != IGNORE).sum()),
@@ -136,16 +139,33 @@ def split_batch(batch: Batch, mesh: Mesh, method: Method = "ring") -> Batch:
     )
 
 
-def _zigzag(batch: Batch, rank: int, ranks: int) -> Batch:
-    """Chunks `rank` and 2 ranks - 1 - rank of the 2 ranks chunks of each document."""
+def part_tokens(batches: Sequence[Batch], ranks: int, multiple: int) -> int:
+    """The tokens of a rank's part of the ring that are enough for each of these batches, and a multiple of `multiple`:
+    sequence parallelism divides them, and a pipeline needs equal micro-batches."""
+    sizes = [2 * sum(_chunk(begin, end, ranks) for begin, end in pairwise(b.cu_seqlens.tolist())) for b in batches]
+    step = math.lcm(2, multiple)
+    return -(-max(sizes) // step) * step
+
+
+def _chunk(begin: int, end: int, ranks: int) -> int:
+    """The length of a chunk of the document [begin, end): a 2 ranks-th of it, rounded up."""
+    return -(-(end - begin) // (2 * ranks))
+
+
+def _zigzag(batch: Batch, rank: int, ranks: int, tokens: int | None) -> Batch:
+    """Chunks `rank` and 2 ranks - 1 - rank of the 2 ranks chunks of each document, then padding."""
     rows, padding, lengths = [], [], []
     for begin, end in pairwise(batch.cu_seqlens.tolist()):
-        chunk = -(-(end - begin) // (2 * ranks))
+        chunk = _chunk(begin, end, ranks)
         lengths.append(2 * chunk)
         for number in (rank, 2 * ranks - 1 - rank):
             at = torch.arange(begin + number * chunk, begin + (number + 1) * chunk)
             rows.append(at.clamp(max=end - 1))  # padding repeats the last token of the document, without a target
             padding.append(at >= end)
+    longest, more = max(lengths), 0 if tokens is None else tokens - sum(lengths)
+    lengths += [min(longest, more - done) for done in range(0, more, longest)]  # documents of padding
+    rows.append(torch.full((more,), batch.num_tokens - 1))
+    padding.append(torch.ones(more, dtype=torch.bool))
     row, padded = torch.cat(rows), torch.cat(padding)
     return replace(
         batch,
@@ -153,6 +173,6 @@ def _zigzag(batch: Batch, rank: int, ranks: int) -> Batch:
         targets=batch.targets[row].masked_fill(padded, IGNORE),
         positions=batch.positions[row],
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(batch.cu_seqlens),
-        max_len=max(lengths),
+        max_len=longest,
         num_padding=batch.num_padding + int(padded.sum()),
     )

@@ -30,13 +30,15 @@ class Bucket:
     members: tuple[int, ...]
 
 
-def buckets_of(ranges: Sequence[tuple[int, int]], limit: int) -> list[Bucket]:
-    """Adjacent parameters in buckets of at least `limit` elements. `ranges` are their places in the flat buffer."""
+def buckets_of(ranges: Sequence[tuple[int, int]], limit: int, kinds: Sequence[object] | None = None) -> list[Bucket]:
+    """Adjacent parameters in buckets of at least `limit` elements. `ranges` are their places in the flat buffer. A
+    bucket ends where the parameters' `kinds` change: those are reduced over other ranks."""
     buckets, members = [], list[int]()
     for index, (_, stop) in enumerate(ranges):
         members.append(index)
         start = ranges[members[0]][0]
-        if stop - start >= limit or index == len(ranges) - 1:
+        last = index == len(ranges) - 1 or (kinds is not None and kinds[index + 1] != kinds[index])
+        if last or stop - start >= limit:
             buckets.append(Bucket(start=start, stop=stop, members=tuple(members)))
             members = []
     return buckets
@@ -61,6 +63,11 @@ class Reducer:
         self._next = len(self.buckets)
         self._works: list[dist.Work | None] = []
 
+    @property
+    def begun(self) -> bool:
+        """Whether `begin` was called since the last `finish`."""
+        return bool(self._waiting)
+
     def begin(self) -> None:
         """Start to reduce: from now on gradients are complete when they arrive."""
         self._waiting = [len(bucket.members) for bucket in self.buckets]
@@ -77,7 +84,7 @@ class Reducer:
         while self._next < len(self.buckets):
             self._start()
         wait_for(self.mesh, *self._works)
-        self._works = []
+        self._works, self._waiting = [], []
 
     def _start(self) -> None:
         self._works.append(self.reduce(self.buckets[self._next]))
@@ -93,19 +100,20 @@ class StepSums:
     norm: float  # of the gradient
 
 
-def combine(mesh: Mesh, sums: torch.Tensor, peaks: torch.Tensor, norm: torch.Tensor, *, divided: bool) -> StepSums:
+def combine(mesh: Mesh, sums: torch.Tensor, peaks: torch.Tensor, norm: torch.Tensor) -> StepSums:
     """Combine the scalars of this rank with those of the others, in one collective of a few bytes.
 
-    `norm` is the gradient norm, or with `divided` the norm of this rank's part of the gradient. Every rank gathers all
-    rows and adds them in the same order, so that all ranks decide the same (whether to skip, how to clip).
+    `sums` are added over the ranks with other tokens and over pipeline stages; ranks of tp have equal ones. `norm` is
+    the norm of the gradients that this rank counts. Every rank gathers all rows and adds them in the same order, so
+    that all ranks decide the same (whether to skip, how to clip).
     """
     row = torch.cat([sums.double(), peaks.double(), norm.double().view(1)])
-    rows = row.new_empty(mesh.size("data"), len(row))
-    all_gather(mesh, rows.view(-1), row, "data")
+    rows = row.new_empty(mesh.size("all"), len(row))
+    all_gather(mesh, rows.view(-1), row, "all")
     table = rows.cpu()
-    first_replica = table[: mesh.size("shard") * mesh.size("ep"), -1] if divided else table[:1, -1]
+    one_of_tp = [rank for rank in range(len(table)) if mesh.config.coordinate("tp", rank) == 0]
     return StepSums(
-        sums=table[:, : len(sums)].sum(0).tolist(),
+        sums=table[one_of_tp, : len(sums)].sum(0).tolist(),
         peaks=table[:, len(sums) : len(sums) + len(peaks)].amax(0).tolist(),
-        norm=float(torch.linalg.vector_norm(first_replica)),
+        norm=float(torch.linalg.vector_norm(table[:, -1])),
     )

@@ -4,13 +4,20 @@
     dp     replicas of the model states           cp     context parallel: parts of each sequence
     shard  the model states are divided by it     ep     expert parallel: experts are divided by it
 
-The product of all sizes is the number of ranks. Ranks of dp, shard and ep get different micro-batches: together they
-are the group "data". With cp they are the group "loss", over which losses and gradients of replicated weights are
-summed. Rank order is row-major in DIMS: neighbours in tp, which communicate most, have adjacent ranks.
+The product of all sizes is the number of ranks. Rank order is row-major in DIMS: neighbours in tp, which communicate
+most, have adjacent ranks. Some collectives run over several dimensions at once:
+
+    data             dp shard ep      ranks that get different micro-batches
+    loss             dp shard ep cp   ranks whose losses, and gradients of a weight that all of them have, are summed
+    experts          dp shard cp      the same for the weights of an expert, which are divided over ep
+    replicas         dp ep cp         ranks that have the same part of a weight divided over shard (ZeRO)
+    expert_replicas  dp cp            the same for the weights of an expert
+    all              every dimension
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Self, get_args
@@ -25,9 +32,18 @@ from bagu.parallel.traffic import Traffic
 __all__ = ["DIMS", "Dim", "Group", "Mesh", "MeshConfig", "open_mesh"]
 
 Dim = Literal["pp", "dp", "shard", "ep", "cp", "tp"]
-Group = Literal["pp", "dp", "shard", "ep", "cp", "tp", "data", "loss"]
+Group = Literal[
+    "pp", "dp", "shard", "ep", "cp", "tp", "data", "loss", "experts", "replicas", "expert_replicas", "all"
+]  # fmt: skip
 DIMS: tuple[Dim, ...] = get_args(Dim)  # outermost first
-COMBINED: Mapping[Group, tuple[Dim, ...]] = {"data": ("dp", "shard", "ep"), "loss": ("dp", "shard", "ep", "cp")}
+COMBINED: Mapping[Group, tuple[Dim, ...]] = {
+    "data": ("dp", "shard", "ep"),
+    "loss": ("dp", "shard", "ep", "cp"),
+    "experts": ("dp", "shard", "cp"),
+    "replicas": ("dp", "ep", "cp"),
+    "expert_replicas": ("dp", "cp"),
+    "all": DIMS,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +94,12 @@ class MeshConfig:
     @property
     def ranks(self) -> int:
         """The number of ranks of the whole mesh."""
-        return self.size("loss") * self.pp * self.tp
+        return self.size("all")
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether a rank computes a part of the model, or of a sequence: not only with other micro-batches."""
+        return self.tp * self.cp * self.pp * self.ep > 1
 
     def coordinate(self, group: Group, rank: int) -> int:
         """The index of a rank in its group: 0 to size - 1, row-major for a combined group."""
@@ -143,12 +164,13 @@ def open_mesh(config: MeshConfig, device: torch.device) -> Mesh:
     ranks = torch.arange(config.ranks).view([config.size(name) for name in names])
     device_mesh = DeviceMesh(device.type, ranks, mesh_dim_names=tuple(names))
     groups: dict[Group, dist.ProcessGroup] = {name: device_mesh.get_group(name) for name in names}
+    made = {(name,): groups[name] for name in names}  # by the dimensions larger than 1: equal groups are created once
     for combined, parts in COMBINED.items():
-        inside = [name for name in names if name in parts]
-        if len(inside) == 1:
-            groups[combined] = groups[inside[0]]
-        elif inside:
-            groups[combined] = _combined_group(config, parts)
+        inside = tuple(name for name in names if name in parts)
+        if inside and inside not in made:
+            made[inside] = _combined_group(config, inside)
+        if inside:
+            groups[combined] = made[inside]
     if config.ranks == 1:
         groups = {}
     return Mesh(config=config, device=device, device_mesh=device_mesh, groups=groups, rank=dist.get_rank())
@@ -158,7 +180,7 @@ def _combined_group(config: MeshConfig, parts: tuple[Dim, ...]) -> dist.ProcessG
     """The group of ranks that differ in `parts` only. Ranks create every such group, in the same order."""
     grid = torch.arange(config.ranks).view([config.size(name) for name in DIMS])
     order = [i for i, name in enumerate(DIMS) if name not in parts] + [DIMS.index(name) for name in parts]
-    rows = grid.permute(order).reshape(-1, config.size("data") if parts == COMBINED["data"] else config.size("loss"))
+    rows = grid.permute(order).reshape(-1, math.prod(config.size(name) for name in parts))
     mine: dist.ProcessGroup | None = None
     for row in rows.tolist():
         group = dist.new_group(row)

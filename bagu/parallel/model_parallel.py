@@ -1,34 +1,35 @@
 """All model-parallel modes of a mesh applied to one model, and what a trainer needs to know about the result.
 
-    parallel = apply(model, mesh, context=2048)            pp, then ep, tp, cp; the model is used up
-    parallel.parameters                                    this rank's parts, by the names of the model
-    …                                                      forward and backward of every micro-batch
-    parallel.sum_gradients(grads)                          once per step, before sums over dp and cp
-    full = parallel.full(state, names)                     the one-process state dict; `local` is the inverse
+    parallel = apply(model, mesh, context=2048)     pp, then ep, tp, cp; the model is used up
+    parallel.local                                  this rank's modules, with the parameter names of the model
+    parallel.spread(name)                           over which ranks the gradient of a parameter is summed
+    parallel.whole_of(name, part)                   a tensor as one process has it; `part_of` is the inverse
 
 A dimension of size 1 changes nothing, so a mesh of dp alone leaves the model as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from bagu.nn.config import ModelConfig
 from bagu.nn.model import Transformer
-from bagu.parallel.collectives import all_reduce
-from bagu.parallel.context import Method, context_parallel
-from bagu.parallel.expert import expert_parallel
-from bagu.parallel.mesh import Group, Mesh
-from bagu.parallel.pipeline import Schedule, stages_of, sum_tied
-from bagu.parallel.sharding import Placement, Replicated, gather_full, shard
-from bagu.parallel.stages import Stage, build, costs, cut
-from bagu.parallel.tensor import sum_replicated, tensor_parallel
+from bagu.parallel.context import Method, check_context_parallel, context_parallel
+from bagu.parallel.expert import check_expert_parallel, expert_parallel
+from bagu.parallel.mesh import Group, Mesh, MeshConfig
+from bagu.parallel.pipeline import Schedule, stages_of
+from bagu.parallel.sharding import Placement, Replicated, gather_full
+from bagu.parallel.spread import Spread
+from bagu.parallel.stages import Stage, build, check_stages, costs, cut
+from bagu.parallel.tensor import check_tensor_parallel, tensor_parallel
 
-__all__ = ["ModelParallel", "apply"]
+__all__ = ["ModelParallel", "apply", "check_model_parallel"]
 
 LAST = ("norm", "mlm", "score", "head")  # the parts of a model after its blocks
 
@@ -59,24 +60,26 @@ class ModelParallel:
     def stages(self) -> dict[int, Stage]:
         return {i: m for i, m in self.modules.items() if isinstance(m, Stage)}
 
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters, by the names of the model."""
-        return {name: p for module in self.modules.values() for name, p in module.named_parameters()}
+    @functools.cached_property
+    def local(self) -> nn.Module:
+        """What this rank has, as one module in which parameters and buffers have the names of the model."""
+        return next(iter(self.modules.values())) if len(self.modules) == 1 else _Joined(list(self.stages.values()))
 
     def is_expert(self, name: str) -> bool:
-        """Whether the parameter is divided over ep: its gradient is not summed over ep, but over dp, shard and cp."""
+        """Whether the parameter is divided over ep."""
         return not isinstance(self.experts.get(name, Replicated()), Replicated)
 
-    def counts(self, name: str) -> bool:
-        """Whether this rank adds this parameter to the norm of all gradients, the sum over tp, ep and pp: a parameter
-        that several ranks have is counted by one of them."""
-        tp, ep = self.mesh.coordinate("tp"), self.mesh.coordinate("ep")
-        if tp and isinstance(self.tensor.get(name, Replicated()), Replicated):
-            return False
-        if ep and not self.is_expert(name):
-            return False
-        return self.owner(name) == self.mesh.coordinate("pp")
+    def spread(self, name: str) -> Spread:
+        """Which ranks have a parameter of this rank."""
+        ends = [m for m in self.stages.values() if m.is_first or m.is_last]
+        # with zero_bubble the first and the last stage are on one rank, and share the parameter
+        tied = name == "embedding.weight" and len(ends) == 1 and ends[0].tied
+        return Spread(
+            expert=self.is_expert(name),
+            tensor=not isinstance(self.tensor.get(name, Replicated()), Replicated),
+            tied=tied,
+            copy=tied and ends[0].is_last,
+        )
 
     def owner(self, name: str) -> int:
         """The rank of pp that has a tensor of the model; the first stage, for a tied embedding."""
@@ -86,60 +89,70 @@ class ModelParallel:
             return next(rank for rank, blocks in zip(self.owners, self.cuts, strict=True) if layer in blocks)
         return self.owners[-1 if top in LAST else 0]
 
-    def sum_gradients(self, grads: Mapping[str, torch.Tensor]) -> None:
-        """Complete this rank's gradients over tp and pp, in place: of parameters that are not divided over tp, and of a
-        tied embedding. Call it once per step on every rank, after the last backward."""
-        if self.tensor:
-            sum_replicated(grads, self.tensor, self.mesh)
-        if self.stages:
-            sum_tied(self.stages, self.mesh, grads)
-
-    def squared_norm(self, grads: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The squared norm of the gradients of the whole model, the same on all ranks of tp, ep and pp."""
-        counted = [g.square().sum() for name, g in grads.items() if self.counts(name)]
-        total = torch.stack(counted).sum() if counted else next(iter(grads.values())).new_zeros(())
-        for group in ("tp", "ep", "pp"):
-            all_reduce(self.mesh, total, group)
-        return total
-
-    def local(self, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """This rank's part of a state dict of the whole model: weights, buffers, or moments of an optimizer."""
-        mine = {name for module in self.modules.values() for name in module.state_dict()}
-        state = {name: x for name, x in full.items() if name in mine}
+    def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor of the whole model: a weight, a buffer, or a moment of an optimizer."""
         for places, group in self._divisions():
-            state = shard(state, places, self.mesh.coordinate(group), self.mesh.size(group))
-        return state
+            place = places.get(name, Replicated())
+            whole = place.cut(whole, self.mesh.coordinate(group), self.mesh.size(group))
+        return whole
 
-    def full(
-        self, state: Mapping[str, torch.Tensor], names: Collection[str], dtype: torch.dtype | None = None
-    ) -> dict[str, torch.Tensor]:
-        """The tensors `names` of the whole model on every rank, from every rank's part of them: the inverse of `local`.
+    def whole_of(self, name: str, part: torch.Tensor | None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor of the whole model on every rank, from every rank's part of it: the inverse of `part_of`.
 
-        `names` is the same on all ranks; a rank has those of its own stages in `state`. `dtype` is that of the tensors,
-        if it is not the dtype of the model's own.
+        All ranks of tp, ep and pp call it, in the same order; those that have other stages pass None. `dtype` is that
+        of the tensor, if it is not the dtype of the model's own.
         """
-        state = {name: x.detach() for name, x in state.items() if name in names}
-        for places, group in reversed(self._divisions()):
-            state = gather_full(state, places, self.mesh.group(group))
+        if part is not None:
+            for places, group in reversed(self._divisions()):
+                part = gather_full({name: part.detach()}, places, self.mesh.group(group))[name]
         pp = self.mesh.group("pp")
         if pp is None:
-            return state
-        every: dict[str, torch.Tensor] = {}
-        for name in names:
+            assert part is not None
+            return part.detach()
+        if part is None:
             like = self.whole[name]
-            x = (
-                state[name]
-                if name in state
-                else torch.empty_like(like, dtype=dtype or like.dtype, device=self.mesh.device)
-            )
-            every[name] = x.contiguous()
-            dist.broadcast(every[name], group=pp, group_src=self.owner(name))
-        return every
+            part = torch.empty_like(like, dtype=dtype or like.dtype, device=self.mesh.device)
+        part = part.detach().contiguous()
+        dist.broadcast(part, group=pp, group_src=self.owner(name))
+        return part
+
+    def whole_over_tp(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The same over tp alone: a matrix that an optimizer needs whole."""
+        return gather_full({name: part}, self.tensor, self.mesh.group("tp"))[name]
+
+    def part_over_tp(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        return self.tensor.get(name, Replicated()).cut(whole, self.mesh.coordinate("tp"), self.mesh.size("tp"))
 
     def _divisions(self) -> list[tuple[Mapping[str, Placement], Group]]:
         """The placements in the order in which `apply` divides."""
         both: list[tuple[Mapping[str, Placement], Group]] = [(self.experts, "ep"), (self.tensor, "tp")]
         return [(places, group) for places, group in both if places]
+
+
+class _Joined(nn.Module):
+    """Several stages of one rank as one module, with the names of the model."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        super().__init__()
+        for part in ("embedding", "positions", "token_types", "embedding_norm"):
+            setattr(self, part, next((m for s in stages if (m := getattr(s, part)) is not None), None))
+        self.blocks = nn.ModuleDict({name: block for stage in stages for name, block in stage.blocks.named_children()})
+        for part in LAST:
+            setattr(self, part, next((m for s in stages if (m := getattr(s, part)) is not None), None))
+
+
+def check_model_parallel(
+    config: ModelConfig, mesh: MeshConfig, *, schedule: Schedule, stages_per_rank: int, method: Method
+) -> None:
+    """Raise if a model cannot be divided over the pp, ep, tp and cp of a mesh."""
+    if mesh.ep > 1:
+        check_expert_parallel(config, mesh.ep)
+    if mesh.tp > 1:
+        check_tensor_parallel(config, mesh.tp)
+    if mesh.cp > 1:
+        check_context_parallel(config, method, cp=mesh.cp, tp=mesh.tp)
+    if mesh.pp > 1:
+        check_stages(config, mesh.pp * len(stages_of(schedule, 0, mesh.pp, stages_per_rank)))
 
 
 def apply(
@@ -154,9 +167,12 @@ def apply(
     """Divide `model` over the pp, ep, tp and cp of `mesh`, in place. All ranks have the same weights before.
 
     Stages of a pipeline have about equal cost on documents of `context` tokens. Flat buffers, recomputation and
-    optimizers are set up afterwards, on `parameters`.
+    optimizers are set up afterwards, on `local`.
     """
     config, ranks = model.config, mesh.size("pp")
+    check_model_parallel(
+        config, mesh.config, schedule=schedule, stages_per_rank=stages_per_rank, method=method
+    )  # fmt: skip
     whole = {name: torch.empty_like(x, device="meta") for name, x in model.state_dict().items()}
     modules: dict[int, Transformer] = {0: model}
     cuts, owners = [range(config.num_layers)], [0]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,12 +29,20 @@ from torch.distributed.pipelining import PipelineStage
 
 from bagu.errors import ArgumentError, UnknownName
 from bagu.nn.model import Transformer
-from bagu.parallel.collectives import wait_for
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.stages import Stage, build, costs, cut
 from bagu.types import Batch
 
-__all__ = ["Action", "Pipeline", "Schedule", "bubble", "cut_model", "stages_of", "sum_tied"]
+__all__ = [
+    "Action",
+    "Pipeline",
+    "Schedule",
+    "bubble",
+    "check_micro_batches",
+    "cut_model",
+    "gather_actions",
+    "stages_of",
+]
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (hidden, head weight, targets) -> loss
@@ -78,6 +86,10 @@ def cut_model(
     return build(model, cut(costs(model.config, context), ranks * len(mine)), mine)
 
 
+ActionKind = Literal["F", "B", "I", "W"]
+KINDS: tuple[ActionKind, ...] = get_args(ActionKind)
+
+
 @dataclass(frozen=True)
 class Action:
     """What a stage did with a micro-batch, and when (seconds of a clock that all processes of a machine share).
@@ -85,7 +97,7 @@ class Action:
     F is a forward, B a backward; I and W are its two parts, for the input and for the weights.
     """
 
-    kind: Literal["F", "B", "I", "W"]
+    kind: ActionKind
     stage: int
     micro_batch: int
     start: float
@@ -95,9 +107,9 @@ class Action:
 class _RecordedStage(PipelineStage):
     """A stage that records its actions, and counts the bytes that it sends to other ranks."""
 
-    def __init__(self, mesh: Mesh, actions: list[Action], *args: Any, **kwargs: Any) -> None:
+    def __init__(self, pipeline: Pipeline, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.mesh, self.actions = mesh, actions
+        self.mesh, self.actions, self.after_backward = pipeline.mesh, pipeline.actions, pipeline.after_backward
 
     def _timed(self, kind: Any, micro_batch: int, run: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -115,11 +127,16 @@ class _RecordedStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:
         run, kind = super().backward_one_chunk, "B" if full_backward else "I"
-        return self._timed(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, loss, full_backward, last_backward))
+        result = self._timed(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, loss, full_backward, last_backward))
+        if full_backward:
+            self.after_backward()
+        return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         run = super().backward_weight_one_chunk
-        return self._timed("W", bwd_chunk_id, lambda: run(bwd_chunk_id, *args, **kwargs))
+        result = self._timed("W", bwd_chunk_id, lambda: run(bwd_chunk_id, *args, **kwargs))
+        self.after_backward()
+        return result
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
@@ -137,15 +154,18 @@ class Pipeline:
     """Runs steps of `micro_batches` micro-batches through this rank's stages.
 
     `tokens` is the number of tokens of a micro-batch on this rank: a part of them under context parallelism.
-    `actions` holds what this rank did in the last step.
+    `actions` holds what this rank did in the last step. `after_backward` is called when a micro-batch has given a stage
+    all gradients of its weights.
     """
 
     def __init__(
-        self, modules: Mapping[int, Stage], mesh: Mesh, *, schedule: Schedule, micro_batches: int, tokens: int
-    ) -> None:
+        self, modules: Mapping[int, Stage], mesh: Mesh, *, schedule: Schedule, micro_batches: int, tokens: int,
+        after_backward: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         check_micro_batches(schedule, micro_batches, mesh.size("pp"))
-        self.modules, self.mesh, self.micro_batches = modules, mesh, micro_batches
+        self.modules, self.mesh, self.micro_batches, self.tokens = modules, mesh, micro_batches, tokens
         self.actions: list[Action] = []
+        self.after_backward = after_backward
         stages = [self._stage(i, module, tokens) for i, module in modules.items()]
         single = schedule in ("gpipe", "1f1b")
         self.schedule = CLASSES[schedule](
@@ -158,7 +178,7 @@ class Pipeline:
         stream = torch.empty(rows, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
         count = self.mesh.size("pp") * len(self.modules)
         return _RecordedStage(
-            self.mesh, self.actions, module, number, count, self.mesh.device,
+            self, module, number, count, self.mesh.device,
             input_args=torch.empty(1, tokens, dtype=torch.int64, device="meta") if module.is_first else stream,
             output_args=stream, group=self.mesh.group("pp"),
         )  # fmt: skip
@@ -210,24 +230,21 @@ def stacked(batches: Sequence[Batch]) -> tuple[dict[str, Any], torch.Tensor]:
     return inputs, torch.stack([b.targets for b in batches])
 
 
-def sum_tied(modules: Mapping[int, Stage], mesh: Mesh, grads: Mapping[str, torch.Tensor]) -> None:
-    """Sum the gradient of a tied embedding over the first and the last stage, in place; once per step.
-
-    Both stages have the table and apply the same updates to it. With `zero_bubble` they are on one rank and share one
-    parameter.
-    """
-    ends = [m for m in modules.values() if m.is_first or m.is_last]
-    if len(ends) != 1 or not ends[0].tied:
-        return
-    group, ranks = mesh.group("pp"), mesh.size("pp")
+def gather_actions(actions: Sequence[Action], mesh: Mesh) -> list[list[Action]]:
+    """The actions of every rank of pp, in rank order. Every rank of pp calls it."""
+    group = mesh.group("pp")
     assert group is not None
-    peer = dist.get_global_rank(group, ranks - 1 if ends[0].is_first else 0)
-    mine = grads["embedding.weight"].contiguous()
-    other = torch.empty_like(mine)
-    mesh.traffic.add("send", "pp", mine.nbytes, ranks)
-    exchange = [dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
-    wait_for(mesh, *dist.batch_isend_irecv(exchange))
-    grads["embedding.weight"].copy_(mine + other)
+    rows = torch.tensor([[KINDS.index(a.kind), *astuple(a)[1:]] for a in actions], dtype=torch.float64)
+    rows = rows.view(len(actions), 5).to(mesh.device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=mesh.device) for _ in range(mesh.size("pp"))]
+    dist.all_gather(sizes, torch.tensor([len(actions)], device=mesh.device), group=group)
+    longest = max(int(size) for size in sizes)
+    tables = [torch.empty(longest, 5, dtype=torch.float64, device=mesh.device) for _ in sizes]
+    dist.all_gather(tables, torch.nn.functional.pad(rows, (0, 0, 0, longest - len(rows))), group=group)
+    return [
+        [Action(KINDS[int(kind)], int(stage), int(at), start, end) for kind, stage, at, start, end in table.tolist()]
+        for table in (t[: int(n)] for t, n in zip(tables, sizes, strict=True))
+    ]
 
 
 def bubble(actions: Sequence[Sequence[Action]]) -> float:

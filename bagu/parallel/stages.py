@@ -21,7 +21,7 @@ from bagu.nn.config import Learned, ModelConfig, Sinusoidal, T5Relative
 from bagu.nn.model import Transformer
 from bagu.nn.positions import Encoding, make_encoding
 
-__all__ = ["Costs", "Stage", "build", "costs", "cut", "parameters_of"]
+__all__ = ["Costs", "Stage", "build", "check_stages", "costs", "cut", "parameters_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,7 @@ def costs(config: ModelConfig, context: int) -> Costs:
 def cut(costs: Costs, stages: int) -> list[range]:
     """The blocks of each stage, such that the most expensive stage costs the least. Each stage has at least one."""
     L = len(costs.blocks)
-    if stages > L:
-        raise ArgumentError(f"{stages} stages for {L} layers", hint="each stage needs a layer: use fewer stages")
+    _check_number(stages, L)
     until = [0.0]
     for block in costs.blocks:
         until.append(until[-1] + block)
@@ -72,7 +71,14 @@ def cut(costs: Costs, stages: int) -> list[range]:
     return ranges
 
 
-def _check(config: ModelConfig) -> None:
+def _check_number(stages: int, layers: int) -> None:
+    if stages > layers:
+        raise ArgumentError(f"{stages} stages for {layers} layers", hint="each stage needs a layer: use fewer stages")
+
+
+def check_stages(config: ModelConfig, stages: int) -> None:
+    """Raise if the model cannot be cut into this many stages."""
+    _check_number(stages, config.num_layers)
     for option, used in (
         ("dropout", config.dropout > 0),  # stages would draw other masks than one process does
         ("T5 positions", isinstance(config.positions, T5Relative)),  # one table, with a gradient from every stage
@@ -105,7 +111,7 @@ class Stage(Transformer):
     def __init__(self, model: Transformer, blocks: range) -> None:
         nn.Module.__init__(self)  # the modules exist
         config = self.config = model.config
-        _check(config)
+        check_stages(config, 1)
         self.is_first, self.is_last = blocks.start == 0, blocks.stop == config.num_layers
         own = lambda part, here: part if here else None  # noqa: E731
         self.tied = model.head is None and model.score is None  # the embedding is also the head

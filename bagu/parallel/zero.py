@@ -22,6 +22,7 @@ from torch import nn
 from bagu.parallel.collectives import all_gather, wait_for
 from bagu.parallel.data_parallel import Bucket
 from bagu.parallel.mesh import Mesh
+from bagu.parallel.spread import EVERYWHERE, Spread
 
 __all__ = ["GatherOnUse", "Unit", "model_state_bytes"]
 
@@ -49,11 +50,13 @@ class Unit:
     """
 
     def __init__(
-        self, mesh: Mesh, *, start: int, stop: int, local: int, dtype: torch.dtype, members: tuple[int, ...]
-    ) -> None:
+        self, mesh: Mesh, *, start: int, stop: int, local: int, dtype: torch.dtype, members: tuple[int, ...],
+        spread: Spread = EVERYWHERE,
+    ) -> None:  # fmt: skip
         ranks, at = mesh.size("shard"), mesh.coordinate("shard")
         assert (stop - start) % ranks == 0, "units are padded to a multiple of the ranks"
         self.mesh, self.start, self.stop, self.local, self.members = mesh, start, stop, local, members
+        self.spread = spread  # of all of its parameters
         self.size, self.part_size = stop - start, (stop - start) // ranks
         self.low = start + at * self.part_size
         self.high = self.low + self.part_size

@@ -16,7 +16,7 @@ from bagu.machine.device import named_device
 from bagu.parallel import heartbeat
 from bagu.parallel.explain import compare_bytes, explain, step_bytes
 from bagu.parallel.launch import PeerFailed, Place, code_digest, joined
-from bagu.parallel.mesh import DIMS, Mesh, MeshConfig, open_mesh
+from bagu.parallel.mesh import DIMS, Dim, Mesh, MeshConfig, open_mesh
 from bagu.parallel.supervise import Job, Start, supervise
 from bagu.parallel.traffic import Kind, Tally
 from bagu.parallel.zero import model_state_bytes
@@ -28,6 +28,11 @@ from bagu.train.optim.optimizer import state_bytes
 
 __all__ = ["Explanation", "Ranks", "mesh_settings", "opened_mesh", "quiet_unless_first", "start_ranks"]
 
+OPTIONS: dict[Dim, list[str]] = {  # that a mesh without the dimension does not have, with their defaults
+    "shard": ["train.zero=null", "train.offload=false"],
+    "pp": ["train.pipeline=null", "train.stages_per_rank=null"],
+    "cp": ["train.context_parallel=null"],
+}
 LOST = 75  # exit status of a rank whose peers are gone (EX_TEMPFAIL)
 
 
@@ -48,7 +53,8 @@ class Ranks:
 def mesh_settings(run: Run, ranks: Ranks, place: Place | None, *, divide: bool) -> list[str]:
     """The settings by which a run gets the mesh that was asked for.
 
-    With `divide`, a step whose micro-batches the ranks cannot share is divided into one per rank, with the same rows.
+    With `divide`, a step whose micro-batches the ranks cannot share is divided into one per rank and pipeline stage,
+    with the same rows.
     """
     mesh, data = run.train.mesh, run.data
     if ranks.nproc is not None and ranks.nproc < 1:
@@ -58,10 +64,14 @@ def mesh_settings(run: Run, ranks: Ranks, place: Place | None, *, divide: bool) 
         wanted = MeshConfig(dp=ranks.number(place))
     wanted.check_ranks(ranks.number(place))
     settings = [f"train.mesh.{name}={wanted.size(name)}" for name in DIMS if wanted.size(name) != mesh.size(name)]
-    shares = wanted.size("data")
-    if divide and data.micro_batches % shares and data.rows_per_step % shares == 0:
-        settings += [f"data.micro_batches={shares}", f"data.rows={data.rows_per_step // shares}"]
-    return settings + (["train.zero=null", "train.offload=false"] if wanted.shard == 1 < mesh.shard else [])
+    ranks_of_data, least = wanted.size("data"), wanted.size("data") * wanted.pp  # a stage works while others do
+    too_few = data.micro_batches % ranks_of_data or data.micro_batches < least
+    if divide and too_few and data.rows_per_step % least == 0:
+        settings += [f"data.micro_batches={least}", f"data.rows={data.rows_per_step // least}"]
+    for dim, options in OPTIONS.items():
+        if wanted.size(dim) == 1 < mesh.size(dim):
+            settings += options
+    return settings
 
 
 def start_ranks(

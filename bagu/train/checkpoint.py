@@ -6,7 +6,8 @@
     manifest.json           size and SHA-256 of the other files; written last
 
 A run whose states are divided over ranks (ZeRO) has a model and an optimizer file per rank (saved_tensors.py). Each
-rank writes its own to a folder beside the others'; rank 0 waits for all of them and puts the checkpoint together.
+rank writes its own to a folder beside the others'; rank 0 waits for all of them and puts the checkpoint together. A run
+whose model is divided (tp, cp, pp, ep) gathers whole tensors on rank 0, which writes them (whole_tensors.py).
 
 Everything is written and synced in a temporary folder, which is then renamed: a kill or a full disk leaves that folder
 behind and does not change earlier checkpoints. Tensors are stored by name and in fp32, so a checkpoint does not depend
@@ -28,12 +29,13 @@ from typing import Any
 
 import safetensors
 import torch
-from torch import nn
 
 from bagu.errors import BaguError
+from bagu.train.divided import buffers_of
 from bagu.train.saved_tensors import SavedTensors, file_name, write_parts
 from bagu.train.sharded import Cut
 from bagu.train.state import TrainState
+from bagu.train.whole_tensors import gathered_model, gathered_optimizer, set_local, whole_shapes
 
 __all__ = [
     "BadCheckpoint",
@@ -89,14 +91,22 @@ class Snapshot:
 
 
 def snapshot(state: TrainState, facts: Mapping[str, Any], *, serial: int = 0) -> Snapshot:
-    """Copy the state that a resume needs. On a GPU the copies are queued on the stream; this does not wait for them."""
-    device = state.device
-    model: dict[str, torch.Tensor | Cut] = dict(state.flat.masters(_copy))
-    part = 0 if state.mesh is None else state.mesh.coordinate("shard")
-    if part == 0:
-        model |= {name: _copy(value) for name, value in _buffers(state.model).items()}
+    """Copy the state that a resume needs. On a GPU the copies are queued on the stream; this does not wait for them.
+
+    Every rank of a divided model calls it, and rank 0 has the tensors.
+    """
+    device, divided = state.device, state.divided
+    model: dict[str, torch.Tensor | Cut]
     optimizer: dict[str, torch.Tensor | Cut]
-    optimizer = dict(state.optimizer.cuts(_copy) if state.flat.divided else state.optimizer.tensors(_copy))
+    part, parts = (0, 1) if state.mesh is None else (state.mesh.coordinate("shard"), state.mesh.size("shard"))
+    if divided is not None:
+        part, parts = state.mesh.rank, 1  # type: ignore[union-attr]
+        model, optimizer = {**gathered_model(state, divided, _copy)}, {**gathered_optimizer(state, divided, _copy)}
+    else:
+        model = dict(state.flat.masters(_copy))
+        if part == 0:
+            model |= {name: _copy(value) for name, value in buffers_of(state.model).items()}
+        optimizer = dict(state.optimizer.cuts(_copy) if state.flat.divided else state.optimizer.tensors(_copy))
     ready = None
     if device.type == "cuda":
         ready = torch.cuda.Event()
@@ -111,7 +121,7 @@ def snapshot(state: TrainState, facts: Mapping[str, Any], *, serial: int = 0) ->
     }
     return Snapshot(
         step=state.step, model=model, optimizer=optimizer, facts={**facts, **own}, ready=ready, part=part,
-        parts=1 if state.mesh is None else state.mesh.size("shard"), serial=serial,
+        parts=parts, serial=serial,
     )  # fmt: skip
 
 
@@ -308,21 +318,26 @@ def restore(path: Path, state: TrainState) -> dict[str, Any]:
         raise CheckpointError(
             f"the frozen weights of the model are not those {path} was trained on", hint="load the same base model"
         )
+    divided = state.divided
     masters, states = state.flat.masters(), state.optimizer.cuts() if state.flat.divided else state.optimizer.tensors()
-    buffers = _buffers(state.model)
+    buffers = buffers_of(state.model)
     places: dict[str, dict[str, torch.Tensor | Cut]] = {"model": {**masters, **buffers}, "optimizer": {**states}}
     shapes = {
         "model": {slot.name: tuple(slot.parameter.shape) for slot in state.flat.slots}
         | {name: tuple(value.shape) for name, value in buffers.items()},
         "optimizer": state.optimizer.shapes(),
     }
+    if divided is not None:
+        shapes = whole_shapes(state, divided)
     with contextlib.ExitStack() as stack, torch.no_grad():
         saved = {kind: stack.enter_context(SavedTensors(path, kind)) for kind in KINDS}
         for kind in KINDS:
             _check_fit(path, kind, saved[kind].shapes, shapes[kind])
         for kind in KINDS:
             for name, place in places[kind].items():
-                if isinstance(place, Cut):
+                if divided is not None:
+                    set_local(divided, name.rpartition("/")[2], place, saved[kind].whole(name))
+                elif isinstance(place, Cut):
                     place.values.copy_(saved[kind].read(name, place.start, place.start + len(place.values)))
                 else:
                     place.copy_(saved[kind].whole(name))
@@ -363,12 +378,6 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     on_gpu = tensor.device.type == "cuda"
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
     return copy.copy_(tensor.detach(), non_blocking=on_gpu)
-
-
-def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """State of the model besides its parameters: running statistics, balancing biases."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: value for name, value in model.state_dict().items() if name not in parameters}
 
 
 def _sha256(path: Path) -> str:

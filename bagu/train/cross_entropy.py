@@ -18,7 +18,8 @@ from bagu import ops
 from bagu.errors import ArgumentError, BaguError
 from bagu.nn.model import Transformer
 from bagu.train.evaluate import held_out_loss
-from bagu.train.loss import Loss, Metrics, MicroBatchLoss, Totals
+from bagu.train.loss import Metrics, Totals
+from bagu.train.token_loss import TokenLoss, TokenValues
 from bagu.types import IGNORE, Batch
 
 __all__ = ["CrossEntropy", "TargetTotals", "check_z_loss"]
@@ -52,12 +53,14 @@ class TargetTotals(Totals):
         return nll * self.targets / math.log(2) / self.target_bytes if self.target_bytes else None
 
 
-class CrossEntropy(Loss[Batch, TargetTotals]):
+class CrossEntropy(TokenLoss[TargetTotals]):
     """Cross-entropy of the targets, plus a z-loss of weight `z_loss`, plus the model's MoE balance loss.
 
     Metrics: `loss_nats` is the cross-entropy per target alone, `bits_per_byte` the same per byte of text, and
     `objective_nats` the minimised loss, if it differs.
     """
+
+    metric_names = ("nll",)
 
     def __init__(self, *, z_loss: float = 0.0) -> None:
         check_z_loss(z_loss)
@@ -66,17 +69,21 @@ class CrossEntropy(Loss[Batch, TargetTotals]):
     def totals(self, batches: Sequence[Batch]) -> TargetTotals:
         return TargetTotals.of(batches)
 
-    def __call__(self, model: Transformer, batch: Batch, totals: TargetTotals) -> MicroBatchLoss:
-        out = model(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len)
-        weights = torch.full(batch.targets.shape, 1 / totals.targets, dtype=torch.float32, device=batch.targets.device)
-        loss, target_logit, lse = ops.linear_cross_entropy_loss(
-            out.hidden, model.head_weight, batch.targets, weights, ignore_index=IGNORE, z_loss=self.z_loss
-        )
+    def of_hidden(
+        self, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, totals: TargetTotals,
+        values: TokenValues | None = None,
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:  # fmt: skip
+        weights = torch.full(targets.shape, 1 / totals.targets, dtype=torch.float32, device=targets.device)
+        if values is None:
+            loss, target_logit, lse = ops.linear_cross_entropy_loss(
+                hidden, head, targets, weights, ignore_index=IGNORE, z_loss=self.z_loss
+            )
+        else:
+            target_logit, lse = values(hidden, head, targets)
+            loss = (ops.token_losses(target_logit, lse, self.z_loss).loss * weights).sum()
         # target_logit and lse are 0 for an ignored token, see token_losses
         nll = loss.detach() if self.z_loss == 0 else (lse - target_logit).detach().sum() / totals.targets
-        if out.aux_loss is not None:
-            loss = loss + out.aux_loss * (batch.num_tokens / totals.tokens)
-        return MicroBatchLoss(loss=loss, metrics={"nll": nll}, expert_load=out.expert_load)
+        return loss, {"nll": nll}
 
     def metrics(self, loss: float, sums: Mapping[str, float], totals: TargetTotals) -> Metrics:
         nll = sums["nll"]

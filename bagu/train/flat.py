@@ -16,7 +16,8 @@ are summed over the ranks; sharded.py divides the buffers over them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
@@ -28,9 +29,10 @@ from bagu.errors import BaguError
 from bagu.nn.linear import Linear
 from bagu.nn.moe import MoE
 from bagu.parallel.mesh import Mesh
+from bagu.parallel.spread import SpreadOf, everywhere
 from bagu.train.gradients import WholeGradients
 
-__all__ = ["ALIGN", "FlatParameters", "Role", "Segment", "Slot", "master_dtype", "roles", "trained"]
+__all__ = ["ALIGN", "FlatParameters", "Role", "Segment", "Slot", "collect", "master_dtype", "roles", "trained"]
 
 ALIGN = 64  # elements: 128 bytes of bf16, so a kernel's vector loads stay aligned for every parameter
 
@@ -104,21 +106,33 @@ def master_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
     return torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
 
 
+def collect(slots: Iterable[Slot], take: Callable[[int, torch.Tensor], None]) -> None:
+    """Call `take` for each parameter that has a gradient."""
+    for index, slot in enumerate(slots):
+        if slot.parameter.grad is not None:
+            take(index, slot.parameter)
+
+
 class FlatParameters:
     """The trained parameters of a model in flat buffers. The constructor moves the data and keeps the values.
 
-    With a mesh, gradients are summed over its data-parallel ranks, in buckets of `bucket_bytes`. Frozen parameters do
-    not change. `release()` removes the hooks; the parameters stay views of these buffers.
+    With a mesh, gradients are summed over its ranks as the `spread` of each parameter says, in buckets of
+    `bucket_bytes`. Frozen parameters do not change. `release()` removes the hooks; the parameters stay views of these
+    buffers.
     """
 
     divided = False  # every rank has the whole master and the whole gradient
 
-    def __init__(self, model: nn.Module, mesh: Mesh | None = None, *, bucket_bytes: int = 25 << 20) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: Mesh | None = None, *, bucket_bytes: int = 25 << 20, spread: SpreadOf = everywhere
+    ) -> None:
         by_name, role_of = trained(model), roles(model)
         self.device = next(iter(by_name.values())).device
         self.dtype, self.role_of = master_dtype(by_name.values()), role_of
         order = list(Role)
-        names = sorted(role_of, key=lambda n: (order.index(role_of[n]), str(by_name[n].dtype)))  # stable: model order
+        names = sorted(  # stable: model order
+            role_of, key=lambda n: (order.index(role_of[n]), str(by_name[n].dtype), spread(n))
+        )
         segments, end = [], 0
         for (role, dtype), members in groupby(names, key=lambda n: (role_of[n], by_name[n].dtype)):
             start, slots = end, []
@@ -133,7 +147,7 @@ class FlatParameters:
         self.gradients = WholeGradients(self.slots, end, self.dtype, self.device)
         if mesh is not None:
             depth = [list(by_name).index(slot.name) for slot in self.slots]
-            self.gradients.reduce_over(mesh, depth, bucket_bytes)
+            self.gradients.reduce_over(mesh, depth, bucket_bytes, [spread(slot.name) for slot in self.slots])
         self._hooks = [
             slot.parameter.register_post_accumulate_grad_hook(functools.partial(self._take, i))
             for i, slot in enumerate(self.slots)
@@ -178,8 +192,13 @@ class FlatParameters:
         self.gradients.take(index, parameter.grad)
         parameter.grad = None
 
-    def begin(self, backwards: int = 1) -> None:
-        """Start a step of so many backward passes: its first gradients replace the last step's. Writes no memory."""
+    def collect(self) -> None:
+        """Move gradients that autograd has kept: a backward in two parts (zero-bubble) does not run the hooks."""
+        collect(self.slots, self._take)
+
+    def begin(self, backwards: int | None = 1) -> None:
+        """Start a step of so many backward passes (None: unknown): its first gradients replace the last step's. Writes
+        no memory."""
         self.gradients.begin(backwards)
 
     def end_backward(self) -> None:
@@ -187,7 +206,7 @@ class FlatParameters:
         self.gradients.end_backward()
 
     def finish(self) -> torch.Tensor:
-        """End the backward passes of a step; return the gradient norm (of this rank's part if `divided`)."""
+        """End the backward passes of a step; return the norm of the gradients that this rank counts."""
         return self.gradients.finish()
 
     def publish(self) -> None:
@@ -201,7 +220,12 @@ class FlatParameters:
         flat = copy(self.master)
         return {slot.name: slot.of(flat) for slot in self.slots}
 
-    def release(self) -> None:
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Inside, the model has all of its parameters: it always has."""
+        yield
+
+    def release(self, *, gather: bool = True) -> None:
         """Remove the hooks, so that other code can train the model."""
         for hook in self._hooks:
             hook.remove()

@@ -2,7 +2,8 @@
 
 A hook hands over each gradient as soon as it is complete, and autograd keeps nothing. The first micro-batch is copied,
 later ones are added, in the masters' dtype: micro-batches are summed in fp32 also if the model is bf16, and a bf16
-gradient is freed when its layer's backward ends.
+gradient is freed when its layer's backward ends. parallel/spread.py says over which ranks a parameter's gradient is
+summed; a bucket or unit has parameters of one spread.
 
 `WholeGradients` keeps the gradient of every parameter. Its ranks are summed once a step, during the last backward.
 `DividedGradients` (ZeRO-2 and -3) keeps this rank's part. Each backward pass fills a temporary buffer per unit, which
@@ -12,6 +13,7 @@ is reduce-scattered when it is complete: m micro-batches cost m reduce-scatters.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from bagu.parallel.collectives import all_reduce, reduce_scatter, wait_for
 from bagu.parallel.data_parallel import Bucket, Reducer, backward_order, buckets_of
 from bagu.parallel.mesh import Mesh
+from bagu.parallel.spread import Spread, sum_ends
 from bagu.parallel.zero import Unit
 
 __all__ = ["DividedGradients", "WholeGradients"]
@@ -46,19 +49,27 @@ class WholeGradients:
         self._backwards = 1  # that are still to come in this step
         self._reducer: Reducer | None = None
         self._after: Callable[[], None] = lambda: None
+        self._counted = [self.grad]  # the parts that this rank adds to the norm
 
-    def reduce_over(self, mesh: Mesh, depth: Sequence[int], bucket_bytes: int) -> None:
-        """Sum over the data-parallel ranks. `depth` is each parameter's place in the model, from the input."""
-        if mesh.group("data") is None:
-            return
+    def reduce_over(self, mesh: Mesh, depth: Sequence[int], bucket_bytes: int, spreads: Sequence[Spread]) -> None:
+        """Sum over the ranks of a mesh. `depth` is each parameter's place in the model, from the input; adjacent
+        parameters of one spread share buckets."""
         limit = bucket_bytes // self.grad.element_size()
-        buckets = buckets_of([(slot.start, slot.stop) for slot in self.slots], limit)
+        ranges = [(slot.start, slot.stop) for slot in self.slots]
+        buckets = backward_order(buckets_of(ranges, limit, spreads), depth)
+        spread_of = {bucket.start: spreads[bucket.members[0]] for bucket in buckets}
 
         def reduce(bucket: Bucket) -> dist.Work | None:
             self._zero_missing(bucket.members)
-            return all_reduce(mesh, self.grad[bucket.start : bucket.stop], "data", async_op=True)
+            group = spread_of[bucket.start].data_group(mesh)
+            return all_reduce(mesh, self.grad[bucket.start : bucket.stop], group, async_op=True)
 
-        self._reducer = Reducer(mesh, backward_order(buckets, depth), reduce)
+        self._reducer = Reducer(mesh, buckets, reduce)
+        whole = [(self.grad[bucket.start : bucket.stop], spread_of[bucket.start]) for bucket in buckets]
+        self._after = lambda: sum_over_model(mesh, whole)
+        if len(set(spread_of.values())) == 1:  # one reduction of the whole buffer
+            whole = [(self.grad, spreads[0])]
+        self._counted = [part for part, spread in whole if spread.counted(mesh, divided=False)]
 
     def scatter_over(self, mesh: Mesh, units: Sequence[Unit], depth: Sequence[int]) -> None:
         """Sum to this rank's part of each unit, in place: the other parts are undefined afterwards."""
@@ -70,14 +81,15 @@ class WholeGradients:
             whole = self.grad[unit.start : unit.stop]
             return reduce_scatter(mesh, unit.part_of(whole), whole, "shard", async_op=True)
 
+        parts = [(unit.part_of(self.grad[unit.start : unit.stop]), unit.spread) for unit in units]
+
         def sum_replicas() -> None:  # hybrid: the parts over the replicas
-            works = [
-                all_reduce(mesh, unit.part_of(self.grad[unit.start : unit.stop]), "dp", async_op=True) for unit in units
-            ]
-            wait_for(mesh, *works)
+            sum_parts(mesh, parts)
+            sum_over_model(mesh, parts)
 
         self._reducer = Reducer(mesh, backward_order([unit.bucket for unit in units], depth), reduce)
         self._after = sum_replicas
+        self._counted = [part for part, spread in parts if spread.counted(mesh, divided=True)]
 
     def take(self, index: int, grad: torch.Tensor) -> None:
         """Add the complete gradient of a parameter in one backward."""
@@ -89,9 +101,10 @@ class WholeGradients:
         if self._reducer is not None and self._backwards == 1:
             self._reducer.ready(index)
 
-    def begin(self, backwards: int) -> None:
+    def begin(self, backwards: int | None) -> None:
+        """Start a step. `backwards` is None if their number is not known: all sums over ranks are then at the end."""
         self._has_grad = [False] * len(self._has_grad)
-        self._backwards = backwards
+        self._backwards = 0 if backwards is None else backwards
         self._expect_last()
 
     def end_backward(self) -> None:
@@ -103,14 +116,16 @@ class WholeGradients:
             self._reducer.begin()
 
     def finish(self) -> torch.Tensor:
-        """Complete the sums; return the norm. A parameter without a gradient (an expert that no token chose) still
-        holds the last step's: zero it."""
+        """Complete the sums; return the norm of what this rank counts. A parameter without a gradient (an expert that
+        no token chose) still holds the last step's: zero it."""
         if self._reducer is None:
             self._zero_missing(range(len(self._has_grad)))
         else:
+            if not self._reducer.begun:
+                self._reducer.begin()
             self._reducer.finish()
             self._after()
-        return torch.linalg.vector_norm(self.grad)
+        return norm_of(self._counted, self.grad)
 
     def _zero_missing(self, indices: Sequence[int]) -> None:
         for index in indices:
@@ -141,6 +156,9 @@ class DividedGradients:
         self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # (a reduced part, where to add it)
         self._first = True
         self._reducer = Reducer(mesh, backward_order([unit.bucket for unit in units], depth), self._reduce)
+        runs = [list(run) for _, run in groupby(units, key=lambda unit: unit.spread)]  # adjacent ones at once
+        self._parts = [(self.grad[r[0].local : r[-1].local + r[-1].part_size], r[0].spread) for r in runs]
+        self._counted = [part for part, spread in self._parts if spread.counted(mesh, divided=True)]
 
     def take(self, index: int, grad: torch.Tensor) -> None:
         unit = self._unit_of[index]
@@ -163,7 +181,7 @@ class DividedGradients:
         self.used(unit)
         return work
 
-    def begin(self, backwards: int) -> None:
+    def begin(self, backwards: int | None) -> None:
         self._first = True
         self._reducer.begin()
 
@@ -175,6 +193,32 @@ class DividedGradients:
         self._reducer.begin()
 
     def finish(self) -> torch.Tensor:
-        """Complete the sums; return the norm of this rank's part."""
-        all_reduce(self.mesh, self.grad, "dp")  # hybrid: over the replicas
-        return torch.linalg.vector_norm(self.grad)
+        """Complete the sums; return the norm of what this rank counts of its part."""
+        sum_parts(self.mesh, self._parts)
+        sum_over_model(self.mesh, self._parts)
+        return norm_of(self._counted, self.grad)
+
+
+Parts = Sequence[tuple[torch.Tensor, Spread]]  # ranges of a gradient buffer, each of parameters of one spread
+
+
+def sum_parts(mesh: Mesh, parts: Parts) -> None:
+    """Sum this rank's parts of a divided gradient over the ranks that have the same parts."""
+    wait_for(mesh, *[all_reduce(mesh, part, spread.replica_group(mesh), async_op=True) for part, spread in parts])
+
+
+def sum_over_model(mesh: Mesh, parts: Parts) -> None:
+    """Complete sums over the ranks of tp and pp, which all have a part of a gradient too."""
+    over_tp = [part for part, spread in parts if spread.summed_over_tp(mesh)]
+    wait_for(mesh, *[all_reduce(mesh, part, "tp", async_op=True) for part in over_tp])
+    for part, spread in parts:
+        if spread.tied:
+            sum_ends(mesh, part)
+
+
+def norm_of(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """The norm of all parts together."""
+    if not parts:
+        return like.new_zeros(())
+    norms = [torch.linalg.vector_norm(part) for part in parts]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

@@ -102,7 +102,7 @@ def fit(
     run = _Run(state, loader, folder, observers, identity or {}, settings or {})
     meters = Meters(state.device, flops_per_token=flops_per_token, peak_flops=peak_flops)
     row: dict[str, float | int | None] = {}
-    with run, prepared(model, config, state.device), Interrupt() as interrupt:
+    with run, prepared(state.model, config, state.device), Interrupt() as interrupt:
         run.begin(resume=resume, callback=begin)
         stop = config.steps if pause_after is None else min(pause_after, config.steps)
         while state.step < stop and not _stopping(state, interrupt):
@@ -118,14 +118,15 @@ def fit(
             row = meters.row(result)
             last = state.step == config.steps
             if evaluate is not None and _due(config.eval_every, state.step, last):
-                with _inference(model):
-                    row |= evaluate(model)
+                with state.whole_model() as whole, _inference(whole):
+                    row |= evaluate(whole)
             run.notify("on_step", state.step - 1, row)
             if sample is not None and _due(config.sample_every, state.step, last):
                 if state.mesh is not None:  # ranks gather parameters together, so they must draw the same tokens
                     seed_step(config.seed, state.data_step)
-                with _inference(model), torch.compiler.set_stance("force_eager"):  # the shapes change with each token
-                    run.notify("on_sample", state.step - 1, sample(model))
+                # the shapes change with each token
+                with state.whole_model() as whole, _inference(whole), torch.compiler.set_stance("force_eager"):
+                    run.notify("on_sample", state.step - 1, sample(whole))
             if folder is not None and _due(config.save_every, state.step, last):
                 run.save(row)
         if _stopping(state, interrupt):
@@ -204,7 +205,7 @@ class _Run:
         if self.saver is not None:
             self.saver.close()
             self.report_saves()
-        self.state.close()
+        self.state.close(gather=error is None)
         if error is None and self.failure is not None:  # the last save of the run failed
             raise self.failure
 
@@ -237,7 +238,12 @@ class _Run:
             "validation_loss": self.state.loss.validation_loss(row),
         }
         self.saves += 1
-        if self.writes:
+        if self.state.divided is not None:  # every rank takes part in gathering what rank 0 writes
+            self.saver.wait()  # before, so that memory holds one snapshot
+            snap = checkpoint.snapshot(self.state, facts, serial=self.saves)
+            if self.first:
+                self.saver.save(lambda: snap)
+        elif self.writes:
             self.saver.save(lambda: checkpoint.snapshot(self.state, facts, serial=self.saves))
         self.saved_at = self.state.data_step
 

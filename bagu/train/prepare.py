@@ -33,7 +33,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 
 
 @contextmanager
-def prepared(model: Transformer, config: TrainConfig, device: torch.device) -> Iterator[None]:
+def prepared(model: nn.Module, config: TrainConfig, device: torch.device) -> Iterator[None]:
     """Context manager: the model in training mode, with its blocks recomputed and compiled as configured.
 
     On a GPU, a small model that is neither recomputed nor compiled runs as CUDA graphs (graphs.py).
@@ -49,9 +49,14 @@ def prepared(model: Transformer, config: TrainConfig, device: torch.device) -> I
         compiles = config.compile is not False and _can_compile(device, asked=config.compile is True)
         if compiles:
             stack.enter_context(_compiled(blocks))
-        whole = config.mesh.shard == 1 or config.zero in (1, 2)  # stage 3 frees parameters, and a graph has addresses
-        unchanged = whole and not compiles and _as_it_is(config)
-        if device.type == "cuda" and unchanged and can_capture(model.config, _dtype(model)):
+        whole = config.mesh.shard == 1 or config.zero_stage < 3  # stage 3 frees parameters, and a graph has addresses
+        unchanged = whole and not config.mesh.divides_model and not compiles and _as_it_is(config)
+        if (
+            device.type == "cuda"
+            and unchanged
+            and isinstance(model, Transformer)
+            and can_capture(model.config, _dtype(model))
+        ):
             stack.enter_context(captured(model))
         was_training = model.training
         stack.callback(model.train, was_training)

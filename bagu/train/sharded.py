@@ -5,28 +5,30 @@
     grad     [N] or [N / d] fp32              stage 1 keeps the whole sum, stages 2 and 3 this rank's part
 
 d is the size of the mesh's "shard" dimension. Parameters lie in the flat order in which `FlatParameters` has them; in
-stage 3, where a unit is a block, first by block. A unit is padded so that d divides it: nothing where d divides ALIGN.
-With `offload`, master and optimizer state are in host memory: a step copies this rank's gradient there, the host
-updates, and the parameters are gathered from there.
+stage 3, where a unit is a block, first by block. A unit has parameters of one spread (parallel/spread.py). It is padded
+so that d divides it: nothing where d divides ALIGN. With `offload`, master and optimizer state are in host memory: a
+step copies this rank's gradient there, the host updates, and the parameters are gathered from there.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
 import torch
+from torch import nn
 
-from bagu.nn.model import Transformer
 from bagu.parallel.collectives import all_gather, wait_for
 from bagu.parallel.data_parallel import buckets_of
 from bagu.parallel.mesh import Mesh
+from bagu.parallel.spread import Spread, SpreadOf, everywhere
 from bagu.parallel.zero import GatherOnUse, Unit
-from bagu.train.flat import ALIGN, Role, Segment, Slot, master_dtype, roles, trained
+from bagu.train.flat import ALIGN, Role, Segment, Slot, collect, master_dtype, roles, trained
 from bagu.train.gradients import DividedGradients, WholeGradients
 
 __all__ = ["Cut", "Piece", "ShardedParameters", "Stage"]
@@ -62,14 +64,16 @@ class ShardedParameters:
     divided = True
 
     def __init__(
-        self, model: Transformer, mesh: Mesh, stage: Stage, *, bucket_bytes: int = 25 << 20, offload: bool = False
-    ) -> None:
+        self, model: nn.Module, mesh: Mesh, stage: Stage, *, bucket_bytes: int = 25 << 20, offload: bool = False,
+        spread: SpreadOf = everywhere,
+    ) -> None:  # fmt: skip
         by_name = trained(model)
         self.mesh, self.stage, self.device = mesh, stage, mesh.device
         self.dtype = master_dtype(by_name.values())
         self.state_device = torch.device("cpu") if offload else mesh.device
         blocks = list(model.get_submodule("blocks").children())
         home = {id(p): i + 1 for i, block in enumerate(blocks) for p in block.parameters()} if stage == 3 else {}
+        self._spread = spread
         self._lay_out(by_name, roles(model), home, bucket_bytes)
         depth = [list(by_name).index(slot.name) for slot in self.slots]
         size = sum(u.part_size for u in self.units)
@@ -101,21 +105,22 @@ class ShardedParameters:
     # --- layout -------------------------------------------------------------------------------------------------------
 
     def _lay_out(
-        self, by_name: dict[str, torch.nn.Parameter], role_of: dict[str, Role], home: dict[int, int], bucket_bytes: int
+        self, by_name: dict[str, nn.Parameter], role_of: dict[str, Role], home: dict[int, int], bucket_bytes: int
     ) -> None:
         """Set `slots`, `units`, and the block of each unit (0: the root)."""
         order, ranks = list(Role), self.mesh.size("shard")
         unit_align = math.lcm(ALIGN, ranks)
 
-        def place(name: str) -> tuple[int, str, int]:
-            return home.get(id(by_name[name]), 0), str(by_name[name].dtype), order.index(role_of[name])
+        def place(name: str) -> tuple[int, str, Spread, int]:
+            dtype = str(by_name[name].dtype)
+            return home.get(id(by_name[name]), 0), dtype, self._spread(name), order.index(role_of[name])
 
         self.role_of = role_of
         self.slots: list[Slot] = []
         self.units: list[Unit] = []
         self._homes: list[int] = []
         start = local = 0
-        for (block, _), group in groupby(sorted(by_name, key=place), key=lambda n: place(n)[:2]):
+        for (block, _, spread), group in groupby(sorted(by_name, key=place), key=lambda n: place(n)[:3]):
             names = list(group)
             sizes = [-(-by_name[n].numel() // ALIGN) * ALIGN for n in names]
             ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
@@ -128,7 +133,9 @@ class ShardedParameters:
                 stop = start + math.ceil((end - start) / unit_align) * unit_align
                 members = tuple(range(first, len(self.slots)))
                 dtype = by_name[names[0]].dtype
-                unit = Unit(self.mesh, start=start, stop=stop, local=local, dtype=dtype, members=members)
+                unit = Unit(
+                    self.mesh, start=start, stop=stop, local=local, dtype=dtype, members=members, spread=spread
+                )  # fmt: skip
                 self.units.append(unit)
                 self._homes.append(block)
                 start, local = stop, local + unit.part_size
@@ -182,21 +189,21 @@ class ShardedParameters:
         self.gradients.take(index, parameter.grad)
         parameter.grad = None
 
-    def begin(self, backwards: int = 1) -> None:
+    def collect(self) -> None:
+        collect(self.slots, self._take)
+
+    def begin(self, backwards: int | None = 1) -> None:
         self.gradients.begin(backwards)
 
     def end_backward(self) -> None:
         self.gradients.end_backward()
 
     def finish(self) -> torch.Tensor:
-        """End the backward passes of a step; return the norm of this rank's part of the gradient."""
+        """End the backward passes of a step; return the norm of what this rank counts of its part."""
         norm = self.gradients.finish()
-        parts = [self._device_grad_of(piece) for piece in self.pieces]
-        if self.stage == 1:  # the other parts of the buffer are not sums
-            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in parts]))
         if self._host_grad is not None:
-            for piece, part in zip(self.pieces, parts, strict=True):
-                self._host_grad[piece.local].copy_(part)
+            for piece in self.pieces:
+                self._host_grad[piece.local].copy_(self._device_grad_of(piece))
         return norm
 
     def publish(self) -> None:
@@ -234,10 +241,34 @@ class ShardedParameters:
         flat = copy(self.master)
         return {n: cut for piece in self.pieces for n, cut in self.cuts(piece, flat[piece.local]).items()}
 
-    def release(self) -> None:
-        """Remove the hooks. The model has all of its parameters on every rank."""
+    def whole(self, values_of: Callable[[Piece], torch.Tensor | None], unit: Unit) -> dict[str, torch.Tensor]:
+        """One quantity of the parameters of a unit, from all ranks' parts, by name. Every rank of shard calls it.
+
+        `values_of` gives this rank's values of a piece, or None if pieces of its role have no such quantity.
+        """
+        part = torch.zeros(unit.part_size, dtype=self.dtype, device=self.device)
+        for piece in self.pieces:
+            values = values_of(piece) if piece.unit is unit else None
+            if values is not None:
+                part[piece.start - unit.low : piece.stop - unit.low].copy_(values)
+        whole = torch.empty(unit.size, dtype=self.dtype, device=self.device)
+        all_gather(self.mesh, whole, part, "shard")
+        return {self.slots[i].name: self.slots[i].of(whole, unit.start) for i in unit.members}
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Inside, the model has all of its parameters on every rank."""
         if self._gathering is not None:
             self._gathering.gather_all()
+        yield
+        if self._gathering is not None:
+            self._gathering.free_all()
+
+    def release(self, *, gather: bool = True) -> None:
+        """Remove the hooks. With `gather`, the model then has all of its parameters on every rank."""
+        if self._gathering is not None:
+            if gather:
+                self._gathering.gather_all()
             self._gathering.remove()
         for hook in self._hooks:
             hook.remove()

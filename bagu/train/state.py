@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
 from bagu.errors import ArgumentError, UnknownName
 from bagu.nn.model import Transformer
+from bagu.parallel.context import Method
 from bagu.parallel.mesh import Mesh, MeshConfig
+from bagu.parallel.pipeline import Schedule
+from bagu.parallel.spread import SpreadOf, everywhere
 from bagu.train.cross_entropy import CrossEntropy
+from bagu.train.divided import DividedModel
 from bagu.train.flat import FlatParameters
 from bagu.train.loss import Loss
 from bagu.train.optim import Optimizer, OptimizerConfig
 from bagu.train.schedule import ScheduleConfig, factor
 from bagu.train.sharded import ShardedParameters, Stage
 from bagu.train.stability import Guard, StabilityConfig
+from bagu.train.token_loss import TokenLoss
 
-__all__ = ["TrainConfig", "TrainState", "digest_of"]
+__all__ = ["TrainConfig", "TrainState", "check_token_loss", "digest_of"]
 
 Recompute = Literal["none", "selective", "block"]
 
@@ -36,9 +42,11 @@ class TrainConfig:
     reproducible, and slower. `…_every` counts steps; null is never, and a save also happens at the end.
     `keep_best` keeps, besides the last `keep_last` checkpoints, the one with the lowest validation loss.
 
-    `mesh` divides the run over ranks (parallel/mesh.py). `zero` is the ZeRO stage of its `shard` dimension; null is 3.
-    `offload` keeps the divided masters and optimizer state in host memory, and updates there. Gradients are reduced in
-    buckets of `bucket_mb` MB.
+    `mesh` divides the run over ranks (parallel/mesh.py). `zero` is the ZeRO stage of its `shard` dimension; null is 3,
+    or 1 with a pipeline. `offload` keeps the divided masters and optimizer state in host memory, and updates there.
+    Gradients are reduced in buckets of `bucket_mb` MB. `pipeline` is the schedule of `pp` (null: 1f1b), and
+    `stages_per_rank` the number of stages of a rank in an interleaved one (null: 2). `context_parallel` is the method
+    of `cp` (null: ring).
     """
 
     steps: int = 1000
@@ -59,6 +67,22 @@ class TrainConfig:
     zero: Stage | None = None
     offload: bool = False
     bucket_mb: float = 25.0
+    pipeline: Schedule | None = None
+    stages_per_rank: int | None = None
+    context_parallel: Method | None = None
+
+    @property
+    def zero_stage(self) -> Stage:
+        """The ZeRO stage of a mesh with `shard`."""
+        return self.zero or (1 if self.mesh.pp > 1 else 3)
+
+    @property
+    def schedule_of_pipeline(self) -> Schedule:
+        return self.pipeline or "1f1b"
+
+    @property
+    def context_method(self) -> Method:
+        return self.context_parallel or "ring"
 
     def __post_init__(self) -> None:
         if self.zero is not None and self.mesh.shard == 1:
@@ -96,18 +120,40 @@ class TrainConfig:
 
 
 def _check_goes_together(config: TrainConfig) -> None:
-    """Raise for a mesh that the trainer cannot run, or that excludes another setting."""
-    for name in ("pp", "ep", "cp", "tp"):
-        size = getattr(config.mesh, name)
-        if size > 1:
+    """Raise for an option that the mesh gives no effect, or that excludes another one."""
+    mesh = config.mesh
+    for name, dim, size in (("pipeline", "pp", mesh.pp), ("context_parallel", "cp", mesh.cp)):
+        if getattr(config, name) is not None and size == 1:
             raise ArgumentError(
-                f"the mesh has {name}={size}, and training divides work by dp and shard only",
-                hint=f"leave {name} out",
+                f"{name} is {getattr(config, name)}, and the mesh {mesh} has no {dim}",
+                hint=f"add {dim}, or leave it out",
             )
-    if config.mesh.shard > 1 and config.zero in (None, 3) and config.compile is not False:
+    if config.pipeline not in (None, *get_args(Schedule)):
+        raise UnknownName.among("pipeline schedule", str(config.pipeline), get_args(Schedule))
+    if config.context_parallel not in (None, *get_args(Method)):
+        raise UnknownName.among("method of context parallelism", str(config.context_parallel), get_args(Method))
+    if config.stages_per_rank is not None and (config.pipeline != "interleaved" or config.stages_per_rank < 2):
         raise ArgumentError(
-            "compile and ZeRO stage 3 do not go together: stage 3 gathers parameters in hooks of the compiled blocks",
-            hint="set compile=false, or zero=2",
+            f"stages_per_rank is {config.stages_per_rank} with the pipeline {config.pipeline}",
+            hint="give 2 or more, with pipeline=interleaved",
+        )
+    if config.compile is not False and (mesh.divides_model or (mesh.shard > 1 and config.zero_stage == 3)):
+        what = f"the mesh {mesh} exchanges activations" if mesh.divides_model else "ZeRO stage 3 gathers parameters"
+        pair = f"the mesh {mesh}" if mesh.divides_model else "ZeRO stage 3"
+        raise ArgumentError(
+            f"compile and {pair} do not go together: {what} in hooks of the compiled blocks",
+            hint="set compile=false" + ("" if mesh.divides_model else ", or zero=2"),
+        )
+    if mesh.pp > 1 and config.zero_stage == 3:
+        raise ArgumentError(
+            "pp and ZeRO stage 3 do not go together: a backward would need parameters that another micro-batch freed",
+            hint="set zero=1 or zero=2",
+        )
+    if config.pipeline == "zero_bubble" and config.activation_checkpointing == "selective":
+        raise ArgumentError(
+            "pipeline zero_bubble and activation_checkpointing selective do not go together: "
+            "the backward has two parts, and what selective keeps can be used once",
+            hint="use activation_checkpointing=block, or pipeline=1f1b",
         )
 
 
@@ -126,11 +172,26 @@ def check_mesh(config: TrainConfig, model: Transformer, mesh: Mesh | None) -> No
         )
 
 
-def _flat(model: Transformer, config: TrainConfig, mesh: Mesh | None) -> FlatParameters | ShardedParameters:
+def check_token_loss(mesh: MeshConfig, name: str, *, is_token_loss: bool) -> None:
+    """Raise if a loss needs more of the model than a rank of the mesh has."""
+    dims = [dim for dim in ("tp", "cp", "pp") if getattr(mesh, dim) > 1]
+    if dims and not is_token_loss:
+        raise ArgumentError(
+            f"{name} and {','.join(f'{dim}={getattr(mesh, dim)}' for dim in dims)} do not go together: "
+            "the loss needs whole sequences and the whole head on one rank",
+            hint="use dp, shard and ep",
+        )
+
+
+def _flat(
+    model: nn.Module, config: TrainConfig, mesh: Mesh | None, spread: SpreadOf
+) -> FlatParameters | ShardedParameters:
     bucket_bytes = int(config.bucket_mb * 1e6)
     if mesh is not None and mesh.size("shard") > 1:
-        return ShardedParameters(model, mesh, config.zero or 3, bucket_bytes=bucket_bytes, offload=config.offload)
-    return FlatParameters(model, mesh, bucket_bytes=bucket_bytes)
+        return ShardedParameters(
+            model, mesh, config.zero_stage, bucket_bytes=bucket_bytes, offload=config.offload, spread=spread
+        )
+    return FlatParameters(model, mesh, bucket_bytes=bucket_bytes, spread=spread)
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -145,6 +206,7 @@ def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
 class TrainState:
     """The model with its flat parameters, the loss (by default cross-entropy), the optimizer, and the run's position.
 
+    `model` is what this rank computes with: the caller's model, or its part under tp, cp, pp or ep (`divided`).
     `step` counts completed updates, `data_step` the loader's steps used; a skipped batch advances only `data_step`.
     """
 
@@ -152,10 +214,27 @@ class TrainState:
         self, model: Transformer, config: TrainConfig, loss: Loss[Any, Any] | None = None, mesh: Mesh | None = None
     ) -> None:
         check_mesh(config, model, mesh)
-        self.model, self.mesh = model, mesh if mesh is not None and mesh.config.ranks > 1 else None
+        self.mesh = mesh if mesh is not None and mesh.config.ranks > 1 else None
         self.loss: Loss[Any, Any] = CrossEntropy() if loss is None else loss
-        self.flat = _flat(model, config, self.mesh)
-        self.optimizer = Optimizer(config.optimizer, self.flat)
+        check_token_loss(
+            config.mesh, f"the loss {type(self.loss).__name__}", is_token_loss=isinstance(self.loss, TokenLoss)
+        )
+        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self.frozen_digest = digest_of(frozen) if frozen else None  # checkpoints do not contain frozen parameters
+        self.divided: DividedModel | None = None
+        if self.mesh is not None and self.mesh.config.divides_model:
+            self.divided = DividedModel(
+                model, self.mesh, schedule=config.schedule_of_pipeline,
+                stages_per_rank=config.stages_per_rank or 2, method=config.context_method,
+            )  # fmt: skip
+        self.whole = model
+        self.model: Any = model if self.divided is None else self.divided.local
+        parallel = None if self.divided is None else self.divided.parallel
+        self.flat = _flat(self.model, config, self.mesh, everywhere if parallel is None else parallel.spread)
+        if self.divided is not None:
+            self.divided.own_memory()
+        parts = parallel if config.mesh.tp > 1 else None
+        self.optimizer = Optimizer(config.optimizer, self.flat, parts=parts)
         self.config = replace(config, optimizer=self.optimizer.config)  # a checkpoint records the resolved options
         self.guard = Guard(config.stability)
         self.step = 0
@@ -171,12 +250,18 @@ class TrainState:
         """The learning rate of the next update."""
         return self.config.optimizer.lr * factor(self.config.schedule, self.step, self.config.steps)
 
-    @functools.cached_property
-    def frozen_digest(self) -> str | None:
-        """A fingerprint of the frozen parameters, which checkpoints do not contain; None if there are none."""
-        frozen = {name: p for name, p in self.model.named_parameters() if not p.requires_grad}
-        return digest_of(frozen) if frozen else None
+    @contextmanager
+    def whole_model(self) -> Iterator[Transformer]:
+        """Inside, the caller's model has its current values, on every rank, for evaluation and sampling."""
+        if self.divided is None:
+            yield self.whole
+        else:
+            with self.divided.gathered(self.flat) as model:
+                yield model
 
-    def close(self) -> None:
-        """Release the flat buffers; the model keeps its trained parameters."""
-        self.flat.release()
+    def close(self, *, gather: bool = True) -> None:
+        """Release the flat buffers. With `gather` the caller's model has its trained parameters afterwards; ranks that
+        failed do not gather, because the others may not come."""
+        self.flat.release(gather=gather)
+        if self.divided is not None and gather:
+            self.divided.fill()

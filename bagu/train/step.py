@@ -3,13 +3,14 @@
 Forward and backward of each micro-batch, the gradient norm, one copy of all numbers to the host (the only time the
 host waits for the device), the guard, the update. Under a mesh each rank has the micro-batches of the whole step and
 runs its share of them: counts are of the whole step, gradients and numbers are summed over the ranks, and so every rank
-makes the same decision and the same update.
+makes the same decision and the same update. A model that is divided over ranks runs its part of each (divided.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,14 +45,7 @@ def step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
     if state.mesh is not None:
         state.mesh.traffic.step = state.step
     mine = _share(state.mesh, len(batches))
-    state.flat.begin(len(mine))
-    parts = []
-    for number in mine:
-        seed_step(state.config.seed, state.data_step, number)
-        part = state.loss(state.model, batches[number].to(state.device, non_blocking=True), totals)
-        part.loss.backward()
-        state.flat.end_backward()
-        parts.append(part._replace(loss=part.loss.detach()))  # frees the graph
+    parts = _run(state, batches, mine, totals)
     loss, sums, grad_norm = _read(state, parts, state.flat.finish())
     metrics = state.loss.metrics(loss, sums, totals)
     skipped = state.guard.judge(loss, grad_norm)
@@ -61,11 +55,33 @@ def step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
         state.optimizer.update(lr=lr, step=state.step + 1, scale=scale)
         state.flat.publish()
         if parts[0].expert_load:
-            state.model.update_balance(_expert_load(state.mesh, parts))
+            balanced = state.model if state.divided is None else state.divided
+            balanced.update_balance(_expert_load(state.mesh, parts))
         state.loss.updated(metrics)
         state.step += 1
     state.data_step += 1
     return StepResult(loss=loss, metrics=metrics, grad_norm=grad_norm, lr=lr, totals=totals, skipped=skipped)
+
+
+def _run(state: TrainState, batches: Sequence[MicroBatch], mine: Sequence[int], totals: Totals) -> list[MicroBatchLoss]:
+    """Forward and backward of this rank's micro-batches. Gradients go to `state.flat`."""
+    divided = state.divided
+    if divided is not None and divided.has_stages:
+        state.flat.begin(None)
+        own: Any = [batches[number] for number in mine]
+        return [divided.run_stages(state.loss, own, totals, state.flat)]  # type: ignore[arg-type]
+    state.flat.begin(len(mine))
+    parts = []
+    for number in mine:
+        seed_step(state.config.seed, state.data_step, number)
+        if divided is None:
+            part = state.loss(state.model, batches[number].to(state.device, non_blocking=True), totals)
+        else:
+            part = divided.run(state.loss, batches[number], totals)
+        part.loss.backward()
+        state.flat.end_backward()
+        parts.append(part._replace(loss=part.loss.detach()))  # frees the graph
+    return parts
 
 
 def _idle(state: TrainState, totals: Totals, lr: float) -> StepResult:
@@ -100,7 +116,7 @@ def _read(
         loss, *values, grad_norm = torch.stack([*sums, *largest, norm]).tolist()  # type: ignore[list-item]
     else:
         tops = torch.stack([*largest, norm.new_tensor(float(state.stop_asked))])
-        total = combine(state.mesh, torch.stack(sums), tops, norm, divided=state.flat.divided)  # type: ignore[arg-type]
+        total = combine(state.mesh, torch.stack(sums), tops, norm)  # type: ignore[arg-type]
         *most, stop = total.peaks
         state.stop_asked = stop > 0
         loss, *values, grad_norm = *total.sums, *most, total.norm
@@ -112,7 +128,7 @@ def _expert_load(mesh: Mesh | None, parts: Sequence[MicroBatchLoss]) -> list[tor
     loads: list[torch.Tensor] = [sum(layer) for layer in zip(*(p.expert_load for p in parts), strict=True)]
     if mesh is not None:
         for load in loads:
-            all_reduce(mesh, load, "data")
+            all_reduce(mesh, load, "loss")
     return loads
 
 

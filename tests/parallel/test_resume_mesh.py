@@ -10,8 +10,11 @@ import pytest
 import resume
 import torch
 from ranks import Ranks
+from safetensors.torch import load_file
 from tiny import Case
 
+from bagu.nn.config import MoEConfig
+from bagu.parallel.mesh import MeshConfig
 from bagu.train import checkpoint
 
 WHOLE = Case(name="whole", mesh="dp=1", micro_batches=4, steps=6, model=resume.DROPOUT)
@@ -22,6 +25,34 @@ def assert_equal_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Te
     assert one.keys() == other.keys()
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=1e-10, atol=1e-12)
+
+
+def leg(
+    folder: Path, where: tuple[Ranks | None, Case], *, again: bool, pause_after: int | None
+) -> tuple[resume.Rows, dict[str, torch.Tensor]]:
+    """A part of a run, on ranks or (None) in this process."""
+    ranks, case = where
+    if ranks is None:
+        return resume.go(folder, case, alone=True, resume=again, pause_after=pause_after)
+    found = ranks.run(resume.go, folder, case, alone=False, resume=again, pause_after=pause_after)
+    assert all(not others.losses for others, _ in found[1:]), "rank 0 alone reports"
+    for _, others in found[1:]:
+        assert_equal_weights(found[0][1], others)
+    return found[0]
+
+
+def assert_resumes(
+    folder: Path, base: Case, first: tuple[Ranks | None, Case], second: tuple[Ranks | None, Case]
+) -> None:
+    """Three steps on one mesh and the rest on another one are the run of one process."""
+    rows, weights = resume.go(None, base, alone=True)
+    before, _ = leg(folder, first, again=False, pause_after=3)
+    after, ends = leg(folder, second, again=True, pause_after=None)
+    assert before.losses | after.losses == pytest.approx(rows.losses, rel=1e-10)
+    assert_equal_weights(weights, ends)
+    (resumed,) = [facts for kind, facts in after.events if kind == "resume"]
+    assert any("mesh" in line for line in resumed["changed"])
+    assert not list(folder.glob(".partial*"))
 
 
 @pytest.mark.parametrize(
@@ -45,26 +76,48 @@ def test_a_run_resumes_on_another_mesh(first: str, second: str, two: Ranks, four
         "hybrid zero 3 on 4": (four, replace(base, mesh="dp=2,shard=2", zero=3)),
         "one process": (None, base),
     }
-    rows, weights = resume.go(None, base, alone=True)
+    assert_resumes(tmp_path, base, cases[first], cases[second])
 
-    def leg(name: str, *, again: bool, pause_after: int | None) -> tuple[resume.Rows, dict[str, torch.Tensor]]:
-        ranks, case = cases[name]
-        options = {"alone": ranks is None, "resume": again, "pause_after": pause_after}
-        if ranks is None:
-            return resume.go(tmp_path, case, **options)
-        found = ranks.run(resume.go, tmp_path, case, **options)
-        assert all(not others.losses for others, _ in found[1:]), "rank 0 alone reports"
-        for _, others in found[1:]:
-            assert_equal_weights(found[0][1], others)
-        return found[0]
 
-    before, _ = leg(first, again=False, pause_after=3)
-    after, ends = leg(second, again=True, pause_after=None)
-    assert before.losses | after.losses == pytest.approx(rows.losses, rel=1e-10)
-    assert_equal_weights(weights, ends)
-    (resumed,) = [facts for kind, facts in after.events if kind == "resume"]
-    assert any("mesh" in line for line in resumed["changed"])
-    assert not list(tmp_path.glob(".partial*"))
+EXPERTS = MoEConfig(num_experts=4, top_k=2, expert_size=16, bias_rate=0.01)  # its biases are buffers of the model
+DIVIDED = replace(WHOLE, model={"num_kv_heads": 2, "vocab_size": 65, "moe": EXPERTS})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "optimizer"),
+    [
+        ("tp=2", "shard=4", MUON),
+        ("pp=2", "one process", {}),
+        ("tp=2,pp=2", "ep=2", {}),
+        ("pp=2,shard=2", "tp=2", MUON),
+        ("one process", "ep=2,shard=2", MUON),
+    ],
+)
+def test_a_run_of_a_divided_model_resumes_on_another_mesh(
+    first: str, second: str, optimizer: dict[str, str], two: Ranks, four: Ranks, tmp_path: Path
+) -> None:
+    base = replace(DIVIDED, optimizer=optimizer)
+
+    def where(mesh: str) -> tuple[Ranks | None, Case]:
+        if mesh == "one process":
+            return None, base
+        return {2: two, 4: four}[MeshConfig.parse(mesh).ranks], replace(base, mesh=mesh)
+
+    assert_resumes(tmp_path, base, where(first), where(second))
+
+
+def test_the_checkpoint_of_a_divided_model_is_that_of_one_process(two: Ranks, tmp_path: Path) -> None:
+    """The same files, names, shapes and dtypes, and values that differ by the order of summation."""
+    case = replace(DIVIDED, mesh="tp=2", steps=2)
+    two.run(resume.go, tmp_path / "ranks", case, alone=False)
+    resume.go(tmp_path / "alone", case, alone=True)
+    (ranks,), (alone,) = (checkpoint.checkpoints(tmp_path / name) for name in ("ranks", "alone"))
+    assert sorted(p.name for p in ranks.iterdir()) == sorted(p.name for p in alone.iterdir())
+    for kind in ("model", "optimizer"):
+        one, other = (load_file(path / f"{kind}.safetensors") for path in (alone, ranks))
+        assert {n: (t.shape, t.dtype) for n, t in one.items()} == {n: (t.shape, t.dtype) for n, t in other.items()}
+        for name, t in one.items():
+            torch.testing.assert_close(other[name], t, rtol=1e-10, atol=1e-12)
 
 
 def test_ranks_write_their_own_files_without_pickle(four: Ranks, tmp_path: Path) -> None:

@@ -108,7 +108,31 @@ def train(*settings: str, **options: Any) -> None:
         ({"mesh": "dq=2", "nproc": 2}, [], "there is no mesh dimension 'dq'"),
         ({"nproc": 0}, [], "--nproc is 0"),
         ({"nproc": 3}, ["data.micro_batches=4"], "a step has 4 micro-batches, and the mesh dp=3 divides them over 3"),
-        ({"mesh": "tp=2", "nproc": 2}, [], "the mesh has tp=2, and training divides work by dp and shard only"),
+        ({"mesh": "tp=2", "nproc": 2}, ["model.num_kv_heads=1"], "tp=2 does not divide 1 KV heads"),
+        ({"mesh": "pp=8", "nproc": 8}, ["model.num_layers=6"], "8 stages for 6 layers"),
+        ({"mesh": "pp=2", "nproc": 2}, ["data.micro_batches=1"], "1 micro-batches for a 1f1b pipeline of 2 ranks"),
+        ({"mesh": "ep=2", "nproc": 2}, [], "ep=2 with a model that has no experts"),
+        ({"mesh": "cp=2", "nproc": 2}, ["model.dropout=0.1"], "cp=2 by ring with dropout"),
+        ({"mesh": "cp=2", "nproc": 2}, ["model.windows=[4]"], "cp=2 by ring with a window"),
+        ({"mesh": "tp=2", "nproc": 2}, ["data.rows=1", "data.context=33"], "a micro-batch has 33 tokens"),
+        ({"mesh": "tp=2", "nproc": 2}, ["train.compile=true"], "compile and the mesh tp=2 do not go together"),
+        ({"mesh": "dp=2", "nproc": 2}, ["train.pipeline=gpipe"], "pipeline is gpipe, and the mesh dp=2 has no pp"),
+        ({"mesh": "pp=2,shard=2", "nproc": 4}, ["train.zero=3"], "pp and ZeRO stage 3 do not go together"),
+        (
+            {"mesh": "pp=2", "nproc": 2},
+            ["train.pipeline=zero_bubble", "train.activation_checkpointing=selective"],
+            "pipeline zero_bubble and activation_checkpointing selective do not go together",
+        ),
+        (
+            {"mesh": "tp=2", "nproc": 2, "recipe": "dpo", "start": "x"},
+            [],
+            "objective 'dpo' and tp=2 do not go together: the loss needs whole sequences and the whole head",
+        ),
+        (
+            {"mesh": "tp=2", "nproc": 2, "recipe": "grpo", "start": "x"},
+            [],
+            "'grpo' and the mesh tp=2 do not go together",
+        ),
         ({"nproc": 2}, ["train.zero=2"], "zero is 2, and the mesh dp=2 has no shard dimension"),
         ({"mesh": "shard=2", "nproc": 2}, ["train.compile=true"], "compile and ZeRO stage 3 do not go together"),
         ({"nproc": 2, "recipe": "grpo", "start": "x"}, [], "objective 'grpo' and the mesh dp=2 do not go together"),
@@ -129,6 +153,9 @@ def test_a_step_of_one_micro_batch_is_divided_over_the_ranks_with_the_same_rows(
     divided = configs.override(run, ranks.mesh_settings(run, asked, None, divide=True))
     assert (divided.data.micro_batches, divided.data.rows) == (4, 2)
     assert divided.train.mesh.size("data") == 4
+    stages = ranks.Ranks(mesh="dp=2,pp=2", nproc=4, max_restarts=0, hang_timeout=1.0)  # two for each pipeline
+    divided = configs.override(run, ranks.mesh_settings(run, stages, None, divide=True))
+    assert (divided.data.micro_batches, divided.data.rows) == (4, 2)
     kept = configs.override(run, ["data.micro_batches=8"])
     assert not [x for x in ranks.mesh_settings(kept, asked, None, divide=True) if x.startswith("data.")]
     assert not [x for x in ranks.mesh_settings(run, asked, None, divide=False) if x.startswith("data.")]

@@ -66,8 +66,10 @@ def config(case: Case, *, alone: bool) -> TrainConfig:
     mesh = MeshConfig() if alone else MeshConfig.parse(case.mesh)
     optimizer = OptimizerConfig(**{"kind": "adamw", "lr": 0.01, **case.optimizer})
     options = {"steps": case.steps, "clip": 0.5, "bucket_mb": 0.02, **case.options}
-    if alone:
-        options["offload"] = False
+    if alone:  # options that a mesh gives a meaning
+        options = {
+            k: v for k, v in options.items() if k not in ("offload", "pipeline", "stages_per_rank", "context_parallel")
+        }
     return TrainConfig(optimizer=optimizer, mesh=mesh, zero=None if alone else case.zero, **options)
 
 
@@ -77,7 +79,7 @@ def run(case: Case, *, alone: bool) -> tuple[list[tuple[float, float]], dict[str
     mesh = None if alone else open_mesh(how.mesh, CPU)
     state, data = TrainState(made, how, mesh=mesh), loader(case.micro_batches)
     found = []
-    with prepared(made, how, CPU):
+    with prepared(state.model, how, CPU):
         for s in range(case.steps):
             result = step(state, data.batch(s))
             assert result.skipped is None

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
-from bagu.train.flat import Segment
+from bagu.train.flat import Segment, Slot
 from bagu.train.optim.rules import Now
 from bagu.train.sharded import Piece
 
-__all__ = ["mix_momentum", "muon", "muon_part", "orthogonalise"]
+__all__ = ["MatrixParts", "mix_momentum", "muon", "muon_over_tp", "muon_part", "muon_part_over_tp", "orthogonalise"]
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at zero, so that small singular values grow fastest
 
@@ -69,6 +70,54 @@ def muon_part(
         p[low - piece.start : high - piece.start].add_(
             update[low - begin : high - begin].to(p.device), alpha=-now.lr * 0.2 * math.sqrt(max(rows, columns))
         )
+
+
+class MatrixParts(Protocol):
+    """Matrices of which tensor parallelism gives each rank a part. All ranks of tp call these in the same order."""
+
+    def whole_over_tp(self, name: str, part: torch.Tensor) -> torch.Tensor: ...
+    def part_over_tp(self, name: str, whole: torch.Tensor) -> torch.Tensor: ...
+
+
+def muon_over_tp(
+    segment: Segment, p: torch.Tensor, g: torch.Tensor, velocity: torch.Tensor, now: Now, parts: MatrixParts, *,
+    momentum: float, weight_decay: float, newton_schulz_steps: int, newton_schulz_dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Update a segment of matrices that are divided over tp: each is gathered, orthogonalised on every rank, cut."""
+    mix_momentum(p, g, velocity, now, momentum=momentum, weight_decay=weight_decay)
+    for slot in segment.slots:
+        whole = parts.whole_over_tp(slot.name, slot.of(g, segment.start))
+        update = _update_over_tp(slot, whole, parts, now, newton_schulz_steps, newton_schulz_dtype)
+        slot.of(p, segment.start).add_(update)
+
+
+def muon_part_over_tp(
+    pieces: Sequence[tuple[Piece, torch.Tensor]], slots: Sequence[Slot], gradient: torch.Tensor, start: int, now: Now,
+    parts: MatrixParts, *, newton_schulz_steps: int, newton_schulz_dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Update this rank's part of matrices that are divided over tp and shard.
+
+    `pieces` are this rank's pieces of a unit with their masters, `slots` all matrices of the unit, `gradient` its mixed
+    gradient over shard. Every matrix is gathered over tp, because the pieces of other ranks of tp may differ.
+    """
+    for slot in slots:
+        whole = parts.whole_over_tp(slot.name, slot.of(gradient, start))
+        for piece, p in pieces:
+            low, high = max(slot.start, piece.start), min(slot.stop, piece.stop)
+            if low < high:
+                update = _update_over_tp(slot, whole, parts, now, newton_schulz_steps, newton_schulz_dtype)
+                inside = update.reshape(-1)[low - slot.start : high - slot.start]
+                p[low - piece.start : high - piece.start].add_(inside.to(p.device))
+
+
+def _update_over_tp(
+    slot: Slot, whole: torch.Tensor, parts: MatrixParts, now: Now, steps: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """What is added to this rank's part of a parameter whose mixed gradient is `whole`."""
+    *_, rows, columns = whole.shape
+    update = orthogonalise(whole.reshape(-1, rows, columns), steps, dtype)
+    mine = parts.part_over_tp(slot.name, update.reshape(whole.shape))
+    return mine.to(whole.dtype) * (-now.lr * 0.2 * math.sqrt(max(rows, columns)))
 
 
 class _Stack(NamedTuple):

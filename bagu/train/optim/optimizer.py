@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,7 +16,7 @@ from bagu.machine.device import named_dtype
 from bagu.train.flat import FlatParameters, Role, Segment
 from bagu.train.optim import rules
 from bagu.train.optim.config import OptimizerConfig
-from bagu.train.optim.muon import mix_momentum, muon, muon_part
+from bagu.train.optim.muon import MatrixParts, mix_momentum, muon, muon_over_tp, muon_part, muon_part_over_tp
 from bagu.train.optim.rules import Now
 from bagu.train.sharded import Cut, Piece, ShardedParameters
 
@@ -54,12 +54,14 @@ class _Part:
 
 
 class Optimizer:
-    """Updates the masters of `flat` from its gradients. `fused=False` uses the readable rule for all kinds."""
+    """Updates the masters of `flat` from its gradients. `fused=False` uses the readable rule for all kinds. `parts` is
+    given if tensor parallelism divides matrices, which Muon needs whole."""
 
     def __init__(
-        self, config: OptimizerConfig, flat: FlatParameters | ShardedParameters, *, fused: bool = True
-    ) -> None:
-        self.config, self.flat = config.resolved(flat.device), flat
+        self, config: OptimizerConfig, flat: FlatParameters | ShardedParameters, *, fused: bool = True,
+        parts: MatrixParts | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.flat, self._matrix_parts = config.resolved(flat.device), flat, parts
         self.parts = tuple(self._part(piece) for piece in flat.pieces)
         kernel_exists = all(hasattr(torch, name) for name in FUSED.values())
         self._fused = fused and flat.state_device.type in ("cpu", "cuda") and kernel_exists
@@ -69,12 +71,19 @@ class Optimizer:
     def _kind(self, role: Role) -> str:
         return "adamw" if self.config.kind == "muon" and role is not Role.MATRIX else self.config.kind
 
+    def _newton_schulz(self) -> dict[str, Any]:
+        options = self.config.options()
+        name = options["newton_schulz_dtype"]
+        return {
+            "newton_schulz_steps": options["newton_schulz_steps"],
+            "newton_schulz_dtype": torch.float64 if name == "fp64" else named_dtype(name),
+        }
+
     def _part(self, segment: Segment) -> _Part:
         kind = self._kind(segment.role)
         options = self.config.options()
         if kind == "muon":
-            name = options["newton_schulz_dtype"]
-            options["newton_schulz_dtype"] = torch.float64 if name == "fp64" else named_dtype(name)
+            options |= self._newton_schulz()
         if segment.role is Role.VECTOR:
             options["weight_decay"] = 0.0  # decaying a norm's weight or a bias does not regularise
         wanted = {
@@ -107,6 +116,9 @@ class Optimizer:
                 options = {name: part.options[name] for name in ("momentum", "weight_decay")}
                 mix_momentum(p, g, part.state["velocity"], now, **options)
                 continue
+            if part.kind == "muon" and self._matrix_parts is not None:
+                muon_over_tp(part.segment, p, g, part.state["velocity"], now, self._matrix_parts, **part.options)
+                continue
             rule = RULES[part.kind][0]
             head = (part.segment, p, g) if part.kind == "muon" else (p, g)
             rule(*head, *part.state.values(), now, **part.options)
@@ -117,13 +129,18 @@ class Optimizer:
         """The second half of a divided Muon: gather each unit's mixed gradient, and update the own part. Every rank
         gathers every unit with matrices, also one in which it has none of them."""
         for unit in flat.units:
-            if all(flat.role_of[flat.slots[i].name] is not Role.MATRIX for i in unit.members):
+            matrices = [flat.slots[i] for i in unit.members if flat.role_of[flat.slots[i].name] is Role.MATRIX]
+            if not matrices:
                 continue
             whole = flat.whole_gradient(unit)
-            for part in self.parts:
-                if part.kind == "muon" and isinstance(part.segment, Piece) and part.segment.unit is unit:
-                    options = {n: part.options[n] for n in ("newton_schulz_steps", "newton_schulz_dtype")}
-                    muon_part(part.segment, flat.master_of(part.segment), whole, now, **options)
+            parts = [p for p in self.parts if p.kind == "muon" and cast(Piece, p.segment).unit is unit]
+            pieces = [(cast(Piece, p.segment), flat.master_of(cast(Piece, p.segment))) for p in parts]
+            options = self._newton_schulz()
+            if self._matrix_parts is not None:
+                muon_part_over_tp(pieces, matrices, whole, unit.start, now, self._matrix_parts, **options)
+                continue
+            for piece, master in pieces:
+                muon_part(piece, master, whole, now, **options)
 
     def _update_fused(self, part: _Part, p: torch.Tensor, g: torch.Tensor, lr: float, scale: float) -> None:
         beta1, beta2 = part.options["betas"]
@@ -148,12 +165,16 @@ class Optimizer:
             for slot in part.segment.slots
         }
 
+    def state_names(self, role: Role) -> tuple[str, ...]:
+        """The quantities that the rule keeps for a parameter of this role."""
+        return RULES[self._kind(role)][1]
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor of the state, by the names of `tensors`; those of other ranks too."""
+        """The shape of every tensor of the state, by the names of `tensors`; those of other ranks of shard too."""
         return {
             f"{name}/{slot.name}": tuple(slot.parameter.shape)
             for slot in self.flat.slots
-            for name in RULES[self._kind(self.flat.role_of[slot.name])][1]
+            for name in self.state_names(self.flat.role_of[slot.name])
         }
 
     def cuts(self, copy: Callable[[torch.Tensor], torch.Tensor] = lambda t: t) -> dict[str, Cut]:

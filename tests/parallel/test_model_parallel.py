@@ -1,0 +1,103 @@
+"""The trainer on meshes with tp, cp, pp and ep gives the losses, norms and weights of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ranks import Ranks
+from test_equality import differences
+from tiny import Case
+
+from bagu.nn.choices import Alibi, Learned, NormConfig
+from bagu.nn.config import MoEConfig
+
+GROUPS = {"num_heads": 4, "num_kv_heads": 2}
+GPT = {
+    "norm": NormConfig(kind="layer", bias=True), "positions": Learned(), "ffn": "gelu", "ffn_bias": True,
+    "qkv_bias": True, "out_bias": True, "tie_embeddings": True, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 65,
+}  # fmt: skip
+EXPERTS = MoEConfig(num_experts=4, top_k=2, expert_size=16, num_shared=1, aux_weight=0.01, bias_rate=0.01)
+MOE = {**GROUPS, "moe": EXPERTS}
+DEEP = {**GROUPS, "num_layers": 4}
+MUON = {"kind": "muon", "newton_schulz_dtype": "fp64"}
+
+
+def short(name: str, mesh: str, **options: Any) -> Case:
+    return Case(name=name, mesh=mesh, steps=3, **{"model": GROUPS, **options})
+
+
+RING, ULYSSES = {"context_parallel": "ring"}, {"context_parallel": "ulysses"}
+BLOCK, SELECTIVE = {"activation_checkpointing": "block"}, {"activation_checkpointing": "selective"}
+
+
+def schedule(name: str, **options: Any) -> dict[str, Any]:
+    return {"pipeline": name, **options}
+
+
+TWO = [
+    Case(name="tp", mesh="tp=2", model=GPT),
+    Case(name="cp, ring", mesh="cp=2", model=GROUPS, micro_batches=2),
+    Case(name="cp, ulysses", mesh="cp=2", model={**GROUPS, "positions": Alibi()}, options=ULYSSES, micro_batches=2),
+    Case(name="pp", mesh="pp=2", model=GPT),
+    Case(name="ep", mesh="ep=2", model=MOE),
+    short("tp, experts", "tp=2", model=MOE),
+    short("tp, lora", "tp=2", lora=True),
+    short("tp, muon", "tp=2", optimizer=MUON),
+    short("tp, muon, experts", "tp=2", optimizer=MUON, model=MOE),
+    short("tp, recomputed", "tp=2", options=BLOCK),
+    short("tp, selectively recomputed", "tp=2", options=SELECTIVE),
+    short("tp, no clipping", "tp=2", options={"clip": None}),
+    short("cp, recomputed", "cp=2", options=BLOCK),
+    short("cp, selectively recomputed", "cp=2", options=SELECTIVE),
+    short("cp, lora, muon", "cp=2", lora=True, optimizer=MUON),
+    short("gpipe", "pp=2", options=schedule("gpipe")),
+    short("interleaved", "pp=2", model=DEEP, options=schedule("interleaved", stages_per_rank=2)),
+    short("zero bubble", "pp=2", model={**GPT, "num_layers": 4}, options=schedule("zero_bubble")),
+    short("pp, experts", "pp=2", model=MOE),
+    short("pp, recomputed", "pp=2", options=BLOCK),
+    short("pp, selectively recomputed", "pp=2", options=SELECTIVE),
+    short("pp, lora, muon", "pp=2", lora=True, optimizer=MUON),
+    short("ep, muon", "ep=2", model=MOE, optimizer=MUON),
+    short("ep, recomputed", "ep=2", model=MOE, options=BLOCK),
+    short("ep, selectively recomputed", "ep=2", model=MOE, options=SELECTIVE),
+    short("ep, dropout", "ep=2", model={**MOE, "dropout": 0.1}),
+    *(short(f"tp, {kind}", "tp=2", optimizer={"kind": kind}) for kind in ("sgd", "lion", "adadelta")),
+]
+FOUR = [
+    Case(name="tp x pp", mesh="tp=2,pp=2", model=GPT),
+    short("tp x dp", "tp=2,dp=2"),
+    short("tp x cp, ring", "tp=2,cp=2"),
+    short("tp x cp, ulysses", "tp=2,cp=2", model={"num_heads": 4, "num_kv_heads": 4}, options=ULYSSES),
+    short("tp x ep", "tp=2,ep=2", model=MOE),
+    short("cp x pp, ring", "cp=2,pp=2"),
+    short("cp x pp, ulysses", "cp=2,pp=2", model=DEEP, options={**ULYSSES, **schedule("interleaved")}),
+    short("ep x pp", "ep=2,pp=2", model=MOE),
+    short("dp x pp, zero bubble", "dp=2,pp=2", model=DEEP, options=schedule("zero_bubble")),
+    short("dp x ep", "dp=2,ep=2", model=MOE),
+    short("dp x cp", "dp=2,cp=2"),
+    short("ep x cp", "ep=2,cp=2", model={**GROUPS, "moe": MoEConfig(num_experts=4, top_k=2, expert_size=16)}),
+    *(short(f"tp x zero {stage}", "tp=2,shard=2", model=GPT, zero=stage) for stage in (1, 2, 3)),
+    *(short(f"pp x zero {stage}", "pp=2,shard=2", model=GPT, zero=stage) for stage in (1, 2)),
+    short(
+        "pp x zero 2, zero bubble",
+        "pp=2,shard=2",
+        model={**GPT, "num_layers": 4},
+        zero=2,
+        options=schedule("zero_bubble"),
+    ),
+    *(short(f"tp x zero {stage}, muon", "tp=2,shard=2", model=GPT, zero=stage, optimizer=MUON) for stage in (1, 3)),
+    short("cp x zero 3", "cp=2,shard=2", zero=3),
+    *(short(f"ep x zero {stage}", "ep=2,shard=2", model=MOE, zero=stage) for stage in (1, 3)),
+    short("ep x zero 3, muon", "ep=2,shard=2", model=MOE, zero=3, optimizer=MUON),
+]
+
+
+@pytest.mark.parametrize("case", TWO, ids=lambda c: c.name)
+def test_two_ranks_equal_one_in_fp64(case: Case, two: Ranks) -> None:
+    assert max(differences(case, two)) < 1e-10
+
+
+@pytest.mark.parametrize("case", FOUR, ids=lambda c: c.name)
+def test_four_ranks_equal_one_in_fp64(case: Case, four: Ranks) -> None:
+    assert max(differences(case, four)) < 1e-10
