@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from bagu.parallel.mesh import DIMS, MeshConfig
+from bagu.parallel.spread import EVERYWHERE, Spread
 from bagu.parallel.traffic import Kind, Tally, sent_bytes
 
 __all__ = ["compare_bytes", "draw_mesh", "explain", "step_bytes"]
@@ -32,8 +33,9 @@ def step_bytes(
     backwards: int,
     master_bytes: int = 4,
     whole_matrices: int = 0,
+    spread: Spread = EVERYWHERE,
 ) -> dict[tuple[Kind, str], int]:
-    """The predicted bytes that one rank sends in a step, by kind and group.
+    """The predicted bytes that one rank sends in a step for the states of parameters of one spread, by kind and group.
 
     `root` counts the parameters outside the blocks, which ZeRO-3 gathers once a micro-batch: embedding, last norm,
     head.
@@ -41,13 +43,14 @@ def step_bytes(
     counts the parameters whose gradients are gathered for the update: the blocks' under a divided Muon.
     """
     grads, values = parameters * master_bytes, parameters * compute_bytes
+    data, replicas = spread.data_group(mesh), spread.replica_group(mesh)
     if stage == 0:
-        return {("all_reduce", "data"): sent_bytes("all_reduce", grads, mesh.size("data"))}
+        return {("all_reduce", data): sent_bytes("all_reduce", grads, mesh.size(data))}
     reduced = 1 if stage == 1 else backwards
     found = {
         ("reduce_scatter", "shard"): reduced * sent_bytes("reduce_scatter", grads, mesh.shard),
         ("all_gather", "shard"): sent_bytes("all_gather", values, mesh.shard),
-        ("all_reduce", "dp"): sent_bytes("all_reduce", grads // mesh.shard, mesh.dp),
+        ("all_reduce", replicas): sent_bytes("all_reduce", grads // mesh.shard, mesh.size(replicas)),
     }
     if stage == 3:
         gathered = backwards * (2 * (parameters - root) + root)
@@ -66,13 +69,16 @@ def draw_mesh(mesh: MeshConfig) -> list[str]:
 
 
 def explain(
-    mesh: MeshConfig, stage: int, *, states: int, predicted: Mapping[tuple[Kind, str], int]
-) -> list[str]:  # fmt: skip
-    """What the mesh divides and costs, as lines of text. `states` are the predicted bytes of one rank."""
+    mesh: MeshConfig, stage: int, *, states: int, predicted: Mapping[tuple[Kind, str], int], share: str = ""
+) -> list[str]:
+    """What the mesh divides and costs, as lines of text. `states` are the predicted bytes of one rank; `share` says
+    what it has of the model, if that is divided."""
     lines = [f"mesh      {mesh}: {mesh.ranks} ranks"]
     lines += [f"          {name}={mesh.size(name)}: {MEANING[name]}" for name in DIMS if mesh.size(name) > 1]
     lines += [f"          {line}" for line in draw_mesh(mesh)]
-    lines += [f"states    {STAGES[stage]}: {_size(states)} a rank"]
+    lines += [f"model     {share}"] if share else []
+    held = "a rank holds gradients and optimizer state of its parameters" if share and not stage else STAGES[stage]
+    lines += [f"states    {held}: {_size(states)} a rank"]
     lines += [f"sends     {_size(sum(predicted.values()))} a rank and step"]
     lines += [f"          {kind} over {group}: {_size(size)}" for (kind, group), size in predicted.items()]
     return lines

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from bagu.parallel.collectives import wait_for
-from bagu.parallel.mesh import Group, Mesh
+from bagu.parallel.mesh import Group, Mesh, MeshConfig
 
 __all__ = ["EVERYWHERE", "Spread", "SpreadOf", "everywhere", "sum_ends"]
 
@@ -29,13 +29,13 @@ class Spread:
     tied: bool = False  # an embedding that the first and the last stage of a pipeline have
     copy: bool = False  # the last stage's copy of a tied embedding
 
-    def data_group(self, mesh: Mesh) -> Group:
+    def data_group(self, mesh: Mesh | MeshConfig) -> Group:
         """The ranks over which a gradient is summed because they have other tokens."""
         if self.expert:
             return "experts"
         return "loss" if mesh.size("cp") > 1 else "data"
 
-    def replica_group(self, mesh: Mesh) -> Group:
+    def replica_group(self, mesh: Mesh | MeshConfig) -> Group:
         """The same without the ranks of shard, over which ZeRO has summed before."""
         if self.expert:
             return "expert_replicas"

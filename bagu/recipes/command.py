@@ -154,7 +154,7 @@ def _train(
             prompts=prompts or PROMPTS, mesh=mesh,
         )  # fmt: skip
     if explain and (place is None or place.rank == 0):
-        explanation.after(mesh, done.fit.step)
+        explanation.after(mesh, done.fit)
     if place is not None and place.rank > 0:
         return 130 if done.fit.interrupted else 0
     report = _report(run, done)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +14,23 @@ from pathlib import Path
 from bagu import config as configs
 from bagu.errors import BaguError
 from bagu.machine.device import named_device
+from bagu.nn.lora import add_lora
+from bagu.nn.model import Transformer
 from bagu.parallel import heartbeat
 from bagu.parallel.explain import compare_bytes, explain, step_bytes
 from bagu.parallel.launch import PeerFailed, Place, code_digest, joined
 from bagu.parallel.mesh import DIMS, Dim, Mesh, MeshConfig, open_mesh
+from bagu.parallel.share import Share, activation_bytes, share_of
+from bagu.parallel.spread import EVERYWHERE
 from bagu.parallel.supervise import Job, Start, supervise
+from bagu.parallel.timeline import draw_pipeline
 from bagu.parallel.traffic import Kind, Tally
 from bagu.parallel.zero import model_state_bytes
 from bagu.recipes.run import Run
 from bagu.recipes.summary import Summary
 from bagu.runs.folder import RunFolder
 from bagu.train import checkpoint
+from bagu.train.loop import FitResult
 from bagu.train.optim.optimizer import state_bytes
 
 __all__ = ["Explanation", "Ranks", "mesh_settings", "opened_mesh", "quiet_unless_first", "start_ranks"]
@@ -127,32 +134,70 @@ class Explanation:
 
     def before(self, summary: Summary, mesh: Mesh | None) -> None:
         """Print the prediction, before the first step."""
-        train, data = self.run.train, self.run.data
-        stage = (train.zero or 3) if train.mesh.shard > 1 else 0
+        train = self.run.train
+        stage = train.zero_stage if train.mesh.shard > 1 else 0
         compute = 2 if self.run.dtype == "bf16" or summary.dtype == "bfloat16" else 4
-        inside = summary.trained - summary.outside_blocks
-        held = state_bytes(train.optimizer.kind, matrices=inside, others=summary.outside_blocks)
+        share = self._share(summary)
+        inside = share.total - sum(share.root.values())
+        held = state_bytes(train.optimizer.kind, matrices=inside, others=share.total - inside)
         states = model_state_bytes(
-            summary.trained, stage=stage, ranks=train.mesh.shard, compute_bytes=compute,
-            state_bytes=held // summary.trained,
+            share.total, stage=stage, ranks=train.mesh.shard, compute_bytes=compute, state_bytes=held // share.total,
         )  # fmt: skip
-        self.predicted = step_bytes(
-            summary.trained, root=summary.outside_blocks, mesh=train.mesh, stage=stage, compute_bytes=compute,
-            backwards=data.micro_batches // train.mesh.size("data"),
-            whole_matrices=inside if train.optimizer.kind == "muon" else 0,
-        )  # fmt: skip
-        for line in explain(train.mesh, stage, states=states, predicted=self.predicted):
+        self.predicted = self._predicted(summary, share, stage, compute)
+        has = ""
+        if train.mesh.divides_model:
+            has = f"rank 0 has {share.total:,} of {summary.trained:,} trained parameters, in {share.layers} layers"
+        for line in explain(train.mesh, stage, states=states, predicted=self.predicted, share=has):
             self.say(line)
+        if train.activation_checkpointing != "none" and train.mesh.divides_model:
+            self.say("          recomputed blocks exchange activations again, which the formula leaves out")
         if mesh is not None:
             traffic = mesh.traffic
             self._begin = (time.perf_counter(), traffic.waited_s, summary.first_step, dict(traffic.tallies))
 
-    def after(self, mesh: Mesh | None, step: int) -> None:
-        """Print the counted bytes of a step, and the time that communication was not hidden."""
+    def _share(self, summary: Summary) -> Share:
+        """What rank 0 has of the model."""
+        train = self.run.train
+        if not train.mesh.divides_model:
+            return Share(
+                parameters={EVERYWHERE: summary.trained}, root={EVERYWHERE: summary.outside_blocks},
+                layers=summary.model.num_layers, expert_layers=0,
+            )  # fmt: skip
+        model, lora = Transformer(summary.model, device="meta"), self.run.lora
+        if lora is not None:
+            add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+        return share_of(
+            model, summary.model, train.mesh, schedule=train.schedule_of_pipeline,
+            stages_per_rank=train.stages_per_rank or 2,
+        )  # fmt: skip
+
+    def _predicted(self, summary: Summary, share: Share, stage: int, compute: int) -> dict[tuple[Kind, str], int]:
+        train, data = self.run.train, self.run.data
+        micro_batches = data.micro_batches // train.mesh.size("data")
+        found: Counter[tuple[Kind, str]] = Counter()
+        for spread, number in share.parameters.items():
+            inside = number - share.root.get(spread, 0)
+            found.update(
+                step_bytes(
+                    number, root=share.root.get(spread, 0), mesh=train.mesh, stage=stage, compute_bytes=compute,
+                    backwards=micro_batches * share.stages, spread=spread,
+                    whole_matrices=inside if train.optimizer.kind == "muon" else 0,
+                )
+            )  # fmt: skip
+        found.update(
+            activation_bytes(
+                share, summary.model, train.mesh, tokens=data.rows * data.context, micro_batches=micro_batches,
+                compute_bytes=compute, method=train.context_method, schedule=train.schedule_of_pipeline,
+            )
+        )  # fmt: skip
+        return {key: size for key, size in found.items() if size}
+
+    def after(self, mesh: Mesh | None, done: FitResult) -> None:
+        """Print the counted bytes of a step, the time that communication was not hidden, and the pipeline."""
         start, waited, first, tallies = self._begin
-        if mesh is None or step == first:
+        if mesh is None or done.step == first:
             return
-        steps, seconds = step - first, time.perf_counter() - start
+        steps, seconds = done.step - first, time.perf_counter() - start
         for line in compare_bytes(mesh.traffic.since(tallies), self.predicted, steps):
             self.say(line)
         exposed = mesh.traffic.waited_s - waited
@@ -161,6 +206,9 @@ class Explanation:
             f"{100 * exposed / seconds:.3g} % of the time"
             + (" (of the host; a GPU's stream waits elsewhere)" if mesh.device.type == "cuda" else "")
         )
+        if done.timeline:
+            for line in draw_pipeline(done.timeline):
+                self.say(line)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import torch
 
 from bagu.machine.device import vendor_flops
 from bagu.nn import count
+from bagu.nn.config import ModelConfig
 from bagu.nn.lora import lora_parameters
 from bagu.recipes.inputs import Inputs
 from bagu.recipes.models import model_config
@@ -44,6 +45,7 @@ class Summary:
     """
 
     objective: str
+    model: ModelConfig
     parameters: int
     trained: int
     outside_blocks: int  # of the trained: embedding, head
@@ -114,7 +116,7 @@ def summarise(run: Run, inputs: Inputs, *, first_step: int = 0, peak_flops: floa
         outside = inputs.model.hidden_size if inputs.model.score_head else 0  # a score head is trained whole
         trained += outside
     return Summary(
-        objective=run.objective.kind, parameters=total, trained=trained, outside_blocks=outside,
+        objective=run.objective.kind, model=inputs.model, parameters=total, trained=trained, outside_blocks=outside,
         lora_base=None if run.lora is None else run.lora.base, sources=sources,
         auxiliary={role: count.parameters(other).total for role, other in others.items()}, first_step=first_step,
         steps=run.train.steps, tokens_per_step=tokens_per_step, device=str(inputs.device),

@@ -20,6 +20,7 @@ from bagu.errors import ArgumentError
 from bagu.nn.model import Transformer
 from bagu.parallel.collectives import from_rank_0
 from bagu.parallel.mesh import Mesh
+from bagu.parallel.pipeline import Action
 from bagu.runs.observer import Observer
 from bagu.train import checkpoint
 from bagu.train.loss import BatchT_co, Loss, MicroBatch
@@ -63,6 +64,7 @@ class FitResult:
     interrupted: bool
     metrics: Mapping[str, float | int | None]  # of the last step
     checkpoint: Path | None
+    timeline: Sequence[Sequence[Action]] = ()  # what each rank of a pipeline did in the last step
 
 
 def fit(
@@ -133,7 +135,11 @@ def fit(
             run.interrupted(row)
         elif state.step < config.steps:
             run.save_rest(row)
-    return FitResult(step=state.step, interrupted=_stopping(state, interrupt), metrics=row, checkpoint=run.checkpoint)
+        timeline = [] if state.divided is None else state.divided.timeline()
+    return FitResult(
+        step=state.step, interrupted=_stopping(state, interrupt), metrics=row, checkpoint=run.checkpoint,
+        timeline=timeline,
+    )  # fmt: skip
 
 
 def _stopping(state: TrainState, interrupt: Interrupt) -> bool:

@@ -19,6 +19,7 @@ from bagu.errors import ArgumentError
 from bagu.parallel.collectives import all_reduce
 from bagu.parallel.data_parallel import combine
 from bagu.parallel.mesh import Mesh
+from bagu.parallel.spread import EVERYWHERE
 from bagu.train.loss import Metrics, MicroBatch, MicroBatchLoss, Totals
 from bagu.train.state import TrainState
 
@@ -128,7 +129,7 @@ def _expert_load(mesh: Mesh | None, parts: Sequence[MicroBatchLoss]) -> list[tor
     loads: list[torch.Tensor] = [sum(layer) for layer in zip(*(p.expert_load for p in parts), strict=True)]
     if mesh is not None:
         for load in loads:
-            all_reduce(mesh, load, "loss")
+            all_reduce(mesh, load, EVERYWHERE.data_group(mesh))
     return loads
 
 

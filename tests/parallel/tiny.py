@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bagu.data.loader import DataConfig, Loader
+from bagu.data.loader import DataConfig, Loader, Packing
 from bagu.data.store import TokenDocument, in_memory
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
@@ -39,7 +39,7 @@ class Case:
     steps: int = 20
 
 
-def loader(micro_batches: int) -> Loader:
+def loader(micro_batches: int, packing: Packing = "stream") -> Loader:
     """Documents of unlike lengths that count upwards by a stride: micro-batches have unlike numbers of targets."""
     stream = np.random.default_rng(0)
     documents = [
@@ -47,7 +47,8 @@ def loader(micro_batches: int) -> Loader:
         for i, n in enumerate(stream.integers(2, 3 * CONTEXT, size=60))
     ]
     store = in_memory(documents, token_bytes=np.full(VOCAB, 3, np.int32))
-    shape = DataConfig(context=CONTEXT, rows=1, micro_batches=micro_batches, max_segments_per_row=8)
+    most = None if packing == "joined" else 8
+    shape = DataConfig(context=CONTEXT, rows=1, micro_batches=micro_batches, max_segments_per_row=most, packing=packing)
     return Loader({"counting": store}, shape)
 
 
