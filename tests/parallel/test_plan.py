@@ -71,10 +71,16 @@ def test_the_sentences_name_winner_runner_up_and_misfits(plan: Plan) -> None:
         (Layout(dp=2, pp=2, recompute="full"), "--mesh pp=2,dp=2 --set train.activation_checkpointing=block"),
         (Layout(dp=8, ep=4, shard=8, zero=1), "--mesh shard=2,ep=4 --set train.zero=1"),
         (Layout(), "--mesh dp=1"),
+        (Layout(pp=2, schedule="zero_bubble"), "--mesh pp=2 --set train.pipeline=zero_bubble"),
+        (
+            Layout(pp=2, virtual=4),
+            "--mesh pp=2 --set train.pipeline=interleaved --set train.stages_per_rank=4",
+        ),
     ],
 )  # fmt: skip
 def test_the_mesh_line(layout: Layout, line: str) -> None:
     assert mesh_line(layout) == line
+    assert mesh_line(layout, 8) == f"{line} --set data.rows=1 --set data.micro_batches=8"
 
 
 def test_the_trainer_reads_the_mesh_of_a_plan_for_four_ranks() -> None:

@@ -113,7 +113,9 @@ def _print(found: Plan, top: int, tokens: float | None, title: str) -> None:
     console.print()
     for sentence in explain(found):
         console.print(sentence, highlight=False)
-    console.print(f"\nbagu train {mesh_line(found.winner.layout)}", highlight=False, soft_wrap=True)
+    console.print(
+        f"\nbagu train {mesh_line(found.winner.layout, found.workload.batch)}", highlight=False, soft_wrap=True
+    )
 
 
 def _cost(cluster: Cluster, gpus: int, days: float) -> float:
@@ -123,9 +125,9 @@ def _cost(cluster: Cluster, gpus: int, days: float) -> float:
 def _as_json(found: Plan, top: int, tokens: float | None) -> dict[str, Any]:
     def one(choice: Any) -> dict[str, Any]:
         row = {
-            "layout": asdict(choice.layout), "mesh": mesh_line(choice.layout), "step_s": choice.step_s,
-            "mfu": choice.mfu, "tokens_per_s": choice.tokens_per_s, "memory_gib": choice.memory_gib,
-            "seconds": choice.seconds, "memory_bytes": choice.memory_bytes,
+            "layout": asdict(choice.layout), "mesh": mesh_line(choice.layout, found.workload.batch),
+            "step_s": choice.step_s, "mfu": choice.mfu, "tokens_per_s": choice.tokens_per_s,
+            "memory_gib": choice.memory_gib, "seconds": choice.seconds, "memory_bytes": choice.memory_bytes,
         }  # fmt: skip
         if tokens:
             days = choice.days(tokens)

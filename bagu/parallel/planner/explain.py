@@ -42,18 +42,25 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
-def mesh_line(layout: Layout) -> str:
-    """The arguments of `bagu train` that ask for this layout: the mesh, the ZeRO stage and recomputation."""
+def mesh_line(layout: Layout, batch: int | None = None) -> str:
+    """The arguments of `bagu train` that ask for this layout: the mesh, the ZeRO stage, the pipeline, recomputation,
+    and for a global `batch` of sequences the micro-batches."""
     data = layout.dp // layout.ep
     shard = min(layout.shard, data) if layout.zero else 1
     sizes = {"pp": layout.pp, "dp": data // shard, "shard": shard, "ep": layout.ep, "cp": layout.cp, "tp": layout.tp}
-    mesh = ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "dp=1"
-    line = f"--mesh {mesh}"
+    line = "--mesh " + (",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "dp=1")
+    settings: dict[str, object] = {}
     if shard > 1:
-        line += f" --set train.zero={layout.zero}"
+        settings["train.zero"] = layout.zero
+    if layout.pp > 1 and layout.schedule == "zero_bubble":
+        settings["train.pipeline"] = layout.schedule
+    elif layout.pp > 1 and layout.virtual > 1:
+        settings |= {"train.pipeline": "interleaved", "train.stages_per_rank": layout.virtual}
     if layout.recompute != "none":
-        line += f" --set train.activation_checkpointing={'block' if layout.recompute == 'full' else 'selective'}"
-    return line
+        settings["train.activation_checkpointing"] = "block" if layout.recompute == "full" else "selective"
+    if batch is not None:
+        settings |= {"data.rows": layout.micro_batch, "data.micro_batches": batch // layout.micro_batch}
+    return line + "".join(f" --set {name}={value}" for name, value in settings.items())
 
 
 def _winner(plan: Plan, winner: Choice) -> str:

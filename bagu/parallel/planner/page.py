@@ -27,7 +27,7 @@ def plan_page(plan: Plan, title: str, svg: Path | None) -> str:
     head = facts(
         [
             ("layout", winner.layout.words()),
-            ("bagu train", mesh_line(winner.layout)),
+            ("bagu train", mesh_line(winner.layout, plan.workload.batch)),
             ("step, s", winner.step_s),
             ("tokens/s", winner.tokens_per_s),
             ("MFU, %", 100 * winner.mfu),

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from bagu.nn.config import ModelConfig
 from bagu.parallel.planner.cluster import Cluster
-from bagu.parallel.planner.layouts import Layouts, Workload
+from bagu.parallel.planner.layouts import RECOMPUTE, Layouts, Workload
 
 __all__ = ["candidates"]
 
@@ -74,7 +74,7 @@ def _tensor_sizes(model: ModelConfig, cluster: Cluster, gpus: int) -> list[int]:
         for tp in divisors(gpus)
         if tp <= cluster.gpus_per_node
         and model.num_heads % tp == 0
-        and (model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0)
+        and model.num_kv_heads % tp == 0
         and model.intermediate_size % tp == 0
     ]
 
@@ -90,7 +90,9 @@ def _can_run(workload: Workload, x: Layouts, hybrid: NDArray[np.int64]) -> NDArr
     runs &= (x.zero == 0) | (x.dp > 1)
     runs &= (hybrid == 0) | ((x.shard > 1) & (x.shard < x.dp) & (x.dp % x.shard == 0))
     runs &= (x.pp > 1) | ((x.virtual == 1) & (x.schedule == 0))
-    runs &= (x.pp == 1) | (x.zero != 2)  # ZeRO-2 reduces every micro-batch, ZeRO-1 once: a pipeline has many
+    # ZeRO-2 reduces every micro-batch, ZeRO-1 once: a pipeline has many. The trainer has no ZeRO-3 with a pipeline.
+    runs &= (x.pp == 1) | (x.zero < 2)
+    runs &= (x.schedule == 0) | (x.recompute != RECOMPUTE.index("selective"))  # nor these two together
     runs &= (x.pp == 1) | (micro_batches >= x.pp)  # 1F1B needs as many micro-batches as stages
     runs &= (x.virtual == 1) | ((micro_batches % x.pp == 0) & (x.pp * x.virtual <= workload.model.num_layers))
     runs &= (x.schedule == 0) | ((micro_batches >= 2 * x.pp) & (2 * x.pp <= workload.model.num_layers))
