@@ -67,8 +67,12 @@ def _gathered(
     divided: DividedModel, names: list[str], own: dict[str, torch.Tensor], dtype_of: Callable[[str], Any], copy: Copy
 ) -> dict[str, torch.Tensor]:
     found = {}
+    parameters = dict(divided.local.named_parameters())
     for name in names:
-        whole = divided.parallel.whole_of(name, own.get(name), dtype_of(name))
+        part, dtype = own.get(name), dtype_of(name)
+        if part is None and name in parameters:  # a bias that rank 0 of tp trains: the others have frozen zeros
+            part = torch.zeros_like(parameters[name], dtype=dtype)
+        whole = divided.parallel.whole_of(name, part, dtype)
         if divided.mesh.rank == 0:
             found[name] = copy(whole)
     return found

@@ -8,38 +8,35 @@ from typing import Any
 
 import resume
 import tiny
-import torch
 from tiny import Case
 
-from bagu.nn.model import Transformer
 from bagu.nn.sample import generate
 from bagu.parallel.mesh import open_mesh
 from bagu.train import TrainState, step
 from bagu.train.cross_entropy import CrossEntropy, TargetTotals
 from bagu.train.evaluate import held_out_loss
 from bagu.train.loop import fit
-from bagu.train.loss import MicroBatchLoss
-from bagu.types import Batch
 
 
 class PoisonedOn(CrossEntropy):
-    """The loss of the second step is NaN on one rank."""
+    """The loss of a micro-batch, by number, is NaN on one rank."""
 
-    def __init__(self, poisoned: bool) -> None:
+    def __init__(self, number: int | None) -> None:
         super().__init__()
-        self.poisoned, self.calls = poisoned, 0
+        self.number, self.calls = number, 0
 
-    def __call__(self, model: Transformer, batch: Batch, totals: TargetTotals) -> MicroBatchLoss:
-        part = super().__call__(model, batch, totals)
+    def of_hidden(self, *args: Any) -> Any:
+        loss, metrics = super().of_hidden(*args)
         self.calls += 1
-        return part._replace(loss=part.loss * float("nan")) if self.poisoned and self.calls == 2 else part
+        return (loss * float("nan") if self.calls == self.number else loss), metrics
 
 
 def poisoned(case: Case) -> tuple[list[str | None], list[int]]:
     """The reasons to skip, and the counts of updates and data steps, of three steps; rank 1's second one is NaN."""
     config, model = tiny.config(case, alone=False), tiny.model(case)
     mesh = open_mesh(config.mesh, tiny.CPU)
-    state = TrainState(model, config, PoisonedOn(mesh.rank == 1), mesh)
+    a_step = case.micro_batches // mesh.size("data")
+    state = TrainState(model, config, PoisonedOn(a_step + 1 if mesh.rank == 1 else None), mesh)
     data = tiny.loader(case.micro_batches)
     found = [step(state, data.batch(s)).skipped for s in range(3)]
     state.close()
@@ -76,11 +73,11 @@ class PressOn(CrossEntropy):
         super().__init__()
         self.pressed, self.calls = pressed, 0
 
-    def __call__(self, model: Transformer, batch: Batch, totals: TargetTotals) -> MicroBatchLoss:
+    def of_hidden(self, *args: Any) -> Any:
         self.calls += 1
         if self.pressed and self.calls == 3:
             os.kill(os.getpid(), signal.SIGINT)
-        return super().__call__(model, batch, totals)
+        return super().of_hidden(*args)
 
 
 def interrupted(case: Case) -> tuple[bool, int]:
@@ -99,10 +96,28 @@ def batch_norm(case: Case) -> str:
     return ""
 
 
-def memory(case: Case) -> tuple[int, int]:
-    """The bytes of parameters in memory after a step of stage 3, and of all parameters."""
+def memory(case: Case) -> tuple[int, int, int]:
+    """The bytes of parameters in memory after a step: of the caller's model, of this rank's part of it; and of all."""
     config, model = tiny.config(case, alone=False), tiny.model(case)
+    whole = sum(p.nbytes for p in model.parameters())
     state = TrainState(model, config, mesh=open_mesh(config.mesh, tiny.CPU))
     step(state, tiny.loader(case.micro_batches).batch(0))
-    with torch.no_grad():
-        return sum(p.untyped_storage().nbytes() for p in model.parameters()), sum(p.nbytes for p in model.parameters())
+    held, part = ([p.untyped_storage() for p in m.parameters()] for m in (model, state.model))
+    sizes = [sum({s.data_ptr(): s.nbytes() for s in storages}.values()) for storages in (held, part)]  # one is flat
+    return sizes[0], sizes[1], whole
+
+
+def failing(case: Case) -> str:
+    """One rank fails in a step: it ends with its own error, and does not wait for the others to gather the model."""
+    config, model = tiny.config(case, alone=False), tiny.model(case)
+    mesh = open_mesh(config.mesh, tiny.CPU)
+
+    class Failing(CrossEntropy):
+        def totals(self, batches: Any) -> TargetTotals:
+            raise ValueError("a bug")
+
+    try:
+        fit(config, model, tiny.loader(case.micro_batches), loss=Failing(), mesh=mesh)
+    except ValueError as error:
+        return f"{error}, {sum(p.numel() for p in model.parameters())} parameters"
+    return ""

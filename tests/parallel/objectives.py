@@ -13,7 +13,7 @@ import torch
 from bagu.config import override
 from bagu.data.chat_template import DEFAULT_TEMPLATE
 from bagu.data.tokenizer import BpeTokenizer
-from bagu.nn.config import ModelConfig
+from bagu.nn.config import ModelConfig, MoEConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.parallel.mesh import open_mesh
@@ -32,11 +32,12 @@ SETTINGS = [
     "dedup=null", "eval_batches=2", "train.optimizer.kind=adamw", "train.optimizer.lr=0.005", "train.steps=4",
     "train.eval_every=2", "train.save_every=4", "train.sample_every=null", "train.schedule.warmup_steps=0",
 ]  # fmt: skip
+EXPERTS = MoEConfig(num_experts=4, top_k=2, expert_size=16)
 LEFT_OUT = ("tokens_per_s", "memory_bytes", "data_wait_s", "mfu_percent")  # what the machine decides
 
 
-def saved(folder: Path, seed: int) -> Path:
-    model = init_weights(Transformer(ModelConfig(**SHAPE), dtype=torch.float32), seed)
+def saved(folder: Path, seed: int, **changes: Any) -> Path:
+    model = init_weights(Transformer(ModelConfig(**SHAPE | changes), dtype=torch.float32), seed)
     save_model(model, BpeTokenizer.train(["please go"], vocab_size=270, chat_template=DEFAULT_TEMPLATE), folder)
     return folder
 
@@ -48,7 +49,8 @@ def written(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def make(folder: Path, kind: str) -> Run:
     """The run of an objective, with its data and its models in `folder`."""
-    start, more = str(saved(folder / "base", 0)), list[str]()
+    changes = {"moe": EXPERTS} if kind == "dpo" else {}
+    start, more = str(saved(folder / "base", 0, **changes)), list[str]()
     if kind in ("dpo", "reward"):
         rows = [{"prompt": f"{i}?", "chosen": f"{i} please", "rejected": f"{i} go off"} for i in range(24)]
         data = written(folder / "pairs.jsonl", rows)

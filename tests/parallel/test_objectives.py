@@ -11,24 +11,33 @@ from ranks import Ranks
 from bagu.config import override
 from bagu.recipes.models import load_model
 
+MESHES = {
+    "sft": ["train.mesh.dp=2", "train.mesh.tp=2", "train.mesh.pp=2", "train.mesh.cp=2"],
+    "mlm": ["train.mesh.shard=2", "train.mesh.tp=2", "train.mesh.cp=2 train.context_parallel=ulysses"],
+    "distill": ["train.mesh.shard=2"],
+    "dpo": ["train.mesh.shard=2", "train.mesh.ep=2"],
+    "reward": ["train.mesh.dp=2"],
+}
 
-@pytest.mark.parametrize(
-    ("kind", "mesh"), [("sft", "dp"), ("mlm", "shard"), ("distill", "shard"), ("dpo", "shard"), ("reward", "dp")]
-)
+
+@pytest.mark.parametrize("kind", MESHES)
 def test_an_objective_has_the_metrics_of_one_process(
-    kind: str, mesh: str, two: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, two: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses, norms, held-out metrics of four steps in fp32; reference log-probabilities are cached once."""
     monkeypatch.setenv("BAGU_CACHE", str(tmp_path / "cache"))
     run = objectives.make(tmp_path, kind)
     objectives.go(run, tmp_path / "alone", alone=True)
-    two.run(objectives.go, override(run, [f"train.mesh.{mesh}=2"]), tmp_path / "ranks", alone=False)
-    alone, ranks = objectives.rows_of(tmp_path / "alone"), objectives.rows_of(tmp_path / "ranks")
-    assert len(alone) == len(ranks) == 4
-    for one, other in zip(alone, ranks, strict=True):
-        assert one.keys() == other.keys()
-        for name, value in one.items():
-            assert other[name] == (None if value is None else pytest.approx(value, rel=1e-5, abs=1e-6)), name
-    one, other = (dict(load_model(tmp_path / name).named_parameters()) for name in ("alone", "ranks"))
-    for name, p in one.items():
-        assert (p - other[name]).abs().max() < 1e-5, name
+    alone = objectives.rows_of(tmp_path / "alone")
+    weights = dict(load_model(tmp_path / "alone").named_parameters())
+    for number, settings in enumerate(MESHES[kind]):
+        out = tmp_path / f"ranks-{number}"
+        two.run(objectives.go, override(run, settings.split()), out, alone=False)
+        ranks = objectives.rows_of(out)
+        assert len(alone) == len(ranks) == 4
+        for one, other in zip(alone, ranks, strict=True):
+            assert one.keys() == other.keys(), settings
+            for name, value in one.items():
+                assert other[name] == (None if value is None else pytest.approx(value, rel=1e-5, abs=1e-6)), name
+        for name, p in load_model(out).named_parameters():
+            assert (p - weights[name]).abs().max() < 1e-5, (settings, name)
