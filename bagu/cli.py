@@ -146,7 +146,8 @@ def train(
     prompt: Annotated[list[str] | None, Option(help="A prompt to sample from during training; repeatable.")] = None,
     wandb: Annotated[str | None, Option(metavar="PROJECT", help="Also log to this Weights & Biases project.")] = None,
     mesh: Annotated[
-        str | None, Option(metavar="DIMS", help="Divide the run over ranks: dp=4, shard=4 (ZeRO) or dp=2,shard=2.")
+        str | None,
+        Option(metavar="DIMS", help="Divide the run over ranks: sizes of dp, shard (ZeRO), tp, pp, cp, ep: dp=2,tp=2."),
     ] = None,
     nproc: Annotated[int | None, Option(help="Start this many ranks on this machine. Default mesh: dp=NPROC.")] = None,
     max_restarts: Annotated[int, Option(help="Of --nproc: restarts from the last checkpoint after a crash.")] = 3,
@@ -154,7 +155,8 @@ def train(
         float, Option(help="Of --nproc: seconds without progress after which the rank that hangs is named and killed.")
     ] = 600.0,
     explain: Annotated[
-        bool, Option("--explain", help="Print what the mesh divides, and bytes and waiting time a step.")
+        bool,
+        Option("--explain", help="Print what the mesh divides, bytes and waiting time a step, and draw a pipeline."),
     ] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check the data; print configuration, sizes and time.")] = False,
 ) -> None:

@@ -69,15 +69,15 @@ def draw_mesh(mesh: MeshConfig) -> list[str]:
 
 
 def explain(
-    mesh: MeshConfig, stage: int, *, states: int, predicted: Mapping[tuple[Kind, str], int], share: str = ""
+    mesh: MeshConfig, stage: int, *, states: int, predicted: Mapping[tuple[Kind, str], int], part: str = ""
 ) -> list[str]:
-    """What the mesh divides and costs, as lines of text. `states` are the predicted bytes of one rank; `share` says
+    """What the mesh divides and costs, as lines of text. `states` are the predicted bytes of one rank; `part` says
     what it has of the model, if that is divided."""
     lines = [f"mesh      {mesh}: {mesh.ranks} ranks"]
     lines += [f"          {name}={mesh.size(name)}: {MEANING[name]}" for name in DIMS if mesh.size(name) > 1]
     lines += [f"          {line}" for line in draw_mesh(mesh)]
-    lines += [f"model     {share}"] if share else []
-    held = "a rank holds gradients and optimizer state of its parameters" if share and not stage else STAGES[stage]
+    lines += [f"model     {part}"] if part else []
+    held = "a rank holds gradients and optimizer state of its parameters" if part and not stage else STAGES[stage]
     lines += [f"states    {held}: {_size(states)} a rank"]
     lines += [f"sends     {_size(sum(predicted.values()))} a rank and step"]
     lines += [f"          {kind} over {group}: {_size(size)}" for (kind, group), size in predicted.items()]

@@ -20,7 +20,7 @@ from bagu.parallel import heartbeat
 from bagu.parallel.explain import compare_bytes, explain, step_bytes
 from bagu.parallel.launch import PeerFailed, Place, code_digest, joined
 from bagu.parallel.mesh import DIMS, Dim, Mesh, MeshConfig, open_mesh
-from bagu.parallel.share import Share, activation_bytes, share_of
+from bagu.parallel.model_part import ModelPart, activation_bytes, model_part_of
 from bagu.parallel.spread import EVERYWHERE
 from bagu.parallel.supervise import Job, Start, supervise
 from bagu.parallel.timeline import draw_pipeline
@@ -137,17 +137,17 @@ class Explanation:
         train = self.run.train
         stage = train.zero_stage if train.mesh.shard > 1 else 0
         compute = 2 if self.run.dtype == "bf16" or summary.dtype == "bfloat16" else 4
-        share = self._share(summary)
-        inside = share.total - sum(share.root.values())
-        held = state_bytes(train.optimizer.kind, matrices=inside, others=share.total - inside)
+        part = self._part(summary)
+        inside = part.total - sum(part.root.values())
+        held = state_bytes(train.optimizer.kind, matrices=inside, others=part.total - inside)
         states = model_state_bytes(
-            share.total, stage=stage, ranks=train.mesh.shard, compute_bytes=compute, state_bytes=held // share.total,
+            part.total, stage=stage, ranks=train.mesh.shard, compute_bytes=compute, state_bytes=held // part.total,
         )  # fmt: skip
-        self.predicted = self._predicted(summary, share, stage, compute)
+        self.predicted = self._predicted(summary, part, stage, compute)
         has = ""
         if train.mesh.divides_model:
-            has = f"rank 0 has {share.total:,} of {summary.trained:,} trained parameters, in {share.layers} layers"
-        for line in explain(train.mesh, stage, states=states, predicted=self.predicted, share=has):
+            has = f"rank 0 has {part.total:,} of {summary.trained:,} trained parameters, in {part.layers} layers"
+        for line in explain(train.mesh, stage, states=states, predicted=self.predicted, part=has):
             self.say(line)
         if train.activation_checkpointing != "none" and train.mesh.divides_model:
             self.say("          recomputed blocks exchange activations again, which the formula leaves out")
@@ -155,38 +155,38 @@ class Explanation:
             traffic = mesh.traffic
             self._begin = (time.perf_counter(), traffic.waited_s, summary.first_step, dict(traffic.tallies))
 
-    def _share(self, summary: Summary) -> Share:
+    def _part(self, summary: Summary) -> ModelPart:
         """What rank 0 has of the model."""
         train = self.run.train
         if not train.mesh.divides_model:
-            return Share(
+            return ModelPart(
                 parameters={EVERYWHERE: summary.trained}, root={EVERYWHERE: summary.outside_blocks},
                 layers=summary.model.num_layers, expert_layers=0,
             )  # fmt: skip
         model, lora = Transformer(summary.model, device="meta"), self.run.lora
         if lora is not None:
             add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
-        return share_of(
+        return model_part_of(
             model, summary.model, train.mesh, schedule=train.schedule_of_pipeline,
             stages_per_rank=train.stages_per_rank or 2,
         )  # fmt: skip
 
-    def _predicted(self, summary: Summary, share: Share, stage: int, compute: int) -> dict[tuple[Kind, str], int]:
+    def _predicted(self, summary: Summary, part: ModelPart, stage: int, compute: int) -> dict[tuple[Kind, str], int]:
         train, data = self.run.train, self.run.data
         micro_batches = data.micro_batches // train.mesh.size("data")
         found: Counter[tuple[Kind, str]] = Counter()
-        for spread, number in share.parameters.items():
-            inside = number - share.root.get(spread, 0)
+        for spread, number in part.parameters.items():
+            inside = number - part.root.get(spread, 0)
             found.update(
                 step_bytes(
-                    number, root=share.root.get(spread, 0), mesh=train.mesh, stage=stage, compute_bytes=compute,
-                    backwards=micro_batches * share.stages, spread=spread,
+                    number, root=part.root.get(spread, 0), mesh=train.mesh, stage=stage, compute_bytes=compute,
+                    backwards=micro_batches * part.stages, spread=spread,
                     whole_matrices=inside if train.optimizer.kind == "muon" else 0,
                 )
             )  # fmt: skip
         found.update(
             activation_bytes(
-                share, summary.model, train.mesh, tokens=data.rows * data.context, micro_batches=micro_batches,
+                part, summary.model, train.mesh, tokens=data.rows * data.context, micro_batches=micro_batches,
                 compute_bytes=compute, method=train.context_method, schedule=train.schedule_of_pipeline,
             )
         )  # fmt: skip

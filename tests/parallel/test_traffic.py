@@ -17,7 +17,7 @@ from bagu.parallel.explain import compare_bytes, explain, step_bytes
 from bagu.parallel.mesh import MeshConfig, open_mesh
 from bagu.parallel.pipeline import Action
 from bagu.parallel.ring import ring_all_reduce
-from bagu.parallel.share import activation_bytes, share_of
+from bagu.parallel.model_part import activation_bytes, model_part_of
 from bagu.parallel.timeline import draw_pipeline
 from bagu.parallel.traffic import Tally, sent_bytes
 from bagu.parallel.zero import model_state_bytes
@@ -114,7 +114,7 @@ def divided(mesh: str, options: dict[str, Any], changes: dict[str, Any]) -> tupl
     case = Case(name="", mesh=mesh, options=options, model=model, dtype=torch.float32)
     config, made = tiny.config(case, alone=False), tiny.model(case)
     opened = open_mesh(config.mesh, tiny.CPU)
-    share = share_of(
+    part = model_part_of(
         made, made.config, config.mesh, schedule=config.schedule_of_pipeline,
         stages_per_rank=config.stages_per_rank or 2,
     )  # fmt: skip
@@ -127,14 +127,14 @@ def divided(mesh: str, options: dict[str, Any], changes: dict[str, Any]) -> tupl
     sent = {key: tally.sent for key, tally in opened.traffic.since(before).items() if key[1] != "all"}
     predicted: Counter[Any] = Counter(
         activation_bytes(
-            share, made.config, config.mesh, tokens=tiny.CONTEXT, micro_batches=2, compute_bytes=4,
+            part, made.config, config.mesh, tokens=tiny.CONTEXT, micro_batches=2, compute_bytes=4,
             method=config.context_method, schedule=config.schedule_of_pipeline,
         )
     )  # fmt: skip
-    for spread, number in share.parameters.items():
+    for spread, number in part.parameters.items():
         predicted.update(
             step_bytes(
-                number, root=share.root.get(spread, 0), mesh=config.mesh, stage=0, compute_bytes=4, backwards=2,
+                number, root=part.root.get(spread, 0), mesh=config.mesh, stage=0, compute_bytes=4, backwards=2,
                 spread=spread,
             )
         )  # fmt: skip

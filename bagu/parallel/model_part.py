@@ -1,6 +1,6 @@
 """What one rank of a mesh has of a model, and the bytes that it sends in a step, as formulas.
 
-The share is that of rank 0: the first stage of a pipeline. T is the number of tokens of a micro-batch on a rank of cp,
+The part is that of rank 0: the first stage of a pipeline. T is the number of tokens of a micro-batch on a rank of cp,
 m the micro-batches of a rank, D the width; every number is multiplied by (n - 1) / n of its group (traffic.py).
 
     tp    a layer: 8 T D m, half of it all-gathers, half reduce-scatters; 2 T D m at the embedding, and as much before
@@ -28,23 +28,22 @@ from bagu.parallel.spread import Spread
 from bagu.parallel.stages import costs, cut
 from bagu.parallel.traffic import Kind, sent_bytes
 
-__all__ = ["Share", "activation_bytes", "share_of"]
+__all__ = ["ModelPart", "activation_bytes", "model_part_of"]
 
 ACCUMULATOR = 4  # bytes of a value of the loss, and of a gradient of keys and values in the ring
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class ModelPart:
     """The trained parameters of rank 0, by their spread, and its layers.
 
-    `root` are those outside of the blocks, by spread. `ends` are the ends of the model that the rank has.
+    `root` are those outside of the blocks, by spread. `last`: the rank has the last stage too.
     """
 
     parameters: Mapping[Spread, int]
     root: Mapping[Spread, int]
     layers: int
     expert_layers: int
-    first: bool = True
     last: bool = True
     stages: int = 1  # of this rank
 
@@ -53,9 +52,9 @@ class Share:
         return sum(self.parameters.values())
 
 
-def share_of(
+def model_part_of(
     model: nn.Module, config: ModelConfig, mesh: MeshConfig, *, schedule: Schedule, stages_per_rank: int
-) -> Share:
+) -> ModelPart:
     """What rank 0 has of a model. `model` may be on the meta device: only names and shapes are read."""
     mine, blocks = [0], range(config.num_layers)
     own = set(blocks)
@@ -84,14 +83,14 @@ def share_of(
         parameters[spread] += size
         if top != "blocks":
             root[spread] += size
-    return Share(
+    return ModelPart(
         parameters=parameters, root=root, layers=len(own), last=last, stages=len(mine),
         expert_layers=sum(config.experts(layer) is not None for layer in own),
     )  # fmt: skip
 
 
 def activation_bytes(
-    share: Share, config: ModelConfig, mesh: MeshConfig, *, tokens: int, micro_batches: int, compute_bytes: int,
+    part: ModelPart, config: ModelConfig, mesh: MeshConfig, *, tokens: int, micro_batches: int, compute_bytes: int,
     method: Method, schedule: Schedule,
 ) -> dict[tuple[Kind, str], int]:  # fmt: skip
     """The predicted bytes that rank 0 sends in a step for activations and for parameters that tp does not divide.
@@ -106,25 +105,25 @@ def activation_bytes(
         found[kind, group] += calls * sent_bytes(kind, size, ranks)
 
     if mesh.tp > 1:
-        calls = (4 * share.layers + share.first + share.last) * m
+        calls = (4 * part.layers + 1 + part.last) * m  # 1: the embedding
         add("all_gather", "tp", stream, mesh.tp, calls)
         add("reduce_scatter", "tp", stream, mesh.tp, calls)
-        if share.last:
+        if part.last:
             add("all_reduce", "tp", 3 * T * ACCUMULATOR, mesh.tp, m)
-        for spread, number in share.parameters.items():
+        for spread, number in part.parameters.items():
             add("all_reduce", "tp", 0 if spread.tensor else number * ACCUMULATOR, mesh.tp)
     heads, groups = config.num_heads * config.head_dim // mesh.tp, config.num_kv_heads * config.head_dim // mesh.tp
     if mesh.cp > 1 and config.mla is None and method == "ring":
         pairs = 2 * T * groups * (2 * compute_bytes + max(ACCUMULATOR, compute_bytes))
-        add("send", "cp", pairs, mesh.cp, (mesh.cp - 1) * share.layers * m)
+        add("send", "cp", pairs, mesh.cp, (mesh.cp - 1) * part.layers * m)
     elif mesh.cp > 1 and config.mla is None:
-        add("all_to_all", "cp", 2 * T * 2 * (heads + groups) * compute_bytes, mesh.cp, share.layers * m)
+        add("all_to_all", "cp", 2 * T * 2 * (heads + groups) * compute_bytes, mesh.cp, part.layers * m)
     if mesh.ep > 1 and config.moe is not None:
         size = 4 * config.moe.top_k * stream + 8 * config.moe.num_experts
-        add("all_to_all", "ep", size, mesh.ep, share.expert_layers * m)
+        add("all_to_all", "ep", size, mesh.ep, part.expert_layers * m)
     if mesh.pp > 1:
-        messages = 2 if schedule == "zero_bubble" else 2 * share.stages - 1  # the first stage has none before it
+        messages = 2 if schedule == "zero_bubble" else 2 * part.stages - 1  # the first stage has none before it
         add("send", "pp", stream // mesh.tp, mesh.pp, messages * m)
-        for spread, number in share.parameters.items():
+        for spread, number in part.parameters.items():
             add("send", "pp", number * ACCUMULATOR if spread.tied else 0, mesh.pp)
     return {key: size for key, size in found.items() if size}
