@@ -164,7 +164,8 @@ def open_mesh(config: MeshConfig, device: torch.device) -> Mesh:
     ranks = torch.arange(config.ranks).view([config.size(name) for name in names])
     device_mesh = DeviceMesh(device.type, ranks, mesh_dim_names=tuple(names))
     groups: dict[Group, dist.ProcessGroup] = {name: device_mesh.get_group(name) for name in names}
-    made = {(name,): groups[name] for name in names}  # by the dimensions larger than 1: equal groups are created once
+    # by the dimensions larger than 1: equal groups are created once
+    made: dict[tuple[Dim, ...], dist.ProcessGroup] = {(name,): groups[name] for name in names}
     for combined, parts in COMBINED.items():
         inside = tuple(name for name in names if name in parts)
         if inside and inside not in made:

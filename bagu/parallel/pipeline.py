@@ -110,8 +110,11 @@ class _RecordedStage(PipelineStage):
     def __init__(self, pipeline: Pipeline, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.mesh, self.actions, self.after_backward = pipeline.mesh, pipeline.actions, pipeline.after_backward
+        self.timed = pipeline.timed
 
     def _timed(self, kind: Any, micro_batch: int, run: Callable[[], Any]) -> Any:
+        if not self.timed:
+            return run()
         start = time.perf_counter()
         result = run()
         if self.device.type == "cuda":
@@ -154,18 +157,18 @@ class Pipeline:
     """Runs steps of `micro_batches` micro-batches through this rank's stages.
 
     `tokens` is the number of tokens of a micro-batch on this rank: a part of them under context parallelism.
-    `actions` holds what this rank did in the last step. `after_backward` is called when a micro-batch has given a stage
-    all gradients of its weights.
+    `actions` holds what this rank did in the last step, if it is `timed`: a GPU is then synchronized after each action.
+    `after_backward` is called when a micro-batch has given a stage all gradients of its weights.
     """
 
     def __init__(
         self, modules: Mapping[int, Stage], mesh: Mesh, *, schedule: Schedule, micro_batches: int, tokens: int,
-        after_backward: Callable[[], None] = lambda: None,
+        after_backward: Callable[[], None] = lambda: None, timed: bool = True,
     ) -> None:  # fmt: skip
         check_micro_batches(schedule, micro_batches, mesh.size("pp"))
         self.modules, self.mesh, self.micro_batches, self.tokens = modules, mesh, micro_batches, tokens
         self.actions: list[Action] = []
-        self.after_backward = after_backward
+        self.after_backward, self.timed = after_backward, timed
         stages = [self._stage(i, module, tokens) for i, module in modules.items()]
         single = schedule in ("gpipe", "1f1b")
         self.schedule = CLASSES[schedule](

@@ -151,7 +151,7 @@ def _train(
     with opened_mesh(run, place, out) as mesh:
         done = train(
             run, out, resume=resume, accept_data_change=accept_data_change, announce=partial(announce, mesh),
-            prompts=prompts or PROMPTS, mesh=mesh,
+            prompts=prompts or PROMPTS, mesh=mesh, timeline=explain,
         )  # fmt: skip
     if explain and (place is None or place.rank == 0):
         explanation.after(mesh, done.fit)

@@ -89,6 +89,7 @@ def train(
     tokenizer: BpeTokenizer | None = None,
     corpora: Mapping[str, Corpus] | None = None,
     mesh: Mesh | None = None,
+    timeline: bool = False,
 ) -> Trained:
     """Train a run in folder `out`. `prompts` are continued every `train.sample_every` steps; a run with rollouts shows
     some of its answers instead.
@@ -96,7 +97,7 @@ def train(
     `announce` is called with the summary before the first step. A given tokenizer and given corpora are not read again.
     `pause_after` stops after this many steps; a call with `resume` continues. Nothing in the folder changes until
     everything is checked, including the checkpoint of a resume. With a `mesh` every rank calls it; rank 0 alone writes
-    to the folder, apart from the ranks' parts of checkpoints.
+    to the folder, apart from the ranks' parts of checkpoints. `timeline` records the last step of a pipeline.
     """
     folder, first = RunFolder(out), mesh is None or mesh.rank == 0
     if first:
@@ -146,6 +147,7 @@ def train(
                 **{role: digest_of(other.state_dict()) for role, other in auxiliary.items()},
             },
             flops_per_token=count.flops(model.config, run.data.context).training, peak_flops=peak, mesh=mesh,
+            timeline=timeline,
         )  # fmt: skip
         run.objective.finish(model)
         if run.lora is not None:

@@ -51,6 +51,7 @@ class DividedModel:
             method=method,
         )  # fmt: skip
         self.local = self.parallel.local
+        self.timed = False  # whether to record what the stages do in a step: see Pipeline
         self._pipeline: Pipeline | None = None
         self._values: TokenValues | None = None
         if mesh.size("tp") > 1:
@@ -122,7 +123,7 @@ class DividedModel:
 
             self._pipeline = Pipeline(
                 self.parallel.stages, self.mesh, schedule=self.schedule, micro_batches=len(batches), tokens=tokens,
-                after_backward=after_backward,
+                after_backward=after_backward, timed=self.timed,
             )  # fmt: skip
         return self._pipeline
 
@@ -135,8 +136,9 @@ class DividedModel:
             rest = rest[number:]
 
     def timeline(self) -> list[list[Action]]:
-        """What each rank of pp did in the last step; empty without a pipeline. Every rank calls it."""
-        return [] if self._pipeline is None else gather_actions(self._pipeline.actions, self.mesh)
+        """The actions of each rank of pp in the last step; empty without a pipeline, or if the model is not `timed`.
+        Every rank calls it."""
+        return [] if self._pipeline is None or not self.timed else gather_actions(self._pipeline.actions, self.mesh)
 
     # --- the whole model ----------------------------------------------------------------------------------------------
 

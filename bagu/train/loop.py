@@ -64,7 +64,7 @@ class FitResult:
     interrupted: bool
     metrics: Mapping[str, float | int | None]  # of the last step
     checkpoint: Path | None
-    timeline: Sequence[Sequence[Action]] = ()  # what each rank of a pipeline did in the last step
+    timeline: Sequence[Sequence[Action]] = ()  # the actions of each rank of a pipeline in the last step
 
 
 def fit(
@@ -85,12 +85,14 @@ def fit(
     flops_per_token: float | None = None,
     peak_flops: float | None = None,
     mesh: Mesh | None = None,
+    timeline: bool = False,
 ) -> FitResult:
     """Train `model` in place until `config.steps` updates are done, or Ctrl-C.
 
     With a `mesh`, every rank calls it with the same arguments. Rank 0 alone notifies observers and calls `begin`; every
     rank evaluates and samples, because divided parameters are gathered by all ranks together. After the run each rank
-    has the whole model.
+    has the whole model. With `timeline`, the result has the times of the last step of a pipeline; a GPU is then
+    synchronized after every action.
 
     `loss` takes the batches of `loader`; by default it is cross-entropy. Checkpoints go to `folder`; with `resume` the
     run continues from the last good one there, if there is one. `identity` contains values that must not change between
@@ -101,6 +103,8 @@ def fit(
     """
     _refuse_idle_options(config, folder, evaluate, sample)
     state = TrainState(model, config, loss, mesh)
+    if state.divided is not None:
+        state.divided.timed = timeline
     run = _Run(state, loader, folder, observers, identity or {}, settings or {})
     meters = Meters(state.device, flops_per_token=flops_per_token, peak_flops=peak_flops)
     row: dict[str, float | int | None] = {}
@@ -135,10 +139,10 @@ def fit(
             run.interrupted(row)
         elif state.step < config.steps:
             run.save_rest(row)
-        timeline = [] if state.divided is None else state.divided.timeline()
+        actions = [] if state.divided is None else state.divided.timeline()
     return FitResult(
         step=state.step, interrupted=_stopping(state, interrupt), metrics=row, checkpoint=run.checkpoint,
-        timeline=timeline,
+        timeline=actions,
     )  # fmt: skip
 
 

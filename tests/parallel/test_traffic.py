@@ -15,9 +15,9 @@ from tiny import Case
 from bagu.nn.config import MoEConfig
 from bagu.parallel.explain import compare_bytes, explain, step_bytes
 from bagu.parallel.mesh import MeshConfig, open_mesh
+from bagu.parallel.model_part import activation_bytes, model_part_of
 from bagu.parallel.pipeline import Action
 from bagu.parallel.ring import ring_all_reduce
-from bagu.parallel.model_part import activation_bytes, model_part_of
 from bagu.parallel.timeline import draw_pipeline
 from bagu.parallel.traffic import Tally, sent_bytes
 from bagu.parallel.zero import model_state_bytes
