@@ -92,7 +92,7 @@ def exact(model: Transformer, kv: PagedKV, batch: Batch) -> tuple[torch.Tensor, 
     wide = copy.copy(kv)
     wide.layers = [LayerCache(*(t.double() for t in layer.tensors)) for layer in kv.layers]
     wide.load(batch)
-    hidden = copy.deepcopy(model).double()(batch.ids, batch.positions, batch.cu_seqlens, 1, wide).hidden
+    hidden = copy.deepcopy(model).double()(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len, wide).hidden
     return hidden, wide
 
 
@@ -127,6 +127,58 @@ def test_hidden_states_and_pool_are_those_of_the_model(kind: str, dtype: torch.d
     assert_near(got, want, limit)
     for pool, wide in zip(kv.tensors, after.tensors, strict=True):
         assert_near(pool, wide, limit)
+
+
+def several_of(model: Transformer, lengths: tuple[int, ...]) -> tuple[PagedKV, Batch]:
+    """Several new tokens of each sequence, after 9 others."""
+    random, past, S, P = torch.Generator().manual_seed(len(lengths)), 9, len(lengths), 8
+    kv = PagedKV(model.config, S * P, B, dtype=model.embedding.weight.dtype)
+    tables = torch.randperm(S * P, generator=random).view(S, P)
+    positions = torch.cat([torch.arange(past, past + n) for n in lengths])
+    owner = torch.arange(S).repeat_interleave(torch.tensor(lengths))
+    for pool in kv.tensors:
+        pool.fill_(torch.nan)
+        before = (tables[:, :, None] * B + torch.arange(B)).flatten(1)[:, :past]
+        pool.flatten(0, 1)[before.flatten()] = torch.randn(S * past, *pool.shape[2:], generator=random).to(pool.dtype)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    batch = Batch(
+        ids=torch.randint(61, (len(positions),), generator=random), positions=positions,
+        slots=tables[owner, positions // B] * B + positions % B, cu_seqlens=cu_seqlens,
+        context_lens=torch.tensor(lengths, dtype=torch.int32) + past, block_tables=tables.to(torch.int32),
+        max_len=max(lengths), max_context=past + max(lengths), num_decodes=0, decode_context=0,
+    )  # fmt: skip
+    return kv, batch
+
+
+def several_tokens(batch: Batch) -> Decodes:
+    rows = torch.arange(len(batch.context_lens)).repeat_interleave(batch.cu_seqlens.diff().long())
+    new = torch.stack((batch.ids, batch.positions + 1, rows))
+    return Decodes(new.numpy(), batch.block_tables.numpy(), several=True)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("lengths", [(5,), (1, 8, 3), (20, 1)])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", ["heads of 64", "QK norm", "a window in some layers"])
+@torch.inference_mode()
+def test_several_tokens_of_a_sequence_see_each_other(
+    kind: str, threads: int, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a prompt or in drafts: a token attends to those before it in the same step."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    model = model_of(kind, torch.float32)
+    kv, batch = several_of(model, lengths)
+    invariant = copy.deepcopy(kv)
+    want, after = exact(model, kv, batch)
+    got = CompiledDecode(match(model), kv)(several_tokens(batch))
+    assert_near(got, want, 5e-6)
+    for pool, wide in zip(kv.tensors, after.tensors, strict=True):
+        assert_near(pool, wide, 5e-6)
+    with ops.invariant():
+        own = copy.deepcopy(invariant)
+        own.load(batch)
+        bits = model(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len, own).hidden
+    assert torch.equal(InvariantDecode(match(model), invariant)(several_tokens(batch)), bits)
 
 
 def rounded_inputs(module: Linear, args: tuple[torch.Tensor]) -> torch.Tensor:

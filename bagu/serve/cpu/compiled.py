@@ -1,4 +1,5 @@
-"""A decode step on a CPU as one C++ call: step.cpp, compiled for this machine, and its arguments.
+"""A short step on a CPU as one C++ call: step.cpp, compiled for this machine, and its arguments. It computes decodes,
+verified drafts and short prompts.
 
 It is used if match.py finds that step.cpp computes the same as the model; `Transformer.forward` decodes otherwise. ms
 per step of the 8M model without its head, 128 tokens per stream, two cores of a noisy machine, alternating in one
@@ -83,16 +84,17 @@ class _Model(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
-    _fields_ = [(n, LONG) for n in ("sequences", "threads", "columns")]
+    _fields_ = [(n, LONG) for n in ("tokens", "several", "threads", "columns")]
     _fields_ += [(n, POINTER) for n in ("ids", "lengths", "table_rows", "tables")]
     _fields_ += [(n, POINTER) for n in ("x", "qkv", "y", "inner", "quantized", "scales", "out")]
 
 
 class Decodes(NamedTuple):
-    """One new token for each of S sequences."""
+    """S new tokens, at most one of each sequence, or `several`: then in the order of their positions."""
 
-    new: np.ndarray  # [3, S] int64: the token, the length of its sequence with it, the sequence's row of the tables
+    new: np.ndarray  # [3, S] int64: the token, the length of its sequence up to it, the sequence's row of the tables
     tables: np.ndarray  # [rows, blocks] int32
+    several: bool = False
 
 
 def _at(x: torch.Tensor | None) -> int | None:
@@ -178,7 +180,7 @@ class CompiledDecode:
         return PackedLinear(w, linear.bias, gated=gated, int8=self.int8)
 
     def __call__(self, step: Decodes) -> torch.Tensor:
-        """The hidden state of each sequence's new token, [S, hidden size], as `Transformer.forward` returns it."""
+        """The hidden state of each new token, [S, hidden size], as `Transformer.forward` returns it."""
         S = step.new.shape[1]
         if not self.buffers or len(self.buffers[0]) != S:
             heads, keys = (n * self.step.head_dim for n in (self.step.num_heads, self.step.num_key_heads))
@@ -189,7 +191,7 @@ class CompiledDecode:
         out = self.step.table.new_empty(S, self.hidden)
         first, row = step.new.ctypes.data, step.new.strides[0]
         call = _Step(
-            S, torch.get_num_threads(), step.tables.shape[1], first, first + row, first + 2 * row,
+            S, step.several, torch.get_num_threads(), step.tables.shape[1], first, first + row, first + 2 * row,
             step.tables.ctypes.data, *self.pointers, out.data_ptr(),
         )  # fmt: skip
         self._step(self.model, call)

@@ -28,8 +28,12 @@ from bagu.serve.kv.paged import PagedKV
 __all__ = ["InvariantDecode"]
 
 
+KEPT = 32  # lists: a number of tokens that comes again is prepared
+
+
 class InvariantDecode:
-    """The hidden state of each sequence's new token, with the bits of `Transformer.forward` in invariant mode."""
+    """The hidden state of each new token, with the bits of `Transformer.forward` in invariant mode. It
+    may be several tokens of a sequence: keys and values of all tokens are stored before one attends."""
 
     def __init__(self, step: DecodeStep, kv: PagedKV) -> None:
         if not invariant_rows.available(step.table.dtype):
@@ -46,9 +50,11 @@ class InvariantDecode:
     def __call__(self, step: Decodes) -> torch.Tensor:
         """[S, hidden size]. The caller owns the result: the next call does not change it."""
         key = step.new.shape[1], torch.get_num_threads()
-        if key not in self.prepared:
-            self.prepared[key] = _Prepared(self.step, self.kv, *key, step.tables)
-        return self.prepared[key](step)
+        found = self.prepared.pop(key, None) or _Prepared(self.step, self.kv, *key, step.tables)
+        self.prepared[key] = found  # the last one used is at the end
+        if len(self.prepared) > KEPT:
+            del self.prepared[next(iter(self.prepared))]
+        return found(step)
 
 
 def _head_rows(step: DecodeStep, layer: LayerWeights) -> torch.Tensor:

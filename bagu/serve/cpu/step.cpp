@@ -1,4 +1,6 @@
-// A decode step of a whole model on a CPU: one new token for each of S sequences, in one parallel region.
+// A step of a whole model on a CPU: S new tokens, in one parallel region. A decode has one token of each sequence;
+// verified drafts and short prompts have several tokens of a sequence, whose keys and values are all stored before one
+// of them attends.
 //
 // serve/cpu/match.py finds out whether a model computes this. Activations are fp32, the pool is fp32 or bf16, and weights
 // are that or int8. Between two barriers every thread computes some tiles of a product, or the attention of some
@@ -11,7 +13,7 @@
 // which multiplies the sums. A tile of Wgate and Wup has W outputs of each, so that the gate is applied before anything
 // is stored.
 //
-// Dims: S = sequences, H = heads, G = key heads, D = features of a head, B = places of a block.
+// Dims: S = new tokens, H = heads, G = key heads, D = features of a head, B = places of a block.
 
 #include "ops/paged_attention/decode.h"
 #include "serve/cpu/packed_linear.h"
@@ -35,9 +37,9 @@ struct Model {
 };
 
 struct Step {
-    int64_t sequences, threads, columns;        // of the block tables
-    const int64_t *ids, *lengths, *table_rows;  // a length counts the new token, which is the last
-    const int32_t* tables;                      // [rows, columns]: the block table of sequence s is row table_rows[s]
+    int64_t tokens, several, threads, columns;  // several: a sequence may have more than one token; of the block tables
+    const int64_t *ids, *lengths, *table_rows;  // a length is the position of the token in its sequence, plus one
+    const int32_t* tables;                      // [rows, columns]: the block table of token s is row table_rows[s]
     float *x, *qkv, *y, *inner;  // [S, hidden], [S, (H + 2G) D], [S, H D], [S, inner]
     int8_t* quantized;           // [S, largest padded K], where int8 is computed by dot products
     float* scales;               // [S], likewise
@@ -89,33 +91,46 @@ inline void norm_and_rotate(float* x, int64_t D, const float* gain, float eps, c
         }
 }
 
-// The attention of sequence s in key heads first … last: its key and value are stored first.
 template <class T>
-void attend_token(const Model& m, const Layer& layer, const Step& step, int64_t s, int64_t first, int64_t last,
-                  Scratch& scratch) {
-    int64_t H = m.heads, G = m.key_heads, D = m.head_dim, n = H / G;
-    float *row = step.qkv + s * (H + 2 * G) * D, *q = row + first * n * D, *k = row + H * D, *v = row + (H + G) * D;
-    int64_t end = step.lengths[s], begin = layer.window && layer.window < end ? end - layer.window : 0;
-    const float* cos = m.cos ? m.cos + (end - 1) * (D / 2) : nullptr;
-    const float* sin = m.sin ? m.sin + (end - 1) * (D / 2) : nullptr;
+Pages<T> pages_of(const Model& m, const Layer& layer, const Step& step, int64_t s) {
+    int64_t G = m.key_heads, D = m.head_dim;
+    return {{static_cast<T*>(layer.keys), G * D, D}, {static_cast<T*>(layer.values), G * D, D},
+            step.tables + step.table_rows[s] * step.columns, m.block_size};
+}
+
+// QK norm and RoPE of token s in key heads first … last, whose keys and values are then stored.
+template <class T>
+void store_token(const Model& m, const Layer& layer, const Step& step, int64_t s, int64_t first, int64_t last) {
+    int64_t H = m.heads, G = m.key_heads, D = m.head_dim, n = H / G, place = step.lengths[s] - 1;
+    float *row = step.qkv + s * (H + 2 * G) * D, *k = row + H * D, *v = row + (H + G) * D;
+    const float* cos = m.cos ? m.cos + place * (D / 2) : nullptr;
+    const float* sin = m.sin ? m.sin + place * (D / 2) : nullptr;
     auto gain = [&](int64_t h) { return layer.qk_gain ? layer.qk_gain + h * D : nullptr; };
     for (int64_t h = first * n; h < last * n; h++) norm_and_rotate(row + h * D, D, gain(h), m.qk_eps, cos, sin);
-    Pages<T> pages{{static_cast<T*>(layer.keys), G * D, D}, {static_cast<T*>(layer.values), G * D, D},
-                   step.tables + step.table_rows[s] * step.columns, m.block_size};
-    int64_t slot = pages.slot(end - 1);
+    Pages<T> pages = pages_of<T>(m, layer, step, s);
+    int64_t slot = pages.slot(place);
     for (int64_t g = first; g < last; g++) {
         norm_and_rotate(k + g * D, D, gain(H + g), m.qk_eps, cos, sin);
         T *key = pages.k.at(slot, g), *value = pages.v.at(slot, g);
         for (int64_t i = 0; i < D; i++) narrow(k[g * D + i], key[i]);
         for (int64_t i = 0; i < D; i++) narrow(v[g * D + i], value[i]);
     }
+}
+
+// The attention of token s in key heads first … last, over the positions up to its own.
+template <class T>
+void attend_token(const Model& m, const Layer& layer, const Step& step, int64_t s, int64_t first, int64_t last,
+                  Scratch& scratch) {
+    int64_t H = m.heads, G = m.key_heads, D = m.head_dim, n = H / G;
+    const float* q = step.qkv + s * (H + 2 * G) * D + first * n * D;
+    int64_t end = step.lengths[s], begin = layer.window && layer.window < end ? end - layer.window : 0;
     float* y = step.y + s * H * D + first * n * D;
-    attend_any(pages, q, y, n, D, D, first, last, begin, end, m.scale, scratch);
+    attend_any(pages_of<T>(m, layer, step, s), q, y, n, D, D, first, last, begin, end, m.scale, scratch);
 }
 
 template <class Weight, class T>
 void run(const Model& m, const Step& step) {
-    int64_t S = step.sequences, C = m.hidden, F = m.inner, G = m.key_heads;
+    int64_t S = step.tokens, C = m.hidden, F = m.inner, G = m.key_heads;
     int64_t HD = m.heads * m.head_dim, QKV = HD + 2 * G * m.head_dim;
     int64_t wanted = S < step.threads ? (step.threads + S - 1) / S : 1, parts = wanted < G ? wanted : G;
 #pragma omp parallel num_threads(step.threads)
@@ -144,10 +159,17 @@ void run(const Model& m, const Step& step) {
                 store_columns(step.qkv + s * QKV, p * 2 * W, QKV, a * norms[s] + c);
                 store_columns(step.qkv + s * QKV, p * 2 * W + W, QKV, b * norms[s] + d);
             });
+            if (step.several) {
+#pragma omp for schedule(static)
+                for (int64_t s = 0; s < S; s++) store_token<T>(m, layer, step, s, 0, G);
+            }
 #pragma omp for collapse(2) schedule(dynamic)
             for (int64_t s = 0; s < S; s++)
-                for (int64_t i = 0; i < parts; i++)
-                    attend_token<T>(m, layer, step, s, i * G / parts, (i + 1) * G / parts, scratch);
+                for (int64_t i = 0; i < parts; i++) {
+                    int64_t first = i * G / parts, last = (i + 1) * G / parts;
+                    if (!step.several) store_token<T>(m, layer, step, s, first, last);
+                    attend_token<T>(m, layer, step, s, first, last, scratch);
+                }
             linear<Weight>(layer.out, input(step.y), S, HD, tiles(C), add);
             norm();
             int64_t count = m.gated ? (F + W - 1) / W : tiles(F);  // with a gate, tiles of W gates and W ups
