@@ -78,13 +78,18 @@ class EngineConfig:
         None  # CPU threads of each rank; None: torch's setting (`bagu serve` sets the number of cores - 1)
     )
     async_scheduling: bool | None = None  # plan the next step while one runs; None: only on a GPU
+    speculative: str | None = None  # drafts by prompt lookup ("ngram") or by the draft model at this path
+    speculative_tokens: int = 7  # drafts of a sequence in a step, at most; the step then has 8 of its tokens
+    speculative_always: bool = False  # verify every draft, also where it is measured to lose time
     cuda_graphs: bool = True  # run decode steps as CUDA graphs; no effect on a CPU
     invariant: bool = False  # the bits of a row do not depend on its batch (bagu.ops.invariant)
     seed: int = 0  # seeds the requests that have no seed
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "kv_memory", "max_model_len", "max_num_seqs", "threads", "tp"):
+        at_least_one = ("block_size", "num_blocks", "kv_memory", "max_model_len", "max_num_seqs", "threads", "tp",
+                        "speculative_tokens")  # fmt: skip
+        for name in at_least_one:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ArgumentError(f"engine: {name} = {value}", hint=f"{name} is 1 or more")
@@ -116,11 +121,17 @@ class EngineConfig:
         for option, used in (
             ("invariant", self.invariant),  # the order of the sum over ranks depends on the size of the batch
             (f"quantization = {self.quantization}", self.quantization is not None),  # rounds and packs whole matrices
+            (f"speculative = {self.speculative!r}", self.speculative is not None),  # the other ranks verify no drafts
         ):
             if self.tp > 1 and used:
                 raise ArgumentError(
                     f"engine: tp = {self.tp} cannot be combined with {option}", hint="choose one of the two"
                 )
+
+    @property
+    def draft_model(self) -> str | None:
+        """The path of the draft model, if there is one."""
+        return None if self.speculative == "ngram" else self.speculative
 
     def step_tokens(self, device: str) -> int:
         """The token budget of a step on this device type. On a GPU a step with prefill tokens runs without a CUDA

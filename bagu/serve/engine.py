@@ -33,12 +33,15 @@ from bagu.serve.completion import choices
 from bagu.serve.config import EngineConfig
 from bagu.serve.kv.blocks import Blocks, IntegrityError
 from bagu.serve.kv.paged import PagedKV, cache_dtype
-from bagu.serve.kv.pool import size_pool
+from bagu.serve.kv.pool import Pool, size_pool
 from bagu.serve.plan import Plan
 from bagu.serve.request import Event, PromptLogprobs, Request, Sampling, TokenEvent, TokenLogprob
 from bagu.serve.runner import Runner
 from bagu.serve.sampler import SampledLogprobs, Sampler, SamplerOutput
 from bagu.serve.scheduler import Scheduler, SchedulerConfig
+from bagu.serve.speculation.draft_model import DraftModel, DraftSource, check_draft
+from bagu.serve.speculation.ngram import PromptLookup
+from bagu.serve.speculation.speculator import Speculator
 from bagu.serve.stats import WINDOW_S, EngineStats
 from bagu.serve.tp.group import Ranks
 from bagu.serve.tp.lead import LeadRunner, start_ranks
@@ -59,7 +62,15 @@ class PendingStep(NamedTuple):
 
 
 class Engine:
-    def __init__(self, model: Transformer, tokenizer: Tokenizer | None = None, config: EngineConfig | None = None):
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None = None,
+        config: EngineConfig | None = None,
+        *,
+        draft: DraftSource | None = None,
+    ) -> None:
+        """`draft` is the model that `config.speculative` names, if that is a path."""
         config = EngineConfig() if config is None else config
         if model.score is not None:
             raise ArgumentError("the model has a score head and predicts no tokens", hint="use a language model")
@@ -75,18 +86,21 @@ class Engine:
         else:
             model.to(device)
         try:
-            self._build(model, tokenizer, config)
+            self._build(model, tokenizer, config, draft)
         except BaseException:
             self.close()
             raise
 
-    def _build(self, model: Transformer, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
-        pool = size_pool(model, config)
+    def _build(
+        self, model: Transformer, tokenizer: Tokenizer | None, config: EngineConfig, draft: DraftSource | None
+    ) -> None:
+        pool = size_pool(model, config, None if draft is None else draft.model)
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.max_model_len = pool.max_model_len
         windows = [model.config.window(i) for i in range(model.config.num_layers)]
         eos_ids = _eos_ids(model, tokenizer, config)
         self.blocks = Blocks(pool.num_blocks, pool.block_size, prefix_cache=config.prefix_cache)
+        self.speculator = self._speculator(draft, pool)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_model_len=pool.max_model_len,
@@ -96,6 +110,7 @@ class Engine:
                 window=None if None in windows else max(w for w in windows if w is not None),
             ),
             self.blocks,
+            self.speculator,
         )
         table = model.embedding.weight
         spare = int(table.is_cuda)  # one more block, in no block table: the padding rows of CUDA graphs write to it
@@ -113,7 +128,7 @@ class Engine:
         self._ids = itertools.count()
         self._sampled: deque[tuple[float, int]] = deque()  # (time, number of tokens) of the last steps
         self._steps = self._tokens = self._batch_size = 0
-        self._last_step_s = 0.0
+        self._last_step_s = self._committed = 0.0
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -252,6 +267,9 @@ class Engine:
             preemptions=scheduler.preemptions,
             prefix_queries=scheduler.prompt_tokens,
             prefix_hits=scheduler.hit_tokens,
+            drafts=0 if self.speculator is None else self.speculator.drafts_verified,
+            draft_tokens=0 if self.speculator is None else self.speculator.drafted_tokens,
+            accepted_tokens=0 if self.speculator is None else self.speculator.accepted_tokens,
         )
 
     def check_ranks(self) -> None:
@@ -265,6 +283,21 @@ class Engine:
             self.ranks.close()
 
     # --- internals ----------------------------------------------------------------------------------------------------
+
+    def _speculator(self, draft: DraftSource | None, pool: Pool) -> Speculator | None:
+        config = self.config
+        if config.speculative is None:
+            return None
+        if config.draft_model is None:
+            return Speculator(PromptLookup(), config.speculative_tokens, always=config.speculative_always)
+        if draft is None:
+            raise ArgumentError(
+                f"engine: speculative = {config.speculative!r}, and no draft model was passed",
+                hint="pass it as Engine(..., draft=DraftSource(model, tokenizer)), or use speculative='ngram'",
+            )
+        check_draft(self.model, self.tokenizer, draft)
+        proposer = DraftModel(draft.model, config, pool)
+        return Speculator(proposer, config.speculative_tokens, always=config.speculative_always)
 
     def _arithmetic(self) -> AbstractContextManager[None]:
         return ops.invariant() if self.config.invariant else nullcontext()
@@ -320,25 +353,36 @@ class Engine:
             pending.copied.synchronize()
         tokens, logprobs = pending.tokens.tolist(), pending.logprobs
         lists = None if logprobs is None else logprobs.lists(len(tokens))
-        events = self.scheduler.commit(pending.plan, tokens, lists)
-        self._count(pending)
-        check_all = self.sampler.has_stop_strings
-        checked = (e if e.finish is None and not check_all else self._check_stop(e) for e in events)
-        return [*earlier, *pending.output.prompts, *checked]
+        events = self._check_stops(self.scheduler.commit(pending.plan, tokens, lists))
+        self._count(pending, sum(e.token is not None for e in events))
+        return [*earlier, *pending.output.prompts, *events]
 
-    def _check_stop(self, event: TokenEvent) -> TokenEvent:
-        """Finish the choice if its text contains a stop string."""
-        checked = self.sampler.check_stop(event)
-        if checked.finish is not None and event.finish is None:
-            self.scheduler.stop(event.request_id, event.index)
+    def _check_stops(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        """Finish the choices whose text contains a stop string, and drop what they sampled after it in this step."""
+        check_all, checked, stopped = self.sampler.has_stop_strings, [], set()
+        for event in events:
+            choice = (event.request_id, event.index)
+            if choice in stopped:
+                continue
+            if check_all or event.finish is not None:
+                ends = event.finish is not None
+                event = self.sampler.check_stop(event)
+                if event.finish is not None:
+                    stopped.add(choice)
+                    if not ends:
+                        self.scheduler.stop(*choice)
+            checked.append(event)
         return checked
 
-    def _count(self, step: PendingStep) -> None:
+    def _count(self, step: PendingStep, tokens: int) -> None:
         now, plan = time.perf_counter(), step.plan
+        if self.speculator is not None:  # steps overlap: a step's share of the time begins when the last one ended
+            self.speculator.record(plan, now - max(step.began, self._committed))
+        self._committed = now
         self._last_step_s, self._batch_size = now - step.began, len(plan.slices)
         self._steps += 1
-        self._tokens += len(plan.sampled)
-        self._sampled.append((now, len(plan.sampled)))
+        self._tokens += tokens
+        self._sampled.append((now, tokens))
 
     def _request(self, prompt: Sequence[int], sampling: Sampling, *, score_start: int = 0) -> Request:
         return Request(

@@ -1,20 +1,21 @@
-"""Decode steps on a GPU as CUDA graphs: one launch per step instead of hundreds.
+"""Decode steps on a GPU as CUDA graphs: one launch per step instead of hundreds. Steps that verify drafts too.
 
 A graph has fixed shapes, so a step is padded to a bucket: the number of sequences to a power of two (above 32 to a
-multiple of 32), the context to a power of two. A padding row is a sequence of one token in a block that is in no table;
-rows are independent, so it does not change other rows. A graph is captured at the first step of its bucket, and all
-graphs share one memory pool.
+multiple of 32), the context to a power of two. With drafts every sequence has equally many tokens, a power of two.
+Padding tokens are written to a block that is in no table. Rows are independent and attention is causal, so they do not
+change other rows. A graph is captured at the first step of its bucket, and all graphs share one memory pool.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from bagu.serve.kv.paged import Batch, PagedKV
 
-__all__ = ["GraphDecode", "bucket", "pad"]
+__all__ = ["GraphDecode", "Uniform", "bucket", "pad", "uniform"]
 
 
 class Captured(NamedTuple):
@@ -31,25 +32,43 @@ def bucket(count: int, *, coarse: bool = False) -> int:
 
 
 def pad(batch: Batch, rows: int, context: int, block_size: int, spare: int) -> Batch:
-    """Pad the batch to `rows` sequences and tables of `context` positions; the new sequences use block `spare`."""
-    extra, blocks = rows - len(batch.ids), -(-context // block_size)
+    """Pad the batch to `rows` sequences of `max_len` tokens each, and tables of `context` positions; the new
+    sequences use block `spare`."""
+    each, blocks = batch.max_len, -(-context // block_size)
+    extra = rows - len(batch.context_lens)
 
-    def grow(x: torch.Tensor, value: int) -> torch.Tensor:
-        return torch.cat((x, x.new_full((extra, *x.shape[1:]), value)))
+    def grow(x: torch.Tensor, value: int, count: int = extra) -> torch.Tensor:
+        return torch.cat((x, x.new_full((count, *x.shape[1:]), value)))
 
     tables = torch.nn.functional.pad(batch.block_tables, (0, blocks - batch.block_tables.shape[1]))
     return Batch(
-        ids=grow(batch.ids, 0),
-        positions=grow(batch.positions, 0),
-        slots=grow(batch.slots, spare * block_size),
-        cu_seqlens=torch.arange(rows + 1, dtype=torch.int32, device=batch.ids.device),
-        context_lens=grow(batch.context_lens, 1),
+        ids=grow(batch.ids, 0, extra * each),
+        positions=grow(batch.positions, 0, extra * each),
+        slots=grow(batch.slots, spare * block_size, extra * each),
+        cu_seqlens=torch.arange(0, (rows + 1) * each, each, dtype=torch.int32, device=batch.ids.device),
+        context_lens=grow(batch.context_lens, each),
         block_tables=grow(tables, spare),
-        max_len=1,
+        max_len=each,
         max_context=context,
-        num_decodes=rows,
-        decode_context=context,
+        num_decodes=rows if each == 1 else 0,
+        decode_context=context if each == 1 else 0,
     )
+
+
+class Uniform(NamedTuple):
+    """Sequences of different numbers of new tokens, padded to `each`. [S, each], host arrays."""
+
+    positions: np.ndarray  # of padding: that of the first token, any that the model has
+    real: np.ndarray  # bool
+    context_lens: np.ndarray  # [S]: as if the padding were tokens too, since the last query sits at the end
+
+
+def uniform(cu_seqlens: np.ndarray, context_lens: np.ndarray, each: int) -> Uniform:
+    """Pad every sequence to `each` tokens."""
+    lengths = np.diff(cu_seqlens)
+    starts, column = (context_lens - lengths)[:, None], np.arange(each)
+    real = column < lengths[:, None]
+    return Uniform(np.where(real, starts + column, starts), real, starts[:, 0] + each)
 
 
 def addresses(model: torch.nn.Module) -> list[int]:
@@ -57,12 +76,12 @@ def addresses(model: torch.nn.Module) -> list[int]:
 
 
 class GraphDecode:
-    """The forward of a batch with one token per sequence, as a graph replay. Satisfies runner.Forward."""
+    """The forward of a batch of sequences with equally many new tokens, as a graph replay. Satisfies runner.Forward."""
 
     def __init__(self, model: torch.nn.Module, kv: PagedKV, max_model_len: int) -> None:
         self.model, self.kv, self.max_model_len = model, kv, max_model_len
         self.spare = kv.num_blocks - 1
-        self.captured: dict[tuple[int, int], Captured] = {}
+        self.captured: dict[tuple[int, int, int], Captured] = {}  # by sequences, tokens of each, and context
         self.memory = torch.cuda.graph_pool_handle()
         self._addresses = addresses(model)
 
@@ -72,12 +91,12 @@ class GraphDecode:
         return self._addresses == addresses(self.model)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        rows = bucket(len(batch.ids))
+        rows, each = bucket(len(batch.context_lens)), batch.max_len
         context = min(bucket(batch.max_context, coarse=True), self.max_model_len)
         padded = pad(batch, rows, context, self.kv.block_size, self.spare)
-        found = self.captured.get((rows, context))
+        found = self.captured.get((rows, each, context))
         if found is None:
-            found = self.captured[rows, context] = self._capture(padded)
+            found = self.captured[rows, each, context] = self._capture(padded)
         for into, new in zip(found.batch, padded, strict=True):
             if isinstance(into, torch.Tensor) and isinstance(new, torch.Tensor):
                 into.copy_(new)
@@ -97,5 +116,5 @@ class GraphDecode:
         return Captured(graph, batch, hidden)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        hidden: torch.Tensor = self.model(batch.ids, batch.positions, batch.cu_seqlens, 1, self.kv).hidden
+        hidden: torch.Tensor = self.model(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len, self.kv).hidden
         return hidden

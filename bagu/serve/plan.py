@@ -2,19 +2,24 @@
 
 Prefill and decode have the same form: a slice is the next tokens of a sequence whose KV is not computed yet. A token is
 sampled after a slice that includes the last known token; after a chunk of a long prompt it is not.
+
+With speculation (serve/speculation) a slice may end with drafted tokens: guesses of what follows the last known token.
+A token is sampled after each of them too, and the sampled tokens are kept up to the first that differs from its draft.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from bagu.serve.kv.blocks import Table
 from bagu.serve.request import Request
 
-__all__ = ["LATE", "Draft", "Plan", "Sequence", "Slice"]
+__all__ = ["LATE", "NO_DRAFT", "Plan", "PlanBuilder", "Sequence", "Slice"]
 
 LATE = -1  # placeholder in `Plan.ids` for a token that the previous plan has not sampled yet
+NO_DRAFT = -1  # in `Plan.next_drafts`, where no drafted token follows
 
 
 class Sequence:
@@ -71,6 +76,7 @@ class Slice(NamedTuple):
     start: int
     length: int
     samples: bool  # whether it includes the last known token, so that the next one is sampled from its last row
+    drafts: Seq[int] = ()  # its last tokens, if they are drafted: a token is sampled before and after each of them
 
     @property
     def scored(self) -> range:
@@ -88,7 +94,8 @@ class Slice(NamedTuple):
 class Plan:
     """One step, as host lists. T = tokens, S = slices, N = samples.
 
-    Slices of one token come first (`num_decodes` of them), so that decodes can run as one batch of equal shape.
+    Slices of one token come first (`num_decodes` of them), so that decodes can run as one batch of equal shape, then
+    those with drafts, then chunks of prompts.
     `block_tables` are the scheduler's own lists, not copies: read them before the next `plan()`. An engine
     that keeps block tables on the device writes `table_writes` to rows `table_rows` instead, a few entries a step.
     """
@@ -104,14 +111,25 @@ class Plan:
     table_writes: list[tuple[int, int, int]]  # (table_row, entry, block): changes since the last plan
     sampled: list[Sequence]  # [N]: sequences to sample; the n choices of one prompt share a row for their first token
     sample_rows: list[int]  # [N]: rows of T
+    next_drafts: list[int]  # [N]: the drafted token that follows the row, or NO_DRAFT
     late: list[tuple[int, int]]  # (row of T, index among the previous plan's samples), where ids is LATE
     num_decodes: int
+    num_drafts: int  # drafted tokens
+    num_prompts: int  # slices of prompts
     max_len: int
     max_context: int
 
     @property
     def num_tokens(self) -> int:
         return len(self.ids)
+
+    def drafts_before(self) -> list[list[int]]:
+        """[N]: the drafted tokens between the last known token of a sequence and the sampled one."""
+        before: list[list[int]] = []
+        for i, (sequence, row) in enumerate(zip(self.sampled, self.sample_rows, strict=True)):
+            follows = i and sequence is self.sampled[i - 1] and row == self.sample_rows[i - 1] + 1
+            before.append([*before[-1], self.next_drafts[i - 1]] if follows else [])
+        return before
 
     @property
     def block_tables(self) -> list[list[int]]:
@@ -120,10 +138,11 @@ class Plan:
 
 
 @dataclass(kw_only=True, slots=True)
-class Draft:
+class PlanBuilder:
     """The slices of a plan under construction."""
 
     decodes: list[Slice] = field(default_factory=list)
+    verified: list[Slice] = field(default_factory=list)  # with drafts
     chunks: list[Slice] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
@@ -131,24 +150,26 @@ class Draft:
         """Flatten the slices into a plan, and mark their sequences as planned."""
         # Longest first: a GPU that starts long sequences last waits for them at the end. On an H200, 256 sequences of
         # 100 to 2,000 tokens are read at 0.94 of copy bandwidth in any order, and at 0.99 in this one.
-        slices = sorted(self.decodes, key=lambda s: -s.start) + self.chunks
+        slices = sorted(self.decodes, key=lambda s: -s.start) + self.verified + self.chunks
         ids: list[int] = []
         positions: list[int] = []
         cu_seqlens = [0]
         context_lens: list[int] = []
         sampled: list[Sequence] = []
         sample_rows: list[int] = []
+        next_drafts: list[int] = []
         late: list[tuple[int, int]] = []
-        for sequence, start, length, samples in slices:
+        for sequence, start, length, samples, drafts in slices:
             end = start + length
-            if length == 1:
-                positions.append(start)
+            if length == 1 or drafts:
+                positions.extend(range(start, end))
                 tokens = sequence.tokens
                 if start < len(tokens):
                     ids.append(tokens[start])
                 else:
                     late.append((len(ids), sequence.late_at))
                     ids.append(LATE)
+                ids.extend(drafts)
             else:
                 positions.extend(range(start, end))
                 ids.extend(sequence.tokens[start:end])
@@ -156,12 +177,18 @@ class Draft:
             context_lens.append(end)
             sequence.planned = end
             sequence.in_flight += 1
-            if samples:
+            if drafts:
+                sequence.pending += length
+                sampled.extend([sequence] * length)
+                sample_rows.extend(range(len(ids) - length, len(ids)))
+                next_drafts.extend((*drafts, NO_DRAFT))
+            elif samples:
                 for choice in (sequence, *sequence.forks) if sequence.forks else (sequence,):
                     choice.late_at = len(sampled)
                     choice.pending += 1
                     sampled.append(choice)
                     sample_rows.append(len(ids) - 1)
+                    next_drafts.append(NO_DRAFT)
         return Plan(
             number=number,
             slices=slices,
@@ -174,8 +201,11 @@ class Draft:
             table_writes=table_writes,
             sampled=sampled,
             sample_rows=sample_rows,
+            next_drafts=next_drafts,
             late=late,
             num_decodes=len(self.decodes),
-            max_len=max(s.length for s in self.chunks) if self.chunks else 1,
+            num_drafts=sum(len(s.drafts) for s in self.verified),
+            num_prompts=len(self.chunks),
+            max_len=max((s.length for s in (*self.verified, *self.chunks)), default=1),
             max_context=max(context_lens),
         )

@@ -1,8 +1,9 @@
 """The model runner: it turns a plan's host lists into tensors and runs the model on them.
 
 A step is one forward of the packed new tokens of all sequences, prompts and decodes together, by `Transformer.forward`.
-Two kinds of steps have a faster equivalent: decodes on a GPU replay a CUDA graph (graphs.py), and decodes on a CPU are
-one call of C++ where that computes the model's layers (cpu/match.py).
+Two kinds of steps have a faster equivalent: decodes and verified drafts on a GPU replay a CUDA graph (graphs.py), and
+decodes, verified drafts and short prompts on a CPU are one call of C++ where that computes the model's layers
+(cpu/match.py).
 
 With a mesh, `model` is this rank's part of a divided model (parallel/inference.py): every rank runs the plan that
 tp/lead.py sends, and the logits are gathered.
@@ -30,12 +31,13 @@ from bagu.serve.cpu.dataflow import Mismatch
 from bagu.serve.cpu.invariant_decode import InvariantDecode
 from bagu.serve.cpu.match import match
 from bagu.serve.cpu.quantize import int8, merged, quantized
-from bagu.serve.graphs import GraphDecode
+from bagu.serve.graphs import GraphDecode, bucket, uniform
 from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
 
 __all__ = ["Forward", "Runner", "RunnerOutput"]
 
+SHORT_STEP = 128  # tokens of a step that C++ computes, if a sequence has several; longer ones gain little or lose
 Forward = Callable[[Batch], torch.Tensor]  # returns the hidden states [T, D]
 Project = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]  # logits, and their argmax or None
 
@@ -72,7 +74,7 @@ class Runner:
         self.model = quantized(model) if rounds else model
         self.project: Project
         self.decode: Forward | None = None  # a CUDA graph for steps with one token per sequence
-        self.compiled: CompiledDecode | InvariantDecode | None = None  # C++ for the same steps
+        self.compiled: CompiledDecode | InvariantDecode | None = None  # C++ for the same steps, and other short ones
         self.mismatch: Mismatch | None = None  # why the C++ does not support this model, if the machine could use it
         if self.device.type == "cuda" and self.config.cuda_graphs:
             if self.graphs is None or not self.graphs.current:
@@ -109,15 +111,33 @@ class Runner:
             if not 0 <= block < self.kv.num_blocks:  # kernels use this table without a bounds check
                 raise CacheError(f"a block table names block {block}, and the pool has 0 to {self.kv.num_blocks - 1}")
             self.tables[row, entry] = block
-        if self.compiled is not None and plan.max_len == 1:
+        if self.compiled is not None and self.is_short(plan):
             hidden = self.compiled(self.decodes(plan, late))
         else:
-            batch = self.batch(plan, late)
-            hidden = self.decode(batch) if self.decode is not None and batch.max_len == 1 else self.forward(batch)
+            hidden = self.layers(plan, late)
         rows = plan.sample_rows
         all_rows = len(rows) == len(plan.ids) and rows == list(range(len(rows)))
         sampled = hidden if all_rows else hidden.index_select(0, *self.to_device(np.array(rows, dtype=np.int64)))
         return RunnerOutput(hidden, sampled, *self.project(sampled))
+
+    def is_short(self, plan: Plan) -> bool:
+        """Whether the C++ step computes this plan, if there is one. In invariant mode it leaves prompts to the forward:
+        it keeps a list of calls for each number of tokens, and prompts have many."""
+        if plan.max_len == 1:
+            return True
+        return plan.num_tokens <= SHORT_STEP and not (self.config.invariant and plan.num_prompts)
+
+    def layers(self, plan: Plan, late: torch.Tensor | None) -> torch.Tensor:
+        """The hidden states [T, D] by a CUDA graph if there is one for such steps, or by `Transformer.forward`."""
+        if self.decode is None or plan.num_prompts:
+            return self.forward(self.batch(plan, late))
+        if plan.max_len == 1:
+            return self.decode(self.batch(plan, late))
+        each = bucket(plan.max_len)
+        if plan.max_context + each > self.tables.shape[1] * self.kv.block_size:  # the padding would leave the tables
+            return self.forward(self.batch(plan, late))
+        batch, rows = self.uniform_batch(plan, late, each)
+        return self.decode(batch).index_select(0, rows)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         self.kv.load(batch)
@@ -125,12 +145,16 @@ class Runner:
         return hidden
 
     def decodes(self, plan: Plan, late: torch.Tensor | None) -> Decodes:
-        """The arrays of a plan with one token per sequence."""
-        new = np.array((plan.ids, plan.context_lens, plan.table_rows))
+        """The plan as arrays with an entry per token."""
+        if plan.max_len == 1:
+            new = np.array((plan.ids, plan.context_lens, plan.table_rows))
+        else:
+            rows = np.array(plan.table_rows).repeat(np.diff(plan.cu_seqlens))
+            new = np.stack((np.array(plan.ids), np.array(plan.positions) + 1, rows))
         for row, which in plan.late:
             assert late is not None, "a plan with late tokens needs the tokens of the previous plan"
             new[0, row] = late[which]
-        return Decodes(new, self.tables)
+        return Decodes(new, self.tables, plan.max_len > 1)
 
     def batch(self, plan: Plan, late: torch.Tensor | None) -> Batch:
         """The plan as tensors on the device."""
@@ -164,6 +188,30 @@ class Runner:
             num_decodes=n,
             decode_context=max(plan.context_lens[:n], default=0),
         )
+
+    def uniform_batch(self, plan: Plan, late: torch.Tensor | None, each: int) -> tuple[Batch, torch.Tensor]:
+        """The plan with every sequence padded to `each` tokens, and the rows of its own tokens among them."""
+        B, spare = self.kv.block_size, self.kv.num_blocks - 1  # no table has the last block (engine.py)
+        lengths, rows = np.array(plan.context_lens), np.array(plan.table_rows)
+        positions, real, lengths = uniform(np.array(plan.cu_seqlens), lengths, each)
+        slots = self.tables[rows[:, None], positions // B] * np.int64(B) + positions % B
+        words, own = np.zeros(real.shape, dtype=np.int64), np.flatnonzero(real)
+        words[real] = plan.ids
+        longest = int(lengths.max())
+        offsets = np.arange(0, words.size + 1, each, dtype=np.int32)
+        ids, places, into, kept = self.to_device(
+            words.ravel(), positions.ravel(), np.where(real, slots, spare * B).ravel(), own
+        )
+        cu_seqlens, context_lens, block_tables = self.to_device(
+            offsets, lengths.astype(np.int32), self.tables[rows, : -(-longest // B)]
+        )
+        if plan.late:
+            assert late is not None, "a plan with late tokens needs the tokens of the previous plan"
+            which = np.array(plan.late, dtype=np.int64)
+            where, source = self.to_device(own[which[:, 0]], which[:, 1])
+            ids.index_copy_(0, where, late.index_select(0, source))
+        batch = Batch(ids, places, into, cu_seqlens, context_lens, block_tables, each, longest, 0, 0)
+        return batch, kept
 
     def to_device(self, *values: np.ndarray) -> list[torch.Tensor]:
         """Move host arrays of one dtype to the model's device; to a GPU with one async copy from pinned memory."""

@@ -116,11 +116,12 @@ class Sampler:
             return SamplerOutput(self._argmax(step), None, prompts)
         states = self._states
         slots = np.array([SPARE if s.finished else states[s.request.id].slots[s.index] for s in plan.sampled])
-        changed = self._changes(plan) if self._adjusted else None
+        before = plan.drafts_before() if plan.num_drafts else [[] for _ in plan.sampled]
+        changed = self._changes(plan, before) if self._adjusted else None
         if changed is None and self._slots.greedy(slots):
             tokens = self._argmax(step)
         else:
-            lengths = np.array([len(s.tokens) for s in plan.sampled])
+            lengths = np.array([len(s.tokens) + len(drafts) for s, drafts in zip(plan.sampled, before, strict=True)])
             parameters = self._slots.parameters(slots, lengths)
             tokens = sample(step.logits, parameters, changed, self.runner.to_device)
         return SamplerOutput(tokens, self._logprobs(plan, step, tokens), prompts)
@@ -142,12 +143,12 @@ class Sampler:
     def _argmax(self, step: RunnerOutput) -> torch.Tensor:
         return argmax(step.logits) if step.argmax is None else step.argmax
 
-    def _changes(self, plan: Plan) -> Changes | None:
-        """The logits that bias, penalties and masks change."""
+    def _changes(self, plan: Plan, before: list[list[int]]) -> Changes | None:
+        """The logits that bias, penalties and masks change. `before`: the drafts between a sequence and its sample."""
         rows = [
-            Row(s.request.sampling, s.tokens, s.num_prompt, self.eos_ids)
+            Row(s.request.sampling, s.tokens + drafts if drafts else s.tokens, s.num_prompt, self.eos_ids)
             if s.request.id in self._adjusted and not s.finished else None
-            for s in plan.sampled
+            for s, drafts in zip(plan.sampled, before, strict=True)
         ]  # fmt: skip
         return changes(rows, self._slots.vocab_size)
 

@@ -21,6 +21,11 @@ be used any more.
 Two plans may be in flight: `plan()` may be called once more before the last plan is committed. Tokens that are not
 sampled yet are LATE in the new plan. A sequence that turns out to be finished has computed one token too many. Blocks
 return to the pool when the last plan that uses them is committed.
+
+With speculation a sequence may get drafted tokens after its last known one (speculation/speculator.py). Its next
+position depends on how many of them are accepted, so a plan with drafts is committed before the next one is made.
+Drafts take blocks that are available, and preempt nobody. A block is registered in the prefix cache when the tokens
+that fill it are sampled, so a rejected draft is never in it: its position is written again by the sampled token.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from itertools import count
 from operator import attrgetter
@@ -36,8 +42,9 @@ from bagu.errors import ArgumentError
 from bagu.serve.audit import audit
 from bagu.serve.kv.blocks import Blocks, Table
 from bagu.serve.limits import SchedulerConfig, check_servable
-from bagu.serve.plan import Draft, Plan, Sequence, Slice
+from bagu.serve.plan import NO_DRAFT, Plan, PlanBuilder, Sequence, Slice
 from bagu.serve.request import Finish, Request, TokenEvent, TokenLogprob
+from bagu.serve.speculation.speculator import Candidate, Speculator
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -48,8 +55,8 @@ RANK = attrgetter("rank")
 class Scheduler:
     """Turns requests into plans, and the sampled tokens of a plan into events."""
 
-    def __init__(self, config: SchedulerConfig, blocks: Blocks) -> None:
-        self.config, self.blocks = config, blocks
+    def __init__(self, config: SchedulerConfig, blocks: Blocks, speculator: Speculator | None = None) -> None:
+        self.config, self.blocks, self.speculator = config, blocks, speculator
         self.running: list[Sequence] = []  # by rank: they hold a table and a row of the block tables
         self.waiting: list[Sequence] = []  # by rank: they hold no blocks
         self.requests: dict[str, list[Sequence]] = {}  # unfinished choices, including those that are not forked yet
@@ -101,25 +108,26 @@ class Scheduler:
 
         Every plan must be run, in order: later plans read the KV that it writes.
         """
-        if len(self.in_flight) >= MAX_IN_FLIGHT:
+        if len(self.in_flight) >= MAX_IN_FLIGHT or any(plan.num_drafts for plan in self.in_flight):
             return None
-        draft = Draft()
+        builder = PlanBuilder()
         spare = self._step_tokens - len(self.running)
         preempted = self.preemptions
-        spare = self._advance(draft, spare)
+        spare = self._advance(builder, spare, self._drafts(spare))
         if preempted == self.preemptions:  # after a preemption its blocks are for the running sequences, not a new one
-            self._admit(draft, spare)
-        if not draft.decodes and not draft.chunks:
+            self._admit(builder, spare)
+        if not builder.decodes and not builder.verified and not builder.chunks:
             return None
         writes, self._writes = self._writes, []
-        plan = draft.finish(next(self._number), writes)
+        plan = builder.finish(next(self._number), writes)
         self.in_flight.append(plan)
         return plan
 
     def commit(
         self, plan: Plan, tokens: Seq[int], logprobs: Seq[TokenLogprob | None] | None = None
     ) -> list[TokenEvent]:
-        """Record that a plan was run and sampled `tokens`, one for each of `plan.sampled`. Returns their events.
+        """Record that a plan was run and sampled `tokens`, one for each of `plan.sampled`. Returns their events. What
+        was sampled after a rejected draft is ignored.
 
         On return, sequences that finish here or were aborted while the plan was in flight have released their blocks.
         """
@@ -131,11 +139,17 @@ class Scheduler:
             raise ArgumentError(f"{len(tokens)} tokens for a plan that samples {len(plan.sampled)}")
         self.in_flight.popleft()
         events = [event for piece in plan.slices if (event := self._commit_slice(piece)) is not None]
-        for i, (sequence, token) in enumerate(zip(plan.sampled, tokens, strict=True)):
+        rejected: Sequence | None = None
+        for i, (sequence, token, draft) in enumerate(zip(plan.sampled, tokens, plan.next_drafts, strict=True)):
             sequence.pending -= 1
-            if not sequence.finished:
-                detail = logprobs[i] if logprobs is not None else None
-                events.append(self._append_token(sequence, token, detail))
+            if sequence.finished or sequence is rejected:
+                continue
+            detail = logprobs[i] if logprobs is not None else None
+            events.append(self._append_token(sequence, token, detail))
+            if token == draft:
+                self._accept_draft(sequence)
+            elif draft != NO_DRAFT:
+                rejected = sequence
         return events
 
     def cancel(self, plan: Plan) -> None:
@@ -171,7 +185,24 @@ class Scheduler:
         holders = {s.sequence for plan in self.in_flight for s in plan.slices} | set(self.running)
         audit(self.config, self.blocks, holders, self.running, self.waiting, self.requests, self._free_rows)
 
-    def _advance(self, draft: Draft, spare: int) -> int:
+    def _drafts(self, spare: int) -> Mapping[Sequence, Seq[int]]:
+        """Drafts for running sequences whose next slice would be one token, at most `spare` in all."""
+        if self.speculator is None:
+            return {}
+        candidates = []
+        for sequence in self.running:
+            start, table = sequence.planned, sequence.table
+            if start + 1 == len(sequence.tokens) + sequence.pending and not sequence.forks and table is not None:
+                candidates.append(Candidate(sequence, min(sequence.end - start - 1, self._draft_room(table, start))))
+        return self.speculator.drafts(candidates, len(self.running), spare)
+
+    def _draft_room(self, table: Table, start: int) -> int:
+        """How many drafts may follow position `start`: in blocks that the table has, or that would be left if every
+        running sequence took one more."""
+        blocks = len(table.blocks) + max(self.blocks.available - len(self.running), 0)
+        return max(blocks * self.blocks.block_size - start - 1, 0)
+
+    def _advance(self, builder: PlanBuilder, spare: int, drafts: Mapping[Sequence, Seq[int]]) -> int:
         """Plan the next tokens of the running sequences, by rank; returns the rest of the token budget."""
         running, cap, B, i = self.running, self.config.max_prefill_chunk, self.blocks.block_size, 0
         while i < len(running):  # preemption removes sequences from the end
@@ -185,21 +216,30 @@ class Scheduler:
             table = sequence.table
             assert table is not None
             if table.shared or start + length > len(table.blocks) * B:
-                length = self._make_room(draft, sequence, table, length)
+                length = self._make_room(builder, sequence, table, length)
                 if not length:
                     continue
+            drafted = drafts.get(sequence, ()) if todo == 1 else ()
+            if drafted:
+                drafted = drafted[: self._draft_room(table, start)]  # less than for `_drafts`, if others took blocks
+                self._reserve(builder, sequence, table, start + 1 + len(drafted))
+            samples = start + length == known and sequence.draws
+            length += len(drafted)
             spare -= length - 1
-            self._add_slice(draft, table, Slice(sequence, start, length, start + length == known and sequence.draws))
+            self._add_slice(builder, table, Slice(sequence, start, length, samples, drafted))
         return spare
 
-    def _add_slice(self, draft: Draft, table: Table, piece: Slice) -> None:
-        if piece.length == 1:  # its token may be LATE, so a block that it fills is registered in `commit`
-            draft.decodes.append(piece)
+    def _add_slice(self, builder: PlanBuilder, table: Table, piece: Slice) -> None:
+        if piece.drafts:
+            builder.verified.append(piece)
             return
-        draft.chunks.append(piece)
+        if piece.length == 1:  # its token may be LATE, so a block that it fills is registered in `commit`
+            builder.decodes.append(piece)
+            return
+        builder.chunks.append(piece)
         self.blocks.register(table, piece.sequence.tokens, piece.sequence.keys, piece.start + piece.length)
 
-    def _make_room(self, draft: Draft, sequence: Sequence, table: Table, length: int) -> int:
+    def _make_room(self, builder: PlanBuilder, sequence: Sequence, table: Table, length: int) -> int:
         """Reserve blocks for the next `length` tokens, preempting lower ranks. Returns how many tokens have room."""
         start = sequence.planned
         while self.blocks.blocks_needed(table, start, start + length) > self.blocks.available:
@@ -209,18 +249,18 @@ class Scheduler:
                 break
             self._preempt(victim)
         if length:
-            self._reserve(draft, sequence, table, start + length)
+            self._reserve(builder, sequence, table, start + length)
         return length
 
-    def _reserve(self, draft: Draft, sequence: Sequence, table: Table, upto: int) -> None:
+    def _reserve(self, builder: PlanBuilder, sequence: Sequence, table: Table, upto: int) -> None:
         start, before = sequence.planned, len(table.blocks)
         copy = self.blocks.reserve(table, start, upto)
         if copy is not None:
-            draft.copies.append(copy)
+            builder.copies.append(copy)
             self._writes.append((sequence.table_row, start // self.blocks.block_size, copy[1]))
         self._writes.extend((sequence.table_row, at, table.blocks[at]) for at in range(before, len(table.blocks)))
 
-    def _admit(self, draft: Draft, spare: int) -> None:
+    def _admit(self, builder: PlanBuilder, spare: int) -> None:
         """Start waiting sequences, by rank, while there are tokens, rows and blocks for the first of the queue."""
         cap, B = self.config.max_prefill_chunk, self.blocks.block_size
         while self.waiting and spare > 0:
@@ -245,10 +285,10 @@ class Scheduler:
             room = self.blocks.positions_available(table, start)
             length = min(known - start, spare, known if cap is None else cap, room)
             assert length > 0, "admitted a sequence without room for a token"
-            self._reserve(draft, sequence, table, start + length)
+            self._reserve(builder, sequence, table, start + length)
             spare -= length
             samples = start + length == len(sequence.tokens) and sequence.draws
-            self._add_slice(draft, table, Slice(sequence, start, length, samples))
+            self._add_slice(builder, table, Slice(sequence, start, length, samples))
 
     def _begin(self, sequence: Sequence, hits: list[int], dead: int) -> None:
         """Start to run a sequence, with the blocks `hits` of the prefix cache at the beginning of its table."""
@@ -273,15 +313,17 @@ class Scheduler:
     def _commit_slice(self, piece: Slice) -> TokenEvent | None:
         """Record that a slice's KV is computed: register full blocks, release blocks outside the window, fork. Returns
         an event if this ends the choice: with max_tokens = 0 it ends without a token."""
-        sequence, start, length, samples = piece
+        sequence, start, length, samples, drafts = piece
         sequence.in_flight -= 1
         if sequence.finished:
             if not sequence.in_flight:
                 self._release(sequence)
             return None
-        computed = sequence.computed = start + length
+        computed = sequence.computed = start + length - len(drafts)
         table = sequence.table
         assert table is not None
+        if drafts:
+            sequence.planned = computed  # the drafts that are accepted add to it
         if computed // self.blocks.block_size > table.registered:
             self.blocks.register(table, sequence.tokens, sequence.keys, computed)
         if self.config.window is not None:
@@ -294,6 +336,18 @@ class Scheduler:
             return None
         self._finish(sequence)
         return TokenEvent(sequence.request.id, sequence.index, None, None, None, "length", None, sequence.cached or 0)
+
+    def _accept_draft(self, sequence: Sequence) -> None:
+        """The last token of the sequence was drafted: its KV is computed already."""
+        assert self.speculator is not None
+        self.speculator.accepted_tokens += 1
+        table = sequence.table
+        if sequence.finished or table is None:
+            return
+        sequence.computed += 1
+        sequence.planned = sequence.computed
+        if sequence.computed // self.blocks.block_size > table.registered:
+            self.blocks.register(table, sequence.tokens, sequence.keys, sequence.computed)
 
     def _fork(self, sequence: Sequence, table: Table) -> None:
         for child in sequence.forks:
@@ -326,6 +380,8 @@ class Scheduler:
     def _finish(self, sequence: Sequence) -> None:
         """Remove a sequence from the queues; release it unless a plan in flight still uses it."""
         sequence.finished = True
+        if self.speculator is not None:
+            self.speculator.forget(sequence)
         choices = self.requests[sequence.request.id]
         choices.remove(sequence)
         if not choices:

@@ -27,3 +27,6 @@ class EngineStats:
     preemptions: int
     prefix_queries: int  # tokens looked up in the prefix cache
     prefix_hits: int  # tokens found there
+    drafts: int = 0  # drafts verified, each of one or more tokens
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # of draft_tokens

@@ -100,7 +100,8 @@ def test_a_block_outside_the_pool_is_refused_in_a_table(block: int) -> None:
     runner = Runner(model, PagedKV(model.config, 3, 4), EngineConfig(max_num_seqs=2), 8)
     plan = Plan(
         number=0, slices=[], copies=[], ids=[5], positions=[0], cu_seqlens=[0, 1], context_lens=[1], table_rows=[0],
-        table_writes=[(0, 0, block)], sampled=[], sample_rows=[0], late=[], num_decodes=1, max_len=1, max_context=1,
+        table_writes=[(0, 0, block)], sampled=[], sample_rows=[0],
+        next_drafts=[], late=[], num_decodes=1, num_drafts=0, num_prompts=0, max_len=1, max_context=1,
     )  # fmt: skip
     with pytest.raises(CacheError, match=rf"names block {block}, and the pool has 0 to 2"):
         runner.run(plan)

@@ -26,9 +26,9 @@ class Pool(NamedTuple):
     block_size: int
 
 
-def size_pool(model: Transformer, config: EngineConfig) -> Pool:
+def size_pool(model: Transformer, config: EngineConfig, draft: Transformer | None = None) -> Pool:
     """Size the pool, with tp > 1 that of each rank. It has at most as many blocks as `max_num_seqs` sequences of full
-    length can use."""
+    length can use. A draft model has a pool of as many blocks, in the same memory."""
     table = model.embedding.weight
     B = config.block_size or BLOCK_SIZE
     longest = min(model.config.max_len, config.max_model_len or model.config.max_len)
@@ -38,6 +38,8 @@ def size_pool(model: Transformer, config: EngineConfig) -> Pool:
             hint=f"max_model_len is at most {model.config.max_len} for this model",
         )
     each = block_bytes(local_heads(model.config, config.tp), B, cache_dtype(config.kv_dtype, table.dtype))
+    if draft is not None:
+        each += block_bytes(draft.config, B, draft.embedding.weight.dtype)
     useful = config.max_num_seqs * -(-longest // B)
     blocks = config.num_blocks or min(useful, _memory(table.device, config) // each)
     if blocks < 1:

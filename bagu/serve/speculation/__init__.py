@@ -1,0 +1,1 @@
+"""Speculative decoding: drafted tokens that one forward verifies together."""
