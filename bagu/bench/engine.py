@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import torch
 from rich.table import Table
 
 from bagu.bench.engine_peers import PEERS, scripted
-from bagu.bench.engine_timing import Case, Measured, measure_streams, measure_throughput
+from bagu.bench.engine_timing import Case, Measured, measure_in_turn, measure_throughput
 from bagu.bench.harness import RESULTS, Rows, check_peers, table
+from bagu.bench.known_text import Text, counts_upwards
 from bagu.bench.workload import Lengths, Workload
 from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.device import named_device, named_dtype
@@ -26,9 +27,11 @@ from bagu.nn.model import Transformer
 from bagu.nn.presets import preset
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
+from bagu.serve.kv.pool import size_pool
 
 __all__ = ["SHAPES", "main"]
 
+PLAIN = "bagu without drafts"
 LEAST_LEN = 4096  # minimum max_model_len of the engine, as in nano-vllm's benchmark
 
 
@@ -50,6 +53,9 @@ def main(
     repeats: int = 3,
     batch: int = 256,
     max_num_batched_tokens: int | None = None,
+    speculative: bool = False,
+    speculative_tokens: int = 7,
+    text: Text | None = None,
     prefix_cache: bool = True,
     quantization: str | None = None,
     kv_dtype: str = "auto",
@@ -70,6 +76,10 @@ def main(
     `inputs` and `outputs` the workload is nano-vllm's (256 requests, 100-1024 tokens in and out) on a GPU, and 32
     requests of 16-128 tokens on a CPU. `batch` is the engine's max_num_seqs, and the padded batch size of the peer. A
     peer that is a script runs in `peer_environ`, by default in the environment of this process.
+
+    `speculative` drafts by prompt lookup, and times the same engine without drafts in turn, as a peer. `text` is what
+    the streams generate: "edit" repeats the prompt with edits, "new" repeats nothing (known_text.py); it replaces some
+    weights of the shape, so it has no model of `load`.
     """
     where = named_device(device)
     gpu = where.type == "cuda"
@@ -80,13 +90,15 @@ def main(
         inputs=Lengths.parse(inputs or ("100-1024" if gpu else "16-128")),
         outputs=Lengths.parse(outputs or ("100-1024" if gpu else "16-128")),
         shared_prefix=shared_prefix, streams=tuple(streams), prompt=prompt, new=new, repeats=repeats, seed=seed,
+        text=text,
     )  # fmt: skip
-    _check(case, peers)
+    _check(case, peers, loaded=load is not None, speculative=speculative)
     as_dtype = named_dtype(dtype) if dtype else compute_dtype(where)
-    make, name = _maker(shape or ("qwen3_0_6b" if gpu else "cpu_8m"), load, name, where, as_dtype)
+    make, name = _maker(shape or ("qwen3_0_6b" if gpu else "cpu_8m"), load, name, where, as_dtype, text)
     config = EngineConfig(
         max_num_seqs=batch, prefix_cache=prefix_cache, quantization=quantization, kv_dtype=kv_dtype,  # type: ignore[arg-type]
         invariant=invariant, max_num_batched_tokens=max_num_batched_tokens, seed=seed, tp=tp,
+        speculative="ngram" if speculative else None, speculative_tokens=speculative_tokens,
     )  # fmt: skip
     rows = Rows(out, default=RESULTS / "serve", as_json=as_json)
     common = {
@@ -97,7 +109,7 @@ def main(
         reset_device(where)
         model = make()
         common["config"] = asdict(model.config)
-        rows.add(common | _row("bagu", m, where, s) for s, m in _bagu(model, config, case, turn))
+        rows.add(common | _row(who, m, where, s) for who, s, m in _bagu(model, config, case, turn))
         for peer in peers:
             if peer not in PEERS:
                 rows.add(common | row for row in scripted(Path(peer), peer_environ))
@@ -110,7 +122,13 @@ def main(
     return 0
 
 
-def _check(case: Case, peers: Sequence[str]) -> None:
+def _check(case: Case, peers: Sequence[str], *, loaded: bool, speculative: bool) -> None:
+    if (case.text is not None or speculative) and not case.streams:
+        raise ArgumentError("--text or --speculative without --streams", hint="they time decoding: add --streams 1")
+    if case.text is not None and loaded:
+        raise ArgumentError("--text with a model", hint="known text needs weights of its own: use --shape")
+    if case.text not in (None, "edit", "new"):
+        raise UnknownName.among("text", case.text, ("edit", "new"))
     if case.repeats < 1 or any(s < 1 for s in case.streams) or case.prompt < 1 or case.new < 1:
         raise ArgumentError(
             f"streams {list(case.streams)}, prompt {case.prompt}, new {case.new}, repeats {case.repeats}",
@@ -123,7 +141,7 @@ def _check(case: Case, peers: Sequence[str]) -> None:
 
 def _maker(
     shape: str, load: Callable[[], tuple[Transformer, Any, Any]] | None, name: str | None, device: torch.device,
-    dtype: torch.dtype,
+    dtype: torch.dtype, text: Text | None,
 ) -> tuple[Callable[[], Transformer], str]:  # fmt: skip
     """A function that creates the model, and its name in the rows."""
     if load is not None:
@@ -131,21 +149,31 @@ def _maker(
         return lambda: loaded, name or "loaded"
     if shape not in SHAPES:
         raise UnknownName.among("shape", shape, SHAPES)
+    if text is not None:  # a head of its own
+        config = replace(preset(shape), tie_embeddings=False)
+        return lambda: counts_upwards(init_weights(Transformer(config, device=device, dtype=dtype), 0)), shape
     return lambda: init_weights(Transformer(preset(shape), device=device, dtype=dtype), 0), shape
 
 
 def _bagu(
     model: Transformer, config: EngineConfig, case: Case, turn: int
-) -> Iterator[tuple[int | None, Measured]]:  # fmt: skip
+) -> Iterator[tuple[str, int | None, Measured]]:  # fmt: skip
     if case.streams:
         longest = max(case.prompt + case.new + 1, min(LEAST_LEN, model.config.max_len))
-        with closing(Engine(model, None, replace(config, max_model_len=longest))) as engine:
-            yield from measure_streams(engine, case)
+        names, configs = ["bagu"], [replace(config, max_model_len=longest)]
+        if config.speculative is not None:  # two pools in the memory of one
+            share = size_pool(model, configs[0]).num_blocks // 2
+            configs = [replace(c, num_blocks=share) for c in (configs[0], replace(configs[0], speculative=None))]
+            names.append(PLAIN)
+        with ExitStack() as stack:
+            engines = [stack.enter_context(closing(Engine(model, None, c))) for c in configs]
+            for streams, measured in measure_in_turn(engines, case):
+                yield from ((name, streams, m) for name, m in zip(names, measured, strict=True))
         return
     workload, warmup = _workloads(case, model.config.vocab_size, turn, full_warmup=model.embedding.weight.is_cuda)
     longest = max(workload.longest, warmup.longest, min(LEAST_LEN, model.config.max_len))
     with closing(Engine(model, None, replace(config, max_model_len=longest))) as engine:
-        yield None, measure_throughput(engine, workload, warmup)
+        yield "bagu", None, measure_throughput(engine, workload, warmup)
 
 
 def _peer(
@@ -177,7 +205,7 @@ def _row(implementation: str, measured: Measured, device: torch.device, streams:
 def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     heads = (
         "implementation", "streams", "output tokens/s", "all tokens/s", "steps", "step ms", "overhead ms",
-        "prefix hits", "against best peer",
+        "prefix hits", "drafts accepted", "against best peer",
     )  # fmt: skip
     lines = []
     for row in rows:
@@ -188,6 +216,7 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
             row["implementation"], _cell(row["streams"], "{}"), f"{row['tokens_per_s']:,.0f}",
             _cell(total, "{:,.0f}"), _cell(row.get("steps"), "{:,}"), _ms(row.get("step_s")),
             _ms(row.get("overhead_s")), f"{100 * hits / asked:.0f} %" if hits is not None and asked else "–",
+            f"{100 * row['accepted_tokens'] / row['draft_tokens']:.0f} %" if row.get("draft_tokens") else "–",
             f"{row['tokens_per_s'] / max(peers):.2f}×" if peers else "–",
         ))  # fmt: skip
     return table(title, heads, lines)

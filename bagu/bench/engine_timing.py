@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bagu.bench.known_text import Text, known_workload
 from bagu.bench.workload import TEMPERATURE, Lengths, Workload, random_workload, streams_workload
 from bagu.errors import BaguError
 from bagu.serve.engine import Engine
 from bagu.serve.request import Request, Sampling, TokenEvent
 
-__all__ = ["Case", "Measured", "measure_streams", "measure_throughput"]
+__all__ = ["Case", "Measured", "measure_in_turn", "measure_streams", "measure_throughput"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class Case:
     new: int = 128
     repeats: int = 3  # per number of streams; the median is reported
     seed: int = 0
+    text: Text | None = None  # of the streams: known text that repeats or does not; None: random prompts
 
     def workload(self, vocab_size: int, repeat: int) -> Workload:
         return random_workload(
@@ -55,9 +57,16 @@ class Case:
             seed=self.seed + repeat,
         )  # fmt: skip
 
+    def streams_workload(self, streams: int, vocab_size: int, repeat: int) -> Workload:
+        seed = self.seed + 1000 * streams + repeat
+        if self.text is not None:
+            return known_workload(self.text, streams, self.prompt, self.new, vocab_size=vocab_size, seed=seed)
+        return streams_workload(streams, self.prompt, self.new, tokens=vocab_size, seed=seed)
+
     def words(self) -> str:
         if self.streams:
-            return f"decode: {self.new} tokens per stream after a prompt of {self.prompt}, greedy"
+            text = "" if self.text is None else f", text: {self.text}"
+            return f"decode: {self.new} tokens per stream after a prompt of {self.prompt}, greedy{text}"
         shared = f", after {self.shared_prefix} shared tokens" if self.shared_prefix else ""
         return f"{self.requests} requests, {self.inputs} tokens in{shared}, {self.outputs} out, seed {self.seed}"
 
@@ -126,6 +135,9 @@ class Clocked:
             "prefix_queries": stats.prefix_queries - before.prefix_queries,
             "prefix_hits": stats.prefix_hits - before.prefix_hits,
             "blocks": stats.blocks_total,
+            "drafts": stats.drafts - before.drafts,
+            "draft_tokens": stats.draft_tokens - before.draft_tokens,
+            "accepted_tokens": stats.accepted_tokens - before.accepted_tokens,
         }
 
 
@@ -149,22 +161,32 @@ def measure_throughput(engine: Engine, workload: Workload, warmup: Workload) -> 
 def measure_streams(engine: Engine, case: Case) -> list[tuple[int, Measured]]:
     """For each number of streams, the repeat with the median rate, after one warmup. Timing starts when every prompt
     has its first token, and counts the tokens after that."""
-    clocked, found = Clocked(engine), []
+    return [(streams, measured) for streams, (measured,) in measure_in_turn([engine], case)]
+
+
+def measure_in_turn(engines: Sequence[Engine], case: Case) -> list[tuple[int, list[Measured]]]:
+    """`measure_streams` of several engines, which take turns in every repeat."""
+    clocks, found = [Clocked(engine) for engine in engines], []
     for streams in case.streams:
-        runs = []
+        runs: list[list[Measured]] = [[] for _ in engines]
         for repeat in range(case.repeats + 1):
-            clocked.reset()
-            name = f"{streams}-{repeat}"
-            vocab_size, seed = engine.model.config.vocab_size, case.seed + 1000 * streams + repeat
-            clocked.submit(streams_workload(streams, case.prompt, case.new, tokens=vocab_size, seed=seed), 0.0, name)
-            while engine.stats().waiting or any(len(s.tokens) == s.num_prompt for s in engine.scheduler.running):
-                clocked.step()
-            clocked.reset()
-            began, made = time.perf_counter(), 0
-            while engine.has_work:
-                made += clocked.step()
-            took = time.perf_counter() - began
-            runs.append(Measured(seconds=took, output_tokens=made, input_tokens=0, facts=clocked.facts()))
-        counted = sorted(runs[1:], key=lambda run: run.output_tokens / run.seconds)
-        found.append((streams, counted[len(counted) // 2]))
+            for clocked, into in zip(clocks, runs, strict=True):
+                into.append(_decode_run(clocked, case, streams, repeat))
+        ordered = [sorted(r[1:], key=lambda run: run.output_tokens / run.seconds) for r in runs]
+        found.append((streams, [counted[len(counted) // 2] for counted in ordered]))
     return found
+
+
+def _decode_run(clocked: Clocked, case: Case, streams: int, repeat: int) -> Measured:
+    engine = clocked.engine
+    clocked.reset()
+    work = case.streams_workload(streams, engine.model.config.vocab_size, repeat)
+    clocked.submit(work, 0.0, f"{streams}-{repeat}")
+    while engine.stats().waiting or any(len(s.tokens) == s.num_prompt for s in engine.scheduler.running):
+        clocked.step()
+    clocked.reset()
+    began, made = time.perf_counter(), 0
+    while engine.has_work:
+        made += clocked.step()
+    took = time.perf_counter() - began
+    return Measured(seconds=took, output_tokens=made, input_tokens=0, facts=clocked.facts())
