@@ -217,6 +217,10 @@ def serve(
     ] = None,
     num_blocks: Annotated[int | None, Option(help="Size of the KV cache in blocks, instead of bytes.")] = None,
     enable_prefix_caching: PrefixCaching = True,
+    speculative: Annotated[
+        str | None, Option(help="Draft tokens by prompt lookup (ngram), or by the model at this path.")
+    ] = None,
+    speculative_tokens: Annotated[int, Option(help="Maximum drafted tokens per sequence and step.")] = 7,
     invariant: Annotated[bool, Option("--invariant", help="Bitwise equal results at any batch size; slower.")] = False,
     seed: Annotated[int, Option(help="Seed for the requests that do not set one.")] = 0,
     generation_config: Annotated[
@@ -239,7 +243,8 @@ def serve(
             "kv_memory": None if kv_memory is None else parse_bytes(kv_memory), "num_blocks": num_blocks,
             "max_model_len": max_model_len, "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens, "prefix_cache": enable_prefix_caching,
-            "quantization": quantization, "invariant": invariant, "seed": seed, "tp": tp,
+            "quantization": quantization, "invariant": invariant, "seed": seed, "tp": tp, "speculative": speculative,
+            "speculative_tokens": speculative_tokens,
         },
         server={
             "host": host, "port": port, "api_key": api_key, "served_model_name": served_model_name or (),
@@ -386,6 +391,15 @@ def bench_engine(
     outputs: Annotated[str | None, Option(help="Range of output lengths, e.g. 100-1024.")] = None,
     shared_prefix: SharedPrefix = 0,
     streams: Annotated[list[int] | None, Option(help="Time decoding with this many streams; repeatable.")] = None,
+    new: Annotated[int, Option(help="Decoded tokens per stream.")] = 128,
+    prompt: Annotated[int, Option(help="Prompt tokens per stream.")] = 64,
+    speculative: Annotated[
+        bool, Option("--speculative", help="Draft by prompt lookup, and time the same without drafts.")
+    ] = False,
+    speculative_tokens: Annotated[int, Option(help="Maximum drafted tokens per sequence and step.")] = 7,
+    text: Annotated[
+        str | None, Option(help="What streams generate: edit (repeats the prompt with edits), or new.")
+    ] = None,
     batch: Annotated[int, Option(help="Maximum number of sequences that run at once.")] = 256,
     prefix_caching: PrefixCaching = True,
     quantization: Annotated[str | None, Option(help="int8; CPU only.")] = None,
@@ -407,7 +421,8 @@ def bench_engine(
     load = None if model is None else Loader(model=model, dtype=dtype or "auto", device=device)
     status = part.main(
         shape, load=load, name=model, requests=requests, inputs=inputs, outputs=outputs,
-        shared_prefix=shared_prefix, streams=streams or (), batch=batch, prefix_cache=prefix_caching,
+        shared_prefix=shared_prefix, streams=streams or (), prompt=prompt, new=new, speculative=speculative,
+        speculative_tokens=speculative_tokens, text=text, batch=batch, prefix_cache=prefix_caching,  # type: ignore[arg-type]
         quantization=quantization, kv_dtype=kv_dtype, invariant=invariant, tp=tp, dtype=dtype, peers=peer or (),
         peer_environ=user_environ, rounds=rounds, device=device, out=out, as_json=as_json,
     )  # fmt: skip

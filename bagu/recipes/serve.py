@@ -68,7 +68,14 @@ def serve_main(
         engine = {**engine, "device": loader.device or "auto"}
         loader = replace(loader, on_host=True)
     threads = max(1, ((os.cpu_count() or 2) - 1) // max(tp, 1))  # one core is left for the HTTP server and tokenizer
-    main(Path(model).name or model, load=loader, config=EngineConfig(threads=threads, **engine), **server)
+    config = EngineConfig(threads=threads, **engine)
+    draft = config.draft_model
+    if draft is not None:
+        find_model(draft)
+    main(
+        Path(model).name or model, load=loader, config=config,
+        load_draft=None if draft is None else replace(loader, model=draft, tokenizer=None), **server,
+    )  # fmt: skip
 
 
 def chat_main(

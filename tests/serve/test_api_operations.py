@@ -89,6 +89,8 @@ def test_metrics_count_requests_and_tokens(client: openai.OpenAI, tiny: Running)
     assert [value(n) - b for n, b in zip(names, before, strict=True)] == [5, 1, 1, 4, 1]
     assert value("vllm:num_requests_running") == 0
     assert 'handler="/v1/completions"' in get(tiny, "/metrics").text
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        assert f"# TYPE vllm:spec_decode_num_{name}_total counter" in get(tiny, "/metrics").text
     for line in get(tiny, "/metrics").text.splitlines():
         assert re.fullmatch(r'# (HELP|TYPE) .+|[a-z0-9_:]+(\{([a-z_]+="[^"]*",?)+\})? [-+0-9.e]+', line), line
 

@@ -231,6 +231,8 @@ def engine_state(stats: EngineStats, metrics: Metrics, last: int) -> dict[str, A
         "ttft_ms_p50": None if server_s is None else 1e3 * server_s,
         "engine_ttft_ms_p50": None if engine_s is None else 1e3 * engine_s,
         "prefix_hit_percent": 100 * stats.prefix_hits / queries if queries else None,
+        "draft_accept_percent": 100 * stats.accepted_tokens / stats.draft_tokens if stats.draft_tokens else None,
+        "tokens_per_draft": 1 + stats.accepted_tokens / stats.drafts if stats.drafts else None,
         "generated_tokens": stats.generated_tokens, "steps": stats.steps,
         "blocks": {
             "total": stats.blocks_total, "used": stats.blocks_used, "cached": stats.blocks_cached,

@@ -42,6 +42,12 @@ class Gauges(Protocol):
     def prefix_queries(self) -> int: ...
     @property
     def prefix_hits(self) -> int: ...
+    @property
+    def drafts(self) -> int: ...
+    @property
+    def draft_tokens(self) -> int: ...
+    @property
+    def accepted_tokens(self) -> int: ...
 
 
 class Histogram:
@@ -166,6 +172,9 @@ def _gauges(engine: Gauges, label: str) -> Iterator[str]:
         ("vllm:num_preemptions_total", "counter", "Preempted sequences.", engine.preemptions),
         ("vllm:prefix_cache_queries_total", "counter", "Prompt tokens looked up.", engine.prefix_queries),
         ("vllm:prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache.", engine.prefix_hits),
+        ("vllm:spec_decode_num_drafts_total", "counter", "Verified drafts, of one or more tokens.", engine.drafts),
+        ("vllm:spec_decode_num_draft_tokens_total", "counter", "Drafted tokens verified.", engine.draft_tokens),
+        ("vllm:spec_decode_num_accepted_tokens_total", "counter", "Drafted tokens accepted.", engine.accepted_tokens),
     ):
         yield from _metric(name, kind, help)
         yield f"{name}{{{label}}} {value}"

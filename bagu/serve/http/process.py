@@ -58,14 +58,14 @@ class EngineProcess:
 
     def __init__(
         self, load: Load, config: EngineConfig, pending: PendingCalls, *, stall_s: float = 60.0,
-        on_failure: Callable[[], None] = lambda: None,
+        on_failure: Callable[[], None] = lambda: None, load_draft: Load | None = None,
     ) -> None:  # fmt: skip
         self.pending, self.stall_s = pending, stall_s
         self.state: Literal["loading", "ready", "restarting", "failed", "stopped"] = "loading"
         self.failure = ""
         self.ready: Ready | None = None
         self.pid: int | None = None
-        self._load, self._config, self._on_failure = load, config, on_failure
+        self._load, self._load_draft, self._config, self._on_failure = load, load_draft, config, on_failure
         self._transport: asyncio.WriteTransport | None = None  # to the running process
         self._reported: str | None = None  # the error that the process sent before it ended
         self._results: dict[int, asyncio.Future[Any]] = {}  # by the number of the call
@@ -168,7 +168,8 @@ class EngineProcess:
         """Run one engine process until it ends; returns the reason."""
         spawn = multiprocessing.get_context("spawn")  # CUDA and OpenMP do not work after a fork
         ours, theirs = socket.socketpair()
-        process = spawn.Process(target=run, args=(theirs, self._load, self._config), name="bagu-engine", daemon=True)
+        args = (theirs, self._load, self._config, self._load_draft)
+        process = spawn.Process(target=run, args=args, name="bagu-engine", daemon=True)
         await asyncio.to_thread(process.start)
         theirs.close()
         self.pid, self.pending.last_message, self._reported = process.pid, time.perf_counter(), None

@@ -193,6 +193,8 @@ class EngineState(Schema):
     ttft_ms_p50: float | None
     engine_ttft_ms_p50: float | None
     prefix_hit_percent: float | None
+    draft_accept_percent: float | None
+    tokens_per_draft: float | None
     generated_tokens: int
     steps: int
     blocks: Blocks

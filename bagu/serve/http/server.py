@@ -48,10 +48,12 @@ def main(
     stall_timeout: float = 60.0,
     request_timeout: float = 20.0,
     log_level: str = "warning",
+    load_draft: Load | None = None,
 ) -> None:
     """Run the server until SIGINT or SIGTERM.
 
-    `load` returns (model, tokenizer, chat encoder or None); it is pickled and called in the engine process.
+    `load` returns (model, tokenizer, chat encoder or None); it is pickled and called in the engine process. So is
+    `load_draft`, for the draft model that `config.speculative` names.
     `max_queue` is the number of choices (for an encoder: calls) that may wait in addition to the `config.max_num_seqs`
     that run; further calls get 429. `allowed_origins` are the origins whose pages may read responses (CORS):
     `https://name[:port]`, "*" for all, or JSON lists of them. `/health` answers 503 if the engine's last step is older
@@ -77,7 +79,7 @@ def main(
     def exit_server() -> None:
         server.should_exit = True
 
-    engine = EngineProcess(load, config, pending, stall_s=stall_timeout, on_failure=exit_server)
+    engine = EngineProcess(load, config, pending, stall_s=stall_timeout, on_failure=exit_server, load_draft=load_draft)
     api_config = parts.ApiConfig(
         names=names, api_key=api_key, allowed_origins=_origins(allowed_origins), created=int(time.time()),
         request_timeout=request_timeout, generation=config.generation,

@@ -161,9 +161,9 @@ class Failed(NamedTuple):
     reason: str
 
 
-def run(ours: socket.socket, load: Load, config: EngineConfig) -> None:
+def run(ours: socket.socket, load: Load, config: EngineConfig, load_draft: Load | None = None) -> None:
     """The main function of the process: load, warm up, send `Ready`, then serve until `Stop`. An exception is sent to
-    the server as `Failed` and ends the process."""
+    the server as `Failed` and ends the process. `load_draft` loads the draft model, if `config` names one."""
     pipe = Connection(ours.detach())
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals the whole process group; the server sends Stop
         signal.signal(number, signal.SIG_IGN)
@@ -173,8 +173,10 @@ def run(ours: socket.socket, load: Load, config: EngineConfig) -> None:
         model, tokenizer, chat = load()
         if model.config.causal:
             from bagu.serve.engine import Engine
+            from bagu.serve.speculation.draft_model import DraftSource
 
-            engine = Engine(model, tokenizer, config)
+            draft = None if load_draft is None else DraftSource(*load_draft()[:2])
+            engine = Engine(model, tokenizer, config, draft=draft)
             del model  # with tp > 1 the engine has a part of it
             serve_generation(pipe, messages, engine, chat)
             engine.close()

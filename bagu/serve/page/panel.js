@@ -21,6 +21,8 @@ const ROWS = [
   ["ttft", "ttft_ms_p50", milliseconds],
   ["tick", "tick_ms", milliseconds],
   ["prefix_hits", "prefix_hit_percent", (n) => `${number(n, 1)} %`],
+  ["draft_accept", "draft_accept_percent", (n) => `${number(n, 1)} %`],
+  ["tokens_per_draft", "tokens_per_draft", (n) => number(n, 1)],
   ["preemptions", "preemptions", number],
 ];
 

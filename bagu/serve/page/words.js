@@ -77,6 +77,8 @@ const WORDS = {
   tick: ["Step", "单步耗时"],
   preemptions: ["Preemptions", "抢占次数"],
   prefix_hits: ["Prefix hits", "前缀命中"],
+  draft_accept: ["Drafts accepted", "草稿接受率"],
+  tokens_per_draft: ["Tokens per verified draft", "每次验证所得词元"],
   blocks: ["KV blocks", "KV 块"],
   used: ["used", "使用中"],
   cached: ["cached", "已缓存"],
