@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bagu.bench.known_text import counts_upwards
 from bagu.lab.core import Row
 from bagu.lab.labs import (
     attention_complexity,
@@ -14,6 +15,7 @@ from bagu.lab.labs import (
     kv_cache,
     paging,
     prefix_cache,
+    speculation,
 )
 from bagu.nn import Transformer, init_weights
 from bagu.types import Completion
@@ -279,3 +281,31 @@ def test_prefix_cache_finds_exactly_the_shared_tokens() -> None:
     model = init_weights(Transformer(prefix_cache.MODEL), 0).eval()
     for shared in (0, 256):  # `measure` asserts the hits
         assert len(prefix_cache.measure(model, shared, pairs=1, warmup=1, blocks=512)) == 1
+
+
+# --- speculation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gains", "kind"), [((2.0, 1.4), "held"), ((2.0, 0.9), "holds only where"), ((0.9, 0.5), "did not hold")]
+)
+def test_speculation_flips(gains: tuple[float, float], kind: str) -> None:
+    rows: list[Row] = [
+        {"batch": batch, "drafts": drafts, "rate": rate, "speedup": gain * rate / speculation.LIKELY}
+        for batch, gain in zip((1, 16), gains, strict=True)
+        for drafts in speculation.DRAFTS
+        for rate in speculation.RATES
+    ]
+    assert speculation.verdict(rows).kind == kind
+    assert speculation.breaks_even(rows, 1, 3) == (0.6 if gains[0] == 2.0 else 0.95)
+
+
+def test_speculation_measures_the_chosen_acceptance() -> None:
+    model = counts_upwards(init_weights(Transformer(speculation.MODEL), 0)).eval()
+    engine = speculation.engine(model, 2, 3)
+    assert engine.speculator is not None
+    engine.speculator.proposer = speculation.Knows(0.8)
+    speculation.decode(engine, 2, 40, "all")
+    stats = engine.stats()
+    expected = 0.8 + 0.8**2 + 0.8**3  # accepted of three drafts
+    assert abs(stats.accepted_tokens / stats.drafts - expected) < 4 * 1.2 / stats.drafts**0.5
