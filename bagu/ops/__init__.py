@@ -19,6 +19,7 @@ from bagu.ops.gelu import gelu
 from bagu.ops.group_norm import group_norm
 from bagu.ops.grouped_matmul import grouped_matmul
 from bagu.ops.gumbel_softmax import gumbel_softmax
+from bagu.ops.int4_matmul import Int4, dequantize_int4, int4_matmul, quantize_int4
 from bagu.ops.invariant import invariant
 from bagu.ops.kv_write import kv_write
 from bagu.ops.layer_norm import layer_norm
@@ -40,17 +41,20 @@ from bagu.ops.swiglu import swiglu
 from bagu.ops.transpose import transpose
 
 __all__ = [
+    "Int4",
     "Losses",
     "add_rms_norm",
     "attention",
     "batch_norm",
     "cross_entropy",
+    "dequantize_int4",
     "dequantize_int8",
     "geglu",
     "gelu",
     "group_norm",
     "grouped_matmul",
     "gumbel_softmax",
+    "int4_matmul",
     "invariant",
     "kv_write",
     "layer_norm",
@@ -61,6 +65,7 @@ __all__ = [
     "mla_attention",
     "paged_attention",
     "positive_features",
+    "quantize_int4",
     "quantize_int8",
     "relu_squared",
     "rms_norm",
