@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from bagu.errors import ArgumentError
+from bagu.errors import ArgumentError, UnknownName
 from bagu.serve.request import Sampling
 
-__all__ = ["EngineConfig", "GenerationDefaults", "parse_bytes"]
+__all__ = ["QUANTIZATIONS", "EngineConfig", "GenerationDefaults", "Quantization", "parse_bytes"]
+
+Quantization = Literal["int8", "int4", "fp8"]
+QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -73,10 +76,8 @@ class EngineConfig:
     max_num_seqs: int = 256  # choices that run at the same time
     max_num_batched_tokens: int | None = None  # prefill and decode tokens per step; None: 2048 on a CPU, 16384 on a GPU
     prefix_cache: bool = True
-    quantization: Literal["int8"] | None = None  # of the linear layers and the head; CPU only
-    threads: int | None = (
-        None  # CPU threads of each rank; None: torch's setting (`bagu serve` sets the number of cores - 1)
-    )
+    quantization: Quantization | None = None  # of the linear layers, and on a CPU of the head (quantization.py)
+    threads: int | None = None  # CPU threads of each rank; None: torch's (`bagu serve` sets the number of cores - 1)
     async_scheduling: bool | None = None  # plan the next step while one runs; None: only on a GPU
     speculative: str | None = None  # drafts by prompt lookup ("ngram") or by the draft model at this path
     speculative_tokens: int = 7  # drafts of a sequence in a step, at most; the step then has 8 of its tokens
@@ -104,8 +105,8 @@ class EngineConfig:
                 f"engine: gpu_memory_utilization = {self.gpu_memory_utilization}",
                 hint="it is a fraction: above 0 and at most 1",
             )
-        if self.quantization not in (None, "int8"):
-            raise ArgumentError(f"engine: quantization = {self.quantization!r}", hint='use "int8" or None')
+        if self.quantization not in (None, *QUANTIZATIONS):
+            raise UnknownName.among("quantization", self.quantization, QUANTIZATIONS)
         if self.kv_dtype not in ("auto", "int8", "fp8"):
             raise ArgumentError(f"engine: kv_dtype = {self.kv_dtype!r}", hint="use auto, int8 or fp8")
         if self.kv_dtype != "auto" and self.invariant:
@@ -116,7 +117,7 @@ class EngineConfig:
         if self.quantization is not None and self.invariant:
             raise ArgumentError(
                 "engine: invariant cannot be combined with quantization",
-                hint="int8 logits differ from the trainer's: choose one of the two",
+                hint="logits of quantized weights differ from the trainer's: choose one of the two",
             )
         for option, used in (
             ("invariant", self.invariant),  # the order of the sum over ranks depends on the size of the batch

@@ -30,10 +30,11 @@ from bagu.serve.cpu.compiled import CompiledDecode, Decodes, PackedLinear, compi
 from bagu.serve.cpu.dataflow import Mismatch
 from bagu.serve.cpu.invariant_decode import InvariantDecode
 from bagu.serve.cpu.match import match
-from bagu.serve.cpu.quantize import int8, merged, quantized
+from bagu.serve.cpu.quantize import int8, merged
 from bagu.serve.graphs import GraphDecode, bucket, uniform
 from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
+from bagu.serve.quantization import quantized
 
 __all__ = ["Forward", "Runner", "RunnerOutput"]
 
@@ -70,8 +71,11 @@ class Runner:
 
         CUDA graphs read the weights at their addresses, so they stay valid after a change in place.
         """
-        model, rounds = self.source, self.config.quantization == "int8"
-        self.model = quantized(model) if rounds else model
+        model, kind, on_cpu = self.source, self.config.quantization, self.device.type == "cpu"
+        self.model = model if kind is None else quantized(model, kind)
+        if kind == "fp8" and on_cpu:  # the layers are ordinary ones with other weights
+            model, kind = self.model, None
+        head_rounding = None if kind is None else "int8"
         self.project: Project
         self.decode: Forward | None = None  # a CUDA graph for steps with one token per sequence
         self.compiled: CompiledDecode | InvariantDecode | None = None  # C++ for the same steps, and other short ones
@@ -84,21 +88,22 @@ class Runner:
             vocab_size, mesh = model.config.vocab_size, self.mesh
             self.project = lambda hidden: (gather_logits(model.logits(hidden), vocab_size, mesh), None)
             return
-        if self.device.type == "cpu" and not self.config.invariant and compiles(model.embedding.weight.dtype):
+        if on_cpu and not self.config.invariant and compiles(model.embedding.weight.dtype):
             try:
                 if self.kv.quantized:
                     raise Mismatch("an 8-bit KV cache")
-                self.compiled = CompiledDecode(match(merged(model)), self.kv, int8=rounds)
-                self.project = PackedLinear(model.head_weight, int8=rounds)
+                self.compiled = CompiledDecode(match(merged(model)), self.kv, rounding=kind)
+                self.project = PackedLinear(model.head_weight, rounding=head_rounding)
                 return
             except Mismatch as error:
                 self.mismatch = error
-        if self.device.type == "cpu" and self.config.invariant:
+        if on_cpu and self.config.invariant:
             try:  # not `merged`: LoRA is a product of its own in training
                 self.compiled = InvariantDecode(match(model), self.kv)
             except Mismatch as error:
                 self.mismatch = error
-        head: Callable[[torch.Tensor], torch.Tensor] = int8(model.head_weight) if rounds else model.logits
+        rounds_head = on_cpu and kind is not None
+        head: Callable[[torch.Tensor], torch.Tensor] = int8(model.head_weight) if rounds_head else model.logits
         self.project = lambda hidden: (head(hidden), None)
 
     def run(self, plan: Plan, late: torch.Tensor | None = None) -> RunnerOutput:
@@ -226,9 +231,9 @@ class Runner:
         return self.project(hidden)[0]
 
     def logprobs(self, hidden: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """log p of each row's target, by the function that training and scoring use. With int8 weights it is computed
-        from the int8 logits instead: the distribution from which the token was sampled. `logits` are those of `hidden`,
-        if they are known."""
+        """log p of each row's target, by the function that training and scoring use. With quantized weights it is
+        computed from their logits instead: the distribution from which the token was sampled. `logits` are those of
+        `hidden`, if they are known."""
         if self.config.quantization is not None:
             wide = (self.logits(hidden) if logits is None else logits).float()
             return wide.gather(1, targets.unsqueeze(1)).squeeze(1) - wide.logsumexp(1)

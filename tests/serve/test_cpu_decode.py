@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,8 @@ from bagu.nn.config import ModelConfig, NoPositions
 from bagu.nn.init import init_weights
 from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
-from bagu.ops import invariant_rows
+from bagu.ops import dequantize_int4, invariant_rows, quantize_int4
+from bagu.ops.int4_matmul.layout import GROUP, per_column
 from bagu.serve.cpu.compiled import SOURCE, CompiledDecode, Decodes, PackedLinear, has_int8_dot, rounded
 from bagu.serve.cpu.dataflow import Mismatch
 from bagu.serve.cpu.invariant_decode import InvariantDecode
@@ -214,10 +218,72 @@ def test_int8_is_the_model_of_the_rounded_weights(S: int) -> None:
                 m.register_forward_pre_hook(rounded_inputs)
         weights_only, (want, _) = want, exact(near, kv, batch)
         limit = ((want - weights_only).norm() / want.norm()).item() / 4
-    assert_near(CompiledDecode(match(model), kv, int8=True)(decodes(batch)), want, limit)
+    assert_near(CompiledDecode(match(model), kv, rounding="int8")(decodes(batch)), want, limit)
     seen = rounded_inputs(near.blocks[0].ffn.down, (x,)) if has_int8_dot() else x
-    logits = PackedLinear(model.head_weight, int8=True)(x)[0]
+    logits = PackedLinear(model.head_weight, rounding="int8")(x)[0]
     torch.testing.assert_close(logits, seen @ (w * scales.unsqueeze(1)).T, rtol=1e-4, atol=1e-4)
+
+
+def int4_inputs(x: torch.Tensor) -> torch.Tensor:
+    """Activations as int4_product.h rounds them: the largest of each group of 128 becomes 127."""
+    step = per_column(torch.stack([g.abs().amax(-1) for g in x.split(GROUP, -1)], -1) / 127, x.shape[-1])
+    return (x / step).round() * step
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("S", [1, 5, 19])
+@pytest.mark.parametrize("N, K", [(40, 576), (7, 30), (96, 256), (33, 137)])
+def test_an_int4_linear_is_the_product_of_the_rounded_numbers(S: int, N: int, K: int) -> None:
+    weight, bias = (torch.randn(*shape, generator=torch.Generator().manual_seed(K)) for shape in ((N, K), (N,)))
+    x = torch.randn(S, K, generator=torch.Generator().manual_seed(S))
+    y, largest = PackedLinear(weight, bias, rounding="int4")(x)
+    even = dequantize_int4(*quantize_int4(torch.nn.functional.pad(weight, (0, K % 2))))[:, :K]
+    want = int4_inputs(x).double() @ even.double().T + bias
+    # sums of a group are exact integers: what is left are roundings of fp32 in scales and in the sum of the groups
+    slack = 4 * torch.finfo(torch.float32).eps * (int4_inputs(x).abs().double() @ even.abs().double().T + bias.abs())
+    assert ((y - want).abs() <= slack).all()
+    assert torch.equal(largest, y.argmax(1))
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("S", [1, 9])
+@torch.inference_mode()
+def test_int4_is_the_model_of_the_rounded_weights(S: int) -> None:
+    """A value within fp32's error of a half may round to the other side, so the result is held to a quarter of what
+    rounding all activations changes."""
+    model = model_of("heads of 64", torch.float32)
+    for p in model.parameters():  # a gain is multiplied into a weight before it is rounded: none here
+        if p.ndim == 1:
+            p.fill_(1.0)
+    kv, batch = step_of(model, S)
+    near = copy.deepcopy(model)
+    for m in near.modules():
+        if isinstance(m, Linear):
+            m.weight.copy_(dequantize_int4(*quantize_int4(m.weight)))
+    weights_only, _ = exact(near, kv, batch)
+    for m in near.modules():
+        if isinstance(m, Linear):
+            m.register_forward_pre_hook(lambda module, args: int4_inputs(args[0]))
+    want, _ = exact(near, kv, batch)
+    limit = ((want - weights_only).norm() / want.norm()).item() / 4
+    assert_near(CompiledDecode(match(model), kv, rounding="int4")(decodes(batch)), want, limit)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_int4_has_the_same_bits_with_and_without_dot_products(tmp_path: Path) -> None:
+    """The portable loop of int4_product.h, compiled instead of the instructions of this CPU."""
+    weight, x = (torch.randn(*s, generator=torch.Generator().manual_seed(s[0])) for s in ((40, 304), (11, 304)))
+    torch.save((weight, x), tmp_path / "given.pt")
+    code = (
+        "import sys, torch; from bagu.machine import native\n"
+        "native.COMPILE = (*native.COMPILE, '-DBAGU_PORTABLE')\n"
+        "from bagu.serve.cpu.compiled import PackedLinear\n"
+        "weight, x = torch.load(sys.argv[1])\n"
+        "torch.save(PackedLinear(weight, rounding='int4')(x)[0], sys.argv[2])\n"
+    )
+    files = [str(tmp_path / name) for name in ("given.pt", "made.pt")]
+    subprocess.run([sys.executable, "-c", code, *files], check=True, timeout=600)
+    assert torch.equal(torch.load(tmp_path / "made.pt"), PackedLinear(weight, rounding="int4")(x)[0])
 
 
 @pytest.mark.usefixtures("compiler")

@@ -1,4 +1,4 @@
-"""int8 on a CPU: near the exact product at any number of rows, and no row is spoiled by another."""
+"""Quantized weights on a CPU: near the exact product at any number of rows, and no row is spoiled by another."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import pytest
 import torch
 from small_engine import small_engine, small_model
 
-from bagu.errors import BackendError
-from bagu.serve.cpu.compiled import has_int8_dot
-from bagu.serve.cpu.quantize import DotInt8, Int8Linear, TorchInt8, int8, quantized
+from bagu.errors import BackendError, UnknownName
+from bagu.machine import native
+from bagu.nn.linear import Linear
+from bagu.serve import runner
+from bagu.serve.config import EngineConfig, Quantization
+from bagu.serve.cpu.compiled import SOURCE, has_int8_dot
+from bagu.serve.cpu.quantize import DotInt8, Int8Linear, TorchInt8, int8
+from bagu.serve.quantization import Int4Linear, quantized, round_to_fp8
 from bagu.serve.request import Sampling
 
 Pack = type[TorchInt8] | type[DotInt8]
@@ -70,12 +75,51 @@ def test_other_devices_are_refused() -> None:
         int8(torch.empty(4, 4, device="meta"))
 
 
-def test_a_quantized_model_leaves_its_source_alone() -> None:
+@pytest.mark.parametrize("kind, layer", [("int8", Int8Linear), ("int4", Int4Linear), ("fp8", Linear)])
+def test_a_quantized_model_leaves_its_source_alone(kind: Quantization, layer: type[torch.nn.Module]) -> None:
     model = small_model()
-    twin = quantized(model)
-    assert isinstance(twin.blocks[0].attention.qkv, Int8Linear)
-    assert not any(isinstance(m, Int8Linear) for m in model.modules())
+    before = model.blocks[0].attention.qkv.weight.clone()
+    twin = quantized(model, kind)
+    assert isinstance(twin.blocks[0].attention.qkv, layer)
+    assert isinstance(model.blocks[0].attention.qkv, Linear)
+    assert torch.equal(model.blocks[0].attention.qkv.weight, before)
     assert twin.embedding is not None and twin.embedding.weight is model.embedding.weight
+
+
+def test_fp8_weights_are_numbers_of_fp8_times_a_scale_per_row() -> None:
+    model = small_model()
+    weight = model.blocks[0].attention.qkv.weight.detach()
+    values, scales = round_to_fp8(weight)
+    assert values.float().abs().amax(1).eq(448.0).all(), "the largest of a row is the largest of the dtype"
+    twin = quantized(model, "fp8").blocks[0].attention.qkv
+    torch.testing.assert_close(twin.weight, values.float() * scales, rtol=0, atol=0)
+    # e4m3 keeps 3 bits after the leading one, and below 2^-6 steps of 2^-9
+    assert ((twin.weight - weight).abs() <= torch.maximum(weight.abs() / 16, scales * 2**-10) * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_an_engine_generates_from_quantized_weights(
+    kind: Quantization, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode rounds other numbers than a prompt does (gains are in its weights), and is as far from the model."""
+    if not compiled:
+        monkeypatch.setattr(runner, "compiles", lambda dtype: False)
+    model = small_model()
+    engine, exact = small_engine(model, quantization=kind), small_engine(model)
+    assert (engine.runner.compiled is not None) == (compiled and native.library(SOURCE) is not None)
+    ids = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+    made = engine.generate([ids], Sampling(max_tokens=24, temperature=0.0, logprobs=1))[0]
+    assert len(made.tokens) == 24 and made.logprobs is not None
+    text = [ids + list(made.tokens)]
+    prompt, want = (torch.tensor(e.score(text, [len(ids)])[0]) for e in (engine, exact))
+    assert not torch.equal(prompt, want)
+    assert (torch.tensor(made.logprobs) - want).norm() < 2 * (prompt - want).norm()
+
+
+def test_an_unknown_quantization_names_the_known_ones() -> None:
+    with pytest.raises(UnknownName, match="int3"):
+        EngineConfig(quantization="int3")  # type: ignore[arg-type]
 
 
 def test_a_logprob_is_of_the_distribution_that_the_token_was_drawn_from() -> None:

@@ -13,7 +13,8 @@ process (lower quartiles; on a quiet machine fp32 takes 0.66, 1.3, 4.1):
 The gain of a norm and the square root of its size are multiplied into the weight after it. These weights are a copy;
 `Transformer.forward` computes prompts with the model's own weights. On x86, int8 quantizes only the weights, with a
 scale per row: activations stay fp32, so a product is more accurate than that of quantize.py, which rounds both and
-computes the prompts. On ARM with int8 dot products, both files round activations too.
+computes the prompts. On ARM with int8 dot products, both files round activations too. int4 rounds weights in groups of
+128 and activations to int8 on every CPU (int4_product.h).
 """
 
 from __future__ import annotations
@@ -21,19 +22,22 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from bagu.machine import native
+from bagu.ops.int4_matmul.layout import num_groups, quantize_int4, unpacked
 from bagu.serve.cpu.match import DecodeStep, LayerWeights, Weight
 from bagu.serve.kv.paged import PagedKV
 
-__all__ = ["CompiledDecode", "Decodes", "PackedLinear", "compiles", "has_int8_dot"]
+__all__ = ["CompiledDecode", "Decodes", "PackedLinear", "Rounding", "compiles", "has_int8_dot"]
+
+Rounding = Literal["int8", "int4"] | None  # of weights; None keeps their dtype
 
 SOURCE = "serve/cpu/step.cpp"
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu_squared")  # in the order of step.cpp
 POINTER, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -62,9 +66,9 @@ def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (w / scales.unsqueeze(1)).round_().to(torch.int8), scales
 
 
-def padded_inputs(K: int) -> int:
-    """K rounded up to the padded size of int8 weights and activations."""
-    step: int = library().bagu_int8_k_step()
+def padded_inputs(K: int, rounding: Rounding) -> int:
+    """K rounded up to the padded size of quantized weights and activations."""
+    step: int = library().bagu_int4_k_step() if rounding == "int4" else library().bagu_int8_k_step()
     return -(-K // step) * step
 
 
@@ -86,7 +90,7 @@ class _Model(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = [(n, LONG) for n in ("tokens", "several", "threads", "columns")]
     _fields_ += [(n, POINTER) for n in ("ids", "lengths", "table_rows", "tables")]
-    _fields_ += [(n, POINTER) for n in ("x", "qkv", "y", "inner", "quantized", "scales", "out")]
+    _fields_ += [(n, POINTER) for n in ("x", "qkv", "y", "inner", "quantized", "groups", "out")]
 
 
 class Decodes(NamedTuple):
@@ -102,39 +106,59 @@ def _at(x: torch.Tensor | None) -> int | None:
 
 
 class PackedLinear:
-    """A weight [N, K] in the layout of packed_linear.h: y = x Wᵀ + b, with x and y in fp32. `int8` quantizes it with a
-    scale per row. `gated`: the first half of the rows are gates, and gates and ups alternate W by W."""
+    """A weight [N, K] in the layout of packed_linear.h: y = x Wᵀ + b, with x and y in fp32. `rounding` quantizes it:
+    int8 with a scale per row, int4 with a scale per group of 128 inputs. `gated`: the first half of the rows are gates,
+    and gates and ups alternate W by W."""
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False, int8: bool = False
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        gated: bool = False,
+        rounding: Rounding = None,
     ) -> None:
         (self.N, self.K), self.lanes = weight.shape, library().bagu_lanes()
-        weight, scales = rounded(weight.detach()) if int8 else (weight.detach(), None)
-        self.weight = self._interleaved(self._tiles(weight, gated), int8)
-        self.scales, self.bias = (
-            None if x is None else self._tiles(x.detach().float().unsqueeze(1), gated).contiguous()
-            for x in (scales, bias)
-        )
+        weight, self.gated, self.scales = weight.detach(), gated, None
+        name = NAMES[weight.dtype] if rounding is None else rounding
+        if rounding == "int4":
+            self.weight, self.scales = self._int4(weight)
+        elif rounding == "int8":
+            self.weight, self.scales = self._int8(weight)
+        else:
+            self.weight = self._tiles(weight).transpose(1, 2).contiguous()
+        self.bias = None if bias is None else self._tiles(bias.detach().float().unsqueeze(1)).contiguous()
         self.struct = _Linear(_at(self.weight), _at(self.scales), _at(self.bias))
-        self._head = getattr(library(), f"bagu_head_{NAMES[weight.dtype]}")
+        self._head = getattr(library(), f"bagu_head_{name}")
         self._head.argtypes = [ctypes.POINTER(_Linear), POINTER, POINTER, POINTER, LONG, LONG, LONG, ctypes.c_int]
         self._head.restype = None
 
-    def _tiles(self, rows: torch.Tensor, gated: bool) -> torch.Tensor:
+    def _tiles(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows [N, K] as tiles [P, 2W, K]: 2W rows or, gated, W of each half; the last one is padded with zeros."""
-        pieces = list(rows.chunk(2)) if gated else [rows]
+        pieces = list(rows.chunk(2)) if self.gated else [rows]
         each = 2 * self.lanes // len(pieces)
         count = -(-len(pieces[0]) // each)
         full = [torch.nn.functional.pad(p, (0, 0, 0, count * each - len(p))).view(count, each, -1) for p in pieces]
         return torch.cat(full, 1)
 
-    def _interleaved(self, tiles: torch.Tensor, int8: bool) -> torch.Tensor:
-        """Tiles [P, 2W, K] as [P, K, 2W], or [P, K / 4, 2W, 4] for dot products of int8."""
-        dot = library().bagu_int8_dot() if int8 else 1
+    def _int8(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tiles [P, K, 2W], or [P, K / 4, 2W, 4] for dot products, and a scale per row."""
+        values, scales = rounded(weight)
+        tiles, dot = self._tiles(values), library().bagu_int8_dot()
         if dot == 1:
-            return tiles.transpose(1, 2).contiguous()
-        tiles = torch.nn.functional.pad(tiles, (0, padded_inputs(self.K) - self.K))
-        return tiles.unflatten(2, (-1, dot)).transpose(1, 2).contiguous()
+            tiles = tiles.transpose(1, 2)
+        else:
+            tiles = torch.nn.functional.pad(tiles, (0, padded_inputs(self.K, "int8") - self.K))
+            tiles = tiles.unflatten(2, (-1, dot)).transpose(1, 2)
+        return tiles.contiguous(), self._tiles(scales.unsqueeze(1)).contiguous()
+
+    def _int4(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tiles [P, K / 4, W, 4] of pairs of values, and scales [P, G, 2W]. int4_product.h describes both."""
+        wide = torch.nn.functional.pad(weight, (0, padded_inputs(self.K, "int4") - self.K))
+        packed, scales, _ = quantize_int4(wide)
+        tiles = self._tiles(unpacked(packed)).unflatten(2, (-1, 4)).transpose(1, 2)
+        pairs = tiles[:, :, : self.lanes] | tiles[:, :, self.lanes :] << 4
+        return pairs.contiguous(), self._tiles(scales).transpose(1, 2).contiguous()
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """y[S, N], and the index of the first largest value of each row."""
@@ -146,9 +170,10 @@ class PackedLinear:
 
 
 class CompiledDecode:
-    def __init__(self, step: DecodeStep, kv: PagedKV, *, int8: bool = False) -> None:
-        self.step, self.kv, self.int8 = step, kv, int8
-        self._step = getattr(library(), f"bagu_step_{'int8_' * int8}{NAMES[step.table.dtype]}")
+    def __init__(self, step: DecodeStep, kv: PagedKV, *, rounding: Rounding = None) -> None:
+        self.step, self.kv, self.rounding = step, kv, rounding
+        prefix = "" if rounding is None else f"{rounding}_"
+        self._step = getattr(library(), f"bagu_step_{prefix}{NAMES[step.table.dtype]}")
         self._step.argtypes = [ctypes.POINTER(_Model), ctypes.POINTER(_Step)]
         self._step.restype = None
         self.hidden, self.inner = step.table.shape[1], step.layers[0].down.weight.shape[1]
@@ -177,16 +202,16 @@ class CompiledDecode:
         w = linear.weight
         if linear.gain is not None:
             w = (w.float() * (linear.gain.float() * math.sqrt(self.hidden))).to(w.dtype)
-        return PackedLinear(w, linear.bias, gated=gated, int8=self.int8)
+        return PackedLinear(w, linear.bias, gated=gated, rounding=self.rounding)
 
     def __call__(self, step: Decodes) -> torch.Tensor:
         """The hidden state of each new token, [S, hidden size], as `Transformer.forward` returns it."""
         S = step.new.shape[1]
         if not self.buffers or len(self.buffers[0]) != S:
             heads, keys = (n * self.step.head_dim for n in (self.step.num_heads, self.step.num_key_heads))
-            widest = padded_inputs(max(self.hidden, heads, self.inner))
+            widest = 0 if self.rounding is None else padded_inputs(max(self.hidden, heads, self.inner), self.rounding)
             self.buffers = [torch.empty(S, width) for width in (self.hidden, heads + 2 * keys, heads, self.inner)]
-            self.buffers += [torch.empty(S, widest if self.int8 else 0, dtype=torch.int8), torch.empty(S)]
+            self.buffers += [torch.empty(S, widest, dtype=torch.int8), torch.empty(S, num_groups(widest), 2)]
             self.pointers = [b.data_ptr() for b in self.buffers]
         out = self.step.table.new_empty(S, self.hidden)
         first, row = step.new.ctypes.data, step.new.strides[0]

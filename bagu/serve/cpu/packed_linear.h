@@ -1,4 +1,4 @@
-// Linear layers for few tokens: y[S, N] = x[S, K] Wᵀ in fp32, with weights in fp32, bf16 or int8.
+// Linear layers for few tokens: y[S, N] = x[S, K] Wᵀ in fp32, with weights in fp32, bf16, int8 or int4.
 //
 // A weight [N, K] is packed in tiles of TILE_N outputs, each stored as [K, TILE_N], so that it is read once and in
 // order. A tile of ROWS tokens by TILE_N outputs is accumulated in registers, and the caller's epilogue runs on it
@@ -7,6 +7,8 @@
 // int8 weights: where the CPU has dot products of int8 (ARM's asimddp), activations are quantized too, a scale a token,
 // and a tile is [K / 4, TILE_N, 4]. Elsewhere the weights are widened and activations stay fp32.
 //
+// int4 weights: int4_product.h. Activations are quantized to int8 on every CPU, with a scale per group of 128.
+//
 // Dims: S = tokens, K = inputs, N = outputs, W = lanes of a vector, R = tokens of a tile.
 #pragma once
 
@@ -14,11 +16,11 @@
 #include <vector>
 
 #include "machine/simd.h"
+#include "serve/cpu/int4_product.h"
 
 namespace bagu {
 
-constexpr int ROWS = REGISTERS == 32 ? 8 : 4, TILE_N = 2 * W;
-constexpr int PREFETCH_BYTES = 4096;  // ahead of the weight being read: 4 to 10 % of a step
+constexpr int ROWS = REGISTERS == 32 ? 8 : 4;
 
 #if defined(__ARM_FEATURE_DOTPROD)
 constexpr int DOT = 4;  // inputs that one lane of an int8 dot product takes
@@ -28,33 +30,41 @@ constexpr int DOT = 1;
 constexpr int K_STEP = DOT > 1 ? 16 : 1;  // K of an int8 weight is padded to a multiple of this
 
 template <class T>
+constexpr bool INT4 = std::is_same<T, int4_pair>::value;
+template <class T>
 constexpr bool DOTS = DOT > 1 && std::is_same<T, int8_t>::value;
+template <class T>
+constexpr bool QUANTIZES = DOTS<T> || INT4<T>;  // activations are quantized to int8 too
 
 struct Linear {
-    const void* tiles;    // [ceil(N / TILE_N), K, TILE_N]
-    const float* scales;  // [N] of int8, in the order of the tiles and padded as they are; else null
-    const float* bias;    // the same, or null
+    const void* tiles;    // [ceil(N / TILE_N), K, TILE_N], or as int4_product.h describes
+    const float* scales;  // int8: [N], in the order of the tiles and padded as they are; int4: [tiles, G, TILE_N]; or null
+    const float* bias;    // [N] in the order of the tiles, or null
 };
 
-// Activations of a linear layer, and room for their int8 form: quantized[S, padded K] and scales[S].
+// Activations of a linear layer, and room for their int8 form.
 struct Input {
-    const float* x;  // [S, K]
-    int8_t* quantized;
-    float* scales;
+    const float* x;     // [S, K]
+    int8_t* quantized;  // [S, padded K]
+    Group* groups;      // [S, number of groups]
 };
 
-inline int64_t padded(int64_t K) { return (K + K_STEP - 1) / K_STEP * K_STEP; }
+template <class T>
+inline int64_t padded(int64_t K) {
+    constexpr int64_t step = INT4<T> ? INT4_K_STEP : DOTS<T> ? K_STEP : 1;
+    return (K + step - 1) / step * step;
+}
+
+template <class T>
+inline int64_t num_groups(int64_t K) {
+    return INT4<T> ? (K + GROUP - 1) / GROUP : 1;
+}
+
 inline int64_t tiles(int64_t N) { return (N + TILE_N - 1) / TILE_N; }
 
 template <int R>
 constexpr int chains() {  // independent accumulators per output: an FMA has a latency of 4 cycles
     return R * 4 <= ROWS ? 4 : R * 2 <= ROWS ? 2 : 1;
-}
-
-template <class T>
-inline void prefetch(const T* w, int64_t count) {
-    const char* next = reinterpret_cast<const char*>(w) + PREFETCH_BYTES;
-    for (size_t i = 0; i < sizeof(T) * count; i += 64) __builtin_prefetch(next + i);
 }
 
 // sums[R][2] = x[R, K] times one tile.
@@ -105,28 +115,19 @@ void product(const int8_t* x, int64_t K, const int8_t* w, vec (*sums)[2]) {
 }
 #endif
 
-// One token in int8: its largest value becomes 127. Returns the scale, NaN if a value is not finite.
-inline float quantize(const float* x, int64_t K, int8_t* to) {
-    float largest = 1e-30f, invalid = 0.0f;
-    for (int64_t i = 0; i < K; i++) {
-        float size = std::fabs(x[i]);
-        largest = size > largest ? size : largest;
-        invalid += x[i] * 0.0f;
-    }
-    float inverse = invalid == 0.0f ? 127.0f / largest : 0.0f;
-    for (int64_t i = 0; i < K; i++) to[i] = int8_t(std::nearbyint(invalid == 0.0f ? x[i] * inverse : 0.0f));
-    for (int64_t i = K; i < padded(K); i++) to[i] = 0;
-    return invalid == 0.0f ? largest / 127.0f : NAN;
-}
-
 template <class T, int R = ROWS>
-void some_rows(int64_t rows, const Input& in, int64_t s, int64_t K, const T* w, vec (*sums)[2]) {
+void some_rows(int64_t rows, const Input& in, int64_t s, int64_t K, const Linear& weight, int64_t p, vec (*sums)[2]) {
     if constexpr (R > 0) {
-        if (rows != R) return some_rows<T, R - 1>(rows, in, s, K, w, sums);
-        if constexpr (DOTS<T>) {
-            product<R>(in.quantized + s * padded(K), padded(K), w, sums);
+        if (rows != R) return some_rows<T, R - 1>(rows, in, s, K, weight, p, sums);
+        int64_t Kp = padded<T>(K), G = num_groups<T>(K);
+        // of one tile; an int4_pair is two values
+        const T* w = static_cast<const T*>(weight.tiles) + p * Kp * (INT4<T> ? W : TILE_N);
+        if constexpr (INT4<T>) {
+            int4_product<R>(in.quantized + s * Kp, in.groups + s * G, Kp, G, w, weight.scales + p * G * TILE_N, sums);
+        } else if constexpr (DOTS<T>) {
+            product<R>(in.quantized + s * Kp, Kp, w, sums);
             for (int r = 0; r < R; r++)
-                for (int v = 0; v < 2; v++) sums[r][v] *= in.scales[s + r];
+                for (int v = 0; v < 2; v++) sums[r][v] *= in.groups[s + r].scale;
         } else {
             product<T, R>(in.x + s * K, K, w, sums);
         }
@@ -137,19 +138,24 @@ void some_rows(int64_t rows, const Input& in, int64_t s, int64_t K, const T* w, 
 // parallel region; ends with a barrier.
 template <class T, class Put>
 void linear(const Linear& weight, const Input& in, int64_t S, int64_t K, int64_t count, const Put& put) {
-    if constexpr (DOTS<T>) {
-#pragma omp for schedule(static)
-        for (int64_t s = 0; s < S; s++) in.scales[s] = quantize(in.x + s * K, K, in.quantized + s * padded(K));
+    if constexpr (QUANTIZES<T>) {
+        int64_t Kp = padded<T>(K), G = num_groups<T>(K), size = INT4<T> ? GROUP : Kp;
+#pragma omp for collapse(2) schedule(static)
+        for (int64_t s = 0; s < S; s++)
+            for (int64_t g = 0; g < G; g++) {
+                int64_t from = g * size, values = K - from < size ? K - from : size;
+                int64_t room = Kp - from < size ? Kp - from : size;
+                in.groups[s * G + g] = quantize(in.x + s * K + from, values, in.quantized + s * Kp + from, room);
+            }
     }
-    int64_t tile_size = (DOTS<T> ? padded(K) : K) * TILE_N;
 #pragma omp for collapse(2) schedule(static)
     for (int64_t p = 0; p < count; p++)
         for (int64_t s = 0; s < S; s += ROWS) {
             int64_t rows = S - s < ROWS ? S - s : ROWS;
             vec sums[ROWS][2], scale[2], bias[2] = {};
-            some_rows(rows, in, s, K, static_cast<const T*>(weight.tiles) + p * tile_size, sums);
+            some_rows<T>(rows, in, s, K, weight, p, sums);
             for (int i = 0; i < 2; i++) {
-                scale[i] = weight.scales ? load(weight.scales + (2 * p + i) * W) : all(1.0f);
+                scale[i] = weight.scales && !INT4<T> ? load(weight.scales + (2 * p + i) * W) : all(1.0f);
                 if (weight.bias) bias[i] = load(weight.bias + (2 * p + i) * W);
             }
             for (int64_t r = 0; r < rows; r++)
@@ -189,10 +195,11 @@ struct ArgMax {
 template <class T>
 void head(const Linear& weight, const float* x, float* y, int64_t* tokens, int64_t S, int64_t K, int64_t N,
           int threads) {
-    std::vector<float> largest(S, -INFINITY), scales(DOTS<T> ? S : 0);
-    std::vector<int8_t> quantized(DOTS<T> ? S * padded(K) : 0);
+    std::vector<float> largest(S, -INFINITY);
+    std::vector<int8_t> quantized(QUANTIZES<T> ? S * padded<T>(K) : 0);
+    std::vector<Group> groups(QUANTIZES<T> ? S * num_groups<T>(K) : 0);
     std::vector<char> invalid(S);
-    Input in{x, quantized.data(), scales.data()};
+    Input in{x, quantized.data(), groups.data()};
     for (int64_t s = 0; s < S; s++) tokens[s] = 0;
 #pragma omp parallel num_threads(threads)
     {

@@ -27,10 +27,9 @@ from torch import nn
 from bagu.errors import BackendError
 from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
-from bagu.nn.moe import Router
 from bagu.serve.cpu.compiled import PackedLinear, has_int8_dot
 
-__all__ = ["DotInt8", "TorchInt8", "int8", "quantized"]
+__all__ = ["DotInt8", "Int8Linear", "TorchInt8", "int8", "merged", "replace_linears", "with_weight"]
 
 
 def int8(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DotInt8 | TorchInt8:
@@ -43,7 +42,7 @@ class DotInt8:
     32 GFLOP/s, and torch's QNNPACK less."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.linear = PackedLinear(weight, bias, int8=True)
+        self.linear = PackedLinear(weight, bias, rounding="int8")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y, _ = self.linear(x.reshape(-1, x.shape[-1]))
@@ -153,21 +152,16 @@ class Int8Linear(nn.Module):
         return self.int8(x)
 
 
-def quantized(model: Transformer) -> Transformer:
-    """The same model with int8 linear layers; everything else is shared. Routers keep their dtype, because a rounded
-    score may select another expert. Experts keep theirs too: they are not `Linear`."""
-    return replace_linears(model, lambda linear: linear if isinstance(linear, Router) else Int8Linear(linear))
-
-
 def merged(model: Transformer) -> Transformer:
     """The same model with one weight in each linear layer: weight normalisation, int8 scales and LoRA are merged."""
+    return replace_linears(model, lambda linear: with_weight(linear, linear.merged()))
 
-    def merge(linear: Linear) -> Linear:
-        twin, nothing = copy.copy(linear), dict.fromkeys(("gain", "weight_scale", "lora_a", "lora_b"))
-        twin._parameters = linear._parameters | {"weight": nn.Parameter(linear.merged().detach(), False)} | nothing
-        return twin
 
-    return replace_linears(model, merge)
+def with_weight(linear: Linear, weight: torch.Tensor) -> Linear:
+    """A copy of a linear layer with another weight, and without weight normalisation, int8 scales and LoRA."""
+    twin, nothing = copy.copy(linear), dict.fromkeys(("gain", "weight_scale", "lora_a", "lora_b"))
+    twin._parameters = linear._parameters | {"weight": nn.Parameter(weight.detach(), False)} | nothing
+    return twin
 
 
 def replace_linears(model: Transformer, make: Callable[[Linear], nn.Module]) -> Transformer:

@@ -3,7 +3,7 @@
 // of them attends.
 //
 // serve/cpu/match.py finds out whether a model computes this. Activations are fp32, the pool is fp32 or bf16, and weights
-// are that or int8. Between two barriers every thread computes some tiles of a product, or the attention of some
+// are that, int8 or int4. Between two barriers every thread computes some tiles of a product, or the attention of some
 // sequences.
 //
 //     qkv = norm(x) Wqkv      QK norm, RoPE, store k and v, attend      x += y Wout
@@ -41,8 +41,8 @@ struct Step {
     const int64_t *ids, *lengths, *table_rows;  // a length is the position of the token in its sequence, plus one
     const int32_t* tables;                      // [rows, columns]: the block table of token s is row table_rows[s]
     float *x, *qkv, *y, *inner;  // [S, hidden], [S, (H + 2G) D], [S, H D], [S, inner]
-    int8_t* quantized;           // [S, largest padded K], where int8 is computed by dot products
-    float* scales;               // [S], likewise
+    int8_t* quantized;           // [S, largest padded K], where activations are quantized
+    Group* groups;               // [S, most groups of a token], likewise
     void* out;                   // [S, hidden]
 };
 
@@ -140,7 +140,7 @@ void run(const Model& m, const Step& step) {
         auto norm = [&] {  // by each thread for itself: no barrier
             for (int64_t s = 0; s < S; s++) norms[s] = inverse_norm(step.x + s * C, C, m.eps);
         };
-        auto input = [&](const float* x) { return Input{x, step.quantized, step.scales}; };
+        auto input = [&](const float* x) { return Input{x, step.quantized, step.groups}; };
         auto add = [&](int64_t s, int64_t p, vec a, vec b, vec c, vec d) {
             float* row = step.x + s * C;
             int64_t at = p * 2 * W;
@@ -197,6 +197,7 @@ extern "C" {
 int bagu_lanes() { return bagu::W; }
 int bagu_int8_dot() { return bagu::DOT; }      // inputs of one lane of a dot product; 1: none, activations stay fp32
 int bagu_int8_k_step() { return bagu::K_STEP; }
+int bagu_int4_k_step() { return bagu::INT4_K_STEP; }
 
 #define STEP(NAME, WEIGHT, TYPE) \
     void NAME(const bagu::Model* model, const bagu::Step* step) { bagu::run<WEIGHT, TYPE>(*model, *step); }
@@ -205,6 +206,8 @@ STEP(bagu_step_fp32, float, float)
 STEP(bagu_step_bf16, bagu::bf16, bagu::bf16)
 STEP(bagu_step_int8_fp32, int8_t, float)
 STEP(bagu_step_int8_bf16, int8_t, bagu::bf16)
+STEP(bagu_step_int4_fp32, bagu::int4_pair, float)
+STEP(bagu_step_int4_bf16, bagu::int4_pair, bagu::bf16)
 
 #define HEAD(NAME, WEIGHT)                                                                                     \
     void NAME(const bagu::Linear* weight, const float* x, float* y, int64_t* tokens, int64_t S, int64_t K,     \
@@ -215,4 +218,5 @@ STEP(bagu_step_int8_bf16, int8_t, bagu::bf16)
 HEAD(bagu_head_fp32, float)
 HEAD(bagu_head_bf16, bagu::bf16)
 HEAD(bagu_head_int8, int8_t)
+HEAD(bagu_head_int4, bagu::int4_pair)
 }

@@ -1,0 +1,90 @@
+"""Quantized linear layers for serving: `--quantization int8 | int4 | fp8`.
+
+            weights                               CPU                       GPU
+    int8    a scale per row                       cpu/quantize.py           refused
+    int4    groups of 128 inputs (int4_matmul)    int8 activations, C++     int4_matmul
+    fp8     e4m3, a scale per row                 in the model's dtype      fp8 activations, a scale per token
+
+On a CPU the head is int8 with int8 and int4, and in the model's dtype with fp8. On a GPU it keeps the model's dtype. No
+CPU has fp8 products, so fp8 there has the values of a GPU's weights, and neither their size nor their speed. Routers
+keep their dtype, because a rounded score may select another expert. Experts keep theirs too: they are not `Linear`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from bagu import ops
+from bagu.errors import BackendError
+from bagu.nn.linear import Linear
+from bagu.nn.model import Transformer
+from bagu.nn.moe import Router
+from bagu.serve.config import Quantization
+from bagu.serve.cpu.compiled import PackedLinear, compiles
+from bagu.serve.cpu.quantize import Int8Linear, replace_linears, with_weight
+
+__all__ = ["Fp8Linear", "Int4Linear", "quantized", "round_to_fp8"]
+
+FP8 = torch.float8_e4m3fn
+
+
+def quantized(model: Transformer, kind: Quantization) -> Transformer:
+    """The same model with quantized linear layers; everything else is shared."""
+    on_cpu = model.embedding.weight.device.type == "cpu"
+    make = {"int8": Int8Linear, "int4": Int4Linear, "fp8": _rounded_to_fp8 if on_cpu else Fp8Linear}[kind]
+    return replace_linears(model, lambda linear: linear if isinstance(linear, Router) else make(linear))
+
+
+class Int4Linear(nn.Module):
+    """Replaces a `Linear` of a model by a product with a 4-bit weight."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.merged = linear.merged  # MLA folds a weight into its neighbours
+        self.linear: PackedLinear | None = None
+        weight = linear.merged().detach()
+        if weight.device.type == "cpu" and compiles(linear.dtype):
+            self.linear = PackedLinear(weight, linear.bias, rounding="int4")
+        else:
+            self.weight, self.bias = ops.quantize_int4(weight), linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.linear is None:
+            return ops.int4_matmul(x, *self.weight, self.bias)
+        y, _ = self.linear(x.reshape(-1, x.shape[-1]))
+        return y.view(*x.shape[:-1], self.linear.N).to(x.dtype)
+
+
+def round_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [M, K] as fp8 (e4m3), the largest value of a row as the largest of the dtype, and scales [M, 1] in fp32."""
+    wide = x.float()
+    scales = wide.abs().amax(1, keepdim=True).clamp_(min=1e-12) / torch.finfo(FP8).max
+    return (wide / scales).to(FP8), scales
+
+
+def _rounded_to_fp8(linear: Linear) -> Linear:
+    """The layer with the values of an fp8 weight, in its own dtype."""
+    weight = linear.merged()
+    values, scales = round_to_fp8(weight)
+    return with_weight(linear, (values.float() * scales).to(weight.dtype))
+
+
+class Fp8Linear(nn.Module):
+    """Replaces a `Linear` on a GPU with fp8 units: activations are rounded to fp8 with a scale per token."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        weight = linear.merged().detach()
+        if not weight.is_cuda or torch.cuda.get_device_capability(weight.device) < (8, 9):
+            raise BackendError(
+                f"fp8 needs a GPU of compute capability 8.9 or later; the weights are on {weight.device}",
+                hint="use quantization int4, or none",
+            )
+        self.merged, self.bias = linear.merged, linear.bias
+        self.values, self.scales = round_to_fp8(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values, scales = round_to_fp8(x.reshape(-1, x.shape[-1]))
+        y = torch._scaled_mm(values, self.values.T, scales, self.scales.T, self.bias, out_dtype=torch.bfloat16)
+        return y.view(*x.shape[:-1], -1).to(x.dtype)
