@@ -183,13 +183,15 @@ def report(run: Annotated[Path, Argument(help="The folder of the run.")]) -> Non
 @app.command()
 def export(
     model: Model,
-    out: Annotated[Path, Argument(help="The folder to write safetensors, config.json and the tokenizer to.")],
+    out: Annotated[Path, Argument(help="The folder to write, or the GGUF file.")],
     dtype: Annotated[str | None, Option(help="bf16 or fp32. Default: as saved.")] = None,
+    format: Annotated[str, Option(help="safetensors (a Hugging Face folder) or gguf.")] = "safetensors",
+    quantization: Annotated[str | None, Option(help="For GGUF: f32, f16, bf16, q8_0 or q4_0. Default: f16.")] = None,
 ) -> None:
-    """Export a model in the Hugging Face format, for transformers, vLLM and others."""
+    """Export a model for transformers, vLLM and others (safetensors), or for llama.cpp (GGUF)."""
     from bagu.recipes import command
 
-    command.export_main(model, out, dtype=dtype)
+    command.export_main(model, out, dtype=dtype, format=format, quantization=quantization)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Find the files of a model: a local folder, or a Hugging Face id to download."""
+"""Find the files of a model: a local folder, a GGUF file, or a Hugging Face id to download."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ class WeightsError(BaguError, ValueError):
 
 
 def find(name: str | Path) -> Path:
-    """The folder of model `name`: the folder itself, or the local copy of the Hugging Face repository.
+    """The folder of model `name`: the folder itself, a GGUF file, or the local copy of the Hugging Face repository.
 
     A download happens only for a name of the form "owner/model" that is not a folder here. The copy goes to the cache
     that all Hugging Face tools share.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
+        return folder
+    if folder.suffix == ".gguf" and folder.is_file():
         return folder
     if folder.exists():
         raise WeightsError(f"{folder} is a file; expected a folder", hint=f"give its folder, {folder.parent}")

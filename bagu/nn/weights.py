@@ -1,4 +1,5 @@
-"""Read and write Hugging Face checkpoints: a folder with config.json and safetensors, in one file or in shards.
+"""Read and write Hugging Face checkpoints: a folder with config.json and safetensors, in one file or in shards. GGUF
+files are read too (gguf_file.py).
 
     from_pretrained(name)         config.json -> family -> ModelConfig -> Transformer; names and shapes are compared
                                   before anything is allocated, then tensors are copied one at a time
@@ -14,6 +15,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,10 @@ from bagu.errors import UnknownName
 from bagu.nn import hub
 from bagu.nn.families import Family, can_describe, family_for, family_named, family_of
 from bagu.nn.families.core import Part
+from bagu.nn.gguf_file import is_gguf, read_gguf
 from bagu.nn.hub import WeightsError, read_json
 from bagu.nn.model import Transformer
+from bagu.nn.stored import Stored, StoredTensor
 
 __all__ = ["WeightsError", "from_pretrained", "save_pretrained"]
 
@@ -40,14 +44,12 @@ SHOWN = 4  # number of names in an error; the rest are counted
 def from_pretrained(
     name: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> Transformer:
-    """Load the model from folder `name` (or a Hugging Face id), in eval mode. `dtype` None is the dtype in config.json,
-    or that of the stored weights if config.json has none."""
-    folder = hub.find(name)
-    hf = read_json(folder / "config.json")
-    family = family_of(hf)
-    config = family.config(hf)
-    named = hf.get("dtype") or hf.get("torch_dtype")
-    with opened(folder) as files:
+    """Load the model from folder `name` (or a GGUF file, or a Hugging Face id), in eval mode. `dtype` None is the dtype
+    in config.json, or that of the stored weights if config.json has none."""
+    with opened(hub.find(name)) as (hf, files):
+        family = family_of(hf)
+        config = family.config(hf)
+        named = hf.get("dtype") or hf.get("torch_dtype")
         dtype = dtype or (_dtype(str(named)) if named else _stored_dtype(files))
         tensors = Tensors(files, family, config.num_layers)
         tensors.check(parts_of(Transformer(config, device="meta", dtype=dtype), family))
@@ -111,7 +113,7 @@ def parts_of(model: Transformer, family: Family) -> dict[str, Part]:
 class Tensors:
     """The tensors of a checkpoint under the current names of its family."""
 
-    def __init__(self, files: Mapping[str, Any], family: Family, num_layers: int) -> None:
+    def __init__(self, files: Stored, family: Family, num_layers: int) -> None:
         self.files, self.family = files, family
         headless = family.prefix and not any(name.startswith(family.prefix) for name in files)
         self.stored: dict[str, str] = {}  # current name -> name in the file
@@ -125,12 +127,10 @@ class Tensors:
                 self.stored[today] = name
 
     def shape(self, name: str) -> tuple[int, ...]:
-        stored = self.stored[name]
-        return tuple(self.files[stored].get_slice(stored).get_shape())
+        return self.files[self.stored[name]].shape
 
     def read(self, name: str) -> torch.Tensor:
-        stored = self.stored[name]
-        return self.files[stored].get_tensor(stored)
+        return self.files[self.stored[name]].read()
 
     def check(self, parts: Mapping[str, Part]) -> None:
         """Raise if a tensor is missing, unknown, or has a wrong shape."""
@@ -163,16 +163,31 @@ class Tensors:
 
 
 @contextmanager
-def opened(folder: Path) -> Iterator[dict[str, Any]]:
-    """Map the name of each tensor to the open file that holds it."""
-    files: dict[str, Any] = {}
+def opened(place: Path) -> Iterator[tuple[Mapping[str, Any], Stored]]:
+    """The config.json and the tensors of a folder or a GGUF file."""
+    if is_gguf(place):
+        file = read_gguf(place)
+        yield file.hf, file.tensors
+        return
+    hf = read_json(place / "config.json")
+    with _safetensors(place) as files:
+        yield hf, files
+
+
+@contextmanager
+def _safetensors(folder: Path) -> Iterator[Stored]:
+    """The tensors of the safetensors files of a folder."""
+    files: dict[str, StoredTensor] = {}
     with ExitStack() as stack:
         for path in _paths(folder):
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise WeightsError(f"cannot read {path}: {error}", hint="download or write it again") from error
-            files |= dict.fromkeys(file.keys(), file)
+            for name in file.keys():  # noqa: SIM118  the file is not a mapping
+                inside = file.get_slice(name)
+                code, read = inside.get_dtype(), partial(file.get_tensor, name)
+                files[name] = StoredTensor(tuple(inside.get_shape()), STORED.get(code, code), read)
         yield files
 
 
@@ -228,10 +243,10 @@ def _family(model: Transformer, name: str | None) -> Family:
     return family
 
 
-def _stored_dtype(files: Mapping[str, Any]) -> torch.dtype:
+def _stored_dtype(files: Stored) -> torch.dtype:
     """The dtype of the first floating-point tensor, as in transformers."""
-    stored = (files[name].get_slice(name).get_dtype() for name in files)
-    return _dtype(next((STORED.get(code, code) for code in stored if "F" in code), "float32"))
+    stored = (tensor.dtype for tensor in files.values())
+    return _dtype(next((name for name in stored if "float" in name or name.startswith("F")), "float32"))
 
 
 def _dtype(name: str) -> torch.dtype:

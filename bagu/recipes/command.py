@@ -15,13 +15,13 @@ from rich.text import Text
 
 from bagu import config as configs
 from bagu.data.tokenizer import BpeTokenizer
-from bagu.errors import BaguError
+from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.machine.device import named_dtype
 from bagu.parallel.launch import Place, find_place, use_own_gpu
 from bagu.parallel.mesh import Mesh
 from bagu.recipes.catalogue import recipe as find_recipe
 from bagu.recipes.catalogue import with_data, with_start
-from bagu.recipes.models import find_model, load_model, save_model, tokenizer_folder
+from bagu.recipes.models import find_model, load_model, save_as_gguf, save_model, tokenizer_folder
 from bagu.recipes.ranks import Explanation, Ranks, mesh_settings, opened_mesh, quiet_unless_first, start_ranks
 from bagu.recipes.run import Run, load_run, with_settings
 from bagu.recipes.summary import Summary
@@ -34,6 +34,7 @@ from bagu.train.report import ReportData, read_run, write_report
 __all__ = ["export_main", "train_main"]
 
 PROMPTS = ("def ", "The ")
+FORMATS = ("safetensors", "gguf")  # of `bagu export`
 DEFAULT = "small"  # the recipe of a run that names none
 
 
@@ -182,13 +183,27 @@ def _report(run: Run, done: Trained) -> Path:
     return write_report(ReportData(title=shown.name, runs=[shown], tables=tables), done.folder.report)
 
 
-def export_main(model: str, out: Path, *, dtype: str | None) -> None:
-    """Write MODEL as a Hugging Face folder."""
+def export_main(
+    model: str, out: Path, *, dtype: str | None, format: str = "safetensors", quantization: str | None = None
+) -> None:
+    """Write MODEL as a Hugging Face folder, or as a GGUF file."""
+    if format not in FORMATS:
+        raise UnknownName.among("format", format, FORMATS)
+    if quantization is not None and format != "gguf":
+        raise ArgumentError(
+            f"--quantization {quantization} is for GGUF, and the format is {format}", hint="add --format gguf"
+        )
+    if format == "gguf" and (out.suffix != ".gguf" or out.is_dir()):
+        raise ArgumentError(f"{out} is not the name of a GGUF file", hint=f"name a file, such as {out / 'model.gguf'}")
     if RunFolder(out).environment_path.is_file():
         raise BaguError(f"{out} is a run, and an export would write over its config.json", hint="give another folder")
     as_dtype = None if dtype is None else named_dtype(dtype)
     found = find_model(model)
     loaded = load_model(found, dtype=as_dtype)
     place = tokenizer_folder(found)
-    save_model(loaded, None if place is None else BpeTokenizer.load(place), out)
+    tokenizer = None if place is None else BpeTokenizer.load(place)
+    if format == "gguf":
+        save_as_gguf(loaded, tokenizer, out, quantization or "f16")
+    else:
+        save_model(loaded, tokenizer, out)
     Console().print(f"{sum(p.numel() for p in loaded.parameters()):,} parameters → {out}", highlight=False)

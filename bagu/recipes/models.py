@@ -1,5 +1,5 @@
 """MODEL on the command line: a run folder, a checkpoint of a run, a Hugging Face folder (a model, or a PEFT adapter
-whose base can be found), or a hub id.
+whose base can be found), a GGUF file, or a hub id.
 
 A run writes its result to `model/`: a Hugging Face folder if a model family can represent the model, and otherwise
 `bagu.json` with the weights under bagu's names. The tokenizer is in the same folder. A LoRA run also writes `adapter/`,
@@ -8,6 +8,8 @@ in PEFT's format.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +18,15 @@ import safetensors.torch
 import torch
 
 from bagu import config as configs
+from bagu.data.gguf_tokenizer import gguf_metadata, gguf_tokenizer
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
+from bagu.machine.cache import cache_folder
 from bagu.nn import hub, peft, weights
 from bagu.nn.config import ModelConfig
 from bagu.nn.families import family_for, family_of
+from bagu.nn.gguf_file import is_gguf, read_gguf
+from bagu.nn.gguf_write import save_gguf
 from bagu.nn.hub import WeightsError
 from bagu.nn.lora import merge
 from bagu.nn.model import Transformer
@@ -35,6 +41,7 @@ __all__ = [
     "find_model",
     "load_model",
     "model_config",
+    "save_as_gguf",
     "save_model",
     "tokenizer_folder",
 ]
@@ -43,7 +50,7 @@ MODEL, ADAPTER, NATIVE = "model", "adapter", "bagu.json"
 
 
 def find_model(name: str | Path) -> Path:
-    """The folder with the files of MODEL; for a run, the folder of its result."""
+    """The folder with the files of MODEL, or a GGUF file; for a run, the folder of its result."""
     folder = hub.find(name)
     if not RunFolder(folder).environment_path.is_file():  # Hugging Face folders also contain a config.json
         return folder
@@ -57,8 +64,14 @@ def find_model(name: str | Path) -> Path:
 def tokenizer_folder(folder: Path) -> Path | None:
     """The tokenizer's folder for the model in `folder`: the same one, a checkpoint's run, or an adapter's base.
 
-    None if there is no tokenizer.
+    None if there is no tokenizer. That of a GGUF file is written to the cache.
     """
+    if is_gguf(folder):
+        made = gguf_tokenizer(read_gguf(folder).metadata)
+        facts = json.dumps([made.spec, made.variables, made.chat_template])
+        cached = cache_folder() / "tokenizers" / f"gguf-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+        made.save(cached)
+        return cached
     places = [folder]
     if _is_checkpoint(folder):
         places.append(_run_of(folder) / "tokenizer")
@@ -76,7 +89,7 @@ def model_config(folder: Path) -> ModelConfig:
         return _native_config(_run_of(folder) / NATIVE)
     if (folder / NATIVE).is_file():
         return _native_config(folder / NATIVE)
-    hf = hub.read_json(folder / "config.json")
+    hf = read_gguf(folder).hf if is_gguf(folder) else hub.read_json(folder / "config.json")
     return family_of(hf).config(hf)
 
 
@@ -127,6 +140,12 @@ def save_model(model: Transformer, tokenizer: BpeTokenizer | None, folder: Path)
         (folder / NATIVE).unlink(missing_ok=True)  # left by an earlier model: it would be read first
     if tokenizer is not None:
         tokenizer.save(folder)
+
+
+def save_as_gguf(model: Transformer, tokenizer: BpeTokenizer | None, path: Path, quantization: str) -> None:
+    """Write the model and its tokenizer as one GGUF file."""
+    facts = {} if tokenizer is None else gguf_metadata(tokenizer, model.config.vocab_size)
+    save_gguf(model, path, quantization=quantization, metadata=facts)
 
 
 def _with_padding(tokenizer: BpeTokenizer) -> BpeTokenizer:
