@@ -1,5 +1,5 @@
 """Read and write Hugging Face checkpoints: a folder with config.json and safetensors, in one file or in shards. GGUF
-files are read too (gguf_file.py).
+files are read too (gguf_file.py), and quantized checkpoints are dequantized (quantized_files.py).
 
     from_pretrained(name)         config.json -> family -> ModelConfig -> Transformer; names and shapes are compared
                                   before anything is allocated, then tensors are copied one at a time
@@ -31,6 +31,7 @@ from bagu.nn.families.core import Part
 from bagu.nn.gguf_file import is_gguf, read_gguf
 from bagu.nn.hub import WeightsError, read_json
 from bagu.nn.model import Transformer
+from bagu.nn.quantized_files import dequantized
 from bagu.nn.stored import Stored, StoredTensor
 
 __all__ = ["WeightsError", "from_pretrained", "save_pretrained"]
@@ -164,14 +165,17 @@ class Tensors:
 
 @contextmanager
 def opened(place: Path) -> Iterator[tuple[Mapping[str, Any], Stored]]:
-    """The config.json and the tensors of a folder or a GGUF file."""
+    """The config.json and the tensors of a folder or a GGUF file. Quantized weights are dequantized when read, and
+    have no `quantization_config` any more."""
     if is_gguf(place):
         file = read_gguf(place)
         yield file.hf, file.tensors
         return
     hf = read_json(place / "config.json")
     with _safetensors(place) as files:
-        yield hf, files
+        if hf.get("quantization_config"):
+            files = dequantized(files, hf["quantization_config"])
+        yield {k: v for k, v in hf.items() if k != "quantization_config"}, files
 
 
 @contextmanager

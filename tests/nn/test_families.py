@@ -139,7 +139,6 @@ def test_a_file_without_a_family_is_refused() -> None:
         (LLAMA_31_8B, {"hidden_act": "relu"}, "hidden_act = 'relu'"),
         (LLAMA_31_8B, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
         (LLAMA_31_8B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-        (LLAMA_31_8B, {"quantization_config": {"quant_method": "fp8"}}, "quantized .fp8"),
         (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         (GPT2, {"activation_function": "swish"}, "activation_function = 'swish'"),

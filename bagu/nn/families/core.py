@@ -131,12 +131,6 @@ class Family:
 
     def config(self, hf: Mapping[str, Any]) -> ModelConfig:
         """The model that a config.json describes. An unsupported key or value raises an error that names it."""
-        if quantization := hf.get("quantization_config"):
-            method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
-            raise WeightsError(
-                f"{self.name}: the weights are quantized ({method})",
-                hint="give a folder with bf16, fp16 or fp32 weights",
-            )
         given = {k: v for k, v in hf.items() if k not in self.aliases}
         given |= {self.aliases[k]: v for k, v in hf.items() if k in self.aliases}
         values = resolve(f"{self.name}: config.json", given, self.keys)

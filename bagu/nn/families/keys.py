@@ -100,7 +100,7 @@ SHARED: dict[str, Key] = {
     "add_cross_attention": Only(False),
     "is_encoder_decoder": Only(False),
     "pruned_heads": Only(None, {}),
-    "quantization_config": Only(None, {}),
+    "quantization_config": UNUSED,  # weights.py dequantizes the weights
 }
 
 
