@@ -295,6 +295,7 @@ def evaluate(
     tokenizer: TokenizerFolder = None,
     dtype: ModelDtype = "auto",
     device: Device = None,
+    quantization: Annotated[str | None, Option(help="int8, int4 or fp8 weights in linear layers.")] = None,
     invariant: Annotated[bool, Option("--invariant", help="Bitwise equal results at any batch size; slower.")] = False,
     api_key: ApiKey = None,
     judge: Annotated[str | None, Option(help="Grades answers: a server (URL or URL#MODEL), or a model's path.")] = None,
@@ -310,8 +311,8 @@ def evaluate(
         raise typer.Exit(part.compare_main(Path(model), Path(tasks[0]), out=out, as_json=as_json))
     status = part.eval_main(
         model, tasks, out=out, limit=limit, few_shot=few_shot, normalization=normalization, seed=seed,
-        training=training, tokenizer=tokenizer, dtype=dtype, device=device, invariant=invariant, api_key=api_key,
-        judge=judge, judge_api_key=judge_api_key, as_json=as_json,
+        training=training, tokenizer=tokenizer, dtype=dtype, device=device, invariant=invariant,
+        quantization=quantization, api_key=api_key, judge=judge, judge_api_key=judge_api_key, as_json=as_json,
     )  # fmt: skip
     raise typer.Exit(status)
 

@@ -204,24 +204,35 @@ def _sampling(decoding: Decoding) -> dict[str, Any]:
 
 
 def model_of(
-    model: str, *, tokenizer: str | None, dtype: str, device: str | None, invariant: bool, api_key: str | None
+    model: str,
+    *,
+    tokenizer: str | None,
+    dtype: str,
+    device: str | None,
+    invariant: bool,
+    api_key: str | None,
+    quantization: str | None = None,
 ) -> tuple[Model, dict[str, Any]]:
     """The model behind MODEL, and the facts that determine its results."""
     if model.startswith(("http://", "https://")):
-        if tokenizer or device or dtype != "auto" or invariant:
-            raise ArgumentError("--tokenizer, --device, --dtype and --invariant are the server's to choose")
+        if tokenizer or device or dtype != "auto" or invariant or quantization:
+            raise ArgumentError(
+                "--tokenizer, --device, --dtype, --quantization and --invariant are the server's to choose"
+            )
         return ServerModel(model, api_key=api_key), {"url": model}
     from bagu.recipes.serve import Loader
 
     loaded, words, chat = Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device)()
     if not loaded.config.causal:
         raise BaguError(f"{model} is an encoder: it gives no probability of the next token", hint="name a causal model")
-    engine = eval_engine(loaded, words, invariant=invariant)
+    engine = eval_engine(loaded, words, invariant=invariant, quantization=quantization)
     weight = loaded.embedding.weight
     identity = {
         "parameters": sum(p.numel() for p in loaded.parameters()), "checksum": _checksum(loaded),
         "dtype": str(weight.dtype).removeprefix("torch."), "tokenizer": words.fingerprint, "invariant": invariant,
     }  # fmt: skip
+    if quantization is not None:
+        identity["quantization"] = quantization
     return EngineModel(engine, words, chat, Path(model).resolve().name), identity
 
 

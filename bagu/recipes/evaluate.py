@@ -57,6 +57,7 @@ def eval_main(
     dtype: str,
     device: str | None,
     invariant: bool,
+    quantization: str | None,
     api_key: str | None,
     judge: str | None,
     judge_api_key: str | None,
@@ -70,9 +71,10 @@ def eval_main(
 
     console = Console(stderr=as_json, highlight=False)
     asked, identity = model_of(
-        model, tokenizer=tokenizer, dtype=dtype, device=device, invariant=invariant, api_key=api_key
+        model, tokenizer=tokenizer, dtype=dtype, device=device, invariant=invariant, quantization=quantization,
+        api_key=api_key,
     )  # fmt: skip
-    folder = out or Path("evals") / asked.name
+    folder = out or Path("evals") / (asked.name if quantization is None else f"{asked.name}-{quantization}")
     found = _tasks(tasks, asked.max_len, judge, judge_api_key, device)
     changes: dict[str, Any] = {
         k: v for k, v in (("few_shot", few_shot), ("normalization", normalization)) if v is not None
