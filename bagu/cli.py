@@ -394,8 +394,8 @@ def bench_engine(
     outputs: Annotated[str | None, Option(help="Range of output lengths, e.g. 100-1024.")] = None,
     shared_prefix: SharedPrefix = 0,
     streams: Annotated[list[int] | None, Option(help="Time decoding with this many streams; repeatable.")] = None,
-    new: Annotated[int, Option(help="Decoded tokens per stream.")] = 128,
-    prompt: Annotated[int, Option(help="Prompt tokens per stream.")] = 64,
+    prompt: Annotated[int, Option(help="With --streams: tokens of a prompt.")] = 64,
+    new: Annotated[int, Option(help="With --streams: generated tokens of a stream.")] = 128,
     speculative: Annotated[
         bool, Option("--speculative", help="Draft by prompt lookup, and time the same without drafts.")
     ] = False,
@@ -410,7 +410,9 @@ def bench_engine(
     invariant: Annotated[bool, Option("--invariant", help="Use the batch-invariant mode.")] = False,
     tp: TensorParallel = 1,
     dtype: BenchDtype = None,
-    peer: Annotated[list[str] | None, Option(help="generate, generate_batch or a script; repeatable.")] = None,
+    peer: Annotated[
+        list[str] | None, Option(help="generate, generate_batch, llama.cpp or a script; repeatable.")
+    ] = None,
     rounds: Rounds = 1,
     device: Device = None,
     out: Results = None,

@@ -16,6 +16,7 @@ from bagu.bench.engine_peers import PEERS, scripted
 from bagu.bench.engine_timing import Case, Measured, measure_in_turn, measure_throughput
 from bagu.bench.harness import RESULTS, Rows, check_peers, table
 from bagu.bench.known_text import Text, counts_upwards
+from bagu.bench.llama_cpp_peer import LLAMA_CPP, check_llama_cpp, llama_cpp_row
 from bagu.bench.workload import Lengths, Workload
 from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.device import named_device, named_dtype
@@ -92,7 +93,7 @@ def main(
         shared_prefix=shared_prefix, streams=tuple(streams), prompt=prompt, new=new, repeats=repeats, seed=seed,
         text=text,
     )  # fmt: skip
-    _check(case, peers, loaded=load is not None, speculative=speculative)
+    _check(case, peers, where, loaded=load is not None, speculative=speculative)
     as_dtype = named_dtype(dtype) if dtype else compute_dtype(where)
     make, name = _maker(shape or ("qwen3_0_6b" if gpu else "cpu_8m"), load, name, where, as_dtype, text)
     config = EngineConfig(
@@ -111,6 +112,9 @@ def main(
         common["config"] = asdict(model.config)
         rows.add(common | _row(who, m, where, s) for who, s, m in _bagu(model, config, case, turn))
         for peer in peers:
+            if peer == LLAMA_CPP:
+                rows.add([common | llama_cpp_row(model, case, quantization, peer_environ)])
+                continue
             if peer not in PEERS:
                 rows.add(common | row for row in scripted(Path(peer), peer_environ))
                 continue
@@ -122,7 +126,7 @@ def main(
     return 0
 
 
-def _check(case: Case, peers: Sequence[str], *, loaded: bool, speculative: bool) -> None:
+def _check(case: Case, peers: Sequence[str], device: torch.device, *, loaded: bool, speculative: bool) -> None:
     if (case.text is not None or speculative) and not case.streams:
         raise ArgumentError("--text or --speculative without --streams", hint="they time decoding: add --streams 1")
     if case.text is not None and loaded:
@@ -134,7 +138,9 @@ def _check(case: Case, peers: Sequence[str], *, loaded: bool, speculative: bool)
             f"streams {list(case.streams)}, prompt {case.prompt}, new {case.new}, repeats {case.repeats}",
             hint="each must be 1 or more",
         )
-    check_peers(peers, PEERS)
+    check_peers(peers, [*PEERS, LLAMA_CPP])
+    if LLAMA_CPP in peers:
+        check_llama_cpp(case, device)
     if case.streams and any(p in PEERS for p in peers):
         raise ArgumentError("a transformers peer with --streams", hint="it has no separate decode rate: leave one out")
 
@@ -204,8 +210,8 @@ def _row(implementation: str, measured: Measured, device: torch.device, streams:
 
 def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     heads = (
-        "implementation", "streams", "output tokens/s", "all tokens/s", "steps", "step ms", "overhead ms",
-        "prefix hits", "drafts accepted", "against best peer",
+        "implementation", "streams", "output tokens/s", "all tokens/s", "prompt tokens/s", "steps", "step ms",
+        "overhead ms", "prefix hits", "drafts accepted", "against best peer",
     )  # fmt: skip
     lines = []
     for row in rows:
@@ -214,7 +220,8 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
         total = None if row["streams"] else row.get("total_tokens_per_s")
         lines.append((
             row["implementation"], _cell(row["streams"], "{}"), f"{row['tokens_per_s']:,.0f}",
-            _cell(total, "{:,.0f}"), _cell(row.get("steps"), "{:,}"), _ms(row.get("step_s")),
+            _cell(total, "{:,.0f}"), _cell(row.get("prompt_tokens_per_s"), "{:,.0f}"),
+            _cell(row.get("steps"), "{:,}"), _ms(row.get("step_s")),
             _ms(row.get("overhead_s")), f"{100 * hits / asked:.0f} %" if hits is not None and asked else "–",
             f"{100 * row['accepted_tokens'] / row['draft_tokens']:.0f} %" if row.get("draft_tokens") else "–",
             f"{row['tokens_per_s'] / max(peers):.2f}×" if peers else "–",

@@ -160,7 +160,7 @@ def measure_throughput(engine: Engine, workload: Workload, warmup: Workload) -> 
 
 def measure_streams(engine: Engine, case: Case) -> list[tuple[int, Measured]]:
     """For each number of streams, the repeat with the median rate, after one warmup. Timing starts when every prompt
-    has its first token, and counts the tokens after that."""
+    has its first token, and counts the tokens after that. `prompt_tokens_per_s` is the rate up to that moment."""
     return [(streams, measured) for streams, (measured,) in measure_in_turn([engine], case)]
 
 
@@ -181,12 +181,14 @@ def _decode_run(clocked: Clocked, case: Case, streams: int, repeat: int) -> Meas
     engine = clocked.engine
     clocked.reset()
     work = case.streams_workload(streams, engine.model.config.vocab_size, repeat)
+    began = time.perf_counter()
     clocked.submit(work, 0.0, f"{streams}-{repeat}")
     while engine.stats().waiting or any(len(s.tokens) == s.num_prompt for s in engine.scheduler.running):
         clocked.step()
+    prompts = {"prompt_tokens_per_s": streams * case.prompt / (time.perf_counter() - began)}
     clocked.reset()
     began, made = time.perf_counter(), 0
     while engine.has_work:
         made += clocked.step()
     took = time.perf_counter() - began
-    return Measured(seconds=took, output_tokens=made, input_tokens=0, facts=clocked.facts())
+    return Measured(seconds=took, output_tokens=made, input_tokens=0, facts=clocked.facts() | prompts)

@@ -96,10 +96,11 @@ def check_peers(peers: Sequence[str], known: Iterable[str]) -> None:
         raise UnknownName.among("peer", unknown[0], [*names, "PATH.py"])
 
 
-def script_rates(path: Path, environ: Mapping[str, str] | None = None) -> list[Row]:
+def script_rates(path: Path, environ: Mapping[str, str] | None = None, arguments: Sequence[str] = ()) -> list[Row]:
     """Run a peer's script, unmodified, in `environ` or the environment of this process. Return the JSON lines it prints
     that have `tokens_per_s`."""
-    run = subprocess.run([sys.executable, str(path)], env=environ, capture_output=True, text=True, check=False)
+    command = [sys.executable, str(path), *arguments]
+    run = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     found = []
     for line in run.stdout.splitlines():
         try:

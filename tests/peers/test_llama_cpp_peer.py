@@ -6,6 +6,7 @@ in fp16. So its logits may differ by a few times what rounding the inputs of our
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "nn"))
 from test_gguf import logits, model_of  # noqa: E402
 
+from bagu.bench import engine as bench_engine  # noqa: E402
 from bagu.data.chat_template import DEFAULT_TEMPLATE  # noqa: E402
 from bagu.data.tokenizer import BpeTokenizer  # noqa: E402
 from bagu.nn.linear import Linear  # noqa: E402
@@ -85,3 +87,16 @@ def test_transformers_reads_the_same_weights(kind: str, tmp_path: Path) -> None:
     with torch.inference_mode():
         want = judge(torch.tensor([IDS])).logits[0]
     torch.testing.assert_close(logits(from_pretrained(path, dtype=torch.float32)), want)
+
+
+@pytest.mark.parametrize("quantization, kind", [("int8", "q8_0"), ("int4", "q4_0")])
+def test_bench_engine_runs_llama_cpp_beside_bagu(quantization: str, kind: str, tmp_path: Path) -> None:
+    model = model_of("llama")
+    bench_engine.main(
+        load=lambda: (model, None, None), name="small", streams=(1,), prompt=8, new=6, repeats=2, batch=2,
+        quantization=quantization, dtype="fp32", peers=["llama.cpp"], out=tmp_path / "out", device="cpu",
+    )  # fmt: skip
+    (file,) = (tmp_path / "out").rglob("*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [r["implementation"] for r in rows] == ["bagu", "llama.cpp"]
+    assert rows[1]["gguf_type"] == kind and all(r["tokens_per_s"] > 0 < r["prompt_tokens_per_s"] for r in rows)

@@ -115,7 +115,7 @@ def test_bench_engine_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[
     rows = rows_of(tmp_path / "out")
     assert code == 0 and [r["implementation"] for r in rows] == ["bagu", "peer.py"] * 2
     assert all(r["system"] == "engine" and r["model"] == "small" and r["streams"] == 2 and r["env"] for r in rows)
-    assert rows[0]["output_tokens"] == 8 and rows[0]["steps"] == 4
+    assert rows[0]["output_tokens"] == 8 and rows[0]["steps"] == 4 and rows[0]["prompt_tokens_per_s"] > 0
     assert "small" in capsys.readouterr().out
 
 
@@ -138,6 +138,8 @@ def test_bench_engine_says_what_is_wrong(tmp_path: Path) -> None:
         bench_engine.main(peers=["generat"], out=tmp_path, device="cpu")
     with pytest.raises(ArgumentError, match="streams"):
         bench_engine.main(streams=(1,), peers=["generate"], out=tmp_path, device="cpu")
+    with pytest.raises(ArgumentError, match="one stream on a CPU"):
+        bench_engine.main(peers=["llama.cpp"], out=tmp_path, device="cpu")
     broken = tmp_path / "broken.py"
     broken.write_text('print(\'{"tokens_per_s": 1}\'); raise SystemExit("out of luck")\n')
     with pytest.raises(BaguError, match="out of luck"):
