@@ -33,7 +33,7 @@ PARTS = {  # besides errors, types and config, which import no part and are open
 }
 OPTIONAL = [
     "triton", "pydantic", "fastapi", "ray", "optuna", "matplotlib", "pynvml", "liger_kernel", "pyarrow", "tensorboard",
-    "transformers", "huggingface_hub", "wandb", "lm_eval",
+    "transformers", "huggingface_hub", "wandb", "lm_eval", "llguidance",
 ]  # fmt: skip
 
 

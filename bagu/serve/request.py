@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from bagu.errors import ArgumentError, BaguError
+from bagu.serve.grammar import Grammar
 
 __all__ = [
     "BIASES", "PENALTIES", "REPETITIONS", "Event", "Finish", "PromptLogprobs", "Request", "Sampling", "TokenEvent",
@@ -54,6 +55,7 @@ class Sampling:
     n: int = 1
     logprobs: int | None = None  # number of top tokens to report in addition to the sampled one
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None  # the output is a text of this grammar, unless max_tokens or a stop ends it earlier
 
     def __post_init__(self) -> None:
         for name, value, valid, rule in self._rules():
@@ -89,6 +91,7 @@ class Sampling:
             ("logprobs", self.logprobs, _optional(self.logprobs, 0), "0 or more, or None for no logprobs"),
             ("prompt_logprobs", self.prompt_logprobs, _optional(self.prompt_logprobs, 0),
              "0 or more, or None for no logprobs"),
+            ("grammar", self.grammar, self.grammar is None or isinstance(self.grammar, Grammar), "a Grammar, or None"),
         ]  # fmt: skip
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import Any
 
 import pytest
 
 from bagu.errors import ArgumentError
+from bagu.serve.grammar import Grammar
 from bagu.serve.request import Request, Sampling, TokenEvent
 
 
@@ -21,6 +23,7 @@ from bagu.serve.request import Request, Sampling, TokenEvent
         ("logit_bias", {-1: 0.0}), ("logit_bias", {5: 101.0}), ("logit_bias", {"5": 1.0}),
         ("seed", 1.0), ("stop", ("",)), ("stop", "word"), ("stop_token_ids", (-1,)),
         ("min_tokens", 17), ("min_tokens", -1), ("n", 0), ("logprobs", -1), ("prompt_logprobs", -1),
+        ("grammar", "a+"),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_with_its_name(name: str, value: Any) -> None:
@@ -56,3 +59,25 @@ def test_requests_and_events_can_be_pickled() -> None:
     event = TokenEvent("r", 0, 5, -0.5, ((5, -0.5),), "stop", "x")
     assert pickle.loads(pickle.dumps((request, event))) == (request, event)
     assert (event.index, event.token, event.finish) == (0, 5, "stop")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("yaml", "a", "kind = 'yaml'"),
+        ("regex", "", "the text of kind regex is ''"),
+        ("json_object", "{}", "the text of kind json_object is '{}'"),
+        ("choice", "[]", "the choices are"),
+        ("choice", '["a", 1]', "the choices are"),
+        ("choice", "a", "the choices are"),
+    ],
+)
+def test_a_bad_grammar_is_refused(kind: Any, text: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        Grammar(kind, text)
+
+
+def test_a_grammar_from_python_values_is_json_text() -> None:
+    assert Grammar.json_schema({"type": "integer"}) == Grammar("json_schema", '{"type": "integer"}')
+    assert Grammar.choice(["yes", "no"]) == Grammar("choice", '["yes", "no"]')
+    assert pickle.loads(pickle.dumps(Grammar.regex("a+"))) == Grammar("regex", "a+")

@@ -1,0 +1,72 @@
+"""Grammars: the set of texts that the output of a request must belong to.
+
+A `Grammar` is a value of the request. The engine compiles it with llguidance (constraint.py) and samples only tokens
+that keep the text a prefix of a member; the end-of-text token is allowed only when the text is a member.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from bagu.errors import ArgumentError
+
+__all__ = ["Grammar", "GrammarKind"]
+
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar in one of five notations; `text` is
+
+    json_object  empty: any JSON object
+    json_schema  the schema, as JSON
+    regex        a regular expression (Rust's syntax) that the whole output matches
+    choice       a JSON list of strings, one of which is the output
+    lark         a grammar in llguidance's variant of Lark, whose start rule is `start`
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise ArgumentError(f"grammar: kind = {self.kind!r}", hint=f"use {', '.join(get_args(GrammarKind))}")
+        if not isinstance(self.text, str) or bool(self.text) == (self.kind == "json_object"):
+            rule = "is empty" if self.kind == "json_object" else "is a non-empty string"
+            raise ArgumentError(f"grammar: the text of kind {self.kind} is {self.text!r:.80}", hint=f"the text {rule}")
+        if self.kind == "choice":
+            _check_choices(self.text)
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        return cls("json_object")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool) -> Grammar:
+        """From a schema as Python values. The order of its properties is the order in which they are generated."""
+        return cls("json_schema", json.dumps(schema if isinstance(schema, bool) else dict(schema)))
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Grammar:
+        return cls("choice", json.dumps(list(choices)))
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        return cls("lark", text)
+
+
+def _check_choices(text: str) -> None:
+    try:
+        choices = json.loads(text)
+    except ValueError:
+        choices = None
+    if not (isinstance(choices, list) and choices and all(isinstance(c, str) and c for c in choices)):
+        raise ArgumentError(f"grammar: the choices are {text:.80}", hint="a JSON list of one or more non-empty strings")
