@@ -102,9 +102,10 @@ def _row_changes(row: Row, V: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _masked(row: Row, V: int) -> list[int]:
-    """The tokens that would end the output before min_tokens; none if no other token would be left to sample."""
+    """The tokens that would end the output before min_tokens; none if no other token would be left to sample. With a
+    grammar, constrain/masks.py does this: only it knows which tokens are left."""
     s = row.sampling
-    if row.num_output >= s.min_tokens:
+    if row.num_output >= s.min_tokens or s.grammar is not None:
         return []
     ends = [t for t in {*s.stop_token_ids, *(() if s.ignore_eos else row.eos_ids)} if t < V]
     return ends if len(ends) < V else []

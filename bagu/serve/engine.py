@@ -20,7 +20,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,7 @@ from bagu.nn.model import Transformer
 from bagu.parallel.inference import local_heads
 from bagu.serve.completion import choices
 from bagu.serve.config import EngineConfig
+from bagu.serve.constrain.compiler import GrammarCompiler
 from bagu.serve.kv.blocks import Blocks, IntegrityError
 from bagu.serve.kv.paged import PagedKV, cache_dtype
 from bagu.serve.kv.pool import Pool, size_pool
@@ -122,6 +123,8 @@ class Engine:
             else LeadRunner(model, kv, config, pool.max_model_len, self.ranks)
         )  # fmt: skip
         self.sampler = Sampler(self.runner, tokenizer, config.seed, eos_ids)
+        vocab_size = model.config.vocab_size
+        self.grammars = GrammarCompiler(tokenizer, vocab_size, eos_ids) if tokenizer is not None and eos_ids else None
         self._overlaps = table.is_cuda if config.async_scheduling is None else config.async_scheduling
         self._pending: PendingStep | None = None
         self._unreturned: list[Event] = []  # events of a step that `weights_changed` committed
@@ -142,6 +145,8 @@ class Engine:
                 return self._idle()
             events: list[Event] = []
             try:
+                if plan is not None and self._pending is None:  # all tokens are known
+                    self.sampler.start_masks(plan)
                 output = None if plan is None else self.runner.run(plan, self._late_tokens())
                 events += self._commit_pending()  # the previous step, while this one runs; sampling may need its tokens
                 if plan is not None and output is not None:
@@ -173,8 +178,9 @@ class Engine:
                 f"request {request.id!r}: stop strings need a tokenizer, and the engine has none",
                 hint="use stop_token_ids, or pass a tokenizer to Engine",
             )
+        matcher = self._matcher(request)
         self.scheduler.add(request)
-        self.sampler.add(request)
+        self.sampler.add(request, matcher)
 
     def abort(self, request_id: str) -> bool:
         """End a request now; False if there is no unfinished request of this id. Its blocks are free on return, or when
@@ -270,6 +276,11 @@ class Engine:
             drafts=0 if self.speculator is None else self.speculator.drafts_verified,
             draft_tokens=0 if self.speculator is None else self.speculator.drafted_tokens,
             accepted_tokens=0 if self.speculator is None else self.speculator.accepted_tokens,
+            constrained_requests=self.sampler.masks.requests,
+            grammar_compilations=0 if self.grammars is None else self.grammars.compilations,
+            grammar_compile_s=0.0 if self.grammars is None else self.grammars.compile_s,
+            mask_s=self.sampler.masks.mask_s,
+            mask_wait_s=self.sampler.masks.wait_s,
         )
 
     def check_ranks(self) -> None:
@@ -298,6 +309,18 @@ class Engine:
         check_draft(self.model, self.tokenizer, draft)
         proposer = DraftModel(draft.model, config, pool)
         return Speculator(proposer, config.speculative_tokens, always=config.speculative_always)
+
+    def _matcher(self, request: Request) -> Any:
+        """The compiled grammar of a request, or None. A grammar that is not compiled yet is compiled here."""
+        if request.sampling.grammar is None:
+            return None
+        if self.grammars is None:
+            raise ArgumentError(
+                f"request {request.id!r}: a grammar needs a tokenizer whose end-of-text token is in the model's "
+                "vocabulary",
+                hint="pass the model's tokenizer to Engine",
+            )
+        return self.grammars.matcher(request.sampling.grammar)
 
     def _arithmetic(self) -> AbstractContextManager[None]:
         return ops.invariant() if self.config.invariant else nullcontext()
@@ -359,7 +382,7 @@ class Engine:
 
     def _check_stops(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """Finish the choices whose text contains a stop string, and drop what they sampled after it in this step."""
-        check_all, checked, stopped = self.sampler.has_stop_strings, [], set()
+        check_all, checked, stopped = self.sampler.checks_every_event, [], set()
         for event in events:
             choice = (event.request_id, event.index)
             if choice in stopped:

@@ -15,6 +15,7 @@ from bagu.errors import ArgumentError
 
 __all__ = ["Grammar", "GrammarKind"]
 
+MAX_SIZE = 2**18  # characters
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 
 
@@ -26,7 +27,7 @@ class Grammar:
     json_schema  the schema, as JSON
     regex        a regular expression (Rust's syntax) that the whole output matches
     choice       a JSON list of strings, one of which is the output
-    lark         a grammar in llguidance's variant of Lark, whose start rule is `start`
+    lark         a grammar in llguidance's variant of Lark, whose start rule is `start`, or in GBNF, with `root`
     """
 
     kind: GrammarKind
@@ -38,6 +39,10 @@ class Grammar:
         if not isinstance(self.text, str) or bool(self.text) == (self.kind == "json_object"):
             rule = "is empty" if self.kind == "json_object" else "is a non-empty string"
             raise ArgumentError(f"grammar: the text of kind {self.kind} is {self.text!r:.80}", hint=f"the text {rule}")
+        if len(self.text) > MAX_SIZE:
+            raise ArgumentError(
+                f"grammar: the {self.kind} has {len(self.text)} characters", hint=f"at most {MAX_SIZE}: make it smaller"
+            )
         if self.kind == "choice":
             _check_choices(self.text)
 

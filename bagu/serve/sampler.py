@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from bagu.serve.changes import Changes, Row, adjusts, changes
+from bagu.serve.constrain.masks import Masks, apply_mask
 from bagu.serve.plan import Plan, Sequence, Slice
 from bagu.serve.request import PromptLogprobs, Request, TokenEvent, TokenLogprob
 from bagu.serve.runner import Runner, RunnerOutput
@@ -63,20 +64,25 @@ class Sampler:
         self._seeds = random.Random(seed)  # for requests without a seed
         self._states: dict[str, _RequestState] = {}
         self._slots = Slots(runner.source.config.vocab_size)
+        self.masks = Masks(runner.source.config.vocab_size, eos_ids)
+        self._special = frozenset(getattr(tokenizer, "special_ids", {}).values())
         # Ids of requests that need more than an argmax per token. Usually all are empty, and a step skips the work.
         self._not_plain: set[str] = set()  # with random sampling, penalties or logprobs
         self._adjusted: set[str] = set()  # with bias, penalties or masked tokens
         self._with_prompt_logprobs: set[str] = set()
         self._with_stop_strings: set[str] = set()
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, matcher: Any = None) -> None:
+        """Add a request; `matcher` is its compiled grammar, if it has one."""
         s = request.sampling
+        if matcher is not None:
+            self.masks.add(request, matcher, self._special)
         seed = self._seeds.getrandbits(62) if s.seed is None else s.seed
         texts = [TextStream(self.tokenizer, s) for _ in range(s.n)] if s.stop and self.tokenizer is not None else []
         slots = [self._slots.add(s, seed, choice, len(request.prompt)) for choice in range(s.n)]
         self._states[request.id] = _RequestState(slots, s.n, texts)
         adjusted = adjusts(s)
-        not_plain = s.temperature > 0.0 or adjusted or s.logprobs is not None
+        not_plain = s.temperature > 0.0 or adjusted or s.logprobs is not None or matcher is not None
         belongs = (not_plain, adjusted, s.prompt_logprobs is not None, bool(texts))
         for belongs_here, group in zip(belongs, self._groups, strict=True):
             if belongs_here:
@@ -86,11 +92,13 @@ class Sampler:
         state = self._states.pop(request_id, None)
         if state is not None:
             self._slots.remove(state.slots)
+        self.masks.remove(request_id)
         for group in self._groups:
             group.discard(request_id)
 
     def cancel(self, plan: Plan) -> None:
-        """Drop the prompt logprobs of a plan that will not be committed."""
+        """Drop the prompt logprobs and masks of a plan that will not be committed."""
+        self.masks.discard()
         for piece in plan.slices:
             sequence = piece.sequence
             if sequence.scores and not sequence.finished:
@@ -102,9 +110,14 @@ class Sampler:
         return self._not_plain, self._adjusted, self._with_prompt_logprobs, self._with_stop_strings
 
     @property
-    def has_stop_strings(self) -> bool:
-        """Whether an unfinished request has stop strings, so that `check_stop` must see every event."""
-        return bool(self._with_stop_strings)
+    def checks_every_event(self) -> bool:
+        """Whether `check_stop` must see every event: a request has stop strings, or the grammar of one has failed."""
+        return bool(self._with_stop_strings) or self.masks.has_failures
+
+    def start_masks(self, plan: Plan) -> None:
+        """Begin to compute the masks of constrained requests, while the plan runs. All its tokens must be known."""
+        if self.masks:
+            self.masks.start(plan.sampled)
 
     def sample(self, plan: Plan, step: RunnerOutput) -> SamplerOutput:
         """Sample a token for each of `plan.sampled`, and compute the prompt logprobs that requests ask for. The token
@@ -118,18 +131,23 @@ class Sampler:
         slots = np.array([SPARE if s.finished else states[s.request.id].slots[s.index] for s in plan.sampled])
         before = plan.drafts_before() if plan.num_drafts else [[] for _ in plan.sampled]
         changed = self._changes(plan, before) if self._adjusted else None
+        mask = self.masks.finish(plan.sampled) if self.masks else None
+        logits = step.logits if mask is None else apply_mask(step.logits, mask, self.runner.to_device)
         if changed is None and self._slots.greedy(slots):
-            tokens = self._argmax(step)
+            tokens = self._argmax(step) if mask is None else argmax(logits)
         else:
             lengths = np.array([len(s.tokens) + len(drafts) for s, drafts in zip(plan.sampled, before, strict=True)])
             parameters = self._slots.parameters(slots, lengths)
-            tokens = sample(step.logits, parameters, changed, self.runner.to_device)
+            tokens = sample(logits, parameters, changed, self.runner.to_device)
         return SamplerOutput(tokens, self._logprobs(plan, step, tokens), prompts)
 
     def check_stop(self, event: TokenEvent) -> TokenEvent:
-        """The event, finished if the text now contains a stop string. Removes a request with its last choice."""
+        """The event, finished if the text now contains a stop string, or if the grammar cannot go on. Removes a request
+        with its last choice."""
         state = self._states[event.request_id]
-        if state.texts and event.finish != "stop":
+        if failure := self.masks.failure(event.request_id, event.index):
+            event = event._replace(token=None, logprob=None, top=None, finish="error", stop_reason=failure)
+        elif state.texts and event.finish != "stop":
             text = state.texts[event.index]
             text.read(event)
             if text.stop is not None:

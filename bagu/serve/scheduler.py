@@ -81,7 +81,8 @@ class Scheduler:
         check_servable(request, self.config, num_blocks=self.blocks.num_blocks, block_size=self.blocks.block_size)
         sampling, serial = request.sampling, next(self._serial)
         age = request.priority + request.arrival / self.config.aging_s
-        stops = frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else self.config.eos_ids))
+        goes_on = sampling.ignore_eos and sampling.grammar is None  # after a complete text of a grammar nothing follows
+        stops = frozenset(sampling.stop_token_ids + (() if goes_on else self.config.eos_ids))
         choices = [Sequence(request, i, (age, serial, i), stops) for i in range(sampling.n)]
         choices[0].forks = choices[1:]
         self.requests[request.id] = choices
@@ -364,7 +365,8 @@ class Scheduler:
         tokens.append(token)
         num_output, reason = len(tokens) - sequence.num_prompt, None
         finish: Finish | None = None
-        if token in sequence.stops and num_output >= request.sampling.min_tokens:
+        # With a grammar, a stop token is sampled before min_tokens only if no other token can follow.
+        if token in sequence.stops and (num_output >= request.sampling.min_tokens or request.sampling.grammar):
             finish = "stop"
             reason = token if token in request.sampling.stop_token_ids else None
         elif len(tokens) > sequence.end:  # max_tokens is reached; the KV of the last token is not computed

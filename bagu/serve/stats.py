@@ -30,3 +30,8 @@ class EngineStats:
     drafts: int = 0  # drafts verified, each of one or more tokens
     draft_tokens: int = 0
     accepted_tokens: int = 0  # of draft_tokens
+    constrained_requests: int = 0  # with a grammar
+    grammar_compilations: int = 0
+    grammar_compile_s: float = 0.0
+    mask_s: float = 0.0  # computing token masks
+    mask_wait_s: float = 0.0  # the part of it that the engine waited for

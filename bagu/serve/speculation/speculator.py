@@ -170,7 +170,7 @@ class Speculator:
 def speculates(sequence: Sequence) -> bool:
     """Whether drafts of this sequence can be verified. The mask of a grammar after a draft depends on that draft, and
     the grammar advances with sampled tokens only."""
-    return getattr(sequence.request.sampling, "grammar", None) is None
+    return sequence.request.sampling.grammar is None
 
 
 def _within(spare: int, wanted: Seq[tuple[Sequence, int]]) -> dict[Sequence, int]:

@@ -1,0 +1,1 @@
+"""Constrained decoding: grammars compiled to masks of the tokens that may follow."""

@@ -1,0 +1,207 @@
+"""Compiles grammars with llguidance (https://github.com/guidance-ai/llguidance), and keeps the compiled ones.
+
+A compiled grammar is a matcher: it consumes tokens and gives the mask of the tokens that may follow. Every choice gets
+a copy of it, which takes a microsecond. Compiling takes 0.2 to 5 ms for usual grammars, and up to minutes for hostile
+ones: the server compiles them in another process first (check.py).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bagu.serve.constrain.finite import has_finite_instance
+from bagu.serve.grammar import Grammar
+from bagu.serve.request import Unservable
+
+if TYPE_CHECKING:  # check.py runs without torch, which bagu.types imports
+    from bagu.types import Tokenizer
+
+__all__ = ["GrammarCompiler", "Vocabulary", "compile_grammar", "grammar_source", "ll_tokenizer"]
+
+KEPT = 256  # compiled grammars, and errors of grammars that do not compile
+# Between two JSON tokens: nothing, a blank, or a line break and an indentation. Without a bound, a model that likes
+# blanks would write them until max_tokens.
+WHITESPACE = r"[ ]|\n[ \t]{0,40}"
+# 1 to 2 kB per lexer state. Everything else has llguidance's limits: a mask takes at most about 15 ms.
+MAX_LEXER_STATES = 50_000
+INSTALL = "install it with: pip install 'bagu[grammar]'"
+
+
+def _unservable(message: str, hint: str) -> Unservable:
+    return Unservable(message, hint=hint, param="grammar")
+
+
+def _package() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise _unservable("structured output needs the package llguidance, which is missing", INSTALL) from error
+    return llguidance
+
+
+class Vocabulary(NamedTuple):
+    """The tokens as bytes. Special tokens are marked with the byte 0xFF, which no text has, so that text cannot contain
+    them; ids without a token are empty and never allowed."""
+
+    tokens: list[bytes]
+    special: list[int]
+    eos_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> Vocabulary:
+        special = {*getattr(tokenizer, "special_ids", {}).values(), *eos_ids}
+        size = min(tokenizer.vocab_size, vocab_size)
+        words = [tokenizer.bytes_of(id) for id in range(size)]
+        tokens = [b"\xff" + word if id in special else word for id, word in enumerate(words)]
+        return cls(tokens + [b""] * (vocab_size - size), sorted(t for t in special if t < vocab_size), tuple(eos_ids))
+
+
+class _Words:
+    """A vocabulary and its encoder in the form that llguidance reads."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], list[int]] | None) -> None:
+        self.tokens, self.special_token_ids, (self.eos_token_id, *_) = vocabulary
+        self.bos_token_id, self.encode = None, encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """The tokens of a text. llguidance allows only these where the grammar leaves one text."""
+        assert self.encode is not None
+        return self.encode(text.decode() if isinstance(text, bytes) else text)
+
+
+def ll_tokenizer(vocabulary: Vocabulary, encode: Callable[[str], list[int]] | None = None) -> Any:
+    """The vocabulary as a trie: 0.3 s for 150,000 tokens. `encode` None takes the longest tokens. Raises Unservable
+    without llguidance."""
+    words = _Words(vocabulary, encode)
+    found = _package().LLTokenizer(words, eos_token=list(vocabulary.eos_ids))
+    if encode is None:
+        words.encode = found.greedy_tokenize
+    return found
+
+
+def compile_grammar(grammar: Grammar, source: str, tokens: Any) -> Any:
+    """A matcher of the grammar at the start of the output, with its first mask computed, from `grammar_source`. Raises
+    Unservable."""
+    package = _package()
+    limits = package.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    matcher = package.LLMatcher(tokens, source, log_level=0, limits=limits)
+    if not matcher.is_error():
+        allowed = any(matcher.compute_bitmask())
+        if not matcher.is_error():
+            if allowed:
+                return matcher
+            raise _unservable(f"no text matches the {grammar.kind}", "check that it is not contradictory")
+        if "NoExtension" in matcher.get_error():
+            raise _unservable(f"no finite text matches the {grammar.kind}", "check that it is not contradictory")
+    reason = matcher.get_error().split("<backtrace>")[0].split("<state>")[0].strip()
+    raise _unservable(
+        f"the {grammar.kind} cannot be compiled: {reason:.500}", "docs/structured_output.md has the rules"
+    )
+
+
+def grammar_source(grammar: Grammar) -> str:
+    """The grammar in llguidance's own notation. Raises Unservable."""
+    matcher = _package().LLMatcher
+    if grammar.kind == "regex":
+        return str(matcher.grammar_from_regex(grammar.text))
+    if grammar.kind == "lark":
+        return str(matcher.grammar_from_lark(_lark(grammar.text)))
+    if grammar.kind == "choice":  # a JSON string is also a string of Lark
+        words = " | ".join(json.dumps(word) for word in json.loads(grammar.text))
+        return str(matcher.grammar_from_lark(f"start: {words}"))
+    try:
+        return _schema_source(
+            {"type": "object"} if grammar.kind == "json_object" else json.loads(grammar.text), matcher
+        )
+    except json.JSONDecodeError as error:
+        raise _unservable(f"the schema is not JSON: {error}", "send valid JSON") from error
+    except RecursionError as error:
+        raise _unservable("the schema is nested too deeply", "make it flatter") from error
+
+
+def _lark(text: str) -> str:
+    """A grammar in Lark; one in GBNF (llama.cpp's notation, with `::=`) is translated."""
+    if "::=" not in text:
+        return text
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return str(gbnf_to_lark(text))
+    except Exception as error:  # a parser in Python, which raises anything for a wrong grammar
+        raise _unservable(f"the grammar is not GBNF: {error!s:.300}", "write it in Lark or GBNF") from error
+
+
+def _schema_source(schema: Any, matcher: Any) -> str:
+    if not isinstance(schema, dict | bool):
+        raise _unservable(f"the schema is {schema!r:.80}", "a schema is a JSON object, or true")
+    if not has_finite_instance(schema):
+        raise _unservable(
+            "the schema recurses without end: no finite value satisfies it",
+            "leave a recursive property out of `required`, or allow null",
+        )
+    return str(matcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE}))
+
+
+class GrammarCompiler:
+    """Compiled grammars of one tokenizer, the last `KEPT` of them. Any thread may call it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, tuple(eos_ids)
+        self._encode = tokenizer.encode
+        self.compilations = 0
+        self.compile_s = 0.0
+        self._tokens: Any = None
+        self._tokens_lock, self._lock = threading.Lock(), threading.Lock()  # of `_tokens`; of `_results`
+        self._results: OrderedDict[Grammar, Any] = OrderedDict()  # matcher, or the Unservable that it raises
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary.of(self._tokenizer, self._vocab_size, self._eos_ids)
+
+    def has_result(self, grammar: Grammar) -> bool:
+        """Whether `matcher` answers without compiling."""
+        with self._lock:
+            return grammar in self._results
+
+    def matcher(self, grammar: Grammar, source: str | None = None) -> Any:
+        """A matcher at the start of the output, for one choice. Compiles the grammar unless it is kept; raises
+        Unservable if it cannot be compiled. `source` is its `grammar_source`, if that is known."""
+        with self._lock:
+            found = self._results.get(grammar)
+            if found is not None:
+                self._results.move_to_end(grammar)
+        if found is None:
+            found = self._compile(grammar, source)
+            self.keep(grammar, found)
+        if isinstance(found, Unservable):
+            raise found
+        return found.deep_copy()
+
+    def keep(self, grammar: Grammar, result: Any) -> None:
+        """Keep a matcher, or the error that `matcher` is to raise for this grammar."""
+        with self._lock:
+            self._results[grammar] = result
+            self._results.move_to_end(grammar)
+            while len(self._results) > KEPT:
+                self._results.popitem(last=False)
+
+    def _compile(self, grammar: Grammar, source: str | None) -> Any:
+        began = time.perf_counter()
+        try:
+            with self._tokens_lock:
+                if self._tokens is None:
+                    self._tokens = ll_tokenizer(self.vocabulary, self._encode)
+            return compile_grammar(grammar, grammar_source(grammar) if source is None else source, self._tokens)
+        except Unservable as error:
+            return error
+        finally:
+            self.compilations += 1
+            self.compile_s += time.perf_counter() - began

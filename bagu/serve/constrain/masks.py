@@ -1,0 +1,179 @@
+"""The tokens that may follow in each constrained choice, as one bit mask per row of a step.
+
+The state of a choice is a matcher and the number of tokens that it has consumed. It depends on the output alone, so
+preemption and recomputing do not change it. Masks need the tokens of the previous step. On a GPU they are computed
+after the forward is launched; on a CPU, where the tokens are known before the forward, in a thread beside it
+(`Masks.start`).
+
+A mask is never empty: where the output is complete, the tokens that end it are allowed, and nothing else if nothing can
+follow. If the matcher reaches one of its limits, the choice fails (`Masks.failure`).
+
+Dims: R = rows, W = words of 32 tokens, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from bagu.serve.plan import Sequence
+from bagu.serve.request import Request
+
+__all__ = ["Masks", "apply_mask"]
+
+MAX_THREADS = 8  # of llguidance; on a machine with two cores one
+BITS = (1 << np.arange(8)).astype(np.uint8)
+
+
+@dataclass(slots=True)
+class _Choice:
+    matcher: Any
+    ends: np.ndarray  # tokens that may end a complete output
+    stops: np.ndarray  # tokens that must not be sampled before min_tokens, or at all with ignore_eos
+    until: float  # number of output tokens before which `stops` are avoided
+    consumed: int = 0  # tokens of the output
+    failure: str | None = None
+
+
+class Masks:
+    """The constrained choices of an engine. One thread at a time uses it."""
+
+    def __init__(self, vocab_size: int, eos_ids: Seq[int]) -> None:
+        self.vocab_size, self.eos_ids = vocab_size, tuple(eos_ids)
+        self.mask_s = self.wait_s = 0.0  # computing masks; of that, what the engine's thread waits for
+        self.requests = 0
+        self._choices: dict[str, list[_Choice]] = {}  # by request
+        self._failed: set[tuple[str, int]] = set()
+        self._executor: Any = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._started: Future[np.ndarray | None] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._choices)
+
+    def add(self, request: Request, matcher: Any, special: Collection[int]) -> None:
+        """Add a request whose grammar is compiled to `matcher`. Of its stop tokens, those among `special` may end a
+        complete output, like the end-of-text tokens: text cannot contain them."""
+        s = request.sampling
+        ends = [*self.eos_ids, *(t for t in s.stop_token_ids if t in special and t not in self.eos_ids)]
+        stops = {*s.stop_token_ids, *self.eos_ids}
+        until = float("inf") if s.ignore_eos else s.min_tokens
+        inside, avoided = (np.array([t for t in ids if t < self.vocab_size]) for ids in (ends, sorted(stops)))
+        self._choices[request.id] = [_Choice(matcher.deep_copy(), inside, avoided, until) for _ in range(s.n)]
+        self.requests += 1
+
+    def remove(self, request_id: str) -> None:
+        for index in range(len(self._choices.pop(request_id, ()))):
+            self._failed.discard((request_id, index))
+
+    @property
+    def has_failures(self) -> bool:
+        return bool(self._failed)
+
+    def failure(self, request_id: str, index: int) -> str | None:
+        """Why this choice cannot go on; its last token is not part of the output."""
+        if (request_id, index) not in self._failed:
+            return None
+        return self._choices[request_id][index].failure
+
+    def start(self, sampled: Seq[Sequence]) -> None:
+        """Begin to compute the masks of a step in another thread. All tokens of these sequences must be known."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._started = self._thread.submit(self._compute, list(sampled))
+
+    def finish(self, sampled: Seq[Sequence]) -> np.ndarray | None:
+        """The masks of a step: [R, W] int32, all ones in rows without a grammar; None if there is no such row. Uses the
+        result of `start` if it was called for this step."""
+        began = time.perf_counter()
+        started, self._started = self._started, None
+        masks = self._compute(sampled) if started is None else started.result()
+        self.wait_s += time.perf_counter() - began
+        return masks
+
+    def discard(self) -> None:
+        """Drop the result of `start`: the step will not be sampled."""
+        started, self._started = self._started, None
+        if started is not None:
+            started.result()
+
+    def _compute(self, sampled: Seq[Sequence]) -> np.ndarray | None:
+        began = time.perf_counter()
+        rows = [
+            (row, s, self._choices[s.request.id][s.index]) for row, s in enumerate(sampled)
+            if not s.finished and s.request.id in self._choices
+        ]  # fmt: skip
+        if not rows:
+            return None
+        for _, sequence, choice in rows:
+            new = sequence.tokens[sequence.num_prompt + choice.consumed :]
+            if new and choice.failure is None and not choice.matcher.consume_tokens(new):
+                self._fail(sequence, choice)
+            choice.consumed += len(new)
+        masks = np.full((len(sampled), -(-self.vocab_size // 32)), -1, dtype=np.int32)
+        going = [(choice.matcher, row) for row, _, choice in rows if choice.failure is None]
+        if going:
+            self._fill(going, masks)
+        for row, sequence, choice in rows:
+            if choice.failure is None:
+                self._set_ends(masks[row], sequence, choice)
+        self.mask_s += time.perf_counter() - began
+        return masks
+
+    def _fill(self, going: list[tuple[Any, int]], masks: np.ndarray) -> None:
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2)))
+        self._executor.unsafe_compute_mask_ptr(going, masks.ctypes.data, masks.shape[1] * 4, len(masks))
+
+    def _set_ends(self, mask: np.ndarray, sequence: Sequence, choice: _Choice) -> None:
+        """Allow every end where the end of text is allowed; avoid stop tokens before min_tokens where others remain."""
+        words = mask.view(np.uint32)
+        if len(choice.ends) > 1 and _has(words, choice.ends[0]):
+            _set(words, choice.ends)
+        if sequence.num_output < choice.until:
+            others = words.copy()
+            _clear(others, choice.stops)
+            if others.any():
+                words[:] = others
+        if choice.matcher.is_error() or not words.any():
+            self._fail(sequence, choice)
+            mask[:] = -1
+
+    def _fail(self, sequence: Sequence, choice: _Choice) -> None:
+        reason = choice.matcher.get_error().split("\n")[0] or "no token of the vocabulary can follow"
+        choice.failure = f"the grammar cannot go on: {reason}"
+        self._failed.add((sequence.request.id, sequence.index))
+
+
+def _has(words: np.ndarray, token: int) -> bool:
+    return bool(words[token >> 5] >> np.uint32(token & 31) & 1)
+
+
+def _set(words: np.ndarray, tokens: np.ndarray) -> None:
+    np.bitwise_or.at(words, tokens >> 5, np.uint32(1) << (tokens & 31).astype(np.uint32))
+
+
+def _clear(words: np.ndarray, tokens: np.ndarray) -> None:
+    np.bitwise_and.at(words, tokens >> 5, ~(np.uint32(1) << (tokens & 31).astype(np.uint32)))
+
+
+def apply_mask(logits: torch.Tensor, mask: np.ndarray, upload: Any) -> torch.Tensor:
+    """logits[R, V] with -inf where the mask [R, W] has no bit."""
+    V = logits.shape[1]
+    if logits.device.type == "cpu":
+        allowed = np.unpackbits(mask.view(np.uint8), axis=1, count=V, bitorder="little").view(np.bool_)
+        return torch.where(torch.from_numpy(allowed), logits, -torch.inf)
+    (words,) = upload(mask)
+    bits = torch.tensor(BITS, device=logits.device)
+    allowed = (words.view(torch.uint8).unsqueeze(-1) & bits).view(len(logits), -1)[:, :V]
+    return torch.where(allowed != 0, logits, -torch.inf)

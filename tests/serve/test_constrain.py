@@ -1,0 +1,233 @@
+"""Constrained decoding in the engine: valid outputs in every mode, masks that never empty, and failures of grammars."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from constrained import POINT, constrained_engine, constrained_model, json_tokenizer
+
+from bagu.data.tokenizer import BpeTokenizer
+from bagu.errors import ArgumentError
+from bagu.nn.model import Transformer
+from bagu.serve.constrain.check import CheckedCompiler
+from bagu.serve.constrain.compiler import GrammarCompiler
+from bagu.serve.constrain.masks import apply_mask
+from bagu.serve.engine import Engine
+from bagu.serve.grammar import Grammar
+from bagu.serve.request import Request, Sampling, TokenEvent, Unservable
+from bagu.types import Completion
+
+SCHEMA = Grammar.json_schema(POINT)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> BpeTokenizer:
+    return json_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: BpeTokenizer) -> Transformer:
+    return constrained_model(tokenizer)
+
+
+@pytest.fixture
+def engine(model: Transformer, tokenizer: BpeTokenizer) -> Engine:
+    return constrained_engine(model, tokenizer)
+
+
+def check(completion: Completion) -> None:
+    assert completion.finish == "stop", completion
+    jsonschema.validate(json.loads(completion.text or ""), POINT)
+
+
+EVERY: list[dict[str, Any]] = [
+    {"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 2.0, "top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2},
+    {"repetition_penalty": 1.4, "presence_penalty": 1.0}, {"frequency_penalty": -1.0},
+    {"logit_bias": {11: 100.0, 0: 100.0}}, {"min_tokens": 30}, {"ignore_eos": True}, {"logprobs": 3},
+    {"n": 3}, {"temperature": 0.0, "logit_bias": {40: 3.0}, "n": 2},
+]  # fmt: skip
+
+
+def samplings() -> list[Sampling]:
+    return [Sampling(**{"max_tokens": 200, "seed": i, "grammar": SCHEMA, **ask}) for i, ask in enumerate(EVERY)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {}, {"async_scheduling": True}, {"invariant": True}, {"quantization": "int8"}, {"prefix_cache": False},
+        {"num_blocks": 56, "async_scheduling": True},
+    ],
+    ids=["plain", "overlap", "invariant", "int8", "no cache", "few blocks"],
+)  # fmt: skip
+def test_every_output_is_valid(model: Transformer, tokenizer: BpeTokenizer, settings: dict[str, Any]) -> None:
+    engine = constrained_engine(model, tokenizer, **settings)
+    prompt = tokenizer.encode("hello world")
+    for completion in engine.generate([prompt] * len(EVERY), samplings()):
+        check(completion)
+    assert engine.stats().constrained_requests == len(EVERY)
+    assert ("num_blocks" in settings) == (engine.stats().preemptions > 0)
+    while engine.has_work:  # with overlap, a step is in flight after the last event
+        engine.step()
+    engine.scheduler.check_integrity()
+    assert not engine.sampler.masks and engine.blocks.used_count == 0
+
+
+def test_batch_overlap_and_preemption_do_not_change_the_tokens(model: Transformer, tokenizer: BpeTokenizer) -> None:
+    """In invariant mode, alone and without overlap, against all requests at once with free ones among them."""
+    prompts = [tokenizer.encode(f"hello {i}") for i in range(len(EVERY))]
+    alone = constrained_engine(model, tokenizer, invariant=True)
+    expected = [c.tokens for p, s in zip(prompts, samplings(), strict=True) for c in alone.generate([p], s)]
+    busy = constrained_engine(model, tokenizer, invariant=True, async_scheduling=True, num_blocks=72)
+    free = [Sampling(max_tokens=40, seed=i, ignore_eos=True) for i in range(4)]
+    found = busy.generate([*prompts, *prompts[:4]], [*samplings(), *free])
+    assert [c.tokens for c in found[: len(expected)]] == expected
+    assert busy.stats().preemptions > 0
+    lonely = [alone.generate([p], s)[0].tokens for p, s in zip(prompts, free, strict=False)]
+    assert [c.tokens for c in found[len(expected) :]] == lonely
+
+
+def test_logprobs_are_those_of_the_unconstrained_model(engine: Engine, tokenizer: BpeTokenizer) -> None:
+    prompt = tokenizer.encode("hello")
+    (found,) = engine.generate([prompt], Sampling(max_tokens=50, logprobs=0, grammar=SCHEMA, seed=1))
+    (scores,) = engine.score([[*prompt, *found.tokens]], [len(prompt)])
+    torch.testing.assert_close(torch.tensor(found.logprobs), torch.tensor(scores))
+
+
+def test_a_stop_string_and_max_tokens_end_it_earlier(engine: Engine, tokenizer: BpeTokenizer) -> None:
+    prompt = tokenizer.encode("hello")
+    (stopped,) = engine.generate([prompt], Sampling(max_tokens=50, stop=('"name"',), grammar=SCHEMA))
+    assert (stopped.finish, stopped.stop_reason) == ("stop", '"name"') and '"x"' in (stopped.text or "")
+    (short,) = engine.generate([prompt], Sampling(max_tokens=2, grammar=SCHEMA))
+    assert short.finish == "length" and len(short.tokens) == 2
+
+
+@pytest.mark.parametrize("ask", [{"min_tokens": 20}, {"ignore_eos": True}, {"min_tokens": 20, "stop_token_ids": (4,)}])
+def test_a_complete_output_ends_where_nothing_can_follow(
+    engine: Engine, tokenizer: BpeTokenizer, ask: dict[str, Any]
+) -> None:
+    """Without end-of-text in the mask it would be empty; min_tokens and ignore_eos do not take it away."""
+    (found,) = engine.generate(
+        [tokenizer.encode("hello")], Sampling(max_tokens=40, grammar=Grammar.choice(["yes"]), **ask)
+    )
+    assert (found.text, found.finish) == ("yes", "stop") and len(found.tokens) < 20
+
+
+def test_min_tokens_and_ignore_eos_go_on_while_the_grammar_can(engine: Engine, tokenizer: BpeTokenizer) -> None:
+    ask: dict[str, Any] = {"max_tokens": 30, "grammar": Grammar.regex("[ab]+"), "logit_bias": {tokenizer.eos_id: 100.0}}
+    prompt = tokenizer.encode("hello")
+    (free,) = engine.generate([prompt], Sampling(**ask))
+    (least,) = engine.generate([prompt], Sampling(**ask, min_tokens=12))
+    (most,) = engine.generate([prompt], Sampling(**ask, ignore_eos=True))
+    assert (len(free.tokens), len(least.tokens), len(most.tokens)) == (2, 13, 30)  # the 13th ends it
+    assert (free.finish, least.finish, most.finish) == ("stop", "stop", "length")
+
+
+def test_a_special_stop_token_ends_only_a_complete_output(engine: Engine, tokenizer: BpeTokenizer) -> None:
+    """A chat ends its turn with <|end|>, which no text contains."""
+    end = tokenizer.special_ids["<|end|>"]
+    sampling = Sampling(
+        max_tokens=40, grammar=SCHEMA, stop_token_ids=(end,), logit_bias={end: 100.0, tokenizer.eos_id: -100.0}
+    )
+    (found,) = engine.generate([tokenizer.encode("hello")], sampling)
+    check(found)
+    assert found.tokens[-1] == end == found.stop_reason
+
+
+def test_ids_without_a_token_are_never_sampled(engine: Engine, tokenizer: BpeTokenizer) -> None:
+    outside = range(tokenizer.vocab_size, engine.model.config.vocab_size)
+    sampling = Sampling(max_tokens=60, grammar=SCHEMA, logit_bias=dict.fromkeys(outside, 100.0), n=4, seed=0)
+    for found in engine.generate([tokenizer.encode("hello")], sampling):
+        check(found)
+        assert max(found.tokens) < tokenizer.vocab_size
+
+
+def test_a_grammar_that_reaches_a_limit_ends_its_choice_with_an_error(engine: Engine, tokenizer: BpeTokenizer) -> None:
+    """The other request of the batch goes on, and no block is lost."""
+    hard = "(.*a.{25}b.*c.{25}){2}"  # many states of the lexer
+    assert engine.grammars is not None
+    matcher = engine.grammars.matcher(Grammar.regex(hard))
+    requests = [
+        Request(id="hard", prompt=(5, 6), sampling=Sampling(max_tokens=50, grammar=Grammar.regex(hard))),
+        Request(id="easy", prompt=(5, 6), sampling=Sampling(max_tokens=50, grammar=SCHEMA, seed=1)),
+    ]
+    for request in requests:
+        engine.submit(request)
+    assert matcher.consume_token(tokenizer.eos_id) is False  # a matcher in an error state stands for one at its limit
+    engine.sampler.masks._choices["hard"][0].matcher = matcher
+    events = []
+    while engine.has_work:
+        events += [e for e in engine.step() if isinstance(e, TokenEvent)]
+    (last,) = (e for e in events if e.request_id == "hard")
+    assert (last.finish, last.token) == ("error", None) and "the grammar cannot go on" in str(last.stop_reason)
+    assert [e.finish for e in events if e.request_id == "easy"][-1] == "stop"
+    assert engine.blocks.used_count == 0
+    engine.scheduler.check_integrity()
+
+
+def test_a_refused_grammar_leaves_nothing_in_the_engine(engine: Engine) -> None:
+    for _ in range(2):  # the second time from the kept error
+        with pytest.raises(Unservable, match="cannot be compiled") as caught:
+            engine.submit(Request(id="bad", prompt=(1,), sampling=Sampling(grammar=Grammar.regex("(["))))
+        assert caught.value.param == "grammar"
+    assert not engine.has_work and engine.stats().grammar_compilations == 1
+
+
+def test_an_engine_without_a_tokenizer_refuses_a_grammar(model: Transformer) -> None:
+    with pytest.raises(ArgumentError, match="needs a tokenizer"):
+        Engine(model).submit(Request(id="r", prompt=(1,), sampling=Sampling(grammar=SCHEMA)))
+
+
+def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch, tokenizer: BpeTokenizer) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)  # an import of it fails
+    with pytest.raises(Unservable, match="llguidance") as caught:
+        GrammarCompiler(tokenizer, tokenizer.vocab_size, (0,)).matcher(SCHEMA)
+    assert "pip install 'bagu[grammar]'" in caught.value.hint
+
+
+@pytest.mark.parametrize("text", ['a"b\\c', "line\nbreak\ttab", "你好 🙂 é", "\x01/x/", "{}", "<|end|>"])
+def test_any_choice_is_generated_exactly(engine: Engine, tokenizer: BpeTokenizer, text: str) -> None:
+    (found,) = engine.generate([tokenizer.encode("hello")], Sampling(max_tokens=60, grammar=Grammar.choice([text])))
+    assert (found.text, found.finish) == (text, "stop")
+
+
+def test_apply_mask_keeps_the_logits_of_set_bits() -> None:
+    rng = np.random.default_rng(0)
+    logits = torch.randn(3, 77)
+    allowed = rng.random((3, 77)) < 0.5
+    words = np.packbits(np.pad(allowed, ((0, 0), (0, 19))), axis=1, bitorder="little").view(np.int32)
+    expected = torch.where(torch.from_numpy(allowed), logits, -torch.inf)
+    assert torch.equal(apply_mask(logits, words, None), expected)
+
+
+def test_a_hostile_grammar_ends_another_process_than_the_engine(tokenizer: BpeTokenizer) -> None:
+    """A chain of rules overflows the stack of llguidance, and thousands of optional properties compile for 20 s."""
+    from threading import Event
+
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
+    checked = CheckedCompiler(compiler)
+
+    def prepared(grammar: Grammar) -> GrammarCompiler:
+        done = Event()
+        checked.prepare(grammar, done.set)
+        assert done.wait(120) and compiler.has_result(grammar)
+        return compiler
+
+    try:
+        chain = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "a"\n'
+        with pytest.raises(Unservable, match="nested too deeply, or too large"):
+            prepared(Grammar.lark(chain)).matcher(Grammar.lark(chain))
+        wide = Grammar.json_schema({"type": "object", "properties": {f"p{i}": {} for i in range(6000)}})
+        checked.limit_s = 0.5
+        with pytest.raises(Unservable, match=r"more than 0\.5 s"):
+            prepared(wide).matcher(wide)
+        checked.limit_s = 60.0
+        assert prepared(SCHEMA).matcher(SCHEMA).consume_token(tokenizer.encode("{")[0])
+    finally:
+        checked.close()
