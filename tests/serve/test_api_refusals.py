@@ -61,7 +61,6 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
     (CHAT, {"messages": ASK, "top_logprobs": 2}, 400, "logprobs"),
     (CHAT, {"messages": ASK, "tools": [{}]}, 400, "tools"),
-    (CHAT, {"messages": ASK, "response_format": {"type": "json_object"}}, 400, "response_format"),
     (CHAT, {"messages": ASK, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
     ("/v1/embeddings", {"input": "a"}, 400, "embeddings"),
     ("/v1/nothing", {}, 404, "nothing"),

@@ -102,8 +102,10 @@ class Api:
                 return EventStream(response, call)
             while events := await call.pending.read():
                 response.add(events)
-        except BaseException:
+        except BaseException as error:
             call.close()
+            if isinstance(error, ApiError) and error.param == "grammar":  # its name in the engine
+                error.param = body.grammar_field
             raise
         call.close()
         return json_response(response.body())

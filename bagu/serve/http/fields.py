@@ -12,7 +12,10 @@ from typing import Any
 
 from bagu.serve.http.errors import ApiError
 
-__all__ = ["CHAT", "COMPLETION", "DETOKENIZE", "EMBEDDING", "STREAM_OPTIONS", "TOKENIZE", "refuse_unsupported"]
+__all__ = [
+    "CHAT", "COMPLETION", "DETOKENIZE", "EMBEDDING", "STREAM_OPTIONS", "STRUCTURED_OUTPUTS", "TOKENIZE",
+    "refuse_unsupported",
+]  # fmt: skip
 
 Fields = Mapping[str, tuple[Any, ...]]  # name -> the accepted values
 
@@ -22,9 +25,9 @@ def _never(names: str) -> dict[str, tuple[Any, ...]]:
 
 
 _CONSTRAINTS: Fields = _never(
-    "structured_outputs guided_json guided_regex guided_choice guided_grammar guided_decoding_backend "
-    "guided_whitespace_pattern structural_tag grammar grammar_lazy grammar_triggers json_schema regex ebnf format"
-) | {"response_format": ({"type": "text"},)}
+    "guided_json guided_regex guided_choice guided_grammar guided_decoding_backend guided_whitespace_pattern "
+    "structural_tag grammar grammar_lazy grammar_triggers json_schema regex ebnf format"
+)
 _TOOLS: Fields = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
 }  # fmt: skip
@@ -91,6 +94,10 @@ TOKENIZE: Fields = {
 }  # fmt: skip
 DETOKENIZE: Fields = {**_never("ids input"), "skip_special_tokens": (False,)}
 STREAM_OPTIONS: Fields = {"continuous_usage_stats": (False,)}
+STRUCTURED_OUTPUTS: Fields = {
+    **_never("structural_tag whitespace_pattern"), "disable_fallback": (False,), "disable_any_whitespace": (False,),
+    "disable_additional_properties": (False,),
+}  # fmt: skip
 
 
 def refuse_unsupported(sent: Mapping[str, Any], fields: Fields, *, within: str = "") -> None:

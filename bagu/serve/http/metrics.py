@@ -48,6 +48,16 @@ class Gauges(Protocol):
     def draft_tokens(self) -> int: ...
     @property
     def accepted_tokens(self) -> int: ...
+    @property
+    def constrained_requests(self) -> int: ...
+    @property
+    def grammar_compilations(self) -> int: ...
+    @property
+    def grammar_compile_s(self) -> float: ...
+    @property
+    def mask_s(self) -> float: ...
+    @property
+    def mask_wait_s(self) -> float: ...
 
 
 class Histogram:
@@ -175,7 +185,15 @@ def _gauges(engine: Gauges, label: str) -> Iterator[str]:
         ("vllm:spec_decode_num_drafts_total", "counter", "Verified drafts, of one or more tokens.", engine.drafts),
         ("vllm:spec_decode_num_draft_tokens_total", "counter", "Drafted tokens verified.", engine.draft_tokens),
         ("vllm:spec_decode_num_accepted_tokens_total", "counter", "Drafted tokens accepted.", engine.accepted_tokens),
-    ):
+        ("bagu:constrained_requests_total", "counter", "Requests with a grammar.", engine.constrained_requests),
+        ("bagu:grammar_compilations_total", "counter", "Grammars compiled.", engine.grammar_compilations),
+        ("bagu:grammar_compile_seconds_total", "counter", "Time to compile them.", engine.grammar_compile_s),
+        ("bagu:grammar_mask_seconds_total", "counter", "Time to compute token masks.", engine.mask_s),
+        (
+            "bagu:grammar_mask_wait_seconds_total", "counter",
+            "Time that the engine waited for token masks; the rest overlapped with the model.", engine.mask_wait_s,
+        ),
+    ):  # fmt: skip
         yield from _metric(name, kind, help)
         yield f"{name}{{{label}}} {value}"
 

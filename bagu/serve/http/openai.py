@@ -20,6 +20,7 @@ from bagu.errors import ArgumentError
 from bagu.serve.http import fields
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.fields import refuse_unsupported
+from bagu.serve.http.structured import ResponseFormat, StructuredOutputs, grammar_of
 from bagu.serve.http.texts import SHORT, as_list, check_tokens, encode, encode_all, render, tokens_left
 from bagu.serve.http.worker import Ready
 from bagu.serve.request import BIASES, PENALTIES, REPETITIONS, Request, Sampling
@@ -117,6 +118,8 @@ class Generation(Body):
     priority: INT64 | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def num_prompts(self) -> int:
@@ -126,6 +129,11 @@ class Generation(Body):
     def num_choices(self) -> int:
         """The choices of all prompts together."""
         return self.num_prompts * (self.n or 1)
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that a refused grammar came from."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     def check(self) -> None:
         """Raise 400 for contradictory and unsupported fields."""
@@ -150,7 +158,8 @@ class Generation(Body):
             "repetition_penalty": self.repetition_penalty, "min_tokens": self.min_tokens,
             "logit_bias": _logit_bias(self.logit_bias, ready.vocab_size), "stop": stop,
             "stop_token_ids": tuple(self.stop_token_ids or ()), "ignore_eos": self.ignore_eos,
-            "include_stop": self.include_stop_str_in_output, "prompt_logprobs": self.prompt_logprobs, **changes,
+            "include_stop": self.include_stop_str_in_output, "prompt_logprobs": self.prompt_logprobs,
+            "grammar": grammar_of(self.response_format, self.structured_outputs), **changes,
         }  # fmt: skip
         chosen = {**ready.defaults.sampling, **{name: value for name, value in given.items() if value is not None}}
         if self.top_k in (-1, 0):  # all tokens, as in vLLM, also if the model has another default

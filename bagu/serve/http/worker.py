@@ -24,12 +24,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from bagu.errors import ArgumentError, BaguError
 from bagu.serve.config import EngineConfig, GenerationDefaults
+from bagu.serve.constrain.check import CheckedCompiler
 from bagu.serve.embedding import Encoder, embed
 from bagu.serve.request import Event, Request, Sampling, TokenEvent, Unservable
 from bagu.types import Tokenizer
@@ -52,6 +53,12 @@ STEP_TAG = b"S"  # first byte of a `StepEvents` encoded with marshal; no pickle 
 
 class Submit(NamedTuple):
     requests: tuple[Request, ...]
+
+
+class Compiled(NamedTuple):
+    """The grammar of this request is compiled, or refused; sent by a thread of the engine process."""
+
+    request: Request
 
 
 class Abort(NamedTuple):
@@ -206,6 +213,7 @@ def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat:
     _ = ready.longest_token
     send(pipe, ready)
     waiting: dict[str, float] = {}  # arrival times of requests without a token
+    requests = RequestQueue(pipe, messages, engine, waiting)
     buffer = EventBuffer(pipe)
     while True:
         received = _take_messages(messages, wait=not engine.has_work)
@@ -214,17 +222,12 @@ def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat:
         for arrival, message in received:
             if isinstance(message, Submit):
                 for request in message.requests:
-                    try:
-                        engine.submit(request)
-                        waiting[request.id] = arrival
-                        send(pipe, Accepted(request.id))
-                    except BaguError as error:  # only this request is refused
-                        param = error.param if isinstance(error, Unservable) else None
-                        send(pipe, Refused(request.id, str(error), error.hint, param))
+                    requests.submit(request, arrival)
+            elif isinstance(message, Compiled):
+                requests.compiled(message.request, arrival)
             elif isinstance(message, Abort):
                 for id in message.request_ids:
-                    engine.abort(id)
-                    waiting.pop(id, None)
+                    requests.abort(id)
             elif isinstance(message, GetStats):
                 send(pipe, Result(message.call, engine.stats()))
             elif isinstance(message, Embed):
@@ -238,6 +241,41 @@ def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat:
         events = engine.step()
         first_tokens = _first_tokens(events, waiting) if waiting else ()
         buffer.add(events, first_tokens, send_now=bool(first_tokens or waiting or engine.scheduler.waiting))
+
+
+class RequestQueue:
+    """Requests on their way into the engine. One with a new grammar waits here until other threads have compiled it,
+    while the engine runs the others."""
+
+    def __init__(self, pipe: Connection, messages: Messages, engine: Engine, waiting: dict[str, float]) -> None:
+        self.pipe, self.messages, self.engine, self.waiting = pipe, messages, engine, waiting
+        self._compiler = None if engine.grammars is None else CheckedCompiler(engine.grammars)
+        self._compiling: set[str] = set()  # ids of requests
+
+    def submit(self, request: Request, arrival: float) -> None:
+        """Queue a request and send `Accepted`, now or when its grammar is compiled; or send `Refused`."""
+        grammar, compiler = request.sampling.grammar, self._compiler
+        if grammar is not None and compiler is not None and not compiler.compiler.has_result(grammar):
+            self._compiling.add(request.id)
+            compiler.prepare(grammar, partial(self.messages.put, (arrival, Compiled(request))))
+            return
+        try:
+            self.engine.submit(request)
+            self.waiting[request.id] = arrival
+            send(self.pipe, Accepted(request.id))
+        except BaguError as error:  # only this request is refused
+            param = error.param if isinstance(error, Unservable) else None
+            send(self.pipe, Refused(request.id, str(error), error.hint, param))
+
+    def compiled(self, request: Request, arrival: float) -> None:
+        if request.id in self._compiling:  # it was not aborted
+            self._compiling.remove(request.id)
+            self.submit(request, arrival)
+
+    def abort(self, request_id: str) -> None:
+        self._compiling.discard(request_id)
+        self.engine.abort(request_id)
+        self.waiting.pop(request_id, None)
 
 
 class EventBuffer:
