@@ -434,6 +434,37 @@ def bench_engine(
     raise typer.Exit(status)
 
 
+@bench.command("constrained")
+def bench_constrained(
+    model: Annotated[str | None, Argument(metavar="MODEL", help="A model. Default: random weights of --shape.")] = None,
+    shape: Annotated[str | None, Option(help="cpu_8m, smollm_135m or qwen3_0_6b.")] = None,
+    schema: Annotated[Path | None, Option(help="A file with a JSON schema. Default: a list of three people.")] = None,
+    streams: Annotated[int, Option(help="Number of streams that decode at once.")] = 32,
+    max_tokens: Annotated[int, Option(help="Maximum tokens of an output.")] = 1024,
+    temperature: Annotated[float, Option(help="0 is greedy.")] = 1.0,
+    threads: Annotated[int | None, Option(help="CPU threads of the model.")] = None,
+    quantization: Annotated[str | None, Option(help="int8; CPU only.")] = None,
+    invariant: Annotated[bool, Option("--invariant", help="Use the batch-invariant mode.")] = False,
+    dtype: BenchDtype = None,
+    rounds: Rounds = 5,
+    device: Device = None,
+    out: Results = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure decoding to a JSON schema against free text, and validate every output."""
+    wait_briefly()  # must run before torch is imported
+    from bagu.bench import constrained as part
+    from bagu.recipes.serve import Loader
+
+    load = None if model is None else Loader(model=model, dtype=dtype or "auto", device=device)
+    status = part.main(
+        shape, load=load, name=model, schema=schema, streams=streams, max_tokens=max_tokens, temperature=temperature,
+        rounds=rounds, threads=threads, quantization=quantization, invariant=invariant, dtype=dtype, device=device,
+        out=out, as_json=as_json,
+    )  # fmt: skip
+    raise typer.Exit(status)
+
+
 @bench.command("dpo")
 def bench_dpo(
     shape: Annotated[

@@ -32,6 +32,7 @@ def test_an_unwritable_path_is_named(
         "bench train",
         "bench engine",
         "bench serve http://127.0.0.1:1",
+        "bench constrained",
         "lab run safe_softmax --quick",
     ],
 )

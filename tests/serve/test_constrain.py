@@ -12,12 +12,14 @@ import pytest
 import torch
 from constrained import POINT, constrained_engine, constrained_model, json_tokenizer
 
+from bagu.bench.constrained import measure_pair
+from bagu.bench.words import WordTokenizer
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import ArgumentError
 from bagu.nn.model import Transformer
 from bagu.serve.constrain.check import CheckedCompiler
 from bagu.serve.constrain.compiler import GrammarCompiler
-from bagu.serve.constrain.masks import apply_mask
+from bagu.serve.constrain.masks import apply_mask, unpacked
 from bagu.serve.engine import Engine
 from bagu.serve.grammar import Grammar
 from bagu.serve.request import Request, Sampling, TokenEvent, Unservable
@@ -203,7 +205,8 @@ def test_apply_mask_keeps_the_logits_of_set_bits() -> None:
     allowed = rng.random((3, 77)) < 0.5
     words = np.packbits(np.pad(allowed, ((0, 0), (0, 19))), axis=1, bitorder="little").view(np.int32)
     expected = torch.where(torch.from_numpy(allowed), logits, -torch.inf)
-    assert torch.equal(apply_mask(logits, words, None), expected)
+    assert torch.equal(apply_mask(logits, words, lambda *arrays: [torch.from_numpy(a) for a in arrays]), expected)
+    assert torch.equal(unpacked(torch.from_numpy(words), 77), torch.from_numpy(allowed))  # the formula of a GPU
 
 
 def test_a_hostile_grammar_ends_another_process_than_the_engine(tokenizer: BpeTokenizer) -> None:
@@ -231,3 +234,18 @@ def test_a_hostile_grammar_ends_another_process_than_the_engine(tokenizer: BpeTo
         assert prepared(SCHEMA).matcher(SCHEMA).consume_token(tokenizer.encode("{")[0])
     finally:
         checked.close()
+
+
+def test_the_benchmark_compares_equal_numbers_of_tokens(engine: Engine) -> None:
+    pair = measure_pair(engine, POINT, streams=4, prompt=8, max_tokens=200, temperature=1.0, seed=0)
+    assert pair.tokens > 4 and pair.constrained_s > 0 and pair.free_s > 0 and pair.steps > 4
+    for text in pair.texts:
+        jsonschema.validate(json.loads(text), POINT)
+
+
+def test_the_words_of_a_benchmark_are_a_tokenizer() -> None:
+    tokenizer = WordTokenizer([b"def f(x):\n    return x + 1\n" * 3, "héllo".encode()], 700)
+    assert tokenizer.vocab_size == 700 and len({tokenizer.bytes_of(i) for i in range(700)}) == 700
+    text = 'def g(y): return "héllo" 🙂'
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("def f(x)")) < len("def f(x)")

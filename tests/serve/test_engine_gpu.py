@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from bagu.nn.model import Transformer
 from bagu.nn.sample import generate
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
+from bagu.serve.grammar import Grammar
 from bagu.serve.request import Sampling
 from bagu.train.flat import FlatParameters
 
@@ -50,6 +52,27 @@ def test_greedy_text_equals_the_naive_loop(kind: str, way: str) -> None:
         assert [list(c.tokens) for c in it.generate(PROMPTS, GREEDY)] == want
         assert it.blocks.used_count == 0
         it.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_constrained_text_is_valid_and_equals_that_of_a_cpu(way: str) -> None:
+    pytest.importorskip("llguidance")
+    from constrained import POINT, constrained_model, json_tokenizer
+
+    tokenizer = json_tokenizer()
+    model = constrained_model(tokenizer)
+    asked = [
+        Sampling(max_tokens=100, temperature=t, seed=3, grammar=grammar, min_tokens=least)
+        for t, least in ((0.0, 0), (1.0, 25)) for grammar in (Grammar.json_schema(POINT), Grammar.choice(["yes", "no"]))
+    ]  # fmt: skip
+    prompts = [tokenizer.encode(f"hello {i}") for i in range(4)]
+    want = Engine(model, tokenizer, EngineConfig(num_blocks=64)).generate(prompts, asked)
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64} | WAYS[way] | {"num_blocks": 128}
+    found = Engine(copy.deepcopy(model).cuda(), tokenizer, EngineConfig(**settings)).generate(prompts, asked)
+    for text in (c.text for c in found[::2]):
+        assert set(json.loads(text or "")) == {"x", "name"}
+    assert [c.finish for c in found] == ["stop"] * 4
+    assert [c.tokens for c in found] == [c.tokens for c in want]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,10 +27,9 @@ import torch
 from bagu.serve.plan import Sequence
 from bagu.serve.request import Request
 
-__all__ = ["Masks", "apply_mask"]
+__all__ = ["Masks", "apply_mask", "unpacked"]
 
 MAX_THREADS = 8  # of llguidance; on a machine with two cores one
-BITS = (1 << np.arange(8)).astype(np.uint8)
 
 
 @dataclass(slots=True)
@@ -167,13 +166,17 @@ def _clear(words: np.ndarray, tokens: np.ndarray) -> None:
     np.bitwise_and.at(words, tokens >> 5, ~(np.uint32(1) << (tokens & 31).astype(np.uint32)))
 
 
-def apply_mask(logits: torch.Tensor, mask: np.ndarray, upload: Any) -> torch.Tensor:
-    """logits[R, V] with -inf where the mask [R, W] has no bit."""
+def apply_mask(logits: torch.Tensor, mask: np.ndarray, upload: Callable[..., list[torch.Tensor]]) -> torch.Tensor:
+    """logits[R, V] with -inf where the mask [R, W] has no bit. `upload` copies arrays to a GPU without waiting."""
     V = logits.shape[1]
     if logits.device.type == "cpu":
         allowed = np.unpackbits(mask.view(np.uint8), axis=1, count=V, bitorder="little").view(np.bool_)
         return torch.where(torch.from_numpy(allowed), logits, -torch.inf)
     (words,) = upload(mask)
-    bits = torch.tensor(BITS, device=logits.device)
-    allowed = (words.view(torch.uint8).unsqueeze(-1) & bits).view(len(logits), -1)[:, :V]
-    return torch.where(allowed != 0, logits, -torch.inf)
+    return torch.where(unpacked(words, V), logits, -torch.inf)
+
+
+def unpacked(words: torch.Tensor, V: int) -> torch.Tensor:
+    """The bits of words[R, W] as bools [R, V], on their device."""
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=words.device)  # not a copy, which would wait for the forward
+    return (words.view(torch.uint8).unsqueeze(-1) & bits).view(len(words), -1)[:, :V] != 0
