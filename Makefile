@@ -12,7 +12,7 @@ help:
 	@echo "make test       every test that needs no GPU (Triton kernels through the interpreter)"
 	@echo "make test-full  the same with every tuning, every mutant, and today's Triton"
 	@echo "make test-triton  the op conformance, and how launches are repeated, on another Triton: TRITON=3.9.0"
-	@echo "make test-peers  heavy peers in an environment of their own: a schema fuzzer, PEFT, wandb, lm-eval, TRL"
+	@echo "make test-peers  heavy peers in an environment of their own: a schema fuzzer, JSON Schema's suite, PEFT, wandb, lm-eval, TRL"
 	@echo "make test-gpu   the tests on a CUDA device, kernels compiled"
 	@echo "make check      format, lint, types, import direction, public names, generated tables"
 
@@ -45,6 +45,10 @@ $(PEERS)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --upgrade pip
 	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[peers]'
+	# the source package of jsonschema has the test suite of JSON Schema
+	$(PEERS)/bin/python -m pip download --quiet --no-deps --no-binary jsonschema --dest $(PEERS)/source --constraint constraints.txt jsonschema
+	mkdir -p $(PEERS)/json-schema-suite
+	tar xzf $(PEERS)/source/jsonschema-*.tar.gz -C $(PEERS)/json-schema-suite --strip-components=1
 	@touch $@
 
 test-peers: $(PEERS)/ready

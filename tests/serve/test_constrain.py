@@ -193,6 +193,27 @@ def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch,
     assert "pip install 'bagu[grammar]'" in caught.value.hint
 
 
+def test_an_unknown_format_is_a_remark_and_a_known_one_holds(engine: Engine, tokenizer: BpeTokenizer) -> None:
+    def accepts(schema: Any, text: str) -> bool:
+        assert engine.grammars is not None
+        matcher, ids = engine.grammars.matcher(Grammar.json_schema(schema)), tokenizer.encode(text)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    assert accepts({"type": "string", "format": "file-path"}, '"a/b"')
+    assert accepts({"type": "string", "format": "date"}, '"2024-02-29"')
+    assert not accepts({"type": "string", "format": "date"}, '"soon"')
+    named = {"type": "object", "properties": {"format": {"const": {"format": "x"}}}, "required": ["format"]}
+    assert accepts(named, '{"format":{"format":"x"}}') and not accepts(named, '{"format":{}}')
+
+
+def test_a_boolean_is_a_schema(engine: Engine, tokenizer: BpeTokenizer) -> None:
+    assert engine.grammars is not None
+    matcher = engine.grammars.matcher(Grammar.json_schema(True))
+    assert matcher.consume_tokens(tokenizer.encode('{"a": [1, null]}')) and matcher.is_accepting()
+    with pytest.raises(Unservable, match="schema false"):
+        engine.grammars.matcher(Grammar.json_schema(False))
+
+
 @pytest.mark.parametrize("text", ['a"b\\c', "line\nbreak\ttab", "你好 🙂 é", "\x01/x/", "{}", "<|end|>"])
 def test_any_choice_is_generated_exactly(engine: Engine, tokenizer: BpeTokenizer, text: str) -> None:
     (found,) = engine.generate([tokenizer.encode("hello")], Sampling(max_tokens=60, grammar=Grammar.choice([text])))

@@ -30,6 +30,7 @@ KEPT = 256  # compiled grammars, and errors of grammars that do not compile
 WHITESPACE = r"[ ]|\n[ \t]{0,40}"
 # 1 to 2 kB per lexer state. Everything else has llguidance's limits: a mask takes at most about 15 ms.
 MAX_LEXER_STATES = 50_000
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 INSTALL = "install it with: pip install 'bagu[grammar]'"
 
 
@@ -142,12 +143,28 @@ def _lark(text: str) -> str:
 def _schema_source(schema: Any, matcher: Any) -> str:
     if not isinstance(schema, dict | bool):
         raise _unservable(f"the schema is {schema!r:.80}", "a schema is a JSON object, or true")
+    if schema is False:
+        raise _unservable("no value satisfies the schema false", "send true, or a JSON object")
     if not has_finite_instance(schema):
         raise _unservable(
             "the schema recurses without end: no finite value satisfies it",
             "leave a recursive property out of `required`, or allow null",
         )
-    return str(matcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE}))
+    options = {"whitespace_pattern": WHITESPACE}  # llguidance adds them to an object
+    return str(matcher.grammar_from_json_schema({} if schema is True else _known_formats(schema), defaults=options))
+
+
+def _known_formats(schema: Any) -> Any:
+    """The schema without formats that llguidance does not know. JSON Schema takes any format as a remark."""
+    if isinstance(schema, list):
+        return [_known_formats(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in ("const", "enum", "default", "examples") else _known_formats(value)
+        for key, value in schema.items()
+        if not (key == "format" and isinstance(value, str) and value not in FORMATS)
+    }
 
 
 class GrammarCompiler:
