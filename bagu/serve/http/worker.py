@@ -272,6 +272,11 @@ class RequestQueue:
             self._compiling.remove(request.id)
             self.submit(request, arrival)
 
+    def close(self) -> None:
+        """End the processes that compile."""
+        if self._compiler is not None:
+            self._compiler.close()
+
     def abort(self, request_id: str) -> None:
         self._compiling.discard(request_id)
         self.engine.abort(request_id)

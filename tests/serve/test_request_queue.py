@@ -1,0 +1,81 @@
+"""Requests whose grammar is compiled in the background wait outside the engine."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+from constrained import POINT, constrained_engine, constrained_model, json_tokenizer
+
+from bagu.serve.grammar import Grammar
+from bagu.serve.http.worker import Accepted, Compiled, Messages, Refused, RequestQueue
+from bagu.serve.request import Request, Sampling
+
+
+class Worker:
+    """The parts of the engine process around the queue."""
+
+    def __init__(self) -> None:
+        tokenizer = json_tokenizer()
+        self.engine = constrained_engine(constrained_model(tokenizer), tokenizer)
+        self.messages: Messages = queue.SimpleQueue()
+        self.waiting: dict[str, float] = {}
+        ours: Connection
+        ours, self.server = Pipe()
+        self.requests = RequestQueue(ours, self.messages, self.engine, self.waiting)
+
+    def next_message(self) -> Compiled:
+        arrival, message = self.messages.get(timeout=120)
+        assert arrival == 1.0 and isinstance(message, Compiled)
+        return message
+
+    def sent(self) -> Any:
+        assert self.server.poll(0), "nothing was sent"
+        return self.server.recv()
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    worker = Worker()
+    yield worker
+    worker.requests.close()
+
+
+def request(id: str, grammar: Grammar | None) -> Request:
+    return Request(id=id, prompt=(7, 8), sampling=Sampling(max_tokens=3, grammar=grammar))
+
+
+def test_other_requests_run_while_a_grammar_is_compiled(worker: Worker) -> None:
+    worker.requests.submit(request("slow", Grammar.json_schema(POINT)), 1.0)
+    assert not worker.engine.has_work and not worker.server.poll(0)
+    worker.requests.submit(request("plain", None), 1.0)
+    assert worker.sent() == Accepted("plain")
+    while worker.engine.has_work:  # it finishes although nothing has taken the compiled grammar
+        worker.engine.step()
+    message = worker.next_message()
+    worker.requests.compiled(message.request, 1.0)
+    assert worker.sent() == Accepted("slow") and worker.engine.has_work and "slow" in worker.waiting
+    worker.requests.submit(request("again", Grammar.json_schema(POINT)), 1.0)  # kept: accepted at once
+    assert worker.sent() == Accepted("again")
+
+
+def test_an_aborted_request_is_not_submitted_when_its_grammar_is_ready(worker: Worker) -> None:
+    worker.requests.submit(request("gone", Grammar.regex("a+")), 1.0)
+    worker.requests.submit(request("stays", Grammar.regex("a+")), 1.0)  # waits for the same compilation
+    worker.requests.abort("gone")
+    for _ in range(2):
+        worker.requests.compiled(worker.next_message().request, 1.0)
+    assert worker.sent() == Accepted("stays") and list(worker.engine.scheduler.requests) == ["stays"]
+    assert worker.engine.stats().grammar_compilations == 1
+
+
+def test_a_refused_grammar_is_answered_with_the_reason(worker: Worker) -> None:
+    worker.requests.submit(request("bad", Grammar.regex("([")), 1.0)
+    worker.requests.compiled(worker.next_message().request, 1.0)
+    answer = worker.sent()
+    assert isinstance(answer, Refused) and answer.param == "grammar" and "unclosed" in answer.message
+    assert not worker.engine.has_work
