@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ __all__ = ["CheckedCompiler"]
 
 LIMIT_S = 5.0  # for one grammar
 START_S = 60.0  # for the process to start and read the vocabulary
+ORPHAN_S = 90  # after which the process ends itself, if the engine process was killed and cannot do it
 PROCESSES = 2  # so that one slow grammar does not delay the next; started when needed
 CHECK_STACK = 2**23  # bytes: a grammar that fits in it fits in the larger one of the engine process
 COMPILE_STACK = 2**25
@@ -169,6 +171,7 @@ def _serve(source: BinaryIO, target: BinaryIO) -> None:
         except EOFError:  # the engine process has ended
             return
         answer: str | Unservable = ""
+        signal.alarm(ORPHAN_S)  # ends this process also inside llguidance
         try:
             if isinstance(message, Grammar):
                 answer = grammar_source(message)
@@ -177,6 +180,7 @@ def _serve(source: BinaryIO, target: BinaryIO) -> None:
                 tokens = ll_tokenizer(message)
         except Unservable as error:
             answer = error
+        signal.alarm(0)
         pickle.dump(answer, target)
         target.flush()
 
