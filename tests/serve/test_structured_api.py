@@ -97,6 +97,7 @@ DEEP: Any = {}
 for _ in range(200):
     DEEP = {"type": "array", "items": DEEP}
 CHAIN = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(4000)}
+RULES = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "a"\n'
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "not a schema": ("json", {"type": "nothing"}, "Invalid type"),
     "not JSON": ("json", "{", "not JSON"),
@@ -113,6 +114,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "a chain that overflows the stack": ("json", {"$ref": "#/$defs/d0", "$defs": CHAIN}, "nested too deeply"),
     "a regex that is none": ("regex", "([", "unclosed"),
     "a regex that matches nothing": ("regex", r"[^\s\S]", "no finite text"),
+    "rules that overflow the stack": ("grammar", RULES, "nested too deeply, or too large"),
     "a rule that is missing": ("grammar", "start: x", "unknown name"),
     "5 MB": ("grammar", "start: " + '"a" ' * (5 * 2**18), "at most 262144"),
     "no choice": ("choice", [], "one or more"),
