@@ -227,6 +227,9 @@ def test_apply_mask_keeps_the_logits_of_set_bits() -> None:
     words = np.packbits(np.pad(allowed, ((0, 0), (0, 19))), axis=1, bitorder="little").view(np.int32)
     expected = torch.where(torch.from_numpy(allowed), logits, -torch.inf)
     assert torch.equal(apply_mask(logits, words, lambda *arrays: [torch.from_numpy(a) for a in arrays]), expected)
+    rounded = logits.bfloat16()
+    found = apply_mask(rounded, words, lambda *arrays: [torch.from_numpy(a) for a in arrays])
+    assert torch.equal(found.float(), torch.where(torch.from_numpy(allowed), rounded, -torch.inf).float())
     assert torch.equal(unpacked(torch.from_numpy(words), 77), torch.from_numpy(allowed))  # the formula of a GPU
 
 
