@@ -32,12 +32,14 @@ from bagu.serve.http.calls import (
     json_response,
     read_json,
 )
+from bagu.serve.http.chat_body import ChatBody
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.metrics import CONTENT_TYPE, KEPT, Metrics
-from bagu.serve.http.openai import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody, parse
+from bagu.serve.http.openai import CompletionBody, EmbeddingBody, parse
 from bagu.serve.http.openapi import OPERATIONS, describe
 from bagu.serve.http.process import EngineProcess
 from bagu.serve.http.responses import ChatResponse, CompletionResponse, GenerationResponse
+from bagu.serve.http.token_bodies import DetokenizeBody, TokenizeBody
 from bagu.serve.page import HEADERS, Asset, assets
 from bagu.serve.stats import EngineStats
 

@@ -21,11 +21,11 @@ from bagu.serve.http import fields
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.fields import refuse_unsupported
 from bagu.serve.http.structured import ResponseFormat, StructuredOutputs, grammar_of
-from bagu.serve.http.texts import SHORT, as_list, check_tokens, encode, encode_all, render, tokens_left
+from bagu.serve.http.texts import as_list, encode_all, tokens_left
 from bagu.serve.http.worker import Ready
 from bagu.serve.request import BIASES, PENALTIES, REPETITIONS, Request, Sampling
 
-__all__ = ["ChatBody", "CompletionBody", "DetokenizeBody", "EmbeddingBody", "Job", "TokenizeBody", "parse"]
+__all__ = ["Body", "CompletionBody", "EmbeddingBody", "Generation", "Job", "parse"]
 
 # schema formats that openapi.py replaces with the limits of the loaded model
 TOKEN_ID, NUM_TOKENS, MODEL_NAME = "token-id", "num-tokens", "model-name"
@@ -208,98 +208,6 @@ class CompletionBody(Generation):
     @property
     def num_prompts(self) -> int:
         return len(as_list(self.prompt))
-
-
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    role: str
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-
-    def plain(self) -> dict[str, Any]:
-        """The message as a dict for the template: text parts are joined, unknown fields are kept."""
-        parts = self.content
-        text = "\n".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
-        return {**(self.model_extra or {}), "role": self.role, "content": text}
-
-
-class ChatBody(Generation):
-    unsupported: ClassVar[fields.Fields] = fields.CHAT
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
-    max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    def refuse_unsupported(self) -> None:
-        """Tools are accepted with tool_choice "none"; the prompt does not contain them then."""
-        sent = dict(self.model_extra or {})
-        for choice, listed in (("tool_choice", "tools"), ("function_call", "functions")):
-            if sent.get(choice) == "none":
-                sent.pop(listed, None)
-        refuse_unsupported(sent, self.unsupported)
-
-    def to_job(self, ready: Ready) -> Job:
-        self.check()
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs", hint='add "logprobs": true')
-        prompt = self.prompt_ids(ready)
-        asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        left = tokens_left([prompt], asked, ready.max_model_len, "messages")
-        stops = {*(self.stop_token_ids or ()), *(() if self.ignore_eos else ready.turn_ends)}
-        sampling = self.sampling(
-            ready, max_tokens=min(left, ready.defaults.max_tokens or left) if asked is None else asked,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None, stop_token_ids=tuple(sorted(stops)),
-        )  # fmt: skip
-        return self.job("chatcmpl", [prompt], sampling, None)
-
-    def prompt_ids(self, ready: Ready) -> list[int]:
-        return render(ready, [m.plain() for m in self.messages], self.chat_template_kwargs or {})
-
-
-def _given(one: str, other: str) -> dict[str, Any]:
-    """The schema of a body with `one` and without `other`; null counts as missing."""
-    return {"required": [one], "properties": {one: {"not": {"type": "null"}}, other: {"type": "null"}}}
-
-
-class TokenizeBody(Body):
-    """A text, or messages for the chat template."""
-
-    model_config = ConfigDict(json_schema_extra={"oneOf": [_given("prompt", "messages"), _given("messages", "prompt")]})
-    unsupported: ClassVar[fields.Fields] = fields.TOKENIZE
-    model: ModelName | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
-    add_special_tokens: bool | None = None  # only for a prompt; the chat template adds its own
-
-    def ids(self, ready: Ready) -> list[int]:
-        self.refuse_unsupported()
-        if (self.prompt is None) == (self.messages is None):
-            raise ApiError(400, "send either prompt or messages", param="prompt")
-        if self.prompt is not None:
-            return encode(self.prompt, ready, "prompt", add_special_tokens=self.add_special_tokens is not False)
-        if self.add_special_tokens:
-            hint = "leave it out: the chat template adds special tokens"
-            raise ApiError(400, "add_special_tokens needs a prompt", param="add_special_tokens", hint=hint)
-        return render(ready, [m.plain() for m in self.messages or ()], {})
-
-
-class DetokenizeBody(Body):
-    unsupported: ClassVar[fields.Fields] = fields.DETOKENIZE
-    model: ModelName | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
-
-    def text(self, ready: Ready) -> str:
-        self.refuse_unsupported()
-        most = max(SHORT, ready.max_model_len)
-        if len(self.tokens) > most:
-            hint = f"at most {most}; this model's longest sequence is {ready.max_model_len}"
-            raise ApiError(400, f"{len(self.tokens)} tokens", param="tokens", code="context_length_exceeded", hint=hint)
-        check_tokens(self.tokens, ready, "tokens")
-        return ready.tokenizer.decode(self.tokens)
 
 
 class EmbeddingBody(Body):

@@ -15,17 +15,9 @@ from pydantic.json_schema import models_json_schema
 
 import bagu
 from bagu.serve.http import schemas
-from bagu.serve.http.openai import (
-    MODEL_NAME,
-    NUM_TOKENS,
-    TOKEN_ID,
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingBody,
-    TokenizeBody,
-)
+from bagu.serve.http.chat_body import ChatBody
+from bagu.serve.http.openai import MODEL_NAME, NUM_TOKENS, TOKEN_ID, Body, CompletionBody, EmbeddingBody
+from bagu.serve.http.token_bodies import DetokenizeBody, TokenizeBody
 from bagu.serve.http.worker import Ready
 
 __all__ = ["OPERATIONS", "Operation", "describe"]
