@@ -228,6 +228,10 @@ def serve(
     generation_config: Annotated[
         str, Option(help="Sampling defaults: auto (the model's own), none, or a folder.")
     ] = "auto",
+    tool_parser: Annotated[
+        str, Option(help="Form of tool calls: auto, none, hermes, llama3, mistral, deepseek_v3, ...")
+    ] = "auto",
+    reasoning_parser: Annotated[str, Option(help="Reasoning in <think> tags: auto, none or think.")] = "auto",
     max_num_queued_reqs: Annotated[int, Option(help="Maximum waiting sequences (encoder: calls); more get 429.")] = 256,
     shutdown_timeout: Annotated[float, Option(help="Seconds to let running requests finish on shutdown.")] = 30.0,
     log_level: Annotated[str, Option(help="debug, info, warning or error.")] = "warning",
@@ -246,7 +250,8 @@ def serve(
             "max_model_len": max_model_len, "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens, "prefix_cache": enable_prefix_caching,
             "quantization": quantization, "invariant": invariant, "seed": seed, "tp": tp, "speculative": speculative,
-            "speculative_tokens": speculative_tokens,
+            "speculative_tokens": speculative_tokens, "tool_parser": tool_parser,
+            "reasoning_parser": reasoning_parser,
         },
         server={
             "host": host, "port": port, "api_key": api_key, "served_model_name": served_model_name or (),

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from bagu.errors import ArgumentError, UnknownName
+from bagu.serve.message.format import REASONING_PARSERS
+from bagu.serve.message.forms import find_form
 from bagu.serve.request import Sampling
 
 __all__ = ["QUANTIZATIONS", "EngineConfig", "GenerationDefaults", "Quantization", "parse_bytes"]
@@ -85,6 +87,8 @@ class EngineConfig:
     cuda_graphs: bool = True  # run decode steps as CUDA graphs; no effect on a CPU
     invariant: bool = False  # the bits of a row do not depend on its batch (bagu.ops.invariant)
     seed: int = 0  # seeds the requests that have no seed
+    tool_parser: str = "auto"  # form of tool calls: a name in message/forms.py; auto: by the chat template; none
+    reasoning_parser: str = "auto"  # think: messages begin with <think>; auto: by the chat template; none
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     def __post_init__(self) -> None:
@@ -107,6 +111,9 @@ class EngineConfig:
             )
         if self.quantization not in (None, *QUANTIZATIONS):
             raise UnknownName.among("quantization", self.quantization, QUANTIZATIONS)
+        find_form("", self.tool_parser)  # raises for an unknown name
+        if self.reasoning_parser not in REASONING_PARSERS:
+            raise UnknownName.among("reasoning parser", self.reasoning_parser, REASONING_PARSERS)
         if self.kv_dtype not in ("auto", "int8", "fp8"):
             raise ArgumentError(f"engine: kv_dtype = {self.kv_dtype!r}", hint="use auto, int8 or fp8")
         if self.kv_dtype != "auto" and self.invariant:

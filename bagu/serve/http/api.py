@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,11 +35,13 @@ from bagu.serve.http.calls import (
 from bagu.serve.http.chat_body import ChatBody
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.metrics import CONTENT_TYPE, KEPT, Metrics
-from bagu.serve.http.openai import CompletionBody, EmbeddingBody, parse
+from bagu.serve.http.openai import CompletionBody, EmbeddingBody, Job, parse
 from bagu.serve.http.openapi import OPERATIONS, describe
+from bagu.serve.http.parsed_response import chat_response
 from bagu.serve.http.process import EngineProcess
-from bagu.serve.http.responses import ChatResponse, CompletionResponse, GenerationResponse
+from bagu.serve.http.responses import CompletionResponse, GenerationResponse
 from bagu.serve.http.token_bodies import DetokenizeBody, TokenizeBody
+from bagu.serve.http.worker import Ready
 from bagu.serve.page import HEADERS, Asset, assets
 from bagu.serve.stats import EngineStats
 
@@ -76,7 +78,7 @@ class Api:
         self.engine, self.metrics, self.config = engine, metrics, config
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self.generate(request, ChatBody, ChatResponse)
+        return await self.generate(request, ChatBody, chat_response)
 
     async def completions(self, request: Request) -> Response:
         return await self.generate(request, CompletionBody, CompletionResponse)
@@ -85,7 +87,7 @@ class Api:
         self,
         request: Request,
         body_type: type[ChatBody] | type[CompletionBody],
-        response_type: type[GenerationResponse],
+        respond: Callable[[Job, Ready, str], GenerationResponse],
     ) -> Response:
         """A stream starts only after the engine has accepted the requests, so that a refusal has an HTTP status."""
         ready = self.engine.require_ready()
@@ -96,7 +98,7 @@ class Api:
             raise ApiError(400, "this model embeds text and does not generate", hint="use /v1/embeddings")
         self.engine.pending.check_capacity(body.num_choices)  # before memory is allocated for each choice
         job = await asyncio.to_thread(body.to_job, ready) if len(raw) > LARGE_BODY else body.to_job(ready)
-        response = response_type(job, ready, self.config.names[0])
+        response = respond(job, ready, self.config.names[0])
         call = ClientCall(self.engine, job.requests, request.receive)
         try:
             if job.stream:

@@ -22,7 +22,7 @@ from bagu.serve.http.errors import ApiError
 from bagu.serve.http.metrics import Metrics
 from bagu.serve.http.pending import PendingCall
 from bagu.serve.http.process import EngineProcess
-from bagu.serve.http.responses import GenerationResponse, error_event, to_json
+from bagu.serve.http.responses import GenerationResponse, to_json
 from bagu.serve.request import Request as EngineRequest
 
 __all__ = [
@@ -125,7 +125,7 @@ class EventStream(Response):
             if not pending.unfinished:
                 self._last_chunk.set_result(self.response.last_chunk())
         except ApiError as error:  # the status is already sent, so the error is an event
-            self._last_chunk.set_result(error_event(error))
+            self._last_chunk.set_result(self.response.error_event(error))
         except Exception as error:  # a bug in the server: raised where the response is awaited
             self._last_chunk.set_exception(error)
 

@@ -28,9 +28,7 @@ _CONSTRAINTS: Fields = _never(
     "guided_json guided_regex guided_choice guided_grammar guided_decoding_backend guided_whitespace_pattern "
     "structural_tag grammar grammar_lazy grammar_triggers json_schema regex ebnf format"
 )
-_TOOLS: Fields = {
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-}  # fmt: skip
+_FUNCTIONS: Fields = {"functions": ([],), "function_call": ("none", "auto")}  # the older name of tools
 _SAMPLERS: Fields = _never(
     "logits_processors custom_logit_processor custom_params samplers thinking_token_budget thinking_budget_tokens "
     "repetition_detection vllm_xargs prompt_embeds input_embeds stop_regex speculative"
@@ -65,13 +63,15 @@ _MODELS: Fields = _never(
     "safe_prompt prompt_mode provider plugins transforms models route guardrails"
 ) | {
     "modalities": (["text"],), "verbosity": ("medium",), "service_tier": ("auto", "default"),
-    "include_reasoning": (True,), "separate_reasoning": (False,), "stream_reasoning": (True,),
-    "reasoning_format": ("none",), "id_slot": (-1,), "thinking_forced_open": (False,), "parse_tool_calls": (False,),
+    "include_reasoning": (True,), "separate_reasoning": (True,), "stream_reasoning": (True,),
+    "reasoning_format": ("auto", "deepseek"), "id_slot": (-1,), "thinking_forced_open": (False,),
+    "parse_tool_calls": (True,),
 }  # fmt: skip
-_GENERATION: Fields = {**_CONSTRAINTS, **_TOOLS, **_SAMPLERS, **_LENGTHS, **_OUTPUTS, **_MODELS}
+_GENERATION: Fields = {**_CONSTRAINTS, **_FUNCTIONS, **_SAMPLERS, **_LENGTHS, **_OUTPUTS, **_MODELS}
 
 COMPLETION: Fields = {
-    **_GENERATION, **_never("messages input max_completion_tokens chat_template system raw template"),
+    **_GENERATION, "tools": ([],), "tool_choice": ("none", "auto"),
+    **_never("messages input max_completion_tokens chat_template system raw template"),
     "suffix": ("",), "chat_template_kwargs": ({},), "top_logprobs": (0,), "add_special_tokens": (True,),
 }  # fmt: skip
 CHAT: Fields = {

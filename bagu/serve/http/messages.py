@@ -1,14 +1,17 @@
-"""The messages of a chat request."""
+"""The messages of a chat request, and what the chat template gets of them."""
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from bagu.serve.http.errors import ApiError
 from bagu.serve.http.openai import Body
+from bagu.serve.message.forms import ToolForm
 
-__all__ = ["Message"]
+__all__ = ["Message", "for_template"]
 
 
 class TextPart(Body):
@@ -16,12 +19,56 @@ class TextPart(Body):
     text: str
 
 
+class CalledFunction(Body):
+    name: str
+    arguments: str | None = None  # a JSON object
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Body):
     role: str
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None  # of an assistant's message
+    tool_call_id: str | None = None  # of the result of a call, with the role "tool"
 
     def plain(self) -> dict[str, Any]:
-        """The message as a dict for the template: text parts are joined, unknown fields are kept."""
+        """The message as a dict for the template: text parts are joined, unknown fields are kept. A message that only
+        calls tools has the content None, which templates distinguish from an empty text."""
         parts = self.content
-        text = "\n".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
-        return {**(self.model_extra or {}), "role": self.role, "content": text}
+        text = "\n".join(part.text for part in parts) if isinstance(parts, list) else parts
+        if text is None and not self.tool_calls:
+            text = ""
+        given = {"tool_call_id": self.tool_call_id} if self.tool_call_id is not None else {}
+        return {**(self.model_extra or {}), **given, "role": self.role, "content": text}
+
+
+def for_template(messages: list[Message], form: ToolForm | None) -> list[dict[str, Any]]:
+    """The messages as dicts. The arguments of earlier calls, which clients send as JSON text, become objects where the
+    templates of this form expect them."""
+    found = []
+    for i, message in enumerate(messages):
+        plain = message.plain()
+        if message.tool_calls:
+            as_text = form is not None and form.history == "text"
+            plain["tool_calls"] = [_call(call, f"messages.{i}.tool_calls.{j}", as_text)
+                                   for j, call in enumerate(message.tool_calls)]  # fmt: skip
+        found.append(plain)
+    return found
+
+
+def _call(call: ToolCall, place: str, as_text: bool) -> dict[str, Any]:
+    text = call.function.arguments or "{}"
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        param = f"{place}.function.arguments"
+        raise ApiError(400, f"{param} is not the text of a JSON object: {text!r:.80}", param=param)
+    function = {"name": call.function.name, "arguments": text if as_text else arguments}
+    return {**({} if call.id is None else {"id": call.id}), "type": "function", "function": function}

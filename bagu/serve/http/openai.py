@@ -23,6 +23,7 @@ from bagu.serve.http.fields import refuse_unsupported
 from bagu.serve.http.structured import ResponseFormat, StructuredOutputs, grammar_of
 from bagu.serve.http.texts import as_list, encode_all, tokens_left
 from bagu.serve.http.worker import Ready
+from bagu.serve.message.format import MessageFormat
 from bagu.serve.request import BIASES, PENALTIES, REPETITIONS, Request, Sampling
 
 __all__ = ["Body", "CompletionBody", "EmbeddingBody", "Generation", "Job", "parse"]
@@ -67,6 +68,7 @@ class Job(NamedTuple):
     stream: bool
     include_usage: bool
     skip_special_tokens: bool
+    format: MessageFormat | None = None  # how the text is parsed; None: it is the content
 
 
 class Body(BaseModel):
@@ -248,9 +250,22 @@ def parse(kind: type[B], raw: bytes) -> B:
         if first["type"] != "missing" and known is not None and known.description:  # a union: no member matches
             message = f"{loc[0]} is {known.description}; {_short(data[loc[0]])} was sent"
             raise ApiError(400, message, param=str(loc[0])) from error
-        where = ".".join(str(part) for part in loc[:2]) or None
+        where = _place(loc, data) or None
         found = "" if first["type"] == "missing" else f"; {_short(first['input'])} was sent"
         raise ApiError(400, f"{where or 'the body'}: {first['msg']}{found}", param=where) from error
+
+
+def _place(loc: tuple[int | str, ...], data: Any) -> str:
+    """The path of a field, e.g. tools.0.function.name. pydantic's path also has the members of unions, which are not
+    keys of the data."""
+    parts = []
+    for part in loc:
+        if (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int)):
+            data = data[part]  # type: ignore[index]
+        elif part is not loc[-1] or not isinstance(data, dict):  # a missing key is the last part
+            continue
+        parts.append(str(part))
+    return ".".join(parts)
 
 
 def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:

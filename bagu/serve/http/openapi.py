@@ -195,10 +195,11 @@ def _ref(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _add_unsupported(schema: dict[str, Any], body: type[Body]) -> None:
-    """Add the fields of other servers with their accepted values; tools are also accepted with `tool_choice: none`."""
+    """Add the fields of other servers with their accepted values; functions are also accepted with
+    `function_call: none`."""
     for name, accepted in body.unsupported.items():
         field: dict[str, Any] = {"description": "Not supported; only the listed values.", "x-unsupported": True}
-        if name not in ("tools", "functions"):
+        if name != "functions":
             field["enum"] = [None, *accepted]
         schema["properties"][name] = field
 

@@ -19,7 +19,7 @@ from bagu.serve.http.worker import Ready
 from bagu.serve.request import Event, PromptLogprobs, Request, TokenEvent, TokenLogprob
 from bagu.serve.stream import TextStream
 
-__all__ = ["DONE", "ChatResponse", "CompletionResponse", "GenerationResponse", "error_event", "to_json"]
+__all__ = ["DONE", "ChatResponse", "CompletionResponse", "GenerationResponse", "to_json"]
 
 DONE = b"data: [DONE]\n\n"
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
@@ -30,7 +30,7 @@ Scored = tuple[int, TokenLogprob | None]  # a token and its logprob; None for th
 class Choice:
     """The state of one choice: its text, token count, and logprobs that are not sent yet."""
 
-    def __init__(self, index: int, request: Request, ready: Ready, skip_special_tokens: bool, head: str) -> None:
+    def __init__(self, index: int, request: Request, ready: Ready, silent: frozenset[int], head: str) -> None:
         self.index, self.request, self.head = index, request, head
         self.text: list[str] = []
         self.scored: list[Scored] = []
@@ -41,7 +41,7 @@ class Choice:
         self.stop_reason: str | int | None = None
         self._stream = TextStream(ready.tokenizer, request.sampling)
         self.push_token = self._stream.push_token
-        self.silent = ready.special_ids if skip_special_tokens else frozenset()  # tokens without text
+        self.silent = silent  # tokens without text
 
     def push(self, event: TokenEvent) -> str:
         """Add an event; returns the text that can be sent now."""
@@ -72,8 +72,10 @@ class GenerationResponse:
         self.prompt_logprobs: dict[str, PromptLogprobs] = {}
         self._usage = ',"usage":null' if job.include_usage else ""
         self._plain = f'{self.after},"logprobs":null,"finish_reason":null}}]{self._usage}}}\n\n'
+        markers = {ready.special_tokens.get(name) for name in job.format.markers} if job.format else set()
+        silent = ready.special_ids - markers if job.skip_special_tokens else frozenset()
         self.choices = {
-            (request.id, i): Choice(index, request, ready, job.skip_special_tokens, self._head(index))
+            (request.id, i): Choice(index, request, ready, silent, self._head(index))
             for index, (request, i) in enumerate((r, i) for r in job.requests for i in range(r.sampling.n))
         }
 
@@ -125,6 +127,10 @@ class GenerationResponse:
                 f'"stop_reason":{reason}}}]{self._usage}}}\n\n'
             )
         return "".join(out).encode()
+
+    def error_event(self, error: ApiError) -> bytes:
+        """An error after the status was sent: an event and the end of the stream."""
+        return f"data: {to_json(error.body)}\n\n".encode() + DONE
 
     def last_chunk(self) -> bytes:
         if not self.job.include_usage:
@@ -242,11 +248,6 @@ class CompletionResponse(GenerationResponse):
             ],
             "text_offset": offsets,
         }
-
-
-def error_event(error: ApiError) -> bytes:
-    """An error after the status was sent: an event and the end of the stream."""
-    return f"data: {to_json(error.body)}\n\n".encode() + DONE
 
 
 def _finite(logprob: float) -> float:

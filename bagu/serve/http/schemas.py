@@ -35,11 +35,16 @@ class CachedTokens(Schema):
     cached_tokens: int  # prompt tokens found in the prefix cache
 
 
+class ReasoningTokens(Schema):
+    reasoning_tokens: int  # completion tokens before the end of the reasoning
+
+
 class Usage(Schema):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | None = None  # only for a model that thinks
 
 
 class ScoredToken(Schema):
@@ -49,7 +54,7 @@ class ScoredToken(Schema):
 
 class Choice(Schema):
     index: int
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: str | int | None  # the stop string or stop token; null for the end-of-text token
     prompt_logprobs: list[dict[str, ScoredToken] | None] = []  # only if requested; by token id
 
@@ -68,9 +73,22 @@ class ChatLogprobs(Schema):
     content: list[ChosenToken]
 
 
+class CalledFunction(Schema):
+    name: str
+    arguments: str  # a JSON object
+
+
+class ToolCall(Schema):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(Schema):
     role: Literal["assistant"]
-    content: str
+    content: str | None  # null if the message only calls tools
+    reasoning_content: str | None = None  # only for a model that thinks
+    tool_calls: list[ToolCall] = []  # only if the message calls tools
 
 
 class ChatChoice(Choice):

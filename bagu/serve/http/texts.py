@@ -7,6 +7,7 @@ before all of it is tokenized.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from bagu.errors import BaguError
@@ -90,7 +91,9 @@ def render(ready: Ready, messages: list[dict[str, Any]], variables: dict[str, An
         raise ApiError(400, f"chat_template_kwargs may not set {min(taken)}", param="chat_template_kwargs")
     roles = {"developer": ready.system_role}
     messages = [{**message, "role": roles.get(message["role"], message["role"])} for message in messages]
-    check_length("\n".join(message["content"] for message in messages), ready, "messages")
+    check_length("\n".join(message["content"] or "" for message in messages), ready, "messages")
+    if tools := variables.get("tools"):
+        check_length(json.dumps(tools), ready, "tools")
     try:
         ids: list[int] = ready.chat.prompt(messages, **variables)
     except RecursionError as error:

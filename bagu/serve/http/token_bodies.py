@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field
 
 from bagu.serve.http import fields
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.messages import Message
+from bagu.serve.http.messages import Message, for_template
 from bagu.serve.http.openai import Body, ModelName, TokenId
 from bagu.serve.http.texts import SHORT, check_tokens, encode, render
 from bagu.serve.http.worker import Ready
@@ -40,7 +40,7 @@ class TokenizeBody(Body):
         if self.add_special_tokens:
             hint = "leave it out: the chat template adds special tokens"
             raise ApiError(400, "add_special_tokens needs a prompt", param="add_special_tokens", hint=hint)
-        return render(ready, [m.plain() for m in self.messages or ()], {})
+        return render(ready, for_template(self.messages or [], ready.tool_form), {})
 
 
 class DetokenizeBody(Body):

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from multiprocessing.connection import Connection
@@ -32,6 +32,8 @@ from bagu.errors import ArgumentError, BaguError
 from bagu.serve.config import EngineConfig, GenerationDefaults
 from bagu.serve.constrain.check import CheckedCompiler
 from bagu.serve.embedding import Encoder, embed
+from bagu.serve.message.format import finds_reasoning
+from bagu.serve.message.forms import ToolForm, find_form
 from bagu.serve.request import Event, Request, Sampling, TokenEvent, Unservable
 from bagu.types import Tokenizer
 
@@ -111,6 +113,18 @@ class Ready:
     max_model_len: int
     vocab_size: int
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
+
+    @cached_property
+    def tool_form(self) -> ToolForm | None:
+        """The form in which this model writes tool calls."""
+        return None if self.chat is None else find_form(self.chat.template.source, self.tool_parser)
+
+    @cached_property
+    def thinks(self) -> bool:
+        """Whether messages may begin with reasoning in <think> tags."""
+        return self.chat is not None and finds_reasoning(self.chat.template.source, self.reasoning_parser)
 
     @property
     def turn_ends(self) -> tuple[int, ...]:
@@ -130,9 +144,15 @@ class Ready:
         return "developer" if self.chat is not None and "developer" in self.chat.template.source else "system"
 
     @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Control tokens by name. The protocol `Tokenizer` does not include them."""
+        found: Mapping[str, int] = getattr(self.tokenizer, "special_ids", {})
+        return found
+
+    @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Control tokens, which have no text in a response. The protocol `Tokenizer` does not include them."""
-        return frozenset(getattr(self.tokenizer, "special_ids", {}).values())
+        """Control tokens, which have no text in a response."""
+        return frozenset(self.special_tokens.values())
 
 
 class StepEvents(NamedTuple):
@@ -209,6 +229,7 @@ def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat:
     ready = Ready(
         tokenizer=engine.tokenizer, chat=chat, generates=True, max_model_len=engine.max_model_len,
         vocab_size=engine.model.config.vocab_size, defaults=engine.config.generation,
+        tool_parser=engine.config.tool_parser, reasoning_parser=engine.config.reasoning_parser,
     )  # fmt: skip
     _ = ready.longest_token
     send(pipe, ready)
