@@ -1,7 +1,6 @@
 """The HTTP routes: the OpenAI API, health and metrics for operators, and the chat page.
 
-`Api.generate` handles completions and chats: body -> job -> pending call -> response. Waiting for the engine never
-blocks the event loop.
+Waiting for the engine never blocks the event loop.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import base64
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,16 +19,12 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 import bagu
-from bagu.serve.config import GenerationDefaults
 from bagu.serve.http import reference
 from bagu.serve.http.calls import (
     ApiMiddleware,
-    ClientCall,
-    EventStream,
     cancel_on_disconnect,
     error_response,
     json_response,
-    read_json,
 )
 from bagu.serve.http.chat_body import ChatBody
 from bagu.serve.http.errors import ApiError
@@ -40,26 +34,14 @@ from bagu.serve.http.openapi import OPERATIONS, describe
 from bagu.serve.http.parsed_response import chat_response
 from bagu.serve.http.process import EngineProcess
 from bagu.serve.http.responses import CompletionResponse, GenerationResponse
+from bagu.serve.http.responses_api.routes import ResponsesRoutes
+from bagu.serve.http.routes import LARGE_BODY, ApiConfig
 from bagu.serve.http.token_bodies import DetokenizeBody, TokenizeBody
 from bagu.serve.http.worker import Ready
 from bagu.serve.page import HEADERS, Asset, assets
 from bagu.serve.stats import EngineStats
 
 __all__ = ["ApiConfig", "make_app"]
-
-LARGE_BODY = 64 * 2**10  # bytes; larger bodies are tokenized (1.8 MB/s) in a thread, not in the event loop
-
-
-@dataclass(frozen=True, kw_only=True)
-class ApiConfig:
-    """The model's names and the limits of the API."""
-
-    names: tuple[str, ...]  # names of the model that requests may use; responses contain the first
-    api_key: str | None = None
-    allowed_origins: tuple[str, ...] = ()  # CORS: origins whose pages may read responses; "*" is every page
-    created: int = 0  # Unix time, reported by /v1/models
-    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
-    request_timeout: float = 20.0  # seconds for the body of a request, plus one per calls.MIN_RATE bytes
 
 
 class CountedRoute(Route):
@@ -71,11 +53,8 @@ class CountedRoute(Route):
         return match, {**child, "route": self}
 
 
-class Api:
+class Api(ResponsesRoutes):
     """The endpoints; each returns a response or raises ApiError."""
-
-    def __init__(self, engine: EngineProcess, metrics: Metrics, config: ApiConfig) -> None:
-        self.engine, self.metrics, self.config = engine, metrics, config
 
     async def chat_completions(self, request: Request) -> Response:
         return await self.generate(request, ChatBody, chat_response)
@@ -89,30 +68,9 @@ class Api:
         body_type: type[ChatBody] | type[CompletionBody],
         respond: Callable[[Job, Ready, str], GenerationResponse],
     ) -> Response:
-        """A stream starts only after the engine has accepted the requests, so that a refusal has an HTTP status."""
-        ready = self.engine.require_ready()
+        self.engine.require_ready()
         raw = await self.read(request)
-        body = parse(body_type, raw)
-        self.check_model(body.model)
-        if not ready.generates:
-            raise ApiError(400, "this model embeds text and does not generate", hint="use /v1/embeddings")
-        self.engine.pending.check_capacity(body.num_choices)  # before memory is allocated for each choice
-        job = await asyncio.to_thread(body.to_job, ready) if len(raw) > LARGE_BODY else body.to_job(ready)
-        response = respond(job, ready, self.config.names[0])
-        call = ClientCall(self.engine, job.requests, request.receive)
-        try:
-            if job.stream:
-                await call.pending.wait_until_accepted()
-                return EventStream(response, call)
-            while events := await call.pending.read():
-                response.add(events)
-        except BaseException as error:
-            call.close()
-            if isinstance(error, ApiError) and error.param == "grammar":  # its name in the engine
-                error.param = body.grammar_field
-            raise
-        call.close()
-        return json_response(response.body())
+        return await self.run_generation(request, parse(body_type, raw), respond, large=len(raw) > LARGE_BODY)
 
     async def embeddings(self, request: Request) -> Response:
         ready = self.engine.require_ready()
@@ -183,14 +141,6 @@ class Api:
 
     def _description(self) -> dict[str, Any]:
         return describe(self.config.names, self.engine.ready, has_key=self.config.api_key is not None)
-
-    async def read(self, request: Request) -> bytes:
-        return await read_json(request, self.config.request_timeout)
-
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.config.names:
-            hint = f"this server has: {', '.join(self.config.names)}"
-            raise ApiError(404, f"there is no model {name!r}", param="model", code="model_not_found", hint=hint)
 
     def _model(self, name: str) -> dict[str, Any]:
         ready = self.engine.ready

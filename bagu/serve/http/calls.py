@@ -159,7 +159,10 @@ class ApiMiddleware:
         self.guarded_app: ASGIApp = self._check_key
         if allowed_origins:  # outside the key check, so that a page can read the 401 of a wrong key
             self.guarded_app = CORSMiddleware(
-                self._check_key, allow_origins=allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+                self._check_key,
+                allow_origins=allowed_origins,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 from bagu.serve.http.errors import ApiError
 
 __all__ = [
-    "CHAT", "COMPLETION", "DETOKENIZE", "EMBEDDING", "STREAM_OPTIONS", "STRUCTURED_OUTPUTS", "TOKENIZE",
-    "refuse_unsupported",
+    "CHAT", "COMPLETION", "DETOKENIZE", "EMBEDDING", "RESPONSES", "STREAM_OPTIONS", "STRUCTURED_OUTPUTS",
+    "TOKENIZE", "refuse_unsupported",
 ]  # fmt: skip
 
 Fields = Mapping[str, tuple[Any, ...]]  # name -> the accepted values
@@ -93,6 +93,12 @@ TOKENIZE: Fields = {
     "return_token_strs": (False,), "with_pieces": (False,), "parse_special": (False,), "add_special": (True,),
 }  # fmt: skip
 DETOKENIZE: Fields = {**_never("ids input"), "skip_special_tokens": (False,)}
+RESPONSES: Fields = {
+    **_never("conversation prompt messages max_tokens max_completion_tokens response_format reasoning functions"),
+    **_never("function_call structured_outputs max_tool_calls context_management moderation n"),
+    "include": ([],), "background": (False,), "truncation": ("disabled",), "service_tier": ("auto", "default"),
+    "top_logprobs": (0,),
+}  # fmt: skip
 STREAM_OPTIONS: Fields = {"continuous_usage_stats": (False,)}
 STRUCTURED_OUTPUTS: Fields = {
     **_never("structural_tag whitespace_pattern"), "disable_fallback": (False,), "disable_any_whitespace": (False,),

@@ -11,7 +11,7 @@ from bagu.serve.http.errors import ApiError
 from bagu.serve.http.openai import Body
 from bagu.serve.message.forms import ToolForm
 
-__all__ = ["Message", "for_template"]
+__all__ = ["Message", "arguments_object", "for_template"]
 
 
 class TextPart(Body):
@@ -63,12 +63,17 @@ def for_template(messages: list[Message], form: ToolForm | None) -> list[dict[st
 
 def _call(call: ToolCall, place: str, as_text: bool) -> dict[str, Any]:
     text = call.function.arguments or "{}"
+    arguments = arguments_object(text, f"{place}.function.arguments")
+    function = {"name": call.function.name, "arguments": text if as_text else arguments}
+    return {**({} if call.id is None else {"id": call.id}), "type": "function", "function": function}
+
+
+def arguments_object(text: str, param: str) -> dict[str, Any]:
+    """The arguments of an earlier call. Raises 400 if they are not the text of a JSON object."""
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        param = f"{place}.function.arguments"
         raise ApiError(400, f"{param} is not the text of a JSON object: {text!r:.80}", param=param)
-    function = {"name": call.function.name, "arguments": text if as_text else arguments}
-    return {**({} if call.id is None else {"id": call.id}), "type": "function", "function": function}
+    return arguments

@@ -17,6 +17,7 @@ import bagu
 from bagu.serve.http import schemas
 from bagu.serve.http.chat_body import ChatBody
 from bagu.serve.http.openai import MODEL_NAME, NUM_TOKENS, TOKEN_ID, Body, CompletionBody, EmbeddingBody
+from bagu.serve.http.responses_api.body import ResponsesBody
 from bagu.serve.http.token_bodies import DetokenizeBody, TokenizeBody
 from bagu.serve.http.worker import Ready
 
@@ -26,12 +27,17 @@ STREAM = (
     'With "stream": true, server-sent events: `data: ` and a JSON object with `choices[].{piece}`, or with `error` if '
     "the generation fails; `data: [DONE]` at the end."
 )
+RESPONSE_STREAM = (
+    'With "stream": true, server-sent events of OpenAI\'s Responses API: `event: ` and its type, `data: ` and a JSON '
+    "object with `type` and `sequence_number`; `response.completed` or `response.incomplete` at the end."
+)
 READING = {
     400: "The body is invalid, or this server or model does not support it; `param` is the field.",
     408: "The body took too long to arrive.",
     413: "The body is too large.",
     415: "The content type is not application/json.",
 }
+NO_RESPONSE = {404: "There is no response of this id in memory."}
 NO_MODEL = {404: "There is no model of this name."}
 NOT_READY = {503: "The model is loading, the engine is restarting, or the server is shutting down."}
 QUEUE_FULL = {429: "The queue is full; Retry-After is the number of seconds to wait."}
@@ -46,15 +52,12 @@ class Operation:
     summary: str
     answer: type[BaseModel] | Literal["text/plain"]
     body: type[Body] | None = None
+    method: Literal["GET", "POST", "DELETE"] = "GET"
     description: str = ""
     failures: Mapping[int, str]
     parameters: Sequence[Mapping[str, Any]] = ()
     guarded: bool = False  # needs the API key, if the server has one
     needs: Literal["chat", "generation", "embedding"] | None = None  # capability that the model must have
-
-    @property
-    def method(self) -> str:
-        return "GET" if self.body is None else "POST"
 
     def is_offered(self, ready: Ready | None) -> bool:
         """Whether the model supports this route; True while the model is loading."""
@@ -75,7 +78,8 @@ def _generates(
     needs: Literal["chat", "generation"],
 ) -> Operation:  # fmt: skip
     return Operation(
-        path=path, name=name, summary=summary, body=body, answer=answer, description=STREAM.replace("{piece}", piece),
+        path=path, name=name, method="POST", summary=summary, body=body, answer=answer,
+        description=STREAM.replace("{piece}", piece),
         failures={**READING, **NO_MODEL, **NOT_READY, **QUEUE_FULL}, guarded=True, needs=needs,
     )  # fmt: skip
 
@@ -85,7 +89,7 @@ def _reads(
     needs: Literal["embedding"] | None = None,
 ) -> Operation:  # fmt: skip
     return Operation(
-        path=path, name=name, summary=summary, body=body, answer=answer,
+        path=path, name=name, method="POST", summary=summary, body=body, answer=answer,
         failures={**READING, **NO_MODEL, **NOT_READY, **(QUEUE_FULL if needs else {})}, guarded=True, needs=needs,
     )  # fmt: skip
 
@@ -95,12 +99,26 @@ LAST = {
     "name": "last", "in": "query", "required": False, "schema": {"type": "integer", "minimum": 0, "maximum": 10**9 - 1},
     "description": "Number of most recent requests for the median times.",
 }  # fmt: skip
+RESPONSE_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 OPERATIONS = (
     _generates(
         "/v1/chat/completions", "chat_completions", "Complete a chat", ChatBody, schemas.ChatCompletion, "delta", "chat"
     ),
     _generates(
         "/v1/completions", "completions", "Complete a text", CompletionBody, schemas.Completion, "text", "generation"
+    ),
+    Operation(
+        path="/v1/responses", name="create_response", method="POST", body=ResponsesBody, answer=schemas.ModelResponse,
+        summary="Create a response (OpenAI's Responses API)", description=RESPONSE_STREAM, guarded=True, needs="chat",
+        failures={**READING, 404: "There is no such model, or no such response.", **NOT_READY, **QUEUE_FULL},
+    ),
+    Operation(
+        path="/v1/responses/{id}", name="get_response", summary="Get a stored response", answer=schemas.ModelResponse,
+        parameters=(RESPONSE_ID,), failures=NO_RESPONSE, guarded=True, needs="chat",
+    ),
+    Operation(
+        path="/v1/responses/{id}", name="delete_response", method="DELETE", summary="Delete a stored response",
+        answer=schemas.DeletedResponse, parameters=(RESPONSE_ID,), failures=NO_RESPONSE, guarded=True, needs="chat",
     ),
     _reads("/v1/embeddings", "embeddings", "Embed texts (encoders)", EmbeddingBody, schemas.EmbeddingList, "embedding"),
     Operation(
@@ -140,13 +158,16 @@ def describe(names: Sequence[str], ready: Ready | None, *, has_key: bool) -> dic
     definitions = found["$defs"]
     for body in bodies:
         _add_unsupported(definitions[body.__name__], body)
+    paths: dict[str, dict[str, Any]] = {}
+    for o in offered:
+        paths.setdefault(o.path, {})[o.method.lower()] = _operation(o, has_key)
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
             "title": "bagu", "version": bagu.__version__,
             "description": "The OpenAI API with vLLM's extra parameters. Fields that are in no schema are ignored.",
         },
-        "paths": {o.path: {o.method.lower(): _operation(o, has_key)} for o in offered},
+        "paths": paths,
         "components": {"schemas": definitions},
     }  # fmt: skip
     if has_key:

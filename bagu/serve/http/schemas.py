@@ -11,8 +11,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 __all__ = [
-    "ChatCompletion", "Completion", "Detokenized", "EmbeddingList", "EngineState", "Failure", "Health", "Model",
-    "ModelList", "Tokenized", "Unhealthy", "Version",
+    "ChatCompletion", "Completion", "DeletedResponse", "Detokenized", "EmbeddingList", "EngineState", "Failure",
+    "Health", "Model", "ModelList", "ModelResponse", "Tokenized", "Unhealthy", "Version",
 ]  # fmt: skip
 
 
@@ -103,6 +103,45 @@ class ChatCompletion(Schema):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+
+
+class OutputItem(BaseModel):
+    """A message, a function call or reasoning; its other fields depend on the type."""
+
+    id: str
+    type: Literal["message", "function_call", "reasoning"]
+    status: Literal["completed", "incomplete"]
+
+
+class InputDetails(Schema):
+    cached_tokens: int
+
+
+class ResponseUsage(Schema):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+
+class ModelResponse(BaseModel):
+    """A response of the Responses API; further fields repeat the request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[OutputItem]
+    usage: ResponseUsage
+    previous_response_id: str | None
+
+
+class DeletedResponse(Schema):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
 
 
 class TextLogprobs(Schema):

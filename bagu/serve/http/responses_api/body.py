@@ -1,0 +1,140 @@
+"""The body of `POST /v1/responses`, and the chat request that it means."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, ValidationError
+
+from bagu.serve.http import fields
+from bagu.serve.http.chat_body import ChatBody
+from bagu.serve.http.errors import ApiError
+from bagu.serve.http.openai import INT64, LARGEST, Body, Count, Job, ModelName, Penalty, Word
+from bagu.serve.http.responses_api.items import input_messages
+from bagu.serve.http.tool_fields import MAX_TOOLS, ToolName
+from bagu.serve.http.worker import Ready
+
+__all__ = ["ResponsesBody", "ResponsesChat"]
+
+# fields of the chat request -> fields of this body, for the `param` of an error
+NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+SHARED = (
+    "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "ignore_eos", "priority", "chat_template_kwargs", "stream", "parallel_tool_calls",
+)  # fmt: skip
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Body):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+
+
+class ResponsesBody(Body):
+    unsupported: ClassVar[fields.Fields] = fields.RESPONSES
+    model: ModelName | None = None
+    input: Annotated[
+        Word | Annotated[list[dict[str, Any]], Field(min_length=1)],
+        Field(description="a text, or a list of items: messages, function calls, their outputs, reasoning"),
+    ]
+    instructions: str | None = None  # a system message before the conversation; not carried to later responses
+    previous_response_id: str | None = None
+    store: bool | None = None  # keep the response in memory; None: yes
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedFunction | None,
+        Field(description='"none", "auto", "required", or {"type": "function", "name": ...}'),
+    ] = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    max_output_tokens: Annotated[Count, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=LARGEST)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: INT64 | None = None
+    stop: Word | Annotated[list[Word], Field(max_length=16)] | None = Field(
+        None, description="a non-empty string, or a list of up to 16 of them"
+    )
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    ignore_eos: bool | None = None
+    priority: INT64 | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    stream: bool | None = None
+
+    def to_chat(self, previous: list[dict[str, Any]]) -> ResponsesChat:
+        """The chat request, where `previous` are the messages of the previous response."""
+        self.refuse_unsupported()
+        messages = [*previous, *input_messages(self.input)]
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        chat: dict[str, Any] = {name: getattr(self, name) for name in SHARED}
+        chat |= {"messages": [*system, *messages], "max_completion_tokens": self.max_output_tokens}
+        if self.tools:
+            chat["tools"] = [_nested(tool.model_dump(exclude_unset=True)) for tool in self.tools]
+        choice = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        else:
+            chat["tool_choice"] = choice
+        if self.text is not None and self.text.format is not None and self.text.format.type != "text":
+            chat["response_format"] = _response_format(self.text.format)
+        try:
+            return ResponsesChat(body=ChatBody.model_validate(chat), messages=messages)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            place = _renamed(".".join(map(str, first["loc"][:3])))
+            raise ApiError(400, f"{place}: {first['msg']}", param=place) from error
+
+
+class ResponsesChat:
+    """A chat request made from a body of the Responses API; errors name the fields of that body."""
+
+    def __init__(self, *, body: ChatBody, messages: list[dict[str, Any]]) -> None:
+        self.body, self.messages = body, messages
+        self.model, self.num_choices = body.model, 1
+
+    def to_job(self, ready: Ready) -> Job:
+        try:
+            return self.body.to_job(ready)
+        except ApiError as error:
+            if error.param is not None:
+                ours = _renamed(error.param)
+                if error.message.startswith(error.param):
+                    error.message = ours + error.message.removeprefix(error.param)
+                error.param = ours
+            raise
+
+
+def _nested(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool in the chat API's shape, with the function inside."""
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _response_format(given: TextFormat) -> dict[str, Any]:
+    """`text.format` as `response_format`, where the schema is inside."""
+    extra = given.model_extra or {}
+    return {"type": given.type, **({"json_schema": extra} if given.type == "json_schema" else {})}
+
+
+def _renamed(param: str) -> str:
+    """The field of this body for a field of the chat request, e.g. tools.0.name for tools.0.function.name."""
+    first, dot, rest = param.partition(".")
+    return NAMES.get(first, first) + dot + rest.replace("function.", "")

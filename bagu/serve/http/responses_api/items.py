@@ -1,0 +1,103 @@
+"""Input items of the Responses API, and the chat messages that they mean.
+
+message               a message with text parts
+function_call         a call that the assistant made; calls in a row belong to one message
+function_call_output  the result of a call
+reasoning             the assistant's reasoning before its next message
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bagu.serve.http.errors import ApiError
+from bagu.serve.http.messages import arguments_object
+
+__all__ = ["input_messages", "output_messages"]
+
+TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+ROLES = ("user", "assistant", "system", "developer")
+ITEMS = "message, function_call, function_call_output or reasoning"
+
+
+def input_messages(given: str | Sequence[Any]) -> list[dict[str, Any]]:
+    """The messages of `input`. Raises 400 with the item's number."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    return _messages(given, "input")
+
+
+def output_messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a response's output items, without a call that max_output_tokens cut."""
+    return _messages([i for i in items if (i["type"], i["status"]) != ("function_call", "incomplete")], "output")
+
+
+def _messages(items: Sequence[Any], field: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    reasoning = ""
+    for i, item in enumerate(items):
+        place = f"{field}.{i}"
+        if not isinstance(item, Mapping):
+            raise ApiError(400, f"{place} is not an item", param=place, hint=f"an item is an object: {ITEMS}")
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            reasoning += _text(item.get("content") or item.get("summary") or [], f"{place}.content")
+            continue
+        if kind == "message":
+            message = _message(item, place)
+        elif kind == "function_call":
+            message = _call(item, place)
+        elif kind == "function_call_output":
+            text = _text(item.get("output"), f"{place}.output")
+            message = {"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": text}
+        else:
+            param = f"{place}.type"
+            raise ApiError(400, f"{param} is {kind!r:.40}, which is not supported", param=param, hint=f"use {ITEMS}")
+        if message["role"] == "assistant" and reasoning:
+            message["reasoning_content"], reasoning = reasoning, ""
+        before = found[-1] if found else {"role": None}
+        if "tool_calls" in message and before["role"] == "assistant":  # one message has the text and all its calls
+            before.setdefault("tool_calls", []).extend(message["tool_calls"])
+        else:
+            found.append(message)
+    return found
+
+
+def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
+    role = item.get("role")
+    if role not in ROLES:
+        raise ApiError(400, f"{place}.role is {role!r:.40}", param=f"{place}.role", hint=f"use {', '.join(ROLES)}")
+    return {"role": role, "content": _text(item.get("content"), f"{place}.content")}
+
+
+def _call(item: Mapping[str, Any], place: str) -> dict[str, Any]:
+    function = {"name": _string(item, "name", place), "arguments": _string(item, "arguments", place)}
+    arguments_object(function["arguments"], f"{place}.arguments")
+    call = {"id": _string(item, "call_id", place), "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def _string(item: Mapping[str, Any], key: str, place: str) -> str:
+    value = item.get(key)
+    if not isinstance(value, str):
+        raise ApiError(400, f"{place}.{key} is {value!r:.40}", param=f"{place}.{key}", hint="it is a string")
+    return value
+
+
+def _text(content: Any, place: str) -> str:
+    """A text, or the joined texts of its parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(400, f"{place} is {content!r:.40}", param=place, hint="a string or a list of text parts")
+    texts = []
+    for i, part in enumerate(content):
+        valid = isinstance(part, Mapping) and part.get("type") in TEXTS and isinstance(part.get("text"), str)
+        if not valid:
+            param = f"{place}.{i}"
+            raise ApiError(
+                400, f"{param} is not a text part", param=param, hint=f"its type is one of {', '.join(TEXTS)}"
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)

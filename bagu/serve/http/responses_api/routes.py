@@ -1,0 +1,44 @@
+"""The routes of the Responses API."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fastapi import Request
+from starlette.responses import Response
+
+from bagu.serve.http.calls import json_response
+from bagu.serve.http.metrics import Metrics
+from bagu.serve.http.openai import parse
+from bagu.serve.http.process import EngineProcess
+from bagu.serve.http.responses_api.body import ResponsesBody
+from bagu.serve.http.responses_api.response import ModelResponse
+from bagu.serve.http.responses_api.store import ResponseStore
+from bagu.serve.http.routes import LARGE_BODY, ApiConfig, Routes
+
+__all__ = ["ResponsesRoutes"]
+
+
+class ResponsesRoutes(Routes):
+    def __init__(self, engine: EngineProcess, metrics: Metrics, config: ApiConfig) -> None:
+        super().__init__(engine, metrics, config)
+        self.stored = ResponseStore()
+
+    async def create_response(self, request: Request) -> Response:
+        self.engine.require_ready()
+        raw = await self.read(request)
+        body = parse(ResponsesBody, raw)
+        previous = []
+        if body.previous_response_id is not None:
+            previous = self.stored.get(body.previous_response_id, "previous_response_id").messages
+        chat = body.to_chat(previous)
+        respond = partial(ModelResponse, asked=body, messages=chat.messages, store=self.stored)
+        return await self.run_generation(request, chat, respond, large=len(raw) > LARGE_BODY)
+
+    async def get_response(self, request: Request) -> Response:
+        return json_response(self.stored.get(request.path_params["id"]).body)
+
+    async def delete_response(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        self.stored.delete(id)
+        return json_response({"id": id, "object": "response", "deleted": True})

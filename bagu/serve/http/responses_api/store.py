@@ -1,0 +1,62 @@
+"""Finished responses, kept in memory for `previous_response_id` and `GET /v1/responses/{id}`, within a bound."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from bagu.serve.http.errors import ApiError
+from bagu.serve.http.responses import to_json
+
+__all__ = ["ResponseStore", "StoredResponse"]
+
+MAX_RESPONSES = 10_000
+MAX_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredResponse:
+    """The body of a response, and the messages of the conversation up to and including it."""
+
+    body: dict[str, Any]
+    messages: list[dict[str, Any]]
+
+    @property
+    def size(self) -> int:
+        """Bytes of its JSON. The messages are counted in full, also those that an earlier response shares."""
+        return len(to_json(self.body).encode()) + len(to_json(self.messages).encode())
+
+
+class ResponseStore:
+    """The most recently used responses, up to `max_responses` and `max_bytes`."""
+
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self.max_responses, self.max_bytes = max_responses, max_bytes
+        self.bytes = 0
+        self._found: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()  # least recently used first
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def put(self, response: StoredResponse) -> None:
+        """Add a response and drop the least recently used ones beyond the bounds."""
+        size = response.size
+        self._found[response.body["id"]] = response, size
+        self.bytes += size
+        while len(self._found) > self.max_responses or self.bytes > self.max_bytes:
+            _, (_, dropped) = self._found.popitem(last=False)
+            self.bytes -= dropped
+
+    def get(self, id: str, param: str | None = None) -> StoredResponse:
+        """The response; raises 404 if there is none."""
+        if id not in self._found:
+            hint = "it was not stored, was deleted, or was dropped for newer ones; send the conversation as input"
+            raise ApiError(404, f"there is no response {id!r:.80}", param=param, code="response_not_found", hint=hint)
+        self._found.move_to_end(id)
+        return self._found[id][0]
+
+    def delete(self, id: str) -> None:
+        """Remove the response; raises 404 if there is none."""
+        self.get(id)
+        self.bytes -= self._found.pop(id)[1]
