@@ -243,7 +243,7 @@ def serve(
 
     serve_main(
         model,
-        loader=Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device),
+        loader=Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device, allow_reward=True),
         engine={
             "block_size": block_size, "kv_dtype": kv_dtype, "gpu_memory_utilization": gpu_memory_utilization,
             "kv_memory": None if kv_memory is None else parse_bytes(kv_memory), "num_blocks": num_blocks,

@@ -24,6 +24,7 @@ class Loader:
     dtype: str = "auto"
     device: str | None = None
     on_host: bool = False  # load to the host's memory: an engine with tp > 1 puts the parts on the devices
+    allow_reward: bool = False  # a reward model is accepted: a server scores with it, others generate
 
     def __call__(self) -> tuple[Any, Any, Any]:
         from bagu.data.chat import ChatEncoder
@@ -35,7 +36,8 @@ class Loader:
         device = named_device(self.device)
         dtype = compute_dtype(device) if self.dtype == "auto" else named_dtype(self.dtype)
         found = find_model(self.model)
-        check_predicts_tokens(found, self.model)
+        if not self.allow_reward:
+            check_predicts_tokens(found, self.model)
         model = load_model(found, dtype=dtype, device="cpu" if self.on_host else device)
         place = Path(self.tokenizer) if self.tokenizer else tokenizer_folder(found)
         if place is None:

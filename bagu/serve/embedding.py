@@ -1,4 +1,4 @@
-"""Embeddings: the texts of all waiting calls are encoded in batches with a token budget.
+"""Embeddings and scores: the texts of all waiting calls are encoded in batches with a token budget.
 
 A batch takes one text of each call in turn, so a call with one text does not wait for a call with two thousand. Between
 two batches the engine process handles other messages.
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bagu.serve.stats import WINDOW_S, EngineStats
 
 if TYPE_CHECKING:  # the HTTP server's process does not import torch
+    import torch
+
     from bagu.nn.model import Transformer
 
-__all__ = ["Encoder", "embed"]
+__all__ = ["Encoder", "embed", "score"]
 
 Text = Sequence[int]
 Vector = list[float]
@@ -32,10 +34,15 @@ class _Call:
 
 
 class Encoder:
-    """Encodes texts into vectors; `step` runs one batch."""
+    """Encodes texts into vectors with `encode` (`embed` or `score`); `step` runs one batch."""
 
-    def __init__(self, model: Transformer, max_num_batched_tokens: int) -> None:
-        self.model, self.max_num_batched_tokens = model, max_num_batched_tokens
+    def __init__(
+        self,
+        model: Transformer,
+        max_num_batched_tokens: int,
+        encode: Callable[[Transformer, Sequence[Text]], list[Vector]],
+    ) -> None:
+        self.model, self.max_num_batched_tokens, self.encode = model, max_num_batched_tokens, encode
         self._calls: deque[_Call] = deque()  # round robin: the first one is next
         self._batch_size = self._steps = 0
         self._last_step_s = 0.0
@@ -57,7 +64,7 @@ class Encoder:
         began = time.perf_counter()
         batch = self._batch()
         texts = [text for _, text in batch]
-        for (call, _), vector in zip(batch, embed(self.model, texts), strict=True):
+        for (call, _), vector in zip(batch, self.encode(self.model, texts), strict=True):
             call.vectors.append(vector)
         now = time.perf_counter()
         self._steps += 1
@@ -96,7 +103,29 @@ class Encoder:
 
 
 def embed(model: Transformer, texts: Sequence[Text]) -> list[Vector]:
-    """One unit vector per text: the normalized mean of its tokens' hidden states. The texts are packed in one batch."""
+    """One unit vector per text: the normalized mean of its tokens' hidden states."""
+    import torch
+
+    with torch.inference_mode():
+        hidden, lengths = _hidden(model, texts)
+        hidden = hidden.float()
+        segment = torch.repeat_interleave(torch.arange(len(texts)), lengths).to(hidden.device)
+        total = hidden.new_zeros(len(texts), hidden.shape[1]).index_add_(0, segment, hidden)
+        return (total / total.norm(dim=1, keepdim=True)).tolist()  # the norm cancels the text's length
+
+
+def score(model: Transformer, texts: Sequence[Text]) -> list[Vector]:
+    """One number per text: the score of a reward model at its last token."""
+    import torch
+
+    assert model.score is not None, "only a model with a score head is served this way"
+    with torch.inference_mode():
+        hidden, lengths = _hidden(model, texts)
+        return model.score(hidden[(lengths.cumsum(0) - 1).to(hidden.device)]).unsqueeze(1).tolist()
+
+
+def _hidden(model: Transformer, texts: Sequence[Text]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The hidden states of all tokens, and the lengths of the texts, which are packed in one batch."""
     import torch
 
     lengths = torch.tensor([len(t) for t in texts])
@@ -104,8 +133,4 @@ def embed(model: Transformer, texts: Sequence[Text]) -> list[Vector]:
     ids = torch.tensor([i for t in texts for i in t], device=device)
     positions = torch.cat([torch.arange(len(t)) for t in texts]).to(device)
     cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).to(device, torch.int32)
-    with torch.inference_mode():
-        hidden = model(ids, positions, cu_seqlens, int(lengths.max())).hidden.float()
-        segment = torch.repeat_interleave(torch.arange(len(texts)), lengths).to(device)
-        total = hidden.new_zeros(len(texts), hidden.shape[1]).index_add_(0, segment, hidden)
-        return (total / total.norm(dim=1, keepdim=True)).tolist()  # the norm cancels the text's length
+    return model(ids, positions, cu_seqlens, int(lengths.max())).hidden, lengths

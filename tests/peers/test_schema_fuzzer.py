@@ -34,7 +34,17 @@ def fuzz(server: Running, *options: str) -> None:
     assert server.get("/health")
 
 
-@pytest.mark.parametrize("kind", [(), ("--encoder",)], ids=["generates", "embeds"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        (),
+        (
+            "--kind",
+            "encoder",
+        ),
+    ],
+    ids=["generates", "embeds"],
+)
 def test_the_description_is_true(tmp_path: Path, kind: tuple[str, ...]) -> None:
     flags = ("--api-key", KEY, "--max-model-len", "64", *kind)  # short: a chat without max_tokens goes on to the end
     with running_server(tmp_path / "stderr", *flags) as server:

@@ -26,6 +26,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    from tiny_server import running_server
+
+    with running_server(tmp_path_factory.mktemp("encoder") / "stderr", "--kind", "encoder") as running:
+        yield running
+
+
 @pytest.fixture
 def client(tiny: Running) -> Iterator[openai.OpenAI]:
     import openai

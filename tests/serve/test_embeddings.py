@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,6 @@ from bagu.serve.http.schemas import EmbeddingList
 
 BUDGET = 512  # tokens of a batch, tiny_server's max_num_batched_tokens
 JSON = {"Content-Type": "application/json"}
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running_server(tmp_path_factory.mktemp("encoder") / "stderr", "--encoder") as running:
-        yield running
 
 
 def embed(encoder: Running, input: Any, **fields: Any) -> httpx.Response:
@@ -81,7 +74,7 @@ def test_a_disconnect_cancels_the_call(encoder: Running) -> None:
 
 def test_a_full_queue_returns_429_with_retry_after(tmp_path: Path) -> None:
     """As for completions: `max_num_seqs` calls and `max_queue` more."""
-    flags = ("--encoder", "--max-num-seqs", "2", "--max-queue", "1")
+    flags = ("--kind", "encoder", "--max-num-seqs", "2", "--max-queue", "1")
     with running_server(tmp_path / "stderr", *flags) as small, ExitStack() as stack:
         calls = [stack.enter_context(small.raw(large_call())) for _ in range(3)]
         eventually(lambda: texts_waiting(small) > 2 * 2000, "all three calls wait")

@@ -31,7 +31,7 @@ ORIGIN = "http://localhost:3000"  # allowed by it
 MAX_LEN = 4096  # long, so that tests can act while a stream runs
 
 
-def load(*, causal: bool = True, broken: bool = False) -> tuple[Any, Any, Any]:
+def load(*, kind: str = "generator", broken: bool = False, template: str | None = None) -> tuple[Any, Any, Any]:
     """Called in the engine process; the server's process does not need these imports (1.4 s)."""
     if broken:
         raise BaguError("the weights are torn", hint="download them again")
@@ -43,12 +43,15 @@ def load(*, causal: bool = True, broken: bool = False) -> tuple[Any, Any, Any]:
 
     torch.set_num_threads(1)
     corpus = ["def f(x):\n    return x\n", "hello world, 你好，世界 🙂 "] * 4
-    tokenizer = BpeTokenizer.train(corpus, vocab_size=320, chat_template=DEFAULT_TEMPLATE)
+    tokenizer = BpeTokenizer.train(corpus, vocab_size=320, chat_template=template or DEFAULT_TEMPLATE)
     config = ModelConfig(
         vocab_size=tokenizer.vocab_size, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
-        intermediate_size=48, max_len=MAX_LEN, causal=causal,
+        intermediate_size=48, max_len=MAX_LEN, causal=kind != "encoder", score_head=kind == "reward",
     )  # fmt: skip
-    return init_weights(Transformer(config, dtype=torch.float32), 0), tokenizer, ChatEncoder(tokenizer)
+    model = init_weights(Transformer(config, dtype=torch.float32), 0)
+    if model.score is not None:  # it starts at 0
+        torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(0))
+    return model, tokenizer, ChatEncoder(tokenizer)
 
 
 class Running:
@@ -133,7 +136,8 @@ if __name__ == "__main__":
     parser.add_argument("--max-queue", type=int, default=64)
     parser.add_argument("--api-key")
     parser.add_argument("--allowed-origins", nargs="*", default=())
-    parser.add_argument("--encoder", action="store_true")
+    parser.add_argument("--kind", choices=("generator", "encoder", "reward"), default="generator")
+    parser.add_argument("--template", type=Path)
     parser.add_argument("--broken", action="store_true")
     parser.add_argument("--stall-timeout", type=float, default=60.0)
     parser.add_argument("--shutdown-timeout", type=float, default=20.0)
@@ -142,7 +146,10 @@ if __name__ == "__main__":
     server.main(
         MODEL, host="127.0.0.1", port=0, api_key=given.api_key, max_queue=given.max_queue,
         allowed_origins=given.allowed_origins,
-        load=partial(load, causal=not given.encoder, broken=given.broken),
+        load=partial(
+            load, kind=given.kind, broken=given.broken,
+            template=given.template.read_text() if given.template else None,
+        ),
         config=EngineConfig(
             max_num_seqs=given.max_num_seqs, num_blocks=1024, max_num_batched_tokens=512,
             max_model_len=given.max_model_len, tp=given.tp,

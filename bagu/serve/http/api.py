@@ -36,6 +36,7 @@ from bagu.serve.http.process import EngineProcess
 from bagu.serve.http.responses import CompletionResponse, GenerationResponse
 from bagu.serve.http.responses_api.routes import ResponsesRoutes
 from bagu.serve.http.routes import LARGE_BODY, ApiConfig
+from bagu.serve.http.score_routes import ScoreRoutes
 from bagu.serve.http.token_bodies import DetokenizeBody, TokenizeBody
 from bagu.serve.http.worker import Ready
 from bagu.serve.page import HEADERS, Asset, assets
@@ -53,7 +54,7 @@ class CountedRoute(Route):
         return match, {**child, "route": self}
 
 
-class Api(ResponsesRoutes):
+class Api(ResponsesRoutes, ScoreRoutes):
     """The endpoints; each returns a response or raises ApiError."""
 
     async def chat_completions(self, request: Request) -> Response:

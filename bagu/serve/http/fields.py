@@ -93,6 +93,10 @@ TOKENIZE: Fields = {
     "return_token_strs": (False,), "with_pieces": (False,), "parse_special": (False,), "add_special": (True,),
 }  # fmt: skip
 DETOKENIZE: Fields = {**_never("ids input"), "skip_special_tokens": (False,)}
+SCORE: Fields = _never(
+    "truncate_prompt_tokens truncation mm_processor_kwargs chat_template instruction softmax data_1 data_2 queries "
+    "items rank_fields max_chunks_per_doc max_tokens_per_doc overlap_tokens"
+)
 RESPONSES: Fields = {
     **_never("conversation prompt messages max_tokens max_completion_tokens response_format reasoning functions"),
     **_never("function_call structured_outputs max_tool_calls context_management moderation n"),

@@ -220,8 +220,9 @@ class EmbeddingBody(Body):
 
     def texts(self, ready: Ready) -> list[list[int]]:
         self.refuse_unsupported()
-        if ready.generates:
-            raise ApiError(400, "this model generates text and has no embeddings", hint="use an encoder such as BERT")
+        if not ready.embeds:
+            what = "generates" if ready.generates else "scores"
+            raise ApiError(400, f"this model {what} text and has no embeddings", hint="use an encoder such as BERT")
         texts = encode_all(self.input, ready, "input")
         tokens_left(texts, 0, ready.max_model_len, "input")
         return texts

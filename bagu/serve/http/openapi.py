@@ -18,6 +18,7 @@ from bagu.serve.http import schemas
 from bagu.serve.http.chat_body import ChatBody
 from bagu.serve.http.openai import MODEL_NAME, NUM_TOKENS, TOKEN_ID, Body, CompletionBody, EmbeddingBody
 from bagu.serve.http.responses_api.body import ResponsesBody
+from bagu.serve.http.score_bodies import RerankBody, ScoreBody
 from bagu.serve.http.token_bodies import DetokenizeBody, TokenizeBody
 from bagu.serve.http.worker import Ready
 
@@ -57,15 +58,17 @@ class Operation:
     failures: Mapping[int, str]
     parameters: Sequence[Mapping[str, Any]] = ()
     guarded: bool = False  # needs the API key, if the server has one
-    needs: Literal["chat", "generation", "embedding"] | None = None  # capability that the model must have
+    needs: Literal["chat", "generation", "embedding", "scoring"] | None = None  # capability that the model must have
 
     def is_offered(self, ready: Ready | None) -> bool:
         """Whether the model supports this route; True while the model is loading."""
         if self.needs is None or ready is None:
             return True
-        if self.needs == "chat" and ready.chat is None:
-            return False
-        return ready.generates == (self.needs != "embedding")
+        offers = {
+            "chat": ready.generates and ready.chat is not None, "generation": ready.generates,
+            "embedding": ready.embeds, "scoring": ready.embeds or ready.scores,
+        }  # fmt: skip
+        return offers[self.needs]
 
     @property
     def route(self) -> str:
@@ -86,7 +89,7 @@ def _generates(
 
 def _reads(
     path: str, name: str, summary: str, body: type[Body], answer: type[BaseModel],
-    needs: Literal["embedding"] | None = None,
+    needs: Literal["embedding", "scoring"] | None = None,
 ) -> Operation:  # fmt: skip
     return Operation(
         path=path, name=name, method="POST", summary=summary, body=body, answer=answer,
@@ -121,6 +124,8 @@ OPERATIONS = (
         answer=schemas.DeletedResponse, parameters=(RESPONSE_ID,), failures=NO_RESPONSE, guarded=True, needs="chat",
     ),
     _reads("/v1/embeddings", "embeddings", "Embed texts (encoders)", EmbeddingBody, schemas.EmbeddingList, "embedding"),
+    _reads("/v1/score", "score", "Score pairs of texts", ScoreBody, schemas.ScoreList, "scoring"),
+    _reads("/v1/rerank", "rerank", "Sort documents by relevance to a query", RerankBody, schemas.Reranked, "scoring"),
     Operation(
         path="/v1/models", name="models", summary="List the names of the model", answer=schemas.ModelList,
         failures={}, guarded=True,

@@ -75,7 +75,8 @@ class Routes:
         ready = self.engine.require_ready()
         self.check_model(body.model)
         if not ready.generates:
-            raise ApiError(400, "this model embeds text and does not generate", hint="use /v1/embeddings")
+            hint = "use /v1/score" if ready.scores else "use /v1/embeddings"
+            raise ApiError(400, f"this model {ready.other_use} and does not generate", hint=hint)
         self.engine.pending.check_capacity(body.num_choices)  # before memory is allocated for each choice
         job = await asyncio.to_thread(body.to_job, ready) if large else body.to_job(ready)
         response = respond(job, ready, self.config.names[0])

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 __all__ = [
     "ChatCompletion", "Completion", "DeletedResponse", "Detokenized", "EmbeddingList", "EngineState", "Failure",
-    "Health", "Model", "ModelList", "ModelResponse", "Tokenized", "Unhealthy", "Version",
+    "Health", "Model", "ModelList", "ModelResponse", "Reranked", "ScoreList", "Tokenized", "Unhealthy", "Version",
 ]  # fmt: skip
 
 
@@ -180,6 +180,38 @@ class EmbeddingList(Schema):
     object: Literal["list"]
     data: list[Embedding]
     model: str
+    usage: EmbeddingUsage
+
+
+class Score(Schema):
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class ScoreList(Schema):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class Document(Schema):
+    text: str
+
+
+class RankedDocument(Schema):
+    index: int  # in the request
+    relevance_score: float
+    document: Document | None = None  # unless return_documents is false
+
+
+class Reranked(Schema):
+    id: str
+    model: str
+    results: list[RankedDocument]  # best first
     usage: EmbeddingUsage
 
 

@@ -85,7 +85,7 @@ def tokens_left(prompts: list[list[int]], max_tokens: int | None, longest: int, 
 def render(ready: Ready, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
     """The tokens of a chat, rendered with the chat template."""
     if not ready.generates or ready.chat is None:
-        reason = "has no chat template" if ready.generates else "embeds text and does not generate"
+        reason = "has no chat template" if ready.generates else f"{ready.other_use} and does not generate"
         raise ApiError(400, f"this model {reason}", param="messages", hint="use /v1/completions or /v1/embeddings")
     if taken := variables.keys() & {"messages", "add_generation_prompt", "self"}:
         raise ApiError(400, f"chat_template_kwargs may not set {min(taken)}", param="chat_template_kwargs")

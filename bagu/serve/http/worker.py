@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from bagu.errors import ArgumentError, BaguError
 from bagu.serve.config import EngineConfig, GenerationDefaults
 from bagu.serve.constrain.check import CheckedCompiler
-from bagu.serve.embedding import Encoder, embed
+from bagu.serve.embedding import Encoder, embed, score
 from bagu.serve.message.format import finds_reasoning
 from bagu.serve.message.forms import ToolForm, find_form
 from bagu.serve.request import Event, Request, Sampling, TokenEvent, Unservable
@@ -93,6 +93,15 @@ class Template(Protocol):
     def source(self) -> str: ...
 
 
+class Encoded(Protocol):
+    """The part of `data.EncodedChat` that the server uses."""
+
+    @property
+    def ids(self) -> list[int]: ...
+    @property
+    def mask(self) -> list[int]: ...
+
+
 class Chat(Protocol):
     """The part of `data.ChatEncoder` that the server uses."""
 
@@ -101,6 +110,7 @@ class Chat(Protocol):
     @property
     def turn_ends(self) -> tuple[int, ...]: ...
     def prompt(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]: ...
+    def encode(self, messages: Sequence[dict[str, Any]], **variables: Any) -> Encoded: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +119,22 @@ class Ready:
 
     tokenizer: Tokenizer
     chat: Chat | None
-    generates: bool  # True for a causal model, False for an encoder
+    generates: bool  # True for a causal language model, False for an encoder or a reward model
     max_model_len: int
     vocab_size: int
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    scores: bool = False  # True for a reward model
+
+    @property
+    def embeds(self) -> bool:
+        return not (self.generates or self.scores)
+
+    @property
+    def other_use(self) -> str:
+        """What a model does that does not generate, for error messages."""
+        return "scores text" if self.scores else "embeds text"
 
     @cached_property
     def tool_form(self) -> ToolForm | None:
@@ -198,7 +218,7 @@ def run(ours: socket.socket, load: Load, config: EngineConfig, load_draft: Load 
     threading.Thread(target=_receive, args=(pipe, messages), daemon=True).start()
     try:
         model, tokenizer, chat = load()
-        if model.config.causal:
+        if model.config.causal and not model.config.score_head:
             from bagu.serve.engine import Engine
             from bagu.serve.speculation.draft_model import DraftSource
 
@@ -208,7 +228,7 @@ def run(ours: socket.socket, load: Load, config: EngineConfig, load_draft: Load 
             serve_generation(pipe, messages, engine, chat)
             engine.close()
         else:
-            serve_embeddings(pipe, messages, model, tokenizer, chat, config)
+            serve_encoder(pipe, messages, model, tokenizer, chat, config)
     except Exception as error:
         if isinstance(error, BaguError):  # its message is enough
             reason = f"{error}" + (f" ({error.hint})" if error.hint else "")
@@ -334,21 +354,25 @@ class EventBuffer:
         self.events, self.sent = [], time.perf_counter()
 
 
-def serve_embeddings(
+def serve_encoder(
     pipe: Connection, messages: Messages, model: Transformer, tokenizer: Tokenizer, chat: Chat | None,
     config: EngineConfig,
 ) -> None:  # fmt: skip
-    """The same for an encoder: a step is a batch of texts."""
+    """The same for an encoder or a reward model: a step is a batch of texts."""
     if config.tp > 1:
         raise ArgumentError(f"tp = {config.tp} with an encoder model", hint="encoders run on one rank: use tp=1")
     model.mlm = None  # embeddings do not use the masked language modelling head
-    embed(model, [(0,)])
+    encode = score if model.config.score_head else embed
+    encode(model, [(0,)])
     longest = min(model.config.max_len, config.max_model_len or model.config.max_len)
     vocab_size = model.config.vocab_size
-    ready = Ready(tokenizer=tokenizer, chat=chat, generates=False, max_model_len=longest, vocab_size=vocab_size)
+    ready = Ready(
+        tokenizer=tokenizer, chat=chat, generates=False, scores=model.config.score_head, max_model_len=longest,
+        vocab_size=vocab_size,
+    )  # fmt: skip
     _ = ready.longest_token
     send(pipe, ready)
-    encoder = Encoder(model, config.step_tokens(model.embedding.weight.device.type))
+    encoder = Encoder(model, config.step_tokens(model.embedding.weight.device.type), encode)
     while True:
         for _, message in _take_messages(messages, wait=not encoder.has_work):
             if isinstance(message, Embed):

@@ -1,0 +1,67 @@
+"""`/v1/score` and `/v1/rerank`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from bagu.serve.http.calls import cancel_on_disconnect, json_response
+from bagu.serve.http.openai import parse
+from bagu.serve.http.routes import LARGE_BODY, Routes
+from bagu.serve.http.score_bodies import RerankBody, ScoreBody, check_scores, embedded_texts, scored_texts
+
+__all__ = ["ScoreRoutes"]
+
+Scores = tuple[list[float], dict[str, int]]  # of each pair, and the usage
+
+
+class ScoreRoutes(Routes):
+    async def score(self, request: Request) -> Response:
+        self.engine.require_ready()
+        raw = await self.read(request)
+        body = parse(ScoreBody, raw)
+        self.check_model(body.model)
+        scores, usage = await self._scores(request, body, large=len(raw) > LARGE_BODY)
+        data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]
+        about = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
+        return json_response({**about, "model": self.config.names[0], "data": data, "usage": usage})
+
+    async def rerank(self, request: Request) -> Response:
+        self.engine.require_ready()
+        raw = await self.read(request)
+        body = parse(RerankBody, raw)
+        self.check_model(body.model)
+        scores, usage = await self._scores(request, body, large=len(raw) > LARGE_BODY)
+        order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or len(scores)]
+        results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
+        if body.return_documents is not False:
+            for result in results:
+                result["document"] = {"text": body.texts[result["index"]]}
+        id = f"rerank-{uuid.uuid4().hex}"
+        return json_response({"id": id, "model": self.config.names[0], "results": results, "usage": usage})
+
+    async def _scores(self, request: Request, body: ScoreBody | RerankBody, *, large: bool) -> Scores:
+        ready = self.engine.require_ready()
+        check_scores(ready)
+        pairs = body.pairs()
+
+        def tokenize() -> tuple[list[str], list[list[int]]]:
+            if ready.scores:
+                return [], scored_texts(pairs, ready, body.param)
+            found = embedded_texts(pairs, ready, body.param)
+            return list(found), list(found.values())
+
+        with self.engine.pending.embedding_call():
+            names, texts = await asyncio.to_thread(tokenize) if large else tokenize()
+            vectors = await cancel_on_disconnect(self.engine.embed(texts), request.receive)
+        count = sum(map(len, texts))
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        if ready.scores:
+            return [vector[0] for vector in vectors], usage
+        of = dict(zip(names, vectors, strict=True))
+        return [sum(a * b for a, b in zip(of[one], of[other], strict=True)) for one, other in pairs], usage
