@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from bagu.serve.grammar import Grammar
 from bagu.serve.http import fields
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.fields import refuse_unsupported
 from bagu.serve.http.messages import Message, for_template
 from bagu.serve.http.openai import MAX_TOP_LOGPROBS, Count, Generation, Job
+from bagu.serve.http.structured import grammar_of
 from bagu.serve.http.texts import render, tokens_left
 from bagu.serve.http.tool_fields import ToolFields, tool_form
 from bagu.serve.http.worker import Ready
 from bagu.serve.message.format import MessageFormat
 from bagu.serve.message.parser import THINK
-from bagu.serve.message.tool_grammar import tool_grammar
+from bagu.serve.message.tool_grammar import Tool, tool_grammar
 
 __all__ = ["ChatBody"]
 
@@ -47,30 +50,44 @@ class ChatBody(ToolFields, Generation):
         asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         left = tokens_left([prompt], asked, ready.max_model_len, "messages")
         stops = {*(self.stop_token_ids or ()), *(() if self.ignore_eos else ready.turn_ends)}
-        changes: dict[str, Any] = {}
-        thinking = ready.thinks and ready.tokenizer.decode(prompt[-TAIL:]).rstrip().endswith(THINK)
-        form = tool_form(ready) if self.offers_tools else None
-        constrained = form is not None and (self.mode == "required" or any(tool.strict for tool in tools))
-        if form is not None and constrained:
-            changes["grammar"] = tool_grammar(
-                form, tools, max_calls=self.max_calls, special_ids=ready.special_tokens,
-                required=self.mode == "required", thinks=ready.thinks, thinking=thinking,
-            )  # fmt: skip
+        format, grammar = self._format(ready, prompt, tools)
         sampling = self.sampling(
             ready, max_tokens=min(left, ready.defaults.max_tokens or left) if asked is None else asked,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None, stop_token_ids=tuple(sorted(stops)),
-            **changes,
+            **({} if grammar is None else {"grammar": grammar}),
         )  # fmt: skip
-        job = self.job("chatcmpl", [prompt], sampling, None)
-        if form is None and not ready.thinks:
-            return job
-        names = tuple(tool.name for tool in tools) if form else ()
-        return job._replace(
-            format=MessageFormat(
-                form=form, names=names, live=constrained, max_calls=self.max_calls, thinks=ready.thinks,
-                thinking=thinking,
-            )
+        return self.job("chatcmpl", [prompt], sampling, None)._replace(format=format)
+
+    def _format(
+        self, ready: Ready, prompt: list[int], tools: list[Tool]
+    ) -> tuple[MessageFormat | None, Grammar | None]:  # fmt: skip
+        """How the message is parsed, None if it is only text; and the grammar of its calls, None if they are free."""
+        thinking = ready.thinks and ready.tokenizer.decode(prompt[-TAIL:]).rstrip().endswith(THINK)
+        format = MessageFormat(thinks=ready.thinks, thinking=thinking)
+        if not self.offers_tools:
+            return format if ready.thinks else None, None
+        form, required = tool_form(ready), self.mode == "required"
+        format = replace(format, form=form, names=tuple(tool.name for tool in tools), max_calls=self.max_calls)
+        if required and self.structured_outputs is not None:
+            hint = "leave structured_outputs out: the grammar of the call is made from the tools"
+            raise ApiError(400, "structured_outputs excludes a required call", param="structured_outputs", hint=hint)
+        content = None if required else grammar_of(self.response_format, None)
+        if content is not None and form.trigger is None:
+            hint = "leave one of them out, or require a call"
+            message = "this model's calls are JSON without a marker, which response_format cannot tell from content"
+            raise ApiError(400, message, param="response_format", hint=hint)
+        if not (required or content is not None or any(tool.strict for tool in tools)):
+            return format, None
+        grammar = tool_grammar(
+            form, tools, max_calls=self.max_calls, special_ids=ready.special_tokens, required=required, content=content,
+            thinks=ready.thinks, thinking=thinking,
         )  # fmt: skip
+        return replace(format, live=True), grammar
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that a refused grammar came from."""
+        return "tools" if self.offers_tools and self.structured_outputs is None else super().grammar_field
 
     def prompt_ids(self, ready: Ready) -> list[int]:
         variables = dict(self.chat_template_kwargs or {})

@@ -13,8 +13,8 @@ from typing import Any
 from bagu.serve.http.errors import ApiError
 
 __all__ = [
-    "CHAT", "COMPLETION", "DETOKENIZE", "EMBEDDING", "RESPONSES", "STREAM_OPTIONS", "STRUCTURED_OUTPUTS",
-    "TOKENIZE", "refuse_unsupported",
+    "CHAT", "COMPLETION", "DETOKENIZE", "EMBEDDING", "RESPONSES", "SCORE", "STREAM_OPTIONS",
+    "STRUCTURED_OUTPUTS", "TOKENIZE", "refuse_unsupported",
 ]  # fmt: skip
 
 Fields = Mapping[str, tuple[Any, ...]]  # name -> the accepted values

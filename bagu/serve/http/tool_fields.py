@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from bagu.serve.constrain.finite import has_finite_instance
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.openai import Body
 from bagu.serve.http.worker import Ready
@@ -82,16 +83,16 @@ class ToolFields(Body):
             if function.name in found:
                 hint = "names are unique: rename one of them"
                 raise ApiError(400, f"two tools are named {function.name!r}", param=f"{place}.name", hint=hint)
-            parameters = function.parameters or {}
+            parameters, param = function.parameters or {}, f"{place}.parameters"
+            made = Tool(name=function.name, parameters=parameters, strict=function.strict is True)
             error = schema_error(parameters)
             if error is None and parameters.get("type", "object") != "object":
                 error = f"type {parameters['type']!r:.40} is not 'object'"
+            if error is None and not has_finite_instance(made.schema):
+                error = "it recurses without end"
             if error is not None:
-                param = f"{place}.parameters"
                 raise ApiError(400, f"{param} is not a JSON Schema of an object: {error}", param=param)
-            found[function.name] = Tool(
-                name=function.name, parameters=parameters, strict=function.strict is True
-            )  # fmt: skip
+            found[function.name] = made
         choice = self.tool_choice
         if choice in (None, "none", "auto"):
             return list(found.values())

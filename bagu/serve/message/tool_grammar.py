@@ -44,11 +44,13 @@ def tool_grammar(
     max_calls: int | None,
     special_ids: Mapping[str, int],
     required: bool = True,
+    content: Grammar | None = None,
     thinks: bool = False,
     thinking: bool = False,
 ) -> Grammar:
     """A message of one or more calls (at most `max_calls`), after reasoning if the model thinks. If they are not
-    `required`, the message may also be text, or text before calls."""
+    `required`, the message may also be text, or text before calls; with `content`, JSON of this
+    grammar instead. (A form without a trigger has no such grammar: both would begin with "{".)"""
 
     def literal(text: str) -> str:
         """Lark for this text; control tokens by their ids."""
@@ -70,8 +72,12 @@ def tool_grammar(
         opens = "" if thinking else literal(THINK)
         rules += [f"think: {opens} thoughts /[ \\t\\r\\n]*/", f"thoughts[suffix={json.dumps(END_THINK)}]: /(?s:.*)/"]
     if required:
-        return Grammar.lark("\n".join(rules))
-    if form.trigger is None:  # a call has no marker: it is a message that begins with "{"
+        return _lark(rules)
+    if content is not None:
+        schema = json.loads(content.text) if content.kind == "json_schema" else {"type": "object"}
+        spaced = {**schema, **SPACING} if isinstance(schema, dict) else schema
+        rules += ["message: content | calls", f"content: %json {json.dumps(spaced)}"]
+    elif form.trigger is None:  # a call has no marker: it is a message that begins with "{"
         rules += ["message: TEXT | calls", r"TEXT: /([^{ \t\r\n](?s:.*))?/"]
     elif form.trigger in special_ids:  # no text is encoded as this token
         rules += ["message: TEXT calls?", "TEXT: /(?s:.*)/"]
@@ -86,4 +92,9 @@ def tool_grammar(
             f"text_before_call[suffix={json.dumps(form.trigger)}]: /(?s:.*)/",
             f"TEXT: /(?s:.*)/ & ~/(?s:.*){re.escape(form.trigger)}(?s:.*)/",
         ]
-    return Grammar.lark("\n".join(rules))
+    return _lark(rules)
+
+
+def _lark(rules: list[str]) -> Grammar:
+    """`::=` in a schema's strings is escaped: it marks grammars in GBNF."""
+    return Grammar.lark("\n".join(rules).replace("::=", r"::\u003d"))

@@ -110,6 +110,7 @@ class ResponsesChat:
     def __init__(self, *, body: ChatBody, messages: list[dict[str, Any]]) -> None:
         self.body, self.messages = body, messages
         self.model, self.num_choices = body.model, 1
+        self.grammar_field = _renamed(body.grammar_field)
 
     def to_job(self, ready: Ready) -> Job:
         try:
