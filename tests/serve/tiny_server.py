@@ -38,12 +38,15 @@ def load(*, kind: str = "generator", broken: bool = False, template: str | None 
     import torch
 
     from bagu.data.chat import DEFAULT_TEMPLATE, ChatEncoder
-    from bagu.data.tokenizer import BpeTokenizer
+    from bagu.data.tokenizer import SPECIAL_TOKENS, BpeTokenizer
     from bagu.nn import ModelConfig, Transformer, init_weights
 
     torch.set_num_threads(1)
     corpus = ["def f(x):\n    return x\n", "hello world, 你好，世界 🙂 "] * 4
-    tokenizer = BpeTokenizer.train(corpus, vocab_size=320, chat_template=template or DEFAULT_TEMPLATE)
+    special = (*SPECIAL_TOKENS, *(("[TOOL_CALLS]",) if template and "[TOOL_CALLS]" in template else ()))
+    tokenizer = BpeTokenizer.train(
+        corpus, vocab_size=320, special_tokens=special, chat_template=template or DEFAULT_TEMPLATE
+    )
     config = ModelConfig(
         vocab_size=tokenizer.vocab_size, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
         intermediate_size=48, max_len=MAX_LEN, causal=kind != "encoder", score_head=kind == "reward",
