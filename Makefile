@@ -12,7 +12,7 @@ help:
 	@echo "make test       every test that needs no GPU (Triton kernels through the interpreter)"
 	@echo "make test-full  the same with every tuning, every mutant, and today's Triton"
 	@echo "make test-triton  the op conformance, and how launches are repeated, on another Triton: TRITON=3.9.0"
-	@echo "make test-peers  heavy peers in an environment of their own: a schema fuzzer, JSON Schema's suite, PEFT, wandb, lm-eval, TRL"
+	@echo "make test-peers  heavy peers in an environment of their own: a schema fuzzer, JSON Schema's suite, an agent SDK, PEFT, ..."
 	@echo "make test-gpu   the tests on a CUDA device, kernels compiled"
 	@echo "make check      format, lint, types, import direction, public names, generated tables"
 

@@ -76,7 +76,8 @@ def serve_main(
         find_model(draft)
     main(
         Path(model).name or model, load=loader, config=config,
-        load_draft=None if draft is None else replace(loader, model=draft, tokenizer=None), **server,
+        load_draft=None if draft is None else replace(loader, model=draft, tokenizer=None, allow_reward=False),
+        **server,
     )  # fmt: skip
 
 
