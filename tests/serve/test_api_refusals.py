@@ -13,6 +13,10 @@ from bagu.serve.http import fields
 from bagu.serve.http.calls import ApiError
 from bagu.serve.http.openai import CompletionBody, parse
 
+DEEP_TOOL = (
+    b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "f", '
+    b'"parameters": {"default": ' + b"[" * 900 + b"]" * 900 + b"}}}]}"
+)
 DEEP = b'{"messages": [{"role": "user", "content": "a", "x": ' + b"[" * 600 + b"]" * 600 + b"}]}"
 REFUSED: list[tuple[str, Any, int, str]] = [
     (TEXT, b'{"prompt": "hi"', 400, "not JSON"),
@@ -56,6 +60,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     (TEXT, {"prompt": "a", "model": "gpt-9"}, 404, "gpt-9"),
     (CHAT, {"messages": []}, 400, "messages"),
     (CHAT, DEEP, 400, "nested"),
+    (CHAT, DEEP_TOOL, 400, "nested"),
     (CHAT, {"messages": [*ASK, {"role": "user", "content": "a" * 60_000}]}, 400, "characters"),
     (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, 400, "wizard"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),

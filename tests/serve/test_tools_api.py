@@ -20,6 +20,7 @@ from tiny_server import MODEL, Running, load, running_server
 
 from bagu.data.chat import ChatEncoder, ChatTemplate
 from bagu.data.tokenizer import SPECIAL_TOKENS
+from bagu.serve.chat.clients import HttpChat
 from bagu.serve.http.chat_body import ChatBody
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.openai import parse
@@ -270,6 +271,13 @@ def test_reasoning_is_separate_from_the_content(thinker: openai.OpenAI, stream: 
     assert (reasoning, content) == ("well,\nyes", "Hello")
     assert usage is not None and usage.completion_tokens_details is not None
     assert 0 < (usage.completion_tokens_details.reasoning_tokens or 0) < usage.completion_tokens
+
+
+def test_the_terminal_shows_reasoning_in_its_tags(thinker: openai.OpenAI) -> None:
+    chat = HttpChat(str(thinker.base_url))
+    settings: Any = {"max_tokens": 200, "structured_outputs": {"choice": ["<think>well,\nyes</think>Hello"]}}
+    pieces = list(chat.answer([{"role": "user", "content": "hello"}], settings))
+    assert "".join(piece.text for piece in pieces) == "<think>\nwell,\nyes\n</think>\n\nHello"
 
 
 def test_reasoning_that_max_tokens_cuts_is_all_reasoning(thinker: openai.OpenAI) -> None:

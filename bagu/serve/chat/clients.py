@@ -85,7 +85,7 @@ class HttpChat:
             "model": self.name, "messages": list(messages), "stream": True, "stream_options": {"include_usage": True},
             **settings,
         }  # fmt: skip
-        counted = 0  # tokens of the pieces so far
+        counted, thinking = 0, False  # tokens of the pieces so far; the last piece was reasoning
         with self._call("POST", "/v1/chat/completions", body) as response:
             for line in response:
                 data = line.removeprefix(b"data:").strip()
@@ -97,7 +97,8 @@ class HttpChat:
                 if "error" in chunk:
                     raise BaguError(f"the server ended the answer: {chunk['error']['message']}")
                 for choice in chunk["choices"]:
-                    yield Piece(text=choice["delta"].get("content") or "", finish=choice["finish_reason"])
+                    text, thinking = _text(choice["delta"], thinking)
+                    yield Piece(text=text, finish=choice["finish_reason"])
                 if usage := chunk.get("usage"):
                     total = usage["completion_tokens"]  # so far; some servers send it in every event
                     yield Piece(tokens=total - counted)
@@ -127,6 +128,17 @@ class HttpChat:
             raise BaguError(f"{self.url} cannot be reached: {error or type(error).__name__}", hint=hint) from error
         finally:
             connection.close()  # the server then aborts the request
+
+
+def _text(delta: Mapping[str, Any], thinking: bool) -> tuple[str, bool]:
+    """The text of a delta, and whether it is reasoning. Servers send reasoning in a field of its own; it is shown in
+    the tags of the model, as an engine in this process shows it."""
+    reasoning, content = delta.get("reasoning_content") or "", delta.get("content") or ""
+    if reasoning:
+        return ("" if thinking else "<think>\n") + reasoning, True
+    if content and thinking:
+        return f"\n</think>\n\n{content}", False
+    return content, thinking
 
 
 def _message(body: bytes) -> str:

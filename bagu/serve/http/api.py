@@ -173,6 +173,7 @@ def make_app(engine: EngineProcess, metrics: Metrics, config: ApiConfig) -> ApiM
         app.router.routes.append(CountedRoute(path, _page(asset), methods=["GET"]))
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(RecursionError, _on_recursion)
     app.add_exception_handler(Exception, _on_exception)
     return ApiMiddleware(app, metrics, api_key=config.api_key, allowed_origins=config.allowed_origins)
 
@@ -208,6 +209,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     return error_response(ApiError(error.status_code, message, headers=error.headers))
+
+
+async def _on_recursion(request: Request, error: Exception) -> Response:
+    """A body whose schemas or messages are nested so deeply that Python cannot write them as JSON again."""
+    return error_response(ApiError(400, "the body is nested too deeply"))
 
 
 async def _on_exception(request: Request, error: Exception) -> Response:

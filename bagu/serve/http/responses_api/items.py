@@ -56,7 +56,7 @@ def _messages(items: Sequence[Any], field: str) -> list[dict[str, Any]]:
             raise ApiError(400, f"{param} is {kind!r:.40}, which is not supported", param=param, hint=f"use {ITEMS}")
         if message["role"] == "assistant" and reasoning:
             message["reasoning_content"], reasoning = reasoning, ""
-        before = found[-1] if found else {"role": None}
+        before: dict[str, Any] = found[-1] if found else {"role": None}
         if "tool_calls" in message and before["role"] == "assistant":  # one message has the text and all its calls
             before.setdefault("tool_calls", []).extend(message["tool_calls"])
         else:

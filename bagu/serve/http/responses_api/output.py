@@ -53,7 +53,7 @@ class OutputItems:
             self._emit("response.content_part.added", **self._place(0), part=_part(part, ""))
         self.items[-1]["content"][0]["text"] += delta.text
         if delta.text:
-            extra = {"logprobs": []} if part == "output_text" else {}
+            extra: dict[str, Any] = {"logprobs": []} if part == "output_text" else {}
             self._emit(f"response.{part}.delta", **self._place(0), delta=delta.text, **extra)
 
     def _add_call(self, delta: CallDelta) -> None:
@@ -83,7 +83,7 @@ class OutputItems:
             self._emit("response.function_call_arguments.done", **self._place(), **done)
         else:
             (part,) = item["content"]
-            extra = {"logprobs": []} if part["type"] == "output_text" else {}
+            extra: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
             self._emit(f"response.{part['type']}.done", **self._place(0), text=part["text"], **extra)
             self._emit("response.content_part.done", **self._place(0), part=part)
         self._emit("response.output_item.done", output_index=len(self.items) - 1, item=item)
