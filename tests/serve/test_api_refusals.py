@@ -11,7 +11,8 @@ from tiny_server import KEY, MAX_LEN, Running
 
 from bagu.serve.http import fields
 from bagu.serve.http.calls import ApiError
-from bagu.serve.http.openai import CompletionBody, parse
+from bagu.serve.http.openai import CompletionBody
+from bagu.serve.http.parse import parse
 
 DEEP_TOOL = (
     b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "f", '

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from typing import Any, Literal
 
 import openai
 import pydantic
 import pytest
-from api_client import post
+from api_client import HEADERS, post
 from tiny_server import MODEL, Running
 
 from bagu.serve.http.errors import ApiError
@@ -90,6 +92,29 @@ def test_a_streamed_text_has_the_events_of_openais_api_in_order(client: openai.O
     with client.responses.stream(**fields) as stream:
         assert [event.type for event in stream] == kinds
         assert stream.get_final_response().output_text == text
+
+
+def test_curl_streams_a_response(tiny: Running) -> None:
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("curl is not installed")
+    command = [
+        curl,
+        "-sSN",
+        "--max-time",
+        "60",
+        f"{tiny.url}{PATH}",
+        "-d",
+        json.dumps(ask(text=choice("hi"), stream=True)),
+    ]
+    command += [word for name, value in HEADERS.items() for word in ("-H", f"{name}: {value}")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said.startswith('event: response.created\ndata: {"type":"response.created","sequence_number":0,')
+    *_, last = said.strip().split("\n\n")
+    kind, data = last.split("\n")
+    assert kind == "event: response.completed"
+    response = json.loads(data.removeprefix("data: "))["response"]
+    assert response["output"][0]["content"][0]["text"] == '"hi"'
 
 
 def test_function_calls_and_their_outputs(client: openai.OpenAI, tiny: Running) -> None:

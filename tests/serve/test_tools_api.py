@@ -23,7 +23,8 @@ from bagu.data.tokenizer import SPECIAL_TOKENS
 from bagu.serve.chat.clients import HttpChat
 from bagu.serve.http.chat_body import ChatBody
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.openai import parse
+from bagu.serve.http.messages import for_template
+from bagu.serve.http.parse import parse
 from bagu.serve.http.schemas import ChatCompletion
 from bagu.serve.http.worker import Ready
 from bagu.serve.message.forms import FORMS
@@ -173,6 +174,22 @@ def test_a_conversation_with_results_is_rendered_by_the_template(client: openai.
     call = (first.tool_calls or [])[0].function
     assert f'<tool_call>{{"name": "{call.name}", "arguments": ' in texts.json()["prompt"]
     assert "<tool_response>sunny</tool_response>" in texts.json()["prompt"]
+
+
+def test_arguments_of_earlier_calls_are_what_the_templates_of_a_form_expect() -> None:
+    """DeepSeek's templates add the text of the arguments to a string; the others write an object as JSON."""
+    called = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": 1}'}}
+    chat = [*ASK, {"role": "assistant", "content": None, "tool_calls": [called]}, {"role": "tool", "tool_call_id": "1"}]
+    body = parse(ChatBody, json.dumps({"messages": chat}).encode())
+    deepseek = "{% for m in messages if m.tool_calls %}{{ 'json\\n' + m.tool_calls[0].function.arguments }}{% endfor %}"
+    others = "{% for m in messages if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endfor %}"
+    for form, template, expected in (
+        ("deepseek_v3", deepseek, 'json\n{"zone": 1}'),
+        ("hermes", others, '{"name": "clock", "arguments": {"zone": 1}}'),
+    ):
+        messages = for_template(body.messages, FORMS[form])
+        assert ChatTemplate(source=template).render(messages) == expected
+        assert messages[1]["content"] is None and messages[2] == {"role": "tool", "tool_call_id": "1", "content": ""}
 
 
 def function(**fields: Any) -> dict[str, Any]:

@@ -29,8 +29,9 @@ from bagu.serve.http.calls import (
 from bagu.serve.http.chat_body import ChatBody
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.metrics import CONTENT_TYPE, KEPT, Metrics
-from bagu.serve.http.openai import CompletionBody, EmbeddingBody, Job, parse
+from bagu.serve.http.openai import CompletionBody, EmbeddingBody, Job
 from bagu.serve.http.openapi import OPERATIONS, describe
+from bagu.serve.http.parse import parse
 from bagu.serve.http.parsed_response import chat_response
 from bagu.serve.http.process import EngineProcess
 from bagu.serve.http.responses import CompletionResponse, GenerationResponse

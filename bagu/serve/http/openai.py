@@ -7,14 +7,12 @@ response that ignores it would be wrong.
 
 from __future__ import annotations
 
-import json
 import re
-import reprlib
 import time
 import uuid
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from bagu.errors import ArgumentError
 from bagu.serve.http import fields
@@ -26,7 +24,7 @@ from bagu.serve.http.worker import Ready
 from bagu.serve.message.format import MessageFormat
 from bagu.serve.request import BIASES, PENALTIES, REPETITIONS, Request, Sampling
 
-__all__ = ["Body", "CompletionBody", "EmbeddingBody", "Generation", "Job", "parse"]
+__all__ = ["Body", "CompletionBody", "EmbeddingBody", "Generation", "Job"]
 
 # schema formats that openapi.py replaces with the limits of the loaded model
 TOKEN_ID, NUM_TOKENS, MODEL_NAME = "token-id", "num-tokens", "model-name"
@@ -79,9 +77,6 @@ class Body(BaseModel):
 
     def refuse_unsupported(self) -> None:
         refuse_unsupported(self.model_extra or {}, self.unsupported)
-
-
-B = TypeVar("B", bound=Body)
 
 
 class StreamOptions(Body):
@@ -228,68 +223,9 @@ class EmbeddingBody(Body):
         return texts
 
 
-def parse(kind: type[B], raw: bytes) -> B:
-    """Parse and validate a body. Raises 400 with the field and the reason."""
-    try:
-        data = json.loads(raw, parse_constant=_no_constant, parse_float=_number)
-        if b"\\u" in raw:
-            json.dumps(
-                data, ensure_ascii=False
-            ).encode()  # fails for an unpaired surrogate, which no response could contain
-    except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply") from error
-    except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise ApiError(400, f"the body is not UTF-8 text: {error.reason} at {error.start}") from error
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        loc = first["loc"]
-        known = kind.model_fields.get(str(loc[0])) if loc else None
-        if first["type"] != "missing" and known is not None and known.description:  # a union: no member matches
-            message = f"{loc[0]} is {known.description}; {_short(data[loc[0]])} was sent"
-            raise ApiError(400, message, param=str(loc[0])) from error
-        where = _place(loc, data) or None
-        found = "" if first["type"] == "missing" else f"; {_short(first['input'])} was sent"
-        raise ApiError(400, f"{where or 'the body'}: {first['msg']}{found}", param=where) from error
-
-
-def _place(loc: tuple[int | str, ...], data: Any) -> str:
-    """The path of a field, e.g. tools.0.function.name. pydantic's path also has the members of unions, which are not
-    keys of the data."""
-    parts = []
-    for part in loc:
-        if (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int)):
-            data = data[part]  # type: ignore[index]
-        elif part is not loc[-1] or not isinstance(data, dict):  # a missing key is the last part
-            continue
-        parts.append(str(part))
-    return ".".join(parts)
-
-
 def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
     if given is None:
         return None
     if bad := [key for key in given if int(key) >= vocab_size]:
         raise ApiError(400, f"logit_bias: {bad[0]} is not a token id below {vocab_size}", param="logit_bias")
     return {int(key): value for key, value in given.items()}
-
-
-def _number(text: str) -> float | int:
-    """JSON has one number type: 16.0 is an integer, as in JSON Schema and other servers."""
-    value = float(text)
-    return int(value) if value.is_integer() and abs(value) < 2**53 else value
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _short(value: Any) -> str:
-    """The value in at most 80 characters. `reprlib` does not format the rest, which took 0.2 s for a body of 6 MB."""
-    brief = reprlib.Repr()
-    brief.maxstring = 80
-    text = brief.repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

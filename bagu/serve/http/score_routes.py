@@ -11,7 +11,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from bagu.serve.http.calls import cancel_on_disconnect, json_response
-from bagu.serve.http.openai import parse
+from bagu.serve.http.parse import parse
 from bagu.serve.http.routes import LARGE_BODY, Routes
 from bagu.serve.http.score_bodies import RerankBody, ScoreBody, check_scores, embedded_texts, scored_texts
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from bagu.serve.http.calls import json_response
 from bagu.serve.http.metrics import Metrics
-from bagu.serve.http.openai import parse
+from bagu.serve.http.parse import parse
 from bagu.serve.http.process import EngineProcess
 from bagu.serve.http.responses_api.body import ResponsesBody
 from bagu.serve.http.responses_api.response import ModelResponse
