@@ -98,7 +98,7 @@ def check_predicts_tokens(folder: Path, name: str | Path) -> None:
     if model_config(folder).score_head:
         raise BaguError(
             f"{name} is a reward model: it scores texts and predicts no tokens",
-            hint="name a language model; transformers reads a reward model as AutoModelForSequenceClassification",
+            hint="name a language model; `bagu serve` scores texts with a reward model (/v1/score)",
         )
 
 

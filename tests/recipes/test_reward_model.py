@@ -139,7 +139,7 @@ def test_a_reward_model_is_refused_where_tokens_are_predicted(
     assert bagu("train", "--recipe", "dpo", "--from", tmp_path / "reward", tmp_path / "pairs.jsonl",
                 "--set", "data.context=32", "--out", tmp_path / "no") == 2  # fmt: skip
     assert "score head instead of logits" in capsys.readouterr().err
-    assert bagu("chat", tmp_path / "reward") == 2  # serve and eval load a model with the same Loader
+    assert bagu("chat", tmp_path / "reward") == 2  # eval loads a model with the same Loader
     assert "is a reward model: it scores texts and predicts no tokens" in capsys.readouterr().err
 
 

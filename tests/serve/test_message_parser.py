@@ -185,6 +185,7 @@ def test_the_form_is_found_in_the_template() -> None:
     for name, template in templates.items():
         assert find_form(template) is FORMS[name]
     assert find_form(DEFAULT_TEMPLATE) is FORMS["hermes"]
+    assert find_form("{% if tools %}<tool_call><function=f><parameter=arguments>{% endif %}") is None  # Qwen3-Coder
     assert find_form("{{ messages }}") is None and find_form(DEFAULT_TEMPLATE, "none") is None
     assert find_form("{{ messages }}", "llama3") is FORMS["llama3"]
     with pytest.raises(UnknownName, match="tool parser 'lama3'"):

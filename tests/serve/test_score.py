@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from tiny_server import MAX_LEN, MODEL, Running, load, running_server
 
+from bagu.errors import BaguError
 from bagu.serve.embedding import score
 from bagu.serve.http.schemas import Reranked, ScoreList
 
@@ -98,13 +100,15 @@ def test_a_generating_model_has_no_scores(tiny: Running) -> None:
     assert answer.status_code == 400 and "has no scores" in answer.json()["error"]["message"]
 
 
-def test_the_reward_server_is_started_by_the_command(tmp_path: Path) -> None:
-    """`bagu serve` accepts a reward model, which `bagu chat` refuses."""
+def test_the_loader_of_the_server_accepts_a_reward_model(tmp_path: Path) -> None:
     from bagu.recipes.models import save_model
     from bagu.recipes.serve import Loader
 
     model, tokenizer, _ = load(kind="reward")
     save_model(model, tokenizer, tmp_path)
     tokenizer.save(tmp_path)
-    loaded, _, chat = Loader(model=str(tmp_path), dtype="fp32", device="cpu", allow_reward=True)()
+    loader = Loader(model=str(tmp_path), dtype="fp32", device="cpu")
+    with pytest.raises(BaguError, match="is a reward model"):
+        loader()
+    loaded, _, chat = replace(loader, allow_reward=True)()
     assert loaded.config.score_head and chat is not None

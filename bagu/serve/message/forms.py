@@ -144,11 +144,11 @@ def find_form(template: str, parser: str = "auto") -> ToolForm | None:
         if parser not in FORMS:
             raise UnknownName.among("tool parser", parser, ("auto", "none", *FORMS))
         return FORMS[parser]
-    if "tools" not in template:
+    if "tools" not in template or any(part in template for part in ("<function=", "<arg_key>")):  # unknown XML forms
         return None
     shown = (
         ("mistral_v11", ("[TOOL_CALLS]", "[ARGS]")), ("mistral", ("[TOOL_CALLS]",)),
-        ("deepseek_v3", (CALL, f"{FENCE}json")), ("deepseek_v31", (CALL,)), ("hermes", ("<tool_call>", '"arguments"')),
-        ("llama3", ("<|python_tag|>",)), ("llama3", ("<|start_header_id|>", '"parameters"')),
+        ("deepseek_v3", (CALL, f"{FENCE}json")), ("deepseek_v31", (CALL,)), ("hermes", ("<tool_call>", "arguments")),
+        ("llama3", ("<|python_tag|>",)), ("llama3", ("<|start_header_id|>", "parameters")),
     )  # fmt: skip
     return next((FORMS[name] for name, parts in shown if all(part in template for part in parts)), None)

@@ -85,7 +85,7 @@ class Reader:
         places = [at for word in words if (at := self.unread.find(word)) >= 0]
         if places:
             return min(places), True
-        if self.ended:
+        if self.ended or not any(word[0] in self.unread for word in words):
             return len(self.unread), False
         longest = max(map(len, words))
         for size in range(min(longest - 1, len(self.unread)), 0, -1):
