@@ -9,13 +9,14 @@ out of date. `--demo` first adds the record that `bagu demo` left in a folder.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bagu.bench import demo_table, parallel_table, serve_table, train_table
+from bagu.bench import demo_table, formats_table, parallel_table, serve_table, train_table
 from bagu.errors import BaguError
 from bagu.runs.record import append_rows, read_rows
 
@@ -26,6 +27,7 @@ TRAIN_BEGIN, TRAIN_END = "<!-- bench:train:begin -->", "<!-- bench:train:end -->
 SERVE_BEGIN, SERVE_END = "<!-- bench:serve:begin -->", "<!-- bench:serve:end -->"
 PARALLEL_BEGIN, PARALLEL_END = "<!-- bench:parallel:begin -->", "<!-- bench:parallel:end -->"
 DEMO_BEGIN, DEMO_END = "<!-- bench:demo:begin -->", "<!-- bench:demo:end -->"
+FORMATS_BEGIN, FORMATS_END = "<!-- bench:formats:begin -->", "<!-- bench:formats:end -->"
 PEERS = ("eager", "compile", "liger")
 
 Row = Mapping[str, Any]
@@ -69,6 +71,7 @@ CHINESE = Words(
     language="zh",
 )
 PARALLEL_FILE = "docs/parallel/data_parallel.md"
+FORMATS_FILE = "docs/formats.md"
 FILES = {"README.md": (ENGLISH, False), "README.zh.md": (CHINESE, False), "docs/benchmarks.md": (ENGLISH, True)}
 
 
@@ -248,6 +251,10 @@ def _update(root: Path, *, check: bool) -> int:
         for name, (words, every) in FILES.items()
     }
     texts[PARALLEL_FILE] = [(parallel_table.render(parallel), (PARALLEL_BEGIN, PARALLEL_END))]
+    quality = [
+        row for p in sorted(root.glob("benchmarks/results/formats/*.json")) for row in json.loads(p.read_text())["rows"]
+    ]
+    texts[FORMATS_FILE] = [(formats_table.render(inference, quality), (FORMATS_BEGIN, FORMATS_END))]
     stale = []
     for name, parts in texts.items():
         path = root / name

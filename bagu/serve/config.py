@@ -110,7 +110,7 @@ class EngineConfig:
                 hint="it is a fraction: above 0 and at most 1",
             )
         if self.quantization not in (None, *QUANTIZATIONS):
-            raise UnknownName.among("quantization", self.quantization, QUANTIZATIONS)
+            raise UnknownName.among("quantization", str(self.quantization), QUANTIZATIONS)
         find_form("", self.tool_parser)  # raises for an unknown name
         if self.reasoning_parser not in REASONING_PARSERS:
             raise UnknownName.among("reasoning parser", self.reasoning_parser, REASONING_PARSERS)

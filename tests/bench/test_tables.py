@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bagu.bench import demo_table, serve_table, tables, train_table
+from bagu.bench import demo_table, formats_table, serve_table, tables, train_table
 from bagu.errors import BaguError
 
 MARKS = (
@@ -46,6 +46,7 @@ def checkout(folder: Path, rows: list[dict[str, Any]]) -> Path:
     (results / "nvidia-h200.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (folder / tables.PARALLEL_FILE).parent.mkdir(parents=True)
     (folder / tables.PARALLEL_FILE).write_text(f"{tables.PARALLEL_BEGIN}\nold\n{tables.PARALLEL_END}\n")
+    (folder / tables.FORMATS_FILE).write_text(f"{tables.FORMATS_BEGIN}\nold\n{tables.FORMATS_END}\n")
     for name in tables.FILES:
         (folder / name).write_text(PAGE, encoding="utf-8")
     return folder
@@ -242,3 +243,27 @@ def test_the_record_of_a_demo_is_added_once(tmp_path: Path, capsys: pytest.Captu
 
 def test_the_documents_of_this_checkout_are_up_to_date() -> None:
     assert tables.main(["--check", "--root", str(Path(__file__).parents[2])]) == 0
+
+
+def stream(implementation: str, rate: float, prompt: float, time: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "system": "engine", "model": "smollm_135m", "implementation": implementation, "streams": 1, "dtype": "float32",
+        "tokens_per_s": rate, "prompt_tokens_per_s": prompt, "engine": {"quantization": "int8"},
+        "env": {"machine": "a", "time": time},
+    } | changes  # fmt: skip
+
+
+def test_formats_have_size_quality_and_speed_beside_llama_cpp() -> None:
+    quality = [
+        {"format": name, "loss_bits_per_byte": loss, "continue4_percent": 40.0}
+        for name, loss in (("fp32", 1.5), ("int4", 1.53))
+    ]
+    rows = [
+        stream("bagu", 1.0, 1.0, "1"), stream("bagu", 90.0, 300.0, "2"),
+        stream("llama.cpp", 100.0, 200.0, "2", gguf_type="q8_0"), stream("llama.cpp", 5.0, 5.0, "1", gguf_type="q8_0"),
+    ]  # fmt: skip
+    text = formats_table.render(rows, quality)
+    assert "| int4 | 4.25 | 85 MB | +0.0300 | 40.0 % |" in text  # 106.2 M weights of 4.25 bits, 28.3 M of 8
+    assert "| int8 | 8 | 134 MB | – | – |" in text
+    assert "| a | int8 | 90 | 300 | Q8_0 | 100 | 200 | 0.90× | 1.50× |" in text, "both of the latest run"
+    assert formats_table.NO_SPEED in formats_table.render([], quality)
