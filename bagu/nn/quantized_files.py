@@ -70,7 +70,8 @@ Expand = Callable[[Parts], StoredTensor]
 
 
 def _gptq(config: Mapping[str, Any]) -> Expand:
-    bits, form = config.get("bits"), config.get("checkpoint_format", "gptq")
+    bits: Any = config.get("bits")
+    form = config.get("checkpoint_format", "gptq")
     _require("gptq", "bits", bits, PACKED_BITS)
     _require("gptq", "checkpoint_format", form, ("gptq", "gptq_v2"))
 
@@ -130,7 +131,7 @@ def _compressed(config: Mapping[str, Any]) -> Expand:
     forms = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
     _require("compressed-tensors", "format", form, forms)
     _require("compressed-tensors", "strategy", weights.get("strategy"), ("tensor", "channel", "group", "block"))
-    bits = weights.get("num_bits")
+    bits: Any = weights.get("num_bits")
     _require("compressed-tensors", "num_bits", bits, PACKED_BITS if form == "pack-quantized" else (8,))
 
     def expand(parts: Parts) -> StoredTensor:
