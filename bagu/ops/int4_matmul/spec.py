@@ -20,7 +20,7 @@ import torch
 from bagu.errors import ArgumentError
 from bagu.ops.core import Case, Cost, OpSpec, Streams
 from bagu.ops.int4_matmul import torch_backend
-from bagu.ops.int4_matmul.layout import num_groups, pack_int4, per_column, unpacked
+from bagu.ops.int4_matmul.layout import num_groups, per_column, unpacked
 from bagu.ops.signature import Dims
 
 
@@ -55,13 +55,12 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     x = case.get("scale", 1.0) * streams.normal("x", *lead, K)
     if "plant" in case.params:
         x[0, K // 2] = case["plant"]
-    signs = streams.integers("signs", 0, 2, N, G) * 2 - 1  # a symmetric scale has the sign of a group's largest value
-    scales = (K**-0.5 / 8) * (0.5 + streams.uniform("scales", N, G)) * signs
+    scales = (K**-0.5 / 8) * streams.normal("scales", N, G)  # of either sign, as those of symmetric groups are
     if case.get("zero_group", False):
         scales[:, G // 2] = 0
     zeros = streams.integers("zeros", 0, 16, N, G).double() if case.get("zeros", False) else None
     bias = streams.normal("bias", N) if case.get("bias", False) else None
-    packed = pack_int4(streams.integers("q", 0, 16, N, K))
+    packed = streams.integers("packed", 0, 256, N, -(-K // 2)).to(torch.uint8)
     return {"x": x, "packed": packed, "scales": scales, "zeros": zeros, "bias": bias}
 
 
