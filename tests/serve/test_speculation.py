@@ -108,9 +108,16 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", [2, 5, 1000])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("wrong", [3, 1000])
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        *((kind, "overlapping steps") for kind in SAMPLINGS),
+        *((kind, way) for kind in ("greedy", "sampled") for way in WAYS if way != "overlapping steps"),
+        ("choices", "preempted"),
+        ("penalties", "as it comes"),
+    ],
+)
 def test_the_text_is_the_same_however_good_the_drafts(kind: str, way: str, wrong: int) -> None:
     asked = requests(SAMPLINGS[kind])
     plain = run(small_engine(MODEL, **WAYS[way]), asked)
@@ -227,8 +234,8 @@ def test_drafts_preempt_nobody() -> None:
     assert plain.stats().preemptions == engine.stats().preemptions == 0 < engine.stats().accepted_tokens
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["greedy", "sampled", "choices"])
+@pytest.mark.parametrize("way", ["as it comes", "overlapping steps", "preempted"])
+@pytest.mark.parametrize("kind", ["greedy", "choices"])
 def test_a_draft_model_changes_no_text(kind: str, way: str) -> None:
     """The model itself as its draft is right whenever the text is greedy; another one is right by chance."""
     asked, other = requests(SAMPLINGS[kind]), init_weights(Transformer(MODEL.config), 5).eval()
@@ -250,7 +257,7 @@ def test_a_sampled_token_has_the_distribution_of_the_model() -> None:
         vocab_size=11, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16,
         max_len=32, init_std=0.5,
     )  # fmt: skip
-    model, prompt, count = init_weights(Transformer(config), 3).eval(), [1, 2, 3, 4], 3000
+    model, prompt, count = init_weights(Transformer(config), 3).eval(), [1, 2, 3, 4], 1500
     settings = EngineConfig(
         num_blocks=512, block_size=4, max_num_seqs=64, speculative="itself", speculative_tokens=2,
         speculative_always=True,
@@ -276,7 +283,7 @@ def test_a_sampled_token_has_the_distribution_of_the_model() -> None:
     seen = torch.cat((seen[often], seen[~often].sum().unsqueeze(0)))
     freedom = len(expected) - 1
     statistic = float(((seen - expected) ** 2 / expected).sum())
-    assert engine.stats().accepted_tokens > count / 4 and freedom > 30
+    assert engine.stats().accepted_tokens > count / 4 and freedom > 20
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5  # mean and 4 standard deviations of chi-squared
 
 
