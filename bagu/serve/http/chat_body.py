@@ -68,7 +68,9 @@ class ChatBody(ToolFields, Generation):
             return format if ready.thinks else None, None
         form, required = tool_form(ready), self.mode == "required"
         format = replace(format, form=form, names=tuple(tool.name for tool in tools), max_calls=self.max_calls)
-        if required and self.structured_outputs is not None:
+        if self.structured_outputs is not None:  # it constrains the whole text, calls included
+            if not required:
+                return format, None
             hint = "leave structured_outputs out: the grammar of the call is made from the tools"
             raise ApiError(400, "structured_outputs excludes a required call", param="structured_outputs", hint=hint)
         content = None if required else grammar_of(self.response_format, None)

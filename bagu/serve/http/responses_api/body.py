@@ -11,6 +11,7 @@ from bagu.serve.http.chat_body import ChatBody
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.openai import INT64, LARGEST, Body, Count, Job, ModelName, Penalty, Word
 from bagu.serve.http.responses_api.items import input_messages
+from bagu.serve.http.structured import StructuredOutputs
 from bagu.serve.http.tool_fields import MAX_TOOLS, ToolName
 from bagu.serve.http.worker import Ready
 
@@ -77,6 +78,7 @@ class ResponsesBody(Body):
     ignore_eos: bool | None = None
     priority: INT64 | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
     metadata: dict[str, str] | None = None
     stream: bool | None = None
 
@@ -96,6 +98,8 @@ class ResponsesBody(Body):
             chat["tool_choice"] = choice
         if self.text is not None and self.text.format is not None and self.text.format.type != "text":
             chat["response_format"] = _response_format(self.text.format)
+        if self.structured_outputs is not None:
+            chat["structured_outputs"] = self.structured_outputs.model_dump(exclude_unset=True, by_alias=True)
         try:
             return ResponsesChat(body=ChatBody.model_validate(chat), messages=messages)
         except ValidationError as error:
