@@ -24,7 +24,7 @@ WEATHER: Any = {"type": "function", "name": "get_weather", "parameters": PARAMET
 
 
 def ask(**fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "input": "hello", "max_output_tokens": 40, **fields}
+    return {"model": MODEL, "input": "hello", "max_output_tokens": 400, **fields}
 
 
 def choice(*words: str) -> dict[str, Any]:

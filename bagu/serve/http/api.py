@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -44,6 +44,8 @@ from bagu.serve.page import HEADERS, Asset, assets
 from bagu.serve.stats import EngineStats
 
 __all__ = ["ApiConfig", "make_app"]
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class CountedRoute(Route):
@@ -165,9 +167,11 @@ def make_app(engine: EngineProcess, metrics: Metrics, config: ApiConfig) -> ApiM
         title="bagu", version=bagu.__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )
     api = Api(engine, metrics, config)
+    methods: dict[str, dict[str, Endpoint]] = {}  # one route per path, whose 405 lists all its methods in Allow
     for operation in OPERATIONS:
-        endpoint = getattr(api, operation.name)
-        app.router.routes.append(CountedRoute(operation.route, endpoint, methods=[operation.method]))
+        methods.setdefault(operation.route, {})[operation.method] = getattr(api, operation.name)
+    for route, endpoints in methods.items():
+        app.router.routes.append(CountedRoute(route, _by_method(endpoints), methods=list(endpoints)))
     for path, endpoint in (("/openapi.json", api.openapi), ("/docs", api.docs)):
         app.router.routes.append(CountedRoute(path, endpoint, methods=["GET"]))
     for path, asset in assets().items():
@@ -220,6 +224,13 @@ async def _on_recursion(request: Request, error: Exception) -> Response:
 async def _on_exception(request: Request, error: Exception) -> Response:
     """A bug in the server: the client gets the exception's type, and uvicorn logs the traceback."""
     return error_response(ApiError(500, f"the server failed on this request: {type(error).__name__}"))
+
+
+def _by_method(endpoints: Mapping[str, Endpoint]) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        return await endpoints["GET" if request.method == "HEAD" else request.method](request)
+
+    return endpoint
 
 
 def _page(asset: Asset) -> Any:
