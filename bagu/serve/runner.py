@@ -26,7 +26,7 @@ from bagu.parallel.inference import gather_logits
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.vocab_loss import vocab_cross_entropy
 from bagu.serve.config import EngineConfig
-from bagu.serve.cpu.compiled import CompiledDecode, Decodes, PackedLinear, compiles
+from bagu.serve.cpu.compiled import CompiledDecode, Decodes, PackedLinear, Rounding, compiles
 from bagu.serve.cpu.dataflow import Mismatch
 from bagu.serve.cpu.invariant_decode import InvariantDecode
 from bagu.serve.cpu.match import match
@@ -73,9 +73,10 @@ class Runner:
         """
         model, kind, on_cpu = self.source, self.config.quantization, self.device.type == "cpu"
         self.model = model if kind is None else quantized(model, kind)
-        if kind == "fp8" and on_cpu:  # the layers are ordinary ones with other weights
-            model, kind = self.model, None
-        head_rounding = None if kind is None else "int8"
+        if kind == "fp8" and on_cpu:
+            model = self.model  # the layers are ordinary ones with other weights
+        rounding: Rounding = None if kind is None or kind == "fp8" else kind
+        head_rounding: Rounding = None if rounding is None else "int8"
         self.project: Project
         self.decode: Forward | None = None  # a CUDA graph for steps with one token per sequence
         self.compiled: CompiledDecode | InvariantDecode | None = None  # C++ for the same steps, and other short ones
@@ -92,7 +93,7 @@ class Runner:
             try:
                 if self.kv.quantized:
                     raise Mismatch("an 8-bit KV cache")
-                self.compiled = CompiledDecode(match(merged(model)), self.kv, rounding=kind)
+                self.compiled = CompiledDecode(match(merged(model)), self.kv, rounding=rounding)
                 self.project = PackedLinear(model.head_weight, rounding=head_rounding)
                 return
             except Mismatch as error:
@@ -102,7 +103,7 @@ class Runner:
                 self.compiled = InvariantDecode(match(model), self.kv)
             except Mismatch as error:
                 self.mismatch = error
-        rounds_head = on_cpu and kind is not None
+        rounds_head = on_cpu and head_rounding is not None
         head: Callable[[torch.Tensor], torch.Tensor] = int8(model.head_weight) if rounds_head else model.logits
         self.project = lambda hidden: (head(hidden), None)
 
