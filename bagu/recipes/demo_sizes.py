@@ -23,7 +23,7 @@ COOLDOWN = 0.5  # the last half of pretraining
 DPO_COST = 4 / 3  # of a pretraining step: a forward of the reference is added to forward and backward
 # Of the answers to `write` after 430 steps of fine-tuning, 1.9 % passed with functions of up to 512 bytes, 4.7 % with 3
 # renamed copies of each, 5.3 % with 256 bytes and 3 copies, 6.4 % with 7 copies, and 13.6 % after 860 steps (the large
-# size after 8 M tokens of pretraining, on an H200).
+# size after 8 M tokens of pretraining, on an H200; one run each).
 FUNCTION_BYTES = 256
 RL_SHARE = 0.25  # of the time of pretraining
 

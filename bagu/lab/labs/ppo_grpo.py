@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ANSWERS, GROUP, EPOCHS = 32, 8, 2
-ROLLOUTS, SEEDS = 24, (1, 2, 3, 4, 5)
+ROLLOUTS, SEEDS = 18, (1, 2, 3, 4)
 RATES = (0.003, 0.01, 0.03)
 TASKS = {"bandit": 1, "sequence": 8, "offsets": 8}  # the most letters of an answer
 ALGORITHMS = ("PPO", "GRPO")
