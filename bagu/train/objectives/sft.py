@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from bagu.config import ConfigError
 from bagu.data import store
@@ -57,7 +57,7 @@ class SupervisedFineTuning(TokenObjective):
 
 def _store(corpus: ChatCorpus, part: Part, encoder: ChatEncoder) -> store.TokenStore:
     """The tokens of the chats of a part and which of them are targets, from the cache if they are there."""
-    template = {"chats": corpus.config.max_bytes, "template": encoder.template.source}
+    template: dict[str, Any] = {"chats": corpus.config.max_bytes, "template": encoder.template.source}
     if corpus.config.renamed and part == "train":
         template["renamed"] = [corpus.config.renamed, RENAMING]
     return store.on_disk(
