@@ -1,4 +1,4 @@
-"""Compiles the grammars of clients in another process first, with a time limit.
+"""Compiles the grammars of clients in another process first, with a limit of CPU time.
 
 A grammar of 50 kB can overflow the stack of llguidance or compile for a minute. In the engine process that would end or
 delay everybody's requests; here it ends or delays a process that has nothing else to do. A grammar that passes is
@@ -26,9 +26,7 @@ from bagu.serve.request import Unservable
 
 __all__ = ["CheckedCompiler"]
 
-LIMIT_S = 5.0  # for one grammar
-START_S = 60.0  # for the process to start and read the vocabulary
-ORPHAN_S = 90  # after which the process ends itself, if the engine process was killed and cannot do it
+LIMIT_S = 5.0  # CPU time for one grammar
 PROCESSES = 2  # so that one slow grammar does not delay the next; started when needed
 CHECK_STACK = 2**23  # bytes: a grammar that fits in it fits in the larger one of the engine process
 COMPILE_STACK = 2**25
@@ -114,41 +112,29 @@ class _CheckProcess:
 
     def start(self, compiler: GrammarCompiler) -> Unservable | None:
         """Send the vocabulary; returns why the process cannot compile."""
-        answer = self._answer(START_S, compiler.vocabulary)
+        answer = self._answer(compiler.vocabulary)
         return answer if isinstance(answer, Unservable) else None
 
     def ask(self, grammar: Grammar, limit_s: float) -> str | Unservable:
-        return self._answer(limit_s, grammar)
+        answer = self._answer((grammar, limit_s))
+        if self._process.returncode == -signal.SIGPROF:
+            message = f"the grammar takes more than {limit_s:g} s to compile"
+            return Unservable(message, hint="make it smaller, with fewer optional properties", param="grammar")
+        return answer
 
-    def _answer(self, limit_s: float, message: Any) -> str | Unservable:
-        """Send a message and read the answer. Kills the process if there is none in time."""
-        late = threading.Event()
-
-        def stop() -> None:
-            late.set()
-            self._process.kill()
-
-        timer = threading.Timer(limit_s, stop)
-        timer.daemon = True
-        timer.start()
+    def _answer(self, message: Any) -> str | Unservable:
         try:
             assert self._process.stdin is not None and self._process.stdout is not None
             pickle.dump(message, self._process.stdin)
             self._process.stdin.flush()
             answer: str | Unservable = pickle.load(self._process.stdout)
             return answer
-        except (EOFError, OSError, pickle.UnpicklingError):
+        except (EOFError, OSError, pickle.UnpicklingError):  # the process has ended
             self.kill()
-            if late.is_set():
-                message = f"the grammar takes more than {limit_s:g} s to compile"
-                return Unservable(message, hint="make it smaller, with fewer optional properties", param="grammar")
-            code = self._process.returncode
-            message = (
-                f"the grammar compiler ended with exit status {code}: the grammar is nested too deeply, or too large"
+            reason = f"the grammar compiler ended with exit status {self._process.returncode}: "
+            return Unservable(
+                f"{reason}the grammar is nested too deeply, or too large", hint="make it smaller", param="grammar"
             )
-            return Unservable(message, hint="make it smaller", param="grammar")
-        finally:
-            timer.cancel()
 
 
 def _with_stack(size: int, call: Callable[[], object]) -> None:
@@ -164,25 +150,31 @@ def _with_stack(size: int, call: Callable[[], object]) -> None:
 
 
 def _serve(source: BinaryIO, target: BinaryIO) -> None:
-    tokens: Any = None
+    try:
+        tokens = ll_tokenizer(pickle.load(source))
+    except Unservable as error:  # llguidance is missing
+        _reply(target, error)
+        return
+    _reply(target, "")
     while True:
         try:
-            message = pickle.load(source)
+            grammar, limit_s = pickle.load(source)
         except EOFError:  # the engine process has ended
             return
-        answer: str | Unservable = ""
-        signal.alarm(ORPHAN_S)  # ends this process also inside llguidance
+        signal.setitimer(signal.ITIMER_PROF, limit_s)  # the signal ends this process, also inside llguidance
+        answer: str | Unservable
         try:
-            if isinstance(message, Grammar):
-                answer = grammar_source(message)
-                compile_grammar(message, answer, tokens)
-            else:
-                tokens = ll_tokenizer(message)
+            answer = source_text = grammar_source(grammar)
+            compile_grammar(grammar, source_text, tokens)
         except Unservable as error:
             answer = error
-        signal.alarm(0)
-        pickle.dump(answer, target)
-        target.flush()
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        _reply(target, answer)
+
+
+def _reply(target: BinaryIO, answer: str | Unservable) -> None:
+    pickle.dump(answer, target)
+    target.flush()
 
 
 if __name__ == "__main__":
