@@ -7,7 +7,7 @@ is the state dict of the model. The first stage has the embedding, the last one 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from bagu.nn.config import Learned, ModelConfig, Sinusoidal, T5Relative
 from bagu.nn.model import Transformer
 from bagu.nn.positions import Encoding, make_encoding
 
-__all__ = ["Costs", "Stage", "build", "check_stages", "costs", "cut", "parameters_of"]
+__all__ = ["Costs", "Stage", "build", "check_stages", "costs", "cut"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,11 +156,6 @@ class Stage(Transformer):
         if self.is_last:
             return self._finish(x, delta)
         return x if delta is None else x + delta
-
-
-def parameters_of(modules: Mapping[int, Stage]) -> dict[str, nn.Parameter]:
-    """The parameters of this rank's stages by the names of the model; over all ranks they are those of the model."""
-    return {name: p for module in modules.values() for name, p in module.named_parameters()}
 
 
 def build(model: Transformer, cuts: Sequence[range], mine: Sequence[int]) -> dict[int, Stage]:

@@ -27,7 +27,8 @@ MUON = {"kind": "muon", "newton_schulz_dtype": "fp64"}
 
 
 def short(name: str, mesh: str, **options: Any) -> Case:
-    return Case(name=name, mesh=mesh, steps=3, **{"model": GROUPS, **options})
+    """A combination of features whose parts are tested over 20 steps: two steps show a wrong sum or update too."""
+    return Case(name=name, mesh=mesh, steps=2, **{"model": GROUPS, **options})
 
 
 RING, ULYSSES = {"context_parallel": "ring"}, {"context_parallel": "ulysses"}
@@ -44,14 +45,9 @@ TWO = [
     Case(name="cp, ulysses", mesh="cp=2", model={**GROUPS, "positions": Alibi()}, options=ULYSSES, micro_batches=2),
     Case(name="pp", mesh="pp=2", model=GPT),
     Case(name="ep", mesh="ep=2", model=MOE),
-    short("tp, experts", "tp=2", model=MOE),
     short("tp, lora", "tp=2", lora=True),
-    short("tp, muon", "tp=2", optimizer=MUON),
-    short("tp, muon, experts", "tp=2", optimizer=MUON, model=MOE),
-    short("tp, recomputed", "tp=2", options=BLOCK),
+    short("tp, muon, experts, recomputed", "tp=2", optimizer=MUON, model=MOE, options=BLOCK),
     short("tp, selectively recomputed", "tp=2", options=SELECTIVE),
-    short("tp, no clipping", "tp=2", options={"clip": None}),
-    short("cp, recomputed", "cp=2", options=BLOCK),
     short("cp, selectively recomputed", "cp=2", options=SELECTIVE),
     short("cp, lora, muon", "cp=2", lora=True, optimizer=MUON),
     short("gpipe", "pp=2", options=schedule("gpipe")),
@@ -62,10 +58,9 @@ TWO = [
     short("pp, selectively recomputed", "pp=2", options=SELECTIVE),
     short("pp, lora, muon", "pp=2", lora=True, optimizer=MUON),
     short("ep, muon", "ep=2", model=MOE, optimizer=MUON),
-    short("ep, recomputed", "ep=2", model=MOE, options=BLOCK),
     short("ep, selectively recomputed", "ep=2", model=MOE, options=SELECTIVE),
     short("ep, dropout", "ep=2", model={**MOE, "dropout": 0.1}),
-    *(short(f"tp, {kind}", "tp=2", optimizer={"kind": kind}) for kind in ("sgd", "lion", "adadelta")),
+    short("tp, lion, no clipping", "tp=2", optimizer={"kind": "lion"}, options={"clip": None}),
 ]
 FOUR = [
     Case(name="tp x pp", mesh="tp=2,pp=2", model=GPT),
@@ -80,8 +75,8 @@ FOUR = [
     short("dp x ep", "dp=2,ep=2", model=MOE),
     short("dp x cp", "dp=2,cp=2"),
     short("ep x cp", "ep=2,cp=2", model={**GROUPS, "moe": MoEConfig(num_experts=4, top_k=2, expert_size=16)}),
-    *(short(f"tp x zero {stage}", "tp=2,shard=2", model=GPT, zero=stage) for stage in (1, 2, 3)),
-    *(short(f"pp x zero {stage}", "pp=2,shard=2", model=GPT, zero=stage) for stage in (1, 2)),
+    short("tp x zero 2", "tp=2,shard=2", model=GPT, zero=2),
+    short("pp x zero 1", "pp=2,shard=2", model=GPT, zero=1),
     short(
         "pp x zero 2, zero bubble",
         "pp=2,shard=2",
@@ -91,7 +86,7 @@ FOUR = [
     ),
     *(short(f"tp x zero {stage}, muon", "tp=2,shard=2", model=GPT, zero=stage, optimizer=MUON) for stage in (1, 3)),
     short("cp x zero 3", "cp=2,shard=2", zero=3),
-    *(short(f"ep x zero {stage}", "ep=2,shard=2", model=MOE, zero=stage) for stage in (1, 3)),
+    short("ep x zero 1", "ep=2,shard=2", model=MOE, zero=1),
     short("ep x zero 3, muon", "ep=2,shard=2", model=MOE, zero=3, optimizer=MUON),
 ]
 
@@ -113,7 +108,6 @@ def in_fp32(name: str, mesh: str, **options: Any) -> Case:
 FP32 = [
     in_fp32("tp", "tp=2"),
     in_fp32("ring", "cp=2"),
-    in_fp32("ulysses", "cp=2", options=ULYSSES),
     in_fp32("pp", "pp=2"),
     in_fp32("ep", "ep=2", model=MOE),
 ]

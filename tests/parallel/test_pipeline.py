@@ -38,7 +38,7 @@ from bagu.parallel.pipeline import (
     stages_of,
 )
 from bagu.parallel.spread import sum_ends
-from bagu.parallel.stages import Costs, Stage, costs, cut, parameters_of
+from bagu.parallel.stages import Costs, Stage, costs, cut
 from bagu.types import Batch
 
 LENGTHS = ((9, 1, 6), (16,), (8, 8), (3, 5, 8))  # of the documents of each micro-batch
@@ -129,31 +129,6 @@ def check_bytes(schedule: Schedule, sent: list[int]) -> None:
 def test_four_stages_on_four_ranks(four: Ranks) -> None:
     for answer in four.run(compare, "tied", ("1f1b",)):
         assert max(answer["1f1b"][:2]) < EXACT, answer["1f1b"][:2]
-
-
-def train(steps: int) -> tuple[float, float]:
-    """The worst difference of a loss and of a weight over a run with AdamW."""
-    mesh, config = open_cpu(pp=2), config_of(**MODELS["tied"])
-    alone = model_of(config)
-    modules = cut_model(model_of(config), mesh, schedule="1f1b", context=16)
-    pipeline = Pipeline(modules, mesh, schedule="1f1b", micro_batches=2, tokens=16)
-    own = parameters_of(modules)
-    optimizers = [torch.optim.AdamW(ps, lr=0.01) for ps in (list(alone.parameters()), list(own.values()))]
-    difference = 0.0
-    for step in range(steps):
-        batches = [batch_of(n, 10 * step + i) for i, n in enumerate(LENGTHS[:2])]
-        wanted, _ = one_process(alone, batches)
-        optimizers[1].zero_grad()
-        difference = max(difference, abs(pipeline_step(pipeline, batches) - wanted))
-        for optimizer in optimizers:
-            optimizer.step()
-    wanted_weights = dict(alone.named_parameters())
-    return difference, worst({n: p.detach() for n, p in own.items()}, {n: wanted_weights[n].detach() for n in own})
-
-
-def test_twenty_steps_end_with_the_weights_of_one_process(two: Ranks) -> None:
-    for found in two.run(train, 20):
-        assert max(found) < EXACT, found
 
 
 def test_stages_are_cut_by_cost() -> None:

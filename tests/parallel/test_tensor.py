@@ -91,33 +91,6 @@ def test_loss_and_gradients_are_those_of_one_process(four: Ranks, name: str) -> 
             assert max(found.values()) < EXACT, (tp, rank, found)
 
 
-def train(name: str, optimizer: str, steps: int) -> tuple[float, float]:
-    """The worst difference of a loss and of a weight over a run of `steps` steps on two ranks."""
-    mesh = open_cpu(tp=2)
-    config = config_of(**MODELS[name])
-    alone, divided = model_of(config), model_of(config)
-    places = tensor_parallel(divided, mesh)
-    make: Any = functools.partial(getattr(torch.optim, optimizer), lr=0.01, weight_decay=0.1)
-    optimizers = [make([p for p in m.parameters() if p.requires_grad]) for m in (alone, divided)]
-    difference = 0.0
-    for step in range(steps):
-        batch, targets = batch_of((9, 1, 6, 8), seed=step)
-        wanted, _ = one_process(alone, [(batch, targets)])
-        divided.zero_grad()
-        found = tp_step(divided, places, mesh, batch, targets, number_of_targets([targets]))
-        difference = max(difference, abs(found - wanted))
-        for each in optimizers:
-            each.step()
-    full = gather_full(dict(divided.named_parameters()), places, mesh.group("tp"))
-    return difference, worst(full, {name: p.detach() for name, p in alone.named_parameters()})
-
-
-@pytest.mark.parametrize(("name", "optimizer"), [("gpt2", "SGD"), ("gqa, q-norm, window, tied", "AdamW")])
-def test_twenty_steps_end_with_the_weights_of_one_process(two: Ranks, name: str, optimizer: str) -> None:
-    for found in two.run(train, name, optimizer, 20):
-        assert max(found) < EXACT, found
-
-
 def adapted(_: str) -> float:
     """LoRA on every linear: the pairs are divided with their weights."""
     mesh = open_cpu(tp=2)
