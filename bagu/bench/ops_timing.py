@@ -233,7 +233,9 @@ def _judge(p: Point, ceilings: Ceilings, setting: Setting) -> dict[str, Any]:
     judged: dict[str, Any] = dict.fromkeys(("bound", "gb_per_s", "tflop_per_s", "ceiling", "share")) | {"fault": False}
     if p.cost is None:
         return judged
-    least, ours = floor(p.cost, ceilings), p.job.implementation.backend
+    # in FLOPs of the ceiling's dtype: int8 products run at twice the rate of 16-bit ones
+    scaled = p.cost._replace(flops=int(p.cost.flops / p.job.spec.matmul_rate))
+    least, ours = floor(scaled, ceilings), p.job.implementation.backend
     all_passes = p.step == "fwd+bwd" or not p.job.spec.grads
     judged |= {"bound": least.bound, "ceiling": least.ceiling}
     if p.timing is None:
@@ -243,7 +245,7 @@ def _judge(p: Point, ceilings: Ceilings, setting: Setting) -> dict[str, Any]:
         judged |= {"gb_per_s": p.cost.bytes / seconds / 1e9, "share": least.seconds / seconds}
     elif ours or all_passes:
         judged |= {"tflop_per_s": p.cost.flops / seconds / 1e12, "share": least.seconds / seconds}
-    compulsory = p.cost if ours else p.cost._replace(flops=0)
+    compulsory = scaled if ours else scaled._replace(flops=0)
     cached = setting.cache_bytes if p.step == "fwd+bwd" else 0
     fault = is_fault(compulsory, written=p.written, seconds=seconds, ceilings=ceilings, cached=cached)
     return judged | {"fault": fault}

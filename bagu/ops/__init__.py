@@ -20,6 +20,7 @@ from bagu.ops.group_norm import group_norm
 from bagu.ops.grouped_matmul import grouped_matmul
 from bagu.ops.gumbel_softmax import gumbel_softmax
 from bagu.ops.int4_matmul import Int4, dequantize_int4, int4_matmul, quantize_int4
+from bagu.ops.int8_matmul import int8_linear, int8_matmul
 from bagu.ops.invariant import invariant
 from bagu.ops.kv_write import kv_write
 from bagu.ops.layer_norm import layer_norm
@@ -55,6 +56,8 @@ __all__ = [
     "grouped_matmul",
     "gumbel_softmax",
     "int4_matmul",
+    "int8_linear",
+    "int8_matmul",
     "invariant",
     "kv_write",
     "layer_norm",

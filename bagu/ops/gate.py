@@ -3,7 +3,7 @@
 `python -m bagu.ops.gate [--first N] [OP …]` runs each backend's bench cases on meta tensors, records the launches,
 and compiles them for sm_90 with the ptxas that comes with Triton. A kernel fails if it spills registers (more than its
 spec allows), needs more shared memory than a block has, reads a large aligned tensor without 128-bit loads, or
-multiplies 16-bit matrices without wgmma. TRITON_INTERPRET must be off.
+multiplies 16-bit or int8 matrices without wgmma. TRITON_INTERPRET must be off.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def faults(kernel: Kernel) -> list[str]:
     if kernel.wants_wide and not kernel.wide_loads:
         found.append(f"{where} has {kernel.loads} global loads, none of them 128 bits wide")
     if kernel.wants_wgmma and not kernel.wgmma:
-        found.append(f"{where} multiplies 16-bit matrices, and not by wgmma")
+        found.append(f"{where} multiplies 16-bit or int8 matrices, and not by wgmma")
     return found
 
 
@@ -109,17 +109,17 @@ def _compile(spec: OpSpec, case: Case, launch: Launch) -> Kernel:
         stores=len(stores),
         wants_wide=spec.wide_loads and bool(large) and aligned and bool(loads),
         allowed_spills=spec.spills.get(launch.name, 0),
-        wgmma=len(re.findall(r"\bHGMMA\b", report)),
+        wgmma=len(re.findall(r"\b[HIQ]GMMA\b", report)),
         # wgmma multiplies 64 rows; a decode has 16
         wants_wgmma=any(m >= 64 for m in dots),
     )
 
 
 def _multiplied_rows(fn: Any, asm: Mapping[str, str]) -> list[int]:
-    """The rows of each product of 16-bit matrices. A Gluon kernel names the instruction itself."""
+    """The rows of each product of 16-bit or int8 matrices. A Gluon kernel names the instruction itself."""
     if fn.is_gluon():
         return []
-    return [int(m) for m in re.findall(r"tt\.dot .* : tensor<(\d+)x\d+x(?:bf16|f16)>", asm["ttir"])]
+    return [int(m) for m in re.findall(r"tt\.dot .* : tensor<(\d+)x\d+x(?:bf16|f16|i8)>", asm["ttir"])]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,0 +1,71 @@
+"""The int8 linear layer on Triton: int8 wgmma with int32 sums, scales, bias and activation in the epilogue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from bagu.ops.attention.block_sizes import is_hopper
+from bagu.ops.kernels.gemm import gemm_kernel
+from bagu.ops.launch import as_rows, num_sms
+from bagu.ops.launcher import with_scratch_memory
+
+__all__ = ["forward"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    M: int
+    N: int
+    K: int
+    warps: int
+    stages: int
+    specialize: bool = False  # the warps: one loads, eight multiply
+
+
+TILES = (  # by TMA, the largest first: a large tile reads less, a small one occupies more multiprocessors
+    Tile(M=128, N=256, K=128, warps=4, stages=3, specialize=True),
+    Tile(M=128, N=128, K=128, warps=8, stages=4),
+    Tile(M=64, N=128, K=128, warps=4, stages=4),
+    Tile(M=64, N=32, K=128, warps=4, stages=6),
+)
+BY_POINTERS = Tile(M=64, N=64, K=64, warps=4, stages=3)
+
+
+def _tile(M: int, N: int, device: torch.device) -> Tile:
+    """The largest tile that gives work to two thirds of the multiprocessors, or the smallest."""
+    fits = [t for t in TILES if M > 64 or t.M == 64]
+    wanted = 2 * num_sms(device) // 3
+    return next((t for t in fits if triton.cdiv(M, t.M) * triton.cdiv(N, t.N) >= wanted), fits[-1])
+
+
+def _by_tma(x: torch.Tensor) -> bool:
+    """Whether TMA can read the rows of x: they are 16-byte aligned, and not one row repeated."""
+    aligned = 0 < x.stride(0) == x.stride(0) // 16 * 16 and x.data_ptr() % 16 == 0
+    return aligned and (x.device.type != "cuda" or is_hopper(x.device))
+
+
+def forward(
+    x: torch.Tensor, w: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None,
+    activation: str | None, dtype: str,
+) -> tuple[torch.Tensor]:  # fmt: skip
+    y = torch.empty(*x.shape[:-1], w.shape[0], dtype=getattr(torch, dtype), device=x.device)
+    if not y.numel():
+        return (y,)
+    x, w, row_scale = as_rows(x), as_rows(w), x_scale.reshape(-1).contiguous()
+    (M, K), N = x.shape, w.shape[0]
+    tma = _by_tma(x) and _by_tma(w)
+    tile = _tile(M, N, x.device) if tma else BY_POINTERS
+    tiles = triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N)
+    launch = gemm_kernel[(min(tiles, num_sms(x.device)),)]
+    (with_scratch_memory(launch) if tma else launch)(
+        x, w, None if bias is None else bias.contiguous(), row_scale, w_scale.contiguous(), None, y, M, N, K,
+        x.stride(0), w.stride(0), 0, BM=tile.M, BN=tile.N, BK=tile.K, GROUP=8, TMA=tma,
+        STORE=tma and y.element_size() == 2 and N % 8 == 0, SPECIALIZE=tile.specialize, SUMS=tl.int32,
+        ACC=tl.float64 if torch.float64 in (y.dtype, x_scale.dtype) else tl.float32, ACTIVATION=activation,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return (y,)
