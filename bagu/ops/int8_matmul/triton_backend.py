@@ -62,8 +62,8 @@ def forward(
     tiles = triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N)
     launch = gemm_kernel[(min(tiles, num_sms(x.device)),)]
     (with_scratch_memory(launch) if tma else launch)(
-        x, w, None if bias is None else bias.contiguous(), row_scale, w_scale.contiguous(), None, y, M, N, K,
-        x.stride(0), w.stride(0), 0, BM=tile.M, BN=tile.N, BK=tile.K, GROUP=8, TMA=tma,
+        x, w, None if bias is None else bias.contiguous(), row_scale, w_scale.contiguous(), y, M, N, K,
+        x.stride(0), w.stride(0), BM=tile.M, BN=tile.N, BK=tile.K, GROUP=8, TMA=tma,
         STORE=tma and y.element_size() == 2 and N % 8 == 0, SPECIALIZE=tile.specialize, SUMS=tl.int32,
         ACC=tl.float64 if torch.float64 in (y.dtype, x_scale.dtype) else tl.float32, ACTIVATION=activation,
         num_warps=tile.warps, num_stages=tile.stages,

@@ -1,4 +1,4 @@
-"""A matrix product with an epilogue: y = act(row_scale[m] * column_scale[n] * (x wᵀ) + bias[n]) + residual.
+"""A matrix product with an epilogue: y = act(row_scale[m] * column_scale[n] * (x wᵀ) + bias[n]).
 
 A program computes several tiles of y, one after another. Rows are read by TMA where they are 16-byte aligned, and
 through pointers otherwise. With SPECIALIZE one warp loads and two groups of four warps multiply half the tile's rows
@@ -50,8 +50,8 @@ def _load(source, first, k, rows, K, stride, ROWS: tl.constexpr, BK: tl.constexp
 
 @triton.jit(do_not_specialize=["M"])
 def gemm_kernel(
-    x_ptr, w_ptr, bias_ptr, row_scale_ptr, column_scale_ptr, residual_ptr, y_ptr, M, N, K, x_stride, w_stride,
-    residual_stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, row_scale_ptr, column_scale_ptr, y_ptr, M, N, K, x_stride, w_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     STORE: tl.constexpr, SPECIALIZE: tl.constexpr, SUMS: tl.constexpr, ACC: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     if TMA:
@@ -78,11 +78,8 @@ def gemm_kernel(
         if bias_ptr is not None:
             z += tl.load(bias_ptr + column, column < N, 0.0).to(ACC)[None, :]
         z = activated(z, ACTIVATION)
-        there = (row < M)[:, None] & (column < N)[None, :]
-        if residual_ptr is not None:
-            at = row.to(tl.int64)[:, None] * residual_stride + column[None, :]
-            z += tl.load(residual_ptr + at, there, 0.0).to(ACC)
         if STORE:
             y_rows.store([m, n], z.to(y_ptr.dtype.element_ty))
         else:
+            there = (row < M)[:, None] & (column < N)[None, :]
             tl.store(y_ptr + row.to(tl.int64)[:, None] * N + column[None, :], z, there)
