@@ -11,6 +11,7 @@
 from bagu.ops.add_rms_norm import add_rms_norm
 from bagu.ops.attention import attention
 from bagu.ops.batch_norm import batch_norm
+from bagu.ops.conv2d import conv1d, conv2d
 from bagu.ops.cross_entropy import cross_entropy
 from bagu.ops.dequantize_int8 import dequantize_int8
 from bagu.ops.dispatch import use
@@ -20,6 +21,7 @@ from bagu.ops.group_norm import group_norm
 from bagu.ops.grouped_matmul import grouped_matmul
 from bagu.ops.gumbel_softmax import gumbel_softmax
 from bagu.ops.int4_matmul import Int4, dequantize_int4, int4_matmul, quantize_int4
+from bagu.ops.int8_conv2d import int8_conv2d
 from bagu.ops.int8_matmul import int8_linear, int8_matmul
 from bagu.ops.invariant import invariant
 from bagu.ops.kv_write import kv_write
@@ -47,6 +49,8 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "batch_norm",
+    "conv1d",
+    "conv2d",
     "cross_entropy",
     "dequantize_int4",
     "dequantize_int8",
@@ -56,6 +60,7 @@ __all__ = [
     "grouped_matmul",
     "gumbel_softmax",
     "int4_matmul",
+    "int8_conv2d",
     "int8_linear",
     "int8_matmul",
     "invariant",

@@ -37,6 +37,11 @@ ELSEWHERE = {
     "matmul.triton_backend._by_tma: not (reads_by_tma(x))": "GPUs older than Hopper",
     "mla_attention.triton_backend._fits_hopper": "meta tensors: the compile gate",
     "mla_attention.triton_backend.forward: hopper": "a kernel in Gluon, which has no interpreter",
+    "conv2d.triton_backend.as_nhwc": "channels first in memory: test_conv2d.py",
+    "conv2d.triton_backend._fits_hopper": "meta tensors: the compile gate",
+    "conv2d.triton_backend._by_boxes": "a kernel in Gluon, which has no interpreter",
+    "conv2d.triton_backend._box": "as above",
+    "conv2d.triton_backend.convolve: _fits_hopper": "as above",
     # how rows are shared among programs and warps on a GPU, for speed alone
     "kernels.norms.run_backward: not (tile.per_sm)": "programs per multiprocessor",
     "layer_norm.triton_backend._long_rows": "programs and warps of rows past 8,192",

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="bugs are plan
 # what runs on a GPU alone, or not on every CPU
 ELSEWHERE = (
     "attention.cuda", "paged_attention.cuda", "paged_attention.compiled", "linear_cross_entropy.cpu_gemm",
-    "mla_attention.hopper_kernel",
+    "mla_attention.hopper_kernel", "conv2d.hopper_kernel",
 )  # fmt: skip
 MODULES = [
     pytest.param(backend, module, id=f"{module.removeprefix('bagu.ops.')}-{backend}")
@@ -28,8 +28,10 @@ QUICK = [  # (backend, module, kind): of these the last one, since the kernels a
         ("triton", "attention.score_kernels", "short"),
         ("triton", "attention.work_list", "max"),
         ("triton", "batch_norm.tiling", "packed"),
+        ("triton", "conv2d.pointer_kernel", "short"),
         ("triton", "cross_entropy.triton_backend", "one trip"),
         ("triton", "dequantize_int8.triton_backend", "short"),
+        ("triton", "kernels.gemm", "one trip"),
         ("triton", "linear_cross_entropy_loss.triton_backend", "one trip"),
         ("triton", "relu_squared.triton_backend", "short"),
         ("triton", "rope.triton_backend", "default"),

@@ -1,0 +1,41 @@
+"""Convolution of int8 images with an int8 weight. spec.py has the definition and the cost."""
+
+from __future__ import annotations
+
+import torch
+
+from bagu.ops.conv2d import Size, as_padding, as_pair, check_images
+from bagu.ops.dispatch import call
+from bagu.ops.int8_conv2d.spec import SPEC
+
+__all__ = ["int8_conv2d"]
+
+
+def int8_conv2d(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Size = 1,
+    padding: Size | str = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    *,
+    activation: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """act(x_scale * w_scale[o] * conv2d(x, w) + bias) in `dtype`, of int8 x[B, C, H, W] and w[O, C / groups, R, S].
+
+    x has one scale [1], w one per output channel [O]. The result is channels last in memory. No gradient.
+    """
+    check_images("int8_conv2d", x, w)
+    stride, dilation = as_pair("int8_conv2d", "stride", stride), as_pair("int8_conv2d", "dilation", dilation)
+    pad = as_padding("int8_conv2d", padding, w, stride, dilation)
+    y: torch.Tensor = call(
+        SPEC, backend, x=x.permute(0, 2, 3, 1), w=w.permute(0, 2, 3, 1), x_scale=x_scale, w_scale=w_scale, bias=bias,
+        stride_h=stride[0], stride_w=stride[1], pad_h=pad[0], pad_w=pad[1], dilation_h=dilation[0],
+        dilation_w=dilation[1], groups=groups, activation=activation, dtype=str(dtype).removeprefix("torch."),
+    )  # fmt: skip
+    return y.permute(0, 3, 1, 2)
