@@ -76,6 +76,13 @@ EQUIVALENT = {
     "mla_attention.triton_backend: default: forward: max_len in max_len == 1":
         "programs of sequences that do not exist read past the tables, which ends the process",
     # Not seen by conformance here, and tested elsewhere.
+    "conv2d.triton_backend: default: convolve: groups in _fits_hopper(x, y, steps, groups)": GPU,
+    "conv2d.triton_backend: default: convolve: activation in _by_boxes(x, w, bias, scales, y, steps, activation)": GPU,
+    "conv2d.triton_backend: default: _fits_hopper: groups in groups == 1": GPU,
+    "conv2d.triton_backend: default: _by_boxes: activation in ACTIVATION=activation": GPU,
+    "conv2d.triton_backend: default: _by_boxes: activation in activation != 'gelu'": GPU,
+    "conv2d.triton_backend: default: _by_pointers: groups in O // groups":
+        "more programs than there are tiles: what is past the group is masked",
     "mla_attention.triton_backend: default: forward: rank in _fits_hopper(q, cache, rank, window)": GPU,
     "mla_attention.triton_backend: default: forward: window in _fits_hopper(q, cache, rank, window)": GPU,
     "mla_attention.triton_backend: default: _fits_hopper: rank in (rank, q.shape[2] - rank)": GPU,

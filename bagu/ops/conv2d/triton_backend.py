@@ -99,9 +99,10 @@ def _by_pointers(
 ) -> None:  # fmt: skip
     (B, H, W, C), (_, P, Q, O), (R, S, I) = x.shape, y.shape, w.shape[1:]
     exact, small = x.element_size() > 2, 32 if x.dtype == torch.int8 else 16
-    out = min(32 if exact else 64, max(16, next_power_of_2(O // groups)))
+    per_group = O // groups
+    out = min(32 if exact else 64, max(16, next_power_of_2(per_group)))
     pixels, block = (32, 32) if exact else (64, 64)
-    grid = (triton.cdiv(B * P * Q, pixels) * triton.cdiv(O // groups, out), groups)
+    grid = (triton.cdiv(B * P * Q, pixels) * triton.cdiv(per_group, out), groups)
     pointer_kernel[grid](
         x, w, bias, *(scales or (None, None)), y, B, H, W, C, O, P, Q, I, *steps.stride, *steps.pad, *steps.dilation,
         groups, R=R, S=S, PIXELS=pixels, OUT=out, BC=min(block, max(small, next_power_of_2(I))),
