@@ -57,7 +57,7 @@ def render(rows: Sequence[Row], language: str) -> str:
 
 
 def _block(run: Sequence[Row], stages: Sequence[str], words: Mapping[str, Any]) -> list[str]:
-    lines = []
+    lines: list[str] = []
     for task in dict.fromkeys(r["task"] for r in run):
         by_stage = {r["stage"]: r for r in run if r["task"] == task}
         last = by_stage[next(s for s in reversed(stages) if s in by_stage)]
