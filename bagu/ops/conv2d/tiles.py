@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,7 +20,7 @@ class Steps:
     pad: Pair
     dilation: Pair
 
-    def out(self, image: Pair, kernel: Pair) -> Pair:
+    def out(self, image: Sequence[int], kernel: Sequence[int]) -> Pair:
         """The size of the output."""
         P, Q = (
             (n + 2 * p - d * (k - 1) - 1) // s + 1
