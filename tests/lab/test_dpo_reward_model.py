@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
 from bagu.data import DataConfig
-from bagu.lab.core import Row, Setting
+from bagu.lab.core import Row
 from bagu.lab.labs import dpo_reward_model as lab
 from bagu.lab.library_models import Library, new_model, read_library
 
@@ -53,8 +54,8 @@ def token_ids(library: Library) -> list[tuple[int, ...]]:
     return [data.tokens(int(i)).ids for i in data.units.ravel()]
 
 
-def test_a_quick_run_has_a_row_for_all_pairs_and_for_each_group() -> None:
-    rows = lab.run(Setting(device="cpu", quick=True, track=iter))
+def check_rows(rows: Sequence[Row]) -> None:
+    """Of a quick run (test_lab_run.py): has a row for all pairs and for each group."""
     assert rows[0]["group"] == "all" and {r["group"] for r in rows[1:]} <= set(lab.KINDS)
     assert sum(int(r["pairs"]) for r in rows[1:]) == rows[0]["pairs"]  # type: ignore[arg-type]
     for r in rows:

@@ -7,17 +7,23 @@ import json
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
+import test_dpo_reward_model
+import test_ppo_grpo
+import test_quantization_quality
+import test_reward_hacking
+import test_rollout_parity
 import torch
 from rich.console import Console
 
 from bagu.errors import BaguError, UnknownName
 from bagu.lab import catalogue, run
-from bagu.lab.core import SCHEMA, Kind, Lab, Result, Setting
+from bagu.lab.core import SCHEMA, Kind, Lab, Result, Row, Setting
 from bagu.lab.listing import list_labs
 from bagu.lab.report import write_report
 from bagu.lab.run import run_labs
@@ -34,6 +40,13 @@ EXPECTED: dict[str, set[str]] = {
 # Rows that are known on any machine.
 ROWS: dict[str, dict[str, list[int]]] = {
     "kv_cache": {"cache_bytes": [n * 4 * 2 * 2 * 64 * 4 for n in (64, 256, 512)]},
+}
+CHECKS: dict[str, Callable[[Sequence[Row]], None]] = {  # of the rows of one lab
+    "dpo_reward_model": test_dpo_reward_model.check_rows,
+    "ppo_grpo": test_ppo_grpo.check_rows,
+    "quantization_quality": test_quantization_quality.check_rows,
+    "reward_hacking": test_reward_hacking.check_rows,
+    "rollout_parity": test_rollout_parity.check_rows,
 }
 QUICKEST = ["batchnorm_layernorm", "numpy_lists", "safe_softmax"]
 
@@ -73,6 +86,7 @@ def test_a_lab_runs_and_decides(tmp_path: Path, name: str) -> None:
     assert result.rows
     for key, known in ROWS.get(name, {}).items():
         assert [row[key] for row in result.rows] == known
+    CHECKS.get(name, lambda rows: None)(result.rows)
     assert result.quick
     assert result.environment["torch"]
     assert result.verdict == catalogue.load(name).verdict(result.rows)  # from the stored rows only

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from bagu.lab.core import Row, Setting
+from collections.abc import Sequence
+
+from bagu.lab.core import Row
 from bagu.lab.labs import ppo_grpo as lab
 
 
-def test_a_quick_run_has_a_row_for_each_rollout_and_the_critic_is_counted() -> None:
-    rows = lab.run(Setting(device="cpu", quick=True, track=iter))
+def check_rows(rows: Sequence[Row]) -> None:
+    """Of a quick run (test_lab_run.py): has a row for each rollout and the critic is counted."""
     assert len(rows) == 3 * 2 * 2 * 2
     parameters = {r["algorithm"]: r["parameters"] for r in rows}
     assert parameters["PPO"] > 1.9 * parameters["GRPO"]  # type: ignore[operator]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from bagu.lab.core import Row, Setting
+from collections.abc import Sequence
+
+from bagu.lab.core import Row
 from bagu.lab.labs import quantization_quality as lab
 
 
-def test_every_format_is_measured_on_the_same_items() -> None:
-    rows = lab.run(Setting(device="cpu", quick=True, track=iter))
+def check_rows(rows: Sequence[Row]) -> None:
+    """Of a quick run (test_lab_run.py): every format is measured on the same items."""
     assert [r["format"] for r in rows] == [f.name for f in lab.formats()]
     assert len({r["items"] for r in rows}) == 1
     costs = {str(r["format"]): abs(lab.cost(r, rows)) for r in rows}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from bagu.data.stdlib import parsed
 from bagu.eval.function_checks import CHECKS, checks_passed
-from bagu.lab.core import Row, Setting
+from bagu.lab.core import Row
 from bagu.lab.labs import reward_hacking as lab
 from bagu.lab.small_functions import NAMES, function_text, prompt_text
 
@@ -21,8 +22,8 @@ def test_every_small_function_parses_and_some_fail_the_strict_checks() -> None:
     assert min(passed) >= CHECKS.index("statements") and 0.5 < passed.count(len(CHECKS)) / len(passed) < 0.8
 
 
-def test_a_quick_run_judges_every_policy_by_both_rewards() -> None:
-    rows = lab.run(Setting(device="cpu", quick=True, track=iter))
+def check_rows(rows: Sequence[Row]) -> None:
+    """Of a quick run (test_lab_run.py): judges every policy by both rewards."""
     assert len(rows) == 2 * 2 * 2 * (2 + 2)  # starts, seeds, rewards; two rollouts, before, after
     for row in rows:
         assert 0 <= row["strict_percent"] <= row["loose_percent"] <= 100  # type: ignore[operator]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
-from bagu.lab.core import Row, Setting
+from bagu.lab.core import Row
 from bagu.lab.labs import rollout_parity as lab
 
 
-def test_invariant_mode_has_equal_bits_and_int8_weights_have_not() -> None:
-    rows = {str(r["mode"]): r for r in lab.run(Setting(device="cpu", quick=True, track=iter))}
+def check_rows(found: Sequence[Row]) -> None:
+    """Of a quick run (test_lab_run.py): invariant mode has equal bits, and int8 weights have not."""
+    rows = {str(r["mode"]): r for r in found}
     assert rows["fp32, invariant"]["max_nats"] == 0.0
     assert rows["int8 weights"]["max_nats"] > 0.0  # type: ignore[operator]
     assert rows["fp32"]["max_nats"] < 1e-3  # type: ignore[operator]  # rounding of two layers, 1e-6 measured
