@@ -24,8 +24,8 @@ return to the pool when the last plan that uses them is committed.
 
 With speculation a sequence may get drafted tokens after its last known one (speculation/speculator.py). Its next
 position depends on how many of them are accepted, so a plan with drafts is committed before the next one is made.
-Drafts take blocks that are available, and preempt nobody. A block is registered in the prefix cache when the tokens
-that fill it are sampled, so a rejected draft is never in it: its position is written again by the sampled token.
+Drafts take available blocks and preempt no sequence. A block is registered in the prefix cache when the tokens that
+fill it are sampled, so a rejected draft is never in it: its position is written again by the sampled token.
 """
 
 from __future__ import annotations

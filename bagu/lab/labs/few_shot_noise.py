@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WORDS = ("return", "else", "except", "def")  # indentation and the line before tell them apart
+WORDS = ("return", "else", "except", "def")  # indentation and the line before decide which
 BEFORE, PER_FILE = 100, 3  # characters before a keyword, items of a file and keyword at most
 SHOTS = (1, 4)
 STEPS, WIDTH, DRAWS = 1000, 128, 12

@@ -122,8 +122,8 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     four = [cost(r, rows) for r in rows if number(r, "weight_bits") < 8]
     free, dear = max(eight) <= FREE, min(four) > FREE
     kind: Kind = "held" if free and dear else "holds only where" if free else "did not hold"
-    told = [r for r in rows if r["format"] != "fp32"]
-    each = ", ".join(f"{r['format']} {cost(r, rows):+.4f}" for r in told)
+    rounded = [r for r in rows if r["format"] != "fp32"]
+    each = ", ".join(f"{r['format']} {cost(r, rows):+.4f}" for r in rounded)
     scores = ", ".join(f"{r['format']} {number(r, 'continue4_percent'):.1f} %" for r in rows)
     return Verdict(
         kind=kind,

@@ -59,5 +59,5 @@ class StepTimes:
 
 
 def _size(tokens: int) -> int:
-    """Sizes within about 10 % of each other count as one; small numbers are apart."""
+    """Sizes within about 10 % of each other count as one; small numbers stay different."""
     return round(4 * math.log2(max(tokens, 1)))
