@@ -13,11 +13,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import test_dpo_reward_model
-import test_ppo_grpo
-import test_quantization_quality
-import test_reward_hacking
-import test_rollout_parity
 import torch
 from rich.console import Console
 
@@ -28,6 +23,13 @@ from bagu.lab.listing import list_labs
 from bagu.lab.report import write_report
 from bagu.lab.run import run_labs
 from bagu.machine.device import this_machine
+from tests.lab import (
+    test_dpo_reward_model,
+    test_ppo_grpo,
+    test_quantization_quality,
+    test_reward_hacking,
+    test_rollout_parity,
+)
 
 # Verdicts that are valid on any machine. Other labs may have any verdict: `fusion` depends on speed.
 EXPECTED: dict[str, set[str]] = {
