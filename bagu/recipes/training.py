@@ -97,7 +97,7 @@ def train(
     `announce` is called with the summary before the first step. A given tokenizer and given corpora are not read again.
     `pause_after` stops after this many steps; a call with `resume` continues. Nothing in the folder changes until
     everything is checked, including the checkpoint of a resume. With a `mesh` every rank calls it; rank 0 alone writes
-    to the folder, apart from the ranks' parts of checkpoints. `timeline` records the last step of a pipeline.
+    to the folder, except the ranks' parts of checkpoints. `timeline` records the last step of a pipeline.
     """
     folder, first = RunFolder(out), mesh is None or mesh.rank == 0
     if first:

@@ -181,13 +181,13 @@ def row(margins: dict[tuple[str, int], list[float]], asked: Pairs, group: str) -
 
 
 def same(r: Row) -> bool:
-    """Whether both rank alike: the interval of the difference is above -MARGIN, and the reward models have learned to
-    rank this group at all."""
+    """Whether DPO agrees with a reward model as two reward models do: the interval of the difference is above -MARGIN,
+    and the reward models have learned to rank this group at all."""
     return number(r, "difference_low_points") > -MARGIN and number(r, "reward_low_percent") > 50
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Held if both rank alike in every group of broken functions that the reward models rank better than chance."""
+    """Held if they agree in every group of broken functions that the reward models rank better than chance."""
     groups = [r for r in rows if r["group"] != "all"]
     able = [r for r in groups if number(r, "reward_low_percent") > 50]
     found = [same(r) for r in able]
@@ -207,13 +207,13 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         f"（{difference(r).replace(' to ', ' 至 ')} 个百分点）"
         for r in rows
     ]
-    alike = ", ".join(str(r["group"]) for r in groups if same(r)) or "none"
-    alike_zh = "、".join(names[str(r["group"])] for r in groups if same(r)) or "无"
+    agreeing = ", ".join(str(r["group"]) for r in groups if same(r)) or "none"
+    agreeing_zh = "、".join(names[str(r["group"])] for r in groups if same(r)) or "无"
     return Verdict(
         kind=kind,
-        sentence_en=f"DPO agrees with a reward model as two of them do, to {MARGIN:g} points, for: {alike}; "
+        sentence_en=f"DPO agrees with a reward model as two of them do, to {MARGIN:g} points, for: {agreeing}; "
         f"{len(groups) - len(able)} of {len(groups)} groups are at chance. {'. '.join(en)}.",
-        sentence_zh=f"DPO 与奖励模型的一致程度（相差 {MARGIN:g} 个百分点以内）等于两个奖励模型之间的：{alike_zh}；"
+        sentence_zh=f"DPO 与奖励模型的一致程度（相差 {MARGIN:g} 个百分点以内）等于两个奖励模型之间的：{agreeing_zh}；"
         f"{len(groups)} 组中有 {len(groups) - len(able)} 组处于随机水平。{'。'.join(zh)}。",
     )
 
@@ -235,7 +235,7 @@ def plot(fig: Figure, rows: Sequence[Row]) -> None:
     for i, (key, name) in enumerate(agreements):
         x = [at + 0.36 * (i - 0.5) for at in range(len(rows))]
         right.bar(x, [number(r, f"{key}_percent") for r in rows], 0.34, color=COLOURS[i + 2], label=name)
-    for axes, title in ((left, "Held-out pairs ranked right"), (right, "Held-out pairs ranked alike")):
+    for axes, title in ((left, "Held-out pairs ranked right"), (right, "Held-out pairs ranked the same")):
         axes.axhline(50, color=INK, lw=0.8, ls=":")
         axes.set_xticks(range(len(rows)), [f"{r['group']}\n({r['pairs']})" for r in rows])
         axes.grid(False, axis="x")
@@ -255,7 +255,7 @@ LAB = Lab(
     f"broken ones; AdamW at {RATES['reward']:g} (reward model) and {RATES['dpo']:g} (DPO, β = 0.1). Up to {HELD_PAIRS} "
     "pairs of held-out modules.",
     varies="What is trained on the pairs, the order of the pairs, how a function is broken.",
-    measures="Share of held-out pairs ranked right, and ranked alike by two reward models and by DPO and a reward "
+    measures="Share of held-out pairs ranked right, and ranked the same by two reward models and by DPO and a reward "
     "model; the difference of the last two with a 95 % interval, by the bootstrap over files.",
     needs_gpu=False,
     run=run,

@@ -179,7 +179,7 @@ SPEC = OpSpec(
              kernel=(8, 2, 2), pad=(3, 2), bias=True),
         Case("stride", "the stride differs between the axes", image=(2, 9, 8, 8), kernel=(16, 3, 3), pad=(1, 1),
              stride=(2, 3)),
-        Case("dilation", "taps are two and three pixels apart", image=(1, 9, 10, 16), kernel=(8, 3, 3), pad=(2, 3),
+        Case("dilation", "the dilation differs between the axes", image=(1, 9, 10, 16), kernel=(8, 3, 3), pad=(2, 3),
              dilation=(2, 3), bias=True),
         Case("groups", "two groups, which share nothing", image=(2, 4, 5, 16), kernel=(24, 3, 3), pad=(1, 1), groups=2),
         Case("depthwise", "a group per channel, two outputs each", image=(2, 5, 4, 6), kernel=(12, 3, 3), pad=(1, 1),
