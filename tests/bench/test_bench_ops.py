@@ -57,8 +57,12 @@ def test_quick_run_prints_json_records_rows_and_plots(tmp_path: Path, capsys: py
     for row in rows:
         assert row["shrunk"] and row["quick"] and row["dtype"] == "fp32" and row["dims"]["M"] == [128]
         assert 0 < row["low_s"] <= row["median_s"] <= row["high_s"]
-        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["median_s"] / 1e9)
-        assert row["share"] == pytest.approx(row["gb_per_s"] * 1e9 / row["ceilings"]["copy"])
+        least = {"memory": row["bytes"] / row["ceilings"]["copy"], "compute": row["flops"] / row["ceilings"]["matmul"]}
+        # On a busy machine the matmul ceiling can be measured so low that the norm counts as compute-bound.
+        assert row["bound"] == max(least, key=least.get)
+        if row["bound"] == "memory":
+            assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["median_s"] / 1e9)
+            assert row["share"] == pytest.approx(least["memory"] / row["median_s"])
     assert "measured ceilings: read" in printed.err and "vs best peer" in printed.err
 
 
