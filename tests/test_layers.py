@@ -13,7 +13,7 @@ import pytest
 import bagu
 
 ROOT = Path(bagu.__file__).parent
-ROOTS = {"errors", "types", "config", "cli"}  # besides these the package has parts alone
+ROOTS = {"errors", "types", "config"}  # besides these the package has parts alone
 BELOW_CLI = ["machine", "runs", "ops", "data", "nn", "parallel", "train", "eval", "serve", "recipes", "bench", "lab"]
 PARTS = {  # besides errors, types and config, which import no part and are open to all
     "machine": set(),

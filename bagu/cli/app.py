@@ -1,0 +1,90 @@
+"""The command line: one verb per job. Each verb imports the part it needs when it runs, so `--help` stays fast."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from bagu import __version__
+from bagu.cli import models, serve
+from bagu.cli.bench import bench
+from bagu.cli.lab import lab
+from bagu.cli.ops import ops
+from bagu.cli.options import AsJson
+from bagu.cli.plan import plans
+from bagu.errors import BaguError
+
+__all__ = ["app", "main"]
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, quota reached, file size limit reached
+
+app = typer.Typer(
+    help="bagu (八股): train, serve and benchmark language models on one machine.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"bagu {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def doctor(
+    as_json: AsJson = False,
+    measure: Annotated[bool, Option(help="Measure memory bandwidth and matmul rate (about 2 s).")] = True,
+) -> None:
+    """Describe this machine and list its problems, each with a fix."""
+    from bagu.machine import doctor as part
+
+    raise typer.Exit(part.main(as_json=as_json, measure=measure))
+
+
+for verb in (models.demo, models.train, models.report, models.export, serve.serve, serve.chat):
+    app.command()(verb)
+app.command("eval")(models.evaluate)
+app.add_typer(bench, name="bench")
+app.add_typer(ops, name="ops")
+app.add_typer(lab, name="lab")
+app.add_typer(models.tokenizers, name="tokenizer")
+app.add_typer(plans, name="plan")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the program `bagu`.
+
+    A BaguError, and an OSError about a file or a full disk, print a message without a traceback and exit with status
+    2. Set BAGU_TRACEBACK=1 to see the traceback.
+    """
+    try:
+        app(args=argv, prog_name="bagu")
+    except (BaguError, OSError) as error:
+        message = _message(error)
+        if message is None or os.environ.get("BAGU_TRACEBACK", "0") not in ("", "0"):
+            raise
+        print(f"bagu: {message}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _message(error: BaguError | OSError) -> str | None:
+    """The message to print instead of a traceback; None for an OSError that is not about a file or a full disk."""
+    if isinstance(error, BaguError):
+        return f"{error}" + (f"\n  -> {error.hint}" if error.hint else "")
+    if error.errno in DISK_FULL:
+        file = f"{error.filename}: " if error.filename else ""
+        return f"{file}{error.strerror}\n  -> free some disk space, or write to another disk"
+    return error.filename and f"{error.filename}: {error.strerror}\n  -> check the path and its permissions"

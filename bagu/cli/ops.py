@@ -1,0 +1,54 @@
+"""`bagu ops`: list the ops, and show one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from bagu.cli.options import AsJson, OpDtype, collector_paused, group
+
+ops = group("List the ops; show the formula, cost and predicted time of one.")
+
+
+@ops.command("list")
+def ops_list() -> None:
+    """List every op with its backends, gradients and bound (memory or compute)."""
+    with collector_paused():
+        from rich.console import Console
+
+        from bagu.bench import show
+
+        show.list_ops(Console())
+
+
+@ops.command("show")
+def ops_show(
+    name: Annotated[str, Argument(help="The op.")],
+    size: Annotated[str, Option(help="Sizes, e.g. M=4096,N=4096. Default: the first benchmark case.")] = "",
+    dtype: OpDtype = None,
+    as_json: AsJson = False,
+    measure: Annotated[bool, Option("--measure", help="Measure the ceilings again, even if recorded.")] = False,
+    kernel: Annotated[
+        bool, Option("--kernel", help="Compile its Triton kernels, without a GPU, and show registers, occupancy …")
+    ] = False,
+    arch: Annotated[str, Option(help="Architecture to compile for. [with --kernel]")] = "sm_90",
+    config: Annotated[str, Option(help="A tuning, e.g. num_warps=8 or backward.block=1024. [with --kernel]")] = "",
+    diff: Annotated[
+        tuple[str, str] | None, Option(metavar="A B", help="Two tunings to compare; '' is the default. [with --kernel]")
+    ] = None,
+    out: Annotated[Path | None, Option(help="Folder for the stages. Default: kernels/NAME. [with --kernel]")] = None,
+) -> None:
+    """Show one op: formula, arguments, backends, cases, cost and predicted time on this machine; or its kernels."""
+    from rich.console import Console
+
+    from bagu.bench import show
+
+    if kernel or diff:
+        show.show_op_kernels(
+            name, Console(), out or Path("kernels") / name, size=size, dtype=dtype, arch=arch, config=config,
+            diff=diff, as_json=as_json,
+        )  # fmt: skip
+    else:
+        show.show_op(name, Console(), size=size, dtype=dtype, as_json=as_json, measure=measure)

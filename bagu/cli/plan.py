@@ -1,0 +1,63 @@
+"""`bagu plan`: a training run over a cluster, or a deployment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from bagu.cli.options import AsJson, group
+
+plans = group("Plan a training run or a deployment: which layout, how fast, does it fit.")
+
+
+@plans.callback(invoke_without_command=True)
+def plan(
+    context: typer.Context,
+    model: Annotated[str, Option(help="A model such as llama3-70b, or a config.json of Hugging Face or bagu.")] = "",
+    gpus: Annotated[int, Option(help="Number of GPUs.")] = 8,
+    gpu: Annotated[str, Option(help="a100, h100, h200, b200, or a cluster file (docs/planner.md).")] = "h100",
+    seq: Annotated[int, Option(help="Tokens per sequence.")] = 4096,
+    batch: Annotated[int, Option(help="Sequences per step, over all GPUs.")] = 256,
+    tokens: Annotated[float | None, Option(help="Tokens to train on, e.g. 2e12: adds days and cost.")] = None,
+    precision: Annotated[str, Option(help="bf16 or fp8.")] = "bf16",
+    top: Annotated[int, Option(help="Number of layouts to print.")] = 10,
+    out: Annotated[Path | None, Option(help="A folder for plan.html and the plot.")] = None,
+    as_json: AsJson = False,
+    serve: Annotated[bool, Option("--serve", help="Plan a deployment instead; the options below describe it.")] = False,
+    rate: Annotated[float, Option(help="Requests per second.")] = 10.0,
+    input_tokens: Annotated[int, Option(help="Tokens of a prompt.")] = 1024,
+    output_tokens: Annotated[int, Option(help="Tokens of an answer.")] = 256,
+    token_ms: Annotated[float, Option(help="Target: milliseconds per output token.")] = 50.0,
+    first_token_ms: Annotated[float, Option(help="Target: milliseconds to the first token.")] = 1000.0,
+) -> None:
+    """Rank the layouts of a training run over a cluster, or plan a deployment (--serve)."""
+    if context.invoked_subcommand is not None:
+        return
+    if not model:
+        raise typer.BadParameter("name a model, such as --model llama3-70b", param_hint="--model")
+    from bagu.parallel.planner import command
+
+    if serve:
+        command.serve(
+            model=model, gpu=gpu, rate=rate, input_tokens=input_tokens, output_tokens=output_tokens,
+            token_ms=token_ms, first_token_ms=first_token_ms, as_json=as_json,
+        )  # fmt: skip
+        return
+    command.plan(
+        model=model, gpus=gpus, gpu=gpu, seq=seq, batch=batch, tokens=tokens, precision=precision, top=top,
+        as_json=as_json, out=out,
+    )  # fmt: skip
+
+
+@plans.command("validate")
+def plan_validate(
+    out: Annotated[Path | None, Option(help="A folder for validation.html and the plot.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare predictions with published measurements: errors per source, and the ranking of layouts."""
+    from bagu.parallel.planner import command
+
+    command.validation(out=out, as_json=as_json)
