@@ -15,7 +15,7 @@ from torch import nn
 
 from bagu import ops
 from bagu.nn.config import ModelConfig, Rope
-from bagu.nn.kv import KV
+from bagu.nn.kv import KV, HeadTransform, Scores
 from bagu.nn.linear import Factory, Linear
 from bagu.nn.norm import RMSNorm
 from bagu.nn.positions import Signals
@@ -53,10 +53,8 @@ class Softmax(nn.Module):
     def cached(
         self, kv: KV, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, v_dim: int, signals: Signals
     ) -> torch.Tensor:
-        return kv.attend(
-            self.layer, q, k, v, v_dim=v_dim,
-            scale=self.scale, window=self.window, slopes=signals.slopes, bias=signals.bias,
-        )  # fmt: skip
+        scores = Scores(self.scale, self.window, signals.slopes, signals.bias)
+        return kv.attend(self.layer, q, k, v, v_dim, scores)
 
 
 class Attention(nn.Module):
@@ -94,12 +92,13 @@ class Attention(nn.Module):
 
     def cached(self, softmax: Softmax, kv: KV, qkv: torch.Tensor, signals: Signals) -> torch.Tensor:
         """The same with a KV view, where QK norm, RoPE and the write to the cache are one op."""
-        norms = self.q_norm, self.k_norm
-        q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
-        q = kv.write(
-            softmax.layer, qkv, cos=signals.cos, sin=signals.sin, layout=self.layout, q_weight=q_weight,
-            k_weight=k_weight, eps=0.0 if self.q_norm is None else self.q_norm.eps,
+        q_norm, k_norm = self.q_norm, self.k_norm
+        transform = HeadTransform(
+            signals.cos, signals.sin, self.layout,
+            q_weight=None if q_norm is None else q_norm.weight, k_weight=None if k_norm is None else k_norm.weight,
+            eps=0.0 if q_norm is None else q_norm.eps,
         )  # fmt: skip
+        q = kv.write(softmax.layer, qkv, transform)
         return softmax.cached(kv, q, None, None, self.head_dim, signals)
 
     def turn(self, x: torch.Tensor, context: Context) -> torch.Tensor:

@@ -14,7 +14,7 @@ H = heads, G = KV heads, D = key dim, E = value dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,11 +22,31 @@ from bagu import ops
 from bagu.errors import BaguError
 from bagu.nn.config import ModelConfig
 
-__all__ = ["KV", "CacheError", "DenseKV"]
+__all__ = ["KV", "CacheError", "DenseKV", "HeadTransform", "Scores"]
 
 
 class CacheError(BaguError, ValueError):
     """The cache is too small, or does not support the model."""
+
+
+class HeadTransform(NamedTuple):
+    """RoPE and QK norm of a layer, in the argument names of `ops.rope_kv_write`. None: the model does not have it."""
+
+    cos: torch.Tensor | None  # [T, R]
+    sin: torch.Tensor | None
+    layout: str  # of RoPE's pairs of features
+    q_weight: torch.Tensor | None  # [D], of the QK norm
+    k_weight: torch.Tensor | None
+    eps: float
+
+
+class Scores(NamedTuple):
+    """How a layer turns q · k into attention scores."""
+
+    scale: float
+    window: int | None  # positions that a token attends to, itself included
+    slopes: torch.Tensor | None  # [H], ALiBi
+    bias: torch.Tensor | None  # [H, 2 * distances - 1], T5
 
 
 class KV(Protocol):
@@ -37,34 +57,13 @@ class KV(Protocol):
         """A host bound on past plus new tokens of any sequence in this forward."""
         ...
 
-    def write(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        *,
-        cos: torch.Tensor | None,
-        sin: torch.Tensor | None,
-        layout: str,
-        q_weight: torch.Tensor | None,
-        k_weight: torch.Tensor | None,
-        eps: float,
-    ) -> torch.Tensor:
-        """Store the keys and values of qkv[T, G, H / G + 2, D] and return its queries [T, H, D], as
-        `ops.rope_kv_write` does. `attend` without k follows."""
+    def write(self, layer: int, qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
+        """Transform the queries and keys of qkv[T, G, H / G + 2, D], store keys and values, and return the queries
+        [T, H, D], as `ops.rope_kv_write` does. `attend` without k follows."""
         ...
 
     def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        *,
-        v_dim: int,
-        scale: float,
-        window: int | None,
-        slopes: torch.Tensor | None,
-        bias: torch.Tensor | None,
+        self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, v_dim: int, scores: Scores
     ) -> torch.Tensor:
         """Store k[T, G, D] and v[T, G, E]; return the attention of q[T, H, D] to its sequence, [T, H, E], E = v_dim.
 
@@ -127,39 +126,15 @@ class DenseKV:
         ends = torch.tensor([0, *new]).cumsum(0).to(device, torch.int32)
         return self.positions, ends, max(self.new)
 
-    def write(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        *,
-        cos: torch.Tensor | None,
-        sin: torch.Tensor | None,
-        layout: str,
-        q_weight: torch.Tensor | None,
-        k_weight: torch.Tensor | None,
-        eps: float,
-    ) -> torch.Tensor:
+    def write(self, layer: int, qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
         assert self.values is not None, "the cache of an MLA model stores no values"
         slots = self.rows * self.keys[layer].shape[1] + self.positions  # a sequence is a block
-        return ops.rope_kv_write(
-            qkv, slots, self.keys[layer], self.values[layer], cos=cos, sin=sin, layout=layout, q_weight=q_weight,
-            k_weight=k_weight, eps=eps,
-        )  # fmt: skip
+        return ops.rope_kv_write(qkv, slots, self.keys[layer], self.values[layer], **transform._asdict())
 
     def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        *,
-        v_dim: int,
-        scale: float,
-        window: int | None,
-        slopes: torch.Tensor | None,
-        bias: torch.Tensor | None,
+        self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, v_dim: int, scores: Scores
     ) -> torch.Tensor:
-        P = self.max_len
+        P, (scale, window, slopes, bias) = self.max_len, scores
         if k is not None:
             self.keys[layer][self.rows, self.positions] = k
         keys = self.keys[layer][:, :P]
@@ -178,13 +153,13 @@ class DenseKV:
 
         acc = torch.promote_types(q.dtype, torch.float32)
         grouped = queries.to(acc).view(N, L, G, H // G, D)
-        scores = torch.einsum("nlgid,npgd->ngilp", grouped, keys.to(acc)).flatten(1, 2) * scale  # [N, H, L, P]
+        logits = torch.einsum("nlgid,npgd->ngilp", grouped, keys.to(acc)).flatten(1, 2) * scale  # [N, H, L, P]
         if slopes is not None:
-            scores = scores + slopes.view(-1, 1, 1) * ahead.unsqueeze(1)
+            logits = logits + slopes.view(-1, 1, 1) * ahead.unsqueeze(1)
         if bias is not None:
             far = bias.shape[1] // 2
-            scores = scores + bias.to(acc)[:, ahead.clamp(-far, far) + far].transpose(0, 1)
+            logits = logits + bias.to(acc)[:, ahead.clamp(-far, far) + far].transpose(0, 1)
         # torch's softmax: our op would compile its kernels again for every power of two of P
-        weights = scores.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1).view(N, G, H // G, L, P)
+        weights = logits.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1).view(N, G, H // G, L, P)
         out = torch.einsum("ngilp,npge->nlgie", weights, values.to(acc)).flatten(2, 3)
         return out[self.rows, self.turns].to(q.dtype)

@@ -10,7 +10,7 @@ from small_engine import small_engine, small_model
 
 from bagu import ops
 from bagu.errors import ArgumentError, BackendError
-from bagu.nn.kv import CacheError, DenseKV
+from bagu.nn.kv import CacheError, DenseKV, HeadTransform
 from bagu.nn.model import Transformer
 from bagu.ops.kv_write.quantize import dequantize, quantize
 from bagu.serve.config import EngineConfig
@@ -30,8 +30,8 @@ class RoundedKV(DenseKV):
         super().__init__(*args)
         self.eight_bits = dtype
 
-    def write(self, layer: int, qkv: torch.Tensor, **more: Any) -> torch.Tensor:
-        q = super().write(layer, qkv, **more)
+    def write(self, layer: int, qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
+        q = super().write(layer, qkv, transform)
         assert self.values is not None
         for cache in (self.keys[layer], self.values[layer]):
             cache[self.rows, self.positions] = dequantize(*quantize(cache[self.rows, self.positions], self.eight_bits))

@@ -18,7 +18,7 @@ import torch
 
 from bagu import ops
 from bagu.nn.config import ModelConfig
-from bagu.nn.kv import CacheError
+from bagu.nn.kv import CacheError, HeadTransform, Scores
 
 __all__ = ["Batch", "LayerCache", "PagedKV", "block_bytes", "cache_dtype", "cache_tensors"]
 
@@ -172,38 +172,17 @@ class PagedKV:
             for pool in self.tensors:
                 pool[destination] = pool[source]
 
-    def write(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        *,
-        cos: torch.Tensor | None,
-        sin: torch.Tensor | None,
-        layout: str,
-        q_weight: torch.Tensor | None,
-        k_weight: torch.Tensor | None,
-        eps: float,
-    ) -> torch.Tensor:
+    def write(self, layer: int, qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
         b, cache = self.batch, self.layers[layer]
         assert b is not None, "call PagedKV.load before a forward"
         assert cache.values is not None, "an MLA cache stores no values"
         return ops.rope_kv_write(
-            qkv, b.slots, cache.keys, cache.values, cos=cos, sin=sin, layout=layout, q_weight=q_weight,
-            k_weight=k_weight, eps=eps, k_scale=cache.key_scales, v_scale=cache.value_scales,
+            qkv, b.slots, cache.keys, cache.values, k_scale=cache.key_scales, v_scale=cache.value_scales,
+            **transform._asdict(),
         )  # fmt: skip
 
     def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        *,
-        v_dim: int,
-        scale: float,
-        window: int | None,
-        slopes: torch.Tensor | None,
-        bias: torch.Tensor | None,
+        self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, v_dim: int, scores: Scores
     ) -> torch.Tensor:
         b, (keys, values, key_scales, value_scales) = self.batch, self.layers[layer]
         assert b is not None, "call PagedKV.load before a forward"
@@ -213,11 +192,11 @@ class PagedKV:
             assert values is not None, "an MLA cache stores no values"
             ops.kv_write(values, v, b.slots, scale=value_scales)
         if values is None:  # MLA: a latent per token
-            assert slopes is None and bias is None, "ModelConfig requires RoPE for MLA"
+            assert scores.slopes is None and scores.bias is None, "ModelConfig requires RoPE for MLA"
             outs = [
                 ops.mla_attention(
                     q[p.tokens], keys.squeeze(2), p.block_tables, p.cu_seqlens, p.context_lens, v_dim, p.max_len,
-                    p.max_context, scale=scale, window=window,
+                    p.max_context, scale=scores.scale, window=scores.window,
                 )[0]
                 for p in self.parts
             ]  # fmt: skip
@@ -225,7 +204,7 @@ class PagedKV:
             outs = [
                 ops.paged_attention(
                     q[p.tokens], keys, values, p.block_tables, p.cu_seqlens, p.context_lens, p.max_len, p.max_context,
-                    scale=scale, window=window, slopes=slopes, bias=bias, k_scale=key_scales, v_scale=value_scales,
+                    k_scale=key_scales, v_scale=value_scales, **scores._asdict(),
                 )[0]
                 for p in self.parts
             ]  # fmt: skip
