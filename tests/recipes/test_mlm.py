@@ -22,7 +22,7 @@ from bagu.recipes.run import Run
 from bagu.recipes.serve import Loader
 from bagu.recipes.training import train
 from bagu.runs.folder import Observer, RunFolder
-from bagu.serve.http.worker import embed
+from bagu.serve.embedding import embed
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

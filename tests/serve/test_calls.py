@@ -15,8 +15,8 @@ from bagu.serve.http.errors import ApiError
 from bagu.serve.http.metrics import Metrics
 from bagu.serve.http.openai import Job
 from bagu.serve.http.pending import PendingCalls
+from bagu.serve.http.pipe import Ready
 from bagu.serve.http.responses import CompletionResponse
-from bagu.serve.http.worker import Ready
 from bagu.serve.request import Request, Sampling, TokenEvent
 
 TOKENIZER = BpeTokenizer.train(["abc"], vocab_size=300)

@@ -9,7 +9,8 @@ from multiprocessing.connection import Connection
 import pytest
 
 from bagu.serve.http import worker
-from bagu.serve.http.worker import STEP_TAG, EventBuffer
+from bagu.serve.http.pipe import STEP_TAG
+from bagu.serve.http.worker import EventBuffer
 from bagu.serve.request import PromptLogprobs, TokenEvent
 
 

@@ -12,7 +12,8 @@ import pytest
 from constrained import POINT, constrained_engine, constrained_model, json_tokenizer
 
 from bagu.serve.grammar import Grammar
-from bagu.serve.http.worker import Accepted, Compiled, Messages, Refused, RequestQueue
+from bagu.serve.http.pipe import Accepted, Refused
+from bagu.serve.http.worker import Compiled, Messages, RequestQueue
 from bagu.serve.request import Request, Sampling
 
 

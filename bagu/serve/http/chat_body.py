@@ -13,10 +13,10 @@ from bagu.serve.http.errors import ApiError
 from bagu.serve.http.fields import refuse_unsupported
 from bagu.serve.http.messages import Message, for_template
 from bagu.serve.http.openai import MAX_TOP_LOGPROBS, Count, Generation, Job
+from bagu.serve.http.pipe import Ready
 from bagu.serve.http.structured import grammar_of
 from bagu.serve.http.texts import render, tokens_left
 from bagu.serve.http.tool_fields import ToolFields, tool_form
-from bagu.serve.http.worker import Ready
 from bagu.serve.message.format import MessageFormat
 from bagu.serve.message.parser import THINK
 from bagu.serve.message.tool_grammar import Tool, tool_grammar

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from bagu.serve.http.openai import Job
+from bagu.serve.http.pipe import Ready
 from bagu.serve.http.responses import ChatResponse, Choice, GenerationResponse, to_json
-from bagu.serve.http.worker import Ready
 from bagu.serve.message.format import MessageFormat
 from bagu.serve.message.parser import CallDelta, Content, Delta, Reasoning
 from bagu.serve.request import Event, PromptLogprobs, TokenEvent

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from bagu.serve.config import EngineConfig
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.pending import PendingCall, PendingCalls
-from bagu.serve.http.worker import (
+from bagu.serve.http.pipe import (
     STEP_TAG,
     Abort,
     Accepted,
@@ -38,8 +38,8 @@ from bagu.serve.http.worker import (
     Stop,
     Submit,
     framed,
-    run,
 )
+from bagu.serve.http.worker import run
 from bagu.serve.request import Event, Request, TokenEvent
 from bagu.serve.stats import EngineStats
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.openai import Job
-from bagu.serve.http.worker import Ready
+from bagu.serve.http.pipe import Ready
 from bagu.serve.request import Event, PromptLogprobs, Request, TokenEvent, TokenLogprob
 from bagu.serve.stream import TextStream
 

@@ -15,9 +15,9 @@ from bagu.serve.http.calls import ClientCall, EventStream, json_response, read_j
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.metrics import Metrics
 from bagu.serve.http.openai import Job
+from bagu.serve.http.pipe import Ready
 from bagu.serve.http.process import EngineProcess
 from bagu.serve.http.responses import GenerationResponse
-from bagu.serve.http.worker import Ready
 
 __all__ = ["LARGE_BODY", "ApiConfig", "Routes"]
 

@@ -23,8 +23,8 @@ from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.serve.config import EngineConfig
 from bagu.serve.http.metrics import Metrics
 from bagu.serve.http.pending import PendingCalls
+from bagu.serve.http.pipe import Load
 from bagu.serve.http.process import EngineProcess
-from bagu.serve.http.worker import Load
 
 __all__ = ["main"]
 

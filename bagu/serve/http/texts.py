@@ -12,7 +12,7 @@ from typing import Any
 
 from bagu.errors import BaguError
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.worker import Ready
+from bagu.serve.http.pipe import Ready
 
 __all__ = ["SHORT", "as_list", "check_length", "check_tokens", "encode", "encode_all", "render", "tokens_left"]
 

@@ -1,10 +1,4 @@
-"""The engine process, and the messages between it and the HTTP server's process (process.py).
-
-    server process (asyncio)                        engine process
-    EngineProcess.submit   -> Submit, Abort, ... ->  `_receive` reads the socket; the main loop handles messages, steps
-    PendingCalls.deliver   <- StepEvents         <-  the events of a step, or of several short steps (`EventBuffer`)
-
-A message has the format of `multiprocessing.connection.Connection`: 4 bytes of length, then the content.
+"""The engine process: it reads the messages of the HTTP server's process (pipe.py), runs steps and sends their events.
 
 `StepEvents` is also the heartbeat: it is sent after every step, or every `HOLD_S` if steps are shorter, and every
 second when idle. If the server dies, the socket closes and this process exits, so that it does not hold the GPU.
@@ -12,9 +6,7 @@ second when idle. If the server dies, the socket closes and this process exits, 
 
 from __future__ import annotations
 
-import marshal
 import os
-import pickle
 import queue
 import signal
 import socket
@@ -22,18 +14,33 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bagu.errors import ArgumentError, BaguError
-from bagu.serve.config import EngineConfig, GenerationDefaults
+from bagu.serve.config import EngineConfig
 from bagu.serve.constrain.check import CheckedCompiler
 from bagu.serve.embedding import Encoder, embed, score
-from bagu.serve.message.format import finds_reasoning
-from bagu.serve.message.forms import ToolForm, find_form
+from bagu.serve.http.pipe import (
+    Abort,
+    Accepted,
+    Cancel,
+    Chat,
+    Embed,
+    Failed,
+    GetStats,
+    Load,
+    Ready,
+    Refused,
+    Result,
+    StepEvents,
+    Stop,
+    Submit,
+    send,
+    send_step,
+)
 from bagu.serve.request import Event, Request, Sampling, TokenEvent, Unservable
 from bagu.types import Tokenizer
 
@@ -41,171 +48,17 @@ if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.nn.model import Transformer
     from bagu.serve.engine import Engine
 
-__all__ = [
-    "STEP_TAG", "Abort", "Accepted", "Cancel", "Chat", "Embed", "Failed", "GetStats", "Load", "Ready", "Refused",
-    "Result", "StepEvents", "Stop", "Submit", "framed", "run",
-]  # fmt: skip
+__all__ = ["run"]
 
-Load = Callable[[], "tuple[Transformer, Tokenizer, Chat | None]"]  # model, tokenizer, chat encoder or None; picklable
 Messages = queue.SimpleQueue[tuple[float, Any]]  # (arrival by `time.perf_counter`, message)
 HEARTBEAT_S = 1.0
 HOLD_S = 0.004  # how long a token may wait for the tokens of the next steps; a display refreshes every 0.016 s
-STEP_TAG = b"S"  # first byte of a `StepEvents` encoded with marshal; no pickle begins with it
-
-
-class Submit(NamedTuple):
-    requests: tuple[Request, ...]
 
 
 class Compiled(NamedTuple):
     """The grammar of this request is compiled, or refused; sent by a thread of the engine process."""
 
     request: Request
-
-
-class Abort(NamedTuple):
-    request_ids: tuple[str, ...]
-
-
-class Embed(NamedTuple):
-    call: int
-    texts: tuple[tuple[int, ...], ...]
-
-
-class Cancel(NamedTuple):
-    """The client of this call has disconnected; its result is not needed."""
-
-    call: int
-
-
-class GetStats(NamedTuple):
-    call: int
-
-
-class Stop(NamedTuple):
-    pass
-
-
-class Template(Protocol):
-    """The part of `data.ChatTemplate` that the server uses."""
-
-    @property
-    def source(self) -> str: ...
-
-
-class Encoded(Protocol):
-    """The part of `data.EncodedChat` that the server uses."""
-
-    @property
-    def ids(self) -> list[int]: ...
-    @property
-    def mask(self) -> list[int]: ...
-
-
-class Chat(Protocol):
-    """The part of `data.ChatEncoder` that the server uses."""
-
-    @property
-    def template(self) -> Template: ...
-    @property
-    def turn_ends(self) -> tuple[int, ...]: ...
-    def prompt(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]: ...
-    def encode(self, messages: Sequence[dict[str, Any]], **variables: Any) -> Encoded: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ready:
-    """Sent when the engine is warmed up, with the properties of the model that the server needs."""
-
-    tokenizer: Tokenizer
-    chat: Chat | None
-    generates: bool  # True for a causal language model, False for an encoder or a reward model
-    max_model_len: int
-    vocab_size: int
-    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
-    tool_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    scores: bool = False  # True for a reward model
-
-    @property
-    def embeds(self) -> bool:
-        return not (self.generates or self.scores)
-
-    @property
-    def other_use(self) -> str:
-        """What a model does that does not generate, for error messages."""
-        return "scores text" if self.scores else "embeds text"
-
-    @cached_property
-    def tool_form(self) -> ToolForm | None:
-        """The form in which this model writes tool calls."""
-        return None if self.chat is None else find_form(self.chat.template.source, self.tool_parser)
-
-    @cached_property
-    def thinks(self) -> bool:
-        """Whether messages may begin with reasoning in <think> tags."""
-        return self.chat is not None and finds_reasoning(self.chat.template.source, self.reasoning_parser)
-
-    @property
-    def turn_ends(self) -> tuple[int, ...]:
-        """The tokens that end the assistant's turn, in addition to the end-of-text token."""
-        return () if self.chat is None else self.chat.turn_ends
-
-    @cached_property
-    def longest_token(self) -> int:
-        """Bytes of the longest token: a text of n tokens has at most n times as many characters. It takes 0.1 s for a
-        vocabulary of 150,000, so the engine process computes it before it sends `Ready`."""
-        tokenizer = self.tokenizer
-        return max(1, max(len(tokenizer.bytes_of(token)) for token in range(tokenizer.vocab_size)))
-
-    @property
-    def system_role(self) -> str:
-        """The chat template's role for OpenAI's `developer` messages: most templates have only `system`."""
-        return "developer" if self.chat is not None and "developer" in self.chat.template.source else "system"
-
-    @cached_property
-    def special_tokens(self) -> Mapping[str, int]:
-        """Control tokens by name. The protocol `Tokenizer` does not include them."""
-        found: Mapping[str, int] = getattr(self.tokenizer, "special_ids", {})
-        return found
-
-    @cached_property
-    def special_ids(self) -> frozenset[int]:
-        """Control tokens, which have no text in a response."""
-        return frozenset(self.special_tokens.values())
-
-
-class StepEvents(NamedTuple):
-    """The events of a step. `first_tokens` has a pair for each request whose first token is among them: the seconds in
-    the queue, and from its first step to the token. (Plain tuples, for marshal.)"""
-
-    events: list[Event]
-    first_tokens: Sequence[tuple[float, float]] = ()
-
-
-class Accepted(NamedTuple):
-    request_id: str
-
-
-class Refused(NamedTuple):
-    request_id: str
-    message: str
-    hint: str
-    param: str | None
-
-
-class Result(NamedTuple):
-    """The result of `Embed` or `GetStats`, or an error message."""
-
-    call: int
-    value: Any
-    error: str | None = None
-
-
-class Failed(NamedTuple):
-    """The process is about to end because of an error."""
-
-    reason: str
 
 
 def run(ours: socket.socket, load: Load, config: EngineConfig, load_draft: Load | None = None) -> None:
@@ -421,24 +274,6 @@ def _first_tokens(events: Sequence[Event], waiting: dict[str, float]) -> list[tu
         if arrival is not None and event.token is not None and event.started is not None:
             found.append((event.started - arrival, now - event.started))
     return found
-
-
-def framed(message: Any) -> bytes:
-    """A message preceded by its length, in the format of `Connection.recv`."""
-    content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    return len(content).to_bytes(4, "big") + content
-
-
-def send(pipe: Connection, message: Any) -> None:
-    pipe.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-
-def send_step(pipe: Connection, step: StepEvents) -> None:
-    """Send `StepEvents` as plain tuples with `marshal`, which is faster than pickle: it is sent for every token."""
-    if all(isinstance(event, TokenEvent) for event in step.events):
-        pipe.send_bytes(STEP_TAG + marshal.dumps(([tuple(event) for event in step.events], tuple(step.first_tokens))))
-    else:
-        send(pipe, step)
 
 
 def _warm_up(engine: Engine) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.openai import Job
 from bagu.serve.http.parsed_response import ParsedMessage
+from bagu.serve.http.pipe import Ready
 from bagu.serve.http.responses import GenerationResponse, to_json
 from bagu.serve.http.responses_api.body import ResponsesBody
 from bagu.serve.http.responses_api.items import output_messages
 from bagu.serve.http.responses_api.output import OutputItems
 from bagu.serve.http.responses_api.store import ResponseStore, StoredResponse
-from bagu.serve.http.worker import Ready
 from bagu.serve.message.format import MessageFormat
 from bagu.serve.request import Event, TokenEvent
 
