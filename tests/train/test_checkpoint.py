@@ -17,7 +17,7 @@ from tiny_run import Notes, loader, model
 
 from bagu.errors import ArgumentError
 from bagu.nn.config import MoEConfig
-from bagu.train import OptimizerConfig, TrainConfig, TrainState, checkpoint, fit, step
+from bagu.train import OptimizerConfig, TrainConfig, TrainState, checkpoint, fit, loop, step
 from bagu.train.checkpoint import CheckpointError
 from bagu.train.dcp import load_dcp, save_dcp
 from bagu.train.saving import Saver
@@ -174,10 +174,14 @@ def small_files() -> Iterator[Any]:
     signal.signal(signal.SIGXFSZ, ignored)
 
 
-def test_a_full_disk_costs_one_save_and_not_the_run(tmp_path: Path, small_files: Any) -> None:
-    notes, filled = Notes(), iter([False, True, False])
+def test_a_full_disk_costs_one_save_and_not_the_run(
+    tmp_path: Path, small_files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes, filled, savers = Notes(), iter([False, True, False]), []
+    monkeypatch.setattr(loop, "Saver", lambda *a, **k: savers.append(Saver(*a, **k)) or savers[-1])
 
     def evaluate(_: object) -> dict[str, float]:  # runs before each save
+        savers[0].wait()  # the limit must not change during the save before, which runs in another thread
         small_files(20_000 if next(filled) else 10**9)
         return {}
 
