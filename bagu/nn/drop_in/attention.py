@@ -1,0 +1,85 @@
+"""torch.nn's attention layers with bagu's kernels. Masks, weights and other rare arguments run torch's own forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from bagu import ops
+from bagu.nn.drop_in.layers import LayerNorm, Linear, autocast, supported
+
+__all__ = ["MultiheadAttention", "TransformerEncoderLayer"]
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """Self-attention without a mask, or with a causal one that `is_causal` announces, and with need_weights=False."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None, need_weights: bool = True, attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True, is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        masked = key_padding_mask is not None or (attn_mask is not None and not is_causal)
+        if need_weights or masked or not (query is key and key is value and self._covered(query)):
+            return super().forward(
+                query, key, value, key_padding_mask=key_padding_mask, need_weights=need_weights, attn_mask=attn_mask,
+                average_attn_weights=average_attn_weights, is_causal=is_causal,
+            )  # fmt: skip
+        x = query if self.batch_first or query.ndim == 2 else query.transpose(0, 1)
+        y = self.attend(x.unsqueeze(0) if x.ndim == 2 else x, causal=is_causal)
+        y = y.squeeze(0) if query.ndim == 2 else y
+        return (y if self.batch_first or query.ndim == 2 else y.transpose(0, 1)), None
+
+    def _covered(self, x: torch.Tensor) -> bool:
+        """Whether `attend` computes what torch's forward does on x."""
+        plain = self._qkv_same_embed_dim and self.bias_k is None and not self.add_zero_attn
+        dropout = self.training and self.dropout > 0
+        return plain and not dropout and supported(*_weights(self, x)) and x.ndim in (2, 3) and x.numel() > 0
+
+    def attend(self, x: torch.Tensor, *, causal: bool) -> torch.Tensor:
+        """Self-attention of x[B, S, N] within each sequence."""
+        (B, S, N), H = x.shape, self.num_heads
+        x, w_in, b_in, w_out, b_out = _weights(self, x)
+        q, k, v = ops.matmul(x.reshape(B * S, N), w_in, b_in).view(B * S, 3, H, N // H).unbind(1)
+        offsets = torch.arange(0, B * S + 1, S, dtype=torch.int32, device=x.device)
+        out, _ = ops.attention(q, k, v, offsets, S, causal=causal)
+        return ops.matmul(out.reshape(B, S, N), w_out, b_out)
+
+
+def _weights(layer: nn.MultiheadAttention, x: torch.Tensor) -> Any:
+    """x and the layer's four weights, in autocast's dtype inside autocast."""
+    return autocast(x, layer.in_proj_weight, layer.in_proj_bias, layer.out_proj.weight, layer.out_proj.bias)
+
+
+class TransformerEncoderLayer(nn.TransformerEncoderLayer):
+    """Its attention, norms and linear layers are those of this package; dropout and the activation are torch's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        adopt(self)
+
+    def forward(
+        self, src: torch.Tensor, src_mask: torch.Tensor | None = None,
+        src_key_padding_mask: torch.Tensor | None = None, is_causal: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        if src_mask is not None or src_key_padding_mask is not None or is_causal or src.is_nested:
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        x = src
+        if self.norm_first:
+            x = x + self._attention(self.norm1(x))
+            return x + self._ff_block(self.norm2(x))
+        x = self.norm1(x + self._attention(x))
+        return self.norm2(x + self._ff_block(x))
+
+    def _attention(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout1(self.self_attn(x, x, x, need_weights=False)[0])
+
+
+def adopt(layer: nn.TransformerEncoderLayer) -> None:
+    """Make torch's layers inside an encoder layer those of this package."""
+    inside = {nn.Linear: Linear, nn.LayerNorm: LayerNorm, nn.MultiheadAttention: MultiheadAttention}
+    for child in layer.children():
+        if type(child) in inside:
+            child.__class__ = inside[type(child)]

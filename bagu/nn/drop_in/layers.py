@@ -1,0 +1,121 @@
+"""torch.nn's layers with bagu's kernels: the constructor, state dict and numbers of the class they inherit from.
+
+Each layer replaces `forward` alone. Where an op does not cover a setting or an input (integers, nested or sparse
+tensors, mixed dtypes), torch's own forward runs, so a layer accepts whatever its parent accepts.
+
+Inside torch.autocast, products run in autocast's dtype, as torch's do; norms run torch's own forward, which returns
+fp32 there on some devices.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from bagu import ops
+
+__all__ = ["BatchNorm2d", "Conv2d", "Embedding", "GroupNorm", "Int8Linear", "LayerNorm", "Linear", "RMSNorm"]
+
+Embedding = nn.Embedding  # a gather at the bandwidth of a copy already: no kernel of bagu's would be faster
+
+
+def autocasting(x: torch.Tensor) -> bool:
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def autocast(x: torch.Tensor, *weights: torch.Tensor | None) -> tuple[Any, ...]:
+    """The operands of a product in autocast's dtype where autocast is enabled; unchanged elsewhere, and in fp64."""
+    if not autocasting(x) or x.dtype == torch.float64:
+        return x, *weights
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return tuple(None if t is None else t.to(dtype) for t in (x, *weights))
+
+
+def supported(x: torch.Tensor, *weights: torch.Tensor | None) -> bool:
+    """Whether the ops take these tensors: dense, floating point, and of one dtype."""
+    return all(
+        t.dtype == x.dtype and t.layout == torch.strided and not t.is_nested for t in (x, *weights) if t is not None
+    ) and x.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Linear(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x, w, b = autocast(input, self.weight, self.bias)
+        if not supported(x, w, b):
+            return super().forward(input)
+        return ops.matmul(x, w, b)
+
+
+class Int8Linear(nn.Linear):
+    """A Linear that multiplies in int8 (W8A8): both operands are rounded in each call, with a scale per row.
+
+    The weight stays in its own dtype, so the state dict is Linear's and the layer can be fine-tuned: rounding passes
+    the gradient unchanged. To serve a frozen model, `bagu serve --quantization int8` rounds weights once.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x, w, b = autocast(input, self.weight, self.bias)
+        if not supported(x, w, b):
+            return super().forward(input)
+        return ops.int8_linear(x, w, b)
+
+
+class Conv2d(nn.Conv2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x, w, b = autocast(input, self.weight, self.bias)
+        numbers = not isinstance(self.padding, str)  # "same" may pad one side more, which the op does not
+        if self.padding_mode != "zeros" or not numbers or x.ndim != 4 or not supported(x, w, b):
+            return super().forward(input)
+        stride, padding, dilation = (cast(tuple[int, int], n) for n in (self.stride, self.padding, self.dilation))
+        return ops.conv2d(x, w, b, stride, padding, dilation, self.groups)
+
+
+class LayerNorm(nn.LayerNorm):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        w, b, dims = self.weight, self.bias, len(self.normalized_shape)
+        fits = w is not None and input.shape[-dims:] == self.normalized_shape
+        if not fits or autocasting(input) or not supported(input, w, b):
+            return super().forward(input)
+        if dims == 1:
+            return ops.layer_norm(input, w, b, self.eps)
+        y = ops.layer_norm(input.flatten(-dims), w.flatten(), None if b is None else b.flatten(), self.eps)
+        return y.view(input.shape)
+
+
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fits = self.weight is not None and x.shape[-1:] == self.normalized_shape
+        if not fits or self.eps is None or autocasting(x) or not supported(x, self.weight):
+            return super().forward(x)
+        return ops.rms_norm(x, self.weight, self.eps)
+
+
+class GroupNorm(nn.GroupNorm):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.ndim < 2 or autocasting(input) or not supported(input, self.weight, self.bias):
+            return super().forward(input)
+        return ops.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+
+
+class BatchNorm2d(nn.BatchNorm2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self._check_input_dim(input)
+        mean, var = self.running_mean, self.running_var
+        fits = (mean is None) == (var is None) and all(t is None or t.dtype == torch.float32 for t in (mean, var))
+        if not fits or autocasting(input) or not supported(input) or input.dtype == torch.float64:
+            return super().forward(input)
+        training = self.training or mean is None
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:  # a cumulative average
+                momentum = 1.0 / float(self.num_batches_tracked)
+        y, new_mean, new_var = ops.batch_norm(
+            input, self.weight, self.bias, mean, var, training=training, momentum=momentum, eps=self.eps
+        )
+        if self.training and mean is not None and var is not None:
+            mean.copy_(new_mean)
+            var.copy_(new_var)
+        return y

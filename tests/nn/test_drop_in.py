@@ -1,0 +1,131 @@
+"""Each drop-in layer against the torch.nn layer it inherits from: the same state dict, and no larger error."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bagu.nn import drop_in
+from tests.nn.fp64 import assert_as_accurate, results
+
+torch.manual_seed(0)
+LAYERS: dict[str, tuple[Callable[[Any], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda m: m.Linear(24, 40), (3, 5, 24)),
+    "linear without bias": (lambda m: m.Linear(24, 40, bias=False), (24,)),
+    "conv": (lambda m: m.Conv2d(8, 12, 3, stride=2, padding=1), (2, 8, 9, 11)),
+    "depthwise conv": (lambda m: m.Conv2d(8, 8, 3, padding=(0, 2), dilation=(1, 2), groups=8), (2, 8, 9, 11)),
+    "conv, same": (lambda m: m.Conv2d(4, 4, (2, 3), padding="same"), (1, 4, 6, 6)),
+    "conv, reflected": (lambda m: m.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), (1, 4, 6, 6)),
+    "conv of one image": (lambda m: m.Conv2d(4, 6, 3), (4, 6, 6)),
+    "batch norm": (lambda m: m.BatchNorm2d(6), (4, 6, 5, 5)),
+    "batch norm, cumulative": (lambda m: m.BatchNorm2d(6, momentum=None), (4, 6, 5, 5)),
+    "batch norm, no statistics": (lambda m: m.BatchNorm2d(6, track_running_stats=False), (4, 6, 5, 5)),
+    "batch norm, plain": (lambda m: m.BatchNorm2d(6, affine=False), (4, 6, 5, 5)),
+    "layer norm": (lambda m: m.LayerNorm(40), (3, 7, 40)),
+    "layer norm over two dims": (lambda m: m.LayerNorm((7, 40)), (3, 7, 40)),
+    "layer norm without bias": (lambda m: m.LayerNorm(40, bias=False), (3, 7, 40)),
+    "layer norm, plain": (lambda m: m.LayerNorm(40, elementwise_affine=False), (3, 7, 40)),
+    "rms norm": (lambda m: m.RMSNorm(40, eps=1e-5), (3, 7, 40)),
+    "rms norm, default eps": (lambda m: m.RMSNorm(40), (3, 7, 40)),
+    "group norm": (lambda m: m.GroupNorm(3, 12), (2, 12, 5, 6)),
+    "encoder layer": (lambda m: m.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True), (2, 6, 32)),
+    "encoder layer, norm first": (
+        lambda m: m.TransformerEncoderLayer(32, 4, 48, 0.0, "gelu", batch_first=False, norm_first=True),
+        (6, 2, 32),
+    ),
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_has_the_numbers_and_state_of_torchs(name: str, training: bool) -> None:
+    make, shape = LAYERS[name]
+    theirs, ours = make(nn).train(training), make(drop_in).train(training)
+    for p in theirs.parameters():
+        if p.ndim == 1:  # norms start at 1 and 0, which hides a weight that is not read
+            nn.init.normal_(p, 0.5, 0.5)
+    assert ours.load_state_dict(theirs.state_dict())
+    assert isinstance(ours, type(theirs)) and list(ours.state_dict()) == list(theirs.state_dict())
+    x = torch.randn(shape)
+    want = results(copy.deepcopy(theirs).double(), x.double())
+    assert_as_accurate(results(ours, x), results(theirs, x), want)
+    for (key, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, msg=key)  # the running statistics
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"need_weights": False},
+        {"need_weights": True},
+        {"need_weights": False, "attn_mask": nn.Transformer.generate_square_subsequent_mask(6), "is_causal": True},
+        {"need_weights": False, "key_padding_mask": torch.arange(6).expand(2, 6) > 3},
+    ],
+    ids=["plain", "weights", "causal", "padding"],
+)
+def test_multihead_attention(arguments: dict[str, Any], batch_first: bool) -> None:
+    theirs = nn.MultiheadAttention(32, 4, batch_first=batch_first)
+    ours = drop_in.MultiheadAttention(32, 4, batch_first=batch_first)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 6, 32) if batch_first else torch.randn(6, 2, 32)
+
+    def attend(layer: nn.Module, x: torch.Tensor) -> Any:
+        given = {k: v.to(x.dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+                 for k, v in arguments.items()}  # fmt: skip
+        return layer(x, x, x, **given)
+
+    exact = copy.deepcopy(theirs).double()
+    assert_as_accurate(results(ours, x, attend), results(theirs, x, attend), results(exact, x.double(), attend))
+
+
+def test_cross_attention_and_dropout_run_torchs_forward() -> None:
+    theirs, ours = nn.MultiheadAttention(32, 4, dropout=0.5), drop_in.MultiheadAttention(32, 4, dropout=0.5)
+    ours.load_state_dict(theirs.state_dict())
+    x, memory = torch.randn(6, 2, 32), torch.randn(9, 2, 32)
+    found = []
+    for layer in (theirs, ours):
+        torch.manual_seed(1)
+        found += [layer(x, x, x, need_weights=False)[0], layer.eval()(x, memory, memory)[0]]
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+
+
+@pytest.mark.parametrize("name", ["linear", "conv", "batch norm", "layer norm", "rms norm", "group norm"])
+def test_autocast_gives_torchs_dtypes_and_numbers(name: str) -> None:
+    make, shape = LAYERS[name]
+    theirs, ours = make(nn), make(drop_in)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(shape)
+    with torch.autocast("cpu", torch.bfloat16):
+        a, b = ours(x), theirs(x)
+    assert a.dtype == b.dtype
+    torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7)
+
+
+def test_int8_linear_is_a_linear_that_rounds_and_trains() -> None:
+    exact, layer = nn.Linear(64, 48), drop_in.Int8Linear(64, 48)
+    layer.load_state_dict(exact.state_dict())
+    x = torch.randn(16, 64)
+    error = (layer(x) - exact(x)).norm() / exact(x).norm()
+    assert 0 < error < 0.02  # two operands of 8 bits
+    before = layer.weight.detach().clone()
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    losses = []
+    for _ in range(20):
+        loss = (layer(x) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2 and not torch.equal(before, layer.weight)
+
+
+def test_integers_and_other_inputs_raise_what_torch_raises() -> None:
+    for layer in (nn.Linear(4, 4), drop_in.Linear(4, 4)):
+        with pytest.raises(RuntimeError, match="dtype"):
+            layer(torch.ones(2, 4, dtype=torch.int64))
