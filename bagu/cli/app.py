@@ -18,6 +18,7 @@ from bagu.cli.lab import lab
 from bagu.cli.ops import ops
 from bagu.cli.options import AsJson
 from bagu.cli.plan import plans
+from bagu.cli.tune import tune
 from bagu.errors import BaguError
 
 __all__ = ["app", "main"]
@@ -62,6 +63,7 @@ app.add_typer(ops, name="ops")
 app.add_typer(lab, name="lab")
 app.add_typer(models.tokenizers, name="tokenizer")
 app.add_typer(plans, name="plan")
+app.add_typer(tune, name="tune")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

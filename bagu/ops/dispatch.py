@@ -29,6 +29,7 @@ from bagu.ops.invariant import backend_of, forward_of
 from bagu.ops.launcher import cuda_launcher
 from bagu.ops.node import Node
 from bagu.ops.replay import kind_of, remember
+from bagu.ops.tuning.lookup import tuned
 from bagu.ops.values import debugging
 
 __all__ = ["automatic_backend", "call", "use"]
@@ -299,7 +300,16 @@ def load(op: str, backend: str) -> None:
             f"{spec.name}: the triton backend was asked for, and Triton is not installed",
             hint="pip install 'bagu[triton]', or ask for backend='torch'",
         )
-    _nodes[op, backend] = _node(spec, backend, spec.module(backend).forward)
+    _nodes[op, backend] = _node(spec, backend, *_steps(spec, backend))
+
+
+def _steps(spec: OpSpec, backend: str) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """A backend's forward and backward, those of Triton with tuned options."""
+    module = spec.module(backend)
+    backward = module.backward if spec.grads else None
+    if backend != "triton":
+        return module.forward, backward
+    return tuned(spec, "forward", module.forward), None if backward is None else tuned(spec, "backward", backward)
 
 
 def _node(spec: OpSpec, backend: str, forward: Callable[..., Any], backward: Callable[..., Any] | None = None) -> Node:
@@ -316,5 +326,5 @@ def load_op(op: str, backend: str) -> None:
     from bagu.ops.catalogue import SPECS
 
     spec = SPECS[op]
-    module = spec.module(backend)
-    register(spec, backend, module.forward, module.backward if spec.grads else None)
+    forward, backward = _steps(spec, backend)
+    register(spec, backend, forward, backward)
