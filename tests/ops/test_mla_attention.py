@@ -64,6 +64,14 @@ def test_wrong_plans_and_ranks_are_refused() -> None:
             call(made, 5, 10, **wrong)
 
 
+def test_offsets_past_the_tokens_are_refused_by_the_op_that_was_called() -> None:
+    offsets = {"cu_seqlens": torch.tensor([0, 6], dtype=torch.int32), "max_len": 6}
+    with pytest.raises(ArgumentError, match=r"^mla_attention: cu_seqlens is \[0, 6\]"):
+        call(sequence(10), 5, 10, **offsets)
+    with ops.invariant(), pytest.raises(ArgumentError, match=r"^mla_attention: cu_seqlens is \[0, 6\]"):
+        call(sequence(10), 5, 10, **offsets)
+
+
 @pytest.fixture
 def debug(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("BAGU_DEBUG", "1")

@@ -18,7 +18,7 @@ def forward(
     keys = cache.unsqueeze(2)
     return paged.forward(
         q, keys, keys[..., :rank], block_tables, cu_seqlens, context_lens, max_len=max_len, max_context=max_context,
-        window=window, scale=scale, **UNUSED,
+        window=window, scale=scale, op="mla_attention", **UNUSED,
     )  # fmt: skip
 
 
@@ -30,5 +30,5 @@ def invariant_forward(
     keys = cache.unsqueeze(2)
     return paged.invariant_forward(
         q, keys, keys[..., :rank], block_tables, cu_seqlens, context_lens, max_len=max_len, max_context=max_context,
-        window=window, scale=scale, **UNUSED,
+        window=window, scale=scale, op="mla_attention", **UNUSED,
     )  # fmt: skip

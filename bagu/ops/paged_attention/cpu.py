@@ -50,7 +50,7 @@ def forward(shape: Shape, scale: float, q: torch.Tensor, pages: Pages, cu_seqlen
     T, S = q.shape[0], pages.tables.shape[0]
     few = 0 if _compiled(shape, q, pages) else FEW
     offsets, lengths = cu_seqlens.tolist(), pages.lengths.tolist()
-    check(offsets, lengths, T, max_len, pages.longest)
+    check(pages.op, offsets, lengths, T, max_len, pages.longest)
     if max_len == 1 and T == S > few:  # S sequences of at most one token have T = S tokens: every sequence has one
         return _decode(shape, scale, q, pages)
     if S == 1 and T:
@@ -75,13 +75,13 @@ def _compiled(shape: Shape, q: torch.Tensor, pages: Pages) -> bool:
     return shape.slopes is None and shape.bias is None and compiled.fits(q, pages)
 
 
-def check(offsets: list[int], lengths: list[int], T: int, max_len: int, max_context: int) -> None:
+def check(op: str, offsets: list[int], lengths: list[int], T: int, max_len: int, max_context: int) -> None:
     """Raise for wrong offsets or lengths. On a CPU the values can be read; other devices trust the host's plan."""
     new = [b - a for a, b in pairwise(offsets)]
     rising = offsets[0] == 0 and offsets[-1] == T and all(0 <= n <= max_len for n in new)
     if not rising or any(not n <= c <= max_context for n, c in zip(new, lengths, strict=True)):
         raise ArgumentError(
-            f"paged_attention: cu_seqlens is {offsets} and context_lens {lengths}, with T = {T}, max_len = {max_len},"
+            f"{op}: cu_seqlens is {offsets} and context_lens {lengths}, with T = {T}, max_len = {max_len},"
             f" max_context = {max_context}",
             hint="cu_seqlens rises from 0 to T by at most max_len; a context holds its new tokens and max_context it",
         )

@@ -24,6 +24,7 @@ class Pages:
     tables: torch.Tensor  # [S, P] int32
     lengths: torch.Tensor  # [S] int32, new tokens included
     longest: int
+    op: str = "paged_attention"  # the op that was called, for error messages
 
     @property
     def latent(self) -> bool:

@@ -185,7 +185,7 @@ def check_plan(op: str, args: Mapping[str, Any], dims: Dims) -> None:
     """Check the offsets, and that the block table entries which queries attend to are blocks of the pool."""
     N, B, window = dims["N"], dims["B"], args["window"]
     offsets, contexts = args["cu_seqlens"].tolist(), args["context_lens"].tolist()
-    cpu.check(offsets, contexts, dims["T"], args["max_len"], args["max_context"])
+    cpu.check(op, offsets, contexts, dims["T"], args["max_len"], args["max_context"])
     for s, ((begin, end), context) in enumerate(zip(pairwise(offsets), contexts, strict=True)):
         first = 0 if window is None else max(0, context - (end - begin) - window + 1)
         seen = args["block_tables"][s, first // B : -(-context // B)] if end > begin else args["block_tables"][s, :0]

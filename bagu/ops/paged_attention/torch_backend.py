@@ -29,7 +29,7 @@ def forward(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor,
     context_lens: torch.Tensor, slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, max_len: int, max_context: int, window: int | None,
-    scale: float | None,
+    scale: float | None, *, op: str = "paged_attention",
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     shape = Shape(causal=True, window=window, slopes=slopes, bias=bias)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -38,7 +38,7 @@ def forward(
         q = q.to(accumulator(dtype))  # 16 bits would round keys and values once more
         blocks, block_tables = used_blocks(block_tables, max_context, k_cache)
         k_cache, v_cache = dequantized(k_cache, k_scale, blocks), dequantized(v_cache, v_scale, blocks)
-    pages = Pages(k_cache, v_cache, block_tables, context_lens, max_context)
+    pages = Pages(k_cache, v_cache, block_tables, context_lens, max_context, op)
     if q.shape[0] == 0:
         out, lse = dense.empty(q, v_cache)
     else:
@@ -53,14 +53,14 @@ def invariant_forward(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor,
     context_lens: torch.Tensor, slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, max_len: int, max_context: int, window: int | None,
-    scale: float | None,
+    scale: float | None, *, op: str = "paged_attention",
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The same bits that `attention` gives these tokens in batch-invariant mode."""
     check_invariant(k_scale)
     shape = Shape(causal=True, window=window, slopes=slopes, bias=bias, sinks=sinks)
     scale, B = q.shape[-1] ** -0.5 if scale is None else scale, k_cache.shape[1]
     offsets, lengths = cu_seqlens.tolist(), context_lens.tolist()
-    cpu.check(offsets, lengths, q.shape[0], max_len, max_context)
+    cpu.check(op, offsets, lengths, q.shape[0], max_len, max_context)
 
     keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
     if invariant_rows.available(q.dtype) and replace(shape, window=None).plain:
