@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from bagu.errors import ArgumentError
@@ -9,12 +11,27 @@ from bagu.ops.conv2d.spec import SPEC
 from bagu.ops.dispatch import call
 from bagu.ops.transpose import transpose
 
-__all__ = ["Size", "as_padding", "as_pair", "check_images", "conv1d", "conv2d"]
+__all__ = ["Size", "arguments", "conv1d", "conv2d"]
 
 Size = int | tuple[int, int]
 
 
-def check_images(op: str, x: object, w: object) -> None:
+def arguments(
+    op: str, x: torch.Tensor, w: torch.Tensor, stride: Size, padding: Size | str, dilation: Size
+) -> dict[str, Any]:
+    """The arguments that the signatures of `conv2d` and `int8_conv2d` share: channels last, a number per axis."""
+    _check_images(op, x, w)
+    stride, dilation = _as_pair(op, "stride", stride), _as_pair(op, "dilation", dilation)
+    pad = _as_padding(op, padding, w, stride, dilation)
+    return {
+        "x": x.permute(0, 2, 3, 1), "w": w.permute(0, 2, 3, 1),
+        "stride_h": stride[0], "stride_w": stride[1],
+        "pad_h": pad[0], "pad_w": pad[1],
+        "dilation_h": dilation[0], "dilation_w": dilation[1],
+    }  # fmt: skip
+
+
+def _check_images(op: str, x: object, w: object) -> None:
     """Raise if x and w are not tensors of four dims."""
     for name, value in (("x", x), ("w", w)):
         if not isinstance(value, torch.Tensor) or value.ndim != 4:
@@ -22,18 +39,18 @@ def check_images(op: str, x: object, w: object) -> None:
             raise ArgumentError(f"{op}: {name} {given}, expected 4 dims: x[B, C, H, W] and w[O, C / groups, R, S]")
 
 
-def as_pair(op: str, name: str, value: Size) -> tuple[int, int]:
+def _as_pair(op: str, name: str, value: Size) -> tuple[int, int]:
     pair = (value, value) if isinstance(value, int) else tuple(value)
     if len(pair) != 2:
         raise ArgumentError(f"{op}: {name} is {value}, expected a number or a pair of numbers for H and W")
     return pair[0], pair[1]
 
 
-def as_padding(
+def _as_padding(
     op: str, padding: Size | str, w: torch.Tensor, stride: tuple[int, int], dilation: tuple[int, int]
 ) -> tuple[int, int]:
     if not isinstance(padding, str):
-        return as_pair(op, "padding", padding)
+        return _as_pair(op, "padding", padding)
     reach = [d * (k - 1) for d, k in zip(dilation, w.shape[2:], strict=True)]
     if padding == "valid":
         return 0, 0
@@ -62,14 +79,8 @@ def conv2d(
     The result has the memory format of x: channels last (the fast one) or channels first. `activation` is None, "gelu"
     (exact), "silu" or "relu".
     """
-    check_images("conv2d", x, w)
-    stride, dilation = as_pair("conv2d", "stride", stride), as_pair("conv2d", "dilation", dilation)
-    pad = as_padding("conv2d", padding, w, stride, dilation)
-    y: torch.Tensor = call(
-        SPEC, backend, x=x.permute(0, 2, 3, 1), w=w.permute(0, 2, 3, 1), bias=bias, stride_h=stride[0],
-        stride_w=stride[1], pad_h=pad[0], pad_w=pad[1], dilation_h=dilation[0], dilation_w=dilation[1], groups=groups,
-        activation=activation,
-    )  # fmt: skip
+    images = arguments("conv2d", x, w, stride, padding, dilation)
+    y: torch.Tensor = call(SPEC, backend, **images, bias=bias, groups=groups, activation=activation)
     first = y.permute(0, 3, 1, 2)
     if not x.is_contiguous() or first.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last):
         return first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bagu.ops.conv2d import Size, as_padding, as_pair, check_images
+from bagu.ops.conv2d import Size, arguments
 from bagu.ops.dispatch import call
 from bagu.ops.int8_conv2d.spec import SPEC
 
@@ -30,12 +30,9 @@ def int8_conv2d(
 
     x has one scale [1], w one per output channel [O]. The result is channels last in memory. No gradient.
     """
-    check_images("int8_conv2d", x, w)
-    stride, dilation = as_pair("int8_conv2d", "stride", stride), as_pair("int8_conv2d", "dilation", dilation)
-    pad = as_padding("int8_conv2d", padding, w, stride, dilation)
+    images = arguments("int8_conv2d", x, w, stride, padding, dilation)
     y: torch.Tensor = call(
-        SPEC, backend, x=x.permute(0, 2, 3, 1), w=w.permute(0, 2, 3, 1), x_scale=x_scale, w_scale=w_scale, bias=bias,
-        stride_h=stride[0], stride_w=stride[1], pad_h=pad[0], pad_w=pad[1], dilation_h=dilation[0],
-        dilation_w=dilation[1], groups=groups, activation=activation, dtype=str(dtype).removeprefix("torch."),
+        SPEC, backend, **images, x_scale=x_scale, w_scale=w_scale, bias=bias, groups=groups, activation=activation,
+        dtype=str(dtype).removeprefix("torch."),
     )  # fmt: skip
     return y.permute(0, 3, 1, 2)
