@@ -136,6 +136,7 @@ class OpSpec:
     refuse: Callable[[Mapping[str, Any], Dims], None] | None = None  # raises for what the signature cannot express
     nonempty: Sequence[str] = ()  # dims that must be at least 1
     check_values: Callable[[Mapping[str, Any], Dims], None] | None = None  # raises for invalid values (debug mode only)
+    composed: bool = False  # the torch backend's `invariant_forward` calls other ops, so it runs on a GPU too
     matmul_rate: float = 1.0  # peak rate of its products as a multiple of 16-bit ones (int8: 2)
     peers: bool = False  # the folder has peers.py: implementations of other libraries for the benchmark
     wide_loads: bool = True  # the compile gate requires 128-bit loads in every kernel at the bench cases

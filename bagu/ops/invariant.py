@@ -60,7 +60,6 @@ ROW_BY_ROW = frozenset({
     "add_rms_norm", "dequantize_int8", "kv_write", "layer_norm", "relu_squared", "rms_norm", "rope", "scale_norm",
     "softmax", "transpose",
 })  # fmt: skip
-COMPOSED = frozenset({"rope_kv_write"})  # the torch backend calls other ops in this mode, which have kernels for it
 ELEMENTWISE_ON_GPU = frozenset({"geglu", "gelu", "swiglu"})  # a GPU has one formula for every element; see `sigmoid`
 
 
@@ -87,7 +86,7 @@ def backend_of(spec: OpSpec, asked: str | None, first: torch.Tensor) -> str:
     if torch.compiler.is_compiling():
         _refuse_compiler(spec.name)
     on = first.device.type
-    if spec.name in COMPOSED and on in ("cpu", "cuda"):
+    if spec.composed and on in ("cpu", "cuda"):
         return "torch"
     wanted = "triton" if on == "cuda" and "triton" in spec.backends else "torch"
     interpreted = on == "cpu" and asked == "triton"
@@ -106,7 +105,7 @@ def forward_of(spec: OpSpec, backend: str, first: torch.Tensor) -> Callable[...,
     own = getattr(module, "invariant_forward", None)
     if spec.name in ELEMENTWISE_ON_GPU and (first.is_cuda or backend == "triton"):
         own = module.forward
-    elif first.is_cuda and backend == "torch" and spec.name not in COMPOSED:
+    elif first.is_cuda and backend == "torch" and not spec.composed:
         own = None  # a torch backend's own form is for a CPU
     if own is None and spec.name not in ROW_BY_ROW:
         raise BackendError(

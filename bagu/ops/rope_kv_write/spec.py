@@ -137,6 +137,7 @@ SPEC = OpSpec(
     ulps=2,  # a norm is rounded before the rotation
     nonempty=("N", "B", "G", "D"),
     independent=("G",),
+    composed=True,
     cases=[
         Case("even", "QK norm and RoPE of every feature, with grouped queries", T=6, **NORMED),
         Case("ragged", "no size is a power of two, and some features are not rotated", T=7, G=3, n=3, D=11, R=4,
