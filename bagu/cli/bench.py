@@ -269,3 +269,25 @@ def bench_ops(
         as_json=as_json, draw=plot, out=out, device=device,
     )  # fmt: skip
     raise typer.Exit(status)
+
+
+@bench.command("layers")
+def bench_layers(
+    names: Annotated[list[str] | None, Argument(metavar="NAME", help="The layers to time. Default: all.")] = None,
+    batch: Annotated[list[int] | None, Option(help="Batch size; repeatable. Default: 1, 8 and on a GPU 32.")] = None,
+    dtype: OpDtype = None,
+    compile: Annotated[bool, Option(help="Also time torch.compile (slow).")] = True,
+    seconds: Annotated[float, Option(help="Seconds to measure each implementation and pass.")] = 0.3,
+    plot: Annotated[bool, Option(help="Write one plot per layer next to the results.")] = True,
+    device: Device = None,
+    out: Results = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time layers of torch.nn beside bagu's drop-in versions, torch.compile and ONNX Runtime."""
+    from bagu.bench import layers as part
+
+    status = part.main(
+        names or (), batches=batch or (), dtype=dtype, device=device, compiled=compile, seconds=seconds, plot=plot,
+        out=out, as_json=as_json,
+    )  # fmt: skip
+    raise typer.Exit(status)
