@@ -10,6 +10,7 @@ import copy
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,13 @@ import torch
 from rich.table import Table
 from torch.nn import functional as F
 
-from bagu.bench.harness import RESULTS, Rows, check_peers, step_seconds, table
+from bagu.bench.harness import RESULTS, Rows, check_peers, table, time_steps
 from bagu.bench.train_peers import llama_config
 from bagu.data.preference_loader import PreferenceBatch
 from bagu.data.sequences import Tokens, micro_batches, pack
 from bagu.errors import ArgumentError
 from bagu.machine.device import named_device, named_dtype
 from bagu.machine.fast_dtype import compute_dtype
-from bagu.machine.timing import reset_device
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
@@ -169,16 +169,9 @@ def main(
         "pairs": pairs, "prompt_tokens": prompt, "answer_tokens": answer, "tokens": sum(len(s.ids) for s in made),
     }  # fmt: skip
     for name in ("bagu", *peers):
-        reset_device(where)
-        started = (
-            bagu_step(model, made, where, as_dtype)
-            if name == "bagu"
-            else plain_step(model, made, where, as_dtype, compiled=PEERS[name])
-        )
-        with started as one_step:
-            samples = step_seconds(one_step, where, steps=steps)
+        create = bagu_step if name == "bagu" else partial(plain_step, compiled=PEERS[name])
+        samples, peak = time_steps(partial(create, model, made, where, as_dtype), where, steps=steps)
         median = statistics.median(samples)
-        peak = torch.cuda.max_memory_allocated(where) if gpu else None
         rows.add([{
             **facts, "implementation": name, "step_s": median, "low_s": min(samples), "high_s": max(samples),
             "pairs_per_s": pairs / median, "peak_bytes": peak,

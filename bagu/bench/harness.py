@@ -12,8 +12,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console, RenderableType
@@ -21,9 +22,10 @@ from rich.table import Table
 
 from bagu.errors import BaguError, UnknownName
 from bagu.machine.environment import environment
+from bagu.machine.timing import reset_device
 from bagu.runs.record import append_rows, record_file
 
-__all__ = ["RESULTS", "Rows", "check_peers", "script_rates", "step_seconds", "table"]
+__all__ = ["RESULTS", "Rows", "StepTimes", "check_peers", "script_rates", "table", "time_steps"]
 
 RESULTS = Path("benchmarks/results")
 
@@ -69,7 +71,26 @@ def table(title: str, heads: Sequence[str], lines: Iterable[Sequence[str]]) -> T
     return made
 
 
-def step_seconds(step: Callable[[], float], device: torch.device, *, steps: int, warmup: int = 3) -> list[float]:
+class StepTimes(NamedTuple):
+    seconds: list[float]
+    peak_bytes: int | None  # of the device's memory; None on a CPU
+
+
+def time_steps(
+    create: Callable[[], AbstractContextManager[Callable[[], float]]], device: torch.device, *, steps: int
+) -> StepTimes:
+    """Time the step of one implementation, on a device that holds nothing of the implementation before it.
+
+    Only this function refers to the step. If the caller did, its model and optimizer state would still be allocated
+    while the next implementation is created, and would count in the peak of that one.
+    """
+    reset_device(device)
+    with create() as step:
+        seconds = _step_seconds(step, device, steps=steps)
+    return StepTimes(seconds, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None)
+
+
+def _step_seconds(step: Callable[[], float], device: torch.device, *, steps: int, warmup: int = 3) -> list[float]:
     """Seconds of each of `steps` calls after the warmup, with the device idle at both ends. A step returns its loss."""
     samples = []
     for i in range(warmup + steps):

@@ -10,20 +10,20 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from bagu.bench.harness import RESULTS, Rows, check_peers, script_rates, step_seconds, table
+from bagu.bench.harness import RESULTS, Rows, StepTimes, check_peers, script_rates, table, time_steps
 from bagu.bench.train_peers import PEERS
 from bagu.bench.train_shapes import SHAPES, Shape
 from bagu.data.random_batches import random_batches
 from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.device import named_device, named_dtype
 from bagu.machine.fast_dtype import compute_dtype_name
-from bagu.machine.timing import reset_device
 from bagu.nn import count
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
@@ -53,14 +53,15 @@ def bagu_step(
     state.close()
 
 
-def _row(name: str, shape: Shape, samples: Sequence[float], device: torch.device) -> dict[str, Any]:
+def _row(name: str, shape: Shape, times: StepTimes) -> dict[str, Any]:
     flops = sum(count.flops(shape.model, n).training * n for n in shape.lengths)
+    samples = times.seconds
     median = statistics.median(samples)
     return {
         "implementation": name, "tokens": shape.tokens, "tokens_per_s": shape.tokens / median,
         "step_s": median, "low_s": min(samples), "high_s": max(samples), "samples": len(samples),
         "tflop_per_s": flops / median / 1e12,
-        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "peak_bytes": times.peak_bytes,
     }  # fmt: skip
 
 
@@ -98,20 +99,17 @@ def main(
         for c in compiled:
             for m in micro_batches:
                 settings = {"dtype": dtype, "micro_batches": m, "recompute": recompute}
-                reset_device(where)
-                with bagu_step(chosen, where, as_dtype, micro_batches=m, compiled=c, recompute=recompute) as one_step:
-                    samples = step_seconds(one_step, where, steps=steps)
-                rows.add([common | _row("bagu compiled" if c else "bagu", chosen, samples, where) | settings])
+                create = partial(bagu_step, chosen, where, as_dtype, micro_batches=m, compiled=c, recompute=recompute)
+                times = time_steps(create, where, steps=steps)
+                rows.add([common | _row("bagu compiled" if c else "bagu", chosen, times) | settings])
         for peer in peers:
             if peer not in PEERS:
                 found = script_rates(Path(peer))[-1]
                 rate = {"tokens_per_s": float(found["tokens_per_s"]), "reported": found}
                 rows.add([common | {"implementation": Path(peer).name} | rate])
                 continue
-            reset_device(where)
-            with PEERS[peer](chosen, where, as_dtype) as one_step:
-                samples = step_seconds(one_step, where, steps=steps)
-            rows.add([common | _row(peer, chosen, samples, where) | {"dtype": dtype}])
+            times = time_steps(partial(PEERS[peer], chosen, where, as_dtype), where, steps=steps)
+            rows.add([common | _row(peer, chosen, times) | {"dtype": dtype}])
     rows.finish(_table(chosen, rows.all))
     return 0
 

@@ -1,0 +1,39 @@
+"""`bagu bench train`: the settings that it times do not share memory."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bagu.bench import train
+from bagu.bench.train_shapes import Shape
+from bagu.nn.config import ModelConfig
+from bagu.runs.record import read_rows
+from bagu.train.state import TrainState
+
+TINY = ModelConfig(vocab_size=64, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8,
+                   intermediate_size=32, max_len=16)  # fmt: skip
+
+
+def test_the_state_of_one_setting_is_gone_before_the_next_is_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the peak memory of a setting is at least two sets of model states."""
+    states: weakref.WeakSet[TrainState] = weakref.WeakSet()
+    alive: list[int] = []
+
+    class Tracked(TrainState):
+        def __init__(self, *args: Any) -> None:
+            alive.append(len(states))
+            super().__init__(*args)
+            states.add(self)
+
+    monkeypatch.setattr(train, "TrainState", Tracked)
+    monkeypatch.setitem(train.SHAPES, "tiny", Shape(why="a test", model=TINY, lengths=(16,) * 4))
+    train.main("tiny", steps=1, micro_batches=(1, 2, 4), dtype="fp32", device="cpu", out=tmp_path, as_json=True)
+    assert alive == [0, 0, 0]
+    (file,) = tmp_path.iterdir()
+    assert [row["micro_batches"] for row in read_rows(file)] == [1, 2, 4]
