@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bagu.bench import demo_table, formats_table, parallel_table, serve_table, train_table
+from bagu.bench import demo_table, formats_table, parallel_table, plan_table, serve_table, train_table
 from bagu.errors import BaguError
 from bagu.runs.record import append_rows, read_rows
 
@@ -28,6 +28,7 @@ SERVE_BEGIN, SERVE_END = "<!-- bench:serve:begin -->", "<!-- bench:serve:end -->
 PARALLEL_BEGIN, PARALLEL_END = "<!-- bench:parallel:begin -->", "<!-- bench:parallel:end -->"
 DEMO_BEGIN, DEMO_END = "<!-- bench:demo:begin -->", "<!-- bench:demo:end -->"
 FORMATS_BEGIN, FORMATS_END = "<!-- bench:formats:begin -->", "<!-- bench:formats:end -->"
+PLAN_BEGIN, PLAN_END = "<!-- bench:plan:begin -->", "<!-- bench:plan:end -->"
 PEERS = ("eager", "compile", "liger")
 
 Row = Mapping[str, Any]
@@ -72,6 +73,7 @@ CHINESE = Words(
 )
 PARALLEL_FILE = "docs/parallel/data_parallel.md"
 FORMATS_FILE = "docs/formats.md"
+PLAN_FILE = "docs/planner.md"
 FILES = {"README.md": (ENGLISH, False), "README.zh.md": (CHINESE, False), "docs/benchmarks.md": (ENGLISH, True)}
 
 
@@ -255,6 +257,7 @@ def _update(root: Path, *, check: bool) -> int:
         row for p in sorted(root.glob("benchmarks/results/formats/*.json")) for row in json.loads(p.read_text())["rows"]
     ]
     texts[FORMATS_FILE] = [(formats_table.render(inference, quality), (FORMATS_BEGIN, FORMATS_END))]
+    texts[PLAN_FILE] = [(plan_table.render(inference), (PLAN_BEGIN, PLAN_END))]
     stale = []
     for name, parts in texts.items():
         path = root / name

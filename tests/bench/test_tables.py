@@ -47,6 +47,7 @@ def checkout(folder: Path, rows: list[dict[str, Any]]) -> Path:
     (folder / tables.PARALLEL_FILE).parent.mkdir(parents=True)
     (folder / tables.PARALLEL_FILE).write_text(f"{tables.PARALLEL_BEGIN}\nold\n{tables.PARALLEL_END}\n")
     (folder / tables.FORMATS_FILE).write_text(f"{tables.FORMATS_BEGIN}\nold\n{tables.FORMATS_END}\n")
+    (folder / tables.PLAN_FILE).write_text(f"{tables.PLAN_BEGIN}\nold\n{tables.PLAN_END}\n")
     for name in tables.FILES:
         (folder / name).write_text(PAGE, encoding="utf-8")
     return folder

@@ -13,6 +13,7 @@ The plan takes the largest batch that meets both targets and whose KV cache fits
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +29,7 @@ from bagu.parallel.planner.cluster import Cluster
 from bagu.parallel.planner.model_cost import Linear, ModelCost, model_cost
 from bagu.parallel.planner.search import divisors
 
-__all__ = ["Deployment", "Traffic", "deployments"]
+__all__ = ["BatchTimes", "Deployment", "Traffic", "batch_times", "deployments"]
 
 Array = NDArray[np.float64]
 GiB = 2**30
@@ -71,6 +72,23 @@ class Deployment:
         return self.tp * self.replicas
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchTimes:
+    """Predicted seconds of a batch of requests."""
+
+    prefill_s: float  # of all prompts
+    decode_s: Array  # of each decode step
+
+    @property
+    def total_s(self) -> float:
+        return self.prefill_s + float(self.decode_s.sum())
+
+    @property
+    def step_s(self) -> float:
+        """The median step."""
+        return float(np.median(self.decode_s))
+
+
 def deployments(
     model: ModelConfig, cluster: Cluster, traffic: Traffic, calibration: Calibration = CALIBRATION
 ) -> list[Deployment]:
@@ -107,7 +125,7 @@ def _deployment(cost: ModelCost, cluster: Cluster, traffic: Traffic, tp: int, c:
     mean = traffic.input_tokens + traffic.output_tokens / 2
     batches = BATCHES[BATCHES * mean <= kv_tokens]
     prefill = float(_forward_s(cost, cluster, tp, np.array([float(traffic.input_tokens)]), traffic.input_tokens, c)[0])
-    decode = _decode_s(cost, cluster, tp, batches, mean, per_token, c)
+    decode = _decode_s(cost, cluster, tp, batches, batches * mean * per_token, c)
     rate = batches / (traffic.output_tokens * decode + batches * prefill)
     busy = rate * prefill
     token_ms = 1000 * decode / (1 - busy)
@@ -125,11 +143,22 @@ def _deployment(cost: ModelCost, cluster: Cluster, traffic: Traffic, tp: int, c:
     )  # fmt: skip
 
 
-def _decode_s(
-    cost: ModelCost, cluster: Cluster, tp: int, batch: Array, context: float, kv: float, c: Calibration
-) -> Array:
+def batch_times(
+    model: ModelConfig, cluster: Cluster, inputs: Sequence[int], outputs: Sequence[int], c: Calibration = CALIBRATION
+) -> BatchTimes:
+    """One GPU with these requests, which all start at once: the work that `bagu bench engine` measures."""
+    cost, prompts, lengths = model_cost(model), np.array(inputs, dtype=float), np.array(outputs)
+    steps = np.arange(1, lengths.max())  # the first token comes from the prefill
+    running = lengths > steps[:, None]  # [steps, requests]
+    cached = ((prompts + steps[:, None]) * running).sum(1)
+    prefill = sum(_forward_s(cost, cluster, 1, np.array([n]), int(n), c)[0] for n in prompts)
+    decode = _decode_s(cost, cluster, 1, running.sum(1).astype(float), cached * kv_bytes(model), c)
+    return BatchTimes(prefill_s=float(prefill), decode_s=decode)
+
+
+def _decode_s(cost: ModelCost, cluster: Cluster, tp: int, batch: Array, cache_bytes: Array, c: Calibration) -> Array:
     """One step of `batch` sequences: products with few rows, and every cached key and value read once."""
-    cache = kernels.memory_s(cluster.gpu, c, batch * context * kv)
+    cache = kernels.memory_s(cluster.gpu, c, cache_bytes)
     small = cost.config.num_layers * KERNELS_PER_LAYER * KERNEL_US * 1e-6 + STEP_US * 1e-6
     return _products_s(cost, cluster, tp, batch, c) + cache + small
 
