@@ -1,0 +1,64 @@
+"""References in the documents: relative links, and the `file : symbol` of the walks, exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bagu/**/*.md")])
+LINK = re.compile(r"\[(?P<text>[^\]\n]*)\]\((?P<target>[^)\s]+)\)")
+SYMBOL = re.compile(r"`[^`]*\.py : (?P<symbol>[A-Za-z_][\w.]*)`")
+FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+
+
+def links(document: Path) -> list[tuple[str, str]]:
+    """(text, target) of the links to files of this repository."""
+    text = FENCE.sub("", document.read_text(encoding="utf-8"))
+    found = [(m["text"], m["target"]) for m in LINK.finditer(text)]
+    return [(text, target) for text, target in found if not re.match(r"[a-z]+:|#", target)]
+
+
+def defined(file: Path, symbol: str) -> bool:
+    """Whether a Python file has this function, class or constant; `Class.method` is looked up in the class, and a lone
+    name also in the classes of the file."""
+    body: list[ast.stmt] = ast.parse(file.read_text(encoding="utf-8")).body
+    *owners, last = symbol.split(".")
+    for owner in owners:
+        body = next((n.body for n in body if isinstance(n, ast.ClassDef) and n.name == owner), [])
+    if not owners:
+        body = [*body, *(inner for n in body if isinstance(n, ast.ClassDef) for inner in n.body)]
+    return last in {name for node in body for name in names(node)}
+
+
+def names(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_linked_files_exist(document: Path) -> None:
+    missing = [t for _, t in links(document) if not (document.parent / t.partition("#")[0]).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_linked_symbols_exist(document: Path) -> None:
+    named = [(m["symbol"], document.parent / target) for text, target in links(document) if (m := SYMBOL.search(text))]
+    assert [f"{file.name} : {symbol}" for symbol, file in named if not defined(file, symbol)] == []
+
+
+def test_a_missing_file_and_a_missing_symbol_are_found(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("class A:\n    def f(self): ...\n\nB: int = 1\nC, D = 1, 2\n")
+    assert all(defined(tmp_path / "code.py", name) for name in ("A", "A.f", "f", "B", "C", "D"))
+    assert not any(defined(tmp_path / "code.py", name) for name in ("g", "A.g", "E.f"))
+    page = tmp_path / "page.md"
+    page.write_text("[`code.py : A.f`](code.py#L1) [x](https://x.y/z) [top](#top)\n```\n[a](b.py)\n```\n[n](no.py)\n")
+    assert links(page) == [("`code.py : A.f`", "code.py#L1"), ("n", "no.py")]
+    found = SYMBOL.search("`serve/code.py : A.f`")
+    assert found is not None and found["symbol"] == "A.f"
