@@ -63,7 +63,7 @@ def drawn(load: str, tokens: int) -> Lengths:
 
 def run(setting: Setting) -> list[Row]:
     pools = 2 if setting.quick else 12  # the tokens of a load, as a multiple of the pool
-    pages = (1, PAGE, 256, LONGEST) if setting.quick else (1, 4, PAGE, 64, 256, 1024, LONGEST)
+    pages = (PAGE, 256, LONGEST) if setting.quick else (1, 4, PAGE, 64, 256, 1024, LONGEST)
     gathers = {page: gather(page, setting.device) for page in pages}
     calls = {str(page): call for page, call in gathers.items()}
     times = best_times(calls, setting.device, seconds=0.05 if setting.quick else 0.5)

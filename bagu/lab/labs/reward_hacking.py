@@ -36,6 +36,7 @@ STARTS = {"weak": 50, "strong": 90}  # steps of training before the rewards
 REWARDS = ("loose", "strict")
 PROMPTS, SAMPLES, ROUNDS, RATE = 8, 8, 24, 2e-3
 SEEDS = (1, 2, 3, 4)
+MAX_DRAWS = 4  # times that prompts are drawn for a rollout, until enough answers differ in reward
 EACH = 24  # answers to each prompt before and after
 MEASURES = ("loose", "strict", "different", "characters")
 
@@ -84,14 +85,16 @@ def run(setting: Setting) -> list[Row]:
     return [
         row
         for name, seed, reward in setting.track(points)
-        for row in reinforced(start(name, seed), name, reward, seed, rounds, each)
+        for row in reinforced(start(name, seed), name, reward, seed, rounds, each, max_draws=1 if quick else MAX_DRAWS)
     ]
 
 
-def reinforced(start: Writer, name: str, reward: str, seed: int, rounds: int, each: int) -> list[Row]:
+def reinforced(
+    start: Writer, name: str, reward: str, seed: int, rounds: int, each: int, *, max_draws: int
+) -> list[Row]:
     """Train a copy of a start on a reward. A row for each rollout, and one before and after all of them."""
     writer = replace(start, model=copy.deepcopy(start.model))
-    objective = GroupRelative(prompts=PROMPTS, samples=SAMPLES, max_tokens=ANSWER_TOKENS)
+    objective = GroupRelative(prompts=PROMPTS, samples=SAMPLES, max_tokens=ANSWER_TOKENS, max_draws=max_draws)
     loss, watched = objective.loss(writer.model), Judged(reward)
     before = measured(writer, each)
     config = TrainConfig(steps=rounds, optimizer=OptimizerConfig(lr=RATE, weight_decay=0.0))

@@ -51,7 +51,7 @@ RATED = tuple(v for v in VARIANTS if v.placement != "sandwich")
 def run(setting: Setting) -> list[Row]:
     quick = setting.quick
     data = batches((0,) if quick else (0, 1, 2))
-    depths, layers, steps, halvings = ((8, 16), 4, 10, 2) if quick else ((8, 16, 32, 64, 128), 8, 50, 4)
+    depths, layers, steps, halvings = ((8, 16), 4, 6, 2) if quick else ((8, 16, 32, 64, 128), 8, 50, 4)
     gradients = [("gradient", v, depth, 0) for v, depth in product(VARIANTS, depths)]
     rates = [("rate", v, warmup, seed) for v, warmup, seed in product(RATED, (0, 2 * steps // 5), data)]
     rows: list[Row] = []
