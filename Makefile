@@ -27,10 +27,10 @@ demo: $(VENV)/ready
 	$(BIN)/bagu demo
 
 test: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not slow"
 
 test-full: $(VENV)/ready test-triton
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu"
 
 # The kernels on today's Triton, beside the one that is pinned; its interpreter is the judge.
 TRITON ?= 3.9.0
