@@ -17,21 +17,22 @@ for p ranks and m micro-batches (https://arxiv.org/abs/1811.06965, 2104.04473, 2
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any, Literal, get_args
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch.distributed import pipelining
-from torch.distributed.pipelining import PipelineStage
 
 from bagu.errors import ArgumentError, UnknownName
 from bagu.nn.model import Transformer
+from bagu.parallel.actions import KINDS, Action
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.stages import Stage, build, costs, cut
 from bagu.types import Batch
+
+if TYPE_CHECKING:
+    from bagu.parallel.recorded_stage import RecordedStage
 
 __all__ = [
     "Action",
@@ -46,12 +47,6 @@ __all__ = [
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (hidden, head weight, targets) -> loss
-CLASSES: Mapping[Schedule, Any] = {
-    "gpipe": pipelining.ScheduleGPipe,
-    "1f1b": pipelining.Schedule1F1B,
-    "interleaved": pipelining.ScheduleInterleaved1F1B,
-    "zero_bubble": pipelining.ScheduleZBVZeroBubble,
-}
 
 
 def stages_of(schedule: Schedule, rank: int, ranks: int, per_rank: int = 2) -> list[int]:
@@ -86,73 +81,6 @@ def cut_model(
     return build(model, cut(costs(model.config, context), ranks * len(mine)), mine)
 
 
-ActionKind = Literal["F", "B", "I", "W"]
-KINDS: tuple[ActionKind, ...] = get_args(ActionKind)
-
-
-@dataclass(frozen=True)
-class Action:
-    """What a stage did with a micro-batch, and when (seconds of a clock that all processes of a machine share).
-
-    F is a forward, B a backward; I and W are its two parts, for the input and for the weights.
-    """
-
-    kind: ActionKind
-    stage: int
-    micro_batch: int
-    start: float
-    end: float
-
-
-class _RecordedStage(PipelineStage):
-    """A stage that records its actions, and counts the bytes that it sends to other ranks."""
-
-    def __init__(self, pipeline: Pipeline, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.mesh, self.actions, self.after_backward = pipeline.mesh, pipeline.actions, pipeline.after_backward
-        self.timed = pipeline.timed
-
-    def _timed(self, kind: Any, micro_batch: int, run: Callable[[], Any]) -> Any:
-        if not self.timed:
-            return run()
-        start = time.perf_counter()
-        result = run()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.actions.append(Action(kind, self.stage_index, micro_batch, start, time.perf_counter()))
-        return result
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        run = super().forward_one_chunk
-        return self._timed("F", fwd_chunk_id, lambda: run(fwd_chunk_id, *args, **kwargs))
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> Any:
-        run, kind = super().backward_one_chunk, "B" if full_backward else "I"
-        result = self._timed(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, loss, full_backward, last_backward))
-        if full_backward:
-            self.after_backward()
-        return result
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        run = super().backward_weight_one_chunk
-        result = self._timed("W", bwd_chunk_id, lambda: run(bwd_chunk_id, *args, **kwargs))
-        self.after_backward()
-        return result
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
-
-    def _counted(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        for op in ops:
-            self.mesh.traffic.add("send", "pp", op.tensor.nbytes, self.mesh.size("pp"))
-        return ops
-
-
 class Pipeline:
     """Runs steps of `micro_batches` micro-batches through this rank's stages.
 
@@ -169,19 +97,25 @@ class Pipeline:
         self.modules, self.mesh, self.micro_batches, self.tokens = modules, mesh, micro_batches, tokens
         self.actions: list[Action] = []
         self.after_backward, self.timed = after_backward, timed
+        # torch.distributed.pipelining imports the compiler: 3 s of a slow core, which only a pipeline pays
+        from bagu.parallel.recorded_stage import CLASSES
+
         stages = [self._stage(i, module, tokens) for i, module in modules.items()]
         single = schedule in ("gpipe", "1f1b")
         self.schedule = CLASSES[schedule](
             stages[0] if single else stages, micro_batches, loss_fn=self._loss, scale_grads=False
         )  # the loss divides by the targets of the step, so gradients are sums
 
-    def _stage(self, number: int, module: Stage, tokens: int) -> _RecordedStage:
+    def _stage(self, number: int, module: Stage, tokens: int) -> RecordedStage:
+        from bagu.parallel.recorded_stage import RecordedStage
+
         config, dtype = module.config, next(module.blocks.parameters()).dtype
         rows = tokens // self.mesh.size("tp")  # the stream is divided by sequence parallelism
         stream = torch.empty(rows, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
         count = self.mesh.size("pp") * len(self.modules)
-        return _RecordedStage(
-            self, module, number, count, self.mesh.device,
+        return RecordedStage(
+            module, number, count, self.mesh.device, mesh=self.mesh, actions=self.actions,
+            after_backward=self.after_backward, timed=self.timed,
             input_args=torch.empty(1, tokens, dtype=torch.int64, device="meta") if module.is_first else stream,
             output_args=stream, group=self.mesh.group("pp"),
         )  # fmt: skip
