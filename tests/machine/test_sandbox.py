@@ -124,7 +124,7 @@ def test_a_system_without_isolation_refuses() -> None:
 
 
 def test_a_worker_that_died_is_started_again() -> None:
-    with Sandbox(workers=1) as one:
+    with Sandbox(workers=1, limits=PATIENT) as one:
         one._all[0]._process.kill()
         one._all[0]._process.wait()
         assert one.run("print('again')").stdout == "again\n"

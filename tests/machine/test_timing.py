@@ -37,9 +37,9 @@ def test_the_first_call_is_warmup() -> None:
         if calls == 1:
             spin(0.2)
 
-    timing = measure(slow_at_first, "cpu", min_samples=1, max_samples=1, flush_l2=False)
-    assert timing.median_s < 0.2
-    assert calls >= 3 + 1
+    timing = measure(slow_at_first, "cpu", min_samples=9, max_samples=9, flush_l2=False)
+    assert timing.median_s < 0.2  # a busy machine may interrupt some of nine calls for so long, not most of them
+    assert calls >= 3 + 9
 
 
 def test_sampling_stops_after_the_given_seconds() -> None:

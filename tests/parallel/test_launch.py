@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -52,14 +51,14 @@ def test_each_rank_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def meet(facts: list[dict[str, Any]], ranks: int, timeout: float = 30.0) -> list[BaseException | None]:
     """The error of each rank that comes to the meeting."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = dist.TCPStore("127.0.0.1", port, ranks, True, timedelta(seconds=30), wait_for_workers=False)
+    patience = timedelta(seconds=120)
+    server = dist.TCPStore("127.0.0.1", 0, ranks, True, patience, wait_for_workers=False)
 
     def go(rank: int) -> BaseException | None:
-        place = Place(rank=rank, ranks=ranks, local_rank=rank, host="127.0.0.1", port=port)
+        place = Place(rank=rank, ranks=ranks, local_rank=rank, host="127.0.0.1", port=server.port)
         store = server.clone() if rank else server
+        if rank == 0:  # its clock starts when the others are there, however slow the machine is
+            store.wait([f"facts/{other}" for other in range(1, len(facts))], patience)
         try:
             launch._meet(store, place, facts[rank], timeout)
         except BaseException as error:

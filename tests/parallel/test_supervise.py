@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bagu.parallel import supervise as supervising
 from bagu.parallel.heartbeat import Beat, stuck_ranks
 from bagu.parallel.supervise import Job, Start, supervise
 
@@ -24,6 +25,12 @@ from bagu.parallel.heartbeat import FOLDER, Heartbeat
 rank, out, attempt = int(os.environ["RANK"]), Path(sys.argv[1]), int(sys.argv[2])
 (out / f"{attempt}-{rank}").write_text(str(os.getpid()))
 """
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that sleep for ever are ended after 0.2 s, not after five."""
+    monkeypatch.setattr(supervising, "GRACE_S", 0.2)
 
 
 def job(out: Path, body: str, ranks: int = 2, **options: float) -> Job:

@@ -37,9 +37,9 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture
 def client(tiny: Running) -> Iterator[openai.OpenAI]:
     import openai
-    from tiny_server import KEY
+    from tiny_server import KEY, PATIENCE_S
 
-    with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE_S) as client:
         yield client
 
 

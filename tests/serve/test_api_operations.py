@@ -122,7 +122,7 @@ def test_queue_prefill_and_decode_times_add_up(client: openai.OpenAI, tiny: Runn
     spent = [(s - b, c - n) for (s, c), (b, n) in zip(map(total, names), before, strict=True)]
     assert [count for _, count in spent] == [9] * 4
     queue, prefill, decode, whole = (seconds for seconds, _ in spent)
-    assert min(queue, prefill, decode) > 0 and queue + prefill + decode <= whole
+    assert min(queue, prefill, decode) > 0 and queue + prefill + decode <= whole + 1e-6  # of rounding
 
 
 def test_the_page_and_engine_stats_are_served(tiny: Running) -> None:

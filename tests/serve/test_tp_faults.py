@@ -83,7 +83,7 @@ def children(pid: int) -> list[int]:
 def test_the_server_answers_as_one_process_and_survives_a_killed_rank(tmp_path: Path) -> None:
     openai = pytest.importorskip("openai")
     from test_faults import gone
-    from tiny_server import MODEL, eventually, healthy, load, running_server
+    from tiny_server import MODEL, PATIENCE_S, eventually, healthy, load, running_server
 
     model, tokenizer, _ = load()
     alone = Engine(model, tokenizer, EngineConfig(num_blocks=1024))
@@ -96,7 +96,7 @@ def test_the_server_answers_as_one_process_and_survives_a_killed_rank(tmp_path: 
     with ExitStack() as stack:
         running = stack.enter_context(running_server(tmp_path / "stderr", "--tp", "2"))
         client = stack.enter_context(
-            openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=60)
+            openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
         )
 
         def answer(temperature: float) -> str:
@@ -114,7 +114,7 @@ def test_the_server_answers_as_one_process_and_survives_a_killed_rank(tmp_path: 
         with pytest.raises(openai.APIError, match="rank 1 of tp = 2 was killed by SIGKILL"):
             for _ in stream:
                 pass
-        eventually(lambda: healthy(running), "the engine is back", timeout=180)
+        eventually(lambda: healthy(running), "the engine is back")
         engine, (rank,) = running.engine_pid(), children(running.engine_pid())
         assert answer(0.0) == wanted(0.0)
     eventually(lambda: gone(engine) and gone(rank), "no process is left after the server was killed")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from tiny_server import MODEL, eventually, running_server
+from tiny_server import MODEL, PATIENCE_S, eventually, running_server
 
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.metrics import Histogram, Metrics
@@ -86,7 +86,7 @@ def test_a_histogram_is_cumulative() -> None:
 
 def test_an_encoder_embeds_and_its_process_exits_with_the_server(tmp_path: Path) -> None:
     with running_server(tmp_path / "stderr", "--kind", "encoder") as running:
-        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
             both = client.embeddings.create(model=MODEL, input=["hello world", "def f(x)"])
             alone = client.embeddings.create(model=MODEL, input="def f(x)", encoding_format="float")
             with pytest.raises(openai.BadRequestError, match="embeds"):

@@ -28,6 +28,7 @@ from bagu.serve.http import server
 MODEL = "tiny"
 KEY = "sk-test"  # of the fixture `tiny`
 ORIGIN = "http://localhost:3000"  # allowed by it
+PATIENCE_S = 180.0  # to wait for what must come: starting an engine takes 5 s, on a busy machine a minute
 MAX_LEN = 4096  # long, so that tests can act while a stream runs
 
 
@@ -62,7 +63,7 @@ class Running:
 
     def __init__(self, process: subprocess.Popen[str], url: str, log: Path) -> None:
         self.process, self.url, self.log = process, url, log
-        self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
+        self.http = httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False)
 
     @property
     def port(self) -> int:
@@ -85,7 +86,7 @@ class Running:
 
     def raw(self, data: bytes) -> socket.socket:
         """Open a connection and send these bytes."""
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
         connection.sendall(data)
         return connection
 
@@ -105,7 +106,7 @@ def running_server(log: Path, *flags: str, ready: bool = True) -> Iterator[Runni
         assert found, f"{line}\n{log.read_text()}"
         running = Running(process, found[0], log)
         if ready:
-            eventually(lambda: healthy(running), "the server is warm", timeout=180)
+            eventually(lambda: healthy(running), "the server is warm")
         yield running
     finally:
         if process.poll() is None:
@@ -121,7 +122,7 @@ def healthy(running: Running) -> bool:
         return False
 
 
-def eventually(condition: Callable[[], Any], what: str, timeout: float = 60.0) -> Any:
+def eventually(condition: Callable[[], Any], what: str, timeout: float = PATIENCE_S) -> Any:
     """Wait until `condition` is true; fails with its name after `timeout` seconds."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
