@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,13 @@ from bagu.nn.hub import WeightsError, read_json
 from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
 
-__all__ = ["CONFIG", "base_of", "is_adapter", "load_adapter", "save_adapter"]
+__all__ = [
+    "CONFIG", "Adapter", "base_of", "find_adapter", "is_adapter", "load_adapter", "num_parts", "read_adapter",
+    "save_adapter",
+]  # fmt: skip
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+RUN_FOLDER = "adapter"  # where a LoRA run of bagu writes its adapter
 PREFIX = "base_model.model."
 READ = {"peft_type", "r", "lora_alpha", "use_rslora", "base_model_name_or_path"}
 # Settings that do not affect the weights of a trained adapter.
@@ -42,8 +47,27 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """The pairs of an adapter by the names of the model's linear layers: W becomes W + scale * B A."""
+
+    rank: int  # in PEFT's config; a pair of a fused linear may have a multiple of it
+    scale: float
+    pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # A [rank, in] and B [out, rank]
+
+
 def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
+
+
+def find_adapter(path: str | Path) -> Path:
+    """The folder of an adapter: `path` itself, or that of a LoRA run of bagu at `path`."""
+    folder = Path(path).expanduser()
+    for found in (folder, folder / RUN_FOLDER):
+        if is_adapter(found):
+            return found
+    what = f"has no {CONFIG}" if folder.is_dir() else "is not a folder"
+    raise WeightsError(f"{folder} {what}", hint="give the folder of a PEFT adapter, or of a LoRA run of bagu")
 
 
 def base_of(folder: Path) -> str:
@@ -93,14 +117,26 @@ def save_adapter(model: Transformer, folder: str | Path, *, base: str) -> None:
         raise WeightsError(f"cannot write {folder}: {error}", hint="free some space, or save elsewhere") from error
 
 
-@torch.no_grad()
 def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
     """Add the pairs of an adapter to `model`, its base, and freeze all other parameters. Returns the adapted linears.
 
     PEFT features that bagu does not support are refused by name: DoRA, trained biases, different ranks.
     """
+    adapter, linears = read_adapter(model, folder), _linears(model)
+    model.requires_grad_(False)
+    for name, pair in adapter.pairs.items():
+        linear = linears[name]
+        linear.lora_a, linear.lora_b = (nn.Parameter(x.to(linear.weight.device, linear.dtype)) for x in pair)
+        linear.lora_scale = adapter.scale
+    return list(adapter.pairs)
+
+
+@torch.no_grad()
+def read_adapter(model: Transformer, folder: str | Path) -> Adapter:
+    """Read an adapter of `model`, its base, without changing the model. Raises as `load_adapter` does."""
     folder, family = Path(folder), family_for(model.config)
-    scale = _scale(folder / CONFIG, read_json(folder / CONFIG))
+    config = read_json(folder / CONFIG)
+    scale = _scale(folder / CONFIG, config)
     stored = _read(folder / WEIGHTS)
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for name, linear in _linears(model).items():
@@ -114,14 +150,12 @@ def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
             f"{folder / WEIGHTS}: {len(odd)} tensors match no linear of the model, the first is {odd[0]}",
             hint="check that this is the base model of the adapter",
         )
-    model.requires_grad_(False)
-    linears = _linears(model)
-    for name, (a, b) in pairs.items():
-        linear = linears[name]
-        w = linear.weight
-        linear.lora_a, linear.lora_b = (nn.Parameter(x.to(w.device, linear.dtype)) for x in (a, b))
-        linear.lora_scale = scale
-    return list(pairs)
+    return Adapter(rank=config["r"], scale=scale, pairs=pairs)
+
+
+def num_parts(model: Transformer, name: str) -> int:
+    """In how many linear layers PEFT divides ours: an adapter's rank there is up to so many times its `r`."""
+    return len(_parts(family_for(model.config), model, name, _linears(model)[name].weight.detach()))
 
 
 def _linears(model: Transformer) -> dict[str, Linear]:
