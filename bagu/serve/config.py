@@ -84,6 +84,10 @@ class EngineConfig:
     speculative: str | None = None  # drafts by prompt lookup ("ngram") or by the draft model at this path
     speculative_tokens: int = 7  # drafts of a sequence in a step, at most; the step then has 8 of its tokens
     speculative_always: bool = False  # verify every draft, also where it is measured to lose time
+    adapters: tuple[tuple[str, str], ...] = ()  # (name, path) of the LoRA adapters that are loaded at the start
+    max_adapters: int = 0  # LoRA adapters that can be loaded at the same time; 0: none
+    max_adapter_rank: int = 16
+    allow_adapter_loading: bool = False  # by requests: the server then reads paths that clients name
     cuda_graphs: bool = True  # run decode steps as CUDA graphs; no effect on a CPU
     invariant: bool = False  # the bits of a row do not depend on its batch (bagu.ops.invariant)
     seed: int = 0  # seeds the requests that have no seed
@@ -93,7 +97,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         at_least_one = ("block_size", "num_blocks", "kv_memory", "max_model_len", "max_num_seqs", "threads", "tp",
-                        "speculative_tokens")  # fmt: skip
+                        "speculative_tokens", "max_adapter_rank")  # fmt: skip
         for name in at_least_one:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -126,6 +130,7 @@ class EngineConfig:
                 "engine: invariant cannot be combined with quantization",
                 hint="logits of quantized weights differ from the trainer's: choose one of the two",
             )
+        self._check_adapters()
         for option, used in (
             ("invariant", self.invariant),  # the order of the sum over ranks depends on the size of the batch
             (f"quantization = {self.quantization}", self.quantization is not None),  # rounds and packs whole matrices
@@ -134,6 +139,27 @@ class EngineConfig:
             if self.tp > 1 and used:
                 raise ArgumentError(
                     f"engine: tp = {self.tp} cannot be combined with {option}", hint="choose one of the two"
+                )
+
+    def _check_adapters(self) -> None:
+        if not len(self.adapters) <= self.max_adapters:
+            raise ArgumentError(
+                f"engine: {len(self.adapters)} adapters, and max_adapters = {self.max_adapters}",
+                hint="raise max_adapters, or load fewer",
+            )
+        names = [name for name, _ in self.adapters]
+        if len(set(names)) < len(names):
+            raise ArgumentError(
+                f"engine: two adapters are named {max(names, key=names.count)!r}", hint="a name is used once"
+            )
+        for option, used, reason in (
+            ("invariant", self.invariant, "the bits of an adapter's products may depend on its slot"),
+            (f"tp = {self.tp}", self.tp > 1, "the other ranks hold no adapters"),
+        ):
+            if self.max_adapters and used:
+                raise ArgumentError(
+                    f"engine: adapters cannot be combined with {option}: {reason}",
+                    hint="merge the adapter (bagu export) and serve the merged model, or choose one of the two",
                 )
 
     @property

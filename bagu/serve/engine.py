@@ -28,7 +28,11 @@ from bagu import ops
 from bagu.errors import ArgumentError
 from bagu.machine.device import named_device
 from bagu.nn.model import Transformer
+from bagu.nn.peft import Adapter
 from bagu.parallel.inference import local_heads
+from bagu.serve.adapters.info import AdapterInfo
+from bagu.serve.adapters.layers import AdapterWeights, GroupedLinear, StackedLinear
+from bagu.serve.adapters.registry import AdapterRegistry
 from bagu.serve.completion import choices
 from bagu.serve.config import EngineConfig
 from bagu.serve.constrain.compiler import GrammarCompiler
@@ -118,8 +122,12 @@ class Engine:
         dtype = cache_dtype(config.kv_dtype, table.dtype)
         heads, num_blocks = local_heads(model.config, config.tp), pool.num_blocks + spare
         kv = PagedKV(heads, num_blocks, pool.block_size, device=table.device, dtype=dtype)
+        self.adapters = AdapterRegistry(model, max_adapters=config.max_adapters, max_rank=config.max_adapter_rank)
+        weights = (
+            AdapterWeights(model, StackedLinear if table.is_cuda else GroupedLinear) if config.max_adapters else None
+        )
         self.runner = (
-            Runner(model, kv, config, pool.max_model_len) if self.ranks is None
+            Runner(model, kv, config, pool.max_model_len, adapters=weights) if self.ranks is None
             else LeadRunner(model, kv, config, pool.max_model_len, self.ranks)
         )  # fmt: skip
         self.sampler = Sampler(self.runner, tokenizer, config.seed, eos_ids)
@@ -132,6 +140,8 @@ class Engine:
         self._sampled: deque[tuple[float, int]] = deque()  # (time, number of tokens) of the last steps
         self._steps = self._tokens = self._batch_size = 0
         self._last_step_s = self._committed = 0.0
+        for name, path in config.adapters:
+            self.load_adapter(name, path)
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -178,8 +188,9 @@ class Engine:
                 f"request {request.id!r}: stop strings need a tokenizer, and the engine has none",
                 hint="use stop_token_ids, or pass a tokenizer to Engine",
             )
+        adapter = None if request.adapter is None else self.adapters.find(request.adapter)
         matcher = self._matcher(request)
-        self.scheduler.add(request)
+        self.scheduler.add(request, adapter)
         self.sampler.add(request, matcher)
 
     def abort(self, request_id: str) -> bool:
@@ -211,6 +222,20 @@ class Engine:
         self._unreturned = self._commit_pending()
         self.runner.prepare()
         self.scheduler.restart()
+
+    def load_adapter(self, name: str, path: str, adapter: Adapter | None = None) -> AdapterInfo:
+        """Load a LoRA adapter, so that requests can name it. `adapter` is what was read from `path`, if another thread
+        has done that (`adapters.read`). Raises BaguError, and changes nothing, if it cannot be served."""
+        adapter = self.adapters.read(path) if adapter is None else adapter
+        self.adapters.check(adapter)
+        self._unreturned = self._commit_pending()
+        resident = self.adapters.install(name, path, adapter, self.scheduler.busy_slots())
+        self.runner.install_adapter(resident.slot, adapter)
+        return resident.info
+
+    def unload_adapter(self, name: str) -> None:
+        """Take an adapter's name away. Requests that use it finish with it; its memory is used again after that."""
+        self.adapters.remove(name)
 
     # --- Generate -----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from bagu.serve.adapters.layers import NO_ADAPTER, Rows
 from bagu.serve.kv.paged import Batch, PagedKV
 
 __all__ = ["GraphDecode", "Uniform", "bucket", "pad", "uniform"]
@@ -52,6 +53,7 @@ def pad(batch: Batch, rows: int, context: int, block_size: int, spare: int) -> B
         max_context=context,
         num_decodes=rows if each == 1 else 0,
         decode_context=context if each == 1 else 0,
+        adapters=None if batch.adapters is None else grow(batch.adapters, NO_ADAPTER, extra * each),
     )
 
 
@@ -78,10 +80,11 @@ def addresses(model: torch.nn.Module) -> list[int]:
 class GraphDecode:
     """The forward of a batch of sequences with equally many new tokens, as a graph replay. Satisfies runner.Forward."""
 
-    def __init__(self, model: torch.nn.Module, kv: PagedKV, max_model_len: int) -> None:
-        self.model, self.kv, self.max_model_len = model, kv, max_model_len
+    def __init__(self, model: torch.nn.Module, kv: PagedKV, max_model_len: int, adapters: Rows | None = None) -> None:
+        self.model, self.kv, self.max_model_len, self.adapters = model, kv, max_model_len, adapters
         self.spare = kv.num_blocks - 1
-        self.captured: dict[tuple[int, int, int], Captured] = {}  # by sequences, tokens of each, and context
+        # by sequences, tokens of each, context, and whether tokens have adapters
+        self.captured: dict[tuple[int, int, int, bool], Captured] = {}
         self.memory = torch.cuda.graph_pool_handle()
         self._addresses = addresses(model)
 
@@ -94,9 +97,10 @@ class GraphDecode:
         rows, each = bucket(len(batch.context_lens)), batch.max_len
         context = min(bucket(batch.max_context, coarse=True), self.max_model_len)
         padded = pad(batch, rows, context, self.kv.block_size, self.spare)
-        found = self.captured.get((rows, each, context))
+        key = rows, each, context, padded.adapters is not None
+        found = self.captured.get(key)
         if found is None:
-            found = self.captured[rows, each, context] = self._capture(padded)
+            found = self.captured[key] = self._capture(padded)
         for into, new in zip(found.batch, padded, strict=True):
             if isinstance(into, torch.Tensor) and isinstance(new, torch.Tensor):
                 into.copy_(new)
@@ -116,5 +120,7 @@ class GraphDecode:
         return Captured(graph, batch, hidden)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
+        if self.adapters is not None:
+            self.adapters.load(batch.adapters)
         hidden: torch.Tensor = self.model(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len, self.kv).hidden
         return hidden

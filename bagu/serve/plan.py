@@ -13,7 +13,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from bagu.serve.kv.blocks import Table
+from bagu.serve.adapters.info import Resident
+from bagu.serve.kv.blocks import ROOT, Table
 from bagu.serve.request import Request
 
 __all__ = ["LATE", "NO_DRAFT", "Plan", "PlanBuilder", "Sequence", "Slice"]
@@ -26,13 +27,17 @@ class Sequence:
     """One choice of a request: its tokens, its progress and its blocks. Only the scheduler changes it."""
 
     __slots__ = (
-        "cached", "computed", "draws", "end", "finished", "forks", "hit_tokens", "in_flight", "index", "keys",
-        "late_at", "num_prompt", "pending", "planned", "rank", "request", "score_next", "scores",
+        "adapter", "cached", "computed", "draws", "end", "finished", "forks", "hit_tokens", "in_flight", "index",
+        "keys", "late_at", "num_prompt", "pending", "planned", "rank", "request", "score_next", "scores",
         "started", "stops", "table", "table_row", "tokens",
     )  # fmt: skip
 
-    def __init__(self, request: Request, index: int, rank: tuple[float, int, int], stops: frozenset[int]) -> None:
+    def __init__(
+        self, request: Request, index: int, rank: tuple[float, int, int], stops: frozenset[int],
+        adapter: Resident | None = None,
+    ) -> None:  # fmt: skip
         sampling = request.sampling
+        self.adapter = adapter  # the weights that it started with, also after its name is gone
         self.request, self.index, self.rank = request, index, rank
         self.tokens = list(request.prompt)
         self.num_prompt = len(request.prompt)
@@ -54,6 +59,11 @@ class Sequence:
         self.started: float | None = None  # time.perf_counter at its first admission; None for a fork
         self.scores = sampling.prompt_logprobs is not None and index == 0
         self.score_next = max(request.score_start - 1, 0)  # first position whose logits are needed for a prompt logprob
+
+    @property
+    def root(self) -> bytes:
+        """The root of its prefix cache keys."""
+        return ROOT if self.adapter is None else self.adapter.root
 
     @property
     def output(self) -> list[int]:

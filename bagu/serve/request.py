@@ -117,6 +117,7 @@ class Request:
     priority: int = 0  # lower values run first
     arrival: float = 0.0  # seconds, on any clock that is the same for all requests
     score_start: int = 0  # prompt logprobs are computed from this position on
+    adapter: str | None = None  # the name of a LoRA adapter; None: the base model
 
     def __post_init__(self) -> None:
         if not self.prompt:

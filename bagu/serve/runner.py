@@ -8,6 +8,8 @@ decodes, verified drafts and short prompts on a CPU are one call of C++ where th
 With a mesh, `model` is this rank's part of a divided model (parallel/inference.py): every rank runs the plan that
 tp/lead.py sends, and the logits are gathered.
 
+With `adapters`, a token computes with the LoRA adapter of its sequence (adapters/layers.py, cpu/low_rank.py).
+
 Dims: T = tokens, S = sequences, P = blocks of the longest table, N = samples, D = features, V = vocabulary.
 """
 
@@ -22,14 +24,17 @@ import torch
 from bagu import ops
 from bagu.nn.kv import CacheError
 from bagu.nn.model import Transformer
+from bagu.nn.peft import Adapter
 from bagu.parallel.inference import gather_logits
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.vocab_loss import vocab_cross_entropy
+from bagu.serve.adapters.layers import NO_ADAPTER, AdapterWeights, GroupedLinear
 from bagu.serve.config import EngineConfig
-from bagu.serve.cpu.compiled import CompiledDecode, Decodes, PackedLinear, Rounding, compiles
+from bagu.serve.cpu.compiled import CompiledDecode, Decodes, PackedLinear, Rounding, compiles, lanes
 from bagu.serve.cpu.dataflow import Mismatch
 from bagu.serve.cpu.invariant_decode import InvariantDecode
-from bagu.serve.cpu.match import match
+from bagu.serve.cpu.low_rank import LowRankPairs
+from bagu.serve.cpu.match import DecodeStep, match
 from bagu.serve.cpu.quantize import int8, merged
 from bagu.serve.graphs import GraphDecode, bucket, uniform
 from bagu.serve.kv.paged import Batch, PagedKV
@@ -58,9 +63,10 @@ class Runner:
     """
 
     def __init__(
-        self, model: Transformer, kv: PagedKV, config: EngineConfig, max_model_len: int, mesh: Mesh | None = None
-    ) -> None:
-        self.source, self.kv, self.config, self.mesh = model, kv, config, mesh
+        self, model: Transformer, kv: PagedKV, config: EngineConfig, max_model_len: int, mesh: Mesh | None = None,
+        adapters: AdapterWeights | None = None,
+    ) -> None:  # fmt: skip
+        self.source, self.kv, self.config, self.mesh, self.adapters = model, kv, config, mesh, adapters
         self.device = model.embedding.weight.device
         self.tables = np.zeros((config.max_num_seqs, -(-max_model_len // kv.block_size)), dtype=np.int32)
         self.graphs: GraphDecode | None = None
@@ -75,6 +81,8 @@ class Runner:
         self.model = model if kind is None else quantized(model, kind)
         if kind == "fp8" and on_cpu:
             model = self.model  # the layers are ordinary ones with other weights
+        if self.adapters is not None:
+            self.model = self.adapters.wrap(self.model)
         rounding: Rounding = None if kind is None or kind == "fp8" else kind
         head_rounding: Rounding = None if rounding is None else "int8"
         self.project: Project
@@ -83,7 +91,8 @@ class Runner:
         self.mismatch: Mismatch | None = None  # why the C++ does not support this model, if the machine could use it
         if self.device.type == "cuda" and self.config.cuda_graphs:
             if self.graphs is None or not self.graphs.current:
-                self.graphs = GraphDecode(self.model, self.kv, self.tables.shape[1] * self.kv.block_size)
+                rows = None if self.adapters is None else self.adapters.rows
+                self.graphs = GraphDecode(self.model, self.kv, self.tables.shape[1] * self.kv.block_size, rows)
             self.decode = self.graphs
         if self.mesh is not None:
             vocab_size, mesh = model.config.vocab_size, self.mesh
@@ -93,7 +102,8 @@ class Runner:
             try:
                 if self.kv.quantized:
                     raise Mismatch("an 8-bit KV cache")
-                self.compiled = CompiledDecode(match(merged(model)), self.kv, rounding=rounding)
+                step = match(merged(model))
+                self.compiled = CompiledDecode(step, self.kv, rounding=rounding, low_rank=self.low_rank(step))
                 self.project = PackedLinear(model.head_weight, rounding=head_rounding)
                 return
             except Mismatch as error:
@@ -106,6 +116,22 @@ class Runner:
         rounds_head = on_cpu and head_rounding is not None
         head: Callable[[torch.Tensor], torch.Tensor] = int8(model.head_weight) if rounds_head else model.logits
         self.project = lambda hidden: (head(hidden), None)
+
+    def low_rank(self, step: DecodeStep) -> LowRankPairs | None:
+        """The adapters for the C++ step. On a CPU their layers are `GroupedLinear`."""
+        if self.adapters is None:
+            return None
+        layers = {name: layer for name, layer in self.adapters.layers.items() if isinstance(layer, GroupedLinear)}
+        return LowRankPairs(step, layers, lanes())
+
+    def install_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Replace the adapter in a slot. No step may be running that uses it."""
+        assert self.adapters is not None, "the engine has no slots for adapters"
+        self.adapters.install(slot, adapter)
+        if isinstance(self.compiled, CompiledDecode) and self.compiled.low_rank is not None:
+            self.compiled.low_rank.forget(slot)
+        if self.graphs is not None and not self.graphs.current:  # a stack has grown
+            self.prepare()
 
     def run(self, plan: Plan, late: torch.Tensor | None = None) -> RunnerOutput:
         """Compute the plan. Afterwards its tokens' keys and values are in the pool. `late` are the tokens that the
@@ -147,6 +173,8 @@ class Runner:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         self.kv.load(batch)
+        if self.adapters is not None:
+            self.adapters.rows.load(batch.adapters)
         hidden: torch.Tensor = self.model(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len, self.kv).hidden
         return hidden
 
@@ -160,7 +188,16 @@ class Runner:
         for row, which in plan.late:
             assert late is not None, "a plan with late tokens needs the tokens of the previous plan"
             new[0, row] = late[which]
-        return Decodes(new, self.tables, plan.max_len > 1)
+        return Decodes(new, self.tables, plan.max_len > 1, self.slots(plan))
+
+    def slots(self, plan: Plan) -> np.ndarray | None:
+        """[T]: the slot of each token's adapter; None if no token has one."""
+        if self.adapters is None:
+            return None
+        each = [NO_ADAPTER if s.sequence.adapter is None else s.sequence.adapter.slot for s in plan.slices]
+        if all(slot == NO_ADAPTER for slot in each):
+            return None
+        return np.array(each, dtype=np.int64).repeat(np.diff(plan.cu_seqlens))
 
     def batch(self, plan: Plan, late: torch.Tensor | None) -> Batch:
         """The plan as tensors on the device."""
@@ -176,6 +213,7 @@ class Runner:
         block, place = np.divmod(places, B)
         slots = self.tables[owner, block] * np.int64(B) + place
         tables = self.tables[rows, : -(-plan.max_context // B)]
+        adapters = self.slots(plan)
         ids, positions, into = self.to_device(words, places, slots)
         cu_seqlens, context_lens, block_tables = self.to_device(offsets, lengths.astype(np.int32), tables)
         if plan.late:
@@ -193,6 +231,7 @@ class Runner:
             max_context=plan.max_context,
             num_decodes=n,
             decode_context=max(plan.context_lens[:n], default=0),
+            adapters=None if adapters is None else self.to_device(adapters)[0],
         )
 
     def uniform_batch(self, plan: Plan, late: torch.Tensor | None, each: int) -> tuple[Batch, torch.Tensor]:
@@ -216,7 +255,15 @@ class Runner:
             which = np.array(plan.late, dtype=np.int64)
             where, source = self.to_device(own[which[:, 0]], which[:, 1])
             ids.index_copy_(0, where, late.index_select(0, source))
-        batch = Batch(ids, places, into, cu_seqlens, context_lens, block_tables, each, longest, 0, 0)
+        adapters = self.slots(plan)
+        if adapters is not None:
+            padded = np.full(real.shape, NO_ADAPTER, dtype=np.int64)
+            padded[real] = adapters
+            adapters = padded.ravel()
+        own_adapters = None if adapters is None else self.to_device(adapters)[0]
+        batch = Batch(
+            ids, places, into, cu_seqlens, context_lens, block_tables, each, longest, 0, 0, own_adapters
+        )  # fmt: skip
         return batch, kept
 
     def to_device(self, *values: np.ndarray) -> list[torch.Tensor]:

@@ -39,6 +39,7 @@ from itertools import count
 from operator import attrgetter
 
 from bagu.errors import ArgumentError
+from bagu.serve.adapters.info import Resident
 from bagu.serve.audit import audit
 from bagu.serve.kv.blocks import Blocks, Table
 from bagu.serve.limits import SchedulerConfig, check_servable
@@ -74,7 +75,7 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.requests or self.in_flight)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, adapter: Resident | None = None) -> None:
         """Queue a request; raises Unservable if it could not run even alone. It takes no block until it is planned."""
         if request.id in self.requests:
             raise ArgumentError(f"there is already a request {request.id!r}", hint="use a unique id")
@@ -83,7 +84,7 @@ class Scheduler:
         age = request.priority + request.arrival / self.config.aging_s
         goes_on = sampling.ignore_eos and sampling.grammar is None  # after a complete text of a grammar nothing follows
         stops = frozenset(sampling.stop_token_ids + (() if goes_on else self.config.eos_ids))
-        choices = [Sequence(request, i, (age, serial, i), stops) for i in range(sampling.n)]
+        choices = [Sequence(request, i, (age, serial, i), stops, adapter) for i in range(sampling.n)]
         choices[0].forks = choices[1:]
         self.requests[request.id] = choices
         insort(self.waiting, choices[0], key=RANK)
@@ -180,6 +181,11 @@ class Scheduler:
             self._preempt(self.running[-1])
         self.blocks.reset_prefix_cache()
 
+    def busy_slots(self) -> set[int]:
+        """The slots of the adapters that unfinished requests use."""
+        choices = (s for group in self.requests.values() for s in group)
+        return {s.adapter.slot for s in choices if s.adapter is not None}
+
     def check_integrity(self) -> None:
         """Raise IntegrityError unless blocks, tables, rows and queues agree. For tests, and when idle."""
         self.blocks.check_integrity()
@@ -238,7 +244,10 @@ class Scheduler:
             builder.decodes.append(piece)
             return
         builder.chunks.append(piece)
-        self.blocks.register(table, piece.sequence.tokens, piece.sequence.keys, piece.start + piece.length)
+        self._register(table, piece.sequence, piece.start + piece.length)
+
+    def _register(self, table: Table, sequence: Sequence, computed: int) -> None:
+        self.blocks.register(table, sequence.tokens, sequence.keys, computed, sequence.root)
 
     def _make_room(self, builder: PlanBuilder, sequence: Sequence, table: Table, length: int) -> int:
         """Reserve blocks for the next `length` tokens, preempting lower ranks. Returns how many tokens have room."""
@@ -272,7 +281,8 @@ class Scheduler:
                 return
             if self.running and len(self.running) + choices > self._step_tokens:  # each needs a token per step
                 return
-            hits = self.blocks.match(sequence.tokens, sequence.keys, limit=self._hit_limit(sequence, known))
+            limit = self._hit_limit(sequence, known)
+            hits = self.blocks.match(sequence.tokens, sequence.keys, limit=limit, root=sequence.root)
             dead = self.config.dead_blocks(len(hits) * B, B)
             most = self.config.max_blocks(known, B)
             idle = sum(not self.blocks.refs[b] for b in hits[dead:])
@@ -326,7 +336,7 @@ class Scheduler:
         if drafts:
             sequence.planned = computed  # the drafts that are accepted add to it
         if computed // self.blocks.block_size > table.registered:
-            self.blocks.register(table, sequence.tokens, sequence.keys, computed)
+            self._register(table, sequence, computed)
         if self.config.window is not None:
             self.blocks.release_leading(table, self.config.dead_blocks(computed, self.blocks.block_size))
         if sequence.scores and computed > sequence.score_next:
@@ -348,7 +358,7 @@ class Scheduler:
         sequence.computed += 1
         sequence.planned = sequence.computed
         if sequence.computed // self.blocks.block_size > table.registered:
-            self.blocks.register(table, sequence.tokens, sequence.keys, sequence.computed)
+            self._register(table, sequence, sequence.computed)
 
     def _fork(self, sequence: Sequence, table: Table) -> None:
         for child in sequence.forks:

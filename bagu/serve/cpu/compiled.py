@@ -14,7 +14,7 @@ The gain of a norm and the square root of its size are multiplied into the weigh
 `Transformer.forward` computes prompts with the model's own weights. On x86, int8 quantizes only the weights, with a
 scale per row: activations stay fp32, so a product is more accurate than that of quantize.py, which rounds both and
 computes the prompts. On ARM with int8 dot products, both files round activations too. int4 rounds weights in groups of
-128 and activations to int8 on every CPU (int4_product.h).
+128 and activations to int8 on every CPU (int4_product.h). LoRA adapters (low_rank.py) are fp32 in every case.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ import torch
 
 from bagu.machine import native
 from bagu.ops.int4_matmul.layout import num_groups, quantize_int4, unpacked
+from bagu.serve.cpu.low_rank import LowRankPairs, tiled
 from bagu.serve.cpu.match import DecodeStep, LayerWeights, Weight
 from bagu.serve.kv.paged import PagedKV
 
-__all__ = ["CompiledDecode", "Decodes", "PackedLinear", "Rounding", "compiles", "has_int8_dot"]
+__all__ = ["CompiledDecode", "Decodes", "PackedLinear", "Rounding", "compiles", "has_int8_dot", "lanes"]
 
 Rounding = Literal["int8", "int4"] | None  # of weights; None keeps their dtype
 
@@ -56,6 +57,12 @@ def has_int8_dot() -> bool:
 def library() -> ctypes.CDLL:
     found = native.library(SOURCE)
     assert found is not None, "`compiles` is asked first"
+    return found
+
+
+def lanes() -> int:
+    """The floats of a vector of this CPU: tiles have twice as many outputs."""
+    found: int = library().bagu_lanes()
     return found
 
 
@@ -90,7 +97,8 @@ class _Model(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = [(n, LONG) for n in ("tokens", "several", "threads", "columns")]
     _fields_ += [(n, POINTER) for n in ("ids", "lengths", "table_rows", "tables")]
-    _fields_ += [(n, POINTER) for n in ("x", "qkv", "y", "inner", "quantized", "groups", "out")]
+    _fields_ += [(n, POINTER) for n in ("x", "qkv", "y", "inner", "quantized", "groups", "adapters", "low")]
+    _fields_ += [("low_width", LONG), ("out", POINTER)]
 
 
 class Decodes(NamedTuple):
@@ -99,6 +107,7 @@ class Decodes(NamedTuple):
     new: np.ndarray  # [3, S] int64: the token, the length of its sequence up to it, the sequence's row of the tables
     tables: np.ndarray  # [rows, blocks] int32
     several: bool = False
+    adapters: np.ndarray | None = None  # [S] int64: slots; None if no token has an adapter
 
 
 def _at(x: torch.Tensor | None) -> int | None:
@@ -118,7 +127,7 @@ class PackedLinear:
         gated: bool = False,
         rounding: Rounding = None,
     ) -> None:
-        (self.N, self.K), self.lanes = weight.shape, library().bagu_lanes()
+        (self.N, self.K), self.lanes = weight.shape, lanes()
         weight, self.gated, self.scales = weight.detach(), gated, None
         name = NAMES[weight.dtype] if rounding is None else rounding
         if rounding == "int4":
@@ -134,12 +143,7 @@ class PackedLinear:
         self._head.restype = None
 
     def _tiles(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows [N, K] as tiles [P, 2W, K]: 2W rows or, gated, W of each half; the last one is padded with zeros."""
-        pieces = list(rows.chunk(2)) if self.gated else [rows]
-        each = 2 * self.lanes // len(pieces)
-        count = -(-len(pieces[0]) // each)
-        full = [torch.nn.functional.pad(p, (0, 0, 0, count * each - len(p))).view(count, each, -1) for p in pieces]
-        return torch.cat(full, 1)
+        return tiled(rows, self.lanes, gated=self.gated)
 
     def _int8(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tiles [P, K, 2W], or [P, K / 4, 2W, 4] for dot products, and a scale per row."""
@@ -170,8 +174,10 @@ class PackedLinear:
 
 
 class CompiledDecode:
-    def __init__(self, step: DecodeStep, kv: PagedKV, *, rounding: Rounding = None) -> None:
-        self.step, self.kv, self.rounding = step, kv, rounding
+    def __init__(
+        self, step: DecodeStep, kv: PagedKV, *, rounding: Rounding = None, low_rank: LowRankPairs | None = None
+    ) -> None:
+        self.step, self.kv, self.rounding, self.low_rank = step, kv, rounding, low_rank
         prefix = "" if rounding is None else f"{rounding}_"
         self._step = getattr(library(), f"bagu_step_{prefix}{NAMES[step.table.dtype]}")
         self._step.argtypes = [ctypes.POINTER(_Model), ctypes.POINTER(_Step)]
@@ -214,10 +220,16 @@ class CompiledDecode:
             self.buffers += [torch.empty(S, widest, dtype=torch.int8), torch.empty(S, num_groups(widest), 2)]
             self.pointers = [b.data_ptr() for b in self.buffers]
         out = self.step.table.new_empty(S, self.hidden)
+        adapters, low, width = None, None, 0
+        if step.adapters is not None:
+            assert self.low_rank is not None, "the runner loads adapters only if the engine has slots for them"
+            addresses = self.low_rank.addresses(step.adapters)
+            adapters, width = addresses.ctypes.data, self.low_rank.width
+            low = torch.empty(S, width)
         first, row = step.new.ctypes.data, step.new.strides[0]
         call = _Step(
             S, step.several, torch.get_num_threads(), step.tables.shape[1], first, first + row, first + 2 * row,
-            step.tables.ctypes.data, *self.pointers, out.data_ptr(),
+            step.tables.ctypes.data, *self.pointers, adapters, _at(low), width, out.data_ptr(),
         )  # fmt: skip
         self._step(self.model, call)
         return out

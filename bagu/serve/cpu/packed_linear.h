@@ -9,6 +9,8 @@
 //
 // int4 weights: int4_product.h. Activations are quantized to int8 on every CPU, with a scale per group of 128.
 //
+// LoRA adapters: a token may add a product of low rank to its outputs, in fp32 for any weights (`LowRank`).
+//
 // Dims: S = tokens, K = inputs, N = outputs, W = lanes of a vector, R = tokens of a tile.
 #pragma once
 
@@ -40,6 +42,26 @@ struct Linear {
     const void* tiles;    // [ceil(N / TILE_N), K, TILE_N], or as int4_product.h describes
     const float* scales;  // int8: [N], in the order of the tiles and padded as they are; int4: [tiles, G, TILE_N]; or null
     const float* bias;    // [N] in the order of the tiles, or null
+};
+
+// B A of one adapter for one linear layer. A rank of 0: the adapter does not change this layer.
+struct Pair {
+    const float* a;  // [tiles of rank, K, TILE_N]
+    const float* b;  // [tiles of N, rank, TILE_N]
+    int64_t rank;
+};
+
+// y += B (A x) of the tokens that have an adapter.
+struct LowRank {
+    const Pair* const* adapters;  // [S]: a token's adapter, a pair per linear layer, or null; null if no token has one
+    int64_t layer;                // the number of this linear layer
+    float* products;              // [S, width]: room for A x
+    int64_t width;                // a multiple of TILE_N
+
+    const Pair* of(int64_t s) const {
+        const Pair* pairs = adapters ? adapters[s] : nullptr;
+        return pairs && pairs[layer].rank ? pairs + layer : nullptr;
+    }
 };
 
 // Activations of a linear layer, and room for their int8 form.
@@ -134,10 +156,34 @@ void some_rows(int64_t rows, const Input& in, int64_t s, int64_t K, const Linear
     }
 }
 
+// products = A x. Called by all threads of a parallel region; ends with a barrier.
+inline void low_rank_products(const LowRank& low, const float* x, int64_t S, int64_t K) {
+#pragma omp for schedule(static)
+    for (int64_t s = 0; s < S; s++) {
+        const Pair* pair = low.of(s);
+        for (int64_t p = 0; pair && p < tiles(pair->rank); p++) {
+            vec sums[1][2];
+            product<float, 1>(x + s * K, K, pair->a + p * K * TILE_N, sums);
+            for (int i = 0; i < 2; i++) store(low.products + s * low.width + p * TILE_N + i * W, sums[0][i]);
+        }
+    }
+}
+
+// Adds B (A x) of token s to the outputs of tile p.
+inline void add_low_rank(const LowRank& low, int64_t s, int64_t p, vec* sums) {
+    const Pair* pair = low.of(s);
+    if (!pair) return;
+    const float *b = pair->b + p * pair->rank * TILE_N, *product = low.products + s * low.width;
+    for (int64_t r = 0; r < pair->rank; r++)
+        for (int i = 0; i < 2; i++) sums[i] += product[r] * load(b + r * TILE_N + i * W);
+}
+
 // Calls put(s, tile, first W outputs, the others, the bias of both) for every token and tile. Called by all threads of a
 // parallel region; ends with a barrier.
 template <class T, class Put>
-void linear(const Linear& weight, const Input& in, int64_t S, int64_t K, int64_t count, const Put& put) {
+void linear(const Linear& weight, const Input& in, const LowRank& low, int64_t S, int64_t K, int64_t count,
+            const Put& put) {
+    if (low.adapters) low_rank_products(low, in.x, S, K);
     if constexpr (QUANTIZES<T>) {
         int64_t Kp = padded<T>(K), G = num_groups<T>(K), size = INT4<T> ? GROUP : Kp;
 #pragma omp for collapse(2) schedule(static)
@@ -158,8 +204,11 @@ void linear(const Linear& weight, const Input& in, int64_t S, int64_t K, int64_t
                 scale[i] = weight.scales && !INT4<T> ? load(weight.scales + (2 * p + i) * W) : all(1.0f);
                 if (weight.bias) bias[i] = load(weight.bias + (2 * p + i) * W);
             }
-            for (int64_t r = 0; r < rows; r++)
-                put(s + r, p, sums[r][0] * scale[0], sums[r][1] * scale[1], bias[0], bias[1]);
+            for (int64_t r = 0; r < rows; r++) {
+                for (int i = 0; i < 2; i++) sums[r][i] *= scale[i];
+                add_low_rank(low, s + r, p, sums[r]);
+                put(s + r, p, sums[r][0], sums[r][1], bias[0], bias[1]);
+            }
         }
 }
 
@@ -204,7 +253,7 @@ void head(const Linear& weight, const float* x, float* y, int64_t* tokens, int64
 #pragma omp parallel num_threads(threads)
     {
         std::vector<ArgMax> rows(S);
-        linear<T>(weight, in, S, K, tiles(N), [&](int64_t s, int64_t p, vec a, vec b, vec c, vec d) {
+        linear<T>(weight, in, LowRank{}, S, K, tiles(N), [&](int64_t s, int64_t p, vec a, vec b, vec c, vec d) {
             vec halves[2] = {a + c, b + d};
             for (int i = 0; i < 2; i++) {
                 store_columns(y + s * N, (2 * p + i) * W, N, halves[i]);

@@ -9,8 +9,10 @@
 //     qkv = norm(x) Wqkv      QK norm, RoPE, store k and v, attend      x += y Wout
 //     a = activation(norm(x) Wgate) * (norm(x) Wup), or activation(norm(x) Wup)      x += a Wdown
 //
-// The gain of a norm and its sqrt(size) are in the weight behind it; what is left of the norm is one number a token,
-// which multiplies the sums. A tile of Wgate and Wup has W outputs of each, so that the gate is applied before anything
+// A token with a LoRA adapter adds B (A x) to the outputs of each product: qkv, out, up (with gate), down.
+//
+// The gain of a norm and its sqrt(size) are in the weight behind it and in A; what is left of the norm is one number a
+// token, which multiplies the sums. A tile of Wgate and Wup has W outputs of each, so that the gate is applied before anything
 // is stored.
 //
 // Dims: S = new tokens, H = heads, G = key heads, D = features of a head, B = places of a block.
@@ -43,6 +45,9 @@ struct Step {
     float *x, *qkv, *y, *inner;  // [S, hidden], [S, (H + 2G) D], [S, H D], [S, inner]
     int8_t* quantized;           // [S, largest padded K], where activations are quantized
     Group* groups;               // [S, most groups of a token], likewise
+    const Pair* const* adapters; // [S]: the pairs of a token's adapter [layers, 4], or null; null if no token has one
+    float* low;                  // [S, low_width]: room for A x
+    int64_t low_width;
     void* out;                   // [S, hidden]
 };
 
@@ -141,6 +146,9 @@ void run(const Model& m, const Step& step) {
             for (int64_t s = 0; s < S; s++) norms[s] = inverse_norm(step.x + s * C, C, m.eps);
         };
         auto input = [&](const float* x) { return Input{x, step.quantized, step.groups}; };
+        auto low = [&](int64_t l, int64_t which) {
+            return LowRank{step.adapters, 4 * l + which, step.low, step.low_width};
+        };
         auto add = [&](int64_t s, int64_t p, vec a, vec b, vec c, vec d) {
             float* row = step.x + s * C;
             int64_t at = p * 2 * W;
@@ -155,10 +163,11 @@ void run(const Model& m, const Step& step) {
         for (int64_t l = 0; l < m.num_layers; l++) {
             const Layer& layer = m.layers[l];
             norm();
-            linear<Weight>(layer.qkv, input(step.x), S, C, tiles(QKV), [&](int64_t s, int64_t p, vec a, vec b, vec c, vec d) {
+            auto put_qkv = [&](int64_t s, int64_t p, vec a, vec b, vec c, vec d) {
                 store_columns(step.qkv + s * QKV, p * 2 * W, QKV, a * norms[s] + c);
                 store_columns(step.qkv + s * QKV, p * 2 * W + W, QKV, b * norms[s] + d);
-            });
+            };
+            linear<Weight>(layer.qkv, input(step.x), low(l, 0), S, C, tiles(QKV), put_qkv);
             if (step.several) {
 #pragma omp for schedule(static)
                 for (int64_t s = 0; s < S; s++) store_token<T>(m, layer, step, s, 0, G);
@@ -170,17 +179,18 @@ void run(const Model& m, const Step& step) {
                     if (!step.several) store_token<T>(m, layer, step, s, first, last);
                     attend_token<T>(m, layer, step, s, first, last, scratch);
                 }
-            linear<Weight>(layer.out, input(step.y), S, HD, tiles(C), add);
+            linear<Weight>(layer.out, input(step.y), low(l, 1), S, HD, tiles(C), add);
             norm();
             int64_t count = m.gated ? (F + W - 1) / W : tiles(F);  // with a gate, tiles of W gates and W ups
-            linear<Weight>(layer.up, input(step.x), S, C, count, [&](int64_t s, int64_t p, vec a, vec b, vec c, vec d) {
+            auto put_up = [&](int64_t s, int64_t p, vec a, vec b, vec c, vec d) {
                 vec first = activate(m.activation, a * norms[s] + c), second = b * norms[s] + d;
                 float* row = step.inner + s * F;
                 if (m.gated) return store_columns(row, p * W, F, first * second);
                 store_columns(row, p * 2 * W, F, first);
                 store_columns(row, p * 2 * W + W, F, activate(m.activation, second));
-            });
-            linear<Weight>(layer.down, input(step.inner), S, F, tiles(C), add);
+            };
+            linear<Weight>(layer.up, input(step.x), low(l, 2), S, C, count, put_up);
+            linear<Weight>(layer.down, input(step.inner), low(l, 3), S, F, tiles(C), add);
         }
         norm();
 #pragma omp for

@@ -8,7 +8,8 @@ positions. A block is in one of three states:
 * free: neither.
 
 A full block is registered under a chained hash: blake2b(key of the previous block, tokens of this block). So a key
-identifies the whole prefix. A hit is also compared token by token, and a block leaves the index only when it is
+identifies the whole prefix. The first block of a sequence follows its `root`: sequences of different adapters have
+different roots and share no block. A hit is also compared token by token, and a block leaves the index only when it is
 allocated again. Tables are released from their end, so the beginning of a prefix stays cached longer than its end.
 
 This module does not touch device memory: `reserve` returns a copy-on-write as (source, destination), and the engine
@@ -25,7 +26,7 @@ from typing import NamedTuple
 
 from bagu.errors import ArgumentError, BaguError
 
-__all__ = ["DEAD", "Blocks", "Content", "IntegrityError", "Table", "extend_keys"]
+__all__ = ["DEAD", "ROOT", "Blocks", "Content", "IntegrityError", "Table", "extend_keys"]
 
 DEAD = 0  # table entry for a released block before the window: a valid index, since a kernel may compute its address
 ROOT = b""
@@ -55,10 +56,10 @@ class Table:
         self.shared = False  # the last block may be in another table too: check before writing
 
 
-def extend_keys(keys: list[bytes], tokens: Sequence[int], block_size: int, count: int) -> None:
+def extend_keys(keys: list[bytes], tokens: Sequence[int], block_size: int, count: int, root: bytes = ROOT) -> None:
     """Extend `keys` to the keys of the first `count` blocks of `tokens`; existing keys are kept."""
     for i in range(len(keys), count):
-        keys.append(_key(keys[i - 1] if i else ROOT, tokens[i * block_size : (i + 1) * block_size]))
+        keys.append(_key(keys[i - 1] if i else root, tokens[i * block_size : (i + 1) * block_size]))
 
 
 def _key(parent: bytes, tokens: Iterable[int]) -> bytes:
@@ -104,15 +105,17 @@ class Blocks:
         """One character per block: u used, c cached, . free."""
         return "".join("u" if r else "." if c is None else "c" for r, c in zip(self.refs, self.contents, strict=True))
 
-    def match(self, tokens: Sequence[int], keys: list[bytes] | None = None, *, limit: int | None = None) -> list[int]:
+    def match(
+        self, tokens: Sequence[int], keys: list[bytes] | None = None, *, limit: int | None = None, root: bytes = ROOT
+    ) -> list[int]:
         """The blocks of the longest cached prefix of `tokens[:limit]`, whole blocks only. Changes no reference count.
 
         `keys` caches the keys of these tokens for the caller, so that a second call does not compute them again.
         """
-        B, keys, parent, hits = self.block_size, [] if keys is None else keys, ROOT, []
+        B, keys, parent, hits = self.block_size, [] if keys is None else keys, root, []
         count = (len(tokens) if limit is None else limit) // B if self.prefix_cache else 0
         for i in range(count):
-            extend_keys(keys, tokens, B, i + 1)
+            extend_keys(keys, tokens, B, i + 1, root)
             block = self.index.get(keys[i])
             if block is None or self.contents[block] != (keys[i], parent, tuple(tokens[i * B : (i + 1) * B])):
                 break
@@ -167,18 +170,20 @@ class Blocks:
         table.blocks.extend(sorted(self._allocate_block() for _ in range(count)))
         return copy
 
-    def register(self, table: Table, tokens: Sequence[int], keys: list[bytes], computed: int) -> None:
+    def register(
+        self, table: Table, tokens: Sequence[int], keys: list[bytes], computed: int, root: bytes = ROOT
+    ) -> None:
         """Add the full blocks of the first `computed` positions to the prefix cache. A sequence that finds them must
         read them only after they are written."""
         B, count = self.block_size, computed // self.block_size
         if not self.prefix_cache:
             return
-        extend_keys(keys, tokens, B, count)
+        extend_keys(keys, tokens, B, count, root)
         for i in range(table.registered, count):
             if keys[i] not in self.index:  # otherwise two sequences computed the same block: the index keeps the first
                 block = table.blocks[i]
                 self.index[keys[i]] = block
-                self.contents[block] = Content(keys[i], keys[i - 1] if i else ROOT, tuple(tokens[i * B : (i + 1) * B]))
+                self.contents[block] = Content(keys[i], keys[i - 1] if i else root, tuple(tokens[i * B : (i + 1) * B]))
         table.registered = max(table.registered, count)
 
     def release_leading(self, table: Table, count: int) -> None:

@@ -10,6 +10,7 @@ from bagu.errors import ArgumentError
 from bagu.machine.device import available_memory
 from bagu.nn.model import Transformer
 from bagu.parallel.inference import local_heads
+from bagu.serve.adapters.registry import adapter_bytes
 from bagu.serve.config import EngineConfig
 from bagu.serve.kv.paged import block_bytes, cache_dtype
 
@@ -41,7 +42,8 @@ def size_pool(model: Transformer, config: EngineConfig, draft: Transformer | Non
     if draft is not None:
         each += block_bytes(draft.config, B, draft.embedding.weight.dtype)
     useful = config.max_num_seqs * -(-longest // B)
-    blocks = config.num_blocks or min(useful, _memory(table.device, config) // each)
+    adapters = adapter_bytes(model, config.max_adapters, config.max_adapter_rank)
+    blocks = config.num_blocks or min(useful, _memory(table.device, config, adapters) // each)
     if blocks < 1:
         raise ArgumentError(
             f"engine: no block of {each} bytes fits into the memory for the KV pool",
@@ -50,12 +52,13 @@ def size_pool(model: Transformer, config: EngineConfig, draft: Transformer | Non
     return Pool(blocks, longest if config.max_model_len else min(longest, blocks * B), B)
 
 
-def _memory(device: torch.device, config: EngineConfig) -> int:
+def _memory(device: torch.device, config: EngineConfig, adapters: int) -> int:
+    """Bytes for the pool. On a GPU the most that LoRA adapters may take is left for them."""
     if config.kv_memory is not None:
         return config.kv_memory
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return int(total * config.gpu_memory_utilization) - (total - free) - WORKSPACE_BYTES
+        return int(total * config.gpu_memory_utilization) - (total - free) - WORKSPACE_BYTES - adapters
     free_bytes = available_memory()
     shared = CPU_MAX if free_bytes is None else min(CPU_MAX, free_bytes // CPU_SHARE)
     return shared // config.tp  # the ranks share the memory of this machine

@@ -1,0 +1,156 @@
+"""Linear layers of a batch in which every token may have another LoRA adapter: y = x Wᵀ + B (A x), by its slot.
+
+    GroupedLinear   CPU: a pair of products for the tokens of each adapter in the batch
+    StackedLinear   GPU: one pair of products for all adapters; A x of other adapters than the token's is set to 0
+
+Stacked, a token computes with the pairs of all slots: 2 * slots * rank * (in + out) FLOPs. A GPU has them to spare in a
+decode step, the number of kernels does not depend on the batch, and a CUDA graph can hold them: the slots of the tokens
+are a tensor. `AdapterWeights` owns the tensors. Those of the stacks grow with the ranks and slots in use; graphs that
+read the old ones are then captured again.
+
+Dims: T = tokens, K = inputs, N = outputs, L = slots, R = rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import nn
+
+from bagu import ops
+from bagu.nn.linear import Linear
+from bagu.nn.model import Transformer
+from bagu.nn.peft import Adapter
+from bagu.serve.adapters.registry import adaptable
+
+__all__ = ["NO_ADAPTER", "AdapterWeights", "GroupedLinear", "StackedLinear"]
+
+NO_ADAPTER = -1  # the slot of a token without an adapter
+
+
+class Rows:
+    """The adapters of the tokens of the next forward."""
+
+    def __init__(self) -> None:
+        self.slots: torch.Tensor | None = None  # [T] int64; None: no token has one
+        self.groups: list[tuple[int, torch.Tensor | None]] = []  # (slot, its rows); None: all rows
+
+    def load(self, slots: torch.Tensor | None) -> None:
+        self.slots, self.groups = slots, []
+        if slots is None or slots.device.type != "cpu":
+            return
+        values = slots.numpy()
+        for slot in np.unique(values).tolist():
+            if slot != NO_ADAPTER:
+                rows = np.flatnonzero(values == slot)
+                self.groups.append((slot, None if len(rows) == len(values) else torch.from_numpy(rows)))
+
+
+class GroupedLinear(nn.Module):
+    """`base`, and the pairs of each slot in their own tensors."""
+
+    def __init__(self, linear: Linear, rows: Rows) -> None:
+        super().__init__()
+        self.base: nn.Module = linear
+        self.rows = rows
+        self.device, self.dtype = linear.weight.device, linear.dtype
+        self.pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def install(self, slot: int, pair: tuple[torch.Tensor, torch.Tensor] | None, scale: float) -> None:
+        """Replace the pair of a slot; None: the adapter does not change this layer."""
+        self.pairs.pop(slot, None)
+        if pair is not None:
+            a, b = pair
+            self.pairs[slot] = a.to(self.device, self.dtype), (scale * b.float()).to(self.device, self.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.base(x)
+        for slot, rows in self.rows.groups:
+            if slot not in self.pairs:
+                continue
+            a, b = self.pairs[slot]
+            if rows is None:
+                y = y + ops.matmul(ops.matmul(x, a), b)
+            else:
+                y = y.index_add(0, rows, ops.matmul(ops.matmul(x.index_select(0, rows), a), b))
+        return y
+
+
+class StackedLinear(nn.Module):
+    """`base`, and the pairs of all slots in two matrices. A pair of a lower rank is padded with zeros."""
+
+    a: torch.Tensor  # [L * R, K]
+    b: torch.Tensor  # [N, L * R]
+
+    def __init__(self, linear: Linear, rows: Rows) -> None:
+        super().__init__()
+        self.base: nn.Module = linear
+        self.rows = rows
+        self.slots = self.rank = 0
+        empty = linear.weight.new_empty(0, dtype=linear.dtype)
+        self.register_buffer("a", empty.new_zeros(0, linear.in_features))
+        self.register_buffer("b", empty.new_zeros(linear.out_features, 0))
+
+    def install(self, slot: int, pair: tuple[torch.Tensor, torch.Tensor] | None, scale: float) -> None:
+        """Replace the pair of a slot; None: the adapter does not change this layer."""
+        if pair is not None:
+            self._grow(slot + 1, pair[0].shape[0])
+        if slot >= self.slots:
+            return
+        first = slot * self.rank
+        self.a[first : first + self.rank] = 0
+        self.b[:, first : first + self.rank] = 0
+        if pair is not None:
+            a, b = pair
+            self.a[first : first + len(a)] = a.to(self.a.device, self.a.dtype)
+            self.b[:, first : first + len(a)] = (scale * b.float()).to(self.b.device, self.b.dtype)
+
+    def _grow(self, slots: int, rank: int) -> None:
+        slots, rank = max(slots, self.slots), max(rank, self.rank)
+        if (slots, rank) == (self.slots, self.rank):
+            return
+        a, b = self.a.new_zeros(slots, rank, self.a.shape[1]), self.b.new_zeros(len(self.b), slots, rank)
+        a[: self.slots, : self.rank] = self.a.view(self.slots, self.rank, -1)
+        b[:, : self.slots, : self.rank] = self.b.view(-1, self.slots, self.rank)
+        self.a, self.b, self.slots, self.rank = a.flatten(0, 1), b.flatten(1), slots, rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.base(x)
+        if self.rows.slots is None or not self.slots:
+            return y
+        low = ops.matmul(x, self.a).unflatten(1, (self.slots, self.rank))
+        own = self.rows.slots.unsqueeze(1) == torch.arange(self.slots, device=x.device)
+        return y + ops.matmul(torch.where(own.unsqueeze(2), low, 0).flatten(1), self.b)
+
+
+class AdapterWeights:
+    """The weights of all adapters of a model, by slot. They outlive the model's packed weights: `wrap` puts them around
+    the layers of a newly packed model."""
+
+    def __init__(self, model: Transformer, make: Callable[[Linear, Rows], GroupedLinear | StackedLinear]) -> None:
+        self.rows = Rows()
+        self.layers: Mapping[str, GroupedLinear | StackedLinear] = {
+            name: make(linear, self.rows) for name, linear in adaptable(model).items()
+        }
+
+    def install(self, slot: int, adapter: Adapter) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for name, layer in self.layers.items():
+                layer.install(slot, adapter.pairs.get(name), adapter.scale)
+
+    def wrap(self, model: Transformer) -> Transformer:
+        """A copy of `model`, whose linear layers may be quantized, with these layers around its own."""
+
+        def copied(module: nn.Module, name: str) -> nn.Module:
+            if name in self.layers:
+                layer = self.layers[name]
+                layer.base = module
+                return layer
+            twin, prefix = copy.copy(module), f"{name}." if name else ""
+            twin._modules = {n: None if m is None else copied(m, prefix + n) for n, m in module._modules.items()}
+            return twin
+
+        return copied(model, "")  # type: ignore[return-value]
