@@ -38,6 +38,16 @@ def serve(
         str | None, Option(help="Draft tokens by prompt lookup (ngram), or by the model at this path.")
     ] = None,
     speculative_tokens: Annotated[int, Option(help="Maximum drafted tokens per sequence and step.")] = 7,
+    adapter: Annotated[
+        list[str] | None, Option(metavar="NAME=PATH", help="A LoRA adapter (PEFT, or a LoRA run); repeatable.")
+    ] = None,
+    max_adapters: Annotated[
+        int | None, Option(help="Maximum adapters at once. Default: the given ones; 8 if requests load them.")
+    ] = None,
+    max_adapter_rank: Annotated[int, Option(help="Maximum rank of an adapter.")] = 16,
+    allow_adapter_loading: Annotated[
+        bool, Option("--allow-adapter-loading", help="Let requests load adapters from this machine's folders.")
+    ] = False,
     invariant: Annotated[bool, Option("--invariant", help="Bitwise equal results at any batch size; slower.")] = False,
     seed: Annotated[int, Option(help="Seed for the requests that do not set one.")] = 0,
     generation_config: Annotated[
@@ -53,7 +63,7 @@ def serve(
     device: Device = None,
 ) -> None:
     """Start an OpenAI-compatible server, with a chat page at /."""
-    from bagu.recipes.serve import Loader, serve_main
+    from bagu.recipes.serve import Loader, adapter_settings, serve_main
     from bagu.serve.config import parse_bytes
 
     serve_main(
@@ -67,6 +77,9 @@ def serve(
             "quantization": quantization, "invariant": invariant, "seed": seed, "tp": tp, "speculative": speculative,
             "speculative_tokens": speculative_tokens, "tool_parser": tool_parser,
             "reasoning_parser": reasoning_parser,
+            **adapter_settings(
+                adapter or (), max_adapters=max_adapters, max_rank=max_adapter_rank, allow_loading=allow_adapter_loading
+            ),
         },
         server={
             "host": host, "port": port, "api_key": api_key, "served_model_name": served_model_name or (),

@@ -194,14 +194,16 @@ def _joined(
     if not found:
         return None
     kinds: list[torch.Tensor] = []  # the distinct A
-    for a, _ in found.values():
-        if not any(torch.equal(a, k) for k in kinds):
+    kind_of: dict[str, int] = {}
+    for theirs, (a, _) in found.items():
+        kind_of[theirs] = next((i for i, k in enumerate(kinds) if torch.equal(a, k)), len(kinds))
+        if kind_of[theirs] == len(kinds):
             kinds.append(a)
     starts = [sum(k.shape[0] for k in kinds[:i]) for i in range(len(kinds))]
     joined = torch.zeros(linear.out_features, sum(k.shape[0] for k in kinds), dtype=kinds[0].dtype)
     for theirs, (a, b) in found.items():
-        i = next(i for i, k in enumerate(kinds) if torch.equal(a, k))
-        columns = joined[:, starts[i] : starts[i] + a.shape[0]]
+        start = starts[kind_of[theirs]]
+        columns = joined[:, start : start + a.shape[0]]
         part, stored_as_in_out = _parts(family, model, name, columns)[theirs]
         part.load(b.t() if stored_as_in_out else b)
     return torch.cat(kinds), joined

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 from bagu.errors import BaguError
 from bagu.machine.openmp import wait_briefly
 
-__all__ = ["Loader", "chat_main", "serve_main"]
+__all__ = ["Loader", "adapter_settings", "chat_main", "serve_main"]
 
+DEFAULT_ADAPTERS = 8  # slots of a server that loads adapters by request
 TEMPERATURE = 0.7  # default of `bagu chat` with a local model, if neither the user nor generation_config.json sets one
 
 
@@ -46,12 +48,33 @@ class Loader:
         return model, tokenizer, ChatEncoder(tokenizer) if tokenizer.chat_template is not None else None
 
 
+def adapter_settings(
+    given: Sequence[str], *, max_adapters: int | None, max_rank: int, allow_loading: bool
+) -> dict[str, Any]:
+    """The engine's settings for `--adapter NAME=PATH`. Without `max_adapters` there is room for those that are given
+    and, if requests may load others, for DEFAULT_ADAPTERS."""
+    pairs = []
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            raise BaguError(f"--adapter {text!r}", hint="write NAME=PATH, the name for requests and the folder")
+        pairs.append((name, path))
+    room = max(len(pairs), DEFAULT_ADAPTERS if allow_loading else 0) if max_adapters is None else max_adapters
+    if allow_loading and not room:
+        raise BaguError("--allow-adapter-loading with --max-adapters 0", hint="allow 1 or more, or leave one out")
+    return {
+        "adapters": tuple(pairs), "max_adapters": room, "max_adapter_rank": max_rank,
+        "allow_adapter_loading": allow_loading,
+    }  # fmt: skip
+
+
 def serve_main(
     model: str, *, loader: Loader, engine: dict[str, Any], server: dict[str, Any], generation_config: str = "auto"
 ) -> None:
     """Run the HTTP server, with the engine in a separate process. `generation_config` is "auto" (read
     generation_config.json from the model's folder), "none", or a folder that contains the file."""
     wait_briefly()  # the engine process inherits this environment
+    from bagu.nn.peft import find_adapter
     from bagu.recipes.generation import GENERATION_CONFIG, read_generation
     from bagu.recipes.models import find_model
     from bagu.serve.config import EngineConfig
@@ -69,6 +92,8 @@ def serve_main(
     if tp > 1:
         engine = {**engine, "device": loader.device or "auto"}
         loader = replace(loader, on_host=True)
+    for _, path in engine.get("adapters", ()):
+        find_adapter(path)
     threads = max(1, ((os.cpu_count() or 2) - 1) // max(tp, 1))  # one core is left for the HTTP server and tokenizer
     config = EngineConfig(threads=threads, **engine)
     draft = config.draft_model

@@ -146,6 +146,9 @@ if __name__ == "__main__":
     parser.add_argument("--stall-timeout", type=float, default=60.0)
     parser.add_argument("--shutdown-timeout", type=float, default=20.0)
     parser.add_argument("--request-timeout", type=float, default=20.0)
+    parser.add_argument("--adapter", nargs=2, action="append", default=[], metavar=("NAME", "PATH"))
+    parser.add_argument("--max-adapters", type=int, default=0)
+    parser.add_argument("--allow-adapter-loading", action="store_true")
     given = parser.parse_args()
     server.main(
         MODEL, host="127.0.0.1", port=0, api_key=given.api_key, max_queue=given.max_queue,
@@ -156,7 +159,8 @@ if __name__ == "__main__":
         ),
         config=EngineConfig(
             max_num_seqs=given.max_num_seqs, num_blocks=1024, max_num_batched_tokens=512,
-            max_model_len=given.max_model_len, tp=given.tp,
+            max_model_len=given.max_model_len, tp=given.tp, adapters=tuple(map(tuple, given.adapter)),
+            max_adapters=given.max_adapters, max_adapter_rank=4, allow_adapter_loading=given.allow_adapter_loading,
         ),
         stall_timeout=given.stall_timeout, shutdown_timeout=given.shutdown_timeout,
         request_timeout=given.request_timeout,

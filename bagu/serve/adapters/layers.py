@@ -49,6 +49,10 @@ class Rows:
                 self.groups.append((slot, None if len(rows) == len(values) else torch.from_numpy(rows)))
 
 
+def scaled(b: torch.Tensor, scale: float) -> torch.Tensor:
+    return scale * b.to(torch.promote_types(b.dtype, torch.float32))
+
+
 class GroupedLinear(nn.Module):
     """`base`, and the pairs of each slot in their own tensors."""
 
@@ -64,7 +68,7 @@ class GroupedLinear(nn.Module):
         self.pairs.pop(slot, None)
         if pair is not None:
             a, b = pair
-            self.pairs[slot] = a.to(self.device, self.dtype), (scale * b.float()).to(self.device, self.dtype)
+            self.pairs[slot] = a.to(self.device, self.dtype), scaled(b, scale).to(self.device, self.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.base(x)
@@ -106,15 +110,15 @@ class StackedLinear(nn.Module):
         if pair is not None:
             a, b = pair
             self.a[first : first + len(a)] = a.to(self.a.device, self.a.dtype)
-            self.b[:, first : first + len(a)] = (scale * b.float()).to(self.b.device, self.b.dtype)
+            self.b[:, first : first + len(a)] = scaled(b, scale).to(self.b.device, self.b.dtype)
 
     def _grow(self, slots: int, rank: int) -> None:
         slots, rank = max(slots, self.slots), max(rank, self.rank)
         if (slots, rank) == (self.slots, self.rank):
             return
         a, b = self.a.new_zeros(slots, rank, self.a.shape[1]), self.b.new_zeros(len(self.b), slots, rank)
-        a[: self.slots, : self.rank] = self.a.view(self.slots, self.rank, -1)
-        b[:, : self.slots, : self.rank] = self.b.view(-1, self.slots, self.rank)
+        a[: self.slots, : self.rank] = self.a.view(self.slots, self.rank, self.a.shape[1])
+        b[:, : self.slots, : self.rank] = self.b.view(len(self.b), self.slots, self.rank)
         self.a, self.b, self.slots, self.rank = a.flatten(0, 1), b.flatten(1), slots, rank
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from bagu.errors import ArgumentError, BaguError
+from bagu.errors import ArgumentError
 from bagu.nn.families import family_for
 from bagu.nn.hub import WeightsError
 from bagu.nn.linear import Linear
@@ -23,12 +23,9 @@ from bagu.nn.model import Transformer
 from bagu.nn.moe import Router
 from bagu.nn.peft import Adapter, find_adapter, num_parts, read_adapter
 from bagu.serve.adapters.info import AdapterInfo, Resident
+from bagu.serve.request import Unservable
 
-__all__ = ["AdapterRegistry", "UnknownAdapter", "adaptable", "adapter_bytes"]
-
-
-class UnknownAdapter(BaguError, LookupError):
-    """There is no adapter of this name."""
+__all__ = ["AdapterRegistry", "adaptable", "adapter_bytes"]
 
 
 def adaptable(model: Transformer) -> dict[str, Linear]:
@@ -66,7 +63,7 @@ class AdapterRegistry:
         found = self.named.get(name)
         if found is None:
             hint = f"loaded: {', '.join(self.named)}" if self.named else "none is loaded"
-            raise UnknownAdapter(f"there is no adapter {name!r}", hint=hint)
+            raise Unservable(f"there is no adapter {name!r}", hint=hint, param="model")
         return found
 
     def read(self, path: str | Path) -> Adapter:

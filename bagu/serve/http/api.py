@@ -20,6 +20,7 @@ from starlette.types import Scope
 
 import bagu
 from bagu.serve.http import reference
+from bagu.serve.http.adapter_routes import AdapterRoutes
 from bagu.serve.http.calls import (
     ApiMiddleware,
     cancel_on_disconnect,
@@ -57,7 +58,7 @@ class CountedRoute(Route):
         return match, {**child, "route": self}
 
 
-class Api(ResponsesRoutes, ScoreRoutes):
+class Api(ResponsesRoutes, ScoreRoutes, AdapterRoutes):
     """The endpoints; each returns a response or raises ApiError."""
 
     async def chat_completions(self, request: Request) -> Response:
@@ -91,7 +92,7 @@ class Api(ResponsesRoutes, ScoreRoutes):
         return json_response({"object": "list", "data": data, "model": self.config.names[0], "usage": usage})
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model(name) for name in self.config.names]})
+        return json_response({"object": "list", "data": [self._model(name) for name in self.model_names]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -144,14 +145,16 @@ class Api(ResponsesRoutes, ScoreRoutes):
         return Response(reference.page(self._description()), headers=reference.HEADERS)
 
     def _description(self) -> dict[str, Any]:
-        return describe(self.config.names, self.engine.ready, has_key=self.config.api_key is not None)
+        return describe(self.model_names, self.engine.ready, has_key=self.config.api_key is not None)
 
     def _model(self, name: str) -> dict[str, Any]:
         ready = self.engine.ready
         known: dict[str, Any] = {} if ready is None else {"max_model_len": ready.max_model_len}
         if ready is None or ready.generates:
             known["default_sampling"] = self.config.generation.effective
-        return {"id": name, "object": "model", "created": self.config.created, "owned_by": "bagu", **known}
+        parent = self.config.names[0] if name in self.engine.adapters else None
+        about = {"id": name, "object": "model", "created": self.config.created, "owned_by": "bagu", "parent": parent}
+        return {**about, **known}
 
 
 def make_app(engine: EngineProcess, metrics: Metrics, config: ApiConfig) -> ApiMiddleware:

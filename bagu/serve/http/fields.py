@@ -104,6 +104,7 @@ RESPONSES: Fields = {
     "service_tier": ("auto", "default"),
     "top_logprobs": (0,),
 }  # fmt: skip
+LOAD_ADAPTER: Fields = {"load_inplace": (False,)}
 STREAM_OPTIONS: Fields = {"continuous_usage_stats": (False,)}
 STRUCTURED_OUTPUTS: Fields = {
     **_never("structural_tag whitespace_pattern"), "disable_fallback": (False,), "disable_any_whitespace": (False,),

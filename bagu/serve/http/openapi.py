@@ -15,6 +15,7 @@ from pydantic.json_schema import models_json_schema
 
 import bagu
 from bagu.serve.http import schemas
+from bagu.serve.http.adapter_routes import LoadAdapterBody, UnloadAdapterBody
 from bagu.serve.http.chat_body import ChatBody
 from bagu.serve.http.openai import MODEL_NAME, NUM_TOKENS, TOKEN_ID, Body, CompletionBody, EmbeddingBody
 from bagu.serve.http.pipe import Ready
@@ -39,6 +40,7 @@ READING = {
     415: "The content type is not application/json.",
 }
 NO_RESPONSE = {404: "There is no response of this id in memory."}
+NO_LOADING = "The server was started without --allow-adapter-loading."
 NO_MODEL = {404: "There is no model of this name."}
 NOT_READY = {503: "The model is loading, the engine is restarting, or the server is shutting down."}
 QUEUE_FULL = {429: "The queue is full; Retry-After is the number of seconds to wait."}
@@ -58,7 +60,9 @@ class Operation:
     failures: Mapping[int, str]
     parameters: Sequence[Mapping[str, Any]] = ()
     guarded: bool = False  # needs the API key, if the server has one
-    needs: Literal["chat", "generation", "embedding", "scoring"] | None = None  # capability that the model must have
+    needs: Literal["chat", "generation", "embedding", "scoring", "adapters"] | None = (
+        None  # capability that the model must have
+    )
 
     def is_offered(self, ready: Ready | None) -> bool:
         """Whether the model supports this route; True while the model is loading."""
@@ -67,6 +71,7 @@ class Operation:
         offers = {
             "chat": ready.generates and ready.chat is not None, "generation": ready.generates,
             "embedding": ready.embeds, "scoring": ready.embeds or ready.scores,
+            "adapters": ready.loads_adapters,
         }  # fmt: skip
         return offers[self.needs]
 
@@ -126,6 +131,16 @@ OPERATIONS = (
     _reads("/v1/embeddings", "embeddings", "Embed texts (encoders)", EmbeddingBody, schemas.EmbeddingList, "embedding"),
     _reads("/v1/score", "score", "Score pairs of texts", ScoreBody, schemas.ScoreList, "scoring"),
     _reads("/v1/rerank", "rerank", "Sort documents by relevance to a query", RerankBody, schemas.Reranked, "scoring"),
+    Operation(
+        path="/v1/load_lora_adapter", name="load_adapter", method="POST", body=LoadAdapterBody, answer="text/plain",
+        summary="Load a LoRA adapter from a folder of the server", needs="adapters", guarded=True,
+        failures={**READING, 403: NO_LOADING, **NOT_READY},
+    ),
+    Operation(
+        path="/v1/unload_lora_adapter", name="unload_adapter", method="POST", body=UnloadAdapterBody,
+        answer="text/plain", summary="Unload a LoRA adapter; requests that use it finish", needs="adapters",
+        guarded=True, failures={**READING, 403: NO_LOADING, 404: "There is no adapter of this name.", **NOT_READY},
+    ),
     Operation(
         path="/v1/models", name="models", summary="List the names of the model", answer=schemas.ModelList,
         failures={}, guarded=True,

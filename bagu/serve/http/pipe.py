@@ -17,6 +17,7 @@ from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from bagu.serve.adapters.info import AdapterInfo
 from bagu.serve.config import GenerationDefaults
 from bagu.serve.message.format import finds_reasoning
 from bagu.serve.message.forms import ToolForm, find_form
@@ -27,8 +28,8 @@ if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.nn.model import Transformer
 
 __all__ = [
-    "STEP_TAG", "Abort", "Accepted", "Cancel", "Chat", "Embed", "Failed", "GetStats", "Load", "Ready", "Refused",
-    "Result", "StepEvents", "Stop", "Submit", "framed", "send", "send_step",
+    "STEP_TAG", "Abort", "Accepted", "Adapters", "Cancel", "Chat", "Embed", "Failed", "GetStats", "Load", "LoadAdapter",
+    "Ready", "Refused", "Result", "StepEvents", "Stop", "Submit", "UnloadAdapter", "framed", "send", "send_step",
 ]  # fmt: skip
 
 Load = Callable[[], "tuple[Transformer, Tokenizer, Chat | None]"]  # model, tokenizer, chat encoder or None; picklable
@@ -56,6 +57,19 @@ class Cancel(NamedTuple):
 
 class GetStats(NamedTuple):
     call: int
+
+
+class LoadAdapter(NamedTuple):
+    """Load the LoRA adapter at a path of this machine under a name."""
+
+    call: int
+    name: str
+    path: str
+
+
+class UnloadAdapter(NamedTuple):
+    call: int
+    name: str
 
 
 class Stop(NamedTuple):
@@ -102,6 +116,8 @@ class Ready:
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     scores: bool = False  # True for a reward model
+    adapters: tuple[AdapterInfo, ...] = ()  # LoRA adapters that were loaded at the start
+    loads_adapters: bool = False  # whether requests may load and unload adapters
 
     @property
     def embeds(self) -> bool:
@@ -171,11 +187,18 @@ class Refused(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of `Embed` or `GetStats`, or an error message."""
+    """The result of a message with a call's number, or an error message and its HTTP status."""
 
     call: int
     value: Any
     error: str | None = None
+    status: int = 400
+
+
+class Adapters(NamedTuple):
+    """The LoRA adapters that are loaded now; sent when they change."""
+
+    infos: tuple[AdapterInfo, ...]
 
 
 class Failed(NamedTuple):

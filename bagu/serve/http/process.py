@@ -15,10 +15,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+from bagu.serve.adapters.info import AdapterInfo
 from bagu.serve.config import EngineConfig
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.pending import PendingCall, PendingCalls
@@ -26,17 +27,20 @@ from bagu.serve.http.pipe import (
     STEP_TAG,
     Abort,
     Accepted,
+    Adapters,
     Cancel,
     Embed,
     Failed,
     GetStats,
     Load,
+    LoadAdapter,
     Ready,
     Refused,
     Result,
     StepEvents,
     Stop,
     Submit,
+    UnloadAdapter,
     framed,
 )
 from bagu.serve.http.worker import run
@@ -64,6 +68,7 @@ class EngineProcess:
         self.state: Literal["loading", "ready", "restarting", "failed", "stopped"] = "loading"
         self.failure = ""
         self.ready: Ready | None = None
+        self.adapters: Mapping[str, AdapterInfo] = {}  # loaded now; after a crash those of the start
         self.pid: int | None = None
         self._load, self._load_draft, self._config, self._on_failure = load, load_draft, config, on_failure
         self._transport: asyncio.WriteTransport | None = None  # to the running process
@@ -105,6 +110,16 @@ class EngineProcess:
     async def embed(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         self.require_ready()
         return await self._call(lambda number: Embed(number, tuple(map(tuple, texts))))
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter. Raises ApiError if it cannot be served; the others go on."""
+        self.require_ready()
+        await self._call(lambda number: LoadAdapter(number, name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take an adapter's name away; the requests that use it finish."""
+        self.require_ready()
+        await self._call(lambda number: UnloadAdapter(number, name))
 
     async def stats(self) -> EngineStats | None:
         """The engine's statistics; None if no engine is running or it does not answer within 1 s."""
@@ -204,15 +219,21 @@ class EngineProcess:
                 if message.error is None:
                     future.set_result(message.value)
                 else:
-                    future.set_exception(ApiError(400, message.error))
+                    future.set_exception(ApiError(message.status, message.error))
         elif isinstance(message, Refused):
-            error = ApiError(400, message.message, param=message.param, hint=message.hint)
+            gone = message.param == "model"  # an adapter that was unloaded after the server had looked it up
+            error = ApiError(
+                404 if gone else 400, message.message, param=message.param, hint=message.hint,
+                code="model_not_found" if gone else None,
+            )  # fmt: skip
             if others := self.pending.fail(message.request_id, error):
                 self._send(Abort(tuple(others)))
         elif isinstance(message, Ready):
-            self.ready = message
+            self.ready, self.adapters = message, _by_name(message.adapters)
             if self.state != "stopped":
                 self.state = "ready"
+        elif isinstance(message, Adapters):
+            self.adapters = _by_name(message.infos)
         elif isinstance(message, Failed):
             self._reported = message.reason
 
@@ -254,6 +275,10 @@ class _Reader(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
+
+
+def _by_name(infos: Sequence[AdapterInfo]) -> dict[str, AdapterInfo]:
+    return {info.name: info for info in infos}
 
 
 def _exit_reason(code: int | None) -> str:

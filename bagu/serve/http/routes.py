@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from fastapi import Request
@@ -57,10 +57,19 @@ class Routes:
     async def read(self, request: Request) -> bytes:
         return await read_json(request, self.config.request_timeout)
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.config.names:
-            hint = f"this server has: {', '.join(self.config.names)}"
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names that requests may use: the base model's, then those of the adapters."""
+        return (*self.config.names, *self.engine.adapters)
+
+    def check_model(self, name: str | None) -> str | None:
+        """The adapter that a request asks for, None for the base model. Raises 404 for an unknown name."""
+        if name is None or name in self.config.names:
+            return None
+        if name not in self.engine.adapters:
+            hint = f"this server has: {', '.join(self.model_names)}"
             raise ApiError(404, f"there is no model {name!r}", param="model", code="model_not_found", hint=hint)
+        return name
 
     async def run_generation(
         self,
@@ -73,13 +82,15 @@ class Routes:
         """Run a generation: body -> job -> pending call -> response. A stream starts only after the engine has accepted
         the requests, so that a refusal has an HTTP status. `large`: tokenize in a thread."""
         ready = self.engine.require_ready()
-        self.check_model(body.model)
+        adapter = self.check_model(body.model)
         if not ready.generates:
             hint = "use /v1/score" if ready.scores else "use /v1/embeddings"
             raise ApiError(400, f"this model {ready.other_use} and does not generate", hint=hint)
         self.engine.pending.check_capacity(body.num_choices)  # before memory is allocated for each choice
         job = await asyncio.to_thread(body.to_job, ready) if large else body.to_job(ready)
-        response = respond(job, ready, self.config.names[0])
+        if adapter is not None:
+            job = job._replace(requests=tuple(replace(r, adapter=adapter) for r in job.requests))
+        response = respond(job, ready, adapter or self.config.names[0])
         call = ClientCall(self.engine, job.requests, request.receive)
         try:
             if job.stream:

@@ -233,6 +233,7 @@ class Model(Schema):
     object: Literal["model"]
     created: int
     owned_by: str
+    parent: str | None = None  # of a LoRA adapter: the base model
     max_model_len: int = 0  # only after the model is loaded
     default_sampling: DefaultSampling | None = None  # None for an encoder
 

@@ -72,6 +72,8 @@ def main(
     parts = _import_server()
     config = config or EngineConfig()
     names = tuple(served_model_name) or (model,)
+    if clash := next((name for name, _ in config.adapters if name in names), None):
+        raise ArgumentError(f"an adapter has the base model's name {clash!r}", hint="give one of them another name")
     metrics = Metrics(names[0])
     pending = PendingCalls(config.max_num_seqs + max_queue, metrics)
     listener = _listen(host, port)

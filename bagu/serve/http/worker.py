@@ -23,6 +23,7 @@ from bagu.errors import ArgumentError, BaguError
 from bagu.serve.config import EngineConfig
 from bagu.serve.constrain.check import CheckedCompiler
 from bagu.serve.embedding import Encoder, embed, score
+from bagu.serve.http.adapter_loader import AdapterLoader, AdapterRead
 from bagu.serve.http.pipe import (
     Abort,
     Accepted,
@@ -32,12 +33,14 @@ from bagu.serve.http.pipe import (
     Failed,
     GetStats,
     Load,
+    LoadAdapter,
     Ready,
     Refused,
     Result,
     StepEvents,
     Stop,
     Submit,
+    UnloadAdapter,
     send,
     send_step,
 )
@@ -103,11 +106,13 @@ def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat:
         tokenizer=engine.tokenizer, chat=chat, generates=True, max_model_len=engine.max_model_len,
         vocab_size=engine.model.config.vocab_size, defaults=engine.config.generation,
         tool_parser=engine.config.tool_parser, reasoning_parser=engine.config.reasoning_parser,
+        adapters=engine.adapters.infos, loads_adapters=engine.config.allow_adapter_loading,
     )  # fmt: skip
     _ = ready.longest_token
     send(pipe, ready)
     waiting: dict[str, float] = {}  # arrival times of requests without a token
     requests = RequestQueue(pipe, messages, engine, waiting)
+    adapters = AdapterLoader(pipe, messages, engine)
     buffer = EventBuffer(pipe)
     while True:
         received = _take_messages(messages, wait=not engine.has_work)
@@ -122,6 +127,12 @@ def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat:
             elif isinstance(message, Abort):
                 for id in message.request_ids:
                     requests.abort(id)
+            elif isinstance(message, LoadAdapter):
+                adapters.load(message)
+            elif isinstance(message, AdapterRead):
+                adapters.install(message)
+            elif isinstance(message, UnloadAdapter):
+                adapters.unload(message)
             elif isinstance(message, GetStats):
                 send(pipe, Result(message.call, engine.stats()))
             elif isinstance(message, Embed):
@@ -214,6 +225,8 @@ def serve_encoder(
     """The same for an encoder or a reward model: a step is a batch of texts."""
     if config.tp > 1:
         raise ArgumentError(f"tp = {config.tp} with an encoder model", hint="encoders run on one rank: use tp=1")
+    if config.max_adapters:
+        raise ArgumentError("LoRA adapters with an encoder model", hint="adapters are for models that generate")
     model.mlm = None  # embeddings do not use the masked language modelling head
     encode = score if model.config.score_head else embed
     encode(model, [(0,)])

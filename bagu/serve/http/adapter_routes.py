@@ -1,0 +1,50 @@
+"""`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as in vLLM."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from fastapi import Request
+from starlette.responses import PlainTextResponse, Response
+
+from bagu.serve.http import fields
+from bagu.serve.http.errors import ApiError
+from bagu.serve.http.openai import Body, Word
+from bagu.serve.http.parse import parse
+from bagu.serve.http.routes import Routes
+
+__all__ = ["AdapterRoutes", "LoadAdapterBody", "UnloadAdapterBody"]
+
+
+class LoadAdapterBody(Body):
+    unsupported: ClassVar[fields.Fields] = fields.LOAD_ADAPTER
+    lora_name: Word
+    lora_path: Word  # a folder on the server's disk
+
+
+class UnloadAdapterBody(Body):
+    lora_name: Word
+    lora_int_id: int | None = None  # vLLM accepts it too, and does not use it
+
+
+class AdapterRoutes(Routes):
+    async def load_adapter(self, request: Request) -> Response:
+        self._check_allowed()
+        body = parse(LoadAdapterBody, await self.read(request))
+        body.refuse_unsupported()
+        if body.lora_name in self.config.names:
+            hint = "use another name"
+            raise ApiError(400, f"{body.lora_name!r} is the base model's name", param="lora_name", hint=hint)
+        await self.engine.load_adapter(body.lora_name, body.lora_path)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        self._check_allowed()
+        body = parse(UnloadAdapterBody, await self.read(request))
+        await self.engine.unload_adapter(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    def _check_allowed(self) -> None:
+        if not self.engine.require_ready().loads_adapters:
+            hint = "start the server with --allow-adapter-loading"
+            raise ApiError(403, "this server does not load adapters by request", hint=hint)

@@ -1,0 +1,108 @@
+"""Adapters over HTTP: chosen by the name of the model, listed, loaded, unloaded and refused. A server of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_client import HEADERS, TEXT, idle, post
+from small_adapters import saved_adapter
+from tiny_server import KEY, MODEL, Running, eventually, load, running_server
+
+from bagu.errors import BaguError
+from bagu.recipes.serve import adapter_settings
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    made = {name: saved_adapter(load()[0], root / name, seed) for seed, name in enumerate(("one", "two"))}
+    return {**made, "large": saved_adapter(load()[0], root / "large", 3, rank=5)}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> Iterator[Running]:
+    log = tmp_path_factory.mktemp("server") / "stderr"
+    flags = ("--api-key", KEY, "--adapter", "one", str(folders["one"]), "--max-adapters", "2")
+    with running_server(log, *flags, "--allow-adapter-loading") as running:
+        yield running
+
+
+def text(server: Running, model: str, **more: Any) -> str:
+    body = {"model": model, "prompt": "hello world", "max_tokens": 24, "temperature": 0, "ignore_eos": True, **more}
+    answer = post(server, TEXT, body).raise_for_status().json()
+    assert answer["model"] == model
+    return str(answer["choices"][0]["text"])
+
+
+def names(server: Running) -> dict[str, str | None]:
+    data = server.http.get("/v1/models", headers=HEADERS).raise_for_status().json()["data"]
+    return {model["id"]: model["parent"] for model in data}
+
+
+def test_adapters_are_loaded_listed_used_and_unloaded(server: Running, folders: dict[str, Path]) -> None:
+    assert names(server) == {MODEL: None, "one": MODEL}
+    base, one = text(server, MODEL), text(server, "one")
+    assert base != one
+    loaded = post(server, LOAD, {"lora_name": "two", "lora_path": str(folders["two"])})
+    assert loaded.status_code == 200 and "two" in loaded.text
+    assert names(server) == {MODEL: None, "one": MODEL, "two": MODEL}
+    assert server.http.get("/v1/models/two", headers=HEADERS).json()["parent"] == MODEL
+    two = text(server, "two")
+    assert two not in (base, one)
+    document = server.get("/openapi.json")
+    assert document["components"]["schemas"]["ChatBody"]["properties"]["model"]["anyOf"][0]["enum"] == list(
+        names(server)
+    )
+    assert LOAD in document["paths"]
+    assert post(server, UNLOAD, {"lora_name": "two"}).status_code == 200
+    refused = post(server, TEXT, {"model": "two", "prompt": "x"})
+    assert refused.status_code == 404 and refused.json()["error"]["code"] == "model_not_found"
+    assert post(server, LOAD, {"lora_name": "two", "lora_path": str(folders["one"])}).status_code == 200
+    assert text(server, "two") == one, "the name has other weights now, and none of its old blocks"
+    assert post(server, UNLOAD, {"lora_name": "two"}).status_code == 200
+    eventually(lambda: idle(server), "no block is used")
+
+
+def test_refusals_leave_the_engine_alive(server: Running, folders: dict[str, Path], tmp_path: Path) -> None:
+    one = {"lora_name": "one", "lora_path": str(folders["one"])}
+    refusals: list[tuple[str, dict[str, Any], int, str]] = [
+        (LOAD, one, 400, "already an adapter 'one'"),
+        (LOAD, {**one, "lora_name": MODEL}, 400, "base model's name"),
+        (LOAD, {**one, "lora_name": ""}, 400, "lora_name"),
+        (LOAD, {**one, "lora_name": "x", "lora_path": str(tmp_path)}, 400, "adapter_config.json"),
+        (LOAD, {**one, "lora_name": "x", "lora_path": str(folders["large"])}, 400, "rank 5"),
+        (LOAD, {**one, "lora_name": "x", "load_inplace": True}, 400, "load_inplace"),
+        (UNLOAD, {"lora_name": "x"}, 404, "no adapter 'x'"),
+    ]
+    before = server.engine_pid()
+    for path, body, status, message in refusals:
+        answer = post(server, path, body)
+        assert answer.status_code == status and message in answer.json()["error"]["message"], answer.text
+    assert post(server, LOAD, one, headers={"Content-Type": "application/json"}).status_code == 401
+    assert server.engine_pid() == before and names(server) == {MODEL: None, "one": MODEL}
+    eventually(lambda: idle(server), "no block is used")
+
+
+def test_a_server_loads_adapters_only_if_that_is_allowed(tiny: Running) -> None:
+    answer = post(tiny, LOAD, {"lora_name": "x", "lora_path": "/"})
+    assert answer.status_code == 403 and "--allow-adapter-loading" in answer.json()["error"]["message"]
+    assert LOAD not in tiny.get("/openapi.json")["paths"]
+
+
+def test_the_flags_of_the_command_line() -> None:
+    def settings(*given: str, **more: Any) -> dict[str, Any]:
+        return adapter_settings(given, **{"max_adapters": None, "max_rank": 16, "allow_loading": False} | more)
+
+    assert settings()["max_adapters"] == 0
+    assert settings("a=b", "c=d=e")["adapters"] == (("a", "b"), ("c", "d=e"))
+    assert settings("a=b")["max_adapters"] == 1 and settings(allow_loading=True)["max_adapters"] == 8
+    for wrong in ("a", "=b", "a="):
+        with pytest.raises(BaguError, match="--adapter"):
+            settings(wrong)
+    with pytest.raises(BaguError, match="--max-adapters 0"):
+        settings(allow_loading=True, max_adapters=0)
