@@ -23,16 +23,18 @@ from bagu.machine.device import named_device, named_dtype
 from bagu.machine.fast_dtype import compute_dtype
 from bagu.machine.openmp import settings
 from bagu.machine.timing import reset_device
-from bagu.nn.init import init_weights
+from bagu.nn.init import draw, init_weights
 from bagu.nn.model import Transformer
+from bagu.nn.peft import Adapter
 from bagu.nn.presets import preset
+from bagu.serve.adapters.registry import adaptable
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.kv.pool import size_pool
 
 __all__ = ["SHAPES", "main"]
 
-PLAIN = "bagu without drafts"
+PLAIN, BASE = "bagu without drafts", "bagu without adapters"
 LEAST_LEN = 4096  # minimum max_model_len of the engine, as in nano-vllm's benchmark
 
 
@@ -57,6 +59,8 @@ def main(
     speculative: bool = False,
     speculative_tokens: int = 7,
     text: Text | None = None,
+    adapters: int = 0,
+    adapter_rank: int = 16,
     prefix_cache: bool = True,
     quantization: str | None = None,
     kv_dtype: str = "auto",
@@ -81,6 +85,9 @@ def main(
     `speculative` drafts by prompt lookup, and times the same engine without drafts in turn, as a peer. `text` is what
     the streams generate: "edit" repeats the prompt with edits, "new" repeats nothing (known_text.py); it replaces some
     weights of the shape, so it has no model of `load`.
+
+    `adapters` random LoRA adapters of `adapter_rank` of all linear layers are loaded; the streams use them in turn.
+    The same engine without adapters is timed in turn, as a peer.
     """
     where = named_device(device)
     gpu = where.type == "cuda"
@@ -91,7 +98,7 @@ def main(
         inputs=Lengths.parse(inputs or ("100-1024" if gpu else "16-128")),
         outputs=Lengths.parse(outputs or ("100-1024" if gpu else "16-128")),
         shared_prefix=shared_prefix, streams=tuple(streams), prompt=prompt, new=new, repeats=repeats, seed=seed,
-        text=text,
+        text=text, adapters=adapters,
     )  # fmt: skip
     _check(case, peers, where, loaded=load is not None, speculative=speculative)
     as_dtype = named_dtype(dtype) if dtype else compute_dtype(where)
@@ -100,6 +107,7 @@ def main(
         max_num_seqs=batch, prefix_cache=prefix_cache, quantization=quantization, kv_dtype=kv_dtype,  # type: ignore[arg-type]
         invariant=invariant, max_num_batched_tokens=max_num_batched_tokens, seed=seed, tp=tp,
         speculative="ngram" if speculative else None, speculative_tokens=speculative_tokens,
+        max_adapters=adapters, max_adapter_rank=adapter_rank,
     )  # fmt: skip
     rows = Rows(out, default=RESULTS / "serve", as_json=as_json)
     common = {
@@ -127,6 +135,8 @@ def main(
 
 
 def _check(case: Case, peers: Sequence[str], device: torch.device, *, loaded: bool, speculative: bool) -> None:
+    if case.adapters and (speculative or not case.streams):
+        raise ArgumentError("--adapters without --streams, or with --speculative", hint="add --streams 32 alone")
     if (case.text is not None or speculative) and not case.streams:
         raise ArgumentError("--text or --speculative without --streams", hint="they time decoding: add --streams 1")
     if case.text is not None and loaded:
@@ -167,12 +177,16 @@ def _bagu(
     if case.streams:
         longest = max(case.prompt + case.new + 1, min(LEAST_LEN, model.config.max_len))
         names, configs = ["bagu"], [replace(config, max_model_len=longest)]
-        if config.speculative is not None:  # two pools in the memory of one
+        if config.speculative is not None or config.max_adapters:  # two pools in the memory of one
             share = size_pool(model, configs[0]).num_blocks // 2
-            configs = [replace(c, num_blocks=share) for c in (configs[0], replace(configs[0], speculative=None))]
-            names.append(PLAIN)
+            plain = replace(configs[0], speculative=None, max_adapters=0)
+            configs = [replace(c, num_blocks=share) for c in (configs[0], plain)]
+            names.append(BASE if config.max_adapters else PLAIN)
         with ExitStack() as stack:
             engines = [stack.enter_context(closing(Engine(model, None, c))) for c in configs]
+            for number in range(config.max_adapters):
+                adapter = random_adapter(model, config.max_adapter_rank, number)
+                engines[0].load_adapter(f"adapter-{number}", "random weights", adapter)
             for streams, measured in measure_in_turn(engines, case):
                 yield from ((name, streams, m) for name, m in zip(names, measured, strict=True))
         return
@@ -180,6 +194,15 @@ def _bagu(
     longest = max(workload.longest, warmup.longest, min(LEAST_LEN, model.config.max_len))
     with closing(Engine(model, None, replace(config, max_model_len=longest))) as engine:
         yield "bagu", None, measure_throughput(engine, workload, warmup)
+
+
+def random_adapter(model: Transformer, rank: int, seed: int) -> Adapter:
+    """An adapter of every linear layer. Its values are small: the speed does not depend on them."""
+    pairs = {}
+    for name, m in adaptable(model).items():
+        a, b = (draw(s, f"{name}.{seed}", seed) for s in ((rank, m.in_features), (m.out_features, rank)))
+        pairs[name] = 0.01 * a, 0.01 * b
+    return Adapter(rank=rank, scale=1.0, pairs=pairs)
 
 
 def _peer(

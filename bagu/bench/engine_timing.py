@@ -49,6 +49,7 @@ class Case:
     new: int = 128
     repeats: int = 3  # per number of streams; the median is reported
     seed: int = 0
+    adapters: int = 0  # LoRA adapters; request i uses number i modulo this
     text: Text | None = None  # of the streams: known text that repeats or does not; None: random prompts
 
     def workload(self, vocab_size: int, repeat: int) -> Workload:
@@ -66,7 +67,8 @@ class Case:
     def words(self) -> str:
         if self.streams:
             text = "" if self.text is None else f", text: {self.text}"
-            return f"decode: {self.new} tokens per stream after a prompt of {self.prompt}, greedy{text}"
+            adapters = f", {self.adapters} adapters" if self.adapters else ""
+            return f"decode: {self.new} tokens per stream after a prompt of {self.prompt}, greedy{text}{adapters}"
         shared = f", after {self.shared_prefix} shared tokens" if self.shared_prefix else ""
         return f"{self.requests} requests, {self.inputs} tokens in{shared}, {self.outputs} out, seed {self.seed}"
 
@@ -101,9 +103,13 @@ class Clocked:
         self.reset()
 
     def submit(self, workload: Workload, temperature: float, name: str) -> None:
+        loaded = list(self.engine.adapters.named) or [None]
         for i, (prompt, count) in enumerate(zip(workload.prompts, workload.max_tokens, strict=True)):
             sampling = Sampling(max_tokens=count, temperature=temperature, ignore_eos=True)
-            self.engine.submit(Request(id=f"{name}-{i}", prompt=prompt, sampling=sampling, arrival=float(i)))
+            adapter = loaded[i % len(loaded)]
+            self.engine.submit(
+                Request(id=f"{name}-{i}", prompt=prompt, sampling=sampling, arrival=float(i), adapter=adapter)
+            )
 
     def step(self) -> int:
         """Run one step of the engine and return the number of new tokens. A failed request raises."""

@@ -88,6 +88,10 @@ def bench_engine(
     text: Annotated[
         str | None, Option(help="What streams generate: edit (repeats the prompt with edits), or new.")
     ] = None,
+    adapters: Annotated[
+        int, Option(help="With --streams: random LoRA adapters in one batch, and the same without.")
+    ] = 0,
+    adapter_rank: Annotated[int, Option(help="The rank of --adapters.")] = 16,
     batch: Annotated[int, Option(help="Maximum number of sequences that run at once.")] = 256,
     prefix_caching: PrefixCaching = True,
     quantization: Annotated[str | None, Option(help="int8, int4 or fp8 weights in linear layers.")] = None,
@@ -112,7 +116,8 @@ def bench_engine(
     status = part.main(
         shape, load=load, name=model, requests=requests, inputs=inputs, outputs=outputs,
         shared_prefix=shared_prefix, streams=streams or (), prompt=prompt, new=new, speculative=speculative,
-        speculative_tokens=speculative_tokens, text=text, batch=batch, prefix_cache=prefix_caching,  # type: ignore[arg-type]
+        speculative_tokens=speculative_tokens, text=text, adapters=adapters,
+        adapter_rank=adapter_rank, batch=batch, prefix_cache=prefix_caching,  # type: ignore[arg-type]
         quantization=quantization, kv_dtype=kv_dtype, invariant=invariant, tp=tp, dtype=dtype, peers=peer or (),
         peer_environ=user_environ, rounds=rounds, device=device, out=out, as_json=as_json,
     )  # fmt: skip
