@@ -96,12 +96,12 @@ def report(run: Annotated[Path, Argument(help="The folder of the run.")]) -> Non
 
 def export(
     model: Model,
-    out: Annotated[Path, Argument(help="The folder to write, or the GGUF file.")],
+    out: Annotated[Path, Argument(help="The folder to write, or the GGUF or ONNX file.")],
     dtype: Annotated[str | None, Option(help="bf16 or fp32. Default: as saved.")] = None,
-    format: Annotated[str, Option(help="safetensors (a Hugging Face folder) or gguf.")] = "safetensors",
+    format: Annotated[str, Option(help="safetensors (a Hugging Face folder), gguf or onnx.")] = "safetensors",
     quantization: Annotated[str | None, Option(help="For GGUF: f32, f16, bf16, q8_0 or q4_0. Default: f16.")] = None,
 ) -> None:
-    """Export a model for transformers, vLLM and others (safetensors), or for llama.cpp (GGUF)."""
+    """Export a model for transformers, vLLM and others (safetensors), for llama.cpp (GGUF), or for ONNX Runtime."""
     from bagu.recipes import command
 
     command.export_main(model, out, dtype=dtype, format=format, quantization=quantization)

@@ -58,7 +58,7 @@ class MLMHead(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(activate("gelu", self.dense(x)))
-        return torch.cat((x, x.new_ones(len(x), 1), x.new_zeros(len(x), 7)), 1)
+        return torch.cat((x, x.new_ones(x.shape[0], 1), x.new_zeros(x.shape[0], 7)), 1)
 
     def weight(self, table: torch.Tensor) -> torch.Tensor:
         return torch.cat((table, self.bias.unsqueeze(1), table.new_zeros(len(table), 7)), 1)

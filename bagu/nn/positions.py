@@ -108,7 +108,7 @@ class RopeEncoding(Encoding):
         cos, sin = self.tables(positions.device)
         rows = None
         if self.num_groups is not None:
-            rows = torch.arange(len(positions), device=positions.device).unsqueeze(1).repeat(1, self.num_groups)
+            rows = torch.arange(positions.shape[0], device=positions.device).unsqueeze(1).repeat(1, self.num_groups)
         return Signals(cos=cos.index_select(0, positions), sin=sin.index_select(0, positions), rows=rows)
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.text import Text
 
@@ -17,6 +18,7 @@ from bagu import config as configs
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.machine.device import named_dtype
+from bagu.nn.onnx_export import check_onnx, export_onnx
 from bagu.parallel.launch import Place, find_place, use_own_gpu
 from bagu.parallel.mesh import Mesh
 from bagu.recipes.catalogue import recipe as find_recipe
@@ -34,7 +36,8 @@ from bagu.train.report import ReportData, read_run, write_report
 __all__ = ["export_main", "train_main"]
 
 PROMPTS = ("def ", "The ")
-FORMATS = ("safetensors", "gguf")  # of `bagu export`
+FILES = {"gguf": "a GGUF", "onnx": "an ONNX"}  # formats of one file
+FORMATS = ("safetensors", *FILES)  # of `bagu export`
 DEFAULT = "small"  # the recipe of a run that names none
 
 
@@ -186,24 +189,29 @@ def _report(run: Run, done: Trained) -> Path:
 def export_main(
     model: str, out: Path, *, dtype: str | None, format: str = "safetensors", quantization: str | None = None
 ) -> None:
-    """Write MODEL as a Hugging Face folder, or as a GGUF file."""
+    """Write MODEL as a Hugging Face folder, a GGUF file, or an ONNX graph."""
     if format not in FORMATS:
         raise UnknownName.among("format", format, FORMATS)
     if quantization is not None and format != "gguf":
         raise ArgumentError(
             f"--quantization {quantization} is for GGUF, and the format is {format}", hint="add --format gguf"
         )
-    if format == "gguf" and (out.suffix != ".gguf" or out.is_dir()):
-        raise ArgumentError(f"{out} is not the name of a GGUF file", hint=f"name a file, such as {out / 'model.gguf'}")
+    if format in FILES and (out.suffix != f".{format}" or out.is_dir()):
+        hint = f"name a file, such as {out / f'model.{format}'}"
+        raise ArgumentError(f"{out} is not the name of {FILES[format]} file", hint=hint)
+    if format == "onnx":
+        check_onnx(dtype)
     if RunFolder(out).environment_path.is_file():
         raise BaguError(f"{out} is a run, and an export would write over its config.json", hint="give another folder")
     as_dtype = None if dtype is None else named_dtype(dtype)
     found = find_model(model)
-    loaded = load_model(found, dtype=as_dtype)
+    loaded = load_model(found, dtype=torch.float32 if format == "onnx" else as_dtype)
     place = tokenizer_folder(found)
     tokenizer = None if place is None else BpeTokenizer.load(place)
     if format == "gguf":
         save_as_gguf(loaded, tokenizer, out, quantization or "f16")
+    elif format == "onnx":
+        export_onnx(loaded, out)
     else:
         save_model(loaded, tokenizer, out)
     Console().print(f"{sum(p.numel() for p in loaded.parameters()):,} parameters → {out}", highlight=False)
