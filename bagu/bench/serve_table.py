@@ -89,6 +89,8 @@ def _name(row: Row) -> str:
     engine = row["engine"]
     kind = engine["quantization"] or {"bfloat16": "bf16", "float32": "fp32"}[row["dtype"]]
     extras = [kind, *(["invariant"] if engine["invariant"] else []), *([] if engine["prefix_cache"] else ["no cache"])]
+    if engine.get("max_adapters"):  # rows of earlier versions have no such field
+        extras.append(f"{engine['max_adapters']} adapters")
     return f"bagu, {', '.join(extras)}"
 
 

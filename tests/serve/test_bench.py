@@ -119,6 +119,19 @@ def test_bench_engine_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "small" in capsys.readouterr().out
 
 
+def test_bench_engine_times_adapters_against_the_base(tmp_path: Path) -> None:
+    model = small_model()
+    bench_engine.main(
+        load=lambda: (model, None, None), streams=(3,), prompt=4, new=4, repeats=1, batch=4, adapters=2, adapter_rank=2,
+        out=tmp_path, device="cpu",
+    )  # fmt: skip
+    ours, base = rows_of(tmp_path)
+    assert (ours["implementation"], base["implementation"]) == ("bagu", "bagu without adapters")
+    assert ours["case"]["adapters"] == 2 and ours["output_tokens"] == base["output_tokens"] == 12
+    with pytest.raises(ArgumentError, match="--adapters without --streams"):
+        bench_engine.main(adapters=2, out=tmp_path, device="cpu")
+
+
 def test_bench_engine_runs_a_workload_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     model = small_model()
