@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_adapters import merge_into, random_adapter
 from small_engine import MODELS, small_model
 
 from bagu import ops
@@ -21,7 +22,7 @@ from bagu.nn.sample import generate
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.grammar import Grammar
-from bagu.serve.request import Sampling
+from bagu.serve.request import Request, Sampling
 from bagu.train.flat import FlatParameters
 
 pytestmark = pytest.mark.gpu
@@ -219,3 +220,26 @@ def test_a_model_without_invariant_kernels_is_refused() -> None:
     it = engine("mla", torch.bfloat16, invariant=True)
     with pytest.raises(BackendError, match="has no invariant form on a GPU"):
         it.generate(PROMPTS[:1], GREEDY)
+
+
+@pytest.mark.parametrize("way", ["as it comes", "no graphs", "preempted"])
+def test_adapters_in_one_batch_equal_merged_models(way: str) -> None:
+    """Graphs are captured before the second adapter is loaded, which makes the stack grow: they are captured again. A
+    batch without adapters has a graph of its own."""
+    it = engine("gqa", torch.float32, max_adapters=2, max_adapter_rank=8, **WAYS[way])
+    adapters = [random_adapter(small_model(), 1), random_adapter(small_model(), 2, rank=8)]
+    merged = [small_model(), *(merge_into(small_model(), a) for a in adapters)]
+    want = [generate(merged[i % 3].cuda(), [PROMPTS[i]], 40, temperature=0.0)[0] for i in range(4)]
+    base = generate(merged[0], PROMPTS, 40, temperature=0.0)
+    for number, adapter in enumerate(adapters):
+        it.load_adapter(f"{number + 1}", "in memory", adapter)
+        assert [list(c.tokens) for c in it.generate(PROMPTS, GREEDY)] == base
+        names = [None if i % 3 in (0, 2 - number * 2) else f"{i % 3}" for i in range(4)]
+        tokens: dict[str, list[int]] = {f"{i}": [] for i in range(4)}
+        for i, name in enumerate(names):
+            it.submit(Request(id=f"{i}", prompt=tuple(PROMPTS[i]), sampling=GREEDY, arrival=i, adapter=name))
+        while it.has_work:
+            for event in it.step():
+                tokens[event.request_id].append(event.token)  # type: ignore[union-attr,arg-type]
+        assert [tokens[f"{i}"] for i in range(4)] == [want[i] if n else base[i] for i, n in enumerate(names)]
+        assert it.blocks.used_count == 0
