@@ -1,7 +1,7 @@
 """Grammars: the set of texts that the output of a request must belong to.
 
-A `Grammar` is a value of the request. The engine compiles it with llguidance (constrain/compiler.py) and samples only tokens
-that keep the text a prefix of a member; the end-of-text token is allowed only when the text is a member.
+A `Grammar` is a value of the request. The engine compiles it with llguidance (constrain/compiler.py) and samples only
+tokens that keep the text a prefix of a member; the end-of-text token is allowed only when the text is a member.
 """
 
 from __future__ import annotations
