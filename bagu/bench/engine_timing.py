@@ -103,7 +103,7 @@ class Clocked:
         self.reset()
 
     def submit(self, workload: Workload, temperature: float, name: str) -> None:
-        loaded = list(self.engine.adapters.named) or [None]
+        loaded: list[str | None] = [*self.engine.adapters.named] or [None]
         for i, (prompt, count) in enumerate(zip(workload.prompts, workload.max_tokens, strict=True)):
             sampling = Sampling(max_tokens=count, temperature=temperature, ignore_eos=True)
             adapter = loaded[i % len(loaded)]

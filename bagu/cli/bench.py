@@ -116,8 +116,8 @@ def bench_engine(
     status = part.main(
         shape, load=load, name=model, requests=requests, inputs=inputs, outputs=outputs,
         shared_prefix=shared_prefix, streams=streams or (), prompt=prompt, new=new, speculative=speculative,
-        speculative_tokens=speculative_tokens, text=text, adapters=adapters,
-        adapter_rank=adapter_rank, batch=batch, prefix_cache=prefix_caching,  # type: ignore[arg-type]
+        speculative_tokens=speculative_tokens, text=text, adapters=adapters,  # type: ignore[arg-type]
+        adapter_rank=adapter_rank, batch=batch, prefix_cache=prefix_caching,
         quantization=quantization, kv_dtype=kv_dtype, invariant=invariant, tp=tp, dtype=dtype, peers=peer or (),
         peer_environ=user_environ, rounds=rounds, device=device, out=out, as_json=as_json,
     )  # fmt: skip
