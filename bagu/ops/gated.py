@@ -7,7 +7,7 @@ Dims: M = rows (tokens), N = features of one half, K = last dim of the first ten
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from bagu.errors import ArgumentError
 from bagu.ops.core import Case, Cost, Streams
 from bagu.ops.signature import Dims
 
-__all__ = ["CASES", "cost", "cost_backward", "halves", "inputs", "join", "width"]
+__all__ = ["CASES", "begin_backward", "cost", "cost_backward", "halves", "inputs", "join", "width"]
 
 
 def halves(x: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,6 +29,26 @@ def halves(x: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torc
 def join(dgate: torch.Tensor, dup: torch.Tensor, packed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gradients of the two halves as gradients of the arguments (x, up)."""
     return (torch.cat((dgate, dup), -1), None) if packed else (dgate, dup)
+
+
+class GateBackward(NamedTuple):
+    """A backward in which `up` has its gradient, and the gate does not yet."""
+
+    dx: torch.Tensor
+    dup: torch.Tensor | None
+    gate: torch.Tensor
+    into_gate: torch.Tensor  # where the gate's gradient belongs: a view of dx
+    dact: torch.Tensor  # the gradient of act = activation(gate)
+
+
+def begin_backward(dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None, act: torch.Tensor) -> GateBackward:
+    """Write the gradient of `up`. Each gradient has its place in the output, so a packed x gets one contiguous dx."""
+    gate, u = halves(x, up)
+    dx, dup = torch.empty_like(x), None if up is None else torch.empty_like(up)
+    into_gate, into_up = halves(dx, dup)
+    dyw = dy.to(act.dtype)
+    torch.mul(dyw, act, out=into_up)
+    return GateBackward(dx, dup, gate, into_gate, dyw * u.to(act.dtype))
 
 
 def width(op: str, args: Mapping[str, Any], dims: Dims) -> Dims:

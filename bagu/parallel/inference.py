@@ -17,15 +17,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bagu.nn.attention import Attention
-from bagu.nn.block import Block
 from bagu.nn.config import Alibi, ModelConfig
 from bagu.nn.model import Embedding, Transformer
 from bagu.nn.positions import RopeEncoding, Signals
 from bagu.parallel.collectives import all_gather, all_reduce
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.sharding import TENSOR, Placement, placements
-from bagu.parallel.tensor import check_sizes
+from bagu.parallel.tensor import check_sizes, divide_heads
 from bagu.parallel.vocab_loss import vocab_range
 
 __all__ = ["divide", "gather_logits", "local_heads"]
@@ -53,12 +51,7 @@ def divide(model: Transformer, mesh: Mesh) -> dict[str, Placement]:
         all_reduce(mesh, out if isinstance(out, torch.Tensor) else out[0], "tp")  # in place
         return out
 
-    for block in model.blocks.children():
-        assert isinstance(block, Block)
-        if isinstance(block.attention, Attention):
-            block.attention.num_groups //= ranks
-        else:
-            block.attention.num_heads //= ranks
+    for block in divide_heads(model, ranks):
         block.attention.register_forward_hook(summed)
         block.ffn.register_forward_hook(summed)
     start, _ = vocab_range(config.vocab_size, rank, ranks)

@@ -82,16 +82,24 @@ def tensor_parallel(model: Transformer, mesh: Mesh, skip: Collection[str] = ()) 
             p.data = places[name].cut(p.data, rank, ranks).clone()
             if isinstance(places[name], First) and rank:
                 p.requires_grad_(False)  # a zero that stays zero: rank 0 adds the bias
+    for block in divide_heads(model, ranks):
+        _exchange_tokens(block.attention, mesh)
+        _exchange_tokens(block.ffn, mesh)
+    _divide_ends(model, mesh)
+    return places
+
+
+def divide_heads(model: Transformer, ranks: int) -> list[Block]:
+    """Set the number of heads in every layer to one rank's share. Returns the layers."""
+    blocks = []
     for block in model.blocks.children():
         assert isinstance(block, Block)
         if isinstance(block.attention, Attention):
             block.attention.num_groups //= ranks
         else:
             block.attention.num_heads //= ranks
-        _exchange_tokens(block.attention, mesh)
-        _exchange_tokens(block.ffn, mesh)
-    _divide_ends(model, mesh)
-    return places
+        blocks.append(block)
+    return blocks
 
 
 def _exchange_tokens(module: nn.Module, mesh: Mesh) -> None:

@@ -63,6 +63,7 @@ class _Graphs:
         self._calls: Counter[tuple[Any, ...]] = Counter()
         self._open: set[tuple[Any, ...]] = set()  # graphs whose backward has not run yet
 
+    # The arguments of Transformer.forward, in whose place it is called.
     def __call__(
         self,
         ids: torch.Tensor,

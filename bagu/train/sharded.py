@@ -184,6 +184,7 @@ class ShardedParameters:
     def _device_grad_of(self, piece: Piece) -> torch.Tensor:
         return self.grad[piece.start : piece.stop] if self.stage == 1 else self.grad[piece.local]
 
+    # From here to `begin` as in FlatParameters: both implement what the step calls, over buffers of their own.
     def _take(self, index: int, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         self.gradients.take(index, parameter.grad)

@@ -44,6 +44,7 @@ def dq_kernel(
     Also store delta and log2(e) * lse as [H, T], so that `dkdv_kernel` reads contiguous blocks of them. A query that
     attends to no key has lse = -inf; +inf is stored for it, which makes its P zero.
     """
+    # The start of forward_kernel.py; before both call one function, it has to be timed on a GPU.
     h, begin, length, block = work(tiles_ptr)
     g = h // per_group
     ALIBI: tl.constexpr = slopes_ptr is not None

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from bagu.ops import eager
-from bagu.ops.gated import halves, join
+from bagu.ops.gated import begin_backward, halves, join
 from bagu.ops.invariant import times_sigmoid
 from bagu.ops.signature import accumulator
 
@@ -68,13 +68,7 @@ def invariant_passes(x: torch.Tensor, up: torch.Tensor | None, approximate: str)
 def passes_backward(
     dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None, act: torch.Tensor, approximate: str
 ) -> Gradients:
-    """Write each gradient to its place in the output, so that a packed x gets one contiguous gradient."""
-    gate, u = halves(x, up)
-    dx, dup = torch.empty_like(x), None if up is None else torch.empty_like(up)
-    into_gate, into_up = halves(dx, dup)
-    dyw = dy.to(act.dtype)
-    torch.mul(dyw, act, out=into_up)
-    dact = dyw * u.to(act.dtype)
+    dx, dup, gate, into_gate, dact = begin_backward(dy, x, up, act)
     if act.dtype == x.dtype:
         torch.ops.aten.gelu_backward.grad_input(dact, gate, approximate=approximate, grad_input=into_gate)
     else:

@@ -34,6 +34,7 @@ class Workload:
 class Layout:
     """One layout. `dp` counts all data-parallel ranks; ZeRO shards over `shard` of them."""
 
+    # Not a MeshConfig: its dp counts replicas of the shards, and its ep divides dp (see explain.py).
     dp: int = 1
     shard: int = 1
     tp: int = 1

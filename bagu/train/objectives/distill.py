@@ -12,10 +12,10 @@ from bagu.data.loader import DataConfig
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.nn.config import ModelConfig
 from bagu.nn.model import Transformer
-from bagu.runs.display import Curve, Display, Headline
+from bagu.runs.display import Display, Headline
 from bagu.train.distillation import DistillationLoss, TeacherObjective
 from bagu.train.objective import NO_MODELS, TrainingData
-from bagu.train.objectives.language_modelling import LanguageModelling
+from bagu.train.objectives.language_modelling import NEXT_TOKEN_DISPLAY, LanguageModelling
 from bagu.train.objectives.sft import SupervisedFineTuning
 from bagu.train.token_objective import TokenObjective
 from bagu.types import Batch
@@ -54,17 +54,7 @@ class Distillation(TeacherObjective[Batch]):
 
     def display(self) -> Display:
         return Display(
-            curves=(
-                self.divergence_curve,
-                Curve(
-                    title="Loss", unit="nats per token",
-                    metrics={"loss_nats": "training", "val_loss_nats": "validation"},
-                ),
-                Curve(
-                    title="Bits per byte", unit="bits per byte", references=True,
-                    metrics={"bits_per_byte": "training", "val_bits_per_byte": "validation"},
-                ),
-            ),
+            curves=(self.divergence_curve, *NEXT_TOKEN_DISPLAY.curves),
             headlines=(
                 Headline(metric="val_divergence_nats", name="Divergence from the teacher", unit="nats"),
                 Headline(metric="val_bits_per_byte", name="Validation", unit="bits/byte"),

@@ -51,6 +51,7 @@ class OnPolicyDistillation(TeacherObjective[RolloutBatch]):
             if getattr(self, name) < 1:
                 raise ConfigError(f"objective.{name} is {getattr(self, name)}", hint="at least 1")
 
+    # As in PolicyObjective, whose settings (rewards, clipping, KL) do not apply here.
     def check_tokenizer(self, tokenizer: BpeTokenizer) -> None:
         ChatEncoder(tokenizer)  # raises for a tokenizer without a chat template
 
