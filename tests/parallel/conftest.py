@@ -1,4 +1,4 @@
-"""Groups of ranks that the tests of this folder share: starting one is the expensive part."""
+"""What the tests of this folder share: groups of ranks, which are slow to start, and runs without ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from ranks import Ranks, ranks
+from tiny import Alone
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +19,8 @@ def two() -> Iterator[Ranks]:
 def four() -> Iterator[Ranks]:
     with ranks(4) as group:
         yield group
+
+
+@pytest.fixture(scope="session")
+def alone() -> Alone:
+    return Alone()

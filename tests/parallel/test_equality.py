@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from ranks import Ranks
-from tiny import Case
+from tiny import Alone, Case
 
 from bagu.nn.config import MoEConfig
 
@@ -62,13 +62,13 @@ FP32 = [
 ]
 
 
-def differences(case: Case, ranks: Ranks) -> tuple[float, float]:
+def differences(case: Case, ranks: Ranks, alone: Alone) -> tuple[float, float]:
     """The largest relative difference of a loss or norm, and the largest difference of a weight over its scale."""
-    alone, weights = tiny.run(case, alone=True)
+    steps, weights = alone.run(case)
     worst = [0.0, 0.0]
     for losses, others in ranks.run(tiny.run, case, alone=False):
         assert weights.keys() == others.keys()
-        for one, other in zip(alone, losses, strict=True):
+        for one, other in zip(steps, losses, strict=True):
             worst[0] = max(worst[0], *(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True)))
         for name, w in weights.items():
             scale = w.abs().max().clamp(min=1e-3)
@@ -77,22 +77,22 @@ def differences(case: Case, ranks: Ranks) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("case", TWO, ids=lambda c: c.name)
-def test_two_ranks_equal_one_in_fp64(case: Case, two: Ranks) -> None:
-    assert max(differences(case, two)) < 1e-10
+def test_two_ranks_equal_one_in_fp64(case: Case, two: Ranks, alone: Alone) -> None:
+    assert max(differences(case, two, alone)) < 1e-10
 
 
 @pytest.mark.parametrize("case", FOUR, ids=lambda c: c.name)
-def test_four_ranks_equal_one_in_fp64(case: Case, four: Ranks) -> None:
-    assert max(differences(case, four)) < 1e-10
+def test_four_ranks_equal_one_in_fp64(case: Case, four: Ranks, alone: Alone) -> None:
+    assert max(differences(case, four, alone)) < 1e-10
 
 
 @pytest.mark.parametrize("case", FP32, ids=lambda c: c.name)
-def test_two_ranks_equal_one_in_fp32(case: Case, two: Ranks) -> None:
-    assert max(differences(case, two)) < 1e-5
+def test_two_ranks_equal_one_in_fp32(case: Case, two: Ranks, alone: Alone) -> None:
+    assert max(differences(case, two, alone)) < 1e-5
 
 
 @pytest.mark.parametrize("case", [short("bf16", dtype=torch.bfloat16), short("dp", mesh="dp=2", dtype=torch.bfloat16)])
-def test_bf16_parameters_have_fp32_masters_on_every_rank(case: Case, two: Ranks) -> None:
+def test_bf16_parameters_have_fp32_masters_on_every_rank(case: Case, two: Ranks, alone: Alone) -> None:
     """The first losses are equal; later ones differ by roundings of bf16, of which a loss averages many."""
-    losses, _ = differences(case, two)
+    losses, _ = differences(case, two, alone)
     assert losses < 2**-8

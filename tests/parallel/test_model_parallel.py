@@ -10,7 +10,7 @@ import tiny
 import torch
 from ranks import Ranks
 from test_equality import differences
-from tiny import Case
+from tiny import Alone, Case
 
 from bagu.nn.choices import Alibi, Learned, NormConfig
 from bagu.nn.config import MoEConfig
@@ -92,13 +92,13 @@ FOUR = [
 
 
 @pytest.mark.parametrize("case", TWO, ids=lambda c: c.name)
-def test_two_ranks_equal_one_in_fp64(case: Case, two: Ranks) -> None:
-    assert max(differences(case, two)) < 1e-10
+def test_two_ranks_equal_one_in_fp64(case: Case, two: Ranks, alone: Alone) -> None:
+    assert max(differences(case, two, alone)) < 1e-10
 
 
 @pytest.mark.parametrize("case", FOUR, ids=lambda c: c.name)
-def test_four_ranks_equal_one_in_fp64(case: Case, four: Ranks) -> None:
-    assert max(differences(case, four)) < 1e-10
+def test_four_ranks_equal_one_in_fp64(case: Case, four: Ranks, alone: Alone) -> None:
+    assert max(differences(case, four, alone)) < 1e-10
 
 
 def in_fp32(name: str, mesh: str, **options: Any) -> Case:
@@ -114,22 +114,22 @@ FP32 = [
 
 
 @pytest.mark.parametrize("case", FP32, ids=lambda c: c.name)
-def test_two_ranks_equal_one_in_fp32(case: Case, two: Ranks) -> None:
+def test_two_ranks_equal_one_in_fp32(case: Case, two: Ranks, alone: Alone) -> None:
     """Losses, norms and weights, with a rule that is smooth in the gradient: the first updates of AdamW are the signs
     of gradients, and a rounding can change the sign of one that is almost 0."""
-    assert max(differences(replace(case, optimizer={"kind": "momentum", "lr": 0.05}), two)) < 1e-5
+    assert max(differences(replace(case, optimizer={"kind": "momentum", "lr": 0.05}), two, alone)) < 1e-5
 
 
-def losses_differ(case: Case, ranks: Ranks) -> float:
+def losses_differ(case: Case, ranks: Ranks, alone: Alone) -> float:
     """The largest relative difference of a loss."""
-    alone, _ = tiny.run(case, alone=True)
+    steps, _ = alone.run(case)
     (found, _), *_ = ranks.run(tiny.run, case, alone=False)
-    return max(abs(a - b) / a for (a, _), (b, _) in zip(alone, found, strict=True))
+    return max(abs(a - b) / a for (a, _), (b, _) in zip(steps, found, strict=True))
 
 
 @pytest.mark.parametrize("case", FP32[:1], ids=lambda c: c.name)
-def test_losses_of_adamw_are_equal_in_fp32(case: Case, two: Ranks) -> None:
-    assert losses_differ(case, two) < 1e-5
+def test_losses_of_adamw_are_equal_in_fp32(case: Case, two: Ranks, alone: Alone) -> None:
+    assert losses_differ(case, two, alone) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,6 @@ def test_losses_of_adamw_are_equal_in_fp32(case: Case, two: Ranks) -> None:
     ],
     ids=lambda c: c.name,
 )
-def test_bf16_parameters_have_fp32_masters_on_every_rank(case: Case, two: Ranks) -> None:
+def test_bf16_parameters_have_fp32_masters_on_every_rank(case: Case, two: Ranks, alone: Alone) -> None:
     """The first losses are equal; later ones differ by roundings of bf16, of which a loss averages many."""
-    assert losses_differ(replace(case, dtype=torch.bfloat16), two) < 2**-8
+    assert losses_differ(replace(case, dtype=torch.bfloat16), two, alone) < 2**-8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from bagu.train.prepare import prepared
 
 VOCAB, CONTEXT = 64, 32
 CPU = torch.device("cpu")
+OF_A_MESH = ("offload", "pipeline", "stages_per_rank", "context_parallel")  # options that mean nothing without one
+Run = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]  # (loss, norm) of each step, and the weights at the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,15 +69,26 @@ def config(case: Case, *, alone: bool) -> TrainConfig:
     mesh = MeshConfig() if alone else MeshConfig.parse(case.mesh)
     optimizer = OptimizerConfig(**{"kind": "adamw", "lr": 0.01, **case.optimizer})
     options = {"steps": case.steps, "clip": 0.5, "bucket_mb": 0.02, **case.options}
-    if alone:  # options that a mesh gives a meaning
-        options = {
-            k: v for k, v in options.items() if k not in ("offload", "pipeline", "stages_per_rank", "context_parallel")
-        }
+    if alone:
+        options = {k: v for k, v in options.items() if k not in OF_A_MESH}
     return TrainConfig(optimizer=optimizer, mesh=mesh, zero=None if alone else case.zero, **options)
 
 
-def run(case: Case, *, alone: bool) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """(loss, gradient norm) of each step, and the weights at the end."""
+class Alone:
+    """Runs in this process. Cases that differ in nothing but their mesh share one."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Run] = {}
+
+    def run(self, case: Case) -> Run:
+        options = {k: v for k, v in case.options.items() if k not in OF_A_MESH}
+        case = replace(case, name="", mesh="", zero=None, options=options)
+        if (key := repr(case)) not in self._found:  # a case has mappings, which are not hashable
+            self._found[key] = run(case, alone=True)
+        return self._found[key]
+
+
+def run(case: Case, *, alone: bool) -> Run:
     how, made = config(case, alone=alone), model(case)
     mesh = None if alone else open_mesh(how.mesh, CPU)
     state, data = TrainState(made, how, mesh=mesh), loader(case.micro_batches)
