@@ -70,6 +70,7 @@ class EngineConfig:
         "auto"  # of the KV cache; auto: the model's; others have a scale per head
     )
     gpu_memory_utilization: float = 0.9  # fraction of the GPU's memory for weights, KV pool and workspace
+    memory_share: float | None = None  # fraction of the device's memory for this engine alone, beside other engines
     max_model_len: int | None = None  # None: the model's maximum, or the size of the pool if that is smaller
     tp: int = 1  # ranks that divide the model (tensor parallelism), each a process on this machine
     device: str | None = (
@@ -94,6 +95,7 @@ class EngineConfig:
     tool_parser: str = "auto"  # form of tool calls: a name in message/forms.py; auto: by the chat template; none
     reasoning_parser: str = "auto"  # think: messages begin with <think>; auto: by the chat template; none
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
+    warmup_prompts: tuple[str, ...] = ()  # run before the server takes requests; one that fails stops the start
 
     def __post_init__(self) -> None:
         at_least_one = ("block_size", "num_blocks", "kv_memory", "max_model_len", "max_num_seqs", "threads", "tp",
@@ -112,6 +114,10 @@ class EngineConfig:
             raise ArgumentError(
                 f"engine: gpu_memory_utilization = {self.gpu_memory_utilization}",
                 hint="it is a fraction: above 0 and at most 1",
+            )
+        if self.memory_share is not None and not 0.0 < self.memory_share <= 1.0:
+            raise ArgumentError(
+                f"engine: memory_share = {self.memory_share}", hint="it is a fraction: above 0 and at most 1"
             )
         if self.quantization not in (None, *QUANTIZATIONS):
             raise UnknownName.among("quantization", str(self.quantization), QUANTIZATIONS)

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from bagu.serve.adapters.info import AdapterInfo
 from bagu.serve.config import EngineConfig
+from bagu.serve.http.engine_main import engine_main
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.pending import PendingCall, PendingCalls
 from bagu.serve.http.pipe import (
@@ -41,9 +42,9 @@ from bagu.serve.http.pipe import (
     Stop,
     Submit,
     UnloadAdapter,
+    Warming,
     framed,
 )
-from bagu.serve.http.worker import run
 from bagu.serve.request import Event, Request, TokenEvent
 from bagu.serve.stats import EngineStats
 
@@ -56,21 +57,24 @@ _token_event = partial(tuple.__new__, TokenEvent)  # faster than `TokenEvent._ma
 class EngineProcess:
     """Starts and supervises the engine process. All methods are called from the event loop.
 
-    `state` is "loading" until the first warm-up, then "ready"; "restarting" after a crash; "stopped" at shutdown. It is
-    "failed" if the engine never became ready; then `on_failure` was called. `failure` is the reason of the last crash.
+    `state` is "loading", then "warming" and "ready"; "restarting" after a crash; "stopped" at shutdown. It is "failed"
+    if the engine never became ready; then `on_failure` was called. `failure` is the reason of the last crash. With
+    `background` the first process loads at low priority, for the engines that serve meanwhile.
     """
 
     def __init__(
         self, load: Load, config: EngineConfig, pending: PendingCalls, *, stall_s: float = 60.0,
-        on_failure: Callable[[], None] = lambda: None, load_draft: Load | None = None,
+        on_failure: Callable[[], None] = lambda: None, load_draft: Load | None = None, background: bool = False,
     ) -> None:  # fmt: skip
         self.pending, self.stall_s = pending, stall_s
-        self.state: Literal["loading", "ready", "restarting", "failed", "stopped"] = "loading"
+        self.state: Literal["loading", "warming", "ready", "restarting", "failed", "stopped"] = "loading"
         self.failure = ""
         self.ready: Ready | None = None
         self.adapters: Mapping[str, AdapterInfo] = {}  # loaded now; after a crash those of the start
         self.pid: int | None = None
         self._load, self._load_draft, self._config, self._on_failure = load, load_draft, config, on_failure
+        self._background = background
+        self._settled = asyncio.Event()  # the first start has ended: "ready", "failed" or "stopped"
         self._transport: asyncio.WriteTransport | None = None  # to the running process
         self._reported: str | None = None  # the error that the process sent before it ended
         self._results: dict[int, asyncio.Future[Any]] = {}  # by the number of the call
@@ -87,14 +91,21 @@ class EngineProcess:
         self._fail_all(SHUTTING_DOWN, code="shutting_down")
 
     async def stop(self, timeout: float = 5.0) -> None:
-        """Ask the process to end; kill it after `timeout` seconds."""
+        """Ask the process to end; kill it after `timeout` seconds, or at once while it loads."""
+        if self.state in ("loading", "warming"):
+            timeout = 0.0
         if self.state != "failed":
             self.state = "stopped"
+        self._settled.set()
         self._send(Stop())
         if self._supervisor is not None:
             await asyncio.wait({self._supervisor}, timeout=timeout)
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
+
+    async def wait_until_settled(self) -> None:
+        """Wait until the first start has ended: `state` is then "ready", "failed" or "stopped"."""
+        await self._settled.wait()
 
     def submit(self, requests: Sequence[Request]) -> PendingCall:
         self.require_ready()
@@ -134,7 +145,9 @@ class EngineProcess:
         """The properties of the running engine. Raises 503 with the reason if it is not ready."""
         if self.state == "ready" and self.ready is not None:
             return self.ready
-        messages = {"loading": "the model is loading", "stopped": SHUTTING_DOWN}
+        messages = {
+            "loading": "the model is loading", "warming": "the model is warming up", "stopped": SHUTTING_DOWN,
+        }  # fmt: skip
         message = messages.get(self.state, f"the engine died ({self.failure}) and is {self.state}")
         raise ApiError(503, message, code=f"engine_{self.state}", headers={"Retry-After": "1"})
 
@@ -168,11 +181,12 @@ class EngineProcess:
             reason = await self._run_process()
             if self.state == "stopped":
                 return
-            self.failure, was_ready, first = reason, self.state == "ready", self.state == "loading"
+            self.failure, was_ready, first = reason, self.state == "ready", self.state in ("loading", "warming")
             self.state = "failed" if first else "restarting"
             self._fail_all(f"the engine died: {reason}", code="engine_died")
             print(f"bagu serve: the engine process ended: {reason}", file=sys.stderr, flush=True)
             if first:
+                self._settled.set()
                 self._on_failure()
                 return
             pause = 0.0 if was_ready else min(max(2 * pause, 1.0), 30.0)
@@ -183,8 +197,9 @@ class EngineProcess:
         """Run one engine process until it ends; returns the reason."""
         spawn = multiprocessing.get_context("spawn")  # CUDA and OpenMP do not work after a fork
         ours, theirs = socket.socketpair()
-        args = (theirs, self._load, self._config, self._load_draft)
-        process = spawn.Process(target=run, args=args, name="bagu-engine", daemon=True)
+        background = self._background and self.state == "loading"
+        args = (theirs, self._load, self._config, self._load_draft, background)
+        process = spawn.Process(target=engine_main, args=args, name="bagu-engine", daemon=True)
         await asyncio.to_thread(process.start)
         theirs.close()
         self.pid, self.pending.last_message, self._reported = process.pid, time.perf_counter(), None
@@ -232,8 +247,12 @@ class EngineProcess:
             self.ready, self.adapters = message, _by_name(message.adapters)
             if self.state != "stopped":
                 self.state = "ready"
+            self._settled.set()
         elif isinstance(message, Adapters):
             self.adapters = _by_name(message.infos)
+        elif isinstance(message, Warming):
+            if self.state == "loading":
+                self.state = "warming"
         elif isinstance(message, Failed):
             self._reported = message.reason
 

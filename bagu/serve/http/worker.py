@@ -6,6 +6,7 @@ second when idle. If the server dies, the socket closes and this process exits, 
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import signal
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,6 +42,7 @@ from bagu.serve.http.pipe import (
     Stop,
     Submit,
     UnloadAdapter,
+    Warming,
     send,
     send_step,
 )
@@ -54,7 +56,9 @@ if TYPE_CHECKING:  # the HTTP server's process does not import torch
 __all__ = ["run"]
 
 Messages = queue.SimpleQueue[tuple[float, Any]]  # (arrival by `time.perf_counter`, message)
+Prepare = Callable[[], Callable[[], None]]  # loads and warms up; returns the function that serves
 HEARTBEAT_S = 1.0
+WARM_UP_TOKENS = 8  # of each warm-up prompt
 HOLD_S = 0.004  # how long a token may wait for the tokens of the next steps; a display refreshes every 0.016 s
 
 
@@ -64,27 +68,21 @@ class Compiled(NamedTuple):
     request: Request
 
 
-def run(ours: socket.socket, load: Load, config: EngineConfig, load_draft: Load | None = None) -> None:
+def run(
+    ours: socket.socket, load: Load, config: EngineConfig, load_draft: Load | None = None,
+    prepare_with: Callable[[Prepare], Callable[[], None]] = lambda prepare: prepare(),
+) -> None:  # fmt: skip
     """The main function of the process: load, warm up, send `Ready`, then serve until `Stop`. An exception is sent to
-    the server as `Failed` and ends the process. `load_draft` loads the draft model, if `config` names one."""
+    the server as `Failed` and ends the process. `load_draft` loads the draft model, if `config` names one.
+    `prepare_with` runs the function that loads and warms up (engine_main.py: in a thread of low priority)."""
     pipe = Connection(ours.detach())
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals the whole process group; the server sends Stop
         signal.signal(number, signal.SIG_IGN)
     messages: Messages = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(pipe, messages), daemon=True).start()
     try:
-        model, tokenizer, chat = load()
-        if model.config.causal and not model.config.score_head:
-            from bagu.serve.engine import Engine
-            from bagu.serve.speculation.draft_model import DraftSource
-
-            draft = None if load_draft is None else DraftSource(*load_draft()[:2])
-            engine = Engine(model, tokenizer, config, draft=draft)
-            del model  # with tp > 1 the engine has a part of it
-            serve_generation(pipe, messages, engine, chat)
-            engine.close()
-        else:
-            serve_encoder(pipe, messages, model, tokenizer, chat, config)
+        serve = prepare_with(partial(_prepare, pipe, messages, load, config, load_draft))
+        serve()
     except Exception as error:
         if isinstance(error, BaguError):  # its message is enough
             reason = f"{error}" + (f" ({error.hint})" if error.hint else "")
@@ -98,10 +96,32 @@ def run(ours: socket.socket, load: Load, config: EngineConfig, load_draft: Load 
         sys.exit(1)
 
 
+def _prepare(
+    pipe: Connection, messages: Messages, load: Load, config: EngineConfig, load_draft: Load | None
+) -> Callable[[], None]:
+    """Load the model and warm it up; returns the function that serves it."""
+    model, tokenizer, chat = load()
+    if not model.config.causal or model.config.score_head:
+        return partial(serve_encoder, pipe, messages, model, tokenizer, chat, config)
+    from bagu.serve.engine import Engine
+    from bagu.serve.speculation.draft_model import DraftSource
+
+    draft = None if load_draft is None else DraftSource(*load_draft()[:2])
+    engine = Engine(model, tokenizer, config, draft=draft)
+    del model  # with tp > 1 the engine has a part of it
+    send(pipe, Warming())
+    warm_up(engine, config.warmup_prompts)
+
+    def serve() -> None:
+        serve_generation(pipe, messages, engine, chat)
+        engine.close()
+
+    return serve
+
+
 def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat: Chat | None) -> None:
     """Handle messages, run steps and send their events, until `Stop`."""
     assert engine.tokenizer is not None
-    _warm_up(engine)
     ready = Ready(
         tokenizer=engine.tokenizer, chat=chat, generates=True, max_model_len=engine.max_model_len,
         vocab_size=engine.model.config.vocab_size, defaults=engine.config.generation,
@@ -289,8 +309,30 @@ def _first_tokens(events: Sequence[Event], waiting: dict[str, float]) -> list[tu
     return found
 
 
-def _warm_up(engine: Engine) -> None:
-    """Run one short request, so that the first client does not wait for kernels and buffers to be initialized."""
-    engine.submit(Request(id="warm-up", prompt=(0,), sampling=Sampling(max_tokens=2, temperature=0.5, ignore_eos=True)))
+def warm_up(engine: Engine, prompts: Sequence[str] = ()) -> None:
+    """Run one short request, so that the first client does not wait for kernels and buffers to be initialized, and
+    then the prompts of the configuration. Raises ArgumentError if one of them cannot run or has no probabilities."""
+    assert engine.tokenizer is not None
+    sampling = Sampling(max_tokens=2, temperature=0.5, ignore_eos=True)
+    engine.submit(Request(id="warm-up", prompt=(0,), sampling=sampling))
+    _finish(engine)
+    for number, text in enumerate(prompts, 1):
+        try:
+            ids = tuple(engine.tokenizer.encode(text))
+            sampling = Sampling(max_tokens=WARM_UP_TOKENS, temperature=0.0, logprobs=0)
+            engine.submit(Request(id=f"warm-up-{number}", prompt=ids, sampling=sampling))
+        except BaguError as error:
+            raise ArgumentError(f"warm-up prompt {number} cannot run: {error}", hint=error.hint) from error
+        if not all(map(math.isfinite, _finish(engine))):
+            hint = "the weights are broken, or overflow in this dtype"
+            raise ArgumentError(f"warm-up prompt {number}: the model's probabilities are not finite", hint=hint)
+
+
+def _finish(engine: Engine) -> list[float]:
+    """Run steps until the engine has no work; returns the log probabilities of the sampled tokens, if requested."""
+    found = []
     while engine.has_work:
-        engine.step()
+        for event in engine.step():
+            if isinstance(event, TokenEvent) and event.logprob is not None:
+                found.append(event.logprob)
+    return found

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from bagu.errors import ArgumentError
-from bagu.machine.device import available_memory
+from bagu.machine.device import available_memory, this_machine
 from bagu.nn.model import Transformer
 from bagu.parallel.inference import local_heads
 from bagu.serve.adapters.registry import adapter_bytes
@@ -43,22 +43,31 @@ def size_pool(model: Transformer, config: EngineConfig, draft: Transformer | Non
         each += block_bytes(draft.config, B, draft.embedding.weight.dtype)
     useful = config.max_num_seqs * -(-longest // B)
     adapters = adapter_bytes(model, config.max_adapters, config.max_adapter_rank)
-    blocks = config.num_blocks or min(useful, _memory(table.device, config, adapters) // each)
+    memory = _memory(table.device, config, model, adapters) if config.num_blocks is None else 0
+    blocks = config.num_blocks or min(useful, memory // each)
     if blocks < 1:
         raise ArgumentError(
-            f"engine: no block of {each} bytes fits into the memory for the KV pool",
-            hint="raise kv_memory or gpu_memory_utilization, or use a smaller block_size",
+            f"engine: no block of {each} bytes fits into the memory for the KV pool: {each - memory} bytes are missing",
+            hint="raise kv_memory, gpu_memory_utilization or memory_share, or use a smaller block_size",
         )
     return Pool(blocks, longest if config.max_model_len else min(longest, blocks * B), B)
 
 
-def _memory(device: torch.device, config: EngineConfig, adapters: int) -> int:
-    """Bytes for the pool. On a GPU the most that LoRA adapters may take is left for them."""
+def _memory(device: torch.device, config: EngineConfig, model: Transformer, adapters: int) -> int:
+    """Bytes for the pool; less than 0 if the weights alone need more than the engine may use. On a GPU the most that
+    LoRA adapters may take is left for them."""
     if config.kv_memory is not None:
         return config.kv_memory
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
+        if config.memory_share is not None:  # other processes use the same GPU
+            own = torch.cuda.memory_reserved(device)
+            return min(int(total * config.memory_share) - own, free) - WORKSPACE_BYTES - adapters
         return int(total * config.gpu_memory_utilization) - (total - free) - WORKSPACE_BYTES - adapters
     free_bytes = available_memory()
     shared = CPU_MAX if free_bytes is None else min(CPU_MAX, free_bytes // CPU_SHARE)
+    total_bytes = this_machine().memory_bytes
+    if config.memory_share is not None and total_bytes is not None:
+        weights = sum(p.nbytes for p in model.parameters())
+        shared = min(shared, int(total_bytes * config.memory_share) - weights)
     return shared // config.tp  # the ranks share the memory of this machine
