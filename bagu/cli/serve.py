@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +16,9 @@ def serve(
     host: Annotated[str, Option(help="The address to listen on; 0.0.0.0 is all interfaces.")] = "127.0.0.1",
     port: Annotated[int, Option(help="The port to listen on; 0 picks a free one.")] = 8000,
     api_key: Annotated[str | None, Option(envvar="BAGU_API_KEY", help="Require this key from clients.")] = None,
+    api_keys: Annotated[
+        Path | None, Option(help="TOML file of API keys with request rates, token quotas and models.")
+    ] = None,
     served_model_name: Annotated[list[str] | None, Option(help="Model name in the API; repeatable.")] = None,
     allowed_origins: Annotated[list[str] | None, Option(help="Allowed CORS origin; repeatable, or JSON.")] = None,
     tokenizer: TokenizerFolder = None,
@@ -62,7 +66,7 @@ def serve(
     log_level: Annotated[str, Option(help="debug, info, warning or error.")] = "warning",
     device: Device = None,
 ) -> None:
-    """Start an OpenAI-compatible server, with a chat page at /."""
+    """Start an OpenAI-compatible server, with a chat page at /. MODEL may be a model repository (docs/running.md)."""
     from bagu.recipes.serve import Loader, adapter_settings, serve_main
     from bagu.serve.config import parse_bytes
 
@@ -82,7 +86,8 @@ def serve(
             ),
         },
         server={
-            "host": host, "port": port, "api_key": api_key, "served_model_name": served_model_name or (),
+            "host": host, "port": port, "api_key": api_key, "api_keys": api_keys,
+            "served_model_name": served_model_name or (),
             "allowed_origins": allowed_origins or (), "max_queue": max_num_queued_reqs,
             "shutdown_timeout": shutdown_timeout, "log_level": log_level,
         },

@@ -71,7 +71,8 @@ def adapter_settings(
 def serve_main(
     model: str, *, loader: Loader, engine: dict[str, Any], server: dict[str, Any], generation_config: str = "auto"
 ) -> None:
-    """Run the HTTP server, with the engine in a separate process. `generation_config` is "auto" (read
+    """Run the HTTP server for a model or a repository (serve/repository), with the engines in separate processes.
+    `generation_config` is "auto" (read
     generation_config.json from the model's folder), "none", or a folder that contains the file."""
     wait_briefly()  # the engine process inherits this environment
     from bagu.nn.peft import find_adapter
@@ -79,7 +80,18 @@ def serve_main(
     from bagu.recipes.models import find_model
     from bagu.serve.config import EngineConfig
     from bagu.serve.http.server import main
+    from bagu.serve.repository.layout import is_repository
 
+    tp = engine.get("tp", 1)
+    if tp > 1:
+        engine = {**engine, "device": loader.device or "auto"}
+        loader = replace(loader, on_host=True)
+    threads = max(1, ((os.cpu_count() or 2) - 1) // max(tp, 1))  # one core is left for the HTTP server and tokenizer
+    if is_repository(Path(model)):
+        from bagu.recipes.repository import repository_main
+
+        repository_main(Path(model), loader=loader, engine={**engine, "threads": threads}, server=server)
+        return
     found = find_model(model)  # a wrong name is reported here, before anything starts
     if generation_config != "none":
         folder = found if generation_config == "auto" else Path(generation_config)
@@ -88,13 +100,8 @@ def serve_main(
                 f"there is no {folder / GENERATION_CONFIG}", hint="use auto, none, or a folder with the file"
             )
         engine = {**engine, "generation": read_generation(folder)}
-    tp = engine.get("tp", 1)
-    if tp > 1:
-        engine = {**engine, "device": loader.device or "auto"}
-        loader = replace(loader, on_host=True)
     for _, path in engine.get("adapters", ()):
         find_adapter(path)
-    threads = max(1, ((os.cpu_count() or 2) - 1) // max(tp, 1))  # one core is left for the HTTP server and tokenizer
     config = EngineConfig(threads=threads, **engine)
     draft = config.draft_model
     if draft is not None:

@@ -92,12 +92,12 @@ class Running:
 
 
 @contextmanager
-def running_server(log: Path, *flags: str, ready: bool = True) -> Iterator[Running]:
+def running_server(log: Path, *flags: str, ready: bool = True, script: str = __file__) -> Iterator[Running]:
     """Start a server process, and kill it at the end. With `ready`, wait until it is warmed up."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, __file__, *flags], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            [sys.executable, script, *flags], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
         )
     try:
         assert process.stdout is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -31,20 +31,20 @@ from bagu.serve.http.chat_body import ChatBody
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.metrics import CONTENT_TYPE, KEPT, Metrics
 from bagu.serve.http.openai import CompletionBody, EmbeddingBody, Job
-from bagu.serve.http.openapi import OPERATIONS, describe
+from bagu.serve.http.openapi import OPERATIONS, Operation, describe
 from bagu.serve.http.parse import parse
 from bagu.serve.http.parsed_response import chat_response
 from bagu.serve.http.pipe import Ready
-from bagu.serve.http.process import EngineProcess
 from bagu.serve.http.responses import CompletionResponse, GenerationResponse
 from bagu.serve.http.responses_api.routes import ResponsesRoutes
-from bagu.serve.http.routes import LARGE_BODY, ApiConfig
+from bagu.serve.http.routes import LARGE_BODY, ApiConfig, key_of, user_of
 from bagu.serve.http.score_routes import ScoreRoutes
+from bagu.serve.http.served import Caller
 from bagu.serve.http.token_bodies import DetokenizeBody, TokenizeBody
 from bagu.serve.page import HEADERS, Asset, assets
 from bagu.serve.stats import EngineStats
 
-__all__ = ["ApiConfig", "make_app"]
+__all__ = ["Api", "ApiConfig", "make_app"]
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -61,6 +61,8 @@ class CountedRoute(Route):
 class Api(ResponsesRoutes, ScoreRoutes, AdapterRoutes):
     """The endpoints; each returns a response or raises ApiError."""
 
+    operations: Sequence[Operation] = OPERATIONS
+
     async def chat_completions(self, request: Request) -> Response:
         return await self.generate(request, ChatBody, chat_response)
 
@@ -73,70 +75,76 @@ class Api(ResponsesRoutes, ScoreRoutes, AdapterRoutes):
         body_type: type[ChatBody] | type[CompletionBody],
         respond: Callable[[Job, Ready, str], GenerationResponse],
     ) -> Response:
-        self.engine.require_ready()
+        self.catalog.check_ready()
         raw = await self.read(request)
-        return await self.run_generation(request, parse(body_type, raw), respond, large=len(raw) > LARGE_BODY)
+        body = parse(body_type, raw)
+        return await self.run_generation(request, body, respond, large=len(raw) > LARGE_BODY, user=user_of(body))
 
     async def embeddings(self, request: Request) -> Response:
-        ready = self.engine.require_ready()
+        self.catalog.check_ready()
         raw = await self.read(request)
         body = parse(EmbeddingBody, raw)
-        self.check_model(body.model)
-        with self.engine.pending.embedding_call():
+        served = await self.find(request, body.model)
+        ready = served.engine.require_ready()
+        with served.engine.pending.embedding_call():
             texts = await asyncio.to_thread(body.texts, ready) if len(raw) > LARGE_BODY else body.texts(ready)
-            vectors = await cancel_on_disconnect(self.engine.embed(texts), request.receive)
+            vectors = await cancel_on_disconnect(served.engine.embed(texts), request.receive)
         encode = _base64 if body.encoding_format == "base64" else list
         data = [{"object": "embedding", "index": i, "embedding": encode(v)} for i, v in enumerate(vectors)]
         count = sum(map(len, texts))
+        self.charge(request, count)
         usage = {"prompt_tokens": count, "total_tokens": count}
-        return json_response({"object": "list", "data": data, "model": self.config.names[0], "usage": usage})
+        return json_response({"object": "list", "data": data, "model": served.name, "usage": usage})
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model(name) for name in self.model_names]})
+        key = key_of(request)
+        names = [n for n in self.catalog.names if key is None or key.may_use(n, n.partition("@")[0])]
+        return json_response({"object": "list", "data": [self._model(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        self.check_model(name)
-        return json_response(self._model(name))
+        return json_response(self._model(request.path_params["name"]))
 
     async def tokenize(self, request: Request) -> Response:
-        ready = self.engine.require_ready()
+        self.catalog.check_ready()
         raw = await self.read(request)
         body = parse(TokenizeBody, raw)
-        self.check_model(body.model)
+        ready = (await self.find(request, body.model)).engine.require_ready()
         ids = await asyncio.to_thread(body.ids, ready) if len(raw) > LARGE_BODY else body.ids(ready)
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": ready.max_model_len})
 
     async def detokenize(self, request: Request) -> Response:
-        ready = self.engine.require_ready()
+        self.catalog.check_ready()
         body = parse(DetokenizeBody, await self.read(request))
-        self.check_model(body.model)
+        ready = (await self.find(request, body.model)).engine.require_ready()
         return json_response({"prompt": body.text(ready)})
 
     async def health(self, request: Request) -> Response:
         """200 if the engine is ready and makes progress; otherwise 503 with the reason."""
-        reason = self.engine.unhealthy_reason()
+        reason = self.catalog.unhealthy_reason()
         if reason is None:
             return json_response({"status": "ok"})
         return json_response({"status": "unhealthy", "reason": reason}, 503)
 
     async def metrics_text(self, request: Request) -> Response:
-        return Response(self.metrics.text(await self.engine.stats()), media_type=CONTENT_TYPE)
+        text = await self.catalog.metrics_text(self.metrics, list(self.config.keys.metrics()))
+        return Response(text, media_type=CONTENT_TYPE)
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": bagu.__version__})
 
     async def engine_stats(self, request: Request) -> Response:
         """The statistics for the engine panel of the chat page, with the median times to first token of the last
-        requests (`?last=N`: of the last N)."""
-        self.engine.require_ready()
+        requests (`?last=N`: of the last N). `?model=NAME` selects a model of a repository; the default is the first."""
+        self.catalog.check_ready()
+        name = request.query_params.get("model") or self.catalog.names[0]
+        served = await self.catalog.find(name, Caller(), request.receive)
         given = request.query_params.get("last", str(KEPT))
         if not (given.isascii() and given.isdigit() and len(given) < 10):
             raise ApiError(400, f"last is {given[:80]!r}", param="last", hint=f"a number of requests, up to {KEPT}")
-        stats = await self.engine.stats()
+        stats = await served.engine.stats()
         if stats is None:
             raise ApiError(503, "the engine did not answer within 1 s", code="engine_busy")
-        return json_response(engine_state(stats, self.metrics, int(given)))
+        return json_response(engine_state(stats, served.metrics, int(given)))
 
     async def openapi(self, request: Request) -> Response:
         return json_response(self._description())
@@ -145,33 +153,29 @@ class Api(ResponsesRoutes, ScoreRoutes, AdapterRoutes):
         return Response(reference.page(self._description()), headers=reference.HEADERS)
 
     def _description(self) -> dict[str, Any]:
-        return describe(self.model_names, self.engine.ready, has_key=self.config.api_key is not None)
+        return describe(
+            self.catalog.names, self.catalog.ready, has_key=bool(self.config.keys), operations=self.operations
+        )
 
     def _model(self, name: str) -> dict[str, Any]:
-        ready = self.engine.ready
-        known: dict[str, Any] = {} if ready is None else {"max_model_len": ready.max_model_len}
-        if ready is None or ready.generates:
-            known["default_sampling"] = self.config.generation.effective
-        parent = self.config.names[0] if name in self.engine.adapters else None
-        about = {"id": name, "object": "model", "created": self.config.created, "owned_by": "bagu", "parent": parent}
-        return {**about, **known}
+        about = {"id": name, "object": "model", "created": self.config.created, "owned_by": "bagu"}
+        return {**about, **self.catalog.entry(name)}
 
 
-def make_app(engine: EngineProcess, metrics: Metrics, config: ApiConfig) -> ApiMiddleware:
-    """The ASGI application. Its lifespan starts and stops the engine process."""
+def make_app(api: Api) -> ApiMiddleware:
+    """The ASGI application. Its lifespan starts and stops the engines."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        engine.start()
+        api.catalog.start()
         yield
-        await engine.stop()
+        await api.catalog.stop()
 
     app = FastAPI(
         title="bagu", version=bagu.__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )
-    api = Api(engine, metrics, config)
     methods: dict[str, dict[str, Endpoint]] = {}  # one route per path, whose 405 lists all its methods in Allow
-    for operation in OPERATIONS:
+    for operation in api.operations:
         methods.setdefault(operation.route, {})[operation.method] = getattr(api, operation.name)
     for route, endpoints in methods.items():
         app.router.routes.append(CountedRoute(route, _by_method(endpoints), methods=list(endpoints)))
@@ -183,7 +187,7 @@ def make_app(engine: EngineProcess, metrics: Metrics, config: ApiConfig) -> ApiM
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RecursionError, _on_recursion)
     app.add_exception_handler(Exception, _on_exception)
-    return ApiMiddleware(app, metrics, api_key=config.api_key, allowed_origins=config.allowed_origins)
+    return ApiMiddleware(app, api.metrics, keys=api.config.keys, allowed_origins=api.config.allowed_origins)
 
 
 def engine_state(stats: EngineStats, metrics: Metrics, last: int) -> dict[str, Any]:

@@ -7,8 +7,7 @@ after the current step. Nothing is polled.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import secrets
+import time
 import types
 from collections.abc import Coroutine, Generator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bagu.serve.http.errors import ApiError
+from bagu.serve.http.keys import Keys, KeyUse
 from bagu.serve.http.metrics import Metrics
 from bagu.serve.http.pending import PendingCall
 from bagu.serve.http.process import EngineProcess
@@ -26,13 +26,14 @@ from bagu.serve.http.responses import GenerationResponse, to_json
 from bagu.serve.request import Request as EngineRequest
 
 __all__ = [
-    "ApiMiddleware", "ClientCall", "EventStream", "cancel_on_disconnect", "error_response", "json_response",
+    "KEY", "ApiMiddleware", "ClientCall", "EventStream", "cancel_on_disconnect", "error_response", "json_response",
     "read_json",
 ]  # fmt: skip
 
 MAX_BODY = 8 * 2**20  # bytes; a prompt of 1M tokens is about 4 MB
 MIN_RATE = 16 * 2**10  # bytes per second that a body must arrive with
 GUARDED = ("/v1", "/tokenize", "/detokenize")  # path prefixes that need the API key
+KEY = "bagu.key"  # key in the scope: the `KeyUse` of the request
 SEND = "bagu.send"  # key in the scope: the server's `send`, without the middlewares around it
 T = TypeVar("T")
 STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -41,14 +42,21 @@ STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "
 class ClientCall:
     """Requests submitted to the engine for one HTTP call, aborted when the client disconnects."""
 
-    def __init__(self, engine: EngineProcess, requests: tuple[EngineRequest, ...], receive: Receive) -> None:
+    def __init__(
+        self, engine: EngineProcess, requests: tuple[EngineRequest, ...], receive: Receive, key: KeyUse | None = None
+    ) -> None:
+        """`key` is charged for the tokens when the call ends."""
         self.pending: PendingCall = engine.submit(requests)
-        self._engine = engine
+        self._engine, self._key = engine, key
         self._watcher = asyncio.create_task(self._watch(receive))
 
     def close(self) -> None:
         self._watcher.cancel()
         self._engine.close(self.pending)
+        if self._key is not None:
+            prompts = sum(len(request.prompt) for request in self.pending.requests)
+            self._key.charge(prompts + self.pending.generated, time.time())
+            self._key = None
 
     async def _watch(self, receive: Receive) -> None:
         await _disconnected(receive)
@@ -153,9 +161,8 @@ class ApiMiddleware:
     """Around every route: checks the API key, applies CORS, returns the client's X-Request-Id, counts requests, and
     answers 503 in OpenAI's shape to calls that a shutdown cancels."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, *, api_key: str | None, allowed_origins: Sequence[str]) -> None:
-        self.app, self.metrics = app, metrics
-        self.digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
+    def __init__(self, app: ASGIApp, metrics: Metrics, *, keys: Keys, allowed_origins: Sequence[str]) -> None:
+        self.app, self.metrics, self.keys = app, metrics, keys
         self.guarded_app: ASGIApp = self._check_key
         if allowed_origins:  # outside the key check, so that a page can read the 401 of a wrong key
             self.guarded_app = CORSMiddleware(
@@ -198,11 +205,10 @@ class ApiMiddleware:
             await error_response(error)(scope, receive, send)
 
     def _is_authorized(self, scope: Scope) -> bool:
-        if self.digest is None or not scope["path"].startswith(GUARDED) or scope["method"] == "OPTIONS":
+        if not self.keys or not scope["path"].startswith(GUARDED) or scope["method"] == "OPTIONS":
             return True
-        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()  # equal lengths: the time of the comparison reveals nothing
-        return secrets.compare_digest(digest, self.digest) and scheme.lower() == b"bearer"
+        scope[KEY] = self.keys.find(dict(scope["headers"]).get(b"authorization", b""))
+        return scope[KEY] is not None
 
 
 async def read_json(request: Request, timeout: float) -> bytes:

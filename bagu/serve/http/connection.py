@@ -31,13 +31,17 @@ Base: type[Any] = AutoHTTPProtocol  # of httptools or h11: both have `cycle`, `t
 
 
 class HttpServer(uvicorn.Server):
-    """Calls `on_deadline` if a shutdown takes more than `shutdown_timeout` seconds."""
+    """Calls `on_shutdown` when a shutdown begins, and `on_deadline` after `shutdown_timeout` seconds of it."""
 
-    def __init__(self, config: uvicorn.Config, shutdown_timeout: float, on_deadline: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, shutdown_timeout: float, on_deadline: Callable[[], None],
+        on_shutdown: Callable[[], None],
+    ) -> None:  # fmt: skip
         super().__init__(config)
-        self._shutdown_timeout, self._on_deadline = shutdown_timeout, on_deadline
+        self._shutdown_timeout, self._on_deadline, self._on_shutdown = shutdown_timeout, on_deadline, on_shutdown
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_shutdown()
         deadline = asyncio.get_running_loop().call_later(self._shutdown_timeout, self._on_deadline)
         try:
             await super().shutdown(sockets)

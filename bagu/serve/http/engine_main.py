@@ -1,9 +1,9 @@
 """The entry point of the engine process. It imports torch (2 s of CPU time) only where it is needed.
 
-With `background`, importing, loading and warming up run in a thread of the lowest priority, so that they take only the
-time that the engines in service leave. The main thread keeps its priority and serves afterwards. On Linux the niceness
-belongs to a thread, and threads inherit it from the one that starts them. A process without privileges cannot lower
-its niceness again, so the niceness of the whole process would stay at 19.
+With a `niceness`, importing, loading and warming up run in a thread of low priority, so that they disturb the engines
+in service little. The main thread keeps its priority and serves afterwards. On Linux the niceness belongs to a thread,
+and threads inherit it from the one that starts them. A process without privileges cannot lower its niceness again, so
+the niceness of the whole process would stay.
 """
 
 from __future__ import annotations
@@ -13,42 +13,41 @@ import socket
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from bagu.serve.config import EngineConfig
     from bagu.serve.http.pipe import Load
 
-__all__ = ["at_low_priority", "engine_main"]
+__all__ = ["at_niceness", "engine_main"]
 
-LOWEST = 19
 T = TypeVar("T")
 
 
-def engine_main(
-    ours: socket.socket, load: Load, config: EngineConfig, load_draft: Load | None, background: bool
-) -> None:
+def engine_main(ours: socket.socket, load: Load, config: EngineConfig, load_draft: Load | None, niceness: int) -> None:
     """Run the engine process (worker.py)."""
-    if not background:
+    if niceness == 0:
         from bagu.serve.http.worker import run
 
         run(ours, load, config, load_draft)
         return
-    at_low_priority(_import_worker)
+    at_niceness(niceness, _import_worker)
     from bagu.serve.http.worker import run
 
-    run(ours, load, config, load_draft, at_low_priority)
+    run(ours, load, config, load_draft, partial(at_niceness, niceness))
 
 
-def at_low_priority(function: Callable[[], T]) -> T:
-    """Call `function` in a thread of the lowest priority. On other systems than Linux it has the normal priority."""
-    with ThreadPoolExecutor(1, initializer=_lower_priority) as thread:
+def at_niceness(niceness: int, function: Callable[[], T]) -> T:
+    """Call `function` in a thread with a niceness of at least this. On other systems than Linux it has the normal
+    priority."""
+    with ThreadPoolExecutor(1, initializer=_set_niceness, initargs=(niceness,)) as thread:
         return thread.submit(function).result()
 
 
-def _lower_priority() -> None:
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, 0, LOWEST)  # 0 is the calling thread
+def _set_niceness(niceness: int) -> None:
+    if sys.platform == "linux":  # 0 is the calling thread
+        os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def _import_worker() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["CONTENT_TYPE", "KEPT", "Gauges", "Histogram", "Metrics"]
+__all__ = ["CONTENT_TYPE", "KEPT", "Gauges", "Histogram", "Metrics", "labels", "metrics_text", "sample"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # upper bounds of the buckets in seconds, as in vLLM
@@ -91,9 +91,11 @@ class Histogram:
 
 @dataclass
 class Metrics:
-    """All metrics since the start of the server."""
+    """The metrics of an engine since the start of the server, and the counts of the HTTP server."""
 
     model: str
+    version: int | None = None  # in a model repository
+    errors: int = 0  # choices that the server failed to finish: the engine died, or was stopped
     prompt_tokens: int = 0
     engine_restarts: int = 0
     finished: Counter[str] = field(default_factory=Counter)  # choices by finish reason
@@ -114,13 +116,16 @@ class Metrics:
         """Every token is counted in one of two histograms: the first token of a choice, or the others."""
         return sum(self.first_token.counts) + sum(self.between_tokens.counts)
 
-    def text(self, engine: Gauges | None) -> str:
-        """The text that Prometheus reads; `engine` None leaves out the engine's gauges."""
-        label = f'model_name="{_escaped(self.model)}"'
-        lines = [*self._counters(label), *self._histograms(label)]
+    @property
+    def label(self) -> str:
+        return labels(model_name=self.model, **({} if self.version is None else {"version": str(self.version)}))
+
+    def families(self, engine: Gauges | None) -> Iterator[str]:
+        """The lines of all metrics; `engine` None leaves out the engine's gauges."""
+        yield from self._counters(self.label)
+        yield from self._histograms(self.label)
         if engine is not None:
-            lines += _gauges(engine, label)
-        return "\n".join(lines) + "\n"
+            yield from _gauges(engine, self.label)
 
     def _counters(self, label: str) -> Iterator[str]:
         yield from _metric("vllm:prompt_tokens_total", "counter", "Prompt tokens of accepted requests.")
@@ -132,6 +137,11 @@ class Metrics:
             yield f'vllm:request_success_total{{{label},finished_reason="{reason}"}} {self.finished[reason]}'
         yield from _metric("bagu:engine_restarts_total", "counter", "Restarts of the engine process.")
         yield f"bagu:engine_restarts_total{{{label}}} {self.engine_restarts}"
+        yield from _metric("bagu:request_errors_total", "counter", "Choices that the server failed to finish.")
+        yield f"bagu:request_errors_total{{{label}}} {self.errors}"
+
+    def server_lines(self) -> Iterator[str]:
+        """The metrics of the HTTP server's process."""
         yield from _metric(
             "process_cpu_seconds_total", "counter", "CPU time of the server's process, without the engine process."
         )
@@ -173,6 +183,21 @@ class Metrics:
             yield from histogram.lines(name, label)
 
 
+def metrics_text(server: Metrics, engines: Sequence[tuple[Metrics, Gauges | None]], more: Sequence[str] = ()) -> str:
+    """The text that Prometheus reads. The lines of all engines are sorted by metric, since Prometheus accepts a metric
+    only once."""
+    found: dict[str, list[str]] = {}
+    for metrics, stats in engines:
+        for line in metrics.families(stats):
+            if line.startswith("# HELP"):
+                name = line.split(" ", 3)[2]
+                lines = found.setdefault(name, [line])
+            elif not line.startswith("# TYPE") or line not in lines:
+                lines.append(line)
+    texts = [*(line for lines in found.values() for line in lines), *server.server_lines(), *more]
+    return "\n".join(texts) + "\n"
+
+
 def _gauges(engine: Gauges, label: str) -> Iterator[str]:
     used = engine.blocks_used / engine.blocks_total if engine.blocks_total else 0.0
     for name, kind, help, value in (
@@ -195,6 +220,18 @@ def _gauges(engine: Gauges, label: str) -> Iterator[str]:
         ),
     ):  # fmt: skip
         yield from _metric(name, kind, help)
+        yield f"{name}{{{label}}} {value}"
+
+
+def labels(**values: str) -> str:
+    """Labels in Prometheus' syntax, without the braces."""
+    return ",".join(f'{name}="{_escaped(value)}"' for name, value in values.items())
+
+
+def sample(name: str, kind: str, help: str, values: Sequence[tuple[str, float]]) -> Iterator[str]:
+    """The lines of a metric that has these (labels, value)."""
+    yield from _metric(name, kind, help)
+    for label, value in values:
         yield f"{name}{{{label}}} {value}"
 
 

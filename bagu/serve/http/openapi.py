@@ -43,7 +43,7 @@ NO_RESPONSE = {404: "There is no response of this id in memory."}
 NO_LOADING = "The server was started without --allow-adapter-loading."
 NO_MODEL = {404: "There is no model of this name."}
 NOT_READY = {503: "The model is loading, the engine is restarting, or the server is shutting down."}
-QUEUE_FULL = {429: "The queue is full; Retry-After is the number of seconds to wait."}
+QUEUE_FULL = {429: "The queue is full, or the API key has reached a limit; Retry-After is in seconds."}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ def _reads(
 ) -> Operation:  # fmt: skip
     return Operation(
         path=path, name=name, method="POST", summary=summary, body=body, answer=answer,
-        failures={**READING, **NO_MODEL, **NOT_READY, **(QUEUE_FULL if needs else {})}, guarded=True, needs=needs,
+        failures={**READING, **NO_MODEL, **NOT_READY, **QUEUE_FULL}, guarded=True, needs=needs,
     )  # fmt: skip
 
 
@@ -106,6 +106,10 @@ MODEL = {"name": "name", "in": "path", "required": True, "schema": {"type": "str
 LAST = {
     "name": "last", "in": "query", "required": False, "schema": {"type": "integer", "minimum": 0, "maximum": 10**9 - 1},
     "description": "Number of most recent requests for the median times.",
+}  # fmt: skip
+ENGINE_OF = {
+    "name": "model", "in": "query", "required": False, "schema": {"type": "string", "format": MODEL_NAME},
+    "description": "The model of a repository; the default is the first.",
 }  # fmt: skip
 RESPONSE_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 OPERATIONS = (
@@ -162,15 +166,17 @@ OPERATIONS = (
     Operation(path="/version", name="version", summary="bagu's version", answer=schemas.Version, failures={}),
     Operation(
         path="/engine", name="engine_stats", summary="The engine's state, for the engine panel of the chat page",
-        answer=schemas.EngineState, parameters=(LAST,),
-        failures={400: "`last` is not a number.", **NOT_READY},
+        answer=schemas.EngineState, parameters=(LAST, ENGINE_OF),
+        failures={400: "`last` is not a number.", **NO_MODEL, **NOT_READY},
     ),
 )  # fmt: skip
 
 
-def describe(names: Sequence[str], ready: Ready | None, *, has_key: bool) -> dict[str, Any]:
+def describe(
+    names: Sequence[str], ready: Ready | None, *, has_key: bool, operations: Sequence[Operation] = OPERATIONS
+) -> dict[str, Any]:
     """The OpenAPI document of a server whose model has these names; `ready` is None while the model is loading."""
-    offered = [o for o in OPERATIONS if o.is_offered(ready)]
+    offered = [o for o in operations if o.is_offered(ready)]
     bodies = [o.body for o in offered if o.body is not None]
     responses = [o.answer for o in offered if not isinstance(o.answer, str)]
     models: list[Any] = [(model, "validation") for model in (*bodies, *responses, schemas.Failure, schemas.Unhealthy)]
@@ -197,7 +203,11 @@ def describe(names: Sequence[str], ready: Ready | None, *, has_key: bool) -> dic
 
 
 def _operation(o: Operation, has_key: bool) -> dict[str, Any]:
-    failures = {**o.failures, **({401: "The API key is missing or wrong."} if o.guarded and has_key else {})}
+    failures = dict(o.failures)
+    if o.guarded and has_key:
+        failures |= {401: "The API key is missing or wrong."}
+        if o.method == "POST":
+            failures |= {403: "The API key may not do this."}
     found: dict[str, Any] = {
         "operationId": o.name, "summary": o.summary,
         "responses": {

@@ -40,6 +40,7 @@ class PendingCall:
     unfinished: dict[tuple[str, int], _TokenTimes] = field(default_factory=dict)  # by request id and choice
     events: list[Event] = field(default_factory=list)  # not read yet
     failure: ApiError | None = None
+    generated: int = 0  # tokens of the choices that have ended
     _accepted: int = 0  # number of requests
     _callback: Callable[[], None] | None = None
 
@@ -155,6 +156,7 @@ class PendingCalls:
             self._by_request.pop(request.id, None)
         self.choices -= len(call.unfinished)
         self.metrics.finished[reason] += len(call.unfinished)
+        call.generated += sum(times.tokens for times in call.unfinished.values())
         call.unfinished.clear()
         return unfinished
 
@@ -193,6 +195,8 @@ class PendingCalls:
         call = self._by_request.get(request_id)
         if call is None:
             return []
+        if error.status >= 500:
+            self.metrics.errors += len(call.unfinished)
         unfinished = self.close(call, "error")
         call.fail(error)
         return [id for id in unfinished if id != request_id]
@@ -215,6 +219,7 @@ class PendingCalls:
         if event.finish is not None:
             del call.unfinished[event[:2]]
             self.choices -= 1
+            call.generated += times.tokens
             metrics.finished[event.finish] += 1
             self._finish_times.append(now)
             metrics.end_to_end.observe(now - call.arrival)

@@ -29,7 +29,8 @@ if TYPE_CHECKING:  # the HTTP server's process does not import torch
 
 __all__ = [
     "STEP_TAG", "Abort", "Accepted", "Adapters", "Cancel", "Chat", "Embed", "Failed", "GetStats", "Load", "LoadAdapter",
-    "Ready", "Refused", "Result", "StepEvents", "Stop", "Submit", "UnloadAdapter", "Warming", "framed", "send", "send_step",
+    "Ready", "Refused", "Result", "StepEvents", "Stop", "Submit", "UnloadAdapter", "Warming", "framed", "send",
+    "send_step",
 ]  # fmt: skip
 
 Load = Callable[[], "tuple[Transformer, Tokenizer, Chat | None]"]  # model, tokenizer, chat encoder or None; picklable

@@ -58,13 +58,13 @@ class EngineProcess:
     """Starts and supervises the engine process. All methods are called from the event loop.
 
     `state` is "loading", then "warming" and "ready"; "restarting" after a crash; "stopped" at shutdown. It is "failed"
-    if the engine never became ready; then `on_failure` was called. `failure` is the reason of the last crash. With
-    `background` the first process loads at low priority, for the engines that serve meanwhile.
+    if the engine never became ready; then `on_failure` was called. `failure` is the reason of the last crash. The first
+    process loads with this `niceness`, for the engines that serve meanwhile.
     """
 
     def __init__(
         self, load: Load, config: EngineConfig, pending: PendingCalls, *, stall_s: float = 60.0,
-        on_failure: Callable[[], None] = lambda: None, load_draft: Load | None = None, background: bool = False,
+        on_failure: Callable[[], None] = lambda: None, load_draft: Load | None = None, niceness: int = 0,
     ) -> None:  # fmt: skip
         self.pending, self.stall_s = pending, stall_s
         self.state: Literal["loading", "warming", "ready", "restarting", "failed", "stopped"] = "loading"
@@ -73,7 +73,7 @@ class EngineProcess:
         self.adapters: Mapping[str, AdapterInfo] = {}  # loaded now; after a crash those of the start
         self.pid: int | None = None
         self._load, self._load_draft, self._config, self._on_failure = load, load_draft, config, on_failure
-        self._background = background
+        self._niceness = niceness
         self._settled = asyncio.Event()  # the first start has ended: "ready", "failed" or "stopped"
         self._transport: asyncio.WriteTransport | None = None  # to the running process
         self._reported: str | None = None  # the error that the process sent before it ended
@@ -197,8 +197,8 @@ class EngineProcess:
         """Run one engine process until it ends; returns the reason."""
         spawn = multiprocessing.get_context("spawn")  # CUDA and OpenMP do not work after a fork
         ours, theirs = socket.socketpair()
-        background = self._background and self.state == "loading"
-        args = (theirs, self._load, self._config, self._load_draft, background)
+        niceness = self._niceness if self.state == "loading" else 0
+        args = (theirs, self._load, self._config, self._load_draft, niceness)
         process = spawn.Process(target=engine_main, args=args, name="bagu-engine", daemon=True)
         await asyncio.to_thread(process.start)
         theirs.close()

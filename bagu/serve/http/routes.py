@@ -1,8 +1,9 @@
-"""What all groups of routes share: the engine, reading a body, and running a generation."""
+"""What all groups of routes share: the models, reading a body, and running a generation."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -10,29 +11,28 @@ from typing import Protocol
 from fastapi import Request
 from starlette.responses import Response
 
-from bagu.serve.config import GenerationDefaults
-from bagu.serve.http.calls import ClientCall, EventStream, json_response, read_json
+from bagu.serve.http.calls import KEY, ClientCall, EventStream, json_response, read_json
 from bagu.serve.http.errors import ApiError
+from bagu.serve.http.keys import Keys, KeyUse
 from bagu.serve.http.metrics import Metrics
-from bagu.serve.http.openai import Job
+from bagu.serve.http.openai import Body, Job
 from bagu.serve.http.pipe import Ready
-from bagu.serve.http.process import EngineProcess
 from bagu.serve.http.responses import GenerationResponse
+from bagu.serve.http.served import Caller, Models, Served
 
-__all__ = ["LARGE_BODY", "ApiConfig", "Routes"]
+__all__ = ["LARGE_BODY", "ApiConfig", "Routes", "key_of", "user_of"]
 
+ENGINE_GONE = ("engine_died", "engine_restarting")  # codes of errors after which another engine may answer
 LARGE_BODY = 64 * 2**10  # bytes; larger bodies are tokenized (1.8 MB/s) in a thread, not in the event loop
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApiConfig:
-    """The model's names and the limits of the API."""
+    """The keys and limits of the API."""
 
-    names: tuple[str, ...]  # names of the model that requests may use; responses contain the first
-    api_key: str | None = None
+    keys: Keys = field(default_factory=Keys)
     allowed_origins: tuple[str, ...] = ()  # CORS: origins whose pages may read responses; "*" is every page
     created: int = 0  # Unix time, reported by /v1/models
-    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     request_timeout: float = 20.0  # seconds for the body of a request, plus one per calls.MIN_RATE bytes
 
 
@@ -51,25 +51,26 @@ class GenerationBody(Protocol):
 class Routes:
     """The base of the endpoints; each returns a response or raises ApiError."""
 
-    def __init__(self, engine: EngineProcess, metrics: Metrics, config: ApiConfig) -> None:
-        self.engine, self.metrics, self.config = engine, metrics, config
+    def __init__(self, models: Models, metrics: Metrics, config: ApiConfig) -> None:
+        self.catalog, self.metrics, self.config = models, metrics, config
 
     async def read(self, request: Request) -> bytes:
         return await read_json(request, self.config.request_timeout)
 
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        """The names that requests may use: the base model's, then those of the adapters."""
-        return (*self.config.names, *self.engine.adapters)
+    async def find(self, request: Request, name: str | None, caller: Caller | None = None) -> Served:
+        """The engine for a request. Raises 403, 404, 429 or 503 if the request may not run now."""
+        key = key_of(request)
+        if key is not None:
+            key.admit(time.time())
+        served = await self.catalog.find(name, caller or Caller(), request.receive)
+        if key is not None:
+            key.check_model(name or served.name, served.name.partition("@")[0])
+        return served
 
-    def check_model(self, name: str | None) -> str | None:
-        """The adapter that a request asks for, None for the base model. Raises 404 for an unknown name."""
-        if name is None or name in self.config.names:
-            return None
-        if name not in self.engine.adapters:
-            hint = f"this server has: {', '.join(self.model_names)}"
-            raise ApiError(404, f"there is no model {name!r}", param="model", code="model_not_found", hint=hint)
-        return name
+    def charge(self, request: Request, tokens: int) -> None:
+        """Count the tokens of a request without generation for its key."""
+        if (key := key_of(request)) is not None:
+            key.charge(tokens, time.time())
 
     async def run_generation(
         self,
@@ -78,20 +79,43 @@ class Routes:
         respond: Callable[[Job, Ready, str], GenerationResponse],
         *,
         large: bool,
+        user: str | None = None,
     ) -> Response:
-        """Run a generation: body -> job -> pending call -> response. A stream starts only after the engine has accepted
-        the requests, so that a refusal has an HTTP status. `large`: tokenize in a thread."""
-        ready = self.engine.require_ready()
-        adapter = self.check_model(body.model)
-        if not ready.generates:
-            hint = "use /v1/score" if ready.scores else "use /v1/embeddings"
-            raise ApiError(400, f"this model {ready.other_use} and does not generate", hint=hint)
-        self.engine.pending.check_capacity(body.num_choices)  # before memory is allocated for each choice
-        job = await asyncio.to_thread(body.to_job, ready) if large else body.to_job(ready)
-        if adapter is not None:
-            job = job._replace(requests=tuple(replace(r, adapter=adapter) for r in job.requests))
-        response = respond(job, ready, adapter or self.config.names[0])
-        call = ClientCall(self.engine, job.requests, request.receive)
+        """Run a generation. If the engine dies before the response begins, another engine of the model runs it, if
+        there is one: once, since the request may be the reason. `large`: tokenize in a thread."""
+        key = key_of(request)
+        caller = Caller(None if key is None else key.key.name, user)
+        served = await self.find(request, body.model, caller)
+        try:
+            return await self._generate(request, served, body, respond, large)
+        except ApiError as error:
+            other = self.catalog.other(served, body.model, caller) if error.code in ENGINE_GONE else None
+            if other is None:
+                raise
+        return await self._generate(request, other, body, respond, large)
+
+    async def _generate(
+        self,
+        request: Request,
+        served: Served,
+        body: GenerationBody,
+        respond: Callable[[Job, Ready, str], GenerationResponse],
+        large: bool,
+    ) -> Response:
+        """body -> job -> pending call -> response. A stream starts only after the engine has accepted the requests, so
+        that a refusal has an HTTP status."""
+        with served.in_use() as ready:
+            if not ready.generates:
+                hint = "use /v1/score" if ready.scores else "use /v1/embeddings"
+                raise ApiError(400, f"this model {ready.other_use} and does not generate", hint=hint)
+            served.engine.pending.check_capacity(body.num_choices)  # before memory is allocated for each choice
+            job = await asyncio.to_thread(body.to_job, ready) if large else body.to_job(ready)
+            adapter = served.adapter(body.model)
+            if adapter is not None:
+                job = job._replace(requests=tuple(replace(r, adapter=adapter) for r in job.requests))
+            response = respond(job, ready, adapter or served.name)
+            call = ClientCall(served.engine, job.requests, request.receive, key_of(request))
+        self.catalog.copy(served, body)
         try:
             if job.stream:
                 await call.pending.wait_until_accepted()
@@ -105,3 +129,15 @@ class Routes:
             raise
         call.close()
         return json_response(response.body())
+
+
+def key_of(request: Request) -> KeyUse | None:
+    """The API key of a request; None if the server has no keys."""
+    found: KeyUse | None = request.scope.get(KEY)
+    return found
+
+
+def user_of(body: Body) -> str | None:
+    """The body's `user`, which identifies a user of the client in the OpenAI API."""
+    user = (body.model_extra or {}).get("user")
+    return user if isinstance(user, str) else None

@@ -14,6 +14,7 @@ from bagu.serve.http.calls import cancel_on_disconnect, json_response
 from bagu.serve.http.parse import parse
 from bagu.serve.http.routes import LARGE_BODY, Routes
 from bagu.serve.http.score_bodies import RerankBody, ScoreBody, check_scores, embedded_texts, scored_texts
+from bagu.serve.http.served import Served
 
 __all__ = ["ScoreRoutes"]
 
@@ -22,31 +23,31 @@ Scores = tuple[list[float], dict[str, int]]  # of each pair, and the usage
 
 class ScoreRoutes(Routes):
     async def score(self, request: Request) -> Response:
-        self.engine.require_ready()
+        self.catalog.check_ready()
         raw = await self.read(request)
         body = parse(ScoreBody, raw)
-        self.check_model(body.model)
-        scores, usage = await self._scores(request, body, large=len(raw) > LARGE_BODY)
+        served = await self.find(request, body.model)
+        scores, usage = await self._scores(request, served, body, large=len(raw) > LARGE_BODY)
         data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]
         about = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
-        return json_response({**about, "model": self.config.names[0], "data": data, "usage": usage})
+        return json_response({**about, "model": served.name, "data": data, "usage": usage})
 
     async def rerank(self, request: Request) -> Response:
-        self.engine.require_ready()
+        self.catalog.check_ready()
         raw = await self.read(request)
         body = parse(RerankBody, raw)
-        self.check_model(body.model)
-        scores, usage = await self._scores(request, body, large=len(raw) > LARGE_BODY)
+        served = await self.find(request, body.model)
+        scores, usage = await self._scores(request, served, body, large=len(raw) > LARGE_BODY)
         order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or len(scores)]
         results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
         if body.return_documents is not False:
             for result in results:
                 result["document"] = {"text": body.texts[result["index"]]}
         id = f"rerank-{uuid.uuid4().hex}"
-        return json_response({"id": id, "model": self.config.names[0], "results": results, "usage": usage})
+        return json_response({"id": id, "model": served.name, "results": results, "usage": usage})
 
-    async def _scores(self, request: Request, body: ScoreBody | RerankBody, *, large: bool) -> Scores:
-        ready = self.engine.require_ready()
+    async def _scores(self, request: Request, served: Served, body: ScoreBody | RerankBody, *, large: bool) -> Scores:
+        ready = served.engine.require_ready()
         check_scores(ready)
         pairs = body.pairs()
 
@@ -56,10 +57,11 @@ class ScoreRoutes(Routes):
             found = embedded_texts(pairs, ready, body.param)
             return list(found), list(found.values())
 
-        with self.engine.pending.embedding_call():
+        with served.engine.pending.embedding_call():
             names, texts = await asyncio.to_thread(tokenize) if large else tokenize()
-            vectors = await cancel_on_disconnect(self.engine.embed(texts), request.receive)
+            vectors = await cancel_on_disconnect(served.engine.embed(texts), request.receive)
         count = sum(map(len, texts))
+        self.charge(request, count)
         usage = {"prompt_tokens": count, "total_tokens": count}
         if ready.scores:
             return [vector[0] for vector in vectors], usage

@@ -16,21 +16,61 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.serve.config import EngineConfig
+from bagu.serve.http.keys import Key, Keys, read_keys
 from bagu.serve.http.metrics import Metrics
 from bagu.serve.http.pending import PendingCalls
 from bagu.serve.http.pipe import Load
 from bagu.serve.http.process import EngineProcess
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from bagu.serve.http.served import Models
+
+__all__ = ["Server", "ServerOptions", "check_queue", "import_server", "main"]
 
 GRACE_S = 2  # after calls were failed at shutdown, for clients to read the errors before connections are closed
 LOG_LEVELS = ("debug", "info", "warning", "error")
 ORIGIN = "e.g. http://localhost:3000, without a path, or * for every page"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Options of the HTTP server.
+
+    `allowed_origins` are the origins whose pages may read responses (CORS): `https://name[:port]`, "*" for all, or JSON
+    lists of them. A client has `request_timeout` seconds to send the head of a request, and for its body the same plus
+    a second for every 16 KiB. Port 0 selects a free port. `api_key` is one key without limits that may change a
+    repository; `api_keys` is a file of keys with limits (keys.py).
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    api_keys: Path | None = None
+    allowed_origins: Sequence[str] = ()
+    shutdown_timeout: float = 30.0
+    request_timeout: float = 20.0
+    log_level: str = "warning"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.shutdown_timeout) and self.shutdown_timeout >= 0):
+            found = f"a shutdown timeout of {self.shutdown_timeout} s"
+            raise ArgumentError(found, hint="it is a finite number, 0 or more")
+        if not (math.isfinite(self.request_timeout) and self.request_timeout > 0):
+            raise ArgumentError(f"a request timeout of {self.request_timeout} s", hint="it is a finite number above 0")
+        if self.log_level not in LOG_LEVELS:
+            raise UnknownName.among("log level", self.log_level, LOG_LEVELS)
+
+    @property
+    def keys(self) -> Keys:
+        single = [] if self.api_key is None else [Key(name="api-key", key=self.api_key, admin=True)]
+        return Keys([*single, *([] if self.api_keys is None else read_keys(self.api_keys))])
 
 
 def main(
@@ -38,65 +78,74 @@ def main(
     *,
     load: Load,
     config: EngineConfig | None = None,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    api_key: str | None = None,
     served_model_name: Sequence[str] = (),
-    allowed_origins: Sequence[str] = (),
     max_queue: int = 256,
-    shutdown_timeout: float = 30.0,
     stall_timeout: float = 60.0,
-    request_timeout: float = 20.0,
-    log_level: str = "warning",
     load_draft: Load | None = None,
+    **options: Any,
 ) -> None:
-    """Run the server until SIGINT or SIGTERM.
+    """Run the server until SIGINT or SIGTERM. `options` are those of `ServerOptions`.
 
     `load` returns (model, tokenizer, chat encoder or None); it is pickled and called in the engine process. So is
     `load_draft`, for the draft model that `config.speculative` names.
     `max_queue` is the number of choices (for an encoder: calls) that may wait in addition to the `config.max_num_seqs`
-    that run; further calls get 429. `allowed_origins` are the origins whose pages may read responses (CORS):
-    `https://name[:port]`, "*" for all, or JSON lists of them. `/health` answers 503 if the engine's last step is older
-    than `stall_timeout` seconds; the longest step must take less. A client has `request_timeout` seconds to send the
-    head of a request, and the same for its body plus a second for every 16 KiB. Port 0 selects a free port. The URL is
-    printed when the server listens.
+    that run; further calls get 429. `/health` answers 503 if the engine's last step is older than `stall_timeout`
+    seconds; the longest step must take less. The URL is printed when the server listens.
     """
-    if max_queue < 0:
-        raise ArgumentError(f"max_queue = {max_queue}", hint="--max-num-queued-reqs is 0 or more")
-    if not (math.isfinite(shutdown_timeout) and shutdown_timeout >= 0):
-        raise ArgumentError(f"a shutdown timeout of {shutdown_timeout} s", hint="it is a finite number, 0 or more")
-    if not (math.isfinite(request_timeout) and request_timeout > 0):
-        raise ArgumentError(f"a request timeout of {request_timeout} s", hint="it is a finite number above 0")
-    if log_level not in LOG_LEVELS:
-        raise UnknownName.among("log level", log_level, LOG_LEVELS)
-    parts = _import_server()
+    check_queue(max_queue)
+    given = ServerOptions(**options)
+    parts = import_server()
     config = config or EngineConfig()
     names = tuple(served_model_name) or (model,)
     if clash := next((name for name, _ in config.adapters if name in names), None):
         raise ArgumentError(f"an adapter has the base model's name {clash!r}", hint="give one of them another name")
+    if clash := next((name for name, _ in config.adapters if name in names), None):
+        raise ArgumentError(f"an adapter has the base model's name {clash!r}", hint="give one of them another name")
     metrics = Metrics(names[0])
     pending = PendingCalls(config.max_num_seqs + max_queue, metrics)
-    listener = _listen(host, port)
 
     def exit_server() -> None:
-        server.should_exit = True
+        server.stop()
 
     engine = EngineProcess(load, config, pending, stall_s=stall_timeout, on_failure=exit_server, load_draft=load_draft)
-    api_config = parts.ApiConfig(
-        names=names, api_key=api_key, allowed_origins=_origins(allowed_origins), created=int(time.time()),
-        request_timeout=request_timeout, generation=config.generation,
-    )  # fmt: skip
-    settings = parts.uvicorn.Config(
-        parts.make_app(engine, metrics, api_config), http=parts.connection_class(request_timeout), log_level=log_level,
-        access_log=False, server_header=False, ws="none", lifespan="on", proxy_headers=False,
-        timeout_graceful_shutdown=math.ceil(shutdown_timeout) + GRACE_S,
-    )  # fmt: skip
-    server = parts.HttpServer(settings, shutdown_timeout, engine.fail_calls)
-    bound = listener.getsockname()[1]
-    print(f"bagu serve: {names[0]} at http://{_url_host(host)}:{bound} (the page is /, the API /v1)", flush=True)
-    _run(server, listener)
+    models = parts.OneModel(engine, names, config.generation)
+    server = Server(parts, given, parts.Api, models, metrics)
+    server.run(names[0])
     if engine.state == "failed":
         raise BaguError(f"the engine did not start: {engine.failure}", hint="the output of its process is above")
+
+
+class Server:
+    """uvicorn with the application of these models. The socket is bound at once, so that a used port is reported before
+    a model is loaded."""
+
+    def __init__(self, parts: Any, options: ServerOptions, api: type[Any], models: Models, metrics: Metrics) -> None:
+        self._options = options
+        config = parts.ApiConfig(
+            keys=options.keys, allowed_origins=_origins(options.allowed_origins), created=int(time.time()),
+            request_timeout=options.request_timeout,
+        )  # fmt: skip
+        self._listener = _listen(options.host, options.port)
+        settings = parts.uvicorn.Config(
+            parts.make_app(api(models, metrics, config)), http=parts.connection_class(options.request_timeout),
+            log_level=options.log_level, access_log=False, server_header=False, ws="none", lifespan="on",
+            proxy_headers=False, timeout_graceful_shutdown=math.ceil(options.shutdown_timeout) + GRACE_S,
+        )  # fmt: skip
+        self._server = parts.HttpServer(settings, options.shutdown_timeout, models.fail_calls, models.begin_shutdown)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+
+    def run(self, name: str) -> None:
+        """Print the URL and serve until a signal or `stop`."""
+        url = f"http://{_url_host(self._options.host)}:{self._listener.getsockname()[1]}"
+        print(f"bagu serve: {name} at {url} (the page is /, the API /v1)", flush=True)
+        _run(self._server, self._listener)
+
+
+def check_queue(max_queue: int) -> None:
+    if max_queue < 0:
+        raise ArgumentError(f"max_queue = {max_queue}", hint="--max-num-queued-reqs is 0 or more")
 
 
 def _run(server: Any, listener: socket.socket) -> None:
@@ -144,13 +193,14 @@ def _url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _import_server() -> Any:
+def import_server() -> Any:
     """Import the modules that need uvicorn and FastAPI, which are optional dependencies of bagu."""
     try:
         import uvicorn
 
-        from bagu.serve.http.api import ApiConfig, make_app
+        from bagu.serve.http.api import Api, ApiConfig, make_app
         from bagu.serve.http.connection import HttpServer, connection_class
+        from bagu.serve.http.served import OneModel
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("bagu"):
             raise
@@ -158,7 +208,9 @@ def _import_server() -> Any:
         raise BaguError(f"bagu serve needs {error.name}, which is not installed", hint=hint) from error
     return SimpleNamespace(
         uvicorn=uvicorn,
+        Api=Api,
         ApiConfig=ApiConfig,
+        OneModel=OneModel,
         make_app=make_app,
         HttpServer=HttpServer,
         connection_class=connection_class,

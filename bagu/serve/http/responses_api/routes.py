@@ -10,22 +10,22 @@ from starlette.responses import Response
 from bagu.serve.http.calls import json_response
 from bagu.serve.http.metrics import Metrics
 from bagu.serve.http.parse import parse
-from bagu.serve.http.process import EngineProcess
 from bagu.serve.http.responses_api.body import ResponsesBody
 from bagu.serve.http.responses_api.response import ModelResponse
 from bagu.serve.http.responses_api.store import ResponseStore
-from bagu.serve.http.routes import LARGE_BODY, ApiConfig, Routes
+from bagu.serve.http.routes import LARGE_BODY, ApiConfig, Routes, user_of
+from bagu.serve.http.served import Models
 
 __all__ = ["ResponsesRoutes"]
 
 
 class ResponsesRoutes(Routes):
-    def __init__(self, engine: EngineProcess, metrics: Metrics, config: ApiConfig) -> None:
-        super().__init__(engine, metrics, config)
+    def __init__(self, models: Models, metrics: Metrics, config: ApiConfig) -> None:
+        super().__init__(models, metrics, config)
         self.stored = ResponseStore()
 
     async def create_response(self, request: Request) -> Response:
-        self.engine.require_ready()
+        self.catalog.check_ready()
         raw = await self.read(request)
         body = parse(ResponsesBody, raw)
         previous = []
@@ -33,7 +33,7 @@ class ResponsesRoutes(Routes):
             previous = self.stored.get(body.previous_response_id, "previous_response_id").messages
         chat = body.to_chat(previous)
         respond = partial(ModelResponse, asked=body, messages=chat.messages, store=self.stored)
-        return await self.run_generation(request, chat, respond, large=len(raw) > LARGE_BODY)
+        return await self.run_generation(request, chat, respond, large=len(raw) > LARGE_BODY, user=user_of(body))
 
     async def get_response(self, request: Request) -> Response:
         return json_response(self.stored.get(request.path_params["id"]).body)

@@ -1,0 +1,59 @@
+"""`bagu serve REPOSITORY`: how the engines of a model repository's versions are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bagu.errors import ArgumentError
+from bagu.recipes.generation import read_generation
+from bagu.recipes.models import find_model
+from bagu.recipes.serve import Loader
+from bagu.serve.config import EngineConfig, GenerationDefaults
+from bagu.serve.repository.layout import Settings
+from bagu.serve.repository.version import Engine
+
+__all__ = ["VersionEngines", "repository_main"]
+
+OVERRIDES = ("max_num_seqs", "max_model_len", "quantization")  # options of `bagu serve` that model.toml may set
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionEngines:
+    """Makes the engine of a version. `loader` and `engine` are the options that all versions share."""
+
+    loader: Loader
+    engine: dict[str, Any]
+
+    def __call__(self, folder: Path, settings: Settings, share: float) -> Engine:
+        found = find_model(folder)
+        sampling = {name: value for name, value in vars(settings.sampling).items() if value is not None}
+        generation: GenerationDefaults = replace(read_generation(found), **sampling)
+        own = {name: value for name in OVERRIDES if (value := getattr(settings, name)) is not None}
+        config = EngineConfig(
+            **{**self.engine, **own}, generation=generation, memory_share=share, warmup_prompts=settings.warmup_prompts
+        )
+        return Engine(replace(self.loader, model=str(folder)), config)
+
+
+def repository_main(folder: Path, *, loader: Loader, engine: dict[str, Any], server: dict[str, Any]) -> None:
+    """Run the HTTP server with the models of a repository; each loaded version has an engine process."""
+    from bagu.machine.device import named_device, this_machine
+    from bagu.serve.repository.server import main
+
+    if server.get("served_model_name"):
+        raise ArgumentError("a repository has its own model names", hint="leave out --served-model-name")
+    if engine.get("speculative") not in (None, "ngram"):
+        raise ArgumentError("a draft model cannot be used with a repository", hint="use --speculative ngram")
+    if engine.get("max_adapters"):
+        raise ArgumentError(
+            "adapters cannot be used with a repository", hint="serve the base model alone, or merge them"
+        )
+    machine = this_machine()
+    on_gpu = named_device(loader.device).type == "cuda" and machine.gpus
+    options = {name: value for name, value in server.items() if name != "served_model_name"}
+    main(
+        folder, prepare=VersionEngines(loader=loader, engine=engine),
+        memory_bytes=machine.gpus[0].memory_bytes if on_gpu else machine.memory_bytes, **options,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""A model repository: several models with versions behind one HTTP server."""

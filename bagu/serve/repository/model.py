@@ -1,0 +1,335 @@
+"""One model of a repository: its versions, their traffic, and the operations that change them.
+
+`promote` is the hot swap. A version is loaded and warmed up beside those that serve; then it gets the new requests, the
+others finish theirs, and their processes end. If it does not start, nothing has changed. With limits (`return_when`)
+the others stay loaded until the new version has passed its trial, and get the traffic back if it does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from bagu.errors import BaguError
+from bagu.serve.http.calls import cancel_on_disconnect
+from bagu.serve.http.errors import ApiError
+from bagu.serve.http.process import SHUTTING_DOWN
+from bagu.serve.http.served import Caller, HasJob, Served
+from bagu.serve.repository.layout import Layout, Settings, check_weights, read_model
+from bagu.serve.repository.router import Router
+from bagu.serve.repository.shadow import ShadowCalls
+from bagu.serve.repository.version import Prepare, Version
+from bagu.serve.repository.watch import Trial
+
+__all__ = ["Host", "RepositoryModel"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What the models of a repository share."""
+
+    folder: Path
+    prepare: Prepare
+    check_memory: Callable[[float, str], None]  # raises 409 if this share of the memory is not free
+    default_share: float
+    max_queue: int
+    stall_s: float
+
+
+class RepositoryModel:
+    def __init__(self, layout: Layout, host: Host) -> None:
+        self.name, self.layout, self.host = layout.name, layout, host
+        self.versions = {number: Version(self.name, number) for number in layout.folders}
+        self.router = Router(self.name, layout.initial)
+        self.shadow = ShadowCalls()
+        self.swaps = self.returns = 0
+        self.last_return: str | None = None
+        self._trials: dict[int, Trial] = {}
+        self._before: dict[int, float] = {}  # the traffic before the trial
+        self._gate: asyncio.Event | None = None  # while a version is replaced; requests wait for it
+        self._waiting = 0
+        self._operation = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stopped = False
+
+    @property
+    def settings(self) -> Settings:
+        return self.layout.settings
+
+    @property
+    def ready(self) -> list[int]:
+        return [number for number, version in self.versions.items() if version.is_ready]
+
+    @property
+    def loaded(self) -> list[Version]:
+        return [version for version in self.versions.values() if version.served is not None]
+
+    # Requests
+
+    async def find(self, number: int | None, caller: Caller, receive: Receive) -> Served:
+        """The engine for a request; `number` is the version that it names, if any."""
+        if self._gate is not None and number is None:
+            await self._wait(self._gate, receive)
+        return self.choose(number, caller)
+
+    def choose(self, number: int | None, caller: Caller, *, without: Served | None = None) -> Served:
+        """The version `number`, or one by weight; it is ready. Raises 404, or 503 with the reason if none is."""
+        if number is not None:
+            return self._ready_version(self.version(number))
+        ready = [n for n in self.ready if without is None or self.versions[n].served is not without]
+        found = self.router.choose(ready, self._sticky(caller))
+        if found is None:
+            candidates = [self.versions[n] for n in self.router.weights if n in self.versions]
+            if not candidates:
+                message = f"no version of {self.name!r} is loaded"
+                raise ApiError(503, message, param="model", code="model_unloaded", headers={"Retry-After": "1"})
+            return self._ready_version(candidates[-1])
+        served = self.versions[found].served
+        assert served is not None
+        return served
+
+    def copy(self, served: Served, body: HasJob) -> None:
+        """Send a copy of a request to the shadow version."""
+        shadow = self.settings.shadow
+        if shadow is None or (version := self.versions.get(shadow.version)) is None or not version.is_ready:
+            return
+        if version.served is not None and version.served is not served:
+            self.shadow.send(version.served, body, shadow.share)
+
+    def version(self, number: int) -> Version:
+        if number not in self.versions:
+            hint = f"it has: {', '.join(map(str, self.versions))}"
+            message = f"{self.name!r} has no version {number}"
+            raise ApiError(404, message, param="model", code="model_not_found", hint=hint)
+        return self.versions[number]
+
+    def _ready_version(self, version: Version) -> Served:
+        if version.served is None or version.state == "draining":
+            message = f"{version.name} is {version.state}" + (f": {version.reason}" if version.reason else "")
+            raise ApiError(503, message, param="model", code="model_unloaded", headers={"Retry-After": "1"})
+        version.served.engine.require_ready()
+        return version.served
+
+    def _sticky(self, caller: Caller) -> str | None:
+        if self.settings.sticky == "none":
+            return None
+        return caller.user or (caller.key if self.settings.sticky == "key" else None)
+
+    async def _wait(self, gate: asyncio.Event, receive: Receive) -> None:
+        if self._waiting >= self.settings.replace_queue:
+            message = f"{self.name!r} is being replaced, and {self._waiting} requests wait for it"
+            raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+        self._waiting += 1
+        try:
+            await cancel_on_disconnect(gate.wait(), receive)
+        finally:
+            self._waiting -= 1
+
+    # Operations
+
+    async def start(self) -> None:
+        """Load the versions of the configuration, one after the other."""
+        for number in self.layout.loaded_at_start:
+            try:
+                await self._load(number)
+            except BaguError as error:
+                _log(f"{self.name}@{number} is not loaded: {error}")
+
+    async def load(self, number: int) -> None:
+        """Load a version without traffic, or do nothing if it is loaded."""
+        async with self._operation:
+            await self._read_folder()
+            await self._load(number)
+
+    async def unload(self, number: int) -> None:
+        """Take the traffic from a version, let its requests finish, and stop it."""
+        async with self._operation:
+            version = self.version(number)
+            self._end_trial()
+            self.router.set({n: weight for n, weight in self.router.weights.items() if n != number})
+            await version.drain(self.settings.drain_s)
+
+    async def promote(self, number: int) -> None:
+        """Give a version all the traffic; it is loaded if it is not. The others are unloaded."""
+        async with self._operation:
+            await self._read_folder()
+            version = self.version(number)
+            if not version.is_ready and self.settings.swap == "replace" and self.loaded:
+                await self._replace(number)
+            else:
+                await self._load(number)
+                self._set_traffic({number: 1.0})
+            self.swaps += 1
+            _log(f"{self.name}: version {number} serves")
+
+    async def set_weights(self, weights: Mapping[int, float]) -> None:
+        """Set the shares of the traffic. The versions with a weight are loaded if they are not."""
+        check_weights(weights)
+        async with self._operation:
+            await self._read_folder()
+            for number in weights:
+                self.version(number)
+            for number, weight in weights.items():
+                if weight > 0:
+                    await self._load(number)
+            self._set_traffic(weights)
+
+    async def run(self, operation: Coroutine[Any, Any, T]) -> T:
+        """Run an operation to its end, also if the client that asked for it disconnects. Raises 503 at a shutdown."""
+        if self._stopped:
+            operation.close()
+            raise ApiError(503, SHUTTING_DOWN)
+        task = self._spawn(operation)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise ApiError(503, SHUTTING_DOWN) from None
+            raise
+
+    def begin_shutdown(self) -> None:
+        """Cancel the operations; versions that are loading are stopped."""
+        self._stopped = True
+        for task in self._tasks:
+            task.cancel()
+
+    async def stop(self) -> None:
+        self.begin_shutdown()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.shadow.stop()
+        await asyncio.gather(*(version.stop() for version in self.versions.values()))
+
+    async def _read_folder(self) -> None:
+        """Read the settings and the list of versions again: the user may have added one."""
+        self.layout = await asyncio.to_thread(read_model, self.host.folder / self.name)
+        for number in self.layout.folders:
+            self.versions.setdefault(number, Version(self.name, number))
+
+    async def _load(self, number: int) -> None:
+        version = self.version(number)
+        if version.is_ready:
+            return
+        if version.served is not None:
+            message = f"{version.name} is {version.state}"
+            raise ApiError(409, message, code="version_busy", hint="wait until it is ready or unloaded")
+        if number not in self.layout.folders:
+            raise ApiError(404, f"the folder of {version.name} is gone", code="model_not_found")
+        share = self.settings.memory_share or self.host.default_share
+        self.host.check_memory(share, version.name)
+        niceness = self.settings.load_niceness if self.ready else 0
+        engine = await asyncio.to_thread(self.host.prepare, self.layout.folders[number], self.settings, share)
+        reason = await version.load(
+            engine, share, max_queue=self.host.max_queue, stall_s=self.host.stall_s, niceness=niceness
+        )
+        if reason is not None:
+            raise ApiError(409, f"{version.name} did not start: {reason}", code="load_failed")
+
+    async def _replace(self, number: int) -> None:
+        """Unload the versions that serve, then load the new one; requests wait meanwhile. If it does not start, the old
+        ones are loaded again."""
+        before, gate = self.router.weights, asyncio.Event()
+        self._gate = gate
+        try:
+            await asyncio.gather(*(version.drain(self.settings.drain_s) for version in self.loaded))
+            try:
+                await self._load(number)
+            except BaguError:
+                for old in before:
+                    await self._load(old)
+                raise
+            self.router.set({number: 1.0})
+        finally:
+            self._gate = None
+            gate.set()
+
+    def _set_traffic(self, weights: Mapping[int, float]) -> None:
+        """Route new requests by these weights. Versions that lost all their traffic are unloaded: after the trial if
+        there are limits, otherwise now."""
+        self._end_trial()
+        before, sum_before = self.router.weights, sum(self.router.weights.values())
+        self.router.set(weights)
+        after, sum_after = self.router.weights, sum(self.router.weights.values())
+        limits = self.settings.return_when
+        if limits is not None and any(n in self.ready for n in before):
+            grown = [n for n in after if after[n] / sum_after > before.get(n, 0.0) / (sum_before or 1.0)]
+            self._before = before
+            self._trials = {n: Trial.begin(limits, self.versions[n].metrics) for n in grown}
+        if not self._trials:
+            self._drain([n for n in before if n not in after])
+
+    # Automatic return
+
+    def check_trial(self) -> None:
+        """Give the traffic back if a version in its trial has passed a limit; end the trial if all are within them."""
+        if not self._trials:
+            return
+        for number, trial in self._trials.items():
+            version = self.versions[number]
+            why = trial.breach() if version.is_ready else f"it is {version.state}"
+            if why is not None:
+                self._return(number, why)
+                return
+        if all(trial.passed for trial in self._trials.values()):
+            self._end_trial()
+
+    def _return(self, number: int, why: str) -> None:
+        after, before = self.router.weights, self._before
+        if not any(n in self.ready for n in before):
+            return  # there is nothing to return to
+        self._trials, self._before = {}, {}
+        self.router.set(before)
+        self.returns += 1
+        self.last_return = f"version {number}: {why}"
+        _log(f"{self.name}: the traffic returns to version {', '.join(map(str, before))}; {self.last_return}")
+        self._drain([n for n in after if n not in before])
+
+    def _end_trial(self) -> None:
+        """End the trial, and unload the versions that waited for its end."""
+        before, self._trials, self._before = self._before, {}, {}
+        self._drain([n for n in before if n not in self.router.weights])
+
+    def _drain(self, numbers: Sequence[int]) -> None:
+        shadow = None if self.settings.shadow is None else self.settings.shadow.version
+        for number in numbers:
+            if number != shadow and self.versions[number].is_ready:
+                self._spawn(self.versions[number].drain(self.settings.drain_s))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # Description
+
+    def describe(self) -> dict[str, Any]:
+        total = sum(self.router.weights.values())
+        return {
+            "name": self.name,
+            "versions": [
+                {
+                    "version": version.number, "state": version.state,
+                    "weight": self.router.weights.get(version.number, 0.0) / total if total else 0.0,
+                    "in_trial": version.number in self._trials, "reason": version.reason or None,
+                    "requests": _requests(version), "errors": version.metrics.errors,
+                }
+                for version in self.versions.values()
+            ],
+            "swaps": self.swaps, "returns": self.returns, "last_return": self.last_return,
+        }  # fmt: skip
+
+
+def _requests(version: Version) -> int:
+    return sum(version.metrics.finished.values())
+
+
+def _log(text: str) -> None:
+    print(f"bagu serve: {text}", file=sys.stderr, flush=True)

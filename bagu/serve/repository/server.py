@@ -1,0 +1,45 @@
+"""`bagu serve REPOSITORY`: the main function of the HTTP server's process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bagu.errors import BaguError
+from bagu.serve.http.metrics import Metrics
+from bagu.serve.http.server import Server, ServerOptions, check_queue, import_server
+from bagu.serve.repository.version import Prepare
+
+__all__ = ["main"]
+
+
+def main(
+    folder: Path,
+    *,
+    prepare: Prepare,
+    memory_bytes: int | None = None,
+    max_queue: int = 256,
+    stall_timeout: float = 60.0,
+    **options: Any,
+) -> None:
+    """Run the server until SIGINT or SIGTERM. `prepare` makes the engine of a version; the other options are those of
+    `http.server.main`."""
+    check_queue(max_queue)
+    given = ServerOptions(**options)
+    parts = import_server()
+    from bagu.serve.repository.repository import Repository
+    from bagu.serve.repository.routes import RepositoryApi
+
+    failed = []
+
+    def exit_server() -> None:
+        failed.append(True)
+        server.stop()
+
+    models = Repository(
+        folder, prepare, max_queue=max_queue, stall_s=stall_timeout, memory_bytes=memory_bytes, on_failure=exit_server
+    )
+    server = Server(parts, given, RepositoryApi, models, Metrics(folder.name))
+    server.run(f"{len(models.models)} models of {folder.name or folder}")
+    if failed:
+        raise BaguError(f"no model of {folder} could be loaded", hint="the reasons are above")

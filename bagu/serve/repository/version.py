@@ -1,0 +1,98 @@
+"""One version of a model: an engine process while it is loaded, and its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from bagu.serve.config import EngineConfig
+from bagu.serve.http.metrics import Metrics
+from bagu.serve.http.pending import PendingCalls
+from bagu.serve.http.pipe import Load
+from bagu.serve.http.process import EngineProcess
+from bagu.serve.http.served import Served
+from bagu.serve.repository.layout import Settings
+
+__all__ = ["Engine", "Prepare", "State", "Version"]
+
+State = Literal["unloaded", "loading", "warming", "ready", "restarting", "draining", "failed"]
+
+
+class Engine(NamedTuple):
+    """How the engine process of a version is started."""
+
+    load: Load
+    config: EngineConfig
+
+
+Prepare = Callable[[Path, Settings, float], Engine]  # of the version in this folder, with this share of the memory
+
+
+class Version:
+    """`share` is the memory that it occupies while it is loaded, as a fraction."""
+
+    def __init__(self, model: str, number: int) -> None:
+        self.number, self.name = number, f"{model}@{number}"
+        self.metrics = Metrics(model, version=number)
+        self.served: Served | None = None  # while it is loaded
+        self.share = 0.0
+        self.reason = ""  # why it is not loaded
+        self._failed = self._draining = False
+
+    @property
+    def state(self) -> State:
+        if self.served is None:
+            return "failed" if self._failed else "unloaded"
+        if self._draining:
+            return "draining"
+        state = self.served.engine.state
+        return "unloaded" if state == "stopped" else state
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == "ready"
+
+    async def load(self, engine: Engine, share: float, *, max_queue: int, stall_s: float, niceness: int) -> str | None:
+        """Start the engine and wait until it is ready; returns the reason if it fails. Cancelling stops it."""
+        self.share, self.reason, self._failed, self._draining = share, "", False, False
+        pending = PendingCalls(engine.config.max_num_seqs + max_queue, self.metrics)
+        process = EngineProcess(engine.load, engine.config, pending, stall_s=stall_s, niceness=niceness)
+        self.served = Served(process, self.name, engine.config.generation)
+        process.start()
+        try:
+            await process.wait_until_settled()
+        except asyncio.CancelledError:
+            await self._unload()
+            raise
+        if process.state == "ready":
+            return None
+        self._failed = process.state == "failed"
+        self.reason = process.failure if self._failed else "it was unloaded while it was loading"
+        await self._unload()
+        return self.reason
+
+    async def drain(self, timeout: float) -> None:
+        """Take no more requests, let the running ones finish for at most `timeout` seconds, and stop the engine."""
+        if self.served is None:
+            return
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout):
+                while self.served.uses or self.served.engine.pending.choices:
+                    await asyncio.sleep(0.02)  # a callback in every finished call would cost more
+        except TimeoutError:
+            self.served.engine.fail_calls()
+        await self._unload()
+
+    async def stop(self) -> None:
+        """Stop the engine at once."""
+        if self.served is not None:
+            await self._unload()
+
+    async def _unload(self) -> None:
+        served, self.share = self.served, 0.0
+        if served is not None:
+            await served.engine.stop()
+        self.served, self._draining = None, False
