@@ -21,7 +21,7 @@ from bagu.serve.repository.version import Engine
 def load(folder: Path) -> tuple[Any, Any, Any]:
     """Called in the engine process."""
     if (folder / "disk_full").exists():
-        with open("/dev/full", "wb", buffering=0) as file:
+        with Path("/dev/full").open("wb", buffering=0) as file:
             file.write(b"x")
     model, tokenizer, chat = tiny_server.load()
     if (folder / "broken_weights").exists():

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
+from bagu.config import ConfigError
 from bagu.errors import BaguError
 from bagu.serve.http.calls import cancel_on_disconnect
 from bagu.serve.http.errors import ApiError
@@ -167,12 +168,16 @@ class RepositoryModel:
             else:
                 await self._load(number)
                 self._set_traffic({number: 1.0})
+                self._drain([n for n in self.versions if n not in (number, *self._before)])
             self.swaps += 1
             _log(f"{self.name}: version {number} serves")
 
     async def set_weights(self, weights: Mapping[int, float]) -> None:
         """Set the shares of the traffic. The versions with a weight are loaded if they are not."""
-        check_weights(weights)
+        try:
+            check_weights(weights)
+        except ConfigError as error:
+            raise ApiError(400, str(error), param="weights", hint=error.hint) from error
         async with self._operation:
             await self._read_folder()
             for number in weights:
@@ -209,7 +214,10 @@ class RepositoryModel:
 
     async def _read_folder(self) -> None:
         """Read the settings and the list of versions again: the user may have added one."""
-        self.layout = await asyncio.to_thread(read_model, self.host.folder / self.name)
+        try:
+            self.layout = await asyncio.to_thread(read_model, self.host.folder / self.name)
+        except BaguError as error:
+            raise ApiError(400, str(error), hint=error.hint) from error
         for number in self.layout.folders:
             self.versions.setdefault(number, Version(self.name, number))
 
@@ -299,7 +307,7 @@ class RepositoryModel:
     def _drain(self, numbers: Sequence[int]) -> None:
         shadow = None if self.settings.shadow is None else self.settings.shadow.version
         for number in numbers:
-            if number != shadow and self.versions[number].is_ready:
+            if number != shadow and self.versions[number].state in ("ready", "restarting"):
                 self._spawn(self.versions[number].drain(self.settings.drain_s))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -10,7 +10,6 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
-from bagu.config import ConfigError
 from bagu.errors import BaguError
 from bagu.serve.http.api import Api
 from bagu.serve.http.calls import json_response
@@ -123,8 +122,6 @@ class RepositoryApi(Api):
         model = await self._model_named(request.path_params["name"])
         try:
             await model.run(change(model, body))
-        except ConfigError as error:
-            raise ApiError(400, str(error), hint=error.hint) from error
         except ApiError:
             raise
         except BaguError as error:  # e.g. the version's folder has no model
@@ -140,7 +137,7 @@ class RepositoryApi(Api):
             if (folder / FILE).is_file():
                 try:
                     layout = await asyncio.to_thread(read_model, folder)
-                except ConfigError as error:
+                except BaguError as error:
                     raise ApiError(400, str(error), hint=error.hint) from error
                 self.catalog.add(layout)
         return self.catalog.model_of(name)[0]
