@@ -95,8 +95,8 @@ def idle(server: Running, model: str) -> bool:
 
 @contextmanager
 def load(client: openai.OpenAI, clients: int = 3, *, streams: bool = True) -> Iterator[list[str]]:
-    """Clients that send one request after the other; with `streams` every second one streams. Yields the names of the models that answered;
-    raises the first failure at the end."""
+    """Clients that send one request after the other; with `streams` every second one streams. Yields the
+    names of the models that answered; raises the first failure at the end."""
     stop, answered = threading.Event(), list[str]()
 
     def run(number: int) -> None:
@@ -226,14 +226,18 @@ def children(server: Running) -> list[int]:
 def test_a_version_is_replaced_where_memory_is_for_one_only(
     client: openai.OpenAI, server: Running, folder: Path
 ) -> None:
-    """Requests wait while the process of the old version ends and that of the new one starts."""
+    """Requests wait while the process of the old version ends and that of the new one starts. If the new one does not
+    start, the old one is loaded again."""
     settings(folder, 'memory_share = 0.8\nswap = "replace"')
     with load(client, 2) as answered:
+        assert "No space left" in change(server, "promote", {"version": 4}, 409)["error"]["message"]
+        assert states(server)[1] == "ready"
         change(server, "promote", {"version": 2})
         before = len(answered)
         eventually(lambda: "chat@2" in answered[before:], "the new version answers")
     assert states(server)[1] == "unloaded"
     assert len(children(server)) == 1
+    change(server, "promote", {"version": 1})
     restore(server, folder)
 
 
