@@ -1,8 +1,9 @@
 """A stub server for tests of the chat page: the page's files, and the four routes it calls, with fixed answers.
 
 The answer depends on the last message: "count" is a stream that ends only when the client disconnects, "refuse" an HTTP
-error, "break" an error inside the stream, anything else `Stub.answer`. The stream is written a few bytes at a time, so
-that events and characters arrive in pieces.
+error, "break" an error inside the stream, "reason" an answer with `reasoning_content`, anything else `Stub.answer`.
+With tools the answer to a user is two calls; with a schema it is `Stub.json`. The stream is written a few bytes at
+a time, so that events and characters arrive in pieces.
 """
 
 from __future__ import annotations
@@ -38,8 +39,20 @@ def blocks_needed(tokens: int, block_size: int = 16) -> int:
 块表把逻辑块映射到物理块 👍 <img src=x onerror=alert(1)>"""
 PIECE = 11  # bytes per write
 DEFAULT_SAMPLING = GenerationDefaults(temperature=0.6, top_k=20).effective
+REASONING = "Two and two <b>is</b>\n\n- four"
 THOUGHT = "<think>\nTwo and two <b>is</b>\n\n- four\n</think>\n\nIt is **4**."
 BLOCKS = "u" * 37 + "c" * 61 + "." * 158
+
+CALLS = [  # deltas: the arguments of the first call arrive in two pieces
+    {
+        "tool_calls": [
+            {"index": 0, "id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": ""}}
+        ]
+    },
+    {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": "<b>Li'}}]},
+    {"tool_calls": [{"index": 0, "function": {"arguments": 'ma"}'}}]},
+    {"tool_calls": [{"index": 1, "id": "c2", "function": {"name": "get_time", "arguments": "{}"}}]},
+]
 
 
 class Stub(ThreadingHTTPServer):
@@ -60,6 +73,8 @@ class Stub(ThreadingHTTPServer):
         self.engine_calls = 0
         self.key: str | None = None
         self.answer = ANSWER
+        self.json = '{"city": "Lima", "population": 10092000}'
+        self.models = ["tiny"]
         self.pause_after: str | None = None
         self.resume = threading.Event()
 
@@ -152,8 +167,8 @@ class Handler(BaseHTTPRequestHandler):
             )
         elif self.path == "/v1/models":
             if self.allowed():
-                model = {"id": "tiny", "object": "model", "default_sampling": DEFAULT_SAMPLING}
-                self.reply_json({"object": "list", "data": [model]})
+                common = {"object": "model", "default_sampling": DEFAULT_SAMPLING}
+                self.reply_json({"object": "list", "data": [{"id": id, **common} for id in self.server.models]})
         else:
             self.refuse(404, f"there is nothing at {self.path}")
 
@@ -165,6 +180,9 @@ class Handler(BaseHTTPRequestHandler):
         asked = body["messages"][-1]["content"]
         if "refuse" in asked:
             self.refuse(400, "the prompt has 9000 tokens and the model 4096")
+            return
+        if "oneOf" in json.dumps(body.get("response_format")):
+            self.refuse(400, "response_format: the schema's oneOf is not supported")
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -196,8 +214,17 @@ class Handler(BaseHTTPRequestHandler):
             yield {"error": {"message": "the engine died: out of memory", "code": 503}}
             yield "[DONE]"
             return
+        if "reason" in asked:
+            for token in tokens(REASONING):
+                yield chunk({"reasoning_content": token.decode()})
+        if "tools" in body and body["messages"][-1]["role"] == "user":
+            yield from map(chunk, CALLS)
+            yield chunk({}, "tool_calls")
+            yield "[DONE]"
+            return
         held, sent = b"", ""
-        parts = tokens(self.server.answer)
+        answer = self.server.json if "response_format" in body else self.server.answer
+        parts = tokens(answer.replace("{model}", body["model"]))
         pause_after, resume = self.server.pause_after, self.server.resume
         for at, token in enumerate(parts):
             held += token

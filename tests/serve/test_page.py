@@ -52,7 +52,7 @@ def test_escape_stops_an_answer_and_disconnects(page: Any, server: Stub) -> None
     assert page.locator("#send").is_visible()
 
 
-def test_edit_and_regenerate_remove_later_messages(page: Any, server: Stub) -> None:
+def test_edit_and_regenerate_add_branches(page: Any, server: Stub) -> None:
     ask(page, "first")
     finished(page)
     page.keyboard.press("ArrowUp")
@@ -63,6 +63,23 @@ def test_edit_and_regenerate_remove_later_messages(page: Any, server: Stub) -> N
     page.click(".assistant [aria-label=Regenerate]")
     finished(page)
     assert [[m["content"] for m in body["messages"]] for body in server.bodies] == [["first"], ["second"], ["second"]]
+    ask(page, "third")
+    finished(page)
+    assert page.locator(".branches").all_inner_texts() == ["2/2", "2/2"]
+    page.locator(".message.user").first.get_by_label("Previous version").click()
+    assert page.locator(".message.user .body").all_inner_texts() == ["first"]
+    page.keyboard.press("Tab")  # the focus is still at the switcher
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Copy"
+    page.reload()
+    assert page.locator(".message.user .body").all_inner_texts() == ["first"]
+    page.locator(".message.user").first.get_by_label("Next version").press("Enter")
+    assert page.locator(".message.user .body").all_inner_texts() == ["second", "third"]
+    page.locator(".message.assistant").first.get_by_label("Previous version").click()
+    assert page.locator(".message").count() == 2
+    ask(page, "fourth")
+    finished(page)
+    sent = [message["content"] for message in server.bodies[-1]["messages"]]
+    assert sent == ["second", ANSWER, "fourth"]
 
 
 def test_settings_and_the_system_prompt_are_sent(page: Any, server: Stub) -> None:
@@ -121,10 +138,14 @@ def test_conversations_are_kept_renamed_exported_and_deleted(page: Any, server: 
     assert page.locator("#title").inner_text() == "gamma"
     page.locator("#chats li").nth(1).hover()
     with page.expect_download() as download:
-        page.locator("#chats li").nth(1).get_by_label("Export as JSON").click()
+        page.locator("#chats li").nth(1).get_by_label("Export").click()
+        page.click("#export [data-export=json]")
     download.value.save_as(tmp_path / "chat.json")
-    exported = json.loads((tmp_path / "chat.json").read_text())
-    assert exported["messages"] == [{"role": "user", "content": "alpha"}, {"role": "assistant", "content": ANSWER}]
+    [exported] = json.loads((tmp_path / "chat.json").read_text())["chats"]
+    first, second = exported["messages"]
+    assert (first["role"], first["content"], first["parent"]) == ("user", "alpha", None)
+    assert (second["role"], second["content"], second["parent"]) == ("assistant", ANSWER, first["id"])
+    page.locator("#chats li").nth(1).hover()
     page.locator("#chats li").nth(1).get_by_label("Delete").click()
     assert page.locator("#chats .open").all_inner_texts() == ["beta"]
     page.click("#toast button")

@@ -27,7 +27,7 @@ def test_a_thought_is_folded_and_timed_during_and_after_streaming(page: Any, ser
     assert re.fullmatch(r"Thought for \d+\.\d s", thought.locator("summary").inner_text())
     assert thought.locator("li").is_visible()  # still as the reader left it
     assert thought.locator("b").count() == 0
-    assert answer.locator(".body > .markdown").inner_text() == "It is 4."
+    assert answer.locator(".text > .markdown").inner_text() == "It is 4."
     assert "think>" not in answer.inner_text()
     answer.get_by_label("Copy").click()
     assert page.evaluate("navigator.clipboard.readText()") == "It is **4**."

@@ -1,4 +1,4 @@
-// The sidebar with the conversations, the panels at the right, and which of them are open. In a narrow window they
+// The page's frame: the sidebar with the conversations, the panels at the right, and which of them are open. In a narrow window they
 // overlay the conversation, which is dimmed.
 
 import { loadLook, saveLook } from "./store.js";
@@ -7,6 +7,7 @@ const $ = (id) => document.getElementById(id);
 const PANELS = ["settings", "engine"];
 
 export const look = loadLook();
+let panelChanged = () => {};
 export const narrow = () => matchMedia("(max-width: 760px)").matches;
 const overlaid = () => matchMedia("(max-width: 1080px)").matches;
 const sidebarOpen = () => !document.body.classList.contains("no-sidebar");
@@ -35,27 +36,27 @@ export function openPanel(name) {
     $(`open-${one}`).setAttribute("aria-expanded", one === name);
   }
   shade();
+  panelChanged(name);
 }
 
-/** Closes what overlays the conversation; returns whether there was anything. */
+/** Closes what overlays the conversation. */
 export function closeOverlay() {
-  if ($("shade").hidden) return false;
+  if ($("shade").hidden) return;
   if (overlaid()) openPanel(null);
   if (narrow()) showSidebar(false);
-  return true;
 }
 
-/** `panelChanged` is called when a panel opens or closes. */
-export function startShell(panelChanged) {
-  const open = (name) => (openPanel(name), panelChanged());
-  const close = (name) => (open(null), $(`open-${name}`).focus()); // otherwise the focus is lost with the button
+/** `changed` is called with the name of the open panel, or null, when a panel opens or closes. */
+export function startShell(changed) {
+  panelChanged = changed;
+  const close = (name) => (openPanel(null), $(`open-${name}`).focus()); // otherwise the focus is lost with the button
   $("menu").addEventListener("click", () => showSidebar(!sidebarOpen()));
-  $("shade").addEventListener("click", () => (closeOverlay(), panelChanged()));
+  $("shade").addEventListener("click", closeOverlay);
   for (const one of PANELS) {
-    $(`open-${one}`).addEventListener("click", () => open(look.panel === one ? null : one));
+    $(`open-${one}`).addEventListener("click", () => openPanel(look.panel === one ? null : one));
     $(one).querySelector(".close").addEventListener("click", () => close(one));
   }
   window.addEventListener("resize", shade);
   showSidebar(look.sidebar && !narrow());
-  open(overlaid() ? null : look.panel);
+  openPanel(overlaid() ? null : look.panel);
 }

@@ -1,11 +1,20 @@
 // Conversations and settings, stored only in this browser's localStorage.
 //
-// Every conversation has its own key, so two tabs that write different ones do not overwrite each other. Token
-// probabilities are large and stay in memory: fields whose names begin with "_" are not stored.
+// Every conversation has its own key, so two tabs that write different ones do not overwrite each other. All of them
+// together may have LIMIT characters. Token probabilities are large and stay in memory: fields whose names begin with
+// "_" are not stored.
+
+import { newId, withIds } from "./tree.js";
 
 const CHAT = "bagu.chat.";
 const SETTINGS = "bagu.sampling";
 const LOOK = "bagu.look";
+export const LIMIT = 4_000_000; // characters; browsers allow about 5 million for all keys of a site
+
+/** The conversation does not fit into the browser's storage. */
+export class StorageFull extends Error {}
+
+const isChat = (key) => key.startsWith(CHAT);
 
 function read(key, fallback) {
   try {
@@ -15,40 +24,54 @@ function read(key, fallback) {
   }
 }
 
-function write(key, value) {
-  localStorage.setItem(key, JSON.stringify(value, (name, part) => (name.startsWith("_") ? undefined : part)));
+function encode(value) {
+  return JSON.stringify(value, (name, part) => (name.startsWith("_") ? undefined : part));
 }
 
-export function newChat(system = "") {
+const write = (key, value) => localStorage.setItem(key, encode(value));
+
+export function newChat() {
   const now = Date.now();
-  const id = `${now.toString(36)}${Math.random().toString(36).slice(2, 8)}`;
-  return { id, title: "", system, created: now, updated: now, messages: [] };
+  const texts = { title: "", system: "", schema: "", tools: "" };
+  return { id: newId(), ...texts, created: now, updated: now, messages: [], leaf: null };
 }
 
 /** All conversations, most recently changed first. */
 export function loadChats() {
-  const keys = Object.keys(localStorage).filter((key) => key.startsWith(CHAT));
-  const chats = keys.map((key) => read(key, {})).filter((chat) => chat.id && Array.isArray(chat.messages));
-  return chats.sort((a, b) => b.updated - a.updated);
+  const stored = Object.keys(localStorage).filter(isChat).map((key) => read(key, {}));
+  const chats = stored.filter((chat) => chat.id && Array.isArray(chat.messages));
+  return chats.map((chat) => withIds({ ...newChat(), ...chat })).sort((a, b) => b.updated - a.updated);
 }
 
-/** Throws if the browser's storage is full. */
+/** The characters that the conversations take; `except` is the key of one that is not counted. */
+export function usage(except = null) {
+  const keys = Object.keys(localStorage).filter((key) => isChat(key) && key !== except);
+  return keys.reduce((sum, key) => sum + localStorage.getItem(key).length, 0);
+}
+
+/** Throws StorageFull if the conversation does not fit. */
 export function saveChat(chat) {
-  write(CHAT + chat.id, chat);
+  const [key, text] = [CHAT + chat.id, encode(chat)];
+  if (usage(key) + text.length > LIMIT) throw new StorageFull();
+  try {
+    localStorage.setItem(key, text);
+  } catch (error) {
+    throw new StorageFull(error.message); // other pages of this site use the rest
+  }
 }
 
 export function deleteChat(chat) {
   localStorage.removeItem(CHAT + chat.id);
 }
 
-export const isChatKey = (key) => key === null || key.startsWith(CHAT);
+export const isChatKey = (key) => key === null || isChat(key);
 
 // Only the fields that the user has set, by the API's names; null is a cleared field.
 export const loadSettings = () => read(SETTINGS, {});
 export const saveSettings = (settings) => write(SETTINGS, settings);
 
-export const loadLook = () =>
-  read(LOOK, { theme: null, language: null, probabilities: false, panel: null, sidebar: true });
+const LOOKS = { theme: null, language: null, probabilities: false, panel: null, sidebar: true };
+export const loadLook = () => read(LOOK, { ...LOOKS, compare: false, model: null, second: null });
 export const saveLook = (look) => write(LOOK, look);
 
 // The API key is kept until the tab is closed.

@@ -1,4 +1,4 @@
-// A model's thoughts: the text between <think> and </think>.
+// A model's thoughts: the text between <think> and </think>, or the reasoning that the server has separated.
 
 const OPEN = "<think>";
 const CLOSE = "</think>";
@@ -27,6 +27,15 @@ export function parts(content, streaming = false) {
   }
   found.push({ thought: null, text: rest, open: false });
   return found.filter(({ text, open }) => open || text.trim());
+}
+
+/** The parts of a message: its `reasoning`, which the server has separated from the content, and those of the content.
+ * The reasoning is open until the content or a tool call begins. */
+export function messageParts({ content, reasoning, tool_calls: calls }, streaming = false) {
+  const rest = parts(content, streaming);
+  if (!reasoning) return rest;
+  const first = { thought: 0, text: reasoning, open: !content && !calls };
+  return [first, ...rest.map((part) => ({ ...part, thought: part.thought === null ? null : part.thought + 1 }))];
 }
 
 /** An answer without its thoughts. */

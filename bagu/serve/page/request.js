@@ -1,0 +1,24 @@
+// The body of a chat completion request.
+
+import { parsedSchema, parsedTools } from "./formats.js";
+import { request as sampling } from "./settings.js";
+
+const TOP = 5; // alternatives per token
+
+/** The request for an answer of `model` after the messages `path`. */
+export function requestBody(chat, path, { model, settings, probabilities }) {
+  const system = chat.system.trim() ? [{ role: "system", content: chat.system.trim() }] : [];
+  const messages = path.filter(({ error, content, tool_calls: calls }) => !error && (content || calls)).map(apiMessage);
+  const body = { model, messages: [...system, ...messages], ...sampling(settings) };
+  const schema = parsedSchema(chat.schema).value;
+  const tools = parsedTools(chat.tools).value;
+  if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
+  if (tools) body.tools = tools;
+  if (probabilities) Object.assign(body, { logprobs: true, top_logprobs: TOP });
+  return body;
+}
+
+function apiMessage({ role, content, tool_calls: calls, tool_call_id: answers }) {
+  if (answers) return { role, tool_call_id: answers, content };
+  return calls ? { role, content: content || null, tool_calls: calls } : { role, content };
+}
