@@ -174,7 +174,7 @@ def test_full_storage_is_reported_and_nothing_is_deleted_without_consent(page: A
         const chat = { id: 'old', title: 'oldest', created: 1, updated: 1, leaf: 'm0', messages: [message] };
         localStorage.setItem('bagu.chat.old', JSON.stringify(chat));
     }"""
-    page.evaluate(fill, 3_999_000)
+    page.evaluate(fill, 3_999_800)
     page.reload()
     ask(page, "alpha")
     finished(page)
