@@ -64,6 +64,10 @@ def serve(
     max_num_queued_reqs: Annotated[int, Option(help="Maximum waiting sequences (encoder: calls); more get 429.")] = 256,
     shutdown_timeout: Annotated[float, Option(help="Seconds to let running requests finish on shutdown.")] = 30.0,
     log_level: Annotated[str, Option(help="debug, info, warning or error.")] = "warning",
+    log_format: Annotated[str, Option(help="text, or json: one line per request on stderr.")] = "text",
+    otlp_endpoint: Annotated[
+        str | None, Option(help="Send OpenTelemetry traces to this OTLP/HTTP URL, e.g. http://localhost:4318.")
+    ] = None,
     device: Device = None,
 ) -> None:
     """Start an OpenAI-compatible server, with a chat page at /. MODEL may be a model repository (docs/running.md)."""
@@ -89,7 +93,8 @@ def serve(
             "host": host, "port": port, "api_key": api_key, "api_keys": api_keys,
             "served_model_name": served_model_name or (),
             "allowed_origins": allowed_origins or (), "max_queue": max_num_queued_reqs,
-            "shutdown_timeout": shutdown_timeout, "log_level": log_level,
+            "shutdown_timeout": shutdown_timeout, "log_level": log_level, "log_format": log_format,
+            "otlp_endpoint": otlp_endpoint,
         },
         generation_config=generation_config,
     )  # fmt: skip

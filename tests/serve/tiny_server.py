@@ -149,6 +149,8 @@ if __name__ == "__main__":
     parser.add_argument("--adapter", nargs=2, action="append", default=[], metavar=("NAME", "PATH"))
     parser.add_argument("--max-adapters", type=int, default=0)
     parser.add_argument("--allow-adapter-loading", action="store_true")
+    parser.add_argument("--log-format", default="text")
+    parser.add_argument("--otlp-endpoint")
     given = parser.parse_args()
     server.main(
         MODEL, host="127.0.0.1", port=0, api_key=given.api_key, max_queue=given.max_queue,
@@ -163,5 +165,5 @@ if __name__ == "__main__":
             max_adapters=given.max_adapters, max_adapter_rank=4, allow_adapter_loading=given.allow_adapter_loading,
         ),
         stall_timeout=given.stall_timeout, shutdown_timeout=given.shutdown_timeout,
-        request_timeout=given.request_timeout,
+        request_timeout=given.request_timeout, log_format=given.log_format, otlp_endpoint=given.otlp_endpoint,
     )  # fmt: skip

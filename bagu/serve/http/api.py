@@ -187,7 +187,10 @@ def make_app(api: Api) -> ApiMiddleware:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RecursionError, _on_recursion)
     app.add_exception_handler(Exception, _on_exception)
-    return ApiMiddleware(app, api.metrics, keys=api.config.keys, allowed_origins=api.config.allowed_origins)
+    return ApiMiddleware(
+        app, api.metrics, keys=api.config.keys, allowed_origins=api.config.allowed_origins,
+        observers=api.config.observers,
+    )  # fmt: skip
 
 
 def engine_state(stats: EngineStats, metrics: Metrics, last: int) -> dict[str, Any]:

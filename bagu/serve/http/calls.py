@@ -22,6 +22,7 @@ from bagu.serve.http.keys import Keys, KeyUse
 from bagu.serve.http.metrics import Metrics
 from bagu.serve.http.pending import PendingCall
 from bagu.serve.http.process import EngineProcess
+from bagu.serve.http.record import RECORD, Observer, RequestRecord
 from bagu.serve.http.responses import GenerationResponse, to_json
 from bagu.serve.request import Request as EngineRequest
 
@@ -55,7 +56,7 @@ class ClientCall:
         self._engine.close(self.pending)
         if self._key is not None:
             prompts = sum(len(request.prompt) for request in self.pending.requests)
-            self._key.charge(prompts + self.pending.generated, time.time())
+            self._key.charge(prompts + self.pending.num_tokens, time.time())
             self._key = None
 
     async def _watch(self, receive: Receive) -> None:
@@ -158,11 +159,15 @@ async def resume(coroutine: Coroutine[Any, None, None], waits_for: Any) -> None:
 
 
 class ApiMiddleware:
-    """Around every route: checks the API key, applies CORS, returns the client's X-Request-Id, counts requests, and
-    answers 503 in OpenAI's shape to calls that a shutdown cancels."""
+    """Around every route: checks the API key, applies CORS, returns the client's X-Request-Id or a new one, counts
+    requests, gives the record of each to the observers, and answers 503 in OpenAI's shape to calls that a shutdown
+    cancels."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, *, keys: Keys, allowed_origins: Sequence[str]) -> None:
-        self.app, self.metrics, self.keys = app, metrics, keys
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, *, keys: Keys, allowed_origins: Sequence[str],
+        observers: Sequence[Observer] = (),
+    ) -> None:  # fmt: skip
+        self.app, self.metrics, self.keys, self.observers = app, metrics, keys, observers
         self.guarded_app: ASGIApp = self._check_key
         if allowed_origins:  # outside the key check, so that a page can read the 401 of a wrong key
             self.guarded_app = CORSMiddleware(
@@ -177,15 +182,14 @@ class ApiMiddleware:
             await self.app(scope, receive, send)
             return
         scope[SEND] = send
-        id = dict(scope["headers"]).get(b"x-request-id", b"")[:128]
+        record = scope[RECORD] = RequestRecord.of(scope)
         status, began = 500, False
 
         async def count(message: Message) -> None:
             nonlocal status, began
             if message["type"] == "http.response.start":
                 status, began = message["status"], True
-                if id:
-                    message["headers"] = [*message["headers"], (b"x-request-id", id)]
+                message["headers"] = [*message["headers"], (b"x-request-id", record.id.encode())]
             await send(message)
 
         try:
@@ -194,8 +198,11 @@ class ApiMiddleware:
             if not began:
                 await error_response(ApiError(503, "the server is shutting down"))(scope, receive, count)
         finally:
-            route = scope.get("route")
-            self.metrics.http[getattr(route, "path", "unmatched"), scope["method"], status] += 1
+            route = getattr(scope.get("route"), "path", "unmatched")
+            self.metrics.http[route, scope["method"], status] += 1
+            record.end(route, status)
+            for observe in self.observers:
+                observe(record)
 
     async def _check_key(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._is_authorized(scope):
@@ -207,8 +214,10 @@ class ApiMiddleware:
     def _is_authorized(self, scope: Scope) -> bool:
         if not self.keys or not scope["path"].startswith(GUARDED) or scope["method"] == "OPTIONS":
             return True
-        scope[KEY] = self.keys.find(dict(scope["headers"]).get(b"authorization", b""))
-        return scope[KEY] is not None
+        found = scope[KEY] = self.keys.find(dict(scope["headers"]).get(b"authorization", b""))
+        if found is not None:
+            scope[RECORD].key_name = found.key.name
+        return found is not None
 
 
 async def read_json(request: Request, timeout: float) -> bytes:

@@ -40,7 +40,10 @@ class PendingCall:
     unfinished: dict[tuple[str, int], _TokenTimes] = field(default_factory=dict)  # by request id and choice
     events: list[Event] = field(default_factory=list)  # not read yet
     failure: ApiError | None = None
-    generated: int = 0  # tokens of the choices that have ended
+    started: float | None = None  # begin of the first step of a request, by `time.perf_counter`
+    first_token: float | None = None  # arrival of the first token
+    num_tokens: int = 0  # of ended choices
+    finish_reasons: list[Finish] = field(default_factory=list)  # of ended choices
     _accepted: int = 0  # number of requests
     _callback: Callable[[], None] | None = None
 
@@ -156,7 +159,8 @@ class PendingCalls:
             self._by_request.pop(request.id, None)
         self.choices -= len(call.unfinished)
         self.metrics.finished[reason] += len(call.unfinished)
-        call.generated += sum(times.tokens for times in call.unfinished.values())
+        call.finish_reasons += [reason] * len(call.unfinished)
+        call.num_tokens += sum(times.tokens for times in call.unfinished.values())
         call.unfinished.clear()
         return unfinished
 
@@ -213,14 +217,17 @@ class PendingCalls:
                 metrics.between_tokens.observe(now - times.last)
             else:
                 times.first = now
+                if call.first_token is None:
+                    call.started, call.first_token = event.started, now
                 metrics.first_token.observe(now - call.arrival)
             times.last = now
             times.tokens += 1
         if event.finish is not None:
             del call.unfinished[event[:2]]
             self.choices -= 1
-            call.generated += times.tokens
             metrics.finished[event.finish] += 1
+            call.finish_reasons.append(event.finish)
+            call.num_tokens += times.tokens
             self._finish_times.append(now)
             metrics.end_to_end.observe(now - call.arrival)
             metrics.request_generation.observe(times.tokens)

@@ -17,6 +17,7 @@ from bagu.serve.http.keys import Keys, KeyUse
 from bagu.serve.http.metrics import Metrics
 from bagu.serve.http.openai import Body, Job
 from bagu.serve.http.pipe import Ready
+from bagu.serve.http.record import RECORD, Observer
 from bagu.serve.http.responses import GenerationResponse
 from bagu.serve.http.served import Caller, Models, Served
 
@@ -33,6 +34,7 @@ class ApiConfig:
     keys: Keys = field(default_factory=Keys)
     allowed_origins: tuple[str, ...] = ()  # CORS: origins whose pages may read responses; "*" is every page
     created: int = 0  # Unix time, reported by /v1/models
+    observers: tuple[Observer, ...] = ()  # called with the record of every request that has ended
     request_timeout: float = 20.0  # seconds for the body of a request, plus one per calls.MIN_RATE bytes
 
 
@@ -115,6 +117,8 @@ class Routes:
                 job = job._replace(requests=tuple(replace(r, adapter=adapter) for r in job.requests))
             response = respond(job, ready, adapter or served.name)
             call = ClientCall(served.engine, job.requests, request.receive, key_of(request))
+            record = request.scope[RECORD]
+            record.model, record.call = served.name, call.pending
         self.catalog.copy(served, body)
         try:
             if job.stream:

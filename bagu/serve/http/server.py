@@ -36,6 +36,7 @@ __all__ = ["Server", "ServerOptions", "check_queue", "import_server", "main"]
 
 GRACE_S = 2  # after calls were failed at shutdown, for clients to read the errors before connections are closed
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 ORIGIN = "e.g. http://localhost:3000, without a path, or * for every page"
 
 
@@ -46,7 +47,8 @@ class ServerOptions:
     `allowed_origins` are the origins whose pages may read responses (CORS): `https://name[:port]`, "*" for all, or JSON
     lists of them. A client has `request_timeout` seconds to send the head of a request, and for its body the same plus
     a second for every 16 KiB. Port 0 selects a free port. `api_key` is one key without limits that may change a
-    repository; `api_keys` is a file of keys with limits (keys.py).
+    repository; `api_keys` is a file of keys with limits (keys.py). `log_format` "json" writes one line per request to
+    stderr. Traces are sent to `otlp_endpoint`, if it is given.
     """
 
     host: str = "127.0.0.1"
@@ -57,6 +59,8 @@ class ServerOptions:
     shutdown_timeout: float = 30.0
     request_timeout: float = 20.0
     log_level: str = "warning"
+    log_format: str = "text"
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.shutdown_timeout) and self.shutdown_timeout >= 0):
@@ -66,6 +70,8 @@ class ServerOptions:
             raise ArgumentError(f"a request timeout of {self.request_timeout} s", hint="it is a finite number above 0")
         if self.log_level not in LOG_LEVELS:
             raise UnknownName.among("log level", self.log_level, LOG_LEVELS)
+        if self.log_format not in LOG_FORMATS:
+            raise UnknownName.among("log format", self.log_format, LOG_FORMATS)
 
     @property
     def keys(self) -> Keys:
@@ -99,8 +105,6 @@ def main(
     names = tuple(served_model_name) or (model,)
     if clash := next((name for name, _ in config.adapters if name in names), None):
         raise ArgumentError(f"an adapter has the base model's name {clash!r}", hint="give one of them another name")
-    if clash := next((name for name, _ in config.adapters if name in names), None):
-        raise ArgumentError(f"an adapter has the base model's name {clash!r}", hint="give one of them another name")
     metrics = Metrics(names[0])
     pending = PendingCalls(config.max_num_seqs + max_queue, metrics)
 
@@ -121,15 +125,19 @@ class Server:
 
     def __init__(self, parts: Any, options: ServerOptions, api: type[Any], models: Models, metrics: Metrics) -> None:
         self._options = options
+        self._tracing = None if options.otlp_endpoint is None else parts.Tracing(options.otlp_endpoint)
+        as_json = options.log_format == "json"
+        observers = [*([parts.log_request] if as_json else []), *([self._tracing] if self._tracing else [])]
         config = parts.ApiConfig(
             keys=options.keys, allowed_origins=_origins(options.allowed_origins), created=int(time.time()),
-            request_timeout=options.request_timeout,
+            request_timeout=options.request_timeout, observers=tuple(observers),
         )  # fmt: skip
         self._listener = _listen(options.host, options.port)
         settings = parts.uvicorn.Config(
             parts.make_app(api(models, metrics, config)), http=parts.connection_class(options.request_timeout),
             log_level=options.log_level, access_log=False, server_header=False, ws="none", lifespan="on",
             proxy_headers=False, timeout_graceful_shutdown=math.ceil(options.shutdown_timeout) + GRACE_S,
+            **({"log_config": parts.log_config()} if as_json else {}),
         )  # fmt: skip
         self._server = parts.HttpServer(settings, options.shutdown_timeout, models.fail_calls, models.begin_shutdown)
 
@@ -141,6 +149,8 @@ class Server:
         url = f"http://{_url_host(self._options.host)}:{self._listener.getsockname()[1]}"
         print(f"bagu serve: {name} at {url} (the page is /, the API /v1)", flush=True)
         _run(self._server, self._listener)
+        if self._tracing is not None:
+            self._tracing.close()
 
 
 def check_queue(max_queue: int) -> None:
@@ -200,7 +210,9 @@ def import_server() -> Any:
 
         from bagu.serve.http.api import Api, ApiConfig, make_app
         from bagu.serve.http.connection import HttpServer, connection_class
+        from bagu.serve.http.logs import log_config, log_request
         from bagu.serve.http.served import OneModel
+        from bagu.serve.http.tracing import Tracing
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("bagu"):
             raise
@@ -214,4 +226,7 @@ def import_server() -> Any:
         make_app=make_app,
         HttpServer=HttpServer,
         connection_class=connection_class,
+        log_config=log_config,
+        log_request=log_request,
+        Tracing=Tracing,
     )
