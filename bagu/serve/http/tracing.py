@@ -11,6 +11,7 @@ header continues the client's trace.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -106,6 +107,7 @@ def _provider(url: str) -> tuple[Any, Any, Any]:
     except ModuleNotFoundError as error:
         hint = f"run pip install 'bagu[otel]' in {sys.prefix}"
         raise BaguError(f"--otlp-endpoint needs {error.name}, which is not installed", hint=hint) from error
-    provider = TracerProvider(resource=Resource.create({"service.name": "bagu"}), shutdown_on_exit=False)
+    name = os.environ.get("OTEL_SERVICE_NAME", "bagu")
+    provider = TracerProvider(resource=Resource.create({"service.name": name}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
     return provider, TraceContextTextMapPropagator(), trace
