@@ -171,6 +171,8 @@ def answered(asked: float, received: Received | str) -> Answer:
     try:
         for when, event in _events(received):
             if event == "[DONE]":
+                if not {"prompt_tokens", "completion_tokens"} <= usage.keys():
+                    raise BaguError("the server reported no token counts (it ignores stream_options.include_usage)")
                 read, made = usage["prompt_tokens"], usage["completion_tokens"]
                 return Answer(asked=asked, times=tuple(times), input_tokens=read, output_tokens=made)
             chunk = json.loads(event)

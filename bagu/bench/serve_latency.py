@@ -13,19 +13,26 @@ several tokens, and a first token that waits makes TTFT longer and TPOT shorter.
 random weights produce broken characters and have many.
 
 The field names are those of `vllm bench serve`.
+
+Goodput counts the requests that meet every limit (for ITL the longest gap of a request counts). No answered request is
+left out of any number: an outlier is a sample above Q3 + 3 (Q3 - Q1), Tukey's outer fence; outliers are counted, and
+the mean without them is given beside the mean with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from bagu.bench.serve_client import Answer
+from bagu.bench.units import parse_ms
+from bagu.errors import ArgumentError, UnknownName
 
-__all__ = ["METRICS", "samples", "summary"]
+__all__ = ["METRICS", "Outliers", "keeps", "outliers", "parse_goodput", "samples", "summary"]
 
 METRICS = {
     "ttft": "time to first token",
@@ -34,6 +41,41 @@ METRICS = {
     "e2el": "end to end",
 }
 PERCENTILES = (50, 90, 99)
+
+
+def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
+    """Milliseconds by metric of `ttft:300ms`, `tpot:0.03s` or `ttft:300,tpot:30`."""
+    limits: dict[str, float] = {}
+    for part in (p for text in texts for p in text.replace(",", " ").split()):
+        name, colon, limit = part.partition(":")
+        if not colon:
+            raise ArgumentError(f"the limit {part!r} has no metric", hint="write ttft:300ms or tpot:30ms")
+        if name not in METRICS:
+            raise UnknownName.among("goodput metric", name, METRICS)
+        if name in limits:
+            raise ArgumentError(f"goodput has two limits of {name}", hint="give one limit for a metric")
+        limits[name] = parse_ms(limit)
+    return limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outliers:
+    """The samples of a metric above Tukey's outer fence."""
+
+    above_ms: float
+    count: int
+    mean_without_ms: float
+
+
+def outliers(seconds: Sequence[float]) -> Outliers | None:
+    """None for fewer than 8 samples: their quartiles say little."""
+    if len(seconds) < 8:
+        return None
+    ms = 1e3 * np.array(seconds)
+    low, high = np.percentile(ms, (25, 75))
+    fence = float(high + 3 * (high - low))
+    kept = ms[ms <= fence]
+    return Outliers(above_ms=fence, count=len(ms) - len(kept), mean_without_ms=float(kept.mean()))
 
 
 def samples(answers: Sequence[Answer]) -> dict[str, list[float]]:
@@ -54,7 +96,7 @@ def summary(answers: Sequence[Answer], duration: float, goodput: Mapping[str, fl
         "request_throughput": len(done) / duration, "output_throughput": outputs / duration,
         "total_token_throughput": (inputs + outputs) / duration,
         "max_concurrent_requests": _most_at_once(done),
-        "request_goodput": sum(_keeps(a, goodput) for a in done) / duration if goodput else None,
+        "request_goodput": sum(keeps(a, goodput) for a in done) / duration if goodput else None,
         "errors": sorted({a.error for a in answers if a.error is not None})[:8],
     }  # fmt: skip
     for name, seconds in samples(answers).items():
@@ -64,6 +106,10 @@ def summary(answers: Sequence[Answer], duration: float, goodput: Mapping[str, fl
         found[f"std_{name}_ms"] = float(ms.std()) if seconds else None
         for p in PERCENTILES:
             found[f"p{p}_{name}_ms"] = float(np.percentile(ms, p)) if seconds else None
+        far = outliers(seconds)
+        found[f"{name}_outliers"] = None if far is None else far.count
+        found[f"{name}_outliers_above_ms"] = None if far is None else far.above_ms
+        found[f"mean_{name}_without_outliers_ms"] = None if far is None else far.mean_without_ms
     return found
 
 
@@ -76,7 +122,7 @@ def _metrics(answer: Answer) -> dict[str, float]:
     return found
 
 
-def _keeps(answer: Answer, goodput: Mapping[str, float]) -> bool:
+def keeps(answer: Answer, goodput: Mapping[str, float]) -> bool:
     """Whether a request meets the goodput limits; for ITL its longest gap counts."""
     if not answer.times:
         return False

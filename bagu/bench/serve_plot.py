@@ -1,8 +1,8 @@
-"""Plot of a load: the distribution of latencies, and a timeline of the requests."""
+"""Plots of a load (distribution of latencies, timeline of requests) and of a sweep (latency against throughput)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from bagu.runs.plot_style import FAINT, write_plot
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw"]
+__all__ = ["draw", "draw_sweep"]
 
 COLOURS = {"ttft": "#e69f00", "tpot": "#009e73", "itl": "#cc79a7", "e2el": "#0072b2"}
 
@@ -54,3 +54,40 @@ def _timeline(axes: Any, answers: Sequence[Answer]) -> None:
     axes.hlines(rows, first, last, color=COLOURS["e2el"], label="is answered")
     axes.set(title="Requests", xlabel="s", ylabel="request, in sending order")
     axes.legend(loc="upper left")
+
+
+def draw_sweep(points: Sequence[tuple[str, Mapping[str, Any]]], kind: str, folder: Path, title: str) -> str | None:
+    """Write `folder`/sweep.svg and .png: TTFT and TPOT against output tokens per second, a mark for each point of the
+    sweep. Returns the reason if nothing was drawn, else None."""
+    answered = [(name, row) for name, row in points if row["p50_ttft_ms"] is not None]
+    if not answered:
+        return "no request was answered"
+
+    def plot(figure: Figure) -> None:
+        for axes, metric in zip(figure.subplots(1, 2), ("ttft", "tpot"), strict=True):
+            _latency_by_throughput(axes, answered, metric, kind)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+
+    return write_plot(plot, folder / "sweep", (10, 4), {"svg.hashsalt": title})
+
+
+def _latency_by_throughput(axes: Any, points: Sequence[tuple[str, Mapping[str, Any]]], metric: str, kind: str) -> None:
+    some = [(name, row) for name, row in points if row[f"p50_{metric}_ms"] is not None]
+    rate = [row["output_throughput"] for _, row in some]
+    for p, dashes in ((50, "-"), (99, "--")):
+        ms = [row[f"p{p}_{metric}_ms"] for _, row in some]
+        axes.plot(rate, ms, f"o{dashes}", color=COLOURS[metric], markersize=4, label=f"p{p}")
+    for (name, row), x in zip(some, rate, strict=True):
+        place = (x, row[f"p99_{metric}_ms"])
+        axes.annotate(name, place, xytext=(0, 5), textcoords="offset points", ha="center", fontsize=8)
+    limit = (some[0][1]["goodput"] or {}).get(metric) if some else None
+    if limit is not None:
+        axes.axhline(limit, color=COLOURS["e2el"], linewidth=1, linestyle=":", label=f"limit {limit:g} ms")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.tick_params(axis="y", which="minor", labelsize=7)
+    axes.margins(y=0.12)
+    axes.set(title=f"{metric.upper()} by throughput; numbers are {kind}", xlabel="output tokens/s", ylabel="ms")
+    axes.grid(True)
+    axes.legend()

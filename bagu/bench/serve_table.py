@@ -19,6 +19,7 @@ WORDS = {
         "nothing": "No inference speed is recorded yet: `bagu bench engine` writes it to `benchmarks/results/serve`.",
         "streams": "decode, streams: {n}", "requests": "{n} requests, {i} in, {o} out", "shared": ", {n} tokens shared",
         "closed": "closed loop of {n}", "poisson": "{n:g} requests/s",
+        "trace": "trace {n}",
     },
     "zh": {
         "engine": ("机器", "模型与负载", "实现", "输出 tokens/s", "每步", "与最快对照之比"),
@@ -28,6 +29,7 @@ WORDS = {
         "nothing": "尚无推理速度的记录：`bagu bench engine` 会写入 `benchmarks/results/serve`。",
         "streams": "{n} 路解码", "requests": "{n} 个请求，输入 {i}，输出 {o}", "shared": "，共享前缀 {n} tokens",
         "closed": "闭环 {n} 路", "poisson": "每秒 {n:g} 个请求",
+        "trace": "轨迹 {n}",
     },
 }  # fmt: skip
 
@@ -108,7 +110,8 @@ def _latest(rows: Sequence[Row]) -> list[Row]:
     """The latest row of each machine, model and load."""
     found: dict[tuple[Any, ...], Row] = {}
     for row in sorted(rows, key=lambda r: str(r["env"]["time"])):
-        key = (row["env"]["machine"], row["model_id"], row["max_concurrency"], row["request_rate"], row["inputs"])
+        key = (row["env"]["machine"], row["model_id"], row["max_concurrency"], row["request_rate"], row["inputs"],
+               row.get("trace"))  # fmt: skip
         found[key] = row
     return list(found.values())
 
@@ -116,8 +119,10 @@ def _latest(rows: Sequence[Row]) -> list[Row]:
 def _server_line(row: Row, words: Mapping[str, Any]) -> list[str]:
     poisson = row["request_rate"] != "inf"
     load = (
-        words["poisson"].format(n=row["request_rate"]) if poisson else words["closed"].format(n=row["max_concurrency"])
-    )
+        words["trace"].format(n=row["trace"]) if row.get("trace")
+        else words["poisson"].format(n=row["request_rate"]) if poisson
+        else words["closed"].format(n=row["max_concurrency"])
+    )  # fmt: skip
     pair = lambda name: f"{row[f'p50_{name}_ms']:.1f} / {row[f'p99_{name}_ms']:.1f} ms"  # noqa: E731
     cpu = row.get("server_cpu_us_per_token")
     return [

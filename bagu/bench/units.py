@@ -1,8 +1,13 @@
-"""Numbers with a readable prefix: 8.01 MB, 52.3 GFLOP/s, 800.8 µs."""
+"""Numbers with a readable prefix: 8.01 MB, 52.3 GFLOP/s, 800.8 µs; and times as a user writes them: 300ms, 0.3s."""
 
 from __future__ import annotations
 
-__all__ = ["duration", "si"]
+import math
+import re
+
+from bagu.errors import ArgumentError
+
+__all__ = ["duration", "parse_ms", "si"]
 
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -18,3 +23,12 @@ def duration(seconds: float) -> str:
     if seconds < 1e-2:
         return f"{1e6 * seconds:,.1f} µs"
     return f"{1e3 * seconds:,.1f} ms" if seconds < 10 else f"{seconds:,.1f} s"
+
+
+def parse_ms(text: str) -> float:
+    """Milliseconds of `300ms`, `0.3s` or `300`."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s)?", text.strip().lower())
+    value = float(found[1]) * (1e3 if found[2] == "s" else 1.0) if found else 0.0
+    if not 0 < value < math.inf:
+        raise ArgumentError(f"{text!r} is not a time limit", hint="write 300ms, 0.3s, or a number of milliseconds")
+    return value

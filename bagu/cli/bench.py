@@ -227,12 +227,28 @@ def bench_eval(
 @bench.command("serve")
 def bench_serve(
     target: Annotated[str, Argument(metavar="URL|MODEL", help="The URL of a server, or a model to start one for.")],
-    requests: Annotated[int, Option(help="Number of requests.")] = 64,
+    requests: Annotated[int | None, Option(help="Number of requests. Default: 64, or all of the trace.")] = None,
     inputs: Annotated[str | None, Option(help="Range of prompt lengths. Default: 32-128, or what fits.")] = None,
     outputs: Annotated[str | None, Option(help="Range of output lengths. Default: 32-128, or what fits.")] = None,
     shared_prefix: SharedPrefix = 0,
     max_concurrency: Annotated[int | None, Option(help="Maximum requests in flight. Default: 8.")] = None,
     request_rate: Annotated[float | None, Option(help="Requests per second, Poisson arrivals.")] = None,
+    trace: Annotated[
+        Path | None, Option(help="Arrivals and lengths from a file: Mooncake, Azure or BurstGPT, CSV or JSON lines.")
+    ] = None,
+    trace_speed: Annotated[float, Option(help="With --trace: replay this many times as fast.")] = 1.0,
+    sweep: Annotated[
+        str | None, Option(help="Measure several loads: 1,2,4,8 clients, or rate:0.5,1,2 requests per second.")
+    ] = None,
+    against: Annotated[
+        str | None, Option(metavar="URL", help="Compare with this server, in turn, on the same prompts.")
+    ] = None,
+    rounds: Annotated[int, Option(help="With --against: how many times to measure both servers.")] = 5,
+    goodput: Annotated[
+        list[str] | None, Option(help="Count requests within these limits: ttft:300ms,tpot:30ms (also itl, e2el).")
+    ] = None,
+    warmups: Annotated[int, Option(help="Requests to send before the load, one by one; they are not counted.")] = 1,
+    model: Annotated[str | None, Option(help="Model name in the API. Default: the server's first.")] = None,
     api_key: ApiKey = None,
     plot: Annotated[Path | None, Option(help="The folder to write a plot of the latencies to.")] = None,
     seed: Annotated[int, Option(help="Seed of the prompts and the arrival times.")] = 0,
@@ -241,6 +257,7 @@ def bench_serve(
 ) -> None:
     """Measure latency under load: TTFT, TPOT, ITL and end to end, at p50, p90 and p99, as vLLM defines them."""
     from bagu.bench import serve as part
+    from bagu.bench.serve_latency import parse_goodput
     from bagu.recipes.demo_server import running_server
 
     is_url = target.startswith(("http://", "https://"))
@@ -248,7 +265,9 @@ def bench_serve(
         target if is_url else None, server=None if is_url else running_server(Path(target)), api_key=api_key,
         requests=requests, inputs=inputs, outputs=outputs, shared_prefix=shared_prefix,
         max_concurrency=max_concurrency, request_rate=float("inf") if request_rate is None else request_rate,
-        plot=plot, seed=seed, out=out, as_json=as_json,
+        trace=trace, trace_speed=trace_speed, sweep=sweep, against=against, rounds=rounds,
+        goodput=parse_goodput(goodput or ()), warmups=warmups, model=model, plot=plot, seed=seed,
+        out=out, as_json=as_json,
     )  # fmt: skip
     raise typer.Exit(status)
 
