@@ -8,11 +8,13 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from bagu.cli.config_file import ConfigFile
 from bagu.cli.options import ApiKey, Device, KVDtype, Model, ModelDtype, PrefixCaching, TensorParallel, TokenizerFolder
 
 
 def serve(
     model: Model,
+    config: ConfigFile = None,
     host: Annotated[str, Option(help="The address to listen on; 0.0.0.0 is all interfaces.")] = "127.0.0.1",
     port: Annotated[int, Option(help="The port to listen on; 0 picks a free one.")] = 8000,
     api_key: Annotated[str | None, Option(envvar="BAGU_API_KEY", help="Require this key from clients.")] = None,
@@ -31,6 +33,7 @@ def serve(
         int | None, Option(help="Maximum tokens per step. Default: 2048, on a GPU 16384.")
     ] = None,
     block_size: Annotated[int | None, Option(help="Tokens per KV block. Default: 16.")] = None,
+    threads: Annotated[int | None, Option(help="CPU threads of the engine. Default: one fewer than cores.")] = None,
     kv_dtype: KVDtype = "auto",
     gpu_memory_utilization: Annotated[float, Option(help="Fraction of the GPU's memory to use.")] = 0.9,
     kv_memory: Annotated[
@@ -78,7 +81,8 @@ def serve(
         model,
         loader=Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device, allow_reward=True),
         engine={
-            "block_size": block_size, "kv_dtype": kv_dtype, "gpu_memory_utilization": gpu_memory_utilization,
+            "block_size": block_size, "threads": threads, "kv_dtype": kv_dtype,
+            "gpu_memory_utilization": gpu_memory_utilization,
             "kv_memory": None if kv_memory is None else parse_bytes(kv_memory), "num_blocks": num_blocks,
             "max_model_len": max_model_len, "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens, "prefix_cache": enable_prefix_caching,

@@ -30,9 +30,10 @@ def can_serve() -> bool:
 
 
 @contextmanager
-def running_server(model: Path) -> Iterator[str]:
-    """Start a server for `model` on a free local port, yield its URL, and stop it when the block ends."""
-    command = [sys.executable, "-m", "bagu", "serve", str(model), "--port", "0", "--shutdown-timeout", "5"]
+def running_server(model: Path | str, *options: str) -> Iterator[str]:
+    """Start `bagu serve` for `model` with these options on a free local port, yield its URL, and stop it when the block
+    ends."""
+    command = [sys.executable, "-m", "bagu", "serve", str(model), "--port", "0", "--shutdown-timeout", "5", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         yield _wait_until_ready(process)

@@ -72,8 +72,10 @@ def serve_main(
     model: str, *, loader: Loader, engine: dict[str, Any], server: dict[str, Any], generation_config: str = "auto"
 ) -> None:
     """Run the HTTP server for a model or a repository (serve/repository), with the engines in separate processes.
-    `generation_config` is "auto" (read
-    generation_config.json from the model's folder), "none", or a folder that contains the file."""
+
+    `generation_config` is "auto" (read generation_config.json from the model's folder), "none", or a folder that
+    contains the file.
+    """
     wait_briefly()  # the engine process inherits this environment
     from bagu.nn.peft import find_adapter
     from bagu.recipes.generation import GENERATION_CONFIG, read_generation
@@ -86,11 +88,12 @@ def serve_main(
     if tp > 1:
         engine = {**engine, "device": loader.device or "auto"}
         loader = replace(loader, on_host=True)
-    threads = max(1, ((os.cpu_count() or 2) - 1) // max(tp, 1))  # one core is left for the HTTP server and tokenizer
+    spare = max(1, ((os.cpu_count() or 2) - 1) // max(tp, 1))  # one core is left for the HTTP server and tokenizer
+    engine = {**engine, "threads": engine.get("threads") or spare}
     if is_repository(Path(model)):
         from bagu.recipes.repository import repository_main
 
-        repository_main(Path(model), loader=loader, engine={**engine, "threads": threads}, server=server)
+        repository_main(Path(model), loader=loader, engine=engine, server=server)
         return
     found = find_model(model)  # a wrong name is reported here, before anything starts
     if generation_config != "none":
@@ -102,7 +105,7 @@ def serve_main(
         engine = {**engine, "generation": read_generation(folder)}
     for _, path in engine.get("adapters", ()):
         find_adapter(path)
-    config = EngineConfig(threads=threads, **engine)
+    config = EngineConfig(**engine)
     draft = config.draft_model
     if draft is not None:
         find_model(draft)

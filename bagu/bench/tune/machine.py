@@ -1,0 +1,27 @@
+"""The roofline of a model on this machine, from its counts and the measured ceilings."""
+
+from __future__ import annotations
+
+import os
+
+from bagu.bench.tune.roofline import Roofline
+from bagu.machine.device import default_device
+from bagu.machine.fast_dtype import compute_dtype
+from bagu.machine.timing import measure_ceilings
+from bagu.nn import count
+from bagu.nn.config import ModelConfig
+
+__all__ = ["roofline_of"]
+
+
+def roofline_of(config: ModelConfig) -> Roofline:
+    """Takes about 2 s: the ceilings are measured."""
+    device = default_device()
+    dtype = compute_dtype(device)
+    found = measure_ceilings(device, dtype=dtype, quick=True)
+    parameters = count.parameters(config)
+    idle = 0 if config.tie_embeddings else parameters.embedding  # a lookup reads one row
+    return Roofline(
+        parameters=parameters.active - idle, kv_bytes=count.kv_bytes(config, itemsize=dtype.itemsize),
+        itemsize=dtype.itemsize, bandwidth=found.read, rate=found.matmul, threads=os.cpu_count() or 1,
+    )  # fmt: skip

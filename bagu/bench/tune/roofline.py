@@ -1,0 +1,45 @@
+"""The prediction of a step's time, before anything is measured: a roofline.
+
+    step = OVERHEAD + max(bytes / bandwidth, FLOPs / rate)
+    bytes = weights + KV cache of the running sequences       FLOPs = 2 x active parameters x tokens of the step
+
+Bandwidth and rate are those of this machine (machine/timing.py). FLOPs scale with the threads, bandwidth does not: one
+core can take most of it. Quantized weights have one byte and twice the rate.
+Speculation and block size are predicted to change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bagu.bench.tune.simulate import StepTime
+from bagu.bench.tune.space import Point, Value
+
+__all__ = ["Roofline"]
+
+OVERHEAD_S = 1e-3  # planning, sampling and messages of a step in Python
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    parameters: int  # active ones
+    kv_bytes: int  # of a token
+    itemsize: int  # bytes of a weight without quantization
+    bandwidth: float  # bytes/s
+    rate: float  # FLOP/s with `threads`
+    threads: int  # with which the rate was measured; those that a server has by default are one fewer
+    overhead_s: float = OVERHEAD_S
+
+    def step_time(self, point: Point) -> StepTime:
+        one: Mapping[str, Value] = dict(point)
+        small = one.get("quantization") is not None
+        weights = self.parameters * (1 if small else self.itemsize)
+        threads = int(one.get("threads") or max(1, self.threads - 1))
+        rate = self.rate * min(threads, self.threads) / self.threads * (2 if small else 1)
+
+        def seconds(decodes: int, prompt: int, context: int) -> float:
+            data = (weights + context * self.kv_bytes) / self.bandwidth
+            return self.overhead_s + max(data, 2 * self.parameters * (decodes + prompt) / rate)
+
+        return seconds

@@ -1,0 +1,233 @@
+"""`bagu tune serve MODEL --ttft 300ms --tpot 30ms`: the settings of `bagu serve` with the highest goodput.
+
+Goodput is the requests per second that meet the limits, under one load: a closed loop of clients, or Poisson arrivals.
+Each measurement starts `bagu serve` with its settings, because every setting needs a restart; that time counts. A
+roofline (roofline.py) in a simulated scheduler (simulate.py) predicts each point, search.py decides what to measure,
+and record.py keeps every measurement. The winner is a file for `bagu serve --config`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from bagu.bench.harness import table
+from bagu.bench.serve_client import Server
+from bagu.bench.serve_load import Load, connect, fitting, run_load
+from bagu.bench.tune.record import Recorded
+from bagu.bench.tune.roofline import Roofline
+from bagu.bench.tune.search import Found, Trial, search
+from bagu.bench.tune.simulate import Samples, simulate
+from bagu.bench.tune.space import Point, Value, default_space, label, parse_space, points_of
+from bagu.bench.workload import Lengths, arrivals, random_workload
+from bagu.config import fingerprint, write_atomic
+from bagu.errors import ArgumentError, BaguError
+from bagu.machine.device import default_device
+from bagu.runs.record import ensure_folder
+
+__all__ = ["main", "options_of"]
+
+Start = Callable[..., AbstractContextManager[str]]  # (model, *options of bagu serve) -> the URL
+DEFAULT_SEQS, CPU_TOKENS, GPU_TOKENS = 256, 2048, 16384  # what `bagu serve` takes without a setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is tuned: the model, the load of a full measurement, and the limits in milliseconds by metric."""
+
+    model: str
+    load: Load
+    limits: Mapping[str, float]
+    points: tuple[Point, ...]
+    roofline: Roofline
+    longest: int
+    on_gpu: bool
+
+    def predict(self, point: Point, requests: int) -> Samples:
+        """The latencies by the roofline and the simulated scheduler."""
+        one, load = dict(point), self.load
+        lengths = fitting(load.inputs, load.outputs, longest=self.longest, shared_prefix=load.shared_prefix)
+        work = random_workload(requests, *lengths, tokens=1, shared_prefix=load.shared_prefix, seed=load.seed)
+        slots = int(one.get("max_num_seqs") or DEFAULT_SEQS)
+        usual = max(GPU_TOKENS if self.on_gpu else CPU_TOKENS, slots)
+        return simulate(
+            [(len(p), n) for p, n in zip(work.prompts, work.max_tokens, strict=True)],
+            self.roofline.step_time(point), slots=slots,
+            step_tokens=int(one.get("max_num_batched_tokens") or usual), clients=load.concurrency,
+            arrivals=arrivals(requests, load.request_rate, load.seed) if load.is_poisson else None,
+            cached=load.shared_prefix if one.get("enable_prefix_caching", True) else 0,
+        )  # fmt: skip
+
+
+def main(
+    model: str,
+    *,
+    start: Start,
+    roofline: Roofline,
+    longest: int,
+    ttft: float | None,
+    tpot: float | None,
+    space: Sequence[str] = (),
+    requests: int | None = None,
+    inputs: str | None = None,
+    outputs: str | None = None,
+    shared_prefix: int = 0,
+    max_concurrency: int | None = None,
+    request_rate: float = math.inf,
+    share: float = 0.2,
+    seed: int = 0,
+    out: Path = Path("tune"),
+    console: Console | None = None,
+) -> int:
+    """Search, print prediction beside measurement, write `out`/serve.toml. Returns 1 if no request of the winner met
+    the limits. `out`/trials.jsonl keeps the measurements; the same command resumes from it."""
+    console = console or Console(highlight=False)
+    limits = {name: ms for name, ms in (("ttft", ttft), ("tpot", tpot)) if ms is not None}
+    if not limits:
+        raise ArgumentError("there is no limit to tune for", hint="give --ttft 300ms, --tpot 30ms or both")
+    if not 0 < share <= 1:
+        raise ArgumentError(f"a budget of {share} of the grid's time", hint="use a share above 0 and at most 1")
+    load = Load(
+        requests=requests, inputs=_lengths(inputs), outputs=_lengths(outputs), shared_prefix=shared_prefix,
+        max_concurrency=max_concurrency, request_rate=request_rate, goodput=limits, seed=seed, warmups=2,
+    )  # fmt: skip
+    load = replace(load, requests=requests or max(64, 6 * (load.concurrency or 1)))
+    on_gpu = default_device().type == "cuda"
+    values = parse_space(space, default_space(os.cpu_count() or 1, on_gpu=on_gpu, shared_prefix=shared_prefix > 0))
+    task = Task(model=model, load=load, limits=limits, points=tuple(points_of(values)), roofline=roofline,
+                longest=longest, on_gpu=on_gpu)  # fmt: skip
+    name = fingerprint({
+        "model": str(model), "limits": limits, "space": [dict(p) for p in task.points], "seed": seed,
+        "load": [str(load), load.requests, str(load.inputs), str(load.outputs), shared_prefix], "share": share,
+    })  # fmt: skip
+    measure = Recorded(
+        ensure_folder(out) / "trials.jsonl", name, lambda p, n: _measure(task, start, p, n, out, console)
+    )
+    full = load.requests or 1
+    short = min(full, max(full // 4, 2 * (load.concurrency or 8)))
+    console.print(
+        f"{len(task.points)} points, {load}, at most {share:.0%} of the time of all; record {out}/trials.jsonl"
+    )
+    found = search(task.points, task.predict, measure, limits, first=_first(task), requests=full, short=short,
+                   share=share, seed=seed)  # fmt: skip
+    if measure.replayed:
+        console.print(f"{measure.replayed} measurements are from the record")
+    best = next(t for t in reversed(found.trials) if t.point == found.best and t.requests == full)
+    _show(task, found, console)
+    write_atomic(out / "serve.toml", _config(task, found, best))
+    console.print(f"winner: {label(found.best)}; bagu serve {model} --config {out / 'serve.toml'}")
+    good = best.samples.goodput(limits) if best.samples is not None else 0.0
+    if not good:
+        console.print("no request of the winner met the limits: they are too tight for this model, load and machine")
+    return int(not good)
+
+
+def _lengths(text: str | None) -> Lengths | None:
+    return None if text is None else Lengths.parse(text)
+
+
+def _first(task: Task) -> Point:
+    """The baseline: the default settings, or the nearest point to them."""
+    defaults: dict[str, Value] = {"max_num_seqs": DEFAULT_SEQS, "enable_prefix_caching": True}
+    return max(task.points, key=lambda p: sum(value == defaults.get(name) for name, value in p))
+
+
+def options_of(point: Point) -> dict[str, Value]:
+    """The options of `bagu serve` that the point sets."""
+    return {name: value for name, value in point if value is not None}
+
+
+def _measure(task: Task, start: Start, point: Point, requests: int, out: Path, console: Console) -> Trial:
+    """Start a server with the settings, send the load, stop it."""
+    began, ready, error, samples = time.perf_counter(), 0.0, None, None
+    file = out / "trial.toml"
+    write_atomic(file, _toml(options_of(point)))
+    try:
+        with start(task.model, "--config", str(file)) as url:
+            ready = time.perf_counter() - began
+            row, answers = run_load(connect(Server(url), None, task.load.seed), replace(task.load, requests=requests))
+        done = [a for a in answers if a.error is None and a.times]
+        samples = Samples(
+            ttft_s=tuple(a.times[0] - a.asked for a in done),
+            tpot_s=tuple((a.times[-1] - a.times[0]) / max(1, a.output_tokens - 1) for a in done),
+            duration_s=row["duration"], failed=row["failed"],
+        ) if done else None  # fmt: skip
+        error = None if done else (row["errors"] or ["no request was answered"])[0]
+    except BaguError as problem:  # these settings do not work on this machine; the search goes on without them
+        error = str(problem)
+    took = time.perf_counter() - began
+    result = f"{samples.goodput(task.limits):.2f} requests/s within the limits" if samples else f"failed: {error}"
+    console.print(Text(f"{label(point)}, {requests} requests: {result}, {took:.1f} s", style="dim"))
+    return Trial(point=point, requests=requests, samples=samples, seconds=took, start_s=ready or took, error=error)
+
+
+def _show(task: Task, found: Found, console: Console) -> None:
+    """Prediction beside measurement for every measured point, best first."""
+    measured: dict[Point, Trial] = {}
+    for trial in found.trials:
+        if trial.point not in measured or trial.requests >= measured[trial.point].requests:
+            measured[trial.point] = trial
+    first = found.trials[0].point
+    lines = []
+    for point, trial in sorted(measured.items(), key=lambda item: -_goodput(item[1], task)):
+        before = task.predict(point, trial.requests)
+        cells = [f"{before.goodput(task.limits):.2f}", f"{found.corrected[point]:.2f}"]
+        cells += [f"{_goodput(trial, task):.2f}" if trial.samples else "failed"]
+        cells += [f"{_ms(before.ttft_s)} → {_ms(trial.samples.ttft_s)}" if trial.samples else "–"]
+        cells += [f"{_ms(before.tpot_s)} → {_ms(trial.samples.tpot_s)}" if trial.samples else "–"]
+        lines.append((label(point) + (" (baseline)" if point == first else ""), *cells, str(trial.requests)))
+    heads = (
+        "requests/s within the limits",
+        "roofline",
+        "corrected",
+        "measured",
+        "TTFT p50 ms",
+        "TPOT p50 ms",
+        "requests",
+    )
+    console.print(table("predicted → measured", heads, lines))
+    console.print(
+        f"{len(found.trials)} measurements of {len(measured)} of {len(task.points)} points in {found.seconds:.0f} s; "
+        f"measuring every point would take about {found.grid_s:.0f} s ({found.seconds / found.grid_s:.0%})"
+    )
+    for trial in (t for t in measured.values() if t.error):
+        console.print(Text(f"{label(trial.point)} does not run: {trial.error}", style="yellow"))
+    if dict(found.best).get("quantization"):
+        exact = [t for t in measured.values() if not dict(t.point).get("quantization") and t.samples]
+        top = max(exact, key=lambda t: _goodput(t, task), default=None)
+        if top is not None:
+            console.print(
+                f"quantization changes the outputs; best without: {label(top.point)}, {_goodput(top, task):.2f}"
+            )
+
+
+def _goodput(trial: Trial, task: Task) -> float:
+    return trial.samples.goodput(task.limits) if trial.samples else 0.0
+
+
+def _ms(seconds: Sequence[float]) -> str:
+    return f"{1e3 * sorted(seconds)[len(seconds) // 2]:,.1f}"
+
+
+def _toml(options: Mapping[str, Any]) -> str:
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items())
+
+
+def _config(task: Task, found: Found, best: Trial) -> str:
+    limits = ", ".join(f"{name.upper()} {ms:g} ms" for name, ms in task.limits.items())
+    first = found.trials[0]
+    return (
+        f"# bagu serve MODEL --config FILE; written by bagu tune serve for {Path(task.model).name}\n"
+        f"# {task.load}: {_goodput(best, task):.2f} requests/s within {limits}; "
+        f"{label(first.point)}: {_goodput(first, task):.2f}\n"
+    ) + _toml(options_of(found.best))  # fmt: skip
