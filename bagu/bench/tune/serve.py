@@ -137,9 +137,18 @@ def _lengths(text: str | None) -> Lengths | None:
 
 
 def _first(task: Task) -> Point:
-    """The baseline: the default settings, or the nearest point to them."""
-    defaults: dict[str, Value] = {"max_num_seqs": DEFAULT_SEQS, "enable_prefix_caching": True}
-    return max(task.points, key=lambda p: sum(value == defaults.get(name) for name, value in p))
+    """The baseline: the default settings, or the point that has most of them, and otherwise the largest limits."""
+    spare = max(1, (os.cpu_count() or 2) - 1)
+    defaults: dict[str, tuple[Value, ...]] = {
+        "max_num_seqs": (None, DEFAULT_SEQS), "max_num_batched_tokens": (None, GPU_TOKENS if task.on_gpu else CPU_TOKENS),
+        "enable_prefix_caching": (None, True), "threads": (None, spare),
+    }  # fmt: skip
+
+    def likeness(point: Point) -> tuple[int, int]:
+        same = sum(value in defaults.get(name, (None,)) for name, value in point)
+        return same, sum(value for name, value in point if name.startswith("max_") and isinstance(value, int))
+
+    return max(task.points, key=likeness)
 
 
 def options_of(point: Point) -> dict[str, Value]:

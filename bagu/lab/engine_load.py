@@ -1,0 +1,87 @@
+"""The engine under arriving requests, on a clock of its own: the sum of the step times, which skips idle time."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bagu.nn import ModelConfig, Transformer
+from bagu.serve.config import EngineConfig
+from bagu.serve.engine import Engine
+from bagu.serve.request import Request, Sampling, TokenEvent
+
+__all__ = ["MODEL", "PROMPT", "Served", "serve"]
+
+MODEL = ModelConfig(
+    vocab_size=512, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=352,
+    max_len=512,
+)  # fmt: skip
+PROMPT = 8  # tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """Times of each request in seconds on the clock: arrival, first token, last token. `in_system` is the average
+    number of requests that the engine holds, by its own count at every step; `total` is the whole time."""
+
+    arrival: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    answers: np.ndarray
+    in_system: float
+    total: float
+
+    @property
+    def rate(self) -> float:
+        """Requests per second."""
+        return len(self.last) / self.total
+
+    @property
+    def latency(self) -> np.ndarray:
+        return self.last - self.arrival
+
+    @property
+    def tpot(self) -> np.ndarray:
+        many = self.answers > 1
+        return (self.last - self.first)[many] / (self.answers[many] - 1)
+
+
+def serve(
+    model: Transformer, answers: Sequence[int], *, slots: int, arrivals: Sequence[float] | None = None, seed: int = 0
+) -> Served:
+    """Requests with these numbers of output tokens: at the times `arrivals`, or a closed loop of `slots` clients."""
+    engine = Engine(model, None, EngineConfig(num_blocks=slots * 32, max_num_seqs=slots, prefix_cache=False))
+    n, closed = len(answers), arrivals is None
+    prompts = np.random.default_rng(seed).integers(MODEL.vocab_size, size=(n, PROMPT)).tolist()
+    arrival = np.zeros(n) if arrivals is None else np.array(arrivals, dtype=float)
+    first, last, made = np.zeros(n), np.zeros(n), [0] * n
+    queue, clock, area = deque(range(n)), 0.0, 0.0
+    while queue or engine.has_work:
+        if not engine.has_work and not closed:
+            clock = max(clock, arrival[queue[0]])
+        held = len(engine.scheduler.requests)
+        while queue and (held < slots if closed else arrival[queue[0]] <= clock):
+            i = queue.popleft()
+            held += 1
+            if closed:
+                arrival[i] = clock
+            sampling = Sampling(max_tokens=int(answers[i]), temperature=0.0, ignore_eos=True)
+            engine.submit(Request(id=str(i), prompt=tuple(prompts[i]), sampling=sampling, arrival=float(arrival[i])))
+        held, began = len(engine.scheduler.requests), time.perf_counter()
+        events = engine.step()
+        took = time.perf_counter() - began
+        clock, area = clock + took, area + held * took
+        for event in events:
+            assert isinstance(event, TokenEvent)
+            i = int(event.request_id)
+            made[i] += 1
+            first[i] = first[i] or clock
+            last[i] = clock
+    assert made == list(answers), "every request generates all its tokens"
+    return Served(
+        arrival=arrival, first=first, last=last, answers=np.array(answers), in_system=area / clock, total=clock
+    )
