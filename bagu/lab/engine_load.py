@@ -25,10 +25,12 @@ PROMPT = 8  # tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """Times of each request in seconds on the clock: arrival, first token, last token. `in_system` is the average
+    """Times of each request in seconds on the clock: arrival, submission to the engine (at the next step), first
+    token, last token. `in_system` is the average
     number of requests that the engine holds, by its own count at every step; `total` is the whole time."""
 
     arrival: np.ndarray
+    taken: np.ndarray
     first: np.ndarray
     last: np.ndarray
     answers: np.ndarray
@@ -58,7 +60,7 @@ def serve(
     n, closed = len(answers), arrivals is None
     prompts = np.random.default_rng(seed).integers(MODEL.vocab_size, size=(n, PROMPT)).tolist()
     arrival = np.zeros(n) if arrivals is None else np.array(arrivals, dtype=float)
-    first, last, made = np.zeros(n), np.zeros(n), [0] * n
+    taken, first, last, made = np.zeros(n), np.zeros(n), np.zeros(n), [0] * n
     queue, clock, area = deque(range(n)), 0.0, 0.0
     while queue or engine.has_work:
         if not engine.has_work and not closed:
@@ -66,7 +68,7 @@ def serve(
         held = len(engine.scheduler.requests)
         while queue and (held < slots if closed else arrival[queue[0]] <= clock):
             i = queue.popleft()
-            held += 1
+            held, taken[i] = held + 1, clock
             if closed:
                 arrival[i] = clock
             sampling = Sampling(max_tokens=int(answers[i]), temperature=0.0, ignore_eos=True)
@@ -83,5 +85,11 @@ def serve(
             last[i] = clock
     assert made == list(answers), "every request generates all its tokens"
     return Served(
-        arrival=arrival, first=first, last=last, answers=np.array(answers), in_system=area / clock, total=clock
+        arrival=arrival,
+        taken=taken,
+        first=first,
+        last=last,
+        answers=np.array(answers),
+        in_system=area / clock,
+        total=clock,
     )

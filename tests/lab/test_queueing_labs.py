@@ -22,13 +22,15 @@ def test_requests_are_served_in_a_closed_loop_and_as_they_arrive() -> None:
         apart.first[1] >= 100.0 and apart.first[2] > apart.last[1]
     )  # idle time is skipped, the slot is taken in order
     assert apart.in_system < 0.1
+    for found in (closed, apart):  # Little's law
+        assert found.in_system == pytest.approx(found.rate * (found.last - found.taken).mean())
 
 
 def closed_rows(rates: dict[int, float], error: float) -> list[Row]:
     return [
         {"load": "closed loop", "batch": batch, "output_tokens_per_s": rate, "tpot_ms": 1e3 * batch / rate,
          "requests_per_s": 1.0, "latency_s": 1.0, "in_system_requests": float(batch),
-         "rate_times_latency_requests": batch * (1 + error)}
+         "rate_times_latency_requests": batch * (1 + error), "from_arrival_requests": batch * 1.1}
         for batch, rate in rates.items()
     ]  # fmt: skip
 
@@ -36,9 +38,9 @@ def closed_rows(rates: dict[int, float], error: float) -> list[Row]:
 @pytest.mark.parametrize(
     ("rates", "error", "kind"),
     [
-        ({1: 100.0, 2: 195.0, 8: 750.0}, 0.01, "held"),
-        ({1: 100.0, 2: 195.0, 8: 300.0}, 0.01, "holds only where"),
-        ({1: 100.0, 2: 120.0, 8: 500.0}, 0.01, "did not hold"),
+        ({1: 100.0, 2: 195.0, 8: 750.0}, 0.005, "held"),
+        ({1: 100.0, 2: 195.0, 8: 300.0}, 0.005, "holds only where"),
+        ({1: 100.0, 2: 120.0, 8: 500.0}, 0.005, "did not hold"),
         ({1: 100.0, 2: 195.0, 8: 750.0}, -0.06, "did not hold"),
     ],
 )
@@ -82,7 +84,9 @@ def test_the_formula_of_the_lab_is_that_of_an_m_g_1_queue() -> None:
     for i in range(n):
         end = max(end, arrival[i]) + service[i]
         last[i] = end
-    found = queueing.Served(arrival=arrival, first=last, last=last, answers=np.ones(n), in_system=0.0, total=last[-1])
+    found = queueing.Served(
+        arrival=arrival, taken=arrival, first=last, last=last, answers=np.ones(n), in_system=0.0, total=last[-1]
+    )
     row = queueing.facts(found, 1)
     assert row["formula_wait_ms"] == pytest.approx(1e3 * load / (1 - load), rel=0.03)
     assert row["mean_wait_ms"] == pytest.approx(1e3 * load / (1 - load), rel=0.05)

@@ -140,7 +140,8 @@ def _first(task: Task) -> Point:
     """The baseline: the default settings, or the point that has most of them, and otherwise the largest limits."""
     spare = max(1, (os.cpu_count() or 2) - 1)
     defaults: dict[str, tuple[Value, ...]] = {
-        "max_num_seqs": (None, DEFAULT_SEQS), "max_num_batched_tokens": (None, GPU_TOKENS if task.on_gpu else CPU_TOKENS),
+        "max_num_seqs": (None, DEFAULT_SEQS),
+        "max_num_batched_tokens": (None, GPU_TOKENS if task.on_gpu else CPU_TOKENS),
         "enable_prefix_caching": (None, True), "threads": (None, spare),
     }  # fmt: skip
 

@@ -1,0 +1,98 @@
+"""`bagu tune serve` as a command: what it measures, prints and writes. The server here is a small one in a thread.
+
+The search follows the measured times, so the tests do not depend on which points it measures.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from test_bench_serve import other_server
+
+from bagu.bench.tune import serve
+from bagu.bench.tune.roofline import Roofline
+from bagu.errors import ArgumentError, BaguError
+from bagu.runs.record import read_rows
+
+ROOFLINE = Roofline(parameters=10**7, kv_bytes=1024, itemsize=4, bandwidth=1e10, rate=1e11, threads=2)
+SPACE = [
+    "max_num_seqs=2,4,8,16",
+    "max_num_batched_tokens=default",
+    "block_size=default,32",
+    "threads=1",
+    "speculative=none",
+]
+
+
+def run(out: Path, start: serve.Start, **settings: object) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=200)
+    options = {"ttft": 60_000.0, "tpot": 60_000.0, "space": SPACE, "requests": 8, "max_concurrency": 2, "share": 1.0}
+    status = serve.main("folder/model", start=start, roofline=ROOFLINE, longest=300, out=out, console=console,
+                        **{**options, **settings})  # type: ignore[arg-type]  # fmt: skip
+    return status, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_winner_is_written_and_the_same_command_resumes(tmp_path: Path) -> None:
+    started: list[str] = []
+
+    @contextmanager
+    def start(model: str, *options: str) -> Iterator[str]:
+        assert (model, options[0]) == ("folder/model", "--config")
+        started.append(Path(options[1]).read_text())
+        if "int8" in started[-1]:
+            raise BaguError("this machine has no int8")
+        with other_server() as (url, _):
+            yield url
+
+    status, said = run(tmp_path, start)
+    rows = read_rows(tmp_path / "trials.jsonl")
+    assert status == 0 and len(rows) == len(started)
+    assert (
+        rows[0]["point"]["max_num_seqs"] == 16 and rows[0]["point"]["quantization"] is None
+    )  # nearest to the defaults
+    assert "max_num_seqs = 16\nthreads = 1\n" in started[0]
+    failed = [row for row in rows if row["error"]]
+    assert all(row["point"]["quantization"] == "int8" and row["samples"] is None for row in failed)
+    config = (tmp_path / "serve.toml").read_text()
+    assert "int8" not in config and "max_num_seqs = " in config and "TTFT 60000 ms" in config
+    assert "roofline" in said and "measured" in said and "(baseline)" in said
+    before = list(started)
+    again, resumed = run(tmp_path, start)
+    assert again == 0 and started == before  # nothing is measured twice
+    assert f"{len(rows)} measurements are from the record" in resumed
+    run(tmp_path, start, ttft=50_000.0)
+    assert len(started) > len(before)  # other limits are another search
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"ttft": None, "tpot": None}, "no limit to tune for"),
+        ({"share": 0.0}, "a budget of 0.0"),
+        ({"space": ["batch=1"]}, "no setting to tune 'batch'"),
+        ({"requests": 0}, "0 requests"),
+        ({"request_rate": -1.0}, "a request rate of -1.0"),
+    ],
+)
+def test_bad_input_is_refused_before_a_server_starts(tmp_path: Path, settings: dict[str, object], says: str) -> None:
+    def start(*_: object) -> None:
+        raise AssertionError("no server may start")
+
+    with pytest.raises((ArgumentError, BaguError)) as caught:
+        run(tmp_path, start, **settings)  # type: ignore[arg-type]
+    assert says in str(caught.value)
+
+
+def test_limits_that_nothing_meets_are_reported(tmp_path: Path) -> None:
+    @contextmanager
+    def start(model: str, *options: str) -> Iterator[str]:
+        with other_server() as (url, _):
+            yield url
+
+    status, said = run(tmp_path, start, ttft=1e-6, space=[*SPACE, "quantization=none"])
+    assert status == 1 and "no request of the winner met the limits" in said
