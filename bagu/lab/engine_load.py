@@ -1,13 +1,19 @@
-"""The engine under arriving requests, on a clock of its own: the sum of the step times, which skips idle time."""
+"""The engine under arriving requests, on a clock of its own: the sum of the step times, which skips idle time.
+
+On a CPU the engine has one thread and the time of a step is its CPU time: other programs on the machine, which a wall
+clock would count as service, do not change the result. On a GPU it is the wall clock.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from bagu.nn import ModelConfig, Transformer
 from bagu.serve.config import EngineConfig
@@ -52,6 +58,19 @@ class Served:
         return (self.last - self.first)[many] / (self.answers[many] - 1)
 
 
+@contextmanager
+def step_clock(model: Transformer) -> Iterator[Callable[[], float]]:
+    """The clock for the steps of a model, and one thread while it is used."""
+    before = torch.get_num_threads()
+    on_cpu = model.embedding.weight.device.type == "cpu"
+    if on_cpu:
+        torch.set_num_threads(1)
+    try:
+        yield time.process_time if on_cpu else time.perf_counter
+    finally:
+        torch.set_num_threads(before)
+
+
 def serve(
     model: Transformer, answers: Sequence[int], *, slots: int, arrivals: Sequence[float] | None = None, seed: int = 0
 ) -> Served:
@@ -62,27 +81,30 @@ def serve(
     arrival = np.zeros(n) if arrivals is None else np.array(arrivals, dtype=float)
     taken, first, last, made = np.zeros(n), np.zeros(n), np.zeros(n), [0] * n
     queue, clock, area = deque(range(n)), 0.0, 0.0
-    while queue or engine.has_work:
-        if not engine.has_work and not closed:
-            clock = max(clock, arrival[queue[0]])
-        held = len(engine.scheduler.requests)
-        while queue and (held < slots if closed else arrival[queue[0]] <= clock):
-            i = queue.popleft()
-            held, taken[i] = held + 1, clock
-            if closed:
-                arrival[i] = clock
-            sampling = Sampling(max_tokens=int(answers[i]), temperature=0.0, ignore_eos=True)
-            engine.submit(Request(id=str(i), prompt=tuple(prompts[i]), sampling=sampling, arrival=float(arrival[i])))
-        held, began = len(engine.scheduler.requests), time.perf_counter()
-        events = engine.step()
-        took = time.perf_counter() - began
-        clock, area = clock + took, area + held * took
-        for event in events:
-            assert isinstance(event, TokenEvent)
-            i = int(event.request_id)
-            made[i] += 1
-            first[i] = first[i] or clock
-            last[i] = clock
+    with step_clock(model) as tick:
+        while queue or engine.has_work:
+            if not engine.has_work and not closed:
+                clock = max(clock, arrival[queue[0]])
+            held = len(engine.scheduler.requests)
+            while queue and (held < slots if closed else arrival[queue[0]] <= clock):
+                i = queue.popleft()
+                held, taken[i] = held + 1, clock
+                if closed:
+                    arrival[i] = clock
+                sampling = Sampling(max_tokens=int(answers[i]), temperature=0.0, ignore_eos=True)
+                engine.submit(
+                    Request(id=str(i), prompt=tuple(prompts[i]), sampling=sampling, arrival=float(arrival[i]))
+                )
+            held, began = len(engine.scheduler.requests), tick()
+            events = engine.step()
+            took = tick() - began
+            clock, area = clock + took, area + held * took
+            for event in events:
+                assert isinstance(event, TokenEvent)
+                i = int(event.request_id)
+                made[i] += 1
+                first[i] = first[i] or clock
+                last[i] = clock
     assert made == list(answers), "every request generates all its tokens"
     return Served(
         arrival=arrival,

@@ -6,7 +6,7 @@ limits the step, the time per token grows with the batch instead.
 
 Little's law: in any system that loses nothing, L = λW, where L is the average number of requests in it, λ the rate of
 requests and W the average time that one spends there. L is the engine's own count of requests at every step; λ and W
-are from the times of the requests, so the law is a check that the two agree: the engine keeps no request longer than its
+are from the times of the requests, so the law checks that the two agree: the engine keeps no request longer than its
 client waits, and loses none. W counts from the step that takes a request. A client that counts from the arrival, which
 may be in the middle of the step before, gets a larger λW; the difference is reported.
 """
@@ -137,7 +137,7 @@ LAB = Lab(
     claim_en="A larger batch is nearly free: doubling it doubles the tokens per second. And L = λW at every load.",
     claim_zh="更大的批近乎免费：批翻一倍，每秒 token 数也翻一倍。并且任何负载下 L = λW。",
     regime=f"The engine on a Llama of 2 layers and 128 features, prompts of {PROMPT} tokens, outputs of {ANSWER}, "
-    "without HTTP. Time is the sum of the step times.",
+    "without HTTP. Time is the sum of the step times, on a CPU the CPU time of one thread.",
     varies=f"Clients of a closed loop (the batch), 1 to {BATCHES[-1]}; Poisson arrivals at 30, 60 and 90 % of the "
     f"rate of {SLOTS} clients.",
     measures="Output tokens per second, time per output token; the number of requests in the engine (L), requests per "

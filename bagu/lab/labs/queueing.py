@@ -153,7 +153,8 @@ LAB = Lab(
     claim_en="Latency is flat at low load and bends upwards like 1 / (1 - load), as queueing theory says.",
     claim_zh="负载低时延迟平缓，随后按 1 / (1 - 负载) 上翘，与排队论一致。",
     regime=f"The engine on a Llama of 2 layers and 128 features, prompts of {PROMPT} tokens, geometric outputs of "
-    f"{ANSWER} tokens on average, Poisson arrivals, without HTTP. Time is the sum of the step times.",
+    f"{ANSWER} tokens on average, Poisson arrivals, without HTTP. Time is the sum of the step times, on a CPU the "
+    "CPU time of one thread.",
     varies="Arrival rate, as a fraction of the rate with all slots busy; one slot, or 16 (continuous batching).",
     measures="Latency from arrival to last token, p50 and p99 over requests, medians over seeds; with one slot the "
     "mean wait against the M/G/1 formula with the measured service times. A latency target of twice the p99 at low "
