@@ -44,6 +44,7 @@ def _key(row: dict[str, Any]) -> tuple[Point, int]:
 def _trial(row: dict[str, Any]) -> Trial:
     samples = row["samples"]
     if samples is not None:
-        samples = Samples(**{k: tuple(v) if isinstance(v, list) else v for k, v in samples.items()})
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in samples.items()}
+        samples = Samples(**values)
     fields = {k: v for k, v in row.items() if k not in ("search", "point", "samples")}
     return Trial(**fields, point=tuple(row["point"].items()), samples=samples)
