@@ -17,6 +17,7 @@ from torch import nn
 
 from bagu import ops
 from bagu.errors import ArgumentError, BaguError
+from bagu.nn.config import Learned, Rope
 from bagu.nn.hub import WeightsError
 from bagu.nn.model import Transformer
 
@@ -84,6 +85,10 @@ def _refuse(model: Transformer) -> None:
             config.experts(i) is not None for i in range(config.num_layers)
         ),
         "linear attention": config.attention == "linear",
+        # these may work: nobody has compared their logits with ONNX Runtime's
+        "multi-head latent attention": config.mla is not None,
+        "a sliding window": any(config.window(i) is not None for i in range(config.num_layers)),
+        f"{type(config.positions).__name__} positions": not isinstance(config.positions, Rope | Learned),
         "a score head": model.score is not None,
         f"weights in {parameter.dtype} on {parameter.device}": (parameter.dtype, parameter.device.type)
         != (torch.float32, "cpu"),

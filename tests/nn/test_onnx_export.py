@@ -11,7 +11,7 @@ import torch
 from small_models import make, small
 
 from bagu.errors import ArgumentError, BaguError
-from bagu.nn.config import MoEConfig
+from bagu.nn.config import Alibi, MoEConfig
 from bagu.nn.onnx_export import check_onnx, export_onnx
 from bagu.recipes.command import export_main
 
@@ -33,6 +33,7 @@ def test_the_file_and_the_dtype_are_checked_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "dtype", "message"),
     [({"moe": MoEConfig(num_experts=4, top_k=2, expert_size=8)}, torch.float32, "a mixture of experts"),
+     ({"windows": (4, None)}, torch.float32, "a sliding window"), ({"positions": Alibi()}, torch.float32, "Alibi"),
      ({"score_head": True}, torch.float32, "a score head"), ({}, torch.float64, "float64")],
 )  # fmt: skip
 def test_models_without_a_graph_are_refused(
