@@ -88,11 +88,11 @@ class Runner:
         self.project: Project
         self.decode: Forward | None = None  # a CUDA graph for steps with one token per sequence
         self.compiled: CompiledDecode | InvariantDecode | None = None  # C++ for the same steps, and other short ones
+        self.low_rank: LowRankPairs | None = None  # the adapters of `compiled`
         self.mismatch: Mismatch | None = None  # why the C++ does not support this model, if the machine could use it
         if self.device.type == "cuda" and self.config.cuda_graphs:
             if self.graphs is None or not self.graphs.current:
-                rows = None if self.adapters is None else self.adapters.rows
-                self.graphs = GraphDecode(self.model, self.kv, self.tables.shape[1] * self.kv.block_size, rows)
+                self.graphs = self.new_graphs()
             self.decode = self.graphs
         if self.mesh is not None:
             vocab_size, mesh = model.config.vocab_size, self.mesh
@@ -103,7 +103,8 @@ class Runner:
                 if self.kv.quantized:
                     raise Mismatch("an 8-bit KV cache")
                 step = match(merged(model))
-                self.compiled = CompiledDecode(step, self.kv, rounding=rounding, low_rank=self.low_rank(step))
+                self.low_rank = self.low_rank_pairs(step)
+                self.compiled = CompiledDecode(step, self.kv, rounding=rounding, low_rank=self.low_rank)
                 self.project = PackedLinear(model.head_weight, rounding=head_rounding)
                 return
             except Mismatch as error:
@@ -117,7 +118,11 @@ class Runner:
         head: Callable[[torch.Tensor], torch.Tensor] = int8(model.head_weight) if rounds_head else model.logits
         self.project = lambda hidden: (head(hidden), None)
 
-    def low_rank(self, step: DecodeStep) -> LowRankPairs | None:
+    def new_graphs(self) -> GraphDecode:
+        rows = None if self.adapters is None else self.adapters.rows
+        return GraphDecode(self.model, self.kv, self.tables.shape[1] * self.kv.block_size, rows)
+
+    def low_rank_pairs(self, step: DecodeStep) -> LowRankPairs | None:
         """The adapters for the C++ step. On a CPU their layers are `GroupedLinear`."""
         if self.adapters is None:
             return None
@@ -128,10 +133,10 @@ class Runner:
         """Replace the adapter in a slot. No step may be running that uses it."""
         assert self.adapters is not None, "the engine has no slots for adapters"
         self.adapters.install(slot, adapter)
-        if isinstance(self.compiled, CompiledDecode) and self.compiled.low_rank is not None:
-            self.compiled.low_rank.forget(slot)
+        if self.low_rank is not None:
+            self.low_rank.forget(slot)
         if self.graphs is not None and not self.graphs.current:  # a stack has grown
-            self.prepare()
+            self.graphs = self.decode = self.new_graphs()
 
     def run(self, plan: Plan, late: torch.Tensor | None = None) -> RunnerOutput:
         """Compute the plan. Afterwards its tokens' keys and values are in the pool. `late` are the tokens that the

@@ -46,6 +46,7 @@ def names(server: Running) -> dict[str, str | None]:
 
 def test_adapters_are_loaded_listed_used_and_unloaded(server: Running, folders: dict[str, Path]) -> None:
     assert names(server) == {MODEL: None, "one": MODEL}
+    assert "room for 2 LoRA adapters of rank 4, 44,032 bytes at most" in server.log.read_text()
     base, one = text(server, MODEL), text(server, "one")
     assert base != one
     loaded = post(server, LOAD, {"lora_name": "two", "lora_path": str(folders["two"])})

@@ -59,6 +59,11 @@ class AdapterRegistry:
     def infos(self) -> tuple[AdapterInfo, ...]:
         return tuple(resident.info for resident in self.named.values())
 
+    def room(self) -> str:
+        """How many adapters fit, and the memory that they take."""
+        most = adapter_bytes(self.model, self.max_adapters, self.max_rank)
+        return f"room for {self.max_adapters} LoRA adapters of rank {self.max_rank}, {most:,} bytes at most"
+
     def find(self, name: str) -> Resident:
         found = self.named.get(name)
         if found is None:

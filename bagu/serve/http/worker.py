@@ -129,6 +129,8 @@ def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat:
         adapters=engine.adapters.infos, loads_adapters=engine.config.allow_adapter_loading,
     )  # fmt: skip
     _ = ready.longest_token
+    if engine.config.max_adapters:
+        print(f"bagu serve: {engine.adapters.room()}", file=sys.stderr, flush=True)
     send(pipe, ready)
     waiting: dict[str, float] = {}  # arrival times of requests without a token
     requests = RequestQueue(pipe, messages, engine, waiting)
