@@ -118,7 +118,7 @@ class Routes:
             response = respond(job, ready, adapter or served.name)
             call = ClientCall(served.engine, job.requests, request.receive, key_of(request))
             record = request.scope[RECORD]
-            record.model, record.call = served.name, call.pending
+            record.model, record.call = adapter or served.name, call.pending
         self.catalog.copy(served, body)
         try:
             if job.stream:
