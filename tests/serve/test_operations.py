@@ -100,7 +100,7 @@ def test_a_request_is_one_line_of_json_without_the_key(served: Served) -> None:
     assert "hello" not in served.log  # no prompts
     line = served.requests[0]
     assert (line["request_id"], line["path"], line["status"]) == ("mine-1", "/v1/chat/completions", 200)
-    assert (line["model"], line["key"], line["finish_reasons"]) == ("tiny", "default", ["length"])
+    assert (line["model"], line["key"], line["finish_reasons"]) == ("tiny", "api-key", ["length"])
     usage = served.answer.json()["usage"]
     assert (line["prompt_tokens"], line["completion_tokens"]) == (usage["prompt_tokens"], 5)
     assert 0 <= line["queue_ms"] <= line["ttft_ms"] <= line["total_ms"]
