@@ -38,7 +38,7 @@ MIB = 1 << 20
 
 
 def run(setting: Setting) -> list[Row]:
-    lengths = [256, 512, 1024] if setting.quick else [512, 1024, 2048, 4096]
+    lengths = [128, 256, 512] if setting.quick else [512, 1024, 2048, 4096]
     lengths = lengths if setting.device == "cpu" else [4 * n for n in lengths]
     dtype = torch.float32 if setting.device == "cpu" else torch.bfloat16
     rows: list[Row] = []

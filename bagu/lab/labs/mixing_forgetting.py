@@ -123,12 +123,12 @@ class Start:
             intermediate_size=192, max_len=CONTEXT, tie_embeddings=True,
         )  # fmt: skip
         model = init_weights(Transformer(config, device=setting.device), seed)
-        train(model, texts, share=100, lr=PEAK, steps=12 if setting.quick else FIRST_STEPS, seed=seed)
+        train(model, texts, share=100, lr=PEAK, steps=4 if setting.quick else FIRST_STEPS, seed=seed)
         return cls(model=model, seed=seed, before=losses(model, texts, setting))
 
     def continue_training(self, texts: Texts, share: int, lr: float, setting: Setting) -> Row:
         """Continue pretraining from here, with `share` percent of old text."""
-        model, steps = copy.deepcopy(self.model), 4 if setting.quick else MORE_STEPS
+        model, steps = copy.deepcopy(self.model), 2 if setting.quick else MORE_STEPS
         # a different seed, so that the rows differ from the start of the first training
         train(model, texts, share=share, lr=lr, steps=steps, seed=self.seed + 1000)
         after = losses(model, texts, setting)

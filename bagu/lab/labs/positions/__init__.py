@@ -33,7 +33,7 @@ def run(setting: Setting) -> list[Row]:
     quick = setting.quick
     text = lengths.Text.read(every=16 if quick else 4, pieces=4 if quick else 64)
     shifts = (1, 2**10, 2**20) if quick else tuple(2**power for power in range(21))
-    seeds, steps = ((1, 2), 4) if quick else ((1, 2, 3), 300)
+    seeds, steps = ((1, 2), 2) if quick else ((1, 2, 3), 300)
     points: list[Callable[[], list[Row]]] = []
     points += [partial(shift.measure, name, shifts, setting.device) for name in shift.ARITHMETIC]
     for seed, encoding in product(seeds, lengths.TRAINED):
