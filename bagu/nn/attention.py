@@ -8,7 +8,7 @@ Dims: T = tokens, H = heads, G = KV heads, n = H / G, D = head dim.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from bagu import ops
 from bagu.nn.config import ModelConfig, Rope
 from bagu.nn.kv import KV, HeadTransform, Scores
-from bagu.nn.linear import Factory, Linear
+from bagu.nn.linear import Factory, Linear, parameter
 from bagu.nn.norm import RMSNorm
 from bagu.nn.positions import Signals
 
@@ -33,27 +33,32 @@ class Context(NamedTuple):
 
 
 class Softmax(nn.Module):
-    """Softmax attention of q[T, H, D] to k[T, G, D] and v[T, G, E] in each segment, or to the past in the KV view."""
+    """Softmax attention of q[T, H, D] to k[T, G, D] and v[T, G, E] in each segment, or to the past in the KV view.
+    `sinks[H]` are added to the denominators."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.window = layer, config.window(layer)
         self.scale, self.causal = config.scale, config.causal
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, *, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         cu_seqlens, max_len, signals, kv = context
         if kv is not None:
-            return self.cached(kv, q, k, v, v.shape[-1], signals)
+            return self.cached(kv, q, k, v, v.shape[-1], signals, sinks=sinks)
         out, _ = ops.attention(
             q, k, v, cu_seqlens, max_len,
             causal=self.causal, window=self.window, scale=self.scale, slopes=signals.slopes, bias=signals.bias,
+            sinks=sinks,
         )  # fmt: skip
         return out
 
     def cached(
-        self, kv: KV, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, v_dim: int, signals: Signals
-    ) -> torch.Tensor:
-        scores = Scores(self.scale, self.window, signals.slopes, signals.bias)
+        self, kv: KV, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, v_dim: int, signals: Signals,
+        *, sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        scores = Scores(self.scale, self.window, signals.slopes, signals.bias, sinks)
         return kv.attend(self.layer, q, k, v, v_dim, scores)
 
 
@@ -64,14 +69,23 @@ class Attention(nn.Module):
         self.num_groups, self.group_size, self.head_dim = G, H // G, D
         self.qkv = Linear(config.hidden_size, (H + 2 * G) * D, bias=config.qkv_bias, weight_norm=wn, **factory)
         self.out = Linear(H * D, config.hidden_size, bias=config.out_bias, weight_norm=wn, **factory)
-        self.q_norm = RMSNorm(D, config.norm.eps, **factory) if config.qk_norm else None
-        self.k_norm = RMSNorm(D, config.norm.eps, **factory) if config.qk_norm else None
+        self.norm_width = config.qk_norm == "width"
+        sizes = (H * D, G * D) if self.norm_width else (D, D)
+        norm: dict[str, Any] = {"unit_offset": config.norm.unit_offset, **factory}
+        self.q_norm, self.k_norm = (
+            RMSNorm(size, config.norm.eps, **norm) if config.qk_norm else None for size in sizes
+        )
+        self.sinks = parameter(H, **factory) if config.sinks else None
+        self.other_positions = config.has_other_positions(layer)
         self.layout = config.positions.layout if isinstance(config.positions, Rope) else "half"
         self.softmax = Softmax(config, layer) if config.attention == "softmax" else None
         self.causal = config.causal
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         T, G, n, D = x.shape[0], self.num_groups, self.group_size, self.head_dim
+        if self.other_positions:
+            assert context.signals.other is not None, "RopeEncoding returns them"
+            context = context._replace(signals=context.signals.other)
         qkv = self.qkv(x).view(T, G, n + 2, D)
         if context.kv is not None and self.softmax is not None:
             return self.out(self.cached(self.softmax, context.kv, qkv, context.signals).flatten(1))
@@ -80,26 +94,36 @@ class Attention(nn.Module):
         if G == 1 or n == 1:
             q = q.view(T, G * n, D)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.normed(q, self.q_norm), self.normed(k, self.k_norm)
         elif context.signals.cos is not None:
             v = v.contiguous()  # attention saves v for the backward, and a view would keep all of qkv alive
         if self.softmax is None:
             y = self.linear(q, k, v, context)
         else:
             q, k = self.turn(q, context), self.turn(k, context)
-            y = self.softmax(q.reshape(T, G * n, D), k, v, context)
+            extra = {} if self.sinks is None else {"sinks": self.sinks}
+            y = self.softmax(q.reshape(T, G * n, D), k, v, context, **extra)
         return self.out(y.flatten(1))
 
+    def normed(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """The heads x[T, …, D] after QK norm."""
+        y: torch.Tensor = norm(x.flatten(1)).view(x.shape) if self.norm_width else norm(x)
+        return y
+
     def cached(self, softmax: Softmax, kv: KV, qkv: torch.Tensor, signals: Signals) -> torch.Tensor:
-        """The same with a KV view, where QK norm, RoPE and the write to the cache are one op."""
+        """The same with a KV view, where QK norm of each head, RoPE and the write to the cache are one op."""
         q_norm, k_norm = self.q_norm, self.k_norm
+        if self.norm_width and q_norm is not None and k_norm is not None:
+            q, k, v = qkv.split((self.group_size, 1, 1), 2)
+            qkv = torch.cat((self.normed(q, q_norm), self.normed(k, k_norm), v), 2)
+            q_norm = k_norm = None
         transform = HeadTransform(
             signals.cos, signals.sin, self.layout,
-            q_weight=None if q_norm is None else q_norm.weight, k_weight=None if k_norm is None else k_norm.weight,
+            q_weight=None if q_norm is None else q_norm.gain, k_weight=None if k_norm is None else k_norm.gain,
             eps=0.0 if q_norm is None else q_norm.eps,
         )  # fmt: skip
         q = kv.write(softmax.layer, qkv, transform)
-        return softmax.cached(kv, q, None, None, self.head_dim, signals)
+        return softmax.cached(kv, q, None, None, self.head_dim, signals, sinks=self.sinks)
 
     def turn(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """Apply RoPE, if the model has it. Grouped queries [T, G, n, D] are read as they are and written contiguously:

@@ -35,6 +35,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self.placement, self.dropout = config.norm.placement, config.dropout
+        self.residual = config.multipliers.residual
         self.attention: Attention | MLA = (Attention if config.mla is None else MLA)(config, layer, **factory)
         experts = config.experts(layer)
         self.ffn: FFN | MoE = (
@@ -66,19 +67,26 @@ class Block(nn.Module):
                 delta, routing = self.feed(x)
                 x, _ = self.ffn_norm.add(delta, x)
                 return x, None, routing
+            case "output":
+                x = x if delta is None else x + delta
+                x = x + self.attention_norm(self.attend(x, context))
+                delta, routing = self.feed(x)
+                return x, self.ffn_norm(delta), routing
             case "none":
                 x = x + self.alpha * self.attend(x / self.betas[0], context)
                 delta, routing = self.feed(x / self.betas[1])
                 return x + self.alpha * delta, None, routing
 
     def attend(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        return self.drop(self.attention(x, context))
+        return self.scale(self.attention(x, context))
 
     def feed(self, x: torch.Tensor) -> tuple[torch.Tensor, Routing | None]:
         if isinstance(self.ffn, MoE):
             y, routing = self.ffn(x)
-            return self.drop(y), routing
-        return self.drop(self.ffn(x)), None
+            return self.scale(y), routing
+        return self.scale(self.ffn(x)), None
 
-    def drop(self, x: torch.Tensor) -> torch.Tensor:
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        """Dropout and the residual multiplier."""
+        x = x if self.residual == 1.0 else x * self.residual
         return F.dropout(x, self.dropout, self.training) if self.dropout else x

@@ -13,10 +13,14 @@ from bagu.config import ConfigError
 
 __all__ = [
     "Alibi",
+    "GateClamp",
+    "LayerPositions",
     "Learned",
+    "LinearScaling",
     "Llama3Scaling",
     "MLAConfig",
     "MoEConfig",
+    "Multipliers",
     "NoPositions",
     "NormConfig",
     "Positions",
@@ -30,7 +34,7 @@ __all__ = [
 ]
 
 NormKind = Literal["layer", "rms", "scale", "group", "batch"]
-Placement = Literal["pre", "post", "sandwich", "none"]
+Placement = Literal["pre", "post", "output", "sandwich", "none"]
 
 
 def refuse(message: str, hint: str) -> None:
@@ -50,13 +54,14 @@ class NormConfig:
 
     pre:       x + f(norm(x)), and a norm before the head        post: norm(x + f(x)), as in BERT
     sandwich:  x + norm(f(norm(x))), and a norm before the head  none: x + alpha * f(x / beta), beta the expected size
-                                                                  of x (NFNet, https://arxiv.org/abs/2102.06171)
+    output:    x + norm(f(x)), and a norm before the head              of x (NFNet, https://arxiv.org/abs/2102.06171)
     """
 
     kind: NormKind = "rms"
     placement: Placement = "pre"
     eps: float = 1e-6
     bias: bool = False  # layer, group and batch norm: whether the norm has a bias
+    unit_offset: bool = False  # RMSNorm: the gain is 1 + weight (Gemma)
     groups: int | None = None  # group norm: number of groups of features, each normalized separately
     alpha: float | None = None  # placement none: the scale of what a block adds, relative to one block
 
@@ -65,6 +70,8 @@ class NormConfig:
             refuse(f"norm.eps = {self.eps}; expected more than 0", "1e-6 is common for RMSNorm, 1e-5 for LayerNorm")
         if self.bias and self.kind in ("rms", "scale"):
             refuse(f"norm.bias is set, but a norm of kind {self.kind!r} has no bias", "leave bias out")
+        if self.unit_offset and self.kind != "rms":
+            refuse(f"norm.unit_offset with kind {self.kind!r}", "only RMSNorm has it: leave unit_offset out")
         if (self.groups is not None) != (self.kind == "group"):
             refuse(f"norm.groups = {self.groups} with kind {self.kind!r}", "only group norm has groups")
         if (self.alpha is not None) != (self.placement == "none"):
@@ -74,6 +81,17 @@ class NormConfig:
             )
         if self.groups is not None:
             at_least(self, 1, "groups")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """All frequencies are divided by `factor` (position interpolation, https://arxiv.org/abs/2306.15595)."""
+
+    kind: Literal["linear"] = "linear"
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +147,12 @@ class YarnScaling:
 
 def _check_scaling(scaling: Llama3Scaling | YarnScaling) -> None:
     at_least(scaling, 1, "original_max_len")
-    if not scaling.factor > 0:
-        refuse(f"factor = {scaling.factor}; expected more than 0", "a context four times as long has a factor of 4")
+    _check_factor(scaling.factor)
+
+
+def _check_factor(factor: float) -> None:
+    if not factor > 0:
+        refuse(f"factor = {factor}; expected more than 0", "a context four times as long has a factor of 4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +163,7 @@ class Rope:
     base: float = 10000.0
     dim: int | None = None  # number of features of a head to rotate, from the first; None is all
     layout: Literal["half", "interleaved"] = "half"
-    scaling: Llama3Scaling | YarnScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
 
     def __post_init__(self) -> None:
         if not self.base > 0 or (self.base == 1 and isinstance(self.scaling, YarnScaling)):
@@ -153,6 +175,10 @@ class Learned:
     """One learned vector per position, added to the embedding."""
 
     kind: Literal["learned"] = "learned"
+    offset: int = 0  # the vector of position p is row p + offset of the table (RoBERTa)
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "offset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +223,43 @@ Positions = Rope | Learned | Sinusoidal | Alibi | T5Relative | NoPositions
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerPositions:
+    """Layers that differ from the others in their positions: another RoPE (Gemma 3), or none (SmolLM3)."""
+
+    layers: tuple[int, ...]
+    positions: Rope | NoPositions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Multipliers:
+    """Constant factors (Granite, Gemma) of the embedding, of the attention scores (None is 1 / sqrt(head_dim)) and of
+    what a sublayer adds to the stream; and a divisor of the logits."""
+
+    embedding: float = 1.0
+    attention: float | None = None
+    residual: float = 1.0
+    logits_divisor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.attention is not None and not self.attention > 0:
+            refuse(f"multipliers.attention = {self.attention}; expected more than 0", "None is 1 / sqrt(head_dim)")
+        if not self.logits_divisor > 0:
+            refuse(f"multipliers.logits_divisor = {self.logits_divisor}; expected more than 0", "1 changes nothing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateClamp:
+    """gpt-oss's SwiGLU: gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit` and |up| at most `limit`."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        if not self.limit > 0:
+            refuse(f"gate_clamp.limit = {self.limit}; expected more than 0", "gpt-oss uses 7")
+
+
+@dataclass(frozen=True, kw_only=True)
 class MLAConfig:
     """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): keys and values are computed from
     one latent of `kv_rank` per token, and one key of `rope_dim` that all heads share carries the position."""
@@ -229,6 +292,7 @@ class MoEConfig:
     num_groups: int = 1  # DeepSeek-V3: equal groups of experts; a token uses experts of its best `top_groups` groups
     top_groups: int = 1
     aux_weight: float | None = None  # weight of the load-balancing loss; None disables it
+    router_bias: bool = False  # a learned bias of the router's logits (gpt-oss)
     bias_rate: float | None = None  # step size of the aux-free balancing bias; None disables it
 
     def __post_init__(self) -> None:

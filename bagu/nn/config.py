@@ -2,7 +2,8 @@
 
     attention kind    num_heads H, num_kv_heads G: MHA is G = H, MQA is G = 1, GQA is between; `mla` replaces keys and
                       values by a latent; `attention="linear"` replaces the softmax
-    layer i           windows[i % len(windows)], and a mixture of experts unless i is in moe.dense_layers
+    layer i           windows[i % len(windows)]; a mixture of experts unless i is in moe.dense_layers; `positions`
+                      unless i is in layer_positions.layers
 
 An option that has options of its own is a dataclass (choices.py), so every option has an effect. Invalid combinations
 raise when the config is created. `bagu.config` reads and writes it as JSON.
@@ -16,10 +17,14 @@ from typing import Literal
 
 from bagu.nn.choices import (
     Alibi,
+    GateClamp,
+    LayerPositions,
     Learned,
+    LinearScaling,
     Llama3Scaling,
     MLAConfig,
     MoEConfig,
+    Multipliers,
     NoPositions,
     NormConfig,
     Positions,
@@ -35,11 +40,15 @@ from bagu.nn.choices import (
 __all__ = [
     "Alibi",
     "FFNKind",
+    "GateClamp",
+    "LayerPositions",
     "Learned",
+    "LinearScaling",
     "Llama3Scaling",
     "MLAConfig",
     "MoEConfig",
     "ModelConfig",
+    "Multipliers",
     "NoPositions",
     "NormConfig",
     "Positions",
@@ -67,15 +76,20 @@ class ModelConfig:
 
     norm: NormConfig = field(default_factory=NormConfig)
     positions: Positions = field(default_factory=Rope)
+    layer_positions: LayerPositions | None = None  # layers whose positions differ
+    multipliers: Multipliers = field(default_factory=Multipliers)
     attention: Literal["softmax", "linear"] = "softmax"
     mla: MLAConfig | None = None
     causal: bool = True
     windows: tuple[int | None, ...] = (None,)  # a pattern over the layers: attention window, the token itself included
-    qk_norm: bool = False  # RMSNorm of each head's query and key (Qwen3)
+    # RMSNorm of queries and keys: True is of each head (Qwen3), "width" is of all heads together (OLMo 2)
+    qk_norm: bool | Literal["width"] = False
+    sinks: bool = False  # a learned logit per head in the softmax's denominator (gpt-oss)
     qkv_bias: bool = False
     out_bias: bool = False
     ffn: FFNKind = "swiglu"
     ffn_bias: bool = False
+    gate_clamp: GateClamp | None = None  # with ffn "swiglu"
     moe: MoEConfig | None = None
     weight_norm: bool = False  # each row of a linear weight is a direction times a learned length
     dropout: float = 0.0  # on the embedding and on the output of each sublayer
@@ -84,6 +98,7 @@ class ModelConfig:
     embedding_norm: bool = False  # BERT: a norm on the sum of the embeddings
     num_token_types: int = 0  # BERT: a learned vector per segment type, added to the embedding
     mlm_head: bool = False  # BERT: dense, GELU and norm before the head, and a bias in the head
+    lm_head: bool = True  # False: a model that ends with its hidden states (BertModel)
     score_head: bool = False  # one number per token instead of logits: a reward model, or a critic
     init_std: float = 0.02
 
@@ -95,6 +110,7 @@ class ModelConfig:
         self._check_positions()
         self._check_windows()
         self._check_rest()
+        self._check_output()
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -113,6 +129,8 @@ class ModelConfig:
             )
         if self.qk_norm or self.qkv_bias:
             refuse("MLA with qk_norm or qkv_bias", "MLA normalizes its latents and has no such bias: leave both out")
+        if self.sinks or self.layer_positions is not None:
+            refuse("MLA with sinks or layer_positions", "it has neither: leave both out")
         if not isinstance(self.positions, Rope):
             refuse(f"MLA with {self.positions.kind!r} positions", "MLA needs RoPE for its rope_dim features: use Rope")
 
@@ -127,10 +145,30 @@ class ModelConfig:
                 refuse(f"positions.dim = {p.dim} with MLA", "leave it out: mla.rope_dim sets the rotated features")
         if isinstance(p, Sinusoidal) and self.hidden_size % 2:
             refuse(f"sinusoidal positions with hidden_size = {self.hidden_size}", "use an even hidden_size")
+        self._check_layer_positions()
         if self.attention == "linear" and (self.mla is not None or isinstance(p, (Alibi, T5Relative))):
             refuse(
                 f"linear attention with {'MLA' if self.mla is not None else f'{p.kind!r} positions'}",
                 "it has no scores for a bias: use rope, learned, sinusoidal or no positions, and no MLA",
+            )
+
+    def _check_layer_positions(self) -> None:
+        some, p = self.layer_positions, self.positions
+        if some is None:
+            return
+        wrong = [i for i in some.layers if not 0 <= i < self.num_layers]
+        if wrong or not some.layers or len(set(some.layers)) in (self.num_layers, 0):
+            refuse(
+                f"layer_positions.layers = {some.layers} of {self.num_layers} layers",
+                "layers count from 0; for all layers set positions",
+            )
+        same = isinstance(p, Rope) and (
+            not isinstance(some.positions, Rope) or (some.positions.dim, some.positions.layout) == (p.dim, p.layout)
+        )
+        if not same or self.attention == "linear":
+            refuse(
+                f"layer_positions {some.positions.kind!r} with {p.kind!r} positions and {self.attention} attention",
+                "it needs softmax attention and RoPE, with the same dim and layout in all layers that have RoPE",
             )
 
     def _check_windows(self) -> None:
@@ -153,12 +191,15 @@ class ModelConfig:
         groups = self.norm.groups
         if groups is not None and self.hidden_size % groups:
             refuse(f"norm.groups = {groups} does not divide hidden_size = {self.hidden_size}", "choose a divisor")
-        if self.mlm_head and self.causal:
-            refuse("a masked-LM head on a causal model", "set causal=False, or leave mlm_head out")
-        if self.score_head and self.mlm_head:
-            refuse("a score head on a model with a masked-LM head", "a model has one head: leave one of them out")
-        if self.norm.placement == "none" and (self.embedding_norm or self.mlm_head):
-            refuse("norm.placement = 'none' with embedding_norm or mlm_head", "both contain a norm: leave them out")
+        if self.sinks and self.attention == "linear":
+            refuse("linear attention with sinks", "it has no softmax: leave sinks out")
+        if self.gate_clamp is not None and self.ffn != "swiglu":
+            refuse(f"gate_clamp with ffn = {self.ffn!r}", "it is a form of SwiGLU: set ffn to swiglu")
+        if self.multipliers.residual != 1.0 and self.norm.placement not in ("pre", "post"):
+            refuse(
+                f"multipliers.residual with norm.placement = {self.norm.placement!r}",
+                "a norm of the sublayer's output would undo it: use placement pre or post",
+            )
         if self.moe is not None:
             wrong = [i for i in self.moe.dense_layers if not 0 <= i < self.num_layers]
             if wrong or len(set(self.moe.dense_layers)) == self.num_layers:
@@ -166,8 +207,19 @@ class ModelConfig:
                     f"moe.dense_layers = {self.moe.dense_layers} of {self.num_layers} layers",
                     "layers count from 0, and at least one must have experts",
                 )
-            if self.ffn_bias:
-                refuse("ffn_bias with a mixture of experts", "experts have no bias: leave ffn_bias out")
+
+    def _check_output(self) -> None:
+        if not self.lm_head and (self.tie_embeddings or self.mlm_head or self.score_head):
+            refuse(
+                "lm_head is False, with tie_embeddings, mlm_head or score_head",
+                "a model without a head has none of them: leave them out",
+            )
+        if self.mlm_head and self.causal:
+            refuse("a masked-LM head on a causal model", "set causal=False, or leave mlm_head out")
+        if self.score_head and self.mlm_head:
+            refuse("a score head on a model with a masked-LM head", "a model has one head: leave one of them out")
+        if self.norm.placement == "none" and (self.embedding_norm or self.mlm_head):
+            refuse("norm.placement = 'none' with embedding_norm or mlm_head", "both contain a norm: leave them out")
 
     @property
     def group_size(self) -> int:
@@ -194,17 +246,33 @@ class ModelConfig:
         return self.ffn in GATED
 
     @property
+    def final_norm(self) -> bool:
+        """Whether there is a norm before the head."""
+        return self.norm.placement in ("pre", "output", "sandwich")
+
+    @property
+    def untied_head(self) -> bool:
+        """Whether the head has a weight of its own."""
+        return self.lm_head and not self.tie_embeddings and not self.score_head
+
+    @property
     def scale(self) -> float:
         """The factor of the attention scores, 1 / sqrt(head_dim) in most models."""
         scaling = self.positions.scaling if isinstance(self.positions, Rope) else None
         sharp = 1.0
         if self.mla is not None and isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
             sharp = yarn_mscale(scaling.factor, scaling.mscale_all_dim)
+        if self.multipliers.attention is not None:
+            return self.multipliers.attention
         return sharp * sharp / math.sqrt(self.head_dim)
 
     def window(self, layer: int) -> int | None:
         """The attention window of this layer, the token itself included; None is unlimited."""
         return self.windows[layer % len(self.windows)]
+
+    def has_other_positions(self, layer: int) -> bool:
+        """Whether this layer has the positions of `layer_positions`."""
+        return self.layer_positions is not None and layer in self.layer_positions.layers
 
     def experts(self, layer: int) -> MoEConfig | None:
         """The mixture of experts of this layer, or None if its FFN is dense."""

@@ -19,7 +19,7 @@ from torch import nn
 from bagu.nn.linear import Linear
 from bagu.nn.model import ScoreHead, Transformer
 from bagu.nn.moe import MoE
-from bagu.nn.norm import Norm, ScaleNorm
+from bagu.nn.norm import Norm, RMSNorm, ScaleNorm
 
 __all__ = ["draw", "init_weights"]
 
@@ -31,14 +31,20 @@ def init_weights(model: Transformer, seed: int) -> Transformer:
     for path, module in model.named_modules():
         for name, p in module.named_parameters(recurse=False):
             if isinstance(module, Norm) and name == "weight":
-                p.fill_(math.sqrt(config.hidden_size) if isinstance(module, ScaleNorm) else 1.0)
-            elif name == "bias" or isinstance(module, ScoreHead):
+                p.fill_(_first_gain(module, config.hidden_size))
+            elif name.endswith("bias") or isinstance(module, ScoreHead):
                 p.zero_()
             elif name != "gain":
                 p.copy_(draw(p.shape, f"{path}.{name}", seed) * _std(model, module, path, name, p))
         if isinstance(module, Linear) and module.gain is not None:
             module.gain.copy_(module.weight.float().norm(dim=1))
     return model
+
+
+def _first_gain(norm: Norm, hidden_size: int) -> float:
+    if isinstance(norm, ScaleNorm):
+        return math.sqrt(hidden_size)
+    return 0.0 if isinstance(norm, RMSNorm) and norm.unit_offset else 1.0
 
 
 def draw(shape: Sequence[int], name: str, seed: int) -> torch.Tensor:

@@ -47,6 +47,7 @@ class Scores(NamedTuple):
     window: int | None  # positions that a token attends to, itself included
     slopes: torch.Tensor | None  # [H], ALiBi
     bias: torch.Tensor | None  # [H, 2 * distances - 1], T5
+    sinks: torch.Tensor | None  # [H], in the denominators
 
 
 class KV(Protocol):
@@ -134,7 +135,7 @@ class DenseKV:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, v_dim: int, scores: Scores
     ) -> torch.Tensor:
-        P, (scale, window, slopes, bias) = self.max_len, scores
+        P, (scale, window, slopes, bias, sinks) = self.max_len, scores
         if k is not None:
             self.keys[layer][self.rows, self.positions] = k
         keys = self.keys[layer][:, :P]
@@ -159,7 +160,10 @@ class DenseKV:
         if bias is not None:
             far = bias.shape[1] // 2
             logits = logits + bias.to(acc)[:, ahead.clamp(-far, far) + far].transpose(0, 1)
+        logits = logits.masked_fill(~seen.unsqueeze(1), -torch.inf)
+        if sinks is not None:  # one more key, which has no value
+            logits = torch.cat((logits, sinks.to(acc).view(-1, 1, 1).expand(N, H, L, 1)), -1)
         # torch's softmax: our op would compile its kernels again for every power of two of P
-        weights = logits.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1).view(N, G, H // G, L, P)
+        weights = logits.softmax(-1)[..., :P].view(N, G, H // G, L, P)
         out = torch.einsum("ngilp,npge->nlgie", weights, values.to(acc)).flatten(2, 3)
         return out[self.rows, self.turns].to(q.dtype)

@@ -5,6 +5,7 @@ The head is separate (`head_weight`), because training fuses it with the loss an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple, Unpack
 
@@ -42,6 +43,12 @@ class Embedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.weight)
+
+
+@functools.cache
+def _rounded(factor: float, dtype: torch.dtype) -> float:
+    """The factor of the embedding in the model's dtype, as Gemma was trained."""
+    return torch.tensor(factor, dtype=dtype).item()
 
 
 class MLMHead(nn.Module):
@@ -86,16 +93,16 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self.config = config
-        V, D, placement = config.vocab_size, config.hidden_size, config.norm.placement
+        V, D = config.vocab_size, config.hidden_size
         self.embedding = Embedding(V, D, **factory)
         self.positions = make_encoding(config, **factory)
         self.token_types = Embedding(config.num_token_types, D, **factory) if config.num_token_types else None
         self.embedding_norm = make_norm(config.norm, D, **factory) if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config, i, **factory) for i in range(config.num_layers))
-        self.norm = make_norm(config.norm, D, **factory) if placement in ("pre", "sandwich") else None
+        self.norm = make_norm(config.norm, D, **factory) if config.final_norm else None
         self.mlm = MLMHead(config, **factory) if config.mlm_head else None
         self.score = ScoreHead(D, **factory) if config.score_head else None
-        self.head = None if config.tie_embeddings or config.score_head else Embedding(V, D, **factory)
+        self.head = Embedding(V, D, **factory) if config.untied_head else None
 
     def forward(
         self,
@@ -143,6 +150,8 @@ class Transformer(nn.Module):
         x: torch.Tensor = self.embedding(ids)
         if self.config.norm.placement == "none":
             x = x / self.config.init_std  # the stream starts at standard deviation 1, as expected_size assumes
+        if self.config.multipliers.embedding != 1.0:
+            x = x * _rounded(self.config.multipliers.embedding, x.dtype)
         if self.token_types is not None:
             x = x + self.token_types(torch.zeros_like(ids) if token_types is None else token_types)
         elif token_types is not None:
@@ -157,6 +166,8 @@ class Transformer(nn.Module):
             x, _ = self.norm.add(delta, x)
         elif self.config.norm.alpha is not None:
             x = x / expected_size(self.config.norm.alpha, 2 * self.config.num_layers)
+        if self.config.multipliers.logits_divisor != 1.0 and self.score is None:
+            x = x / self.config.multipliers.logits_divisor  # the logits are linear in x
         return x if self.mlm is None else self.mlm(x)
 
     @property
@@ -164,6 +175,8 @@ class Transformer(nn.Module):
         """[V, D] (D as in `Output.hidden`): the weight that the loss uses with the hidden states."""
         if self.score is not None:
             raise ArgumentError("the model has a score head and no logits", hint="use model.score(hidden)")
+        if not self.config.lm_head:
+            raise ArgumentError("the model has no head, and so no logits", hint="use its hidden states")
         table = self.embedding.weight if self.head is None else self.head.weight
         return table if self.mlm is None else self.mlm.weight(table)
 

@@ -42,7 +42,7 @@ class Router(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         acc = torch.promote_types(x.dtype, torch.float32)
-        return ops.matmul(x.to(acc), self.merged().to(acc))
+        return ops.matmul(x.to(acc), self.merged().to(acc), None if self.bias is None else self.bias.to(acc))
 
 
 def choose(scores: torch.Tensor, bias: torch.Tensor | None, moe: MoEConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,15 +74,18 @@ class MoE(nn.Module):
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.moe, self.kind = moe, config.ffn
+        self.moe, self.kind, self.clamp = moe, config.ffn, config.gate_clamp
         E, D, F = moe.num_experts, config.hidden_size, moe.expert_size
-        self.router = Router(D, E, **factory)
+        self.router = Router(D, E, bias=moe.router_bias, **factory)
         if config.gated:
             self.gate_up = parameter(E, 2 * F, D, **factory)
         else:
             self.up = parameter(E, F, D, **factory)
         self.gated = config.gated
         self.down = parameter(E, D, F, **factory)
+        biased = config.ffn_bias
+        self.into_bias = parameter(E, (1 + config.gated) * F, **factory) if biased else None
+        self.down_bias = parameter(E, D, **factory) if biased else None
         self.shared = FFN(config, moe.num_shared * F, **factory) if moe.num_shared else None
         bias = None if moe.bias_rate is None else torch.zeros(E, device=factory.get("device"), dtype=torch.float32)
         self.register_buffer("bias", bias)
@@ -105,12 +108,19 @@ class MoE(nn.Module):
         (T, D), K = x.shape, self.moe.top_k
         order = experts.flatten().argsort(stable=True)  # choices sorted by expert; choice c belongs to token c // K
         offsets = load.cumsum(0).to(torch.int32)
-        into = self.gate_up if self.gated else self.up
-        h = activate(self.kind, ops.grouped_matmul(x.index_select(0, order // K), into, offsets))
-        y = ops.grouped_matmul(h, self.down, offsets)
+        y = self.run_experts(x.index_select(0, order // K), offsets)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(T * K, device=order.device))
         choices = y.index_select(0, back).view(T, K, D)  # a gather in both directions, so no atomics are needed
         return torch.einsum("tkd,tk->td", choices, weights.to(x.dtype))
+
+    def run_experts(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """The outputs of the experts for rows x that are sorted by expert; the rows of expert e end at offsets[e]."""
+        h = ops.grouped_matmul(x, self.gate_up if self.gated else self.up, offsets)
+        if self.into_bias is None or self.down_bias is None:
+            return ops.grouped_matmul(activate(self.kind, h, self.clamp), self.down, offsets)
+        expert = torch.searchsorted(offsets, torch.arange(len(x), dtype=offsets.dtype, device=x.device), right=True)
+        h = activate(self.kind, h + self.into_bias.index_select(0, expert), self.clamp)
+        return ops.grouped_matmul(h, self.down, offsets) + self.down_bias.index_select(0, expert)
 
     @torch.no_grad()
     def update_balance(self, load: torch.Tensor) -> None:

@@ -35,11 +35,22 @@ class Norm(nn.Module):
 
 
 class RMSNorm(Norm):
+    def __init__(self, size: int, eps: float, *, unit_offset: bool = False, **factory: Unpack[Factory]) -> None:
+        super().__init__(size, eps, **factory)
+        self.unit_offset = unit_offset
+
+    @property
+    def gain(self) -> torch.Tensor:
+        """The weight, or 1 + weight in fp32: a bf16 sum would round most of a small weight away."""
+        if not self.unit_offset:
+            return self.weight
+        return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + 1.0
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
+        return ops.rms_norm(x, self.gain, self.eps)
 
     def add(self, delta: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return (self(x), x) if delta is None else ops.add_rms_norm(delta, x, self.weight, self.eps)
+        return (self(x), x) if delta is None else ops.add_rms_norm(delta, x, self.gain, self.eps)
 
 
 class ScaleNorm(Norm):
@@ -104,7 +115,7 @@ def make_norm(config: NormConfig, size: int, **factory: Unpack[Factory]) -> Norm
     """The norm of `size` features that the config selects."""
     match config.kind:
         case "rms":
-            return RMSNorm(size, config.eps, **factory)
+            return RMSNorm(size, config.eps, unit_offset=config.unit_offset, **factory)
         case "scale":
             return ScaleNorm(config.eps, **factory)
         case "layer":

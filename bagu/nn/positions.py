@@ -22,6 +22,7 @@ from bagu.nn.choices import yarn_mscale
 from bagu.nn.config import (
     Alibi,
     Learned,
+    LinearScaling,
     Llama3Scaling,
     ModelConfig,
     Rope,
@@ -42,6 +43,7 @@ class Signals(NamedTuple):
     rows: torch.Tensor | None = None  # [T, G] int64, for grouped queries: the row of cos and sin of each token
     slopes: torch.Tensor | None = None  # [H] fp32
     bias: torch.Tensor | None = None  # [H, 2 * distances - 1]
+    other: Signals | None = None  # those of the layers in config.layer_positions
 
 
 class Encoding(nn.Module):
@@ -71,12 +73,13 @@ class Encoding(nn.Module):
 
 
 class LearnedEncoding(Encoding):
-    def __init__(self, max_len: int, size: int, **factory: Unpack[Factory]) -> None:
+    def __init__(self, max_len: int, size: int, offset: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.weight = parameter(max_len, size, **factory)
+        self.offset = offset
+        self.weight = parameter(max_len + offset, size, **factory)
 
     def embed(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return x + F.embedding(positions, self.weight)
+        return x + F.embedding(positions + self.offset if self.offset else positions, self.weight)
 
 
 class SinusoidalEncoding(Encoding):
@@ -98,18 +101,25 @@ class RopeEncoding(Encoding):
         assert isinstance(config.positions, Rope)
         self.rope, self.max_len, self.dim = config.positions, config.max_len, config.rope_dim
         self.num_groups = config.num_kv_heads if 1 < config.num_kv_heads < config.num_heads else None
+        self.other = None if config.layer_positions is None else config.layer_positions.positions
 
     def make_tables(self) -> tuple[torch.Tensor, ...]:
-        speeds, size = rope_speeds(self.rope, self.dim)
-        angle = torch.arange(self.max_len, dtype=torch.float64).outer(speeds)
-        return (angle.cos() * size).float(), (angle.sin() * size).float()
+        """cos and sin, then those of the layers with another RoPE."""
+        tables: list[torch.Tensor] = []
+        for rope in (self.rope, self.other):
+            if isinstance(rope, Rope):
+                speeds, size = rope_speeds(rope, self.dim)
+                angle = torch.arange(self.max_len, dtype=torch.float64).outer(speeds)
+                tables += [(angle.cos() * size).float(), (angle.sin() * size).float()]
+        return tuple(tables)
 
     def signals(self, positions: torch.Tensor) -> Signals:
-        cos, sin = self.tables(positions.device)
         rows = None
         if self.num_groups is not None:
             rows = torch.arange(positions.shape[0], device=positions.device).unsqueeze(1).repeat(1, self.num_groups)
-        return Signals(cos=cos.index_select(0, positions), sin=sin.index_select(0, positions), rows=rows)
+        cos, sin, *more = (table.index_select(0, positions) for table in self.tables(positions.device))
+        other = None if self.other is None else Signals(*more, rows=rows) if more else Signals()
+        return Signals(cos=cos, sin=sin, rows=rows, other=other)
 
 
 class AlibiEncoding(Encoding):
@@ -145,8 +155,8 @@ def make_encoding(config: ModelConfig, **factory: Unpack[Factory]) -> Encoding:
     match config.positions:
         case Rope():
             return RopeEncoding(config)
-        case Learned():
-            return LearnedEncoding(config.max_len, config.hidden_size, **factory)
+        case Learned(offset=offset):
+            return LearnedEncoding(config.max_len, config.hidden_size, offset, **factory)
         case Sinusoidal(base=base):
             return SinusoidalEncoding(config.max_len, config.hidden_size, base)
         case Alibi():
@@ -164,6 +174,8 @@ def rope_speeds(rope: Rope, dim: int) -> tuple[torch.Tensor, float]:
     """(radians per position of each of the dim / 2 pairs, fp64; the factor of cos and sin)."""
     speeds = rope.base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     match rope.scaling:
+        case LinearScaling() as s:
+            return speeds / s.factor, 1.0
         case Llama3Scaling() as s:
             return _llama3(speeds, s), 1.0
         case YarnScaling() as s:

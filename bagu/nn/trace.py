@@ -47,7 +47,11 @@ class Trace:
         try:
             with _GpuDropout(), Recorder() as recorder, saving:
                 hidden = model(ids, positions, cu_seqlens, context).hidden
-                self.result = model.logits(hidden) if model.score is None else model.score(hidden)
+                self.result = hidden
+                if model.score is not None:
+                    self.result = model.score(hidden)
+                elif model.config.lm_head:
+                    self.result = model.logits(hidden)
         finally:
             for hook in hooks:
                 hook.remove()

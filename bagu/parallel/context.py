@@ -53,11 +53,16 @@ def check_context_parallel(config: ModelConfig, method: Method, *, cp: int, tp: 
         ("the balance loss of experts", moe is not None and moe.aux_weight is not None),  # likewise
         ("balancing biases of experts", ring and moe is not None and moe.bias_rate is not None),  # would count padding
         ("bidirectional attention", ring and not config.causal),
+        ("attention sinks", config.sinks),
         ("a window", ring and any(w is not None for w in config.windows)),
         ("a bias by distance", ring and isinstance(config.positions, (Alibi, T5Relative))),
     ):
         if used:
-            hint = "use ulysses" if ring and option not in ("linear attention", "dropout", "batch norm") else "use cp=1"
+            hint = (
+                "use ulysses"
+                if ring and option not in ("linear attention", "dropout", "batch norm", "attention sinks")
+                else "use cp=1"
+            )
             raise ArgumentError(f"{mode} with {option}", hint=hint)
 
 

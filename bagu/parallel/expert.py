@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import torch
 
-from bagu import ops
 from bagu.errors import ArgumentError
 from bagu.nn.config import ModelConfig
-from bagu.nn.ffn import activate
 from bagu.nn.model import Transformer
 from bagu.nn.moe import MoE
 from bagu.parallel import collectives
@@ -76,8 +74,7 @@ class _Visit:
         own = torch.arange(len(load) // ranks, device=x.device).repeat(ranks)
         by_expert = own.repeat_interleave(counts, output_size=len(rows)).argsort(stable=True)
         offsets = counts.view(ranks, -1).sum(0).cumsum(0).to(torch.int32)
-        h = ops.grouped_matmul(rows.index_select(0, by_expert), layer.gate_up if layer.gated else layer.up, offsets)
-        y = ops.grouped_matmul(activate(layer.kind, h), layer.down, offsets)
+        y = layer.run_experts(rows.index_select(0, by_expert), offsets)
         y = swap_rows(y.index_select(0, _inverse(by_expert)), sent, received, mesh, "ep")
         choices = y.index_select(0, _inverse(order)).view(T, K, D)
         return torch.einsum("tkd,tk->td", choices, weights.to(x.dtype))

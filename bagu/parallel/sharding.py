@@ -80,6 +80,7 @@ TENSOR: Table = (
     (r"(embedding|head)\.weight|mlm\.bias", Split(0)),
     (r".*\.attention\.(qkv|q|q_b|kv_b)" + _OUT, Split(0)),
     (r".*\.attention\.out" + _IN, Split(1)),
+    (r".*\.attention\.sinks", Split(0)),
     (r".*\.ffn(\.shared)?\.gate_up" + _OUT, Split(0, blocks=2)),
     (r".*\.ffn(\.shared)?\.up" + _OUT, Split(0)),
     (r".*\.ffn(\.shared)?\.down" + _IN, Split(1)),
@@ -87,14 +88,18 @@ TENSOR: Table = (
     (r".*\.ffn\.gate_up", Split(1, blocks=2)),  # experts: [E, 2F, D], [E, F, D] and [E, D, F]
     (r".*\.ffn\.up", Split(1)),
     (r".*\.ffn\.down", Split(2)),
+    (r".*\.ffn\.down_bias", First()),
 )
 T5: Table = ((r"positions\.weight", Split(0)),)  # a row per head
-EXPERTS: Table = ((r".*\.ffn\.(gate_up|up|down)", Split(0)),)
+EXPERTS: Table = ((r".*\.ffn\.(gate_up|up|down|into_bias|down_bias)", Split(0)),)
 
 
 def placements(names: Sequence[str], table: Table, config: ModelConfig) -> dict[str, Placement]:
     """The placement of each parameter by name; the first row of `table` that matches the whole name decides."""
-    rows = [*table, *(T5 if table is TENSOR and isinstance(config.positions, T5Relative) else ())]
+    rows = [*table]
+    if table is TENSOR:
+        rows += T5 if isinstance(config.positions, T5Relative) else ()
+        rows.append((r".*\.ffn\.into_bias", Split(1, blocks=2 if config.gated else 1)))
     return {name: next((p for pattern, p in rows if re.fullmatch(pattern, name)), Replicated()) for name in names}
 
 

@@ -39,7 +39,10 @@ def costs(config: ModelConfig, context: int) -> Costs:
     def kind(window: int | None, experts: bool) -> tuple[float, float]:
         """The cost of a block and of the head, from models of one and of two such blocks."""
         moe = None if not experts or config.moe is None else replace(config.moe, dense_layers=())
-        models = [replace(config, num_layers=n, windows=(window,), moe=moe, score_head=False) for n in (1, 2)]
+        models = [
+            replace(config, num_layers=n, windows=(window,), moe=moe, layer_positions=None, score_head=False)
+            for n in (1, 2)
+        ]
         one, two = (f.forward + f.other for f in (count.flops(m, context) for m in models))
         return two - one, 2 * one - two
 

@@ -49,6 +49,7 @@ def check_sizes(config: ModelConfig, ranks: int) -> None:
             raise ArgumentError(f"{tp} does not divide {size} {what}", hint="choose a divisor")
     if config.vocab_size < ranks:
         raise ArgumentError(f"{tp} with a vocabulary of {config.vocab_size}", hint="each rank needs a row")
+    _refuse("qk_norm over all heads", config.qk_norm == "width")  # a rank has a part of the heads
     _refuse("weight_norm", config.weight_norm)  # the length of a row needs all of its columns
 
 

@@ -17,10 +17,13 @@ from bagu.errors import ArgumentError
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.nn.config import (
     Alibi,
+    GateClamp,
+    LayerPositions,
     Learned,
     Llama3Scaling,
     MLAConfig,
     MoEConfig,
+    Multipliers,
     NoPositions,
     NormConfig,
     Rope,
@@ -40,7 +43,8 @@ NORMS = [
     NormConfig(kind="scale", eps=1e-5),
     NormConfig(kind="group", groups=4, bias=True),
     NormConfig(kind="batch", eps=1e-5, bias=True),
-    NormConfig(placement="sandwich"),
+    NormConfig(placement="sandwich", unit_offset=True),
+    NormConfig(placement="output"),
     NormConfig(placement="none", alpha=0.2),
 ]
 SWITCHES: dict[str, list[Any]] = {  # the values of each option; `pairwise` combines them
@@ -61,7 +65,14 @@ SWITCHES: dict[str, list[Any]] = {  # the values of each option; `pairwise` comb
                   route_scale=2.5, bias_rate=0.01),
     ],
     "biases": [False, True],
-    "qk_norm": [False, True],
+    "qk_norm": [False, True, "width"],
+    "sinks": [False, True],
+    "gate_clamp": [None, GateClamp(alpha=1.0, limit=2.0)],
+    "multipliers": [Multipliers(), Multipliers(embedding=2.0, attention=0.3, residual=0.5, logits_divisor=3.0)],
+    "layer_positions": [
+        None, LayerPositions(layers=(1,), positions=NoPositions()),
+        LayerPositions(layers=(0,), positions=Rope(base=9.0)),
+    ],
     "weight_norm": [False, True],
     "dropout": [0.0, 0.1],
     "bert": [False, True],
@@ -75,7 +86,7 @@ def configure(row: Mapping[str, Any]) -> ModelConfig:
     biases, bert = row.pop("biases"), row.pop("bert")
     return small(
         num_heads=heads, num_kv_heads=kv_heads, mla=mla, qkv_bias=biases and mla is None, out_bias=biases,
-        ffn_bias=biases and row["moe"] is None, embedding_norm=bert, num_token_types=2 * bert,
+        ffn_bias=biases, embedding_norm=bert, num_token_types=2 * bert,
         mlm_head=bert and not row["causal"], **row,
     )  # fmt: skip
 
@@ -209,8 +220,17 @@ def test_padded_empty_segments_change_nothing() -> None:
         small(num_layers=1, norm=NormConfig(placement="sandwich"), ffn="gelu", qkv_bias=True, weight_norm=True),
         small(num_layers=1, num_kv_heads=4, mla=MLA, moe=EXPERTS),
         small(num_layers=1, num_kv_heads=4, attention="linear", ffn="relu2", norm=POST),
+        small(
+            num_layers=1, sinks=True, gate_clamp=GateClamp(limit=0.5), ffn_bias=True, windows=(4,),
+            moe=MoEConfig(num_experts=4, top_k=2, expert_size=24, router_bias=True),
+        ),
+        small(
+            norm=NormConfig(placement="output", unit_offset=True), qk_norm="width",
+            layer_positions=LayerPositions(layers=(1,), positions=NoPositions()),
+            multipliers=Multipliers(embedding=2.0, attention=0.3, logits_divisor=3.0),
+        ),
     ],
-    ids=["t5", "sandwich", "mla_moe", "linear"],
+    ids=["t5", "sandwich", "mla_moe", "linear", "sinks_moe", "output_width"],
 )  # fmt: skip
 def test_gradients_match_finite_differences(config: ModelConfig) -> None:
     """fp64, along a random direction in the space of all parameters."""

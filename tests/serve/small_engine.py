@@ -6,7 +6,19 @@ from typing import Any
 
 import torch
 
-from bagu.nn.config import Alibi, Learned, MLAConfig, ModelConfig, NormConfig, Rope
+from bagu.nn.config import (
+    Alibi,
+    GateClamp,
+    LayerPositions,
+    Learned,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    Multipliers,
+    NoPositions,
+    NormConfig,
+    Rope,
+)
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.serve.config import EngineConfig
@@ -28,6 +40,26 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "learned, layer norm": {"positions": Learned(), "norm": NormConfig(kind="layer", bias=True)},
     "alibi": {"positions": Alibi()},
+    "output norm, QK norm over the width": {"norm": NormConfig(placement="output"), "qk_norm": "width"},
+    "two ropes, sandwich": {
+        "norm": NormConfig(placement="sandwich", unit_offset=True),
+        "qk_norm": True,
+        "windows": (4, None),
+        "layer_positions": LayerPositions(layers=(0, 2), positions=Rope(base=100.0)),
+        "multipliers": Multipliers(embedding=32**0.5, attention=0.3),
+    },
+    "nope, multipliers": {
+        "layer_positions": LayerPositions(layers=(1,), positions=NoPositions()),
+        "multipliers": Multipliers(embedding=2.0, residual=0.7, logits_divisor=3.0),
+    },
+    "part of the features rotated": {"positions": Rope(dim=4)},
+    "sinks, experts": {
+        "sinks": True,
+        "windows": (4, None),
+        "gate_clamp": GateClamp(limit=1.0),
+        "ffn_bias": True,
+        "moe": MoEConfig(num_experts=4, top_k=2, expert_size=24, router_bias=True),
+    },
     "mla": {"mla": MLAConfig(kv_rank=8, nope_dim=4, v_dim=6, rope_dim=4), "num_kv_heads": 4, "head_dim": 8},
 }
 

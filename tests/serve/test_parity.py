@@ -112,7 +112,11 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("kind", ["gqa", "windows in some", "mla", "biases, gelu", "mqa, QK norm"])
+@pytest.mark.parametrize("kind", [
+        "gqa", "windows in some", "mla", "biases, gelu", "mqa, QK norm", "output norm, QK norm over the width",
+        "two ropes, sandwich", "nope, multipliers", "sinks, experts",
+    ],
+)  # fmt: skip
 def test_invariant_logprobs_have_the_trainers_bits_whatever_the_batch(kind: str) -> None:
     """Alone or in a batch, in chunks, with a cached prefix, after preemption: all equal those of the packed forward."""
     model = small_model(kind)

@@ -110,31 +110,31 @@ def model_cost(config: ModelConfig) -> ModelCost:
     if moe is not None:
         layers.append(_layer(config, moe, config.num_layers - dense))
     h, norm = config.hidden_size, _norm(config)
-    learned = config.max_len * h if isinstance(config.positions, Learned) else 0
+    learned = (config.max_len + config.positions.offset) * h if isinstance(config.positions, Learned) else 0
     tables = config.vocab_size * h + learned + config.num_token_types * h
     mlm = h * h + h + norm + config.vocab_size if config.mlm_head else 0
     return ModelCost(
         config=config,
         layers=tuple(layers),
         embedding=tables + (norm if config.embedding_norm else 0),
-        head=h if config.score_head else config.vocab_size * h + mlm,
-        final=norm if config.norm.placement in ("pre", "sandwich") else 0,
+        head=h if config.score_head else config.vocab_size * h + mlm if config.lm_head else 0,
+        final=norm if config.final_norm else 0,
     )
 
 
 def _layer(config: ModelConfig, moe: MoEConfig | None, count: int) -> LayerCost:
     h, norm = config.hidden_size, _norm(config)
-    norms = {"pre": 2, "post": 2, "sandwich": 4, "none": 0}[config.norm.placement] * norm
+    norms = {"pre": 2, "post": 2, "output": 2, "sandwich": 4, "none": 0}[config.norm.placement] * norm
     attention, small = _attention(config)
     if moe is None:
         return LayerCost(
             count=count, linears=(*attention, *_ffn(config, config.intermediate_size)),
-            replicated=norms + small + _biases(config),
+            replicated=norms + small + _biases(config, None),
         )  # fmt: skip
     shared = _ffn(config, moe.num_shared * moe.expert_size) if moe.num_shared else ()
     return LayerCost(
         count=count, linears=(*attention, *shared), experts=_ffn(config, moe.expert_size), moe=moe,
-        replicated=norms + small + moe.num_experts * h,
+        replicated=norms + small + moe.num_experts * (h + moe.router_bias) + _biases(config, moe),
     )  # fmt: skip
 
 
@@ -144,7 +144,8 @@ def _attention(config: ModelConfig) -> tuple[tuple[Linear, ...], int]:
     out = Linear(n=h, k=H * config.v_dim, split="rows")
     if config.mla is None:
         qkv = (H + 2 * G) * d
-        small = (qkv if config.qkv_bias else 0) + (h if config.out_bias else 0) + (2 * d if config.qk_norm else 0)
+        normed = {False: 0, True: 2 * d, "width": (H + G) * d}[config.qk_norm]
+        small = (qkv if config.qkv_bias else 0) + (h if config.out_bias else 0) + normed + (H if config.sinks else 0)
         return (Linear(n=qkv, k=h, split="columns"), out), small
     mla = config.mla
     latent = Linear(n=mla.kv_rank + mla.rope_dim, k=h, split="none")
@@ -163,9 +164,15 @@ def _ffn(config: ModelConfig, size: int) -> tuple[Linear, ...]:
     return up, Linear(n=h, k=size, split="rows")
 
 
-def _biases(config: ModelConfig) -> int:
-    wide = (2 if config.gated else 1) * config.intermediate_size
-    return wide + config.hidden_size if config.ffn_bias else 0
+def _biases(config: ModelConfig, moe: MoEConfig | None) -> int:
+    """The biases of the feed-forward network: of the dense one, or of the shared and the routed experts."""
+    if not config.ffn_bias:
+        return 0
+    up, h = 2 if config.gated else 1, config.hidden_size
+    if moe is None:
+        return up * config.intermediate_size + h
+    shared = up * moe.num_shared * moe.expert_size + h if moe.num_shared else 0
+    return shared + moe.num_experts * (up * moe.expert_size + h)
 
 
 def _norm(config: ModelConfig) -> int:

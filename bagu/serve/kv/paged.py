@@ -195,7 +195,8 @@ class PagedKV:
             assert values is not None, "an MLA cache stores no values"
             ops.kv_write(values, v, b.slots, scale=value_scales)
         if values is None:  # MLA: a latent per token
-            assert scores.slopes is None and scores.bias is None, "ModelConfig requires RoPE for MLA"
+            extra = (scores.slopes, scores.bias, scores.sinks)
+            assert all(x is None for x in extra), "ModelConfig requires RoPE for MLA, and no sinks"
             outs = [
                 ops.mla_attention(
                     q[p.tokens], keys.squeeze(2), p.block_tables, p.cu_seqlens, p.context_lens, v_dim, p.max_len,
