@@ -80,15 +80,13 @@ def save_pretrained(
     parts = parts_of(model, chosen)
     for spare, used in chosen.spares.items():
         if used in parts:  # safetensors does not allow two names for the same memory
-            parts[spare] = parts[used]._replace(view=parts[used].view.clone())
+            parts[spare] = parts[used]._replace(views=tuple(view.clone() for view in parts[used].views))
+    if not model.config.lm_head:
+        parts = {name.removeprefix(chosen.prefix): part for name, part in parts.items()}
     hf = chosen.file(model.config)
     dtype = next(model.parameters()).dtype
-    hf |= {
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "bos_token_id": None,
-        "eos_token_id": None,
-        **(extra or {}),
-    }
+    unknown = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # the model does not know them
+    hf = {**unknown, **hf, "torch_dtype": str(dtype).removeprefix("torch."), **(extra or {})}
     chosen.config(hf)  # the result, with `extra`, must be loadable
     folder = Path(folder)
     try:
@@ -221,7 +219,7 @@ def _write_shards(parts: Mapping[str, Part], folder: Path, max_shard_bytes: int)
     shards: list[list[str]] = []
     room = 0
     for name, part in parts.items():
-        size = part.view.numel() * part.view.element_size()
+        size = part.num_bytes
         if not shards or size > room:
             shards.append([])
             room = max_shard_bytes
@@ -233,7 +231,7 @@ def _write_shards(parts: Mapping[str, Part], folder: Path, max_shard_bytes: int)
         save_file({n: parts[n].save() for n in names}, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        total = sum(p.view.numel() * p.view.element_size() for p in parts.values())
+        total = sum(p.num_bytes for p in parts.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 

@@ -8,6 +8,7 @@ the time and their defaults are compared too.
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,18 @@ def _one_dense(hf: Hf, rng: random.Random) -> int:
 
 def _groups(hf: Hf, rng: random.Random) -> int:
     return min(2, hf["n_group"]) if type(hf["n_group"]) is int else 1
+
+
+def _mixed_layer_types(hf: Hf, rng: random.Random) -> list[str]:
+    return [rng.choice(("full_attention", "sliding_attention")) for _ in range(int(hf["num_hidden_layers"]))]
+
+
+def _rope_flags(hf: Hf, rng: random.Random) -> list[int]:
+    return [rng.choice((0, 1)) for _ in range(int(hf["num_hidden_layers"]))]
+
+
+def _too_few_flags(hf: Hf, rng: random.Random) -> list[int]:
+    return _rope_flags(hf, rng)[1:]
 
 
 def _heads(hf: Hf, rng: random.Random) -> int:
@@ -169,6 +182,28 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "n_ctx": ([32], []),
     "num_local_experts": ([8], []),
     "num_nextn_predict_layers": ([0, 1], []),
+    # Gemma 3
+    "hidden_activation": (["gelu_pytorch_tanh", "gelu", "silu"], ["relu", "tanh"]),
+    "query_pre_attn_scalar": ([8, 5, 256], [0, "8"]),
+    "final_logit_softcapping": ([None], [3.0]),
+    "attn_logit_softcapping": ([None], [3.0]),
+    "use_bidirectional_attention": ([False], [True]),
+    "sliding_window_pattern": ([1, 2, 6], [0]),
+    "rope_local_base_freq": ([100.0, 30], ["1e4"]),
+    # Phi-3
+    "original_max_position_embeddings": ([4, 4096], []),
+    # SmolLM3
+    "no_rope_layers": ([None, _rope_flags], [_too_few_flags, "1"]),
+    "no_rope_layer_interval": ([1, 2, 4], [0]),
+    # Granite
+    "embedding_multiplier": ([12.0, 3, 0.5], ["12"]),
+    "attention_multiplier": ([0.25, 1], [0.0, "1"]),
+    "residual_multiplier": ([0.22, 2], ["1"]),
+    "logits_scaling": ([8.0, 3], [0.0, "8"]),
+    # gpt-oss
+    "swiglu_alpha": ([1.702, 1.0], ["1"]),
+    "swiglu_limit": ([7.0, 0.5], [0.0, "7"]),
+    "router_jitter_noise": ([0.0, 0.1], []),
 }  # fmt: skip
 DECODER_SIZES: Hf = {
     "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -188,6 +223,14 @@ BASE: dict[str, Hf] = {
     },
     "gpt2": {"vocab_size": 61, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "bert": {k: v for k, v in DECODER_SIZES.items() if k != "initializer_range"},
+    "roberta": DECODER_SIZES,
+    "gemma3_text": GROUPED | {"head_dim": 8, "num_hidden_layers": 3, "sliding_window": 5},
+    "phi3": GROUPED | {"pad_token_id": 0},
+    "olmo2": DECODER_SIZES,
+    "smollm3": GROUPED | {"num_hidden_layers": 3, "pad_token_id": 0},
+    "mixtral": GROUPED | {"num_local_experts": 4, "head_dim": 8},  # transformers needs head_dim for a scaled RoPE
+    "granite": DECODER_SIZES,
+    "gpt_oss": GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
 }  # fmt: skip
 # values specific to a family, and keys that its files have but its class does not
 OWN: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
@@ -201,6 +244,28 @@ OWN: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "num_experts_per_tok": ([1, 2], [3, None, 9]),  # there may be only one group of two experts
     },
     "bert": {"hidden_act": (["gelu"], ["relu", "gelu_new"])},
+    "roberta": {
+        "hidden_act": (["gelu"], ["relu", "gelu_new"]),
+        "pad_token_id": ([0, 1, 3], [None, -1, 60]),
+    },
+    "gemma3_text": {
+        "num_key_value_heads": ([1, 2], [3, "2"]),
+        "sliding_window": ([3, 8], [0, None]),
+        "layer_types": ([None, _mixed_layer_types], [_too_few_layer_types, "full"]),
+        "num_hidden_layers": ([2, 3], []),
+    },
+    "smollm3": {"num_key_value_heads": ([1, 2, None], [3])},
+    "mixtral": {"num_key_value_heads": ([1, 2], [3, 8]), "num_local_experts": ([4, 8], []), "num_experts": ([4], [])},
+    "gpt_oss": {
+        "num_key_value_heads": ([1, 2], [3]),
+        "sliding_window": ([3, 8], [0, None]),
+        "layer_types": ([None, _mixed_layer_types], [_too_few_layer_types, "full"]),
+        "num_local_experts": ([4, 8], []),
+        "hidden_act": (["silu", "gelu"], []),
+        "attn_implementation": (["eager"], []),
+        "attention_bias": ([True, False], []),
+    },
+    "phi3": {"num_key_value_heads": ([1, 2, None], [3])},
 }
 AROUND = (
     "attn_implementation",
@@ -221,9 +286,18 @@ EXTRA: dict[str, tuple[str, ...]] = {
     ),
     "gpt2": ("is_causal", "n_ctx", "hidden_size", "num_attention_heads", "num_hidden_layers"),
     "bert": ("position_embedding_type", "is_causal"),
+    "roberta": ("position_embedding_type", "is_causal"),
+    "gemma3_text": ("is_causal", "sliding_window_pattern", "rope_local_base_freq"),
+    "phi3": ("is_causal",),
+    "olmo2": ("is_causal", "sliding_window"),
+    "smollm3": ("is_causal",),
+    "mixtral": ("is_causal", "layer_types"),
+    "granite": ("is_causal", "sliding_window"),
+    "gpt_oss": ("is_causal",),
 }  # fmt: skip
 LATE = (
     "layer_types",
+    "no_rope_layers",
     "head_dim",
     "decoder_sparse_step",
     "topk_group",
@@ -235,6 +309,10 @@ FOREIGN = {
     "mistral": {"use_sliding_window", "layer_types"},
     "qwen3_moe": {"layer_types"},
     "bert": {"is_causal"},
+    "roberta": {"is_causal"},
+    "olmo2": {"sliding_window"},
+    "granite": {"sliding_window"},
+    "mixtral": {"layer_types"},
 }
 
 
@@ -268,11 +346,34 @@ def draw_file(family: str, fields: set[str], seed: int) -> Draw:
         if use_odd:
             draw.odd.add(key)
             odd_left -= 1
-    if "rope_parameters" in fields:
+    if family == "gemma3_text":
+        _draw_two_ropes(draw, rng)
+    elif "rope_parameters" in fields:
         _draw_rope(draw, rng, odd=odd_left > 0)
     if family == "deepseek_v3":
         draw.hf.setdefault("num_key_value_heads", draw.hf["num_attention_heads"])
     return draw
+
+
+def _draw_two_ropes(draw: Draw, rng: random.Random) -> None:
+    """Gemma 3: a RoPE per type of layer, in the layout of transformers 4 or of 5."""
+    if rng.random() < 0.4:
+        draw.hf["rope_theta"] = rng.choice([100.0, 50])
+        draw.drawn.add("rope_theta")
+    kinds: list[Hf | None] = [
+        None, {"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    ]  # fmt: skip
+    place = rng.choice((None, "rope_scaling", "rope_parameters"))
+    if place == "rope_scaling":
+        draw.hf[place] = copy.deepcopy(rng.choice(kinds))
+    elif place == "rope_parameters":
+        draw.hf[place] = {
+            kind: copy.deepcopy(rng.choice(kinds))
+            for kind in ("full_attention", "sliding_attention") if rng.random() < 0.8
+        }  # fmt: skip
+    if place:
+        draw.drawn.add(place)
 
 
 def _draw_rope(draw: Draw, rng: random.Random, *, odd: bool) -> None:
@@ -288,18 +389,23 @@ def _draw_rope(draw: Draw, rng: random.Random, *, odd: bool) -> None:
         ("original_max_position_embeddings", [4, 16, 256]),
         ("partial_rotary_factor", [1.0, None, *([0.5] if odd else [])]),
     ):
+        if draw.family in ("phi3", "gpt_oss") and key != "rope_theta":  # they have defaults of their own
+            continue
         if rng.random() < 0.35:
             draw.hf[key] = rng.choice(values)
             draw.drawn.add(key)
             inside = {draw.hf[place].get(key) for place in places if draw.hf[place]} - {None, draw.hf[key]}
             if draw.hf[key] == 0.5 or (inside and key != "partial_rotary_factor"):
                 draw.odd.add(key)
+    if draw.family == "phi3" and rng.random() < 0.5:
+        draw.hf["partial_rotary_factor"] = rng.choice([1.0, 0.5])
 
 
 def _rope_dict(draw: Draw, rng: random.Random, *, odd: bool) -> Hf | None:
-    kind = rng.choice(
-        ["default", "llama3", "llama3", "yarn", "yarn", "yarn", None, *(["linear", "dynamic"] if odd else [])]
-    )
+    kinds = ["default", "linear", "llama3", "llama3", "yarn", "yarn", "yarn", None, *(["dynamic"] if odd else [])]
+    kind = rng.choice(["default", None, *(["yarn", "llama3"] if odd else [])] if draw.family == "phi3" else kinds)
+    if draw.family == "phi3" and kind not in ("default", None):
+        draw.odd.add("rope_type")
     if kind is None:
         return rng.choice((None, {}))
     rope: Hf = {rng.choice(("rope_type", "rope_type", "type")): kind}
@@ -314,6 +420,7 @@ def _rope_dict(draw: Draw, rng: random.Random, *, odd: bool) -> Hf | None:
     maybe("rope_theta", [100.0, 30, 1e4], [None, "1e4", -3.0])
     if kind != "default":
         maybe("factor", [4.0, 2, 8.0, 1.0], [None, 0.5, -2.0, "4"], p=1.0)
+    if kind in ("llama3", "yarn"):
         maybe("original_max_position_embeddings", [4, 16, 64, 256, 1000], [None, 0, 16.0], p=0.5)
     if kind == "llama3":
         maybe("low_freq_factor", [1.0, 0.5, 1], [None, 6.0, -1.0, 0.0], p=1.0)
@@ -326,7 +433,7 @@ def _rope_dict(draw: Draw, rng: random.Random, *, odd: bool) -> Hf | None:
         maybe("mscale", [None, 0.8, 1.0, 0.5, 0], ["1"], p=0.7)
         maybe("mscale_all_dim", [None, 0.6, 1.0, 2.0, 0], ["1"], p=0.7)
         maybe("truncate", [True, False], [None])
-    if odd and kind in ("linear", "dynamic"):
+    if odd and kind == "dynamic":
         draw.odd.add("rope_type")
     if odd and rng.random() < 0.2:
         rope["type"] = rng.choice(("default", "yarn", "linear"))

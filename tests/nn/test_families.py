@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 from bagu.errors import BaguError, UnknownName
 from bagu.nn.config import (
     Alibi,
+    GateClamp,
+    LayerPositions,
     Llama3Scaling,
     MLAConfig,
     ModelConfig,
     MoEConfig,
+    Multipliers,
+    NoPositions,
     NormConfig,
     Rope,
     YarnScaling,
@@ -120,12 +124,19 @@ def test_both_rope_layouts_are_equal() -> None:
     assert read(new) == read(LLAMA_31_8B)
 
 
-@pytest.mark.parametrize("name", ["qwen3_mo", "smollm3", "llama4", "ministral", "deepseek_v2", "Llama"])
+@pytest.mark.parametrize("name", ["qwen3_mo", "smollm4", "llama4", "ministral", "deepseek_v2", "Llama"])
 def test_an_unknown_family_lists_all_and_suggests_none(name: str) -> None:
-    """A similar name is another architecture: loading smollm3 as llama would work and be wrong."""
+    """A similar name is another architecture: loading ministral as mistral would work and be wrong."""
     with pytest.raises(UnknownName, match=f"'{name}'") as caught:
         family_of({"model_type": name})
     assert caught.value.hint == f"supported: {', '.join(FAMILIES)}"
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi4_multimodal"])
+def test_a_model_with_a_vision_tower_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnknownName, match=f"{name} has a vision tower") as caught:
+        family_of({"model_type": name})
+    assert "text model only" in caught.value.hint
 
 
 def test_a_file_without_a_family_is_refused() -> None:
@@ -168,6 +179,27 @@ def test_a_model_is_saved_as_the_simplest_family_that_fits() -> None:
         "qwen2": dataclasses.replace(SMALL, qkv_bias=True, windows=(None, 8)),
         "qwen3": dataclasses.replace(SMALL, qk_norm=True),
         "qwen3_moe": dataclasses.replace(SMALL, qk_norm=True, moe=dataclasses.replace(EXPERTS, dense_layers=(2, 0))),
+        "mixtral": dataclasses.replace(SMALL, moe=EXPERTS),
+        "phi3": dataclasses.replace(SMALL, positions=Rope(dim=8)),
+        "smollm3": dataclasses.replace(SMALL, layer_positions=LayerPositions(layers=(1, 3), positions=NoPositions())),
+        "granite": dataclasses.replace(SMALL, multipliers=Multipliers(attention=0.2, residual=0.3)),
+        "olmo2": dataclasses.replace(SMALL, norm=NormConfig(placement="output"), qk_norm="width"),
+        "gemma3_text": dataclasses.replace(
+            SMALL,
+            norm=NormConfig(placement="sandwich", unit_offset=True),
+            multipliers=Multipliers(embedding=8.0),
+            qk_norm=True,
+            windows=(5, None),
+            layer_positions=LayerPositions(layers=(0, 2), positions=Rope(base=10.0)),
+        ),
+        "gpt_oss": dataclasses.replace(
+            SMALL,
+            sinks=True,
+            gate_clamp=GateClamp(),
+            ffn_bias=True,
+            windows=(5, None),
+            moe=dataclasses.replace(EXPERTS, router_bias=True),
+        ),
     }
     assert {name: family_for(config).name for name, config in names.items()} == {name: name for name in names}
 
@@ -179,7 +211,10 @@ def test_a_model_is_saved_as_the_simplest_family_that_fits() -> None:
         {"ffn": "relu2"},
         {"qk_norm": True, "windows": (8, 16, None, None)},
         {"out_bias": True},
-        {"moe": EXPERTS},
+        {"moe": EXPERTS, "ffn_bias": True},
+        {"sinks": True},
+        {"lm_head": False},
+        {"layer_positions": LayerPositions(layers=(0,), positions=Rope(base=10.0))},
         {"norm": NormConfig(kind="rms", placement="sandwich")},
         {"attention": "linear"},
         {"weight_norm": True},
@@ -241,9 +276,13 @@ def reads_back(name: str, config: ModelConfig) -> bool:
         return False
     windows = [again.window(i) for i in range(config.num_layers)]
     moe = again.moe and dataclasses.replace(again.moe, aux_weight=None)
-    same = dataclasses.replace(again, windows=config.windows, moe=moe) == config
+    size = config.intermediate_size if moe is not None and not moe.dense_layers else again.intermediate_size
+    same = dataclasses.replace(again, windows=config.windows, moe=moe, intermediate_size=size) == config
     return same and windows == [config.window(i) for i in range(config.num_layers)]
 
 
 def test_names_of_families_are_model_types_and_unique() -> None:
-    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt2", "bert"}
+    assert set(FAMILIES) == {
+        "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3", "smollm3", "granite", "olmo2",
+        "gemma3_text", "gpt_oss", "deepseek_v3", "gpt2", "bert", "roberta",
+    }  # fmt: skip

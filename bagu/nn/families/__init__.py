@@ -11,16 +11,32 @@ from bagu.nn.config import ModelConfig
 from bagu.nn.families.bert import BERT
 from bagu.nn.families.core import Family
 from bagu.nn.families.deepseek_v3 import DEEPSEEK_V3
+from bagu.nn.families.gemma3 import GEMMA3
 from bagu.nn.families.gpt2 import GPT2
+from bagu.nn.families.gpt_oss import GPT_OSS
+from bagu.nn.families.granite import GRANITE
 from bagu.nn.families.llama import LLAMA, MISTRAL
+from bagu.nn.families.mixtral import MIXTRAL
+from bagu.nn.families.olmo2 import OLMO2
+from bagu.nn.families.phi3 import PHI3
 from bagu.nn.families.qwen import QWEN2
 from bagu.nn.families.qwen3 import QWEN3, QWEN3_MOE
+from bagu.nn.families.roberta import ROBERTA
+from bagu.nn.families.smollm3 import SMOLLM3
 from bagu.nn.hub import WeightsError
 
 __all__ = ["FAMILIES", "Family", "can_describe", "family_for", "family_named", "family_of"]
 
 # a model is saved as the first of these that can describe it, so the simplest comes first
-FAMILIES: dict[str, Family] = {f.name: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3, GPT2, BERT)}
+FAMILIES: dict[str, Family] = {
+    f.name: f
+    for f in (
+        LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, PHI3, SMOLLM3, GRANITE, OLMO2, GEMMA3, GPT_OSS, DEEPSEEK_V3,
+        GPT2, BERT, ROBERTA,
+    )
+}  # fmt: skip
+# model types that contain one of these families and a part that bagu does not have
+MULTIMODAL = {"gemma3": "gemma3_text", "gemma3n": "gemma3_text", "phi4_multimodal": "phi3", "phi3_v": "phi3"}
 
 
 def family_of(hf: Mapping[str, Any]) -> Family:
@@ -34,6 +50,11 @@ def family_of(hf: Mapping[str, Any]) -> Family:
 def family_named(name: str) -> Family:
     """The family of a model_type. The error lists the families and suggests none: a similar name is another
     architecture (smollm3 is not llama)."""
+    if name in MULTIMODAL:
+        raise UnknownName(
+            f"{name} has a vision tower, which bagu does not support",
+            hint=f"give a checkpoint of its text model only, of model_type {MULTIMODAL[name]}",
+        )
     if name not in FAMILIES:
         raise UnknownName(f"there is no model family {name!r}", hint=f"supported: {', '.join(FAMILIES)}")
     return FAMILIES[name]
@@ -59,7 +80,8 @@ def can_describe(family: Family, config: ModelConfig) -> bool:
 
 
 def _for_inference(config: ModelConfig) -> ModelConfig:
-    """`config` without training options, and with one window per layer: equal configs give equal logits."""
+    """`config` without training options and unused sizes, and with one window per layer: equal configs give equal
+    logits."""
     moe = config.moe and replace(
         config.moe,
         aux_weight=None,
@@ -67,4 +89,6 @@ def _for_inference(config: ModelConfig) -> ModelConfig:
         dense_layers=tuple(sorted(set(config.moe.dense_layers))),
     )
     windows = tuple(config.window(i) for i in range(config.num_layers))
-    return replace(config, dropout=0.0, init_std=0.02, moe=moe, windows=windows)
+    all_experts = moe is not None and not moe.dense_layers
+    size = moe.expert_size if moe is not None and all_experts else config.intermediate_size  # no layer would use it
+    return replace(config, dropout=0.0, init_std=0.02, moe=moe, windows=windows, intermediate_size=size)

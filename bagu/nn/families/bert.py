@@ -1,4 +1,4 @@
-"""BERT with its masked-LM head: bidirectional, a norm after each sublayer, token types, a layer before the head."""
+"""BERT, with its masked-LM head or without a head (BertModel): bidirectional, a norm after each sublayer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bagu.nn.config import Learned, ModelConfig, NormConfig
 from bagu.nn.families.core import Family, Rule, qkv
 from bagu.nn.families.keys import DROPOUT, INIT_STD, SHARED, SIZE, UNUSED, Key, Only, Read
 
-__all__ = ["BERT"]
+__all__ = ["BERT", "KEYS", "encoder_rules", "read_encoder", "write_encoder"]
 
 POOLER = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")  # in Google's multilingual files
 KEYS: dict[str, Key] = {
@@ -30,7 +30,7 @@ KEYS: dict[str, Key] = {
 }
 
 
-def read(hf: Mapping[str, Any]) -> ModelConfig:
+def read_encoder(hf: Mapping[str, Any]) -> ModelConfig:
     """`hidden_dropout_prob` is the dropout."""
     heads = hf["num_attention_heads"]
     return ModelConfig(
@@ -58,7 +58,7 @@ def read(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
+def write_encoder(config: ModelConfig) -> dict[str, Any]:
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -76,34 +76,43 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-LAYER = "bert.encoder.layer.{layer}"
+def encoder_rules(prefix: str) -> tuple[Rule, ...]:
+    """The names of everything below the head."""
+    layer = f"{prefix}.encoder.layer.{{layer}}"
+    return (
+        Rule("embedding.weight", f"{prefix}.embeddings.word_embeddings.weight"),
+        Rule("positions.weight", f"{prefix}.embeddings.position_embeddings.weight"),
+        Rule("token_types.weight", f"{prefix}.embeddings.token_type_embeddings.weight"),
+        Rule("embedding_norm.*", f"{prefix}.embeddings.LayerNorm.*"),
+        Rule(
+            "blocks.{layer}.attention.qkv.*",
+            tuple(f"{layer}.attention.self.{name}.*" for name in ("query", "key", "value")),
+            qkv,
+        ),
+        Rule("blocks.{layer}.attention.out.*", f"{layer}.attention.output.dense.*"),
+        Rule("blocks.{layer}.attention_norm.*", f"{layer}.attention.output.LayerNorm.*"),
+        Rule("blocks.{layer}.ffn.up.*", f"{layer}.intermediate.dense.*"),
+        Rule("blocks.{layer}.ffn.down.*", f"{layer}.output.dense.*"),
+        Rule("blocks.{layer}.ffn_norm.*", f"{layer}.output.LayerNorm.*"),
+    )
+
+
 BERT = Family(
     name="bert",
     architecture="BertForMaskedLM",
+    headless="BertModel",
     keys=KEYS,
-    read=read,
-    write=write,
+    read=read_encoder,
+    write=write_encoder,
     rules=(
-        Rule("embedding.weight", "bert.embeddings.word_embeddings.weight"),
-        Rule("positions.weight", "bert.embeddings.position_embeddings.weight"),
-        Rule("token_types.weight", "bert.embeddings.token_type_embeddings.weight"),
-        Rule("embedding_norm.*", "bert.embeddings.LayerNorm.*"),
-        Rule(
-            "blocks.{layer}.attention.qkv.*",
-            tuple(f"{LAYER}.attention.self.{name}.*" for name in ("query", "key", "value")),
-            qkv,
-        ),
-        Rule("blocks.{layer}.attention.out.*", f"{LAYER}.attention.output.dense.*"),
-        Rule("blocks.{layer}.attention_norm.*", f"{LAYER}.attention.output.LayerNorm.*"),
-        Rule("blocks.{layer}.ffn.up.*", f"{LAYER}.intermediate.dense.*"),
-        Rule("blocks.{layer}.ffn.down.*", f"{LAYER}.output.dense.*"),
-        Rule("blocks.{layer}.ffn_norm.*", f"{LAYER}.output.LayerNorm.*"),
+        *encoder_rules("bert"),
         Rule("mlm.dense.*", "cls.predictions.transform.dense.*"),
         Rule("mlm.norm.*", "cls.predictions.transform.LayerNorm.*"),
         Rule("head.weight", "cls.predictions.decoder.weight"),
         Rule("mlm.bias", "cls.predictions.bias", tied=True),
         Rule("mlm.bias", "cls.predictions.decoder.bias", tied=False),
     ),
+    prefix="bert.",
     unused=(r"bert\.pooler\..*", r"cls\.seq_relationship\..*", r"bert\.embeddings\.position_ids"),
     copies={
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",

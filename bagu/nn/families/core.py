@@ -9,6 +9,7 @@ Templates: `{layer}` and `{expert}` are numbers, a final `*` is `weight` or `bia
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from bagu.nn.config import ModelConfig
 from bagu.nn.families.keys import Keys, resolve
 from bagu.nn.hub import WeightsError
 
-__all__ = ["Family", "Layout", "Part", "Rule", "conv1d", "experts", "gate_up", "gpt2_qkv", "qkv", "same"]
+__all__ = ["Family", "Layout", "Part", "Rule", "conv1d", "experts", "fused_qkv", "gate_up", "gpt2_qkv", "qkv", "same"]
 
 
 # a classifier with one label is a regression in transformers: its output is the score itself
@@ -30,23 +31,35 @@ ONE_LABEL: dict[str, Any] = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "lab
 
 
 class Part(NamedTuple):
-    """One Hugging Face tensor inside ours: a view of its location, and its shape in the file."""
+    """One Hugging Face tensor inside ours: its shape in the file, and views of its location. Several views hold the
+    rows of the file's tensor in order."""
 
-    view: torch.Tensor
+    views: tuple[torch.Tensor, ...]
     shape: tuple[int, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(view.numel() * view.element_size() for view in self.views)
+
     def load(self, tensor: torch.Tensor) -> None:
-        self.view.copy_(tensor.reshape(self.view.shape))
+        if len(self.views) == 1:
+            self.views[0].copy_(tensor.reshape(self.views[0].shape))
+            return
+        sizes = [view.numel() // math.prod(self.shape[1:]) for view in self.views]
+        for view, rows in zip(self.views, tensor.split(sizes), strict=True):
+            view.copy_(rows.reshape(view.shape))
 
     def save(self) -> torch.Tensor:
-        return self.view.reshape(self.shape).contiguous()
+        if len(self.views) == 1:
+            return self.views[0].reshape(self.shape).contiguous()
+        return torch.cat([view.reshape(-1, *self.shape[1:]) for view in self.views])
 
 
 Layout = Callable[[torch.Tensor, ModelConfig], Sequence[Part]]
 
 
 def same(t: torch.Tensor, config: ModelConfig) -> list[Part]:
-    return [Part(t, tuple(t.shape))]
+    return [Part((t,), tuple(t.shape))]
 
 
 def conv1d(t: torch.Tensor, config: ModelConfig) -> list[Part]:
@@ -58,13 +71,18 @@ def qkv(t: torch.Tensor, config: ModelConfig) -> list[Part]:
     """Split the rows [q heads of group g.., k_g, v_g] of each group g into the q, the k and the v of all groups."""
     G, per_group, D, rest = config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim, t.shape[1:]
     heads = t.view(G, per_group + 2, D, *rest)
-    return [Part(x, (x.shape[:3].numel(), *rest)) for x in heads.split([per_group, 1, 1], dim=1)]
+    return [Part((x,), (x.shape[:3].numel(), *rest)) for x in heads.split([per_group, 1, 1], dim=1)]
+
+
+def fused_qkv(t: torch.Tensor, config: ModelConfig) -> list[Part]:
+    """Like `qkv`, with q, k and v in one tensor in the file."""
+    return [Part(tuple(view for part in qkv(t, config) for view in part.views), tuple(t.shape))]
 
 
 def gpt2_qkv(t: torch.Tensor, config: ModelConfig) -> list[Part]:
     """Like `qkv` with one group per head, and one tensor [in, 3 * out] in the file."""
     heads = t.view(config.num_heads, 3, config.head_dim, *t.shape[1:]).transpose(0, 1)
-    return [Part(heads if t.dim() == 1 else heads.movedim(-1, 0), tuple(reversed(t.shape)))]
+    return [Part((heads if t.dim() == 1 else heads.movedim(-1, 0),), tuple(reversed(t.shape)))]
 
 
 def gate_up(t: torch.Tensor, config: ModelConfig) -> list[Part]:
@@ -116,6 +134,7 @@ class Family:
     name: str  # config.json's model_type
     architecture: str  # the class name in transformers
     classifier: str | None = None  # the class of a model with a score head, None if the family has none
+    headless: str | None = None  # the class of an encoder without a head, None if it is not supported
     keys: Keys
     read: Callable[[Mapping[str, Any]], ModelConfig]
     write: Callable[[ModelConfig], dict[str, Any]]
@@ -136,6 +155,8 @@ class Family:
         values = resolve(f"{self.name}: config.json", given, self.keys)
         try:
             config = self.read(values)
+            if self._is_headless(hf):
+                return replace(config, lm_head=False, mlm_head=False, tie_embeddings=False)
             return replace(config, score_head=True) if self._scores(hf) else config
         except ConfigError as error:
             raise WeightsError(
@@ -144,11 +165,18 @@ class Family:
 
     def file(self, config: ModelConfig) -> dict[str, Any]:
         """The config.json of a model."""
+        if not config.lm_head and self.headless is None:
+            raise WeightsError(f"{self.name} has no model without a head", hint="keep it as a bagu checkpoint")
         if not config.score_head:
-            return {"architectures": [self.architecture], "model_type": self.name, **self.write(config)}
+            name = self.architecture if config.lm_head else self.headless
+            return {"architectures": [name], "model_type": self.name, **self.write(config)}
         if self.classifier is None:
             raise WeightsError(f"{self.name} has no model with a score head", hint="keep it as a bagu checkpoint")
         return {"architectures": [self.classifier], "model_type": self.name, **self.write(config), **ONE_LABEL}
+
+    def _is_headless(self, hf: Mapping[str, Any]) -> bool:
+        """Whether a config.json describes an encoder without a head."""
+        return self.headless is not None and hf.get("architectures") == [self.headless]
 
     def _scores(self, hf: Mapping[str, Any]) -> bool:
         """Whether a config.json describes a sequence classifier; raises if it has more than one label."""

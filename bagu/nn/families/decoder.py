@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bagu.nn.config import FFNKind, ModelConfig, NormConfig
+from bagu.nn.config import FFNKind, ModelConfig, NormConfig, Positions
 from bagu.nn.families.core import Family, Rule, experts, gate_up, qkv, same
 from bagu.nn.families.keys import INIT_STD, SHARED, SIZE, UNUSED, Key, Keys, Only, Read, refuse_value
 from bagu.nn.families.rope import ROPE, read_rope, write_rope
@@ -15,10 +15,16 @@ __all__ = [
     "DECODER",
     "DENSE",
     "EXPERTS",
+    "FULL",
     "OUTER",
+    "PRE_NORMS",
     "QKV",
+    "QK_NORM",
+    "SLIDING",
     "WINDOWS",
     "decoder",
+    "layer_windows",
+    "read_act",
     "read_decoder",
     "read_windows",
     "write_decoder",
@@ -65,9 +71,15 @@ OUTER = (
     Rule("norm.weight", "model.norm.weight"),
     Rule("head.weight", "lm_head.weight"),
     Rule("score.weight", "score.weight"),
+    Rule("blocks.{layer}.attention.out.*", "model.layers.{layer}.self_attn.o_proj.*"),
+)
+PRE_NORMS = (
     Rule("blocks.{layer}.attention_norm.weight", "model.layers.{layer}.input_layernorm.weight"),
     Rule("blocks.{layer}.ffn_norm.weight", "model.layers.{layer}.post_attention_layernorm.weight"),
-    Rule("blocks.{layer}.attention.out.*", "model.layers.{layer}.self_attn.o_proj.*"),
+)
+QK_NORM = (
+    Rule("blocks.{layer}.attention.q_norm.weight", "model.layers.{layer}.self_attn.q_norm.weight"),
+    Rule("blocks.{layer}.attention.k_norm.weight", "model.layers.{layer}.self_attn.k_norm.weight"),
 )
 QKV = (
     Rule(
@@ -105,11 +117,13 @@ EXPERTS = (
 def decoder(
     name: str,
     architecture: str,
+    classifier: str | None,
     read: Callable[[Mapping[str, Any]], ModelConfig],
     write: Callable[[ModelConfig], dict[str, Any]],
     rules: Sequence[Rule],
     *,
     keys: Keys,
+    norms: Sequence[Rule] = PRE_NORMS,
     aliases: Mapping[str, str] | None = None,
     unused: Sequence[str] = (),
 ) -> Family:
@@ -117,11 +131,11 @@ def decoder(
     return Family(
         name=name,
         architecture=architecture,
-        classifier=architecture.replace("ForCausalLM", "ForSequenceClassification"),
+        classifier=classifier,
         keys=keys,
         read=read,
         write=write,
-        rules=(*OUTER, *rules),
+        rules=(*OUTER, *norms, *rules),
         prefix="model.",
         aliases=aliases or {},
         unused=(r".*\.rotary_emb\.inv_freq", *unused),  # a buffer that transformers wrote before 4.32
@@ -129,11 +143,18 @@ def decoder(
     )
 
 
-def read_decoder(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ModelConfig that these families read in the same way, from the values of `DECODER`."""
-    act, heads = hf["hidden_act"], hf["num_attention_heads"]
-    if act not in GATES:
-        refuse_value("config.json", "hidden_act", act, ", ".join(GATES))
+def read_act(hf: Mapping[str, Any], key: str = "hidden_act") -> FFNKind:
+    if hf[key] not in GATES:
+        refuse_value("config.json", key, hf[key], ", ".join(GATES))
+    return GATES[hf[key]]
+
+
+def read_decoder(
+    hf: Mapping[str, Any], *, positions: Positions | None = None, ffn: FFNKind | None = None
+) -> dict[str, Any]:
+    """The fields of ModelConfig that these families read in the same way, from the values of `DECODER`. A family that
+    reads RoPE or the activation differently passes them."""
+    heads = hf["num_attention_heads"]
     return {
         "vocab_size": hf["vocab_size"],
         "hidden_size": hf["hidden_size"],
@@ -144,15 +165,18 @@ def read_decoder(hf: Mapping[str, Any]) -> dict[str, Any]:
         "intermediate_size": hf["intermediate_size"],
         "max_len": hf["max_position_embeddings"],
         "norm": NormConfig(kind="rms", placement="pre", eps=float(hf["rms_norm_eps"])),
-        "positions": read_rope(hf),
-        "ffn": GATES[act],
+        "positions": read_rope(hf) if positions is None else positions,
+        "ffn": read_act(hf) if ffn is None else ffn,
         "tie_embeddings": hf["tie_word_embeddings"],
         "init_std": float(hf["initializer_range"]),
     }
 
 
-def write_decoder(config: ModelConfig) -> dict[str, Any]:
-    """The keys that `read_decoder` reads."""
+def write_decoder(
+    config: ModelConfig, *, rope: Mapping[str, Any] | None = None, act: str = "hidden_act"
+) -> dict[str, Any]:
+    """The keys that `read_decoder` reads. `rope` are the keys of RoPE, and `act` is the name of the activation's key,
+    in a family that differs in them."""
     acts = {kind: act for act, kind in GATES.items()}
     return {
         "vocab_size": config.vocab_size,
@@ -164,10 +188,10 @@ def write_decoder(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": config.intermediate_size,
         "max_position_embeddings": config.max_len,
         "rms_norm_eps": config.norm.eps,
-        "hidden_act": acts.get(config.ffn, config.ffn),
+        act: acts.get(config.ffn, config.ffn),
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
-        **write_rope(config),
+        **(write_rope(config) if rope is None else rope),
     }
 
 
@@ -178,6 +202,11 @@ def read_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     if kinds is None:
         first = num_layers if window is None else hf["max_window_layers"]
         kinds = [SLIDING if i >= first else FULL for i in range(num_layers)]
+    return layer_windows(kinds, num_layers, window)
+
+
+def layer_windows(kinds: Sequence[Any], num_layers: int, window: int | None) -> tuple[int | None, ...]:
+    """The windows of layers of these types, the values of `layer_types`."""
     if len(kinds) != num_layers or any(kind not in (FULL, SLIDING) for kind in kinds):
         refuse_value("config.json", "layer_types", kinds, f"{FULL!r} or {SLIDING!r} for each of {num_layers} layers")
     if SLIDING not in kinds:

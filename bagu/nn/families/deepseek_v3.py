@@ -128,6 +128,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 DEEPSEEK_V3 = decoder(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
+    "DeepseekV3ForSequenceClassification",
     read,
     write,
     (*LATENT, *DENSE, *EXPERTS, *SHARED),

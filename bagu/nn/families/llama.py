@@ -45,5 +45,21 @@ def write_mistral(config: ModelConfig) -> dict[str, Any]:
     return write_decoder(config) | {"sliding_window": config.window(0)}
 
 
-LLAMA = decoder("llama", "LlamaForCausalLM", read_llama, write_llama, (*QKV, *DENSE), keys=LLAMA_KEYS)
-MISTRAL = decoder("mistral", "MistralForCausalLM", read_mistral, write_mistral, (*QKV, *DENSE), keys=MISTRAL_KEYS)
+LLAMA = decoder(
+    "llama",
+    "LlamaForCausalLM",
+    "LlamaForSequenceClassification",
+    read_llama,
+    write_llama,
+    (*QKV, *DENSE),
+    keys=LLAMA_KEYS,
+)
+MISTRAL = decoder(
+    "mistral",
+    "MistralForCausalLM",
+    "MistralForSequenceClassification",
+    read_mistral,
+    write_mistral,
+    (*QKV, *DENSE),
+    keys=MISTRAL_KEYS,
+)

@@ -38,4 +38,4 @@ def write(config: ModelConfig) -> dict[str, Any]:
     return write_decoder(config) | write_windows(config)
 
 
-QWEN2 = decoder("qwen2", "Qwen2ForCausalLM", read, write, (*QKV, *DENSE), keys=KEYS)
+QWEN2 = decoder("qwen2", "Qwen2ForCausalLM", "Qwen2ForSequenceClassification", read, write, (*QKV, *DENSE), keys=KEYS)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from bagu.nn.config import ModelConfig, MoEConfig
-from bagu.nn.families.core import Rule
 from bagu.nn.families.decoder import (
     ALL_WINDOWS,
     DECODER,
     DENSE,
     EXPERTS,
+    QK_NORM,
     QKV,
     WINDOWS,
     decoder,
@@ -25,10 +25,6 @@ from bagu.nn.hub import WeightsError
 
 __all__ = ["QWEN3", "QWEN3_MOE"]
 
-QK_NORM = (
-    Rule("blocks.{layer}.attention.q_norm.weight", "model.layers.{layer}.self_attn.q_norm.weight"),
-    Rule("blocks.{layer}.attention.k_norm.weight", "model.layers.{layer}.self_attn.k_norm.weight"),
-)
 KEYS: dict[str, Key] = {
     **DECODER,
     **WINDOWS,
@@ -99,10 +95,13 @@ def _attention(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"qk_norm": True, "qkv_bias": bias, "out_bias": bias}
 
 
-QWEN3 = decoder("qwen3", "Qwen3ForCausalLM", read, write, (*QKV, *QK_NORM, *DENSE), keys=KEYS)
+QWEN3 = decoder(
+    "qwen3", "Qwen3ForCausalLM", "Qwen3ForSequenceClassification", read, write, (*QKV, *QK_NORM, *DENSE), keys=KEYS
+)
 QWEN3_MOE = decoder(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
+    "Qwen3MoeForSequenceClassification",
     read_moe,
     write_moe,
     (*QKV, *QK_NORM, *DENSE, *EXPERTS),

@@ -7,14 +7,14 @@ ignored. Versions 4 and 5 disagree on files that set a value twice, and those ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-from bagu.nn.config import Llama3Scaling, ModelConfig, Rope, YarnScaling
+from bagu.nn.config import LinearScaling, Llama3Scaling, ModelConfig, Rope, YarnScaling
 from bagu.nn.families.keys import Key, Keys, Only, Read, Required, resolve
 from bagu.nn.hub import WeightsError
 
-__all__ = ["ROPE", "read_rope", "write_rope"]
+__all__ = ["ROPE", "read_rope", "read_rope_parameters", "write_rope", "write_scaling"]
 
 ROPE: dict[str, Key] = {  # at the top of config.json; None is an absent key
     "rope_theta": Read(float, None, above=0),
@@ -26,6 +26,7 @@ ROPE: dict[str, Key] = {  # at the top of config.json; None is an absent key
 OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 TYPES: dict[str, Keys] = {  # the keys of each type in rope_scaling or rope_parameters, besides the common ones
     "default": {},
+    "linear": {"factor": Required(float, above=0)},
     "llama3": {name: Required(float, above=0) for name in ("factor", "low_freq_factor", "high_freq_factor")},
     "yarn": {
         "factor": Required(float | None, above=0),  # null is the ratio of the two lengths
@@ -35,23 +36,59 @@ TYPES: dict[str, Keys] = {  # the keys of each type in rope_scaling or rope_para
 }
 
 
-def read_rope(hf: Mapping[str, Any], layout: Literal["half", "interleaved"] = "half") -> Rope:
-    """The values of `ROPE` as a Rope; an unsupported type, or a key that its type does not have, is refused."""
+def read_rope(
+    hf: Mapping[str, Any],
+    layout: Literal["half", "interleaved"] = "half",
+    *,
+    base: float = 10000.0,
+    types: Collection[str] = tuple(TYPES),
+) -> Rope:
+    """The values of `ROPE` as a Rope; an unsupported type, or a key that its type does not have, is refused. `base` is
+    the family's default."""
     where = "rope_scaling" if hf["rope_scaling"] else "rope_parameters"
-    owner, given = f"config.json: {where}", hf[where] or {}
+    return read_rope_parameters(f"config.json: {where}", hf[where] or {}, hf, layout, base=base, types=types)
+
+
+def read_rope_parameters(
+    owner: str,
+    given: Mapping[str, Any],
+    hf: Mapping[str, Any],
+    layout: Literal["half", "interleaved"] = "half",
+    *,
+    base: float,
+    types: Collection[str] = tuple(TYPES),
+) -> Rope:
+    """The Rope of the parameters `given`. `hf` has the values at the top of config.json."""
     kind = given.get("rope_type", given.get("type", "default"))
-    if not isinstance(kind, str) or kind not in TYPES:
-        raise WeightsError(f"{owner} has rope_type = {kind!r}", hint=f"supported: {', '.join(TYPES)}")
+    if not isinstance(kind, str) or kind not in types:
+        raise WeightsError(f"{owner} has rope_type = {kind!r}", hint=f"supported: {', '.join(types)}")
     common: dict[str, Key] = {
         "rope_type": Only(kind),
         "type": Only(kind),
         "rope_theta": Read(float, None, above=0),
         "partial_rotary_factor": Only(1.0),
     }
-    length: dict[str, Key] = {} if kind == "default" else {"original_max_position_embeddings": Read(int, None, least=1)}
+    if "partial_rotary_factor" in hf:  # a family that reads it
+        common["partial_rotary_factor"] = Read(float, None, above=0)
+    length: dict[str, Key] = {}
+    if kind in ("llama3", "yarn"):
+        length = {"original_max_position_embeddings": Read(int, None, least=1)}
     values = resolve(owner, given, {**common, **length, **TYPES[kind]})
-    base = _single("rope_theta", hf, values, 10000.0)
-    return Rope(base=float(base), layout=layout, scaling=_read_scaling(kind, values, hf))
+    return Rope(
+        base=float(_single("rope_theta", hf, values, base)),
+        dim=_read_dim(hf, values),
+        layout=layout,
+        scaling=_read_scaling(kind, values, hf),
+    )
+
+
+def _read_dim(hf: Mapping[str, Any], values: Mapping[str, Any]) -> int | None:
+    """The number of features that RoPE rotates, for a family that reads partial_rotary_factor; None is all."""
+    if "partial_rotary_factor" not in hf:
+        return None
+    head_dim = hf["head_dim"] or hf["hidden_size"] // hf["num_attention_heads"]
+    dim = int(head_dim * _single("partial_rotary_factor", hf, values, 1.0))
+    return None if dim == head_dim else dim
 
 
 def _single(name: str, hf: Mapping[str, Any], inside: Mapping[str, Any], default: Any) -> Any:
@@ -65,9 +102,13 @@ def _single(name: str, hf: Mapping[str, Any], inside: Mapping[str, Any], default
     return given[0] if given else default
 
 
-def _read_scaling(kind: str, values: Mapping[str, Any], hf: Mapping[str, Any]) -> Llama3Scaling | YarnScaling | None:
+def _read_scaling(
+    kind: str, values: Mapping[str, Any], hf: Mapping[str, Any]
+) -> LinearScaling | Llama3Scaling | YarnScaling | None:
     if kind == "default":
         return None
+    if kind == "linear":
+        return LinearScaling(factor=float(values["factor"]))
     longest = hf["max_position_embeddings"]
     original: int = _single("original_max_position_embeddings", hf, values, longest)
     if kind == "llama3":
@@ -95,16 +136,19 @@ def write_rope(config: ModelConfig) -> dict[str, Any]:
     rope = config.positions
     if not isinstance(rope, Rope):
         raise WeightsError(f"the model has {rope.kind!r} positions, not RoPE", hint="")
-    scaling: dict[str, Any] | None = None
+    return {"rope_theta": rope.base, "rope_scaling": write_scaling(rope)}
+
+
+def write_scaling(rope: Rope) -> dict[str, Any] | None:
+    """The value of `rope_scaling`."""
+    if rope.scaling is None:
+        return None
+    scaling: dict[str, Any] = {"rope_type": rope.scaling.kind, "factor": rope.scaling.factor}
+    if isinstance(rope.scaling, LinearScaling):
+        return scaling
+    scaling["original_max_position_embeddings"] = rope.scaling.original_max_len
     if isinstance(rope.scaling, Llama3Scaling):
-        scaling = {"low_freq_factor": rope.scaling.low_freq_factor, "high_freq_factor": rope.scaling.high_freq_factor}
-    elif isinstance(rope.scaling, YarnScaling):
+        names: tuple[str, ...] = ("low_freq_factor", "high_freq_factor")
+    else:
         names = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
-        scaling = {name: value for name in names if (value := getattr(rope.scaling, name)) is not None}
-    if rope.scaling is not None and scaling is not None:
-        scaling |= {
-            "rope_type": rope.scaling.kind,
-            "factor": rope.scaling.factor,
-            "original_max_position_embeddings": rope.scaling.original_max_len,
-        }
-    return {"rope_theta": rope.base, "rope_scaling": scaling}
+    return scaling | {name: value for name in names if (value := getattr(rope.scaling, name)) is not None}

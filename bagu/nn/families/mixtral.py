@@ -1,0 +1,73 @@
+"""Mixtral: a Mistral with a mixture of experts in every layer. The weights of a token's experts sum to 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bagu.nn.config import ModelConfig, MoEConfig
+from bagu.nn.families.core import Rule, experts, gate_up, same
+from bagu.nn.families.decoder import DECODER, QKV, decoder, read_decoder, write_decoder
+from bagu.nn.families.keys import UNUSED, Key, Read
+from bagu.nn.families.rope import read_rope
+from bagu.nn.hub import WeightsError
+
+__all__ = ["MIXTRAL"]
+
+LAYER = "model.layers.{layer}.block_sparse_moe"
+EXPERTS = (
+    Rule("blocks.{layer}.ffn.router.weight", f"{LAYER}.gate.weight"),
+    Rule(
+        "blocks.{layer}.ffn.gate_up",
+        (f"{LAYER}.experts.{{expert}}.w1.weight", f"{LAYER}.experts.{{expert}}.w3.weight"),
+        experts(gate_up),
+    ),
+    Rule("blocks.{layer}.ffn.down", f"{LAYER}.experts.{{expert}}.w2.weight", experts(same)),
+)
+KEYS: dict[str, Key] = {
+    **DECODER,
+    "num_key_value_heads": Read(int, 8, least=1),
+    "rms_norm_eps": Read(float, 1e-5, above=0),
+    "sliding_window": Read(int | None, None, least=1),
+    "num_local_experts": Read(int, 8, least=1),
+    "num_experts_per_tok": Read(int, 2, least=1),
+    "router_aux_loss_coef": Read(float, 0.001),
+    "router_jitter_noise": UNUSED,  # training only; bagu does not have it
+    "output_router_logits": UNUSED,
+}
+
+
+def read(hf: Mapping[str, Any]) -> ModelConfig:
+    moe = MoEConfig(
+        num_experts=hf["num_local_experts"],
+        top_k=hf["num_experts_per_tok"],
+        expert_size=hf["intermediate_size"],
+        aux_weight=float(hf["router_aux_loss_coef"]) or None,
+    )
+    fields = read_decoder(hf, positions=read_rope(hf, base=1_000_000.0))
+    return ModelConfig(**fields, windows=(hf["sliding_window"],), moe=moe)
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    moe = config.moe
+    if moe is None:
+        raise WeightsError("the model has no mixture of experts", hint="use the family mistral")
+    return write_decoder(config) | {
+        "intermediate_size": moe.expert_size,
+        "sliding_window": config.window(0),
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "router_aux_loss_coef": moe.aux_weight or 0.0,
+    }
+
+
+MIXTRAL = decoder(
+    "mixtral",
+    "MixtralForCausalLM",
+    "MixtralForSequenceClassification",
+    read,
+    write,
+    (*QKV, *EXPERTS),
+    keys=KEYS,
+    aliases={"num_experts": "num_local_experts"},
+)
