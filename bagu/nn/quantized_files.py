@@ -10,8 +10,10 @@
     naive-quantized                      or in blocks, weight_zero_point
     compressed-tensors pack-quantized    weight_packed [N, K/p], weight_scale [N, G],         (q - z) * s
                                          weight_zero_point [N/p, G], weight_shape [2]
+    mxfp4 (gpt-oss; experts [E, K, N])   NAME_blocks [E, N, K/32, 16], NAME_scales [E, N, K/32]  q * 2^(s - 127)
 
-Packed tensors are int32 with p = 32 / bits values each, the first in the lowest bits. The products are computed in
+In mxfp4 a byte has two fp4 values, the first in the low bits; its products are exact in bf16. Other packed tensors are
+int32 with p = 32 / bits values each, the first in the lowest bits. The products are computed in
 fp32, so a model has the logits of its dequantized weights. Scales of activations are not used: activations are not
 quantized here.
 """
@@ -44,8 +46,10 @@ def dequantized(files: Stored, config: Any) -> Stored:
     """The tensors with every quantized weight under its ordinary name, in fp32. `config` is the quantization_config of
     config.json; unsupported settings raise an error that names them."""
     method = config.get("quant_method") if isinstance(config, Mapping) else None
-    if method not in METHODS:
-        raise UnknownName.among("quant_method", str(method), METHODS)
+    if method not in (*METHODS, "mxfp4"):
+        raise UnknownName.among("quant_method", str(method), (*METHODS, "mxfp4"))
+    if method == "mxfp4":
+        return _mxfp4(files)
     expand = METHODS[method](config)
     layers: dict[str, dict[str, StoredTensor]] = {}
     out: dict[str, StoredTensor] = {}
@@ -158,6 +162,33 @@ def _compressed(config: Mapping[str, Any]) -> Expand:
         return q * _spread(parts["weight_scale"].read(), shape, block)
 
     return expand
+
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1; the fourth bit is the sign
+
+
+def _mxfp4(files: Stored) -> Stored:
+    """The tensors with every pair of blocks and scales as one tensor [E, K, N]."""
+    out = {name: t for name, t in files.items() if not name.endswith(("_blocks", "_scales"))}
+    for name, blocks in files.items():
+        base = name.removesuffix("_blocks")
+        if base == name:
+            continue
+        if f"{base}_scales" not in files:
+            raise WeightsError(f"{name} has no {base}_scales", hint="check that the download is complete")
+        (E, N, groups, half), scales = blocks.shape, files[f"{base}_scales"]
+        out[base] = StoredTensor((E, groups * half * 2, N), "bfloat16", partial(_read_mxfp4, blocks, scales))
+    return out
+
+
+def _read_mxfp4(blocks: StoredTensor, scales: StoredTensor) -> torch.Tensor:
+    table = torch.tensor([*FP4, *(-x for x in FP4)], dtype=torch.bfloat16)
+    experts = []
+    for packed, exponent in zip(blocks.read(), scales.read(), strict=True):  # one expert: the indices take 4 times more
+        values = torch.stack((table[(packed & 15).int()], table[(packed >> 4).int()]), -1)  # [N, K/32, 16, 2]
+        factor = torch.ldexp(torch.ones((), dtype=torch.float32), exponent.int() - 127).bfloat16()
+        experts.append((values * factor[..., None, None]).flatten(1).T)
+    return torch.stack(experts)
 
 
 METHODS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "compressed-tensors": _compressed}

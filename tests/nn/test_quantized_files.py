@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bagu.errors import BaguError
-from bagu.nn.config import ModelConfig
+from bagu.nn.config import GateClamp, ModelConfig, MoEConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.nn.weights import WeightsError, from_pretrained, save_pretrained
@@ -211,3 +211,37 @@ def test_shapes_that_do_not_fit_config_json_are_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 128}))
     with pytest.raises(WeightsError, match=r"mlp.down_proj.weight \[256, 192\] for \[256, 128\]"):
         from_pretrained(folder)
+
+
+def test_mxfp4_experts_of_gpt_oss_are_dequantized(tmp_path: Path) -> None:
+    """The blocks of openai's layout against values computed one by one; the model equals one with those values."""
+    experts = MoEConfig(num_experts=2, top_k=1, expert_size=32, router_bias=True)
+    config = ModelConfig(
+        vocab_size=96, hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=32,
+        max_len=64, init_std=0.2, sinks=True, gate_clamp=GateClamp(), ffn_bias=True, moe=experts,
+    )  # fmt: skip
+    save_pretrained(init_weights(Transformer(config), 0), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    plain = dict(tensors)
+    magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    for name in ("gate_up_proj", "down_proj"):
+        name = f"model.layers.0.mlp.experts.{name}"
+        E, K, N = tensors.pop(name).shape
+        codes, exponents = draw(name, 0, 16, E, N, K), draw(name + "s", 120, 126, E, N, K // 32)
+        pairs = codes.view(E, N, K // 32, 16, 2)
+        tensors[f"{name}_blocks"] = (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8)
+        tensors[f"{name}_scales"] = exponents.to(torch.uint8)
+        value = torch.tensor([(-1) ** (c >> 3) * magnitudes[c & 7] for c in codes.flatten().tolist()]).view(E, N, K)
+        scale = (2.0 ** (exponents.float() - 127)).repeat_interleave(32, 2)
+        plain[name] = (value * scale).mT.contiguous()
+    save_file(plain, file, metadata={"format": "pt"})
+    want = from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    save_file(tensors, file, metadata={"format": "pt"})
+    hf = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(hf | {"quantization_config": {"quant_method": "mxfp4"}}))
+    got = from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    save_file({n: t for n, t in tensors.items() if not n.endswith("down_proj_scales")}, file, metadata={"format": "pt"})
+    with pytest.raises(WeightsError, match=r"has no .*down_proj_scales"):
+        from_pretrained(tmp_path)
