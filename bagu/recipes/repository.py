@@ -8,8 +8,8 @@ from typing import Any
 
 from bagu.errors import ArgumentError
 from bagu.recipes.generation import read_generation
+from bagu.recipes.loader import Loader
 from bagu.recipes.models import find_model
-from bagu.recipes.serve import Loader
 from bagu.serve.config import EngineConfig, GenerationDefaults
 from bagu.serve.repository.layout import Settings
 from bagu.serve.repository.version import Engine

@@ -4,48 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bagu.errors import BaguError
 from bagu.machine.openmp import wait_briefly
+from bagu.recipes.loader import Loader
 
 __all__ = ["Loader", "adapter_settings", "chat_main", "serve_main"]
 
 DEFAULT_ADAPTERS = 8  # slots of a server that loads adapters by request
 TEMPERATURE = 0.7  # default of `bagu chat` with a local model, if neither the user nor generation_config.json sets one
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loader:
-    """Loads (model, tokenizer, chat encoder) in the engine process. It is pickled, so its fields are plain values."""
-
-    model: str
-    tokenizer: str | None = None
-    dtype: str = "auto"
-    device: str | None = None
-    on_host: bool = False  # load to the host's memory: an engine with tp > 1 puts the parts on the devices
-    allow_reward: bool = False  # a reward model is accepted: a server scores with it, others generate
-
-    def __call__(self) -> tuple[Any, Any, Any]:
-        from bagu.data.chat import ChatEncoder
-        from bagu.data.tokenizer import BpeTokenizer
-        from bagu.machine.device import named_device, named_dtype
-        from bagu.machine.fast_dtype import compute_dtype
-        from bagu.recipes.models import check_predicts_tokens, find_model, load_model, tokenizer_folder
-
-        device = named_device(self.device)
-        dtype = compute_dtype(device) if self.dtype == "auto" else named_dtype(self.dtype)
-        found = find_model(self.model)
-        if not self.allow_reward:
-            check_predicts_tokens(found, self.model)
-        model = load_model(found, dtype=dtype, device="cpu" if self.on_host else device)
-        place = Path(self.tokenizer) if self.tokenizer else tokenizer_folder(found)
-        if place is None:
-            raise BaguError(f"there is no tokenizer.json in {found}", hint="pass its folder with --tokenizer")
-        tokenizer = BpeTokenizer.load(place)
-        return model, tokenizer, ChatEncoder(tokenizer) if tokenizer.chat_template is not None else None
 
 
 def adapter_settings(

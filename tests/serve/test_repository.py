@@ -304,4 +304,4 @@ def test_the_command_refuses_a_wrong_file(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bagu", "serve", str(tmp_path)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     said = re.sub(r"\s+", " ", found.stderr)
-    assert found.returncode == 1 and "policy" in said and "Traceback" not in said
+    assert found.returncode == 2 and "policy" in said and "Traceback" not in said

@@ -1,0 +1,42 @@
+"""Loads MODEL for an engine process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bagu.errors import BaguError
+
+__all__ = ["Loader"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader:
+    """Loads (model, tokenizer, chat encoder) in the engine process. It is pickled, so its fields are plain values."""
+
+    model: str
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str | None = None
+    on_host: bool = False  # load to the host's memory: an engine with tp > 1 puts the parts on the devices
+    allow_reward: bool = False  # a reward model is accepted: a server scores with it, others generate
+
+    def __call__(self) -> tuple[Any, Any, Any]:
+        from bagu.data.chat import ChatEncoder
+        from bagu.data.tokenizer import BpeTokenizer
+        from bagu.machine.device import named_device, named_dtype
+        from bagu.machine.fast_dtype import compute_dtype
+        from bagu.recipes.models import check_predicts_tokens, find_model, load_model, tokenizer_folder
+
+        device = named_device(self.device)
+        dtype = compute_dtype(device) if self.dtype == "auto" else named_dtype(self.dtype)
+        found = find_model(self.model)
+        if not self.allow_reward:
+            check_predicts_tokens(found, self.model)
+        model = load_model(found, dtype=dtype, device="cpu" if self.on_host else device)
+        place = Path(self.tokenizer) if self.tokenizer else tokenizer_folder(found)
+        if place is None:
+            raise BaguError(f"there is no tokenizer.json in {found}", hint="pass its folder with --tokenizer")
+        tokenizer = BpeTokenizer.load(place)
+        return model, tokenizer, ChatEncoder(tokenizer) if tokenizer.chat_template is not None else None
