@@ -34,6 +34,6 @@ def test_the_modules_import_files_that_exist_and_no_two_import_each_other() -> N
         done += ready
 
 
-def test_a_file_of_the_page_is_one_screenful_of_ideas() -> None:
+def test_no_file_of_the_page_has_more_than_290_lines() -> None:
     long = {path: asset.body.count(b"\n") for path, asset in assets().items() if asset.body.count(b"\n") > 290}
     assert long == {}
