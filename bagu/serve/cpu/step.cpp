@@ -1,6 +1,6 @@
 // A step of a whole model on a CPU: S new tokens, in one parallel region. A decode has one token of each sequence;
-// verified drafts and short prompts have several tokens of a sequence, whose keys and values are all stored before one
-// of them attends.
+// verified drafts and prompts have several tokens of a sequence, whose keys and values are all stored before one of them
+// attends.
 //
 // serve/cpu/match.py finds out whether a model computes this. Activations are fp32, the pool is fp32 or bf16, and weights
 // are that, int8 or int4. Between two barriers every thread computes some tiles of a product, or the attention of some
@@ -19,6 +19,7 @@
 
 #include "ops/paged_attention/decode.h"
 #include "serve/cpu/packed_linear.h"
+#include "serve/cpu/prompt_attention.h"
 
 namespace bagu {
 
@@ -133,11 +134,40 @@ void attend_token(const Model& m, const Layer& layer, const Step& step, int64_t 
     attend_any(pages_of<T>(m, layer, step, s), q, y, n, D, D, first, last, begin, end, m.scale, scratch);
 }
 
+// Consecutive tokens of one sequence, at most GROUP_TOKENS.
+struct TokenGroup {
+    int64_t first, count;
+};
+
+inline std::vector<TokenGroup> token_groups(const Step& step) {
+    std::vector<TokenGroup> groups;
+    for (int64_t s = 0; s < step.tokens; s++) {
+        bool next = s && step.table_rows[s] == step.table_rows[s - 1] && step.lengths[s] == step.lengths[s - 1] + 1;
+        if (next && groups.back().count < GROUP_TOKENS)
+            groups.back().count++;
+        else
+            groups.push_back({s, 1});
+    }
+    return groups;
+}
+
+// The attention of a group of tokens in key head g, each over the positions up to its own.
+template <class T>
+void attend_tokens(const Model& m, const Layer& layer, const Step& step, TokenGroup group, int64_t g, Scratch& scratch) {
+    int64_t H = m.heads, G = m.key_heads, D = m.head_dim, n = H / G, s = group.first, row = (H + 2 * G) * D;
+    Queries own{step.qkv + s * row + g * n * D, step.y + s * H * D + g * n * D, row, H * D, group.count,
+                step.lengths[s], layer.window};
+    attend_group_any(pages_of<T>(m, layer, step, s), own, n, D, g, m.scale, scratch);
+}
+
 template <class Weight, class T>
 void run(const Model& m, const Step& step) {
     int64_t S = step.tokens, C = m.hidden, F = m.inner, G = m.key_heads;
     int64_t HD = m.heads * m.head_dim, QKV = HD + 2 * G * m.head_dim;
     int64_t wanted = S < step.threads ? (step.threads + S - 1) / S : 1, parts = wanted < G ? wanted : G;
+    std::vector<TokenGroup> groups;
+    if (step.several) groups = token_groups(step);
+    int64_t num_groups = groups.size();
 #pragma omp parallel num_threads(step.threads)
     {
         Scratch scratch;
@@ -171,14 +201,18 @@ void run(const Model& m, const Step& step) {
             if (step.several) {
 #pragma omp for schedule(static)
                 for (int64_t s = 0; s < S; s++) store_token<T>(m, layer, step, s, 0, G);
-            }
 #pragma omp for collapse(2) schedule(dynamic)
-            for (int64_t s = 0; s < S; s++)
-                for (int64_t i = 0; i < parts; i++) {
-                    int64_t first = i * G / parts, last = (i + 1) * G / parts;
-                    if (!step.several) store_token<T>(m, layer, step, s, first, last);
-                    attend_token<T>(m, layer, step, s, first, last, scratch);
-                }
+                for (int64_t i = 0; i < num_groups; i++)
+                    for (int64_t g = 0; g < G; g++) attend_tokens<T>(m, layer, step, groups[i], g, scratch);
+            } else {
+#pragma omp for collapse(2) schedule(dynamic)
+                for (int64_t s = 0; s < S; s++)
+                    for (int64_t i = 0; i < parts; i++) {
+                        int64_t first = i * G / parts, last = (i + 1) * G / parts;
+                        store_token<T>(m, layer, step, s, first, last);
+                        attend_token<T>(m, layer, step, s, first, last, scratch);
+                    }
+            }
             linear<Weight>(layer.out, input(step.y), low(l, 1), S, HD, tiles(C), add);
             norm();
             int64_t count = m.gated ? (F + W - 1) / W : tiles(F);  // with a gate, tiles of W gates and W ups
