@@ -202,7 +202,7 @@ class Engine:
     def update_weights(self, state: Mapping[str, torch.Tensor]) -> None:
         """Replace weights in place, all or some of them, by their names in the model's state dict, and drop what was
         computed with the old ones."""
-        self._refuse_divided()
+        self._check_updatable()
         own = self.model.state_dict()
         for name, tensor in state.items():
             if name not in own or own[name].shape != tensor.shape:
@@ -218,7 +218,7 @@ class Engine:
     def weights_changed(self) -> None:
         """Drop what was computed with old weights, after other code (a trainer of the same model) has changed them in
         place: the prefix cache is emptied, running sequences are recomputed, and packed weights are packed again."""
-        self._refuse_divided()
+        self._check_updatable()
         self._unreturned = self._commit_pending()
         self.runner.prepare()
         self.scheduler.restart()
@@ -236,6 +236,13 @@ class Engine:
     def unload_adapter(self, name: str) -> None:
         """Take an adapter's name away. Requests that use it finish with it; its memory is used again after that."""
         self.adapters.remove(name)
+
+    def release_source(self) -> None:
+        """Free the weights that were quantized, if no other code holds the model; only their quantized form is left,
+        and `update_weights` and `weights_changed` raise. Without quantization, and with slots for adapters, nothing is
+        freed."""
+        self.runner.release_source()
+        self.model = self.runner.source
 
     # --- Generate -----------------------------------------------------------------------------------------------------
 
@@ -350,7 +357,8 @@ class Engine:
     def _arithmetic(self) -> AbstractContextManager[None]:
         return ops.invariant() if self.config.invariant else nullcontext()
 
-    def _refuse_divided(self) -> None:
+    def _check_updatable(self) -> None:
+        self.runner.check_updatable()
         if self.ranks is not None:
             raise ArgumentError(
                 f"engine: the weights of an engine with tp = {self.config.tp} cannot be replaced",

@@ -7,7 +7,8 @@
 
 On a CPU the head is int8 with int8 and int4, and in the model's dtype with fp8. On a GPU it keeps the model's dtype. No
 CPU has fp8 products, so fp8 there has the values of a GPU's weights, and neither their size nor their speed. Routers
-keep their dtype, because a rounded score may select another expert. Experts keep theirs too: they are not `Linear`.
+keep their dtype, because a rounded score may select another expert. Experts keep theirs too: they are not `Linear`. So
+does MLA's `kv_b`: with a KV cache it is never a linear layer, but is multiplied into queries and values.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from bagu import ops
 from bagu.errors import BackendError
 from bagu.nn.linear import Linear
+from bagu.nn.mla import MLA
 from bagu.nn.model import Transformer
 from bagu.nn.moe import Router
 from bagu.serve.config import Quantization
@@ -33,7 +35,10 @@ def quantized(model: Transformer, kind: Quantization) -> Transformer:
     """The same model with quantized linear layers; everything else is shared."""
     on_cpu = model.embedding.weight.device.type == "cpu"
     make = {"int8": Int8Linear, "int4": Int4Linear, "fp8": _rounded_to_fp8 if on_cpu else Fp8Linear}[kind]
-    return replace_linears(model, lambda linear: linear if isinstance(linear, Router) else make(linear))
+    kept = {id(m.kv_b) for m in model.modules() if isinstance(m, MLA)}
+    return replace_linears(
+        model, lambda linear: linear if isinstance(linear, Router) or id(linear) in kept else make(linear)
+    )
 
 
 class Int4Linear(nn.Module):
@@ -41,7 +46,6 @@ class Int4Linear(nn.Module):
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
-        self.merged = linear.merged  # MLA folds a weight into its neighbours
         self.linear: PackedLinear | None = None
         weight = linear.merged().detach()
         if weight.device.type == "cpu" and compiles(linear.dtype):
@@ -81,7 +85,7 @@ class Fp8Linear(nn.Module):
                 f"fp8 needs a GPU of compute capability 8.9 or later; the weights are on {weight.device}",
                 hint="use quantization int4, or none",
             )
-        self.merged, self.bias = linear.merged, linear.bias
+        self.bias = linear.bias
         self.values, self.scales = round_to_fp8(weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 A step is one forward of the packed new tokens of all sequences, prompts and decodes together, by `Transformer.forward`.
 Two kinds of steps have a faster equivalent: decodes and verified drafts on a GPU replay a CUDA graph (graphs.py), and
 decodes, verified drafts and short prompts on a CPU are one call of C++ where that computes the model's layers
-(cpu/match.py).
+(cpu/match.py). With int4 weights, and with int8 on ARM, all steps are.
 
 With a mesh, `model` is this rank's part of a divided model (parallel/inference.py): every rank runs the plan that
 tp/lead.py sends, and the logits are gathered.
@@ -15,13 +15,16 @@ Dims: T = tokens, S = sequences, P = blocks of the longest table, N = samples, D
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from bagu import ops
+from bagu.errors import ArgumentError
 from bagu.nn.kv import CacheError
 from bagu.nn.model import Transformer
 from bagu.nn.peft import Adapter
@@ -30,12 +33,12 @@ from bagu.parallel.mesh import Mesh
 from bagu.parallel.vocab_loss import vocab_cross_entropy
 from bagu.serve.adapters.layers import NO_ADAPTER, AdapterWeights, GroupedLinear
 from bagu.serve.config import EngineConfig
-from bagu.serve.cpu.compiled import CompiledDecode, Decodes, PackedLinear, Rounding, compiles, lanes
+from bagu.serve.cpu.compiled import CompiledDecode, Decodes, PackedLinear, Rounding, compiles, has_int8_dot, lanes
 from bagu.serve.cpu.dataflow import Mismatch
 from bagu.serve.cpu.invariant_decode import InvariantDecode
 from bagu.serve.cpu.low_rank import LowRankPairs
 from bagu.serve.cpu.match import DecodeStep, match
-from bagu.serve.cpu.quantize import int8, merged
+from bagu.serve.cpu.quantize import int8, merged, replace_linears
 from bagu.serve.graphs import GraphDecode, bucket, uniform
 from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
@@ -43,7 +46,10 @@ from bagu.serve.quantization import quantized
 
 __all__ = ["Forward", "Runner", "RunnerOutput"]
 
-SHORT_STEP = 128  # tokens of a step that C++ computes, if a sequence has several; longer ones gain little or lose
+# Tokens of a step that C++ computes, if a sequence has several. On Linux for ARM, where torch multiplies by OpenBLAS,
+# the C++ is 1.47 times as fast as the forward at 256 tokens and 1.06 times at 1,024 (8M model, fp32, one Neoverse-N1
+# core). On x86 and macOS torch has faster products than the C++, and longer steps gain little or lose.
+SHORT_STEP = 1024 if platform.machine() == "aarch64" else 128
 Forward = Callable[[Batch], torch.Tensor]  # returns the hidden states [T, D]
 Project = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]  # logits, and their argmax or None
 
@@ -70,6 +76,8 @@ class Runner:
         self.device = model.embedding.weight.device
         self.tables = np.zeros((config.max_num_seqs, -(-max_model_len // kv.block_size)), dtype=np.int32)
         self.graphs: GraphDecode | None = None
+        self.released = False  # whether `release_source` was called
+        self.project: Project
         self.prepare()
 
     def prepare(self) -> None:
@@ -77,48 +85,80 @@ class Runner:
 
         CUDA graphs read the weights at their addresses, so they stay valid after a change in place.
         """
+        self.check_updatable()
         model, kind, on_cpu = self.source, self.config.quantization, self.device.type == "cpu"
-        self.model = model if kind is None else quantized(model, kind)
-        if kind == "fp8" and on_cpu:
-            model = self.model  # the layers are ordinary ones with other weights
-        if self.adapters is not None:
-            self.model = self.adapters.wrap(self.model)
         rounding: Rounding = None if kind is None or kind == "fp8" else kind
-        head_rounding: Rounding = None if rounding is None else "int8"
-        self.project: Project
-        self.decode: Forward | None = None  # a CUDA graph for steps with one token per sequence
-        self.compiled: CompiledDecode | InvariantDecode | None = None  # C++ for the same steps, and other short ones
+        if kind == "fp8" and on_cpu:
+            model = quantized(model, kind)  # the layers are ordinary ones with other weights
+        self.mismatch: str | None = None  # why the C++ does not support this model, if the machine could use it
         self.low_rank: LowRankPairs | None = None  # the adapters of `compiled`
-        self.mismatch: Mismatch | None = None  # why the C++ does not support this model, if the machine could use it
+        layers = model if kind is None or (kind == "fp8" and on_cpu) else quantized(model, kind)
+        self.model: Transformer | None = layers if self.adapters is None else self.adapters.wrap(layers)
+        self.compiled = self._compiled_step(model, rounding)
+        # If the C++ has the same products as the quantized layers, it computes all steps, and a second copy of the
+        # weights for the forward is not kept. int8 on x86: torch has integer products, the C++ does not. Batches with
+        # adapters and long prompts run the layers.
+        in_cpp = isinstance(self.compiled, CompiledDecode) and self.adapters is None
+        if in_cpp and (rounding == "int4" or (rounding == "int8" and has_int8_dot())):
+            self.model = None
+        self.decode: Forward | None = None  # a CUDA graph for steps with one token per sequence
         if self.device.type == "cuda" and self.config.cuda_graphs:
             if self.graphs is None or not self.graphs.current:
                 self.graphs = self.new_graphs()
             self.decode = self.graphs
+        self.project = self._projection(model, "int8" if rounding is not None and on_cpu else None)
+
+    def _compiled_step(self, model: Transformer, rounding: Rounding) -> CompiledDecode | InvariantDecode | None:
+        """The C++ step of this model, or None if there is none."""
+        if self.device.type != "cpu" or self.mesh is not None:
+            return None
+        try:
+            if self.config.invariant:  # not `merged`: LoRA is a product of its own in training
+                return InvariantDecode(match(model), self.kv)
+            if not compiles(model.embedding.weight.dtype):
+                return None
+            if self.kv.quantized:
+                raise Mismatch("an 8-bit KV cache")
+            step = match(merged(model))
+            self.low_rank = self.low_rank_pairs(step)
+            return CompiledDecode(step, self.kv, rounding=rounding, low_rank=self.low_rank)
+        except Mismatch as error:
+            self.mismatch = str(error)  # the exception would keep the frames that hold the weights
+            return None
+
+    def _projection(self, model: Transformer, rounding: Rounding) -> Project:
+        """The product with the head."""
         if self.mesh is not None:
             vocab_size, mesh = model.config.vocab_size, self.mesh
-            self.project = lambda hidden: (gather_logits(model.logits(hidden), vocab_size, mesh), None)
-            return
-        if on_cpu and not self.config.invariant and compiles(model.embedding.weight.dtype):
-            try:
-                if self.kv.quantized:
-                    raise Mismatch("an 8-bit KV cache")
-                step = match(merged(model))
-                self.low_rank = self.low_rank_pairs(step)
-                self.compiled = CompiledDecode(step, self.kv, rounding=rounding, low_rank=self.low_rank)
-                self.project = PackedLinear(model.head_weight, rounding=head_rounding)
-                return
-            except Mismatch as error:
-                self.mismatch = error
-        if on_cpu and self.config.invariant:
-            try:  # not `merged`: LoRA is a product of its own in training
-                self.compiled = InvariantDecode(match(model), self.kv)
-            except Mismatch as error:
-                self.mismatch = error
-        rounds_head = on_cpu and head_rounding is not None
-        head: Callable[[torch.Tensor], torch.Tensor] = int8(model.head_weight) if rounds_head else model.logits
-        self.project = lambda hidden: (head(hidden), None)
+            return lambda hidden: (gather_logits(model.logits(hidden), vocab_size, mesh), None)
+        if isinstance(self.compiled, CompiledDecode):
+            return PackedLinear(model.head_weight, rounding=rounding)
+        if rounding is not None:
+            packed = int8(model.head_weight)
+            return lambda hidden: (packed(hidden), None)
+        whole = self.model or model  # not `model` if layers are quantized: `release_source` frees its weights
+        return lambda hidden: (whole.logits(hidden), None)
+
+    def release_source(self) -> None:
+        """Free the weights of the linear layers before quantization, if no other code holds the model. Weights cannot
+        be changed afterwards. Without quantization they are in use, and nothing is freed."""
+        if self.config.quantization is None or self.mesh is not None or self.adapters is not None:
+            return  # reading an adapter needs the shapes of the layers
+        self.released = True
+        self.source = replace_linears(self.source, lambda linear: nn.Identity())
+        if self.config.quantization != "fp8" and self.device.type == "cpu":
+            self.source.head = None  # it is packed in int8
+
+    def check_updatable(self) -> None:
+        """Raise if the weights cannot change any more."""
+        if self.released:
+            raise ArgumentError(
+                "this engine has released the weights that it quantized, so they cannot be changed",
+                hint="start the server again with the new weights, or use an engine without release_source()",
+            )
 
     def new_graphs(self) -> GraphDecode:
+        assert self.model is not None, "the C++ is for CPUs"
         rows = None if self.adapters is None else self.adapters.rows
         return GraphDecode(self.model, self.kv, self.tables.shape[1] * self.kv.block_size, rows)
 
@@ -160,7 +200,7 @@ class Runner:
     def is_short(self, plan: Plan) -> bool:
         """Whether the C++ step computes this plan, if there is one. In invariant mode it leaves prompts to the forward:
         it keeps a list of calls for each number of tokens, and prompts have many."""
-        if plan.max_len == 1:
+        if plan.max_len == 1 or self.model is None:
             return True
         return plan.num_tokens <= SHORT_STEP and not (self.config.invariant and plan.num_prompts)
 
@@ -177,6 +217,7 @@ class Runner:
         return self.decode(batch).index_select(0, rows)
 
     def forward(self, batch: Batch) -> torch.Tensor:
+        assert self.model is not None, "the C++ computes all steps"
         self.kv.load(batch)
         if self.adapters is not None:
             self.adapters.rows.load(batch.adapters)

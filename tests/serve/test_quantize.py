@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from small_engine import small_engine, small_model
 
-from bagu.errors import BackendError, UnknownName
+from bagu.errors import ArgumentError, BackendError, UnknownName
 from bagu.machine import native
 from bagu.nn.linear import Linear
 from bagu.serve import runner
@@ -130,3 +133,38 @@ def test_a_logprob_is_of_the_distribution_that_the_token_was_drawn_from() -> Non
     for token, own, top in zip(drawn.tokens, drawn.logprobs, drawn.top, strict=True):
         assert top[0][0] == token
         assert own == pytest.approx(top[0][1], abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("model_kind", ["gqa", "mha, tied", "alibi"])  # the last one is not computed by the C++ step
+def test_a_released_source_leaves_no_unquantized_linear_weight(kind: Quantization, model_kind: str) -> None:
+    model = small_model(model_kind)
+    engine = small_engine(model, quantization=kind)
+    greedy = Sampling(max_tokens=12, temperature=0.0)
+    prompt = [i % 89 for i in range(70)]
+    before = engine.generate([prompt], greedy)[0].tokens
+    layers = [weakref.ref(m.weight) for m in model.modules() if isinstance(m, Linear)]
+    assert layers and all(w() is not None for w in layers)
+    engine.release_source()
+    del model
+    gc.collect()
+    assert [w() for w in layers] == [None] * len(layers)
+    assert engine.generate([prompt], greedy)[0].tokens == before
+    for change in (engine.weights_changed, lambda: engine.update_weights({})):
+        with pytest.raises(ArgumentError, match="released the weights"):
+            change()
+
+
+def test_an_engine_without_quantization_keeps_its_weights() -> None:
+    engine = small_engine(small_model())
+    engine.release_source()
+    engine.update_weights({name: w.clone() for name, w in engine.model.state_dict().items()})
+    assert len(engine.generate([[1, 2, 3]], Sampling(max_tokens=4))[0].tokens) == 4
+
+
+def test_the_compiled_step_is_the_only_copy_of_weights_whose_products_it_has() -> None:
+    """int4 everywhere; int8 where the CPU has dot products: elsewhere torch's are faster for long prompts."""
+    has_compiler = native.library(SOURCE) is not None
+    assert (small_engine(small_model(), quantization="int4").runner.model is None) == has_compiler
+    assert (small_engine(small_model(), quantization="int8").runner.model is None) == has_int8_dot()
+    assert small_engine(small_model("alibi"), quantization="int4").runner.model is not None

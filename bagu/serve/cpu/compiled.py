@@ -1,5 +1,5 @@
-"""A short step on a CPU as one C++ call: step.cpp, compiled for this machine, and its arguments. It computes decodes,
-verified drafts and short prompts.
+"""A step on a CPU as one C++ call: step.cpp, compiled for this machine, and its arguments. It computes decodes,
+verified drafts and prompts.
 
 It is used if match.py finds that step.cpp computes the same as the model; `Transformer.forward` decodes otherwise. ms
 per step of the 8M model without its head, 128 tokens per stream, two cores of a noisy machine, alternating in one
@@ -11,10 +11,11 @@ process (lower quartiles; on a quiet machine fp32 takes 0.66, 1.3, 4.1):
     int8                         0.38   1.3    6.2    2.9
 
 The gain of a norm and the square root of its size are multiplied into the weight after it. These weights are a copy;
-`Transformer.forward` computes prompts with the model's own weights. On x86, int8 quantizes only the weights, with a
-scale per row: activations stay fp32, so a product is more accurate than that of quantize.py, which rounds both and
-computes the prompts. On ARM with int8 dot products, both files round activations too. int4 rounds weights in groups of
-128 and activations to int8 on every CPU (int4_product.h). LoRA adapters (low_rank.py) are fp32 in every case.
+`Transformer.forward` computes long prompts with the model's own weights. On x86, int8 quantizes only the weights, with
+a scale per row: activations stay fp32, so a product is more accurate than that of quantize.py, which rounds both and
+computes the long prompts. On ARM with int8 dot products, activations are rounded too. int4 rounds weights in groups of
+128 and activations to int8 on every CPU (int4_product.h). The step then computes all prompts, and is the only copy.
+LoRA adapters (low_rank.py) are fp32 in every case.
 """
 
 from __future__ import annotations
@@ -177,7 +178,10 @@ class CompiledDecode:
     def __init__(
         self, step: DecodeStep, kv: PagedKV, *, rounding: Rounding = None, low_rank: LowRankPairs | None = None
     ) -> None:
-        self.step, self.kv, self.rounding, self.low_rank = step, kv, rounding, low_rank
+        # `step` is not kept: it holds all weights before packing
+        self.table, self.gated, self.kv, self.rounding = step.table, step.gated, kv, rounding
+        self.num_heads, self.num_key_heads, self.head_dim = step.num_heads, step.num_key_heads, step.head_dim
+        self.low_rank = low_rank
         prefix = "" if rounding is None else f"{rounding}_"
         self._step = getattr(library(), f"bagu_step_{prefix}{NAMES[step.table.dtype]}")
         self._step.argtypes = [ctypes.POINTER(_Model), ctypes.POINTER(_Step)]
@@ -192,14 +196,15 @@ class CompiledDecode:
             step.head_dim * step.qk_eps, step.scale, _at(step.table), _at(self.gain),
             *map(_at, step.rope_tables or (None, None)), ctypes.addressof(self.structs),
         )  # fmt: skip
+        self.kept += step.rope_tables
         self.buffers: Sequence[torch.Tensor] = ()
 
     def _layer(self, w: LayerWeights) -> _Layer:
         weight, bias, gain = w.qkv
         qkv = Weight(weight[w.qkv_rows], None if bias is None else bias[w.qkv_rows], gain)
         linears = [self._packed(linear) for linear in (qkv, w.out)]
-        linears += [self._packed(w.up, gated=self.step.gated), self._packed(w.down)]
-        gain = None if w.qk_gain is None else w.qk_gain.float() * math.sqrt(self.step.head_dim)
+        linears += [self._packed(w.up, gated=self.gated), self._packed(w.down)]
+        gain = None if w.qk_gain is None else w.qk_gain.float() * math.sqrt(self.head_dim)
         self.kept += [*linears, gain]
         pointers = map(_at, (gain, *self.kv.layers[w.cache].tensors))
         return _Layer(*(linear.struct for linear in linears), *pointers, w.window or 0)
@@ -214,12 +219,12 @@ class CompiledDecode:
         """The hidden state of each new token, [S, hidden size], as `Transformer.forward` returns it."""
         S = step.new.shape[1]
         if not self.buffers or len(self.buffers[0]) != S:
-            heads, keys = (n * self.step.head_dim for n in (self.step.num_heads, self.step.num_key_heads))
+            heads, keys = (n * self.head_dim for n in (self.num_heads, self.num_key_heads))
             widest = 0 if self.rounding is None else padded_inputs(max(self.hidden, heads, self.inner), self.rounding)
             self.buffers = [torch.empty(S, width) for width in (self.hidden, heads + 2 * keys, heads, self.inner)]
             self.buffers += [torch.empty(S, widest, dtype=torch.int8), torch.empty(S, num_groups(widest), 2)]
             self.pointers = [b.data_ptr() for b in self.buffers]
-        out = self.step.table.new_empty(S, self.hidden)
+        out = self.table.new_empty(S, self.hidden)
         adapters, low, width = None, None, 0
         if step.adapters is not None:
             assert self.low_rank is not None, "the runner loads adapters only if the engine has slots for them"

@@ -146,7 +146,6 @@ class Int8Linear(nn.Module):
     def __init__(self, linear: Linear) -> None:
         super().__init__()
         self.int8 = int8(linear.merged(), linear.bias)
-        self.merged = linear.merged  # MLA folds a weight into its neighbours
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.int8(x)

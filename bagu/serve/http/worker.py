@@ -108,7 +108,8 @@ def _prepare(
 
     draft = None if load_draft is None else DraftSource(*load_draft()[:2])
     engine = Engine(model, tokenizer, config, draft=draft)
-    del model  # with tp > 1 the engine has a part of it
+    engine.release_source()
+    del model  # the engine has a part of it with tp > 1, and quantized weights with quantization
     send(pipe, Warming())
     warm_up(engine, config.warmup_prompts)
 
