@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from bagu.bench.eager_peer import EAGER, check_eager, eager_row
 from bagu.bench.engine_peers import PEERS, scripted
 from bagu.bench.engine_timing import Case, Measured, measure_in_turn, measure_throughput
 from bagu.bench.harness import RESULTS, Rows, check_peers, table
@@ -123,6 +124,9 @@ def main(
             if peer == LLAMA_CPP:
                 rows.add([common | llama_cpp_row(model, case, quantization, peer_environ)])
                 continue
+            if peer == EAGER:
+                rows.add([common | eager_row(model, case)])
+                continue
             if peer not in PEERS:
                 rows.add(common | row for row in scripted(Path(peer), peer_environ))
                 continue
@@ -148,7 +152,9 @@ def _check(case: Case, peers: Sequence[str], device: torch.device, *, loaded: bo
             f"streams {list(case.streams)}, prompt {case.prompt}, new {case.new}, repeats {case.repeats}",
             hint="each must be 1 or more",
         )
-    check_peers(peers, [*PEERS, LLAMA_CPP])
+    check_peers(peers, [*PEERS, LLAMA_CPP, EAGER])
+    if EAGER in peers:
+        check_eager(case, device)
     if LLAMA_CPP in peers:
         check_llama_cpp(case, device)
     if case.streams and any(p in PEERS for p in peers):
@@ -234,11 +240,13 @@ def _row(implementation: str, measured: Measured, device: torch.device, streams:
 def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     heads = (
         "implementation", "streams", "output tokens/s", "all tokens/s", "prompt tokens/s", "steps", "step ms",
-        "overhead ms", "prefix hits", "drafts accepted", "against best peer",
+        "overhead ms", "prefix hits", "drafts accepted", "against best peer", "prompt against best peer",
     )  # fmt: skip
     lines = []
     for row in rows:
-        peers = [r["tokens_per_s"] for r in rows if r["implementation"] != "bagu" and r["streams"] == row["streams"]]
+        others = [r for r in rows if r["implementation"] != "bagu" and r["streams"] == row["streams"]]
+        peers = [r["tokens_per_s"] for r in others]
+        prompts = [r["prompt_tokens_per_s"] for r in others if r.get("prompt_tokens_per_s") is not None]
         hits, asked = row.get("prefix_hits"), row.get("prefix_queries")
         total = None if row["streams"] else row.get("total_tokens_per_s")
         lines.append((
@@ -248,6 +256,7 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
             _ms(row.get("overhead_s")), f"{100 * hits / asked:.0f} %" if hits is not None and asked else "–",
             f"{100 * row['accepted_tokens'] / row['draft_tokens']:.0f} %" if row.get("draft_tokens") else "–",
             f"{row['tokens_per_s'] / max(peers):.2f}×" if peers else "–",
+            f"{row['prompt_tokens_per_s'] / max(prompts):.2f}×" if prompts and row.get("prompt_tokens_per_s") else "–",
         ))  # fmt: skip
     return table(title, heads, lines)
 

@@ -100,7 +100,7 @@ def bench_engine(
     tp: TensorParallel = 1,
     dtype: BenchDtype = None,
     peer: Annotated[
-        list[str] | None, Option(help="generate, generate_batch, llama.cpp or a script; repeatable.")
+        list[str] | None, Option(help="generate, generate_batch, llama.cpp, eager or a script; repeatable.")
     ] = None,
     rounds: Rounds = 1,
     device: Device = None,

@@ -144,6 +144,20 @@ def test_bench_engine_runs_a_workload_beside_transformers(tmp_path: Path, capsys
     assert bagu["output_tokens"] == peer["output_tokens"] and bagu["input_tokens"] == peer["input_tokens"]
 
 
+def test_bench_engine_times_prompts_beside_the_eager_forward(tmp_path: Path) -> None:
+    model = small_model()
+    bench_engine.main(
+        load=lambda: (model, None, None), name="small", streams=[1], prompt=12, new=2, repeats=1, batch=2,
+        peers=["eager"], rounds=2, out=tmp_path, device="cpu",
+    )  # fmt: skip
+    rows = rows_of(tmp_path)
+    assert [r["implementation"] for r in rows] == ["bagu", "eager"] * 2, "they take turns"
+    assert all(r["prompt_tokens_per_s"] > 0 for r in rows)
+    assert rows[1]["prompt_tokens_per_s"] == pytest.approx(12 * rows[1]["tokens_per_s"])
+    with pytest.raises(ArgumentError, match="eager measures one prompt"):
+        bench_engine.main(peers=["eager"], streams=[4], out=tmp_path, device="cpu")
+
+
 def test_bench_engine_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(UnknownName, match="shape"):
         bench_engine.main("cpu_9m", out=tmp_path, device="cpu")
