@@ -135,7 +135,8 @@ def test_hidden_states_and_pool_are_those_of_the_model(kind: str, dtype: torch.d
 
 def several_of(model: Transformer, lengths: tuple[int, ...]) -> tuple[PagedKV, Batch]:
     """Several new tokens of each sequence, after 9 others."""
-    random, past, S, P = torch.Generator().manual_seed(len(lengths)), 9, len(lengths), 8
+    random, past, S = torch.Generator().manual_seed(len(lengths)), 9, len(lengths)
+    P = -(-(past + max(lengths)) // B)
     kv = PagedKV(model.config, S * P, B, dtype=model.embedding.weight.dtype)
     tables = torch.randperm(S * P, generator=random).view(S, P)
     positions = torch.cat([torch.arange(past, past + n) for n in lengths])
@@ -161,7 +162,7 @@ def several_tokens(batch: Batch) -> Decodes:
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("lengths", [(5,), (1, 8, 3), (20, 1)])
+@pytest.mark.parametrize("lengths", [(5,), (1, 8, 3), (20, 1), (54, 2)])  # groups of 16 tokens, tiles of 32 keys
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", ["heads of 64", "QK norm", "a window in some layers"])
 @torch.inference_mode()
