@@ -89,7 +89,7 @@ class Runner:
         model, kind, on_cpu = self.source, self.config.quantization, self.device.type == "cpu"
         rounding: Rounding = None if kind is None or kind == "fp8" else kind
         if kind == "fp8" and on_cpu:
-            model = quantized(model, kind)  # the layers are ordinary ones with other weights
+            model = quantized(model, "fp8")  # the layers are ordinary ones with other weights
         self.mismatch: str | None = None  # why the C++ does not support this model, if the machine could use it
         self.low_rank: LowRankPairs | None = None  # the adapters of `compiled`
         layers = model if kind is None or (kind == "fp8" and on_cpu) else quantized(model, kind)
