@@ -31,6 +31,7 @@ def test_a_toml_file_sets_options_and_the_command_line_wins(tmp_path: Path, star
     path.write_text(
         '# tuned\nmax_num_seqs = 16\nmax-num-batched-tokens = 512\nenable_prefix_caching = false\nthreads = 2\n'
         'quantization = "int8"\nserved_model_name = ["a", "b"]\nshutdown_timeout = 3\ntensor_parallel_size = 1\n'
+        'api_keys = "keys.toml"\n'
     )  # fmt: skip
     serve("folder", "--config", str(path), "--max-num-seqs", "4")
     serve("--max-num-seqs", "4", "folder", "--config", str(path))
@@ -40,6 +41,7 @@ def test_a_toml_file_sets_options_and_the_command_line_wins(tmp_path: Path, star
     assert (engine["max_num_seqs"], engine["max_num_batched_tokens"], engine["threads"]) == (4, 512, 2)
     assert (engine["prefix_cache"], engine["quantization"], engine["tp"]) == (False, "int8", 1)
     assert list(first["server"]["served_model_name"]) == ["a", "b"] and first["server"]["shutdown_timeout"] == 3
+    assert str(first["server"]["api_keys"]) == "keys.toml"
 
 
 def test_a_json_file_may_name_the_model(tmp_path: Path, started: list[dict[str, Any]]) -> None:

@@ -53,7 +53,7 @@ def _checked(where: str, value: Any, hint: Any) -> Any:
     """`value` if it has the type of the option; a repeatable option takes one value or a list."""
     members = [m for m in typing.get_args(hint) or (hint,) if m is not type(None)]
     repeatable = next((typing.get_args(m)[0] for m in members if typing.get_origin(m) is list), None)
-    kind = repeatable or next(m for m in members if m in WORDS)
+    kind = repeatable or next((m for m in members if m in WORDS), str)  # a path is a string
     values = value if repeatable and isinstance(value, list) else [value]
     for one in values:
         fits = isinstance(one, (int, float) if kind is float else kind)
