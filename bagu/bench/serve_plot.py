@@ -72,6 +72,8 @@ def draw_sweep(points: Sequence[tuple[str, Mapping[str, Any]]], kind: str, folde
 
 
 def _latency_by_throughput(axes: Any, points: Sequence[tuple[str, Mapping[str, Any]]], metric: str, kind: str) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
     some = [(name, row) for name, row in points if row[f"p50_{metric}_ms"] is not None]
     rate = [row["output_throughput"] for _, row in some]
     for p, dashes in ((50, "-"), (99, "--")):
@@ -84,9 +86,9 @@ def _latency_by_throughput(axes: Any, points: Sequence[tuple[str, Mapping[str, A
     if limit is not None:
         axes.axhline(limit, color=COLOURS["e2el"], linewidth=1, linestyle=":", label=f"limit {limit:g} ms")
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    axes.tick_params(axis="y", which="minor", labelsize=7)
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.margins(y=0.12)
     axes.set(title=f"{metric.upper()} by throughput; numbers are {kind}", xlabel="output tokens/s", ylabel="ms")
     axes.grid(True)
