@@ -118,7 +118,9 @@ class RopeEncoding(Encoding):
         if self.num_groups is not None:
             rows = torch.arange(positions.shape[0], device=positions.device).unsqueeze(1).repeat(1, self.num_groups)
         cos, sin, *more = (table.index_select(0, positions) for table in self.tables(positions.device))
-        other = None if self.other is None else Signals(*more, rows=rows) if more else Signals()
+        other = None
+        if self.other is not None:
+            other = Signals(cos=more[0], sin=more[1], rows=rows) if more else Signals()
         return Signals(cos=cos, sin=sin, rows=rows, other=other)
 
 

@@ -68,7 +68,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     without = () if some is None else some.layers
     if not isinstance(config.positions, Rope):
         without = tuple(layers)
-    rope = None if isinstance(config.positions, Rope) else {}
+    rope: dict[str, Any] | None = None if isinstance(config.positions, Rope) else {}
     windows = {name: value for name, value in write_windows(config).items() if name != "max_window_layers"}
     return write_decoder(config, rope=rope) | windows | {
         "no_rope_layers": [int(i not in without) for i in layers],
