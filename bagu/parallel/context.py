@@ -86,7 +86,10 @@ class RingSoftmax(Softmax):
         super().__init__(config, layer)
         self.mesh = mesh
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, *, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert sinks is None, "context parallelism refuses models with sinks"
         return ring_attention(q, k, v, context.cu_seqlens, context.max_len, self.scale, self.mesh)
 
 
@@ -97,7 +100,10 @@ class UlyssesSoftmax(Softmax):
         super().__init__(config, layer)
         self.mesh = mesh
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, *, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert sinks is None, "context parallelism refuses models with sinks"
         rank, ranks = self.mesh.coordinate("cp"), self.mesh.size("cp")
         slopes, bias = (
             None if x is None else x.tensor_split(ranks)[rank] for x in (context.signals.slopes, context.signals.bias)
