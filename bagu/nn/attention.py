@@ -101,8 +101,7 @@ class Attention(nn.Module):
             y = self.linear(q, k, v, context)
         else:
             q, k = self.turn(q, context), self.turn(k, context)
-            extra = {} if self.sinks is None else {"sinks": self.sinks}
-            y = self.softmax(q.reshape(T, G * n, D), k, v, context, **extra)
+            y = self.softmax(q.reshape(T, G * n, D), k, v, context, sinks=self.sinks)
         return self.out(y.flatten(1))
 
     def normed(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
