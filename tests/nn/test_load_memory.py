@@ -45,8 +45,9 @@ print(sum(sizes), max(sizes), seen[0] - before, max(seen) - seen[0])
 
 @pytest.mark.skipif(sys.platform != "linux", reason="private memory is read from /proc")
 def test_peak_memory_is_the_model_and_one_tensor(tmp_path: Path) -> None:
-    """At the first tensor the model is allocated: 1.5 times its size leaves room for the allocator, which takes 1.25
-    times with huge pages, and not for a second copy. From there on a copy of a shard of 16 MiB would show."""
+    """At the first tensor the model is allocated: 1.5 times its size leaves room for the allocator (1.25 times were
+    measured; the reason is not known), and not for a second copy. From there on a copy of a shard of 16 MiB would show.
+    """
     small, large = tmp_path / "small", tmp_path / "large"
     for folder, layers in ((small, 1), (large, 12)):
         config = ModelConfig(
