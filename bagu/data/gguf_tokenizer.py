@@ -19,7 +19,7 @@ from bagu.errors import BaguError
 
 __all__ = ["gguf_metadata", "gguf_tokenizer"]
 
-WHOLE = "tokenizer.huggingface.json"
+HUGGING_FACE = "tokenizer.huggingface.json"
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types of GGUF
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -33,8 +33,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> BpeTokenizer:
     """The tokenizer of a GGUF file; raises if it is not a byte-level BPE with a known pattern."""
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     tokens = metadata.get("tokenizer.ggml.tokens") or []
-    if WHOLE in metadata:
-        spec = metadata[WHOLE]
+    if HUGGING_FACE in metadata:
+        spec = metadata[HUGGING_FACE]
     elif kind != "gpt2" or pre not in NAMED:
         raise BaguError(
             f"the GGUF file has a tokenizer of kind {kind} ({pre})",
@@ -100,7 +100,7 @@ def gguf_metadata(tokenizer: BpeTokenizer, vocab_size: int) -> dict[str, Any]:
         "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.eos_token_id": tokenizer.eos_id,
         "tokenizer.ggml.add_bos_token": False,
-        WHOLE: tokenizer.spec,
+        HUGGING_FACE: tokenizer.spec,
     }
     if "bos_token" in tokenizer.named:
         out["tokenizer.ggml.bos_token_id"] = first = tokenizer.token_id(tokenizer.named["bos_token"])

@@ -57,7 +57,7 @@ class ReceiverHandler(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-class Served:
+class Instance:
     """What a server with JSON logs and traces left after some requests and a SIGTERM."""
 
     def __init__(self, running: Running, receiver: Receiver) -> None:
@@ -80,46 +80,46 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     receiver = Receiver()
     thread = threading.Thread(target=receiver.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     flags = ("--api-key", KEY, "--log-format", "json", "--otlp-endpoint", f"http://127.0.0.1:{receiver.server_port}")
     try:
         with running_server(tmp_path_factory.mktemp("operations") / "stderr", *flags) as running:
-            yield Served(running, receiver)
+            yield Instance(running, receiver)
     finally:
         receiver.shutdown()
         thread.join()
         receiver.server_close()
 
 
-def test_a_request_is_one_line_of_json_without_the_key(served: Served) -> None:
-    assert served.exit_status == 0
-    assert KEY not in served.log
-    assert "hello" not in served.log  # no prompts
-    line = served.requests[0]
+def test_a_request_is_one_line_of_json_without_the_key(instance: Instance) -> None:
+    assert instance.exit_status == 0
+    assert KEY not in instance.log
+    assert "hello" not in instance.log  # no prompts
+    line = instance.requests[0]
     assert (line["request_id"], line["path"], line["status"]) == ("mine-1", "/v1/chat/completions", 200)
     assert (line["model"], line["key"], line["finish_reasons"]) == ("tiny", "api-key", ["length"])
-    usage = served.answer.json()["usage"]
+    usage = instance.answer.json()["usage"]
     assert (line["prompt_tokens"], line["completion_tokens"]) == (usage["prompt_tokens"], 5)
     assert 0 <= line["queue_ms"] <= line["ttft_ms"] <= line["total_ms"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"])
-    assert [r["status"] for r in served.requests] == [200, 200, 400, 401]
-    probes = {line["status"] for line in served.lines if line.get("path") == "/health"}
+    assert [r["status"] for r in instance.requests] == [200, 200, 400, 401]
+    probes = {line["status"] for line in instance.lines if line.get("path") == "/health"}
     assert probes <= {503}  # while the model loads; successful probes are not logged
 
 
-def test_a_request_id_is_returned_or_made(served: Served) -> None:
-    assert served.answer.headers["x-request-id"] == "mine-1"
-    ids = [served.stream_id, served.refused.headers["x-request-id"], served.denied.headers["x-request-id"]]
+def test_a_request_id_is_returned_or_made(instance: Instance) -> None:
+    assert instance.answer.headers["x-request-id"] == "mine-1"
+    ids = [instance.stream_id, instance.refused.headers["x-request-id"], instance.denied.headers["x-request-id"]]
     assert all(re.fullmatch(r"[0-9a-f]{32}", id) for id in ids)
-    assert [line["request_id"] for line in served.requests] == ["mine-1", *ids]
-    assert served.requests[3]["key"] is None
+    assert [line["request_id"] for line in instance.requests] == ["mine-1", *ids]
+    assert instance.requests[3]["key"] is None
 
 
-def test_a_trace_has_the_phases_and_continues_the_clients(served: Served) -> None:
-    ours = [span for span in served.spans if span.trace_id.hex() == TRACE]
+def test_a_trace_has_the_phases_and_continues_the_clients(instance: Instance) -> None:
+    ours = [span for span in instance.spans if span.trace_id.hex() == TRACE]
     assert sorted(span.name for span in ours) == ["chat tiny", "decode", "prefill", "queue"]
     root = next(span for span in ours if span.name == "chat tiny")
     assert root.parent_span_id.hex() == PARENT
@@ -137,16 +137,16 @@ def test_a_trace_has_the_phases_and_continues_the_clients(served: Served) -> Non
         *(s.start_time_unix_nano for s in phases[1:]),
         root.end_time_unix_nano,
     ]
-    errors = [a.value.string_value for s in served.spans for a in s.attributes if a.key == "error.type"]
+    errors = [a.value.string_value for s in instance.spans for a in s.attributes if a.key == "error.type"]
     assert errors == ["400"]  # a request without the key is logged, not traced
 
 
-def test_every_metric_of_the_dashboard_exists(served: Served) -> None:
+def test_every_metric_of_the_dashboard_exists(instance: Instance) -> None:
     dashboard = json.loads((DEPLOY / "grafana" / "bagu.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     expressions += [v["query"] for v in dashboard["templating"]["list"] if v["type"] == "query"]
     used = {name for text in expressions for name in re.findall(r"\b(?:(?:vllm|bagu):\w+|http_\w+_total)", text)}
-    existing = set(re.findall(r"^([\w:]+)[{ ]", served.metrics, re.MULTILINE))
+    existing = set(re.findall(r"^([\w:]+)[{ ]", instance.metrics, re.MULTILINE))
     assert len(used) > 15
     assert used <= existing
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
@@ -175,7 +175,7 @@ def deployment() -> Any:
     return documents[1]
 
 
-def test_kubernetes_waits_for_the_shutdown_and_probes_paths_that_exist(served: Served) -> None:
+def test_kubernetes_waits_for_the_shutdown_and_probes_paths_that_exist(instance: Instance) -> None:
     pod = deployment()["spec"]["template"]["spec"]
     [container] = pod["containers"]
     args = container["args"]
@@ -185,7 +185,7 @@ def test_kubernetes_waits_for_the_shutdown_and_probes_paths_that_exist(served: S
     assert pod["terminationGracePeriodSeconds"] >= pause + timeout + server.GRACE_S + stop
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"] == {"path": "/health", "port": "http"}
-    assert 'http_requests_total{handler="/health",method="GET",status="200"}' in served.metrics
+    assert 'http_requests_total{handler="/health",method="GET",status="200"}' in instance.metrics
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"http": 8000}
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from bagu.serve.config import GenerationDefaults
+from bagu.serve.http.instances import Caller, Instance
 from bagu.serve.http.keys import Key, KeyUse
-from bagu.serve.http.served import Caller, Served
 from bagu.serve.repository.repository import Repository
 
 BAR_S = 200e-6  # of CPU time for each request
@@ -35,17 +35,17 @@ def test_a_repository_costs_less_than_a_fifth_of_a_millisecond(tmp_path: Path, u
         repository = Repository(tmp_path, unused, max_queue=1, stall_s=60.0)
         for version in repository.models["chat"].versions.values():
             engine: Any = SimpleNamespace(state="ready", require_ready=lambda: None, adapters={})
-            version.served = Served(engine, version.name, GenerationDefaults())
+            version.instance = Instance(engine, version.name, GenerationDefaults())
         key, times = KeyUse(Key(name="a", key="k", requests_per_minute=10**9)), list[float]()
         for _ in range(5):
             began = time.process_time()
             for _ in range(500):
                 key.admit(time.time())
-                served = await repository.find("chat", Caller("a", user), receive)
-                key.check_model("chat", served.name.partition("@")[0])
-                with served.in_use():
+                instance = await repository.find("chat", Caller("a", user), receive)
+                key.check_model("chat", instance.name.partition("@")[0])
+                with instance.in_use():
                     pass
-                repository.copy(served, SimpleNamespace())  # type: ignore[arg-type]
+                repository.copy(instance, SimpleNamespace())  # type: ignore[arg-type]
                 key.charge(10, time.time())
             times.append((time.process_time() - began) / 500)
         return min(times)

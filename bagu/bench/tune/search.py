@@ -35,7 +35,7 @@ NOISE = 0.08  # of a full measurement; a shorter one has more
 PROMISE = 0.003  # expected improvement below this share of the best ends the exploration
 MARGIN = 0.9  # of the budget that is planned: the costs are estimates
 RACES = 2  # full measurements to leave time for
-LIKELY = 0.05  # probability of being the best that keeps a point in the race
+LIKELY = 0.05  # probability of being the best that keeps a point in the search
 SLOPE = 0.01
 
 

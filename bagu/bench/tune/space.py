@@ -16,7 +16,7 @@ SETTINGS = (
     "max_num_seqs", "max_num_batched_tokens", "block_size", "threads", "enable_prefix_caching", "quantization",
     "speculative",
 )  # fmt: skip
-WHOLE = SETTINGS[:4]
+INTEGERS = SETTINGS[:4]
 WORDS: Mapping[str, Value] = {"none": None, "default": None, "true": True, "on": True, "false": False, "off": False}
 
 
@@ -54,7 +54,7 @@ def parse_space(texts: Sequence[str], base: Mapping[str, tuple[Value, ...]]) -> 
 def _value(name: str, text: str) -> Value:
     if text.lower() in WORDS and (WORDS[text.lower()] is None or name == "enable_prefix_caching"):
         return WORDS[text.lower()]
-    if name in WHOLE:
+    if name in INTEGERS:
         if not text.isdecimal() or int(text) < 1:
             raise ArgumentError(f"{name}={text}", hint="use a whole number of 1 or more, or default")
         return int(text)

@@ -9,10 +9,10 @@ from starlette.responses import PlainTextResponse, Response
 
 from bagu.serve.http import fields
 from bagu.serve.http.errors import ApiError
+from bagu.serve.http.instances import Instance
 from bagu.serve.http.openai import Body, Word
 from bagu.serve.http.parse import parse
 from bagu.serve.http.routes import Routes
-from bagu.serve.http.served import Served
 
 __all__ = ["AdapterRoutes", "LoadAdapterBody", "UnloadAdapterBody"]
 
@@ -30,25 +30,25 @@ class UnloadAdapterBody(Body):
 
 class AdapterRoutes(Routes):
     async def load_adapter(self, request: Request) -> Response:
-        served = self._served()
+        instance = self._served()
         body = parse(LoadAdapterBody, await self.read(request))
         body.refuse_unsupported()
-        if body.lora_name in self.catalog.names and body.lora_name not in served.engine.adapters:
+        if body.lora_name in self.catalog.names and body.lora_name not in instance.engine.adapters:
             hint = "use another name"
             raise ApiError(400, f"{body.lora_name!r} is the base model's name", param="lora_name", hint=hint)
-        await served.engine.load_adapter(body.lora_name, body.lora_path)
+        await instance.engine.load_adapter(body.lora_name, body.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(self, request: Request) -> Response:
-        served = self._served()
+        instance = self._served()
         body = parse(UnloadAdapterBody, await self.read(request))
-        await served.engine.unload_adapter(body.lora_name)
+        await instance.engine.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
-    def _served(self) -> Served:
+    def _served(self) -> Instance:
         """The engine that loads adapters. Raises 403 if it may not."""
-        served = self.catalog.sole
-        if served is None or not served.engine.require_ready().loads_adapters:
+        instance = self.catalog.sole
+        if instance is None or not instance.engine.require_ready().loads_adapters:
             hint = "start the server with --allow-adapter-loading"
             raise ApiError(403, "this server does not load adapters by request", hint=hint)
-        return served
+        return instance

@@ -29,6 +29,7 @@ from bagu.serve.http.calls import (
 )
 from bagu.serve.http.chat_body import ChatBody
 from bagu.serve.http.errors import ApiError
+from bagu.serve.http.instances import Caller
 from bagu.serve.http.metrics import CONTENT_TYPE, KEPT, Metrics
 from bagu.serve.http.openai import CompletionBody, EmbeddingBody, Job
 from bagu.serve.http.openapi import OPERATIONS, Operation, describe
@@ -39,7 +40,6 @@ from bagu.serve.http.responses import CompletionResponse, GenerationResponse
 from bagu.serve.http.responses_api.routes import ResponsesRoutes
 from bagu.serve.http.routes import LARGE_BODY, ApiConfig, key_of, user_of
 from bagu.serve.http.score_routes import ScoreRoutes
-from bagu.serve.http.served import Caller
 from bagu.serve.http.token_bodies import DetokenizeBody, TokenizeBody
 from bagu.serve.page import HEADERS, Asset, assets
 from bagu.serve.stats import EngineStats
@@ -84,17 +84,17 @@ class Api(ResponsesRoutes, ScoreRoutes, AdapterRoutes):
         self.catalog.check_ready()
         raw = await self.read(request)
         body = parse(EmbeddingBody, raw)
-        served = await self.find(request, body.model)
-        ready = served.engine.require_ready()
-        with served.engine.pending.embedding_call():
+        instance = await self.find(request, body.model)
+        ready = instance.engine.require_ready()
+        with instance.engine.pending.embedding_call():
             texts = await asyncio.to_thread(body.texts, ready) if len(raw) > LARGE_BODY else body.texts(ready)
-            vectors = await cancel_on_disconnect(served.engine.embed(texts), request.receive)
+            vectors = await cancel_on_disconnect(instance.engine.embed(texts), request.receive)
         encode = _base64 if body.encoding_format == "base64" else list
         data = [{"object": "embedding", "index": i, "embedding": encode(v)} for i, v in enumerate(vectors)]
         count = sum(map(len, texts))
         self.charge(request, count)
         usage = {"prompt_tokens": count, "total_tokens": count}
-        return json_response({"object": "list", "data": data, "model": served.name, "usage": usage})
+        return json_response({"object": "list", "data": data, "model": instance.name, "usage": usage})
 
     async def models(self, request: Request) -> Response:
         key = key_of(request)
@@ -137,14 +137,14 @@ class Api(ResponsesRoutes, ScoreRoutes, AdapterRoutes):
         requests (`?last=N`: of the last N). `?model=NAME` selects a model of a repository; the default is the first."""
         self.catalog.check_ready()
         name = request.query_params.get("model") or self.catalog.names[0]
-        served = await self.catalog.find(name, Caller(), request.receive)
+        instance = await self.catalog.find(name, Caller(), request.receive)
         given = request.query_params.get("last", str(KEPT))
         if not (given.isascii() and given.isdigit() and len(given) < 10):
             raise ApiError(400, f"last is {given[:80]!r}", param="last", hint=f"a number of requests, up to {KEPT}")
-        stats = await served.engine.stats()
+        stats = await instance.engine.stats()
         if stats is None:
             raise ApiError(503, "the engine did not answer within 1 s", code="engine_busy")
-        return json_response(engine_state(stats, served.metrics, int(given)))
+        return json_response(engine_state(stats, instance.metrics, int(given)))
 
     async def openapi(self, request: Request) -> Response:
         return json_response(self._description())

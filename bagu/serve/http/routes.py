@@ -13,13 +13,13 @@ from starlette.responses import Response
 
 from bagu.serve.http.calls import KEY, ClientCall, EventStream, json_response, read_json
 from bagu.serve.http.errors import ApiError
+from bagu.serve.http.instances import Caller, Instance, Models
 from bagu.serve.http.keys import Keys, KeyUse
 from bagu.serve.http.metrics import Metrics
 from bagu.serve.http.openai import Body, Job
 from bagu.serve.http.pipe import Ready
 from bagu.serve.http.record import RECORD, Observer
 from bagu.serve.http.responses import GenerationResponse
-from bagu.serve.http.served import Caller, Models, Served
 
 __all__ = ["LARGE_BODY", "ApiConfig", "Routes", "key_of", "user_of"]
 
@@ -59,15 +59,15 @@ class Routes:
     async def read(self, request: Request) -> bytes:
         return await read_json(request, self.config.request_timeout)
 
-    async def find(self, request: Request, name: str | None, caller: Caller | None = None) -> Served:
+    async def find(self, request: Request, name: str | None, caller: Caller | None = None) -> Instance:
         """The engine for a request. Raises 403, 404, 429 or 503 if the request may not run now."""
         key = key_of(request)
         if key is not None:
             key.admit(time.time())
-        served = await self.catalog.find(name, caller or Caller(), request.receive)
+        instance = await self.catalog.find(name, caller or Caller(), request.receive)
         if key is not None:
-            key.check_model(name or served.name, served.name.partition("@")[0])
-        return served
+            key.check_model(name or instance.name, instance.name.partition("@")[0])
+        return instance
 
     def charge(self, request: Request, tokens: int) -> None:
         """Count the tokens of a request without generation for its key."""
@@ -87,11 +87,11 @@ class Routes:
         there is one: once, since the request may be the reason. `large`: tokenize in a thread."""
         key = key_of(request)
         caller = Caller(None if key is None else key.key.name, user)
-        served = await self.find(request, body.model, caller)
+        instance = await self.find(request, body.model, caller)
         try:
-            return await self._generate(request, served, body, respond, large)
+            return await self._generate(request, instance, body, respond, large)
         except ApiError as error:
-            other = self.catalog.other(served, body.model, caller) if error.code in ENGINE_GONE else None
+            other = self.catalog.other(instance, body.model, caller) if error.code in ENGINE_GONE else None
             if other is None:
                 raise
         return await self._generate(request, other, body, respond, large)
@@ -99,27 +99,27 @@ class Routes:
     async def _generate(
         self,
         request: Request,
-        served: Served,
+        instance: Instance,
         body: GenerationBody,
         respond: Callable[[Job, Ready, str], GenerationResponse],
         large: bool,
     ) -> Response:
         """body -> job -> pending call -> response. A stream starts only after the engine has accepted the requests, so
         that a refusal has an HTTP status."""
-        with served.in_use() as ready:
+        with instance.in_use() as ready:
             if not ready.generates:
                 hint = "use /v1/score" if ready.scores else "use /v1/embeddings"
                 raise ApiError(400, f"this model {ready.other_use} and does not generate", hint=hint)
-            served.engine.pending.check_capacity(body.num_choices)  # before memory is allocated for each choice
+            instance.engine.pending.check_capacity(body.num_choices)  # before memory is allocated for each choice
             job = await asyncio.to_thread(body.to_job, ready) if large else body.to_job(ready)
-            adapter = served.adapter(body.model)
+            adapter = instance.adapter(body.model)
             if adapter is not None:
                 job = job._replace(requests=tuple(replace(r, adapter=adapter) for r in job.requests))
-            response = respond(job, ready, adapter or served.name)
-            call = ClientCall(served.engine, job.requests, request.receive, key_of(request))
+            response = respond(job, ready, adapter or instance.name)
+            call = ClientCall(instance.engine, job.requests, request.receive, key_of(request))
             record = request.scope[RECORD]
-            record.model, record.call = adapter or served.name, call.pending
-        self.catalog.copy(served, body)
+            record.model, record.call = adapter or instance.name, call.pending
+        self.catalog.copy(instance, body)
         try:
             if job.stream:
                 await call.pending.wait_until_accepted()

@@ -11,10 +11,10 @@ from fastapi import Request
 from starlette.responses import Response
 
 from bagu.serve.http.calls import cancel_on_disconnect, json_response
+from bagu.serve.http.instances import Instance
 from bagu.serve.http.parse import parse
 from bagu.serve.http.routes import LARGE_BODY, Routes
 from bagu.serve.http.score_bodies import RerankBody, ScoreBody, check_scores, embedded_texts, scored_texts
-from bagu.serve.http.served import Served
 
 __all__ = ["ScoreRoutes"]
 
@@ -26,28 +26,30 @@ class ScoreRoutes(Routes):
         self.catalog.check_ready()
         raw = await self.read(request)
         body = parse(ScoreBody, raw)
-        served = await self.find(request, body.model)
-        scores, usage = await self._scores(request, served, body, large=len(raw) > LARGE_BODY)
+        instance = await self.find(request, body.model)
+        scores, usage = await self._scores(request, instance, body, large=len(raw) > LARGE_BODY)
         data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]
         about = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
-        return json_response({**about, "model": served.name, "data": data, "usage": usage})
+        return json_response({**about, "model": instance.name, "data": data, "usage": usage})
 
     async def rerank(self, request: Request) -> Response:
         self.catalog.check_ready()
         raw = await self.read(request)
         body = parse(RerankBody, raw)
-        served = await self.find(request, body.model)
-        scores, usage = await self._scores(request, served, body, large=len(raw) > LARGE_BODY)
+        instance = await self.find(request, body.model)
+        scores, usage = await self._scores(request, instance, body, large=len(raw) > LARGE_BODY)
         order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or len(scores)]
         results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
         if body.return_documents is not False:
             for result in results:
                 result["document"] = {"text": body.texts[result["index"]]}
         id = f"rerank-{uuid.uuid4().hex}"
-        return json_response({"id": id, "model": served.name, "results": results, "usage": usage})
+        return json_response({"id": id, "model": instance.name, "results": results, "usage": usage})
 
-    async def _scores(self, request: Request, served: Served, body: ScoreBody | RerankBody, *, large: bool) -> Scores:
-        ready = served.engine.require_ready()
+    async def _scores(
+        self, request: Request, instance: Instance, body: ScoreBody | RerankBody, *, large: bool
+    ) -> Scores:
+        ready = instance.engine.require_ready()
         check_scores(ready)
         pairs = body.pairs()
 
@@ -57,9 +59,9 @@ class ScoreRoutes(Routes):
             found = embedded_texts(pairs, ready, body.param)
             return list(found), list(found.values())
 
-        with served.engine.pending.embedding_call():
+        with instance.engine.pending.embedding_call():
             names, texts = await asyncio.to_thread(tokenize) if large else tokenize()
-            vectors = await cancel_on_disconnect(served.engine.embed(texts), request.receive)
+            vectors = await cancel_on_disconnect(instance.engine.embed(texts), request.receive)
         count = sum(map(len, texts))
         self.charge(request, count)
         usage = {"prompt_tokens": count, "total_tokens": count}

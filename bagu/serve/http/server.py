@@ -30,7 +30,7 @@ from bagu.serve.http.pipe import Load
 from bagu.serve.http.process import EngineProcess
 
 if TYPE_CHECKING:
-    from bagu.serve.http.served import Models
+    from bagu.serve.http.instances import Models
 
 __all__ = ["Server", "ServerOptions", "check_queue", "import_server", "main"]
 
@@ -210,8 +210,8 @@ def import_server() -> Any:
 
         from bagu.serve.http.api import Api, ApiConfig, make_app
         from bagu.serve.http.connection import HttpServer, connection_class
+        from bagu.serve.http.instances import OneModel
         from bagu.serve.http.logs import log_config, log_request
-        from bagu.serve.http.served import OneModel
         from bagu.serve.http.tracing import Tracing
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("bagu"):

@@ -20,8 +20,8 @@ from bagu.config import ConfigError
 from bagu.errors import BaguError
 from bagu.serve.http.calls import cancel_on_disconnect
 from bagu.serve.http.errors import ApiError
+from bagu.serve.http.instances import Caller, HasJob, Instance
 from bagu.serve.http.process import SHUTTING_DOWN
-from bagu.serve.http.served import Caller, HasJob, Served
 from bagu.serve.repository.layout import Layout, Settings, check_weights, read_model
 from bagu.serve.repository.router import Router
 from bagu.serve.repository.shadow import ShadowCalls
@@ -71,21 +71,21 @@ class RepositoryModel:
 
     @property
     def loaded(self) -> list[Version]:
-        return [version for version in self.versions.values() if version.served is not None]
+        return [version for version in self.versions.values() if version.instance is not None]
 
     # Requests
 
-    async def find(self, number: int | None, caller: Caller, receive: Receive) -> Served:
+    async def find(self, number: int | None, caller: Caller, receive: Receive) -> Instance:
         """The engine for a request; `number` is the version that it names, if any."""
         if self._gate is not None and number is None:
             await self._wait(self._gate, receive)
         return self.choose(number, caller)
 
-    def choose(self, number: int | None, caller: Caller, *, without: Served | None = None) -> Served:
+    def choose(self, number: int | None, caller: Caller, *, without: Instance | None = None) -> Instance:
         """The version `number`, or one by weight; it is ready. Raises 404, or 503 with the reason if none is."""
         if number is not None:
             return self._ready_version(self.version(number))
-        ready = [n for n in self.ready if without is None or self.versions[n].served is not without]
+        ready = [n for n in self.ready if without is None or self.versions[n].instance is not without]
         found = self.router.choose(ready, self._sticky(caller))
         if found is None:
             candidates = [self.versions[n] for n in self.router.weights if n in self.versions]
@@ -93,17 +93,17 @@ class RepositoryModel:
                 message = f"no version of {self.name!r} is loaded"
                 raise ApiError(503, message, param="model", code="model_unloaded", headers={"Retry-After": "1"})
             return self._ready_version(candidates[-1])
-        served = self.versions[found].served
-        assert served is not None
-        return served
+        instance = self.versions[found].instance
+        assert instance is not None
+        return instance
 
-    def copy(self, served: Served, body: HasJob) -> None:
+    def copy(self, instance: Instance, body: HasJob) -> None:
         """Send a copy of a request to the shadow version."""
         shadow = self.settings.shadow
         if shadow is None or (version := self.versions.get(shadow.version)) is None or not version.is_ready:
             return
-        if version.served is not None and version.served is not served:
-            self.shadow.send(version.served, body, shadow.share)
+        if version.instance is not None and version.instance is not instance:
+            self.shadow.send(version.instance, body, shadow.share)
 
     def version(self, number: int) -> Version:
         if number not in self.versions:
@@ -112,12 +112,12 @@ class RepositoryModel:
             raise ApiError(404, message, param="model", code="model_not_found", hint=hint)
         return self.versions[number]
 
-    def _ready_version(self, version: Version) -> Served:
-        if version.served is None or version.state == "draining":
+    def _ready_version(self, version: Version) -> Instance:
+        if version.instance is None or version.state == "draining":
             message = f"{version.name} is {version.state}" + (f": {version.reason}" if version.reason else "")
             raise ApiError(503, message, param="model", code="model_unloaded", headers={"Retry-After": "1"})
-        version.served.engine.require_ready()
-        return version.served
+        version.instance.engine.require_ready()
+        return version.instance
 
     def _sticky(self, caller: Caller) -> str | None:
         if self.settings.sticky == "none":
@@ -225,7 +225,7 @@ class RepositoryModel:
         version = self.version(number)
         if version.is_ready:
             return
-        if version.served is not None:
+        if version.instance is not None:
             message = f"{version.name} is {version.state}"
             raise ApiError(409, message, code="version_busy", hint="wait until it is ready or unloaded")
         if number not in self.layout.folders:

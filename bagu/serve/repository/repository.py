@@ -11,9 +11,9 @@ from typing import Any
 from starlette.types import Receive
 
 from bagu.serve.http.errors import ApiError
+from bagu.serve.http.instances import Caller, HasJob, Instance, model_entry, no_model
 from bagu.serve.http.metrics import Metrics, labels, metrics_text, sample
 from bagu.serve.http.pipe import Ready
-from bagu.serve.http.served import Caller, HasJob, Served, model_entry, no_model
 from bagu.serve.repository.layout import Layout, is_version, read_repository
 from bagu.serve.repository.model import Host, RepositoryModel
 from bagu.serve.repository.version import Prepare
@@ -53,7 +53,7 @@ class Repository:
         return None
 
     @property
-    def sole(self) -> Served | None:
+    def sole(self) -> Instance | None:
         return None
 
     def start(self) -> None:
@@ -66,8 +66,8 @@ class Repository:
     def fail_calls(self) -> None:
         for model in self.models.values():
             for version in model.loaded:
-                if version.served is not None:
-                    version.served.engine.fail_calls()
+                if version.instance is not None:
+                    version.instance.engine.fail_calls()
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -78,11 +78,11 @@ class Repository:
     def check_ready(self) -> None:
         return None  # the body names the model
 
-    async def find(self, name: str | None, caller: Caller, receive: Receive) -> Served:
+    async def find(self, name: str | None, caller: Caller, receive: Receive) -> Instance:
         model, number = self.model_of(name)
         return await model.find(number, caller, receive)
 
-    def other(self, failed: Served, name: str | None, caller: Caller) -> Served | None:
+    def other(self, failed: Instance, name: str | None, caller: Caller) -> Instance | None:
         model, number = self.model_of(name)
         if number is not None:
             return None
@@ -91,14 +91,14 @@ class Repository:
         except ApiError:
             return None
 
-    def copy(self, served: Served, body: HasJob) -> None:
-        self.models[served.name.partition("@")[0]].copy(served, body)
+    def copy(self, instance: Instance, body: HasJob) -> None:
+        self.models[instance.name.partition("@")[0]].copy(instance, body)
 
     def entry(self, name: str) -> dict[str, Any]:
         model, number = self.model_of(name)
         versions = [model.version(number)] if number is not None else [model.versions[n] for n in model.ready]
-        served = next((v.served for v in versions if v.served is not None), None)
-        return {} if served is None else model_entry(served.engine.ready, served.generation)
+        instance = next((v.instance for v in versions if v.instance is not None), None)
+        return {} if instance is None else model_entry(instance.engine.ready, instance.generation)
 
     def model_of(self, name: str | None) -> tuple[RepositoryModel, int | None]:
         """The model of NAME, NAME@VERSION or NAME:VERSION, and the version. None is the only model."""
@@ -127,8 +127,8 @@ class Repository:
         reasons = []
         for model in self.models.values():
             for number in model.ready:
-                served = model.versions[number].served
-                reason = None if served is None else served.engine.unhealthy_reason()
+                instance = model.versions[number].instance
+                reason = None if instance is None else instance.engine.unhealthy_reason()
                 if reason is None:
                     return None
                 reasons.append(f"{model.name}@{number}: {reason}")
@@ -136,8 +136,8 @@ class Repository:
 
     async def metrics_text(self, server: Metrics, more: Sequence[str] = ()) -> str:
         versions = [version for model in self.models.values() for version in model.versions.values()]
-        served = [version.served for version in versions]
-        found = await asyncio.gather(*(_stats(s) for s in served))
+        instance = [version.instance for version in versions]
+        found = await asyncio.gather(*(_stats(s) for s in instance))
         engines = [(version.metrics, stats) for version, stats in zip(versions, found, strict=True)]
         return metrics_text(server, engines, [*self._metrics(), *more])
 
@@ -195,5 +195,5 @@ class Repository:
         return percent if self._memory_bytes is None else f"{percent} ({share * self._memory_bytes / 1e9:.2f} GB)"
 
 
-async def _stats(served: Served | None) -> Any:
-    return None if served is None else await served.engine.stats()
+async def _stats(instance: Instance | None) -> Any:
+    return None if instance is None else await instance.engine.stats()

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 
 from bagu.errors import BaguError
-from bagu.serve.http.served import HasJob, Served
+from bagu.serve.http.instances import HasJob, Instance
 
 __all__ = ["ShadowCalls"]
 
@@ -19,13 +19,13 @@ class ShadowCalls:
         self._credit = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def send(self, served: Served, body: HasJob, share: float) -> None:
+    def send(self, instance: Instance, body: HasJob, share: float) -> None:
         """Send a copy of every 1/share-th request. The copy is tokenized after the request itself was submitted."""
         self._credit += share
         if self._credit < 1:
             return
         self._credit -= 1
-        task = asyncio.create_task(self._run(served, body))
+        task = asyncio.create_task(self._run(instance, body))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -34,10 +34,10 @@ class ShadowCalls:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _run(self, served: Served, body: HasJob) -> None:
-        engine = served.engine
+    async def _run(self, instance: Instance, body: HasJob) -> None:
+        engine = instance.engine
         try:
-            with served.in_use() as ready:
+            with instance.in_use() as ready:
                 job = await asyncio.to_thread(body.to_job, ready)
                 call = engine.submit(job.requests)
         except BaguError as error:  # the version is not ready, its queue is full, or it refuses the request

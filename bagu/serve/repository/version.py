@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from bagu.serve.config import EngineConfig
+from bagu.serve.http.instances import Instance
 from bagu.serve.http.metrics import Metrics
 from bagu.serve.http.pending import PendingCalls
 from bagu.serve.http.pipe import Load
 from bagu.serve.http.process import EngineProcess
-from bagu.serve.http.served import Served
 from bagu.serve.repository.layout import Settings
 
 __all__ = ["Engine", "Prepare", "State", "Version"]
@@ -36,18 +36,18 @@ class Version:
     def __init__(self, model: str, number: int) -> None:
         self.number, self.name = number, f"{model}@{number}"
         self.metrics = Metrics(model, version=number)
-        self.served: Served | None = None  # while it is loaded
+        self.instance: Instance | None = None  # while it is loaded
         self.share = 0.0
         self.reason = ""  # why it is not loaded
         self._failed = self._draining = False
 
     @property
     def state(self) -> State:
-        if self.served is None:
+        if self.instance is None:
             return "failed" if self._failed else "unloaded"
         if self._draining:
             return "draining"
-        state = self.served.engine.state
+        state = self.instance.engine.state
         return "unloaded" if state == "stopped" else state
 
     @property
@@ -59,7 +59,7 @@ class Version:
         self.share, self.reason, self._failed, self._draining = share, "", False, False
         pending = PendingCalls(engine.config.max_num_seqs + max_queue, self.metrics)
         process = EngineProcess(engine.load, engine.config, pending, stall_s=stall_s, niceness=niceness)
-        self.served = Served(process, self.name, engine.config.generation)
+        self.instance = Instance(process, self.name, engine.config.generation)
         process.start()
         try:
             await process.wait_until_settled()
@@ -75,24 +75,24 @@ class Version:
 
     async def drain(self, timeout: float) -> None:
         """Take no more requests, let the running ones finish for at most `timeout` seconds, and stop the engine."""
-        if self.served is None:
+        if self.instance is None:
             return
         self._draining = True
         try:
             async with asyncio.timeout(timeout):
-                while self.served.uses or self.served.engine.pending.choices:
+                while self.instance.uses or self.instance.engine.pending.choices:
                     await asyncio.sleep(0.02)  # a callback in every finished call would cost more
         except TimeoutError:
-            self.served.engine.fail_calls()
+            self.instance.engine.fail_calls()
         await self._unload()
 
     async def stop(self) -> None:
         """Stop the engine at once."""
-        if self.served is not None:
+        if self.instance is not None:
             await self._unload()
 
     async def _unload(self) -> None:
-        served, self.share = self.served, 0.0
-        if served is not None:
-            await served.engine.stop()
-        self.served, self._draining = None, False
+        instance, self.share = self.instance, 0.0
+        if instance is not None:
+            await instance.engine.stop()
+        self.instance, self._draining = None, False

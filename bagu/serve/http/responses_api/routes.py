@@ -8,13 +8,13 @@ from fastapi import Request
 from starlette.responses import Response
 
 from bagu.serve.http.calls import json_response
+from bagu.serve.http.instances import Models
 from bagu.serve.http.metrics import Metrics
 from bagu.serve.http.parse import parse
 from bagu.serve.http.responses_api.body import ResponsesBody
 from bagu.serve.http.responses_api.response import ModelResponse
 from bagu.serve.http.responses_api.store import ResponseStore
 from bagu.serve.http.routes import LARGE_BODY, ApiConfig, Routes, user_of
-from bagu.serve.http.served import Models
 
 __all__ = ["ResponsesRoutes"]
 

@@ -1,4 +1,4 @@
-"""What requests run on: `Served`, an engine with its name; and `Models`, which finds it by the name in a request.
+"""`Instance`: an engine with the name of its model. `Models`: finds the instance for the model name of a request.
 
 `bagu serve MODEL` has one engine (`OneModel`). A model repository has one engine for each loaded version
 (serve/repository), and everything else in this folder is the same for both.
@@ -19,7 +19,7 @@ from bagu.serve.http.openai import Job
 from bagu.serve.http.pipe import Ready
 from bagu.serve.http.process import EngineProcess
 
-__all__ = ["Caller", "HasJob", "Models", "OneModel", "Served", "model_entry", "no_model"]
+__all__ = ["Caller", "HasJob", "Instance", "Models", "OneModel", "model_entry", "no_model"]
 
 
 class Caller(NamedTuple):
@@ -29,7 +29,7 @@ class Caller(NamedTuple):
     user: str | None = None
 
 
-class Served:
+class Instance:
     """An engine that answers requests. `name` is the model's name in responses."""
 
     def __init__(self, engine: EngineProcess, name: str, generation: GenerationDefaults) -> None:
@@ -72,7 +72,7 @@ class Models(Protocol):
         ...
 
     @property
-    def sole(self) -> Served | None:
+    def sole(self) -> Instance | None:
         """The only engine, whose adapters requests may load; None in a repository."""
         ...
 
@@ -90,16 +90,16 @@ class Models(Protocol):
         """Raise 503 if no request can be answered now, whichever model it names."""
         ...
 
-    async def find(self, name: str | None, caller: Caller, receive: Receive) -> Served:
+    async def find(self, name: str | None, caller: Caller, receive: Receive) -> Instance:
         """The engine for a request with this model name. Raises 404 for an unknown name. It may wait while the model
         is replaced; `receive` tells when the client disconnects."""
         ...
 
-    def other(self, failed: Served, name: str | None, caller: Caller) -> Served | None:
+    def other(self, failed: Instance, name: str | None, caller: Caller) -> Instance | None:
         """Another engine for a request whose engine died before it answered; None if there is none."""
         ...
 
-    def copy(self, served: Served, body: HasJob) -> None:
+    def copy(self, instance: Instance, body: HasJob) -> None:
         """Send a copy of a request to another engine, if the configuration says so; its answer is dropped."""
         ...
 
@@ -116,7 +116,7 @@ class OneModel:
 
     def __init__(self, engine: EngineProcess, names: Sequence[str], generation: GenerationDefaults) -> None:
         self._names = tuple(names)
-        self._served = Served(engine, self._names[0], generation)
+        self._served = Instance(engine, self._names[0], generation)
 
     @property
     def names(self) -> Sequence[str]:
@@ -124,7 +124,7 @@ class OneModel:
         return (*self._names, *self._served.engine.adapters)
 
     @property
-    def sole(self) -> Served:
+    def sole(self) -> Instance:
         return self._served
 
     @property
@@ -146,15 +146,15 @@ class OneModel:
     def check_ready(self) -> None:
         self._served.engine.require_ready()
 
-    async def find(self, name: str | None, caller: Caller, receive: Receive) -> Served:
+    async def find(self, name: str | None, caller: Caller, receive: Receive) -> Instance:
         if name is not None:
             self._check(name)
         return self._served
 
-    def other(self, failed: Served, name: str | None, caller: Caller) -> Served | None:
+    def other(self, failed: Instance, name: str | None, caller: Caller) -> Instance | None:
         return None
 
-    def copy(self, served: Served, body: HasJob) -> None:
+    def copy(self, instance: Instance, body: HasJob) -> None:
         return None
 
     def entry(self, name: str) -> dict[str, Any]:
