@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -104,7 +104,7 @@ class Rule:
     holds: Callable[[Mapping[str, Any]], bool]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # compared by identity, so that `truth` can remember its results
+@dataclass(frozen=True, kw_only=True)
 class OpSpec:
     """The definition of one op (signature, reference), its test cases and inputs, and its cost.
 
@@ -228,33 +228,6 @@ def nan_filled_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-class Truth(NamedTuple):
-    """The fp64 value of a result, the dtype it must have, and the error that fp32 alone costs it."""
-
-    value: torch.Tensor
-    dtype: torch.dtype
-    fp32_error: float
-
-
-@lru_cache(maxsize=4)  # one case is checked on several backends, tunings and layouts in turn
-def truth(spec: OpSpec, case: Case, dtype: torch.dtype, *, repeated: bool) -> Mapping[str, Truth]:
-    """Every output and gradient of a case by the reference; with `repeated`, the incoming gradient repeats one entry.
-
-    The fp32 error is the largest of eight runs of the reference in fp32: one on these inputs and incoming gradients,
-    and seven on copies perturbed by half an fp32 rounding (a single run can be lucky).
-    """
-    streams = Streams(spec.name, case.name)
-    rounded = spec.cast(case, spec.inputs(case, streams), dtype)
-    spec.bind(rounded)
-    reference = partial(_run, spec, case, spec.reference, rounded, streams=streams, repeated=repeated)
-    want = reference(torch.float64)
-    runs = [reference(torch.float32), *(reference(torch.float32, perturbation=i) for i in range(7))]
-    return {
-        name: Truth(value.double(), to, max(_loss(run[name][0], value, to) for run in runs))
-        for name, (value, to) in want.items()
-    }
-
-
 def check(
     spec: OpSpec,
     case: Case,
@@ -266,25 +239,32 @@ def check(
 ) -> dict[str, float]:
     """Return the largest error, in ulps, of each output and gradient of `fn(**inputs)`; raise if one is too large.
 
-    The tolerance is `spec.ulps` spacings of the result's dtype plus twice the fp32 error of the reference at this case
-    (`truth`), so that a sum with cancellation is held only to what fp32 can reach. An integer result is compared with
-    the reference's unrounded value and may differ by 0.5. Inputs must stay unchanged, except those in `spec.mutates`,
-    which are compared as results.
+    The tolerance is `spec.ulps` spacings of the result's dtype plus twice the fp32 error of the reference at this case,
+    so that a sum with cancellation is held only to what fp32 can reach. The fp32 error is the largest of eight runs of
+    the reference in fp32: one on these inputs and incoming gradients, and seven on copies perturbed by half an fp32
+    rounding (a single run can be lucky). An integer result is compared with the reference's unrounded value and may
+    differ by 0.5. Inputs must stay unchanged, except those in `spec.mutates`, which are compared as results.
     `layout` is the memory layout of inputs and incoming gradients; each tensor has its own strides (layouts.py).
     """
-    repeated = layout == "repeated"
-    want = truth(spec, case, dtype, repeated=repeated)
     streams = Streams(spec.name, case.name)
     rounded = spec.cast(case, spec.inputs(case, streams), dtype)
+    spec.bind(rounded)
+    reference = partial(_run, spec, case, spec.reference, streams=streams, layout=layout)
+    want = reference(rounded, torch.float64)
+    cost = [reference(rounded, torch.float32)]
+    cost += [reference(rounded, torch.float32, perturbation=i) for i in range(7)]
     place = lambda v, i: lay_out(v.to(device), layout, i)  # noqa: E731
     given = _placed(rounded, place)
     with nan_filled_memory(), interpreted_sms(case.sms):
-        got = _run(spec, case, fn, given, None, streams=streams, repeated=repeated, place=place)
+        got = _run(spec, case, fn, given, None, streams=streams, layout=layout, place=place)
     for name, fresh in _placed(rounded, place).items():
         if isinstance(fresh, torch.Tensor) and not torch.equal(raw_bytes(given[name]), raw_bytes(fresh)):
             raise ConformanceError(f"{spec.name}[{case.name}]: the call changed its input {name}")
     where = f"{spec.name}[{case.name} {case.params} {str(dtype)[6:]} {layout}]"
-    return {n: _ulps(where, case, n, got[n][0], w, spec.ulps_of.get(n, spec.ulps)) for n, w in want.items()}
+    return {
+        name: _ulps(where, case, name, got[name], w, [c[name][0] for c in cost], spec.ulps_of.get(name, spec.ulps))
+        for name, w in want.items()
+    }
 
 
 Place = Callable[[torch.Tensor, int], torch.Tensor]  # (tensor, position in the call) -> copy in another layout
@@ -313,7 +293,7 @@ def _run(
     dtype: torch.dtype | None,
     *,
     streams: Streams,
-    repeated: bool,
+    layout: str,
     place: Place = _as_it_is,
     perturbation: int | None = None,
 ) -> dict[str, tuple[torch.Tensor, torch.dtype]]:
@@ -350,7 +330,7 @@ def _run(
     if leaves:
         flows = [outputs[name] for name in spec.differentiable]
         douts = [
-            place(cast(f"d{n}", _gradient(streams, n, y, results[n][1], repeated)).to(y), len(args) + i)
+            place(cast(f"d{n}", _gradient(streams, n, y, results[n][1], layout)).to(y), len(args) + i)
             for i, (n, y) in enumerate(zip(spec.differentiable, flows, strict=True))
         ]
         grads = torch.autograd.grad(flows, [called[g] for g in leaves], douts)
@@ -358,42 +338,45 @@ def _run(
     return results
 
 
-def _gradient(streams: Streams, name: str, y: torch.Tensor, dtype: torch.dtype, repeated: bool) -> torch.Tensor:
+def _gradient(streams: Streams, name: str, y: torch.Tensor, dtype: torch.dtype, layout: str) -> torch.Tensor:
     """The incoming gradient of the output y, rounded to `dtype`."""
-    shape = (1, *y.shape[1:]) if repeated and y.ndim > 0 else y.shape
+    repeated = layout == "repeated" and y.ndim > 0
+    shape = (1, *y.shape[1:]) if repeated else y.shape
     return streams.normal(f"d{name}", *shape).to(dtype).to(y).expand(y.shape)
 
 
-def _loss(run: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> float:
-    """The largest error of a run where the true value, rounded to `dtype`, is finite."""
-    if not want.numel():
-        return 0.0
-    loss = (run.double() - want.double()).abs().nan_to_num(0.0, posinf=0.0)
-    special = ~want.to(dtype).isfinite() if dtype.is_floating_point else torch.zeros_like(want, dtype=torch.bool)
-    return float(torch.where(special, 0.0, loss).max())
-
-
-def _ulps(where: str, case: Case, name: str, got: torch.Tensor, truth: Truth, allowed: float) -> float:
-    """The error of one result beyond what fp32 costs, in spacings of its dtype; raises if it is more than `allowed`."""
-    want, dtype, fp32_error = truth
+def _ulps(
+    where: str,
+    case: Case,
+    name: str,
+    got_as: tuple[torch.Tensor, torch.dtype],
+    want_as: tuple[torch.Tensor, torch.dtype],
+    cost: Sequence[torch.Tensor],
+    allowed: float,
+) -> float:
+    """The error of one result beyond `cost`, in spacings of its dtype; raises if it is more than `allowed`."""
+    (got, _), (want, dtype) = got_as, want_as
     if got.shape != want.shape or got.dtype != dtype:
         raise ConformanceError(
             f"{where}: {name} came back as {got.dtype} {list(got.shape)}, expected {dtype} {list(want.shape)}"
         )
     if not want.numel():
         return 0.0
-    got = got.double().cpu()
+    got, want = got.double().cpu(), want.double()
+    loss = torch.stack([(c.double() - want).abs().nan_to_num(0.0, posinf=0.0) for c in cost]).amax(0)
     if dtype.is_floating_point:
         held = want.to(dtype).double()  # rounded to the dtype: beyond its largest value, infinity is correct
         special = ~held.isfinite()
         right = torch.where(held.isnan(), got.isnan(), got == held)
         finite = torch.where(special, 0.0, want)
         spacing = torch.finfo(dtype).eps * (finite.abs() + finite.square().mean().sqrt()) + torch.finfo(dtype).tiny
+        slack = 2 * torch.where(special, 0.0, loss).max()
     else:  # an integer dtype: the reference gives the unrounded value
         special, right = torch.zeros_like(want, dtype=torch.bool), torch.ones_like(want, dtype=torch.bool)
-        spacing, allowed = torch.ones_like(want), 0.5
-    beyond = ((got - want).abs() - 2 * fp32_error).clamp(min=0) / spacing
-    off = torch.where(special, torch.where(right, 0.0, torch.inf), beyond)
+        spacing, slack, allowed = torch.ones_like(want), 2 * loss.max(), 0.5
+    off = torch.where(
+        special, torch.where(right, 0.0, torch.inf), (((got - want).abs() - slack).clamp(min=0) / spacing)
+    )
     off = off.nan_to_num(nan=torch.inf, posinf=torch.inf)  # NaN counts as infinitely wrong
     worst = int(off.argmax())
     if not off.flatten()[worst] <= allowed:

@@ -63,11 +63,6 @@ def points(spec: OpSpec, backend: str) -> list[Point]:
     ]  # fmt: skip
 
 
-def order(spec: OpSpec, point: Point) -> tuple[str, int, int]:
-    """A key that sorts points by op, case and dtype."""
-    return spec.name, spec.cases.index(point.case), ALL.index(point.dtype)
-
-
 def other_points(spec: OpSpec) -> list[Point]:
     """The remaining layouts, at the smallest case and at one with several leading dims."""
     cases = [small(spec)[0], *(c for c in small(spec) if c.name in ("batched", "many_dims"))]

@@ -15,15 +15,12 @@ from bagu.ops.catalogue import SPECS
 from bagu.ops.core import OpSpec, Streams, check
 from bagu.ops.dispatch import call, load_op
 from bagu.ops.node import paired
-from tests.ops.points import DEVICE, Point, looked_through, order, other_points, points, tunings
+from tests.ops.points import DEVICE, Point, looked_through, other_points, points, tunings
 
-POINTS = sorted(  # the backends of a case and dtype one after the other: they share what the reference gives
-    (
-        pytest.param(s, b, p, id=f"{s.name}-{b}-{p}")
-        for s in SPECS.values() for b in s.backends for p in points(s, b)
-    ),
-    key=lambda point: order(point.values[0], point.values[2]),
-)  # fmt: skip
+POINTS = [
+    pytest.param(s, b, p, id=f"{s.name}-{b}-{p}")
+    for s in SPECS.values() for b in s.backends for p in points(s, b)
+]  # fmt: skip
 TUNINGS = [
     pytest.param(s, b, f, t, id=f"{s.name}-{b}-{f}-{'-'.join(map(str, t.values()))}")
     for s in SPECS.values() for b in s.backends for f, t in tunings(s, b)
