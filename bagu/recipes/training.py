@@ -20,7 +20,7 @@ from bagu.errors import BaguError
 from bagu.machine.device import named_device
 from bagu.machine.fast_dtype import compute_dtype_name
 from bagu.nn import count
-from bagu.nn.config import ModelConfig
+from bagu.nn.config import ModelConfig, Multipliers
 from bagu.nn.families import family_for
 from bagu.nn.hub import WeightsError
 from bagu.nn.init import init_weights
@@ -212,10 +212,21 @@ def _model(run: Run, inputs: Inputs) -> Transformer:
     return model.to(inputs.device)
 
 
+# fields that are newer than the first checkpoints, with the values that models had before
+NEWER: Mapping[str, Any] = {
+    "score_head": False, "layer_positions": None, "multipliers": configs.to_dict(Multipliers()), "sinks": False,
+    "gate_clamp": None, "lm_head": True, "norm.unit_offset": False, "positions.offset": 0, "moe.router_bias": False,
+}  # fmt: skip
+
+
 def _model_id(config: ModelConfig) -> str:
     """The fingerprint in checkpoints. A field that is newer than some of them counts only where it is used."""
-    fields = configs.to_dict(config)
-    return configs.fingerprint({k: v for k, v in fields.items() if k != "score_head" or v})
+
+    def older(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        kept = {k: v for k, v in fields.items() if prefix + k not in NEWER or NEWER[prefix + k] != v}
+        return {k: older(v, f"{prefix}{k}.") if isinstance(v, dict) else v for k, v in kept.items()}
+
+    return configs.fingerprint(older(configs.to_dict(config)))
 
 
 def _save_adapter(model: Transformer, inputs: Inputs, folder: Path) -> None:

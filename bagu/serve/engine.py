@@ -242,7 +242,7 @@ class Engine:
         and `update_weights` and `weights_changed` raise. Without quantization, and with slots for adapters, nothing is
         freed."""
         self.runner.release_source()
-        self.model = self.runner.source
+        self.model = self.adapters.model = self.runner.source
 
     # --- Generate -----------------------------------------------------------------------------------------------------
 

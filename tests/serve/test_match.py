@@ -44,9 +44,21 @@ LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
 }  # fmt: skip
 COMPILED: dict[str, dict[str, Any]] = {
-    "llama": SIZES, "mistral": SIZES, "qwen2": SIZES, "qwen3": SIZES | {"head_dim": 8},
+    "llama": SIZES, "mistral": SIZES, "qwen2": SIZES, "qwen3": SIZES | {"head_dim": 8}, "granite": SIZES,
+    "phi3": SIZES | {"pad_token_id": 0},
 }  # fmt: skip
+TWO_KINDS: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 16,
+    "head_dim": 8,
+}
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 BY_FORWARD: dict[str, dict[str, Any]] = {
+    "gemma3_text": SIZES | TWO_KINDS | {"query_pre_attn_scalar": 8},
+    "gpt_oss": SIZES | TWO_KINDS | EXPERTS,
+    "mixtral": SIZES | EXPERTS,
+    "olmo2": SIZES,
+    "smollm3": SIZES | {"no_rope_layers": [1, 0]},
     "qwen3_moe": SIZES | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
     "deepseek_v3": SIZES | LATENT,
     "gpt2": {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2},
@@ -90,7 +102,7 @@ def logprobs(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
 
 
 def test_every_family_is_here() -> None:
-    assert {*COMPILED, *BY_FORWARD, "bert"} == set(FAMILIES)
+    assert {*COMPILED, *BY_FORWARD, "bert", "roberta"} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", [*COMPILED, *BY_FORWARD])
@@ -105,7 +117,11 @@ def test_bert_has_no_cache_and_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_kinds_of_models(kind: str) -> None:
-    assert_right(small_model(kind), compiled=kind not in ("learned, layer norm", "alibi", "mla"))
+    by_forward = (
+        "learned, layer norm", "alibi", "mla", "output norm, QK norm over the width", "two ropes, sandwich",
+        "nope, multipliers", "part of the features rotated", "sinks, experts",
+    )  # fmt: skip
+    assert_right(small_model(kind), compiled=kind not in by_forward)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
