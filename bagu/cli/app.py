@@ -18,6 +18,7 @@ from bagu.cli.lab import lab
 from bagu.cli.ops import ops
 from bagu.cli.options import AsJson
 from bagu.cli.plan import plans
+from bagu.cli.profile import profile
 from bagu.cli.tune import tune
 from bagu.errors import BaguError
 
@@ -64,6 +65,7 @@ app.add_typer(lab, name="lab")
 app.add_typer(models.tokenizers, name="tokenizer")
 app.add_typer(plans, name="plan")
 app.add_typer(tune, name="tune")
+app.add_typer(profile, name="profile")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,0 +1,69 @@
+"""`bagu profile`: where the time of an op, a training step or the engine goes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from bagu.cli.options import BenchDtype, Device, Model, ModelDtype, OpDtype, group
+
+profile = group("Profile an op, a training step or the engine: a trace, the time by operator, and advice.")
+
+
+@profile.callback()
+def quiet_profiler() -> None:
+    """Profile an op, a training step or the engine: a trace, the time by operator, and advice."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported; without it each run prints two lines
+
+
+Out = Annotated[Path, Option(help="The folder for trace.json and the plot.")]
+Steps = Annotated[int, Option(help="Number of profiled steps.", min=1)]
+
+
+@profile.command("op")
+def profile_op(
+    name: Annotated[str, Argument(help="The op.")],
+    dtype: OpDtype = None,
+    device: Device = None,
+    steps: Steps = 5,
+    out: Out = Path("profiles/op"),
+) -> None:
+    """Profile the forward and backward of an op at its first benchmark case."""
+    from bagu.bench import profile_targets as part
+
+    part.profile_op(name, out, dtype=dtype, device=device, steps=steps)
+
+
+@profile.command("train")
+def profile_train(
+    shape: Annotated[str, Argument(help="A shape of `bagu bench train`: cpu_6m, llama_1b, gpt_d20, ...")] = "cpu_6m",
+    dtype: BenchDtype = None,
+    device: Device = None,
+    steps: Steps = 3,
+    out: Out = Path("profiles/train"),
+) -> None:
+    """Profile whole optimizer steps."""
+    from bagu.bench import profile_targets as part
+
+    part.profile_train(shape, out, dtype=dtype, device=device, steps=steps)
+
+
+@profile.command("serve")
+def profile_serve(
+    model: Model,
+    streams: Annotated[int, Option(help="Number of sequences that decode at once.")] = 8,
+    prompt: Annotated[int, Option(help="Tokens of a prompt.")] = 64,
+    dtype: ModelDtype = "auto",
+    device: Device = None,
+    steps: Steps = 10,
+    out: Out = Path("profiles/serve"),
+) -> None:
+    """Profile decode steps of the engine."""
+    from bagu.bench import profile_targets as part
+    from bagu.recipes.loader import Loader
+
+    load = Loader(model=model, dtype=dtype, device=device)
+    part.profile_serve(load, model, out, streams=streams, prompt=prompt, steps=steps)
