@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bagu.data.chat_template import DEFAULT_TEMPLATE
-from bagu.data.gguf_tokenizer import LLAMA_3, PATTERNS, WHOLE, gguf_metadata, gguf_tokenizer
+from bagu.data.gguf_tokenizer import HUGGING_FACE, LLAMA_3, PATTERNS, gguf_metadata, gguf_tokenizer
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import ArgumentError, BaguError
 from bagu.nn.config import ModelConfig
@@ -86,7 +86,7 @@ def test_a_tokenizer_is_built_from_vocabulary_merges_and_pattern(pre: str) -> No
     """As in files that llama.cpp's converter writes, which have no tokenizer.json inside."""
     plain = BpeTokenizer.train([TEXT] * 4, vocab_size=290)
     metadata = gguf_metadata(plain, 300) | {"tokenizer.ggml.pre": pre}
-    del metadata[WHOLE]
+    del metadata[HUGGING_FACE]
     read = gguf_tokenizer(metadata)
     assert read.vocab_size == 300, "unused ids have names too"
     assert read.decode(read.encode(TEXT)) == TEXT and read.eos_id == plain.eos_id
