@@ -19,6 +19,7 @@ from bagu.bench.harness import RESULTS, Rows, table
 from bagu.bench.layer_list import LAYERS, Layer
 from bagu.bench.layer_plot import draw
 from bagu.bench.onnx_runner import onnx_runner, why_no_onnx
+from bagu.bench.ops_timing import peak_bytes
 from bagu.bench.sizing import dtype_named
 from bagu.bench.units import duration
 from bagu.errors import UnknownName
@@ -100,7 +101,7 @@ def _row(
     return {
         "layer": layer.name, "batch": batch, "shape": list(layer.shape), "dtype": str(dtype).removeprefix("torch."),
         "device": device.type, "implementation": name, "pass": step, "median_s": median, "low_s": low, "high_s": high,
-        "per_s": batch / median, "error": error, "peak_bytes": None if run is None else _peak(run, device),
+        "per_s": batch / median, "error": error, "peak_bytes": None if run is None else peak_bytes(run, device),
     }  # fmt: skip
 
 
@@ -127,15 +128,6 @@ def _error(model: nn.Module, x: torch.Tensor, want: torch.Tensor) -> float:
 
 def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double().cpu() - want).abs().max() / want.abs().max()).item()
-
-
-def _peak(run: Run, device: torch.device) -> int | None:
-    if device.type != "cuda":
-        return None
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _table(layer: Layer, batch: int, rows: Sequence[Mapping[str, Any]]) -> Any:

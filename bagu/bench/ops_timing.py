@@ -24,7 +24,7 @@ from bagu.machine.device import gpu, this_machine
 from bagu.machine.timing import Ceilings, Timing, measure, measure_host
 from bagu.ops.core import Case, Cost, OpSpec
 
-__all__ = ["Job", "Point", "Setting", "rows_of", "time_job"]
+__all__ = ["Job", "Point", "Setting", "peak_bytes", "rows_of", "time_job"]
 
 MB = 1_000_000
 
@@ -105,7 +105,7 @@ def time_job(job: Job, setting: Setting, scrub: torch.Tensor) -> Iterator[Point]
                 least = 3 if setting.quick else 5
                 timing = measure(fn, device, seconds=setting.seconds, min_samples=least, buffer=scrub)
                 known = None if written is None else cost[step]
-                more: dict[str, Any] = {"host_s": host.get(step), "peak_bytes": _peak(fn, device)}
+                more: dict[str, Any] = {"host_s": host.get(step), "peak_bytes": peak_bytes(fn, device)}
                 yield point(step, known, written=written or 0, timing=timing, **more)
     except Exception as error:
         if job.implementation.backend or not is_absent(error):
@@ -130,7 +130,8 @@ def _written_out(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [g.contiguous() for g in grads]
 
 
-def _peak(fn: Callable[[], object], device: torch.device) -> int | None:
+def peak_bytes(fn: Callable[[], object], device: torch.device) -> int | None:
+    """Peak memory of a call above the memory in use before it; None on a CPU."""
     if device.type != "cuda":
         return None
     before = torch.cuda.memory_allocated(device)

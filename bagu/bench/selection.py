@@ -39,7 +39,7 @@ def select(
     default: T, others: Sequence[T], measure: Callable[[T], float], *, deadline: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> Selection[T]:  # fmt: skip
-    """Measure until one candidate remains, two cannot be told apart in `MAX_ROUNDS` rounds, or the deadline passes."""
+    """Measure until one candidate remains, `MAX_ROUNDS` rounds have run, or the deadline passes."""
     samples: dict[T, list[float]] = {c: [] for c in (default, *others)}
     running, rounds = list(samples), 0
     while rounds < MAX_ROUNDS and (rounds < MIN_ROUNDS or (len(running) > 1 and clock() < deadline)):

@@ -139,7 +139,7 @@ def vocabulary(server: Server, model: str, seed: int) -> tuple[int, ...] | None:
 
 
 def same_prompts(a: Target, b: Target) -> tuple[Target, Target]:
-    """Two targets that get the same prompts: token ids if both tokenize the words alike, else texts."""
+    """Two targets that get the same prompts: token ids if both tokenize the words to the same ids, else texts."""
     if a.ids == b.ids:
         return a, b
     return tuple(Target(server=t.server, model=t.model, longest=t.longest, ids=None) for t in (a, b))  # type: ignore[return-value]

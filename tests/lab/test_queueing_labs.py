@@ -17,12 +17,12 @@ def test_requests_are_served_in_a_closed_loop_and_as_they_arrive() -> None:
     assert (closed.first <= closed.last).all() and (closed.arrival < closed.first).all()
     assert closed.first[1] == closed.last[1]  # one token
     assert 1 <= closed.in_system <= 2 and len(closed.tpot) == 3
-    apart = serve(model, [2, 2, 2], slots=1, arrivals=[0.0, 100.0, 100.0])
+    spaced = serve(model, [2, 2, 2], slots=1, arrivals=[0.0, 100.0, 100.0])
     assert (
-        apart.first[1] >= 100.0 and apart.first[2] > apart.last[1]
+        spaced.first[1] >= 100.0 and spaced.first[2] > spaced.last[1]
     )  # idle time is skipped, the slot is taken in order
-    assert apart.in_system < 0.1
-    for found in (closed, apart):  # Little's law
+    assert spaced.in_system < 0.1
+    for found in (closed, spaced):  # Little's law
         assert found.in_system == pytest.approx(found.rate * (found.last - found.taken).mean())
 
 

@@ -15,14 +15,11 @@ import torch
 from torch import nn
 
 from bagu import ops
+from bagu.ops.eager import autocasting
 
 __all__ = ["BatchNorm2d", "Conv2d", "Embedding", "GroupNorm", "Int8Linear", "LayerNorm", "Linear", "RMSNorm"]
 
 Embedding = nn.Embedding  # a gather at the bandwidth of a copy already: no kernel of bagu's would be faster
-
-
-def autocasting(x: torch.Tensor) -> bool:
-    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def autocast(x: torch.Tensor, *weights: torch.Tensor | None) -> tuple[Any, ...]:

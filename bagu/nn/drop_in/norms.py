@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from bagu import ops
-from bagu.nn.drop_in.layers import autocasting, supported
+from bagu.nn.drop_in.layers import supported
+from bagu.ops.eager import autocasting
 
 __all__ = ["recognized", "recognized_class"]
 

@@ -30,7 +30,7 @@ from bagu.ops.tuning.store import (
 
 __all__ = ["device_name", "kind_of_call", "nearest", "reload", "tuned"]
 
-MAX_RATIO = 2.0  # shapes further apart than this in any dim are of another class
+MAX_RATIO = 2.0  # shapes with a larger ratio in any dim are of another class
 
 _missing: set[Kind] = set()  # kinds of this process that were written to the list
 
