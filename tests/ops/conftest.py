@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
+import torch
+
 from tests.ops import interpreter
 
 interpreter.install()
+
+
+@pytest.fixture(autouse=torch.cuda.is_available())
+def exact_cudnn() -> Iterator[None]:
+    """fp32 convolutions without TF32, which torch allows by default, and gradients whose bits repeat."""
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        yield

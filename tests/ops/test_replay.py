@@ -114,7 +114,9 @@ def scalars(spec: OpSpec, args: dict[str, Any]) -> dict[str, Any]:
 
 
 def copies(args: dict[str, Any]) -> bool:
-    """Whether attention copies an input first: TMA reads rows on 16 bytes."""
+    """Whether an input is copied first: TMA reads rows on 16 bytes, a strided 1x1 convolution some of its pixels."""
+    if "stride_h" in args and args["w"].shape[1:3] == (1, 1) and (args["stride_h"], args["stride_w"]) != (1, 1):
+        return True
     rows = [args[name] for name in ("q", "k", "v") if name in args]
     return any(x.element_size() == 2 and x.shape[-1] * 2 % 16 for x in rows)
 

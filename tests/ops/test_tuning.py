@@ -18,10 +18,11 @@ from bagu.ops.catalogue import SPECS
 from bagu.ops.tuning import lookup
 from bagu.ops.tuning.source import source_hash
 from bagu.ops.tuning.store import Kind, Measurement, Store, Winner, merge, missing, user_store, winners
+from tests.ops.points import DEVICE
 
 KIND = Kind(
-    op="transpose", step="forward", dtype="float32", shapes=((64, 96),), device="cpu",
-    source=source_hash("bagu.ops.transpose.triton_backend"),
+    op="transpose", step="forward", dtype="float32", shapes=((64, 96),),
+    device=lookup.device_name(torch.device(DEVICE)), source=source_hash("bagu.ops.transpose.triton_backend"),
 )  # fmt: skip
 
 
@@ -125,11 +126,11 @@ def test_a_call_uses_the_stored_options_and_a_miss_is_listed_once(
         return original(**args)
 
     run = lookup.tuned(spec, "forward", spy)
-    x = torch.randn(64, 96)
+    x = torch.randn(64, 96, device=DEVICE)
     (y,) = run(x=x, dim0=0, dim1=1)
     assert seen == [{"rows": 32, "num_warps": 8}] and torch.equal(y, x.T)
     for _ in range(2):
-        run(x=torch.randn(4, 3), dim0=0, dim1=1)
+        run(x=torch.randn(4, 3, device=DEVICE), dim0=0, dim1=1)
     assert seen[1:] == [{}, {}] and [k.shapes for k in missing()] == [((4, 3),)]
     monkeypatch.setenv("BAGU_TUNING", "off")
     run(x=x, dim0=0, dim1=1)
@@ -140,7 +141,7 @@ def test_a_public_call_passes_through_the_lookup(store: Store) -> None:
     """An option that the kernel does not have can come from the store alone."""
     store.append(winner(replace(KIND, shapes=((8, 24),)), no_such_option=48))
     with pytest.raises(TypeError, match="no_such_option"):
-        ops.transpose(torch.randn(8, 24), 0, 1, backend="triton")
+        ops.transpose(torch.randn(8, 24, device=DEVICE), 0, 1, backend="triton")
 
 
 def test_the_source_hash_ignores_comments_and_sees_shared_kernels(tmp_path: Path) -> None:

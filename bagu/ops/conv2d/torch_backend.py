@@ -1,6 +1,9 @@
 """Convolution in PyTorch: cuDNN on a GPU, oneDNN on a CPU. Permuting to NCHW and back copies nothing.
 
-On a CPU, 16-bit images are widened to fp32 and rounded once: torch's own 16-bit convolutions round partial sums.
+On a CPU, 16-bit images are widened to fp32 and rounded once: torch's own 16-bit convolutions round partial sums. With
+an activation they are widened on a GPU too: cuDNN rounds the convolution before the bias is added, and the sign of what
+is left decides a ReLU's gradient. 16-bit values are exact in TF32, so there the product costs half the 16-bit rate.
+fp32 images follow `torch.backends.cudnn.allow_tf32`, which is True unless the user sets it.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ def channels_last(x: torch.Tensor) -> torch.Tensor:
     return x.permute(0, 2, 3, 1)
 
 
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.float32 if x.device.type == "cpu" and x.element_size() == 2 else x.dtype
+def _wide(x: torch.Tensor, activation: str | None = None) -> torch.dtype:
+    widens = x.device.type == "cpu" or activation is not None
+    return torch.float32 if widens and x.element_size() == 2 else x.dtype
 
 
 def convolved(
@@ -39,7 +43,7 @@ def forward(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, stride_h: int, stride_w: int, pad_h: int, pad_w: int,
     dilation_h: int, dilation_w: int, groups: int, activation: str | None,
 ) -> tuple[torch.Tensor]:  # fmt: skip
-    wide = _wide(x)
+    wide = _wide(x, activation)
     z = convolved(
         x.to(wide), w.to(wide), None if bias is None else bias.to(wide),
         (stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w), groups,
@@ -65,7 +69,7 @@ def backward(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, stride_h: int, stride_w: int,
     pad_h: int, pad_w: int, dilation_h: int, dilation_w: int, groups: int, activation: str | None,
 ) -> Gradients:  # fmt: skip
-    wide, steps = _wide(x), ((stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w))
+    wide, steps = _wide(x, activation), ((stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w))
     dz = dy.to(wide)
     if activation is not None:
         z = convolved(x.to(wide), w.to(wide), None if bias is None else bias.to(wide), *steps, groups)

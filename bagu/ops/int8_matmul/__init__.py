@@ -44,7 +44,8 @@ class _StraightThrough(torch.autograd.Function):
         (xq, x_scale), (wq, w_scale) = quantize_int8(x, backend=backend), quantize_int8(w, backend=backend)
         ctx.save_for_backward(xq, x_scale, wq, w_scale)  # a quarter of the memory of fp32 operands
         ctx.dtypes = w.dtype, None if bias is None else bias.dtype
-        return int8_matmul(xq, wq, x_scale, w_scale, bias, dtype=x.dtype, backend=backend)
+        y = int8_matmul(xq, wq, x_scale, w_scale, bias, dtype=x.dtype, backend=backend)
+        return y.detach()  # torch.compile of torch 2.11 gives zero gradients to the output of an op that has none
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -35,9 +35,12 @@ TILES = (  # by TMA, the largest first: a large tile reads less, a small one occ
 BY_POINTERS = Tile(M=64, N=64, K=64, warps=4, stages=3)
 
 
-def _tile(M: int, N: int, device: torch.device) -> Tile:
-    """The largest tile that gives work to two thirds of the multiprocessors, or the smallest."""
-    fits = [t for t in TILES if M > 64 or t.M == 64]
+def _tile(M: int, N: int, device: torch.device, *, stores: bool) -> Tile:
+    """The largest tile that gives work to two thirds of the multiprocessors, or the smallest.
+
+    Only a 16-bit result that TMA `stores` leaves shared memory for the first one.
+    """
+    fits = [t for t in TILES if (M > 64 or t.M == 64) and (stores or not t.specialize)]
     wanted = 2 * num_sms(device) // 3
     return next((t for t in fits if triton.cdiv(M, t.M) * triton.cdiv(N, t.N) >= wanted), fits[-1])
 
@@ -58,13 +61,14 @@ def forward(
     x, w, row_scale = as_rows(x), as_rows(w), x_scale.reshape(-1).contiguous()
     (M, K), N = x.shape, w.shape[0]
     tma = _by_tma(x) and _by_tma(w)
-    tile = _tile(M, N, x.device) if tma else BY_POINTERS
+    stores = tma and y.element_size() == 2 and N % 8 == 0
+    tile = _tile(M, N, x.device, stores=stores) if tma else BY_POINTERS
     tiles = triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N)
     launch = gemm_kernel[(min(tiles, num_sms(x.device)),)]
     (with_scratch_memory(launch) if tma else launch)(
         x, w, None if bias is None else bias.contiguous(), row_scale, w_scale.contiguous(), y, M, N, K,
         x.stride(0), w.stride(0), BM=tile.M, BN=tile.N, BK=tile.K, GROUP=8, TMA=tma,
-        STORE=tma and y.element_size() == 2 and N % 8 == 0, SPECIALIZE=tile.specialize, SUMS=tl.int32,
+        STORE=stores, SPECIALIZE=tile.specialize, SUMS=tl.int32,
         ACC=tl.float64 if torch.float64 in (y.dtype, x_scale.dtype) else tl.float32, ACTIVATION=activation,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
