@@ -48,7 +48,7 @@ def test_conv1d_is_a_convolution_of_one_row() -> None:
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_the_result_has_the_memory_format_of_the_image(backend: str, memory_format: torch.memory_format) -> None:
-    x, w, b = operands(2, 8, 5, 6, kernel=(8, 8, 3, 3), device=DEVICE)
+    x, w, b = (v.float() for v in operands(2, 8, 5, 6, kernel=(8, 8, 3, 3), device=DEVICE))  # cuDNN: fp64 is NCHW
     x = x.contiguous(memory_format=memory_format).requires_grad_()
     y = ops.conv2d(x, w, b, padding=1, backend=backend)
     assert y.is_contiguous(memory_format=memory_format)

@@ -29,12 +29,12 @@ def activated(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _tile_of(tile, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """The first row and column of a tile. GROUP tiles of rows are computed together, so that w is read from L2."""
+    """The indices of a tile, down and across. GROUP tiles of rows are computed together, so that w is read from L2."""
     down, across = tl.cdiv(M, BM), tl.cdiv(N, BN)
     first = tile // (GROUP * across) * GROUP
     rows = tl.minimum(down - first, GROUP)
     within = tile % (GROUP * across)
-    return (first + within % rows) * BM, within // rows * BN
+    return first + within % rows, within // rows
 
 
 @triton.jit
@@ -63,13 +63,16 @@ def gemm_kernel(
         y_rows = tl.make_tensor_descriptor(y_ptr, [M, N], [N, 1], [BM, BN])
     tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), warp_specialize=SPECIALIZE):
-        m, n = _tile_of(tile, M, N, BM, BN, GROUP)
+        down, across = _tile_of(tile, M, N, BM, BN, GROUP)
+        m, n = down * BM, across * BN
         total = tl.zeros([BM, BN], SUMS)
         for k in range(tl.cdiv(K, BK)):
             x = _load(x_rows, m, k * BK, M, K, x_stride, BM, BK, TMA)
             w = _load(w_rows, n, k * BK, N, K, w_stride, BN, BK, TMA)
             total = tl.dot(x, w.T, total, input_precision="ieee", out_dtype=SUMS)
-        row, column = m + tl.arange(0, BM), n + tl.arange(0, BN)
+        # Not `m + arange`: for the second group, SPECIALIZE of Triton 3.6 adds half a tile to the scalar m, since TMA
+        # stores at it, and to the arange. Their sum would be rows of the next tile. 64 bits make another scalar.
+        row, column = down.to(tl.int64) * BM + tl.arange(0, BM), n + tl.arange(0, BN)
         z = total.to(ACC)
         if row_scale_ptr is not None:
             z = z * tl.load(row_scale_ptr + row, row < M, 0.0).to(ACC)[:, None]
@@ -82,4 +85,4 @@ def gemm_kernel(
             y_rows.store([m, n], z.to(y_ptr.dtype.element_ty))
         else:
             there = (row < M)[:, None] & (column < N)[None, :]
-            tl.store(y_ptr + row.to(tl.int64)[:, None] * N + column[None, :], z, there)
+            tl.store(y_ptr + row[:, None] * N + column[None, :], z, there)
