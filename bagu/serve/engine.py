@@ -408,8 +408,8 @@ class Engine:
         if pending.copied is not None:
             pending.copied.synchronize()
         tokens, logprobs = pending.tokens.tolist(), pending.logprobs
-        lists = None if logprobs is None else logprobs.lists(len(tokens))
-        events = self._check_stops(self.scheduler.commit(pending.plan, tokens, lists))
+        details = None if logprobs is None else logprobs.details(len(tokens))
+        events = self._check_stops(self.scheduler.commit(pending.plan, tokens, details))
         self._count(pending, sum(e.token is not None for e in events))
         return [*earlier, *pending.output.prompts, *events]
 

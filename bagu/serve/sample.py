@@ -69,7 +69,7 @@ def sample(logits: torch.Tensor, parameters: Parameters, changes: Changes | None
 
 class RowLogprobs(NamedTuple):
     """Logprobs of R rows on the device of the logits: of each target, and of the most probable tokens if some are
-    needed. Reading them (`lists`) waits for the device."""
+    needed. Reading them (`details`) waits for the device."""
 
     own: torch.Tensor  # [R] fp32
     counts: Sequence[int]  # of top tokens, for each row
@@ -81,10 +81,11 @@ class RowLogprobs(NamedTuple):
         top, ids = (None if t is None else t.to("cpu", non_blocking=True) for t in (self.top, self.ids))
         return RowLogprobs(self.own.to("cpu", non_blocking=True), self.counts, top, ids)
 
-    def lists(self) -> list[TokenLogprob]:
-        own = self.own.tolist()
+    def details(self) -> list[float] | list[TokenLogprob]:
+        """One for each row: numbers if no row has top tokens, since an object for each of 512 rows takes longer."""
+        own: list[float] = self.own.tolist()
         if self.top is None or self.ids is None:
-            return [TokenLogprob(value, ()) for value in own]
+            return own
         columns = zip(own, self.top.tolist(), self.ids.tolist(), self.counts, strict=True)
         return [TokenLogprob(value, tuple(zip(i[:n], ls[:n], strict=True))) for value, ls, i, n in columns]
 

@@ -8,6 +8,7 @@ the trainer's, ops.linear_cross_entropy (with int8 weights from the int8 logits)
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,9 +34,9 @@ class SampledLogprobs(NamedTuple):
     asked: list[int]  # indices into `plan.sampled`
     values: RowLogprobs  # of these
 
-    def lists(self, count: int) -> list[TokenLogprob | None]:
+    def details(self, count: int) -> list[float | TokenLogprob | None]:
         """The logprobs of all `count` sampled tokens, None where none were asked for."""
-        found = self.values.lists()
+        found: Seq[float | TokenLogprob] = self.values.details()
         if len(found) == count:  # all, as in a rollout
             return [*found]
         by_row = dict(zip(self.asked, found, strict=True))
@@ -212,7 +213,8 @@ class Sampler:
             state, part = self._states[piece.sequence.request.id], slice(at, at + len(r))
             if count := piece.sequence.request.sampling.prompt_logprobs:
                 logits = self.runner.logits(wanted[part])
-                state.scores += top_logprobs(logits, logprobs[part], targets[part], [count] * len(r)).lists()
+                rows_top = top_logprobs(logits, logprobs[part], targets[part], [count] * len(r))
+                state.scores += [d if isinstance(d, TokenLogprob) else TokenLogprob(d, ()) for d in rows_top.details()]
             else:
                 state.scores += [TokenLogprob(value, ()) for value in values[part]]
             at = part.stop

@@ -126,7 +126,7 @@ class Scheduler:
         return plan
 
     def commit(
-        self, plan: Plan, tokens: Seq[int], logprobs: Seq[TokenLogprob | None] | None = None
+        self, plan: Plan, tokens: Seq[int], logprobs: Seq[float | TokenLogprob | None] | None = None
     ) -> list[TokenEvent]:
         """Record that a plan was run and sampled `tokens`, one for each of `plan.sampled`. Returns their events. What
         was sampled after a rejected draft is ignored.
@@ -369,7 +369,7 @@ class Scheduler:
             insort(self.running, child, key=RANK)
         sequence.forks = []
 
-    def _append_token(self, sequence: Sequence, token: int, detail: TokenLogprob | None) -> TokenEvent:
+    def _append_token(self, sequence: Sequence, token: int, detail: float | TokenLogprob | None) -> TokenEvent:
         """Append a sampled token, and end the choice if it is the last."""
         request, tokens = sequence.request, sequence.tokens
         tokens.append(token)
@@ -383,7 +383,7 @@ class Scheduler:
             finish = "length"
         if finish is not None:
             self._finish(sequence)
-        logprob, top = (None, None) if detail is None else detail
+        logprob, top = detail if isinstance(detail, TokenLogprob) else (detail, None if detail is None else ())
         if num_output > 1:
             return TokenEvent(request.id, sequence.index, token, logprob, top, finish, reason)
         cached, started = sequence.cached or 0, sequence.started  # a forked choice has neither

@@ -152,7 +152,7 @@ def test_top_logprobs_are_those_of_a_log_softmax() -> None:
     x, targets = logits(3), torch.tensor([1, 5, 30])
     true = x.log_softmax(-1)
     own = true.gather(1, targets.unsqueeze(1)).squeeze(1)
-    found = top_logprobs(x, own, targets, [2, 0, 4]).lists()
+    found = top_logprobs(x, own, targets, [2, 0, 4]).details()
     assert [len(f.top) for f in found] == [2, 0, 4]
     for i, f in enumerate(found):
         assert f.logprob == pytest.approx(float(own[i]))
