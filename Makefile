@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 # Two processes share two cores here: idle OpenMP threads must sleep, not spin.
 export OMP_WAIT_POLICY := PASSIVE
+# The tests start some hundred processes: without cached bytecode each compiles the package again, 0.3 to 0.8 s.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test test-full test-triton test-peers test-gpu check format tables clean
 help:
