@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,20 +16,61 @@ from bagu.bench.occupancy import occupancy
 from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.catalogue import spec
 
+# All commands run in one process, which starts in 4 s. It is not this one: kernels cannot be compiled where
+# TRITON_INTERPRET is set.
+BAD_INPUT = {
+    "an architecture": (["rms_norm", "--kernel", "--arch", "sm_1"], "no architecture 'sm_1'"),
+    "an option": (["rms_norm", "--kernel", "--config", "warps=4"], "no tuning option of rms_norm 'warps'"),
+    "a backend": (["linear_attention", "--kernel"], "no backend of linear_attention 'triton'"),
+}
+COMMANDS = {
+    "kernels": ["scale_norm", "--kernel", "--json"],
+    "difference": ["dequantize_int8", "--diff", "num_warps=4", "num_warps=8"],
+    **{name: argv for name, (argv, _) in BAD_INPUT.items()},
+}
+RUN = """
+import contextlib, io, json, sys
+from bagu.cli import main
+from bagu.ops import gate
 
-def ops_show(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own: kernels cannot be compiled where TRITON_INTERPRET is set."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"COLUMNS": "160"}
-    command = [sys.executable, "-m", "bagu", "ops", "show", *argv]
-    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=False)
+def run(command, *argv):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = command(*argv)
+        except SystemExit as end:
+            code = end.code
+    return {"code": code or 0, "out": out.getvalue(), "err": err.getvalue()}
+
+found = {name: run(main, ["ops", "show", *argv]) for name, argv in json.loads(sys.argv[1]).items()}
+found["gate"] = run(gate.main, ["--first", "1", "scale_norm"])
+print(json.dumps(found))
+"""
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+    cwd: Path
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    """Each command of COMMANDS, and the compile gate of the same kernels."""
     cwd = tmp_path_factory.mktemp("kernels")
-    run = ops_show("scale_norm", "--kernel", "--json", cwd=cwd)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout), cwd
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"COLUMNS": "160"}
+    command = [sys.executable, "-c", RUN, json.dumps(COMMANDS)]
+    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {name: Ran(**each, cwd=cwd) for name, each in json.loads(done.stdout).items()}
+
+
+@pytest.fixture(scope="module")
+def shown(ran: dict[str, Ran]) -> tuple[list[dict[str, Any]], Path]:
+    run = ran["kernels"]
+    assert run.code == 0, run.err
+    return json.loads(run.out), run.cwd
 
 
 def test_every_kernel_has_its_stages_in_a_folder(shown: tuple[list[dict[str, Any]], Path]) -> None:
@@ -41,33 +82,25 @@ def test_every_kernel_has_its_stages_in_a_folder(shown: tuple[list[dict[str, Any
         assert ".target sm_90a" in stages[".ptx"] and k["kernel"] in stages[".ttir"] and "STG.E" in stages[".sass"]
 
 
-def test_the_facts_are_those_of_the_compile_gate(shown: tuple[list[dict[str, Any]], Path]) -> None:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "bagu.ops.gate", "--first", "1", "scale_norm"]
-    lines = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+def test_the_facts_are_those_of_the_compile_gate(shown: tuple[list[dict[str, Any]], Path], ran: dict[str, Ran]) -> None:
+    assert ran["gate"].code == 0, ran["gate"].err
+    lines = ran["gate"].out.splitlines()
     gate = [(w[2], int(w[3]), int(w[5]), int(w[7])) for w in (line.split() for line in lines if "wide" in line)]
     assert gate == [(k["kernel"], k["registers"], k["spills"], k["shared"]) for k in shown[0]]
 
 
-def test_a_difference_of_tunings_names_what_changed(tmp_path: Path) -> None:
-    run = ops_show("dequantize_int8", "--diff", "num_warps=4", "num_warps=8", cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    words = [line.split() for line in run.stdout.splitlines()]
+def test_a_difference_of_tunings_names_what_changed(ran: dict[str, Ran]) -> None:
+    run = ran["difference"]
+    assert run.code == 0, run.err
+    words = [line.split() for line in run.out.splitlines()]
     assert ["warps", "4", "8"] in [w[-3:] for w in words]
-    assert (tmp_path / "kernels/dequantize_int8/a-num_warps=4").is_dir()
+    assert (run.cwd / "kernels/dequantize_int8/a-num_warps=4").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["rms_norm", "--kernel", "--arch", "sm_1"], "no architecture 'sm_1'"),
-        (["rms_norm", "--kernel", "--config", "warps=4"], "no tuning option of rms_norm 'warps'"),
-        (["linear_attention", "--kernel"], "no backend of linear_attention 'triton'"),
-    ],
-)
-def test_bad_input_is_one_sentence(argv: list[str], message: str, tmp_path: Path) -> None:
-    run = ops_show(*argv, cwd=tmp_path)
-    assert run.returncode != 0 and message in run.stderr and "Traceback" not in run.stderr
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_one_sentence(name: str, ran: dict[str, Ran]) -> None:
+    run = ran[name]
+    assert run.code != 0 and BAD_INPUT[name][1] in run.err and "Traceback" not in run.err
 
 
 def test_tunings_are_read_by_step() -> None:
