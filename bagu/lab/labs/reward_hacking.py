@@ -14,7 +14,7 @@ import copy
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -75,26 +75,26 @@ def judged(samples: Sequence[Sample]) -> Row:
 
 def run(setting: Setting) -> list[Row]:
     quick = setting.quick
-    seeds, rounds, each = (SEEDS[:2], 2, 4) if quick else (SEEDS, ROUNDS, EACH)
-
-    @cache
-    def start(name: str, seed: int) -> Writer:
-        return new_writer(steps=4 if quick else STARTS[name], seed=seed, device=setting.device)
-
+    seeds, rounds, each = (SEEDS[:2], 2, 1) if quick else (SEEDS, ROUNDS, EACH)
+    objective = GroupRelative(prompts=PROMPTS, samples=SAMPLES, max_tokens=ANSWER_TOKENS, max_draws=MAX_DRAWS)
+    if quick:
+        objective = replace(objective, prompts=2, samples=2, max_draws=1)
+    start = cache(partial(new_writer, device=setting.device))
     points = list(product(STARTS, seeds, REWARDS))
     return [
         row
         for name, seed, reward in setting.track(points)
-        for row in reinforced(start(name, seed), name, reward, seed, rounds, each, max_draws=1 if quick else MAX_DRAWS)
+        for row in reinforced(
+            start(steps=2 if quick else STARTS[name], seed=seed), name, reward, seed, rounds, each, objective
+        )
     ]
 
 
 def reinforced(
-    start: Writer, name: str, reward: str, seed: int, rounds: int, each: int, *, max_draws: int
+    start: Writer, name: str, reward: str, seed: int, rounds: int, each: int, objective: GroupRelative
 ) -> list[Row]:
     """Train a copy of a start on a reward. A row for each rollout, and one before and after all of them."""
     writer = replace(start, model=copy.deepcopy(start.model))
-    objective = GroupRelative(prompts=PROMPTS, samples=SAMPLES, max_tokens=ANSWER_TOKENS, max_draws=max_draws)
     loss, watched = objective.loss(writer.model), Judged(reward)
     before = measured(writer, each)
     config = TrainConfig(steps=rounds, optimizer=OptimizerConfig(lr=RATE, weight_decay=0.0))
