@@ -10,6 +10,7 @@ from ranks import Ranks
 
 from bagu.config import override
 from bagu.recipes.models import load_model
+from tests.fresh_cache import fresh_cache
 
 MESHES = {
     "sft": ["train.mesh.dp=2", "train.mesh.tp=2", "train.mesh.pp=2", "train.mesh.cp=2"],
@@ -25,7 +26,7 @@ def test_an_objective_has_the_metrics_of_one_process(
     kind: str, two: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses, norms, held-out metrics of four steps in fp32; reference log-probabilities are cached once."""
-    monkeypatch.setenv("BAGU_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("BAGU_CACHE", fresh_cache(tmp_path / "cache"))
     run = objectives.make(tmp_path, kind)
     objectives.go(run, tmp_path / "alone", alone=True)
     alone = objectives.rows_of(tmp_path / "alone")

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.fresh_cache import fresh_cache
+
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token stores of this test alone: none is found that another has left."""
-    monkeypatch.setenv("BAGU_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("BAGU_CACHE", fresh_cache(tmp_path / "cache"))

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from bagu.cli import main
-from bagu.machine.cache import cache_folder
 from bagu.recipes.demo_sizes import CPU_SIZES, QUICK
 from bagu.recipes.models import load_model
 from bagu.runs.folder import RunFolder
 from bagu.runs.record import read_rows
+from tests.fresh_cache import fresh_cache
 
 STAGES = ("pretrain", "SFT", "DPO", "GRPO")
 # Every eighth module of the library: reading and tokenizing all of it would take half of the time.
@@ -38,13 +38,9 @@ main()
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The demo's folder and what it printed. Its cache is new, except for the compiled C++: 10 s to build."""
+    """The demo's folder and what it printed. Its cache is new, except for the compiled C++."""
     home = tmp_path_factory.mktemp("demo")
-    compiled = cache_folder() / "native"
-    compiled.mkdir(parents=True, exist_ok=True)
-    (home / "cache").mkdir()
-    (home / "cache" / "native").symlink_to(compiled)
-    env = {**os.environ, "BAGU_CACHE": str(home / "cache"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    env = {**os.environ, "BAGU_CACHE": fresh_cache(home / "cache"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     command = [sys.executable, "-c", NO_NETWORK, "demo", "--quick", "--out", str(home / "out")]
     run = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=300)
     assert run.returncode == 0, run.stderr
