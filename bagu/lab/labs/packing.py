@@ -85,10 +85,10 @@ class Texts:
     held: TokenStore
 
     @classmethod
-    def read(cls, every: int) -> Texts:
+    def read(cls, every: int, held_every: int) -> Texts:
         """Read every n-th module. The held-out functions are shuffled, so neighbours come from different modules."""
         split = hold_out(StdlibSource().documents(), fraction=0.1)
-        split = split._replace(train=split.train[::every], validation=split.validation[::3])
+        split = split._replace(train=split.train[::every], validation=split.validation[::held_every])
         train, held = ([f for module in part for f in of_module(module)] for part in split)
         held = [held[i] for i in shuffled(0, "held")(0, len(held))]
         tokenizer = BpeTokenizer.train((d.text for d in train), vocab_size=VOCAB)
@@ -124,7 +124,7 @@ def train_config(steps: int, seed: int) -> TrainConfig:
 
 
 def run(setting: Setting) -> list[Row]:
-    texts = Texts.read(120 if setting.quick else 12)
+    texts = Texts.read(120, 60) if setting.quick else Texts.read(12, 3)
     contexts = (CONTEXT,) if setting.quick else (128, 256, 512)
     seeds = (1, 2) if setting.quick else (1, 2, 3)
     points: list[Callable[[], list[Row]]] = []
@@ -168,6 +168,8 @@ def loss(way: Way, seed: int, texts: Texts, setting: Setting) -> list[Row]:
     """Train on all functions once, then measure on held-out functions: each alone, and in rows shared with others."""
     trained, feed = model(setting.device, CONTEXT, seed), loader(texts.functions, way, context=CONTEXT, seed=seed)
     steps = int(feed.layouts["text"].rows_per_epoch) // feed.config.rows
+    if setting.quick:
+        steps = 1
     if fit(train_config(steps, seed), trained, feed).interrupted:  # Ctrl-C ends the lab, not only this training
         raise KeyboardInterrupt
     trained.eval()
