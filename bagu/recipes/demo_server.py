@@ -1,19 +1,21 @@
-"""Run `bagu serve` in a child process, as the demo and the benchmark need it, and ask it one question over HTTP."""
+"""Run `bagu serve` in a child process, for the demo, the benchmark and the tuner, and ask it one question over HTTP."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import re
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from rich.console import Console
 
@@ -21,7 +23,8 @@ from bagu.errors import BaguError
 
 __all__ = ["ask", "can_serve", "running_server", "wait_for_interrupt"]
 
-START_S = 120.0  # the server and the engine process both import torch, which is slow on a loaded machine
+START_S = 600.0  # a large model on a slow disk; a server that fails to start ends, which is reported at once
+STOP_S = 20.0  # its shutdown timeout of 5 s, and the end of its connections and of the engine process
 
 
 def can_serve() -> bool:
@@ -32,43 +35,59 @@ def can_serve() -> bool:
 @contextmanager
 def running_server(model: Path | str, *options: str) -> Iterator[str]:
     """Start `bagu serve` for `model` with these options on a free local port, yield its URL, and stop it when the block
-    ends."""
+    ends, also by SIGTERM."""
     command = [sys.executable, "-m", "bagu", "serve", str(model), "--port", "0", "--shutdown-timeout", "5", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with tempfile.TemporaryDirectory() as folder, _exit_on_sigterm():
+        log = Path(folder) / "output"  # a file: a pipe that nobody reads would fill, and block the server
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            yield _wait_until_ready(process, log)
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=STOP_S)
+            except subprocess.TimeoutExpired:
+                pass  # killed below
+            finally:  # also if a second signal ends the wait
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Raise SystemExit in the main thread on SIGTERM. Its default action ends the process without `finally` blocks."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set a handler
+        yield
+        return
+
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)  # the status that shells report for the signal
+
+    before = signal.signal(signal.SIGTERM, leave)
     try:
-        yield _wait_until_ready(process)
+        yield
     finally:
-        process.terminate()
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        signal.signal(signal.SIGTERM, before)
 
 
-def _wait_until_ready(process: subprocess.Popen[str]) -> str:
+def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
     """Wait until the server has printed its URL and `/health` returns 200; return the URL."""
-    out: IO[str] | None = process.stdout
-    assert out is not None
-    lines: list[str] = []
-    address = None
-    for line in out:
-        lines.append(line)
-        if found := re.search(r"http://\S+?:\d+", line):
-            address = found[0]
-            break
-    if address is None:
-        raise BaguError(f"the server did not start: {''.join(lines).strip()[-400:]}")
-    began = time.monotonic()
-    while time.monotonic() - began < START_S:
-        if process.poll() is not None:
-            raise BaguError(f"the server ended with status {process.returncode}: {out.read().strip()[-400:]}")
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        status = process.poll()  # before its output is read: what an ended process wrote is complete
+        said = log.read_text(errors="replace")
+        if status is not None:
+            raise BaguError(f"the server ended with status {status}: {said.strip()[-400:]}")
+        found = re.search(r"http://\S+?:\d+(?=\s)", said)
         try:
-            with urllib.request.urlopen(f"{address}/health", timeout=5):
-                return address
+            if found:
+                with urllib.request.urlopen(f"{found[0]}/health", timeout=5):
+                    return found[0]
         except (urllib.error.URLError, OSError):
-            time.sleep(0.1)  # 503: the model is still loading
-    raise BaguError(f"the server at {address} was not ready after {START_S:.0f} s")
+            pass  # 503: the model is still loading
+        time.sleep(0.1)
+    raise BaguError(f"the server was not ready after {START_S:.0f} s: {said.strip()[-400:]}")
 
 
 def ask(address: str, question: str, max_tokens: int) -> str:
