@@ -211,6 +211,10 @@ def test_traffic_is_split_kept_by_user_and_returns_when_an_engine_dies(
         r'vllm:request_success_total\{model_name="chat",version="1",finished_reason="length"\} [1-9]', text
     )
     assert text.count("# TYPE vllm:request_success_total") == 1
+    answers = (
+        r'http_requests_total\{handler="/v1/completions",method="POST",status="200",model_name="chat",version="%d"\} '
+    )
+    assert all(re.search(answers % version, text) for version in (1, 2))
     assert "the traffic returns to version 1" in server.log.read_text()
     eventually(lambda: idle(server, "chat@1"), "no block is used")
     restore(server, folder)

@@ -199,7 +199,7 @@ class ApiMiddleware:
                 await error_response(ApiError(503, "the server is shutting down"))(scope, receive, count)
         finally:
             route = getattr(scope.get("route"), "path", "unmatched")
-            self.metrics.http[route, scope["method"], status] += 1
+            self.metrics.http[route, scope["method"], status, record.version_label] += 1
             record.end(route, status)
             for observe in self.observers:
                 observe(record)

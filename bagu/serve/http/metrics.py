@@ -99,7 +99,9 @@ class Metrics:
     prompt_tokens: int = 0
     engine_restarts: int = 0
     finished: Counter[str] = field(default_factory=Counter)  # choices by finish reason
-    http: Counter[tuple[str, str, int]] = field(default_factory=Counter)  # (handler, method, status)
+    http: Counter[tuple[str, str, int, str]] = field(
+        default_factory=Counter
+    )  # (handler, method, status, version_label)
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN, keep=KEPT))
     engine_first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN, keep=KEPT))
     between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS))
@@ -119,6 +121,11 @@ class Metrics:
     @property
     def label(self) -> str:
         return labels(model_name=self.model, **({} if self.version is None else {"version": str(self.version)}))
+
+    @property
+    def version_label(self) -> str:
+        """The labels of a version in a repository; empty for the only model of a server."""
+        return "" if self.version is None else self.label
 
     def families(self, engine: Gauges | None) -> Iterator[str]:
         """The lines of all metrics; `engine` None leaves out the engine's gauges."""
@@ -147,8 +154,9 @@ class Metrics:
         )
         yield f"process_cpu_seconds_total {time.process_time():.6f}"
         yield from _metric("http_requests_total", "counter", "HTTP requests answered.")
-        for (handler, method, status), count in sorted(self.http.items()):
-            yield f'http_requests_total{{handler="{handler}",method="{method}",status="{status}"}} {count}'
+        for (handler, method, status, version), count in sorted(self.http.items()):
+            label = labels(handler=handler, method=method, status=str(status)) + (version and f",{version}")
+            yield f"http_requests_total{{{label}}} {count}"
 
     def _histograms(self, label: str) -> Iterator[str]:
         for name, help, histogram in (

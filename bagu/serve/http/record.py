@@ -31,7 +31,8 @@ class RequestRecord:
     headers: Mapping[bytes, bytes] = field(repr=False)  # may contain the API key: never log them
     route: str = "unmatched"
     status: int = 500
-    model: str | None = None
+    model: str | None = None  # that answers, if the request reached one
+    version_label: str = ""  # of `model` in a repository: its labels in /metrics
     key_name: str | None = None  # of the API key that the client used, never the key
     began_ns: int = field(default_factory=time.time_ns)
     began: float = field(default_factory=time.perf_counter)

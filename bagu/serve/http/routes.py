@@ -67,7 +67,13 @@ class Routes:
         instance = await self.catalog.find(name, caller or Caller(), request.receive)
         if key is not None:
             key.check_model(name or instance.name, instance.name.partition("@")[0])
+        self._note(request, instance)
         return instance
+
+    def _note(self, request: Request, instance: Instance) -> None:
+        """Write into the record of a request which engine answers it."""
+        record = request.scope[RECORD]
+        record.model, record.version_label = instance.name, instance.metrics.version_label
 
     def charge(self, request: Request, tokens: int) -> None:
         """Count the tokens of a request without generation for its key."""
@@ -94,6 +100,7 @@ class Routes:
             other = self.catalog.other(instance, body.model, caller) if error.code in ENGINE_GONE else None
             if other is None:
                 raise
+        self._note(request, other)
         return await self._generate(request, other, body, respond, large)
 
     async def _generate(
