@@ -9,17 +9,34 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bagu.errors import ArgumentError
+from bagu.errors import ArgumentError, BaguError
 from bagu.nn.hub import WeightsError, read_json
 from bagu.serve.config import GenerationDefaults
 
-__all__ = ["GENERATION_CONFIG", "read_generation"]
+__all__ = ["GENERATION_CONFIG", "check_generation_config", "generation_defaults", "read_generation"]
 
 GENERATION_CONFIG = "generation_config.json"
 SAMPLING = {  # name in generation_config.json -> name in bagu
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
 }  # fmt: skip
+
+
+def check_generation_config(setting: str) -> None:
+    """Raise unless `setting` (`--generation-config`) is "auto", "none" or a folder with the file."""
+    if setting not in ("auto", "none") and not (Path(setting) / GENERATION_CONFIG).is_file():
+        raise BaguError(
+            f"there is no {Path(setting) / GENERATION_CONFIG}", hint="use auto, none, or a folder with the file"
+        )
+
+
+def generation_defaults(folder: Path, setting: str) -> GenerationDefaults:
+    """The defaults of the model in `folder` by `--generation-config`: its own for "auto", no defaults for "none", or
+    those of the folder that `setting` names."""
+    check_generation_config(setting)
+    if setting == "none":
+        return GenerationDefaults()
+    return read_generation(folder if setting == "auto" else Path(setting))
 
 
 def read_generation(folder: Path) -> GenerationDefaults:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bagu.errors import ArgumentError
-from bagu.recipes.generation import read_generation
+from bagu.recipes.generation import generation_defaults
 from bagu.recipes.loader import Loader
 from bagu.recipes.models import find_model
 from bagu.serve.config import EngineConfig, GenerationDefaults
@@ -21,15 +21,17 @@ OVERRIDES = ("max_num_seqs", "max_model_len", "quantization")  # options of `bag
 
 @dataclass(frozen=True, kw_only=True)
 class VersionEngines:
-    """Makes the engine of a version. `loader` and `engine` are the options that all versions share."""
+    """Makes the engine of a version. The fields are the options that all versions share; the sampling of `model.toml`
+    takes precedence over `generation_config`."""
 
     loader: Loader
     engine: dict[str, Any]
+    generation_config: str = "auto"
 
     def __call__(self, folder: Path, settings: Settings, share: float) -> Engine:
         found = find_model(folder)
         sampling = {name: value for name, value in vars(settings.sampling).items() if value is not None}
-        generation: GenerationDefaults = replace(read_generation(found), **sampling)
+        generation: GenerationDefaults = replace(generation_defaults(found, self.generation_config), **sampling)
         own = {name: value for name in OVERRIDES if (value := getattr(settings, name)) is not None}
         config = EngineConfig(
             **{**self.engine, **own}, generation=generation, memory_share=share, warmup_prompts=settings.warmup_prompts
@@ -37,7 +39,9 @@ class VersionEngines:
         return Engine(replace(self.loader, model=str(folder)), config)
 
 
-def repository_main(folder: Path, *, loader: Loader, engine: dict[str, Any], server: dict[str, Any]) -> None:
+def repository_main(
+    folder: Path, *, loader: Loader, engine: dict[str, Any], server: dict[str, Any], generation_config: str = "auto"
+) -> None:
     """Run the HTTP server with the models of a repository; each loaded version has an engine process."""
     from bagu.machine.device import named_device, this_machine
     from bagu.serve.repository.server import main
@@ -54,6 +58,6 @@ def repository_main(folder: Path, *, loader: Loader, engine: dict[str, Any], ser
     on_gpu = named_device(loader.device).type == "cuda" and machine.gpus
     options = {name: value for name, value in server.items() if name != "served_model_name"}
     main(
-        folder, prepare=VersionEngines(loader=loader, engine=engine),
+        folder, prepare=VersionEngines(loader=loader, engine=engine, generation_config=generation_config),
         memory_bytes=machine.gpus[0].memory_bytes if on_gpu else machine.memory_bytes, **options,
     )  # fmt: skip

@@ -48,7 +48,7 @@ def serve_main(
     """
     wait_briefly()  # the engine process inherits this environment
     from bagu.nn.peft import find_adapter
-    from bagu.recipes.generation import GENERATION_CONFIG, read_generation
+    from bagu.recipes.generation import check_generation_config, generation_defaults
     from bagu.recipes.models import find_model
     from bagu.serve.config import EngineConfig
     from bagu.serve.http.server import main
@@ -63,16 +63,11 @@ def serve_main(
     if is_repository(Path(model)):
         from bagu.recipes.repository import repository_main
 
-        repository_main(Path(model), loader=loader, engine=engine, server=server)
+        check_generation_config(generation_config)
+        repository_main(Path(model), loader=loader, engine=engine, server=server, generation_config=generation_config)
         return
     found = find_model(model)  # a wrong name is reported here, before anything starts
-    if generation_config != "none":
-        folder = found if generation_config == "auto" else Path(generation_config)
-        if generation_config != "auto" and not (folder / GENERATION_CONFIG).is_file():
-            raise BaguError(
-                f"there is no {folder / GENERATION_CONFIG}", hint="use auto, none, or a folder with the file"
-            )
-        engine = {**engine, "generation": read_generation(folder)}
+    engine = {**engine, "generation": generation_defaults(found, generation_config)}
     for _, path in engine.get("adapters", ()):
         find_adapter(path)
     config = EngineConfig(**engine)

@@ -10,14 +10,20 @@ from typing import Any
 import pytest
 import torch
 
+from bagu.config import from_dict
 from bagu.data.chat import DEFAULT_TEMPLATE
 from bagu.data.tokenizer import BpeTokenizer
+from bagu.errors import BaguError
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.nn.hub import WeightsError
 from bagu.recipes.demo_server import running_server
 from bagu.recipes.generation import read_generation
+from bagu.recipes.loader import Loader
 from bagu.recipes.models import save_model
+from bagu.recipes.repository import VersionEngines
+from bagu.recipes.serve import serve_main
 from bagu.serve.config import GenerationDefaults
+from bagu.serve.repository.layout import Settings
 
 PROMPT = "def f(x):"
 
@@ -56,6 +62,29 @@ def test_a_wrong_value_is_named(tmp_path: Path, said: dict[str, Any], names: str
     write(tmp_path, **said)
     with pytest.raises(WeightsError, match=names):
         read_generation(tmp_path)
+
+
+def test_the_versions_of_a_repository_take_the_option(tmp_path: Path) -> None:
+    """auto: each version's own file; none: no file; a folder: its file. The sampling of model.toml is above all."""
+    saved(tmp_path / "1")
+    write(tmp_path / "1", top_k=7, temperature=0.5)
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "other", top_k=9)
+
+    def defaults(setting: str) -> GenerationDefaults:
+        engines = VersionEngines(loader=Loader(model=""), engine={}, generation_config=setting)
+        settings = from_dict(Settings, {"sampling": {"temperature": 0.25}})
+        return engines(tmp_path / "1", settings, 0.5).config.generation
+
+    assert (defaults("auto").top_k, defaults("auto").temperature) == (7, 0.25)
+    assert (defaults("none").top_k, defaults("none").temperature) == (None, 0.25)
+    assert (defaults(str(tmp_path / "other")).top_k, defaults("auto").temperature) == (9, 0.25)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.toml").touch()
+    with pytest.raises(BaguError, match=r"there is no .*nowhere.generation_config\.json"):
+        serve_main(
+            str(tmp_path), loader=Loader(model=""), engine={}, server={}, generation_config=str(tmp_path / "nowhere")
+        )
 
 
 def test_a_server_stops_where_transformers_does_and_samples_as_the_file_says(tmp_path: Path) -> None:
