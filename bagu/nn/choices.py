@@ -18,6 +18,7 @@ __all__ = [
     "Learned",
     "LinearScaling",
     "Llama3Scaling",
+    "LongRopeScaling",
     "MLAConfig",
     "MoEConfig",
     "Multipliers",
@@ -145,6 +146,35 @@ class YarnScaling:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+    """LongRoPE (https://arxiv.org/abs/2402.13753): each frequency is divided by a factor of its own, from
+    `long_factors` for contexts longer than `original_max_len`, otherwise from `short_factors`.
+
+    Keys that are in a cache cannot change their factors, so a model uses one list for all sequences, as vLLM does: the
+    long factors if its `max_len` is above `original_max_len`. cos and sin are multiplied by `attention_factor` if it is
+    given, else by sqrt(1 + ln(factor) / ln(original_max_len)), in both cases.
+    """
+
+    kind: Literal["longrope"] = "longrope"
+    factor: float  # the longest context over the original one
+    original_max_len: int
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+        at_least(self, 2, "original_max_len")
+        for name in ("short_factors", "long_factors"):
+            factors = getattr(self, name)
+            if not factors or not all(type(f) in (int, float) and 0 < f < math.inf for f in factors):
+                refuse(f"{name} = {factors}", "use a number above 0 for each pair of features")
+
+    def factors(self, max_len: int) -> tuple[float, ...]:
+        return self.long_factors if max_len > self.original_max_len else self.short_factors
+
+
 def _check_scaling(scaling: Llama3Scaling | YarnScaling) -> None:
     at_least(scaling, 1, "original_max_len")
     _check_factor(scaling.factor)
@@ -163,7 +193,7 @@ class Rope:
     base: float = 10000.0
     dim: int | None = None  # number of features of a head to rotate, from the first; None is all
     layout: Literal["half", "interleaved"] = "half"
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None = None
 
     def __post_init__(self) -> None:
         if not self.base > 0 or (self.base == 1 and isinstance(self.scaling, YarnScaling)):

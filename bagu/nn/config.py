@@ -12,7 +12,7 @@ raise when the config is created. `bagu.config` reads and writes it as JSON.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bagu.nn.choices import (
@@ -22,6 +22,7 @@ from bagu.nn.choices import (
     Learned,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     MLAConfig,
     MoEConfig,
     Multipliers,
@@ -45,6 +46,7 @@ __all__ = [
     "Learned",
     "LinearScaling",
     "Llama3Scaling",
+    "LongRopeScaling",
     "MLAConfig",
     "MoEConfig",
     "ModelConfig",
@@ -141,6 +143,10 @@ class ModelConfig:
             turned = self.rope_dim
             if turned % 2 or not 2 <= turned <= room:
                 refuse(f"RoPE rotates {turned} of {room} features", "use an even number, at most head_dim")
+            if isinstance(p.scaling, LongRopeScaling):
+                for name in ("short_factors", "long_factors"):
+                    if (count := len(getattr(p.scaling, name))) != turned // 2:
+                        refuse(f"{count} {name} for {turned} rotated features", "give one for each pair of features")
             if self.mla is not None and p.dim is not None:
                 refuse(f"positions.dim = {p.dim} with MLA", "leave it out: mla.rope_dim sets the rotated features")
         if isinstance(p, Sinusoidal) and self.hidden_size % 2:
@@ -265,6 +271,14 @@ class ModelConfig:
         if self.multipliers.attention is not None:
             return self.multipliers.attention
         return sharp * sharp / math.sqrt(self.head_dim)
+
+    def for_length(self, max_len: int | None) -> ModelConfig:
+        """The configuration for sequences of at most `max_len`. It differs only for LongRoPE, whose short factors are
+        used if they suffice."""
+        scaling = self.positions.scaling if isinstance(self.positions, Rope) else None
+        if max_len is None or not isinstance(scaling, LongRopeScaling):
+            return self
+        return replace(self, max_len=min(max_len, self.max_len))
 
     def window(self, layer: int) -> int | None:
         """The attention window of this layer, the token itself included; None is unlimited."""

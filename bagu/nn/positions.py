@@ -24,6 +24,7 @@ from bagu.nn.config import (
     Learned,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     ModelConfig,
     Rope,
     Sinusoidal,
@@ -108,7 +109,7 @@ class RopeEncoding(Encoding):
         tables: list[torch.Tensor] = []
         for rope in (self.rope, self.other):
             if isinstance(rope, Rope):
-                speeds, size = rope_speeds(rope, self.dim)
+                speeds, size = rope_speeds(rope, self.dim, self.max_len)
                 angle = torch.arange(self.max_len, dtype=torch.float64).outer(speeds)
                 tables += [(angle.cos() * size).float(), (angle.sin() * size).float()]
         return tuple(tables)
@@ -172,8 +173,9 @@ def make_encoding(config: ModelConfig, **factory: Unpack[Factory]) -> Encoding:
 # The formulas
 
 
-def rope_speeds(rope: Rope, dim: int) -> tuple[torch.Tensor, float]:
-    """(radians per position of each of the dim / 2 pairs, fp64; the factor of cos and sin)."""
+def rope_speeds(rope: Rope, dim: int, max_len: int = 0) -> tuple[torch.Tensor, float]:
+    """(radians per position of each of the dim / 2 pairs, fp64; the factor of cos and sin). The maximum length of the
+    model selects the factors of LongRoPE."""
     speeds = rope.base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     match rope.scaling:
         case LinearScaling() as s:
@@ -182,6 +184,8 @@ def rope_speeds(rope: Rope, dim: int) -> tuple[torch.Tensor, float]:
             return _llama3(speeds, s), 1.0
         case YarnScaling() as s:
             return _yarn(speeds, rope.base, s), _yarn_size(s)
+        case LongRopeScaling() as s:
+            return speeds / torch.tensor(s.factors(max_len), dtype=torch.float64), _longrope_size(s)
         case _:
             return speeds, 1.0
 
@@ -214,6 +218,12 @@ def _yarn_size(s: YarnScaling) -> float:
     if s.mscale and s.mscale_all_dim:
         return yarn_mscale(s.factor, s.mscale) / yarn_mscale(s.factor, s.mscale_all_dim)
     return yarn_mscale(s.factor)
+
+
+def _longrope_size(s: LongRopeScaling) -> float:
+    if s.attention_factor is not None:
+        return s.attention_factor
+    return math.sqrt(1 + math.log(max(s.factor, 1.0)) / math.log(s.original_max_len))
 
 
 def sinusoids(length: int, size: int, base: float = 10000.0) -> torch.Tensor:

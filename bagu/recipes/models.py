@@ -103,23 +103,29 @@ def check_predicts_tokens(folder: Path, name: str | Path) -> None:
 
 
 def load_model(
-    name: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    name: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    max_len: int | None = None,
 ) -> Transformer:
-    """Load MODEL in eval mode; `dtype` None keeps the saved dtype. An adapter is merged into its base."""
+    """Load MODEL in eval mode; `dtype` None keeps the saved dtype. An adapter is merged into its base. `max_len` is as
+    in `from_pretrained`."""
     folder = find_model(name)
     if peft.is_adapter(folder):
-        model = load_model(_base_of(folder), dtype=dtype, device=device)
+        model = load_model(_base_of(folder), dtype=dtype, device=device, max_len=max_len)
         peft.load_adapter(model, folder)
         merge(model)
         return model
     if _is_checkpoint(folder):
         checkpoint.verify(folder)
         state = checkpoint.load_model_tensors(folder)
-        return _native(_run_of(folder) / NATIVE, folder / checkpoint.MODEL, state, dtype, device)
+        config = _native_config(_run_of(folder) / NATIVE).for_length(max_len)
+        return _native(config, folder / checkpoint.MODEL, state, dtype, device)
     if (folder / NATIVE).is_file():
-        file = folder / weights.SINGLE_FILE
-        return _native(folder / NATIVE, file, safetensors.torch.load_file(file, device=str(device)), dtype, device)
-    return weights.from_pretrained(folder, dtype=dtype, device=device)
+        config, file = _native_config(folder / NATIVE).for_length(max_len), folder / weights.SINGLE_FILE
+        return _native(config, file, safetensors.torch.load_file(file, device=str(device)), dtype, device)
+    return weights.from_pretrained(folder, dtype=dtype, device=device, max_len=max_len)
 
 
 def save_model(model: Transformer, tokenizer: BpeTokenizer | None, folder: Path) -> None:
@@ -185,12 +191,15 @@ def _native_config(path: Path) -> ModelConfig:
 
 
 def _native(
-    config: Path, file: Path, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None, device: torch.device | str
+    config: ModelConfig,
+    file: Path,
+    state: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None,
+    device: torch.device | str,
 ) -> Transformer:
-    made = _native_config(config)
     state = {name: t for name, t in state.items() if not name.startswith("critic.")}  # in checkpoints of PPO
     floats = [t.dtype for t in state.values() if t.is_floating_point()]
-    model = Transformer(made, device=device, dtype=dtype or floats[0])
+    model = Transformer(config, device=device, dtype=dtype or floats[0])
     wanted = _once(model.state_dict())
     for what, names in (("misses", wanted.keys() - state.keys()), ("has surplus", state.keys() - wanted.keys())):
         if names:

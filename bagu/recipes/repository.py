@@ -36,7 +36,7 @@ class VersionEngines:
         config = EngineConfig(
             **{**self.engine, **own}, generation=generation, memory_share=share, warmup_prompts=settings.warmup_prompts
         )
-        return Engine(replace(self.loader, model=str(folder)), config)
+        return Engine(replace(self.loader, model=str(folder), max_len=config.max_model_len), config)
 
 
 def repository_main(

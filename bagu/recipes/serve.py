@@ -54,6 +54,7 @@ def serve_main(
     from bagu.serve.http.server import main
     from bagu.serve.repository.layout import is_repository
 
+    loader = replace(loader, max_len=engine.get("max_model_len"))
     tp = engine.get("tp", 1)
     if tp > 1:
         engine = {**engine, "device": loader.device or "auto"}

@@ -134,7 +134,7 @@ def check_config(ours: ModelConfig, model: Any) -> None:
             both = {"full_attention_": ours.positions, "sliding_attention_": other}
             ropes = {name: rope for name, rope in both.items() if name[:-1] in model.config.layer_types}
         for name, rope in ropes.items():
-            rotary, (speeds, size) = model.model.rotary_emb, rope_speeds(rope, ours.rope_dim)
+            rotary, (speeds, size) = model.model.rotary_emb, rope_speeds(rope, ours.rope_dim, ours.max_len)
             found = getattr(rotary, f"{name}inv_freq").double()
             torch.testing.assert_close(found, speeds, rtol=16 * EPS, atol=0.0)
             assert getattr(rotary, f"{name}attention_scaling") == pytest.approx(size, rel=16 * EPS)
@@ -214,6 +214,7 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
+FACTORS = {"short_factor": [1.25, 2], "long_factor": [3.0, 20.0]}
 BARE = {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}
 READ: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_parameters": {**YARN, "rope_theta": 50.0}, "rope_scaling": LLAMA3}),
@@ -232,6 +233,11 @@ READ: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
     ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2}),
     ("gpt_oss", {"rope_parameters": {"rope_type": "default"}, "num_experts": 8}),
+    # both texts are longer than the original context, so that transformers takes the long factors
+    ("phi3", {"rope_scaling": {"type": "longrope", **FACTORS}, "original_max_position_embeddings": 4}),
+    # the context is not longer than the original one: the short factors
+    ("phi3", {"rope_scaling": {"rope_type": "longrope", **FACTORS, "factor": 4.0}}),
+    ("phi3", {"rope_parameters": {"rope_type": "longrope", **FACTORS, "attention_factor": 1.5, "rope_theta": 50.0}}),
 ]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
@@ -254,7 +260,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_size": "16"}, "hidden_size = '16'"),
     ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
     ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads = 2"),
-    ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "'longrope'"),
+    ("llama", {"rope_scaling": {"rope_type": "longrope", **FACTORS}}, "rope_type = 'longrope'"),
+    ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "has no 'long_factor'"),
+    ("phi3", {"rope_scaling": {"type": "longrope", **FACTORS, "long_factor": [1.0]}}, "1 long_factors for 4 rotated"),
+    ("phi3", {"rope_scaling": {"type": "longrope", **FACTORS, "short_factor": [1, "2"]}}, "short_factors = (1, '2')"),
     ("phi3", {"rope_scaling": {"type": "su"}}, "rope_type = 'su'"),
     ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
@@ -271,6 +280,20 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_unusual_files_are_read_as_in_transformers(family: str, change: dict[str, Any], tmp_path: Path) -> None:
     hf = {"model_type": family, **BASE[family], **change}
     assert check_draw(Draw(family, hf, set(change), set()), tmp_path) == "equal"
+
+
+def test_longrope_for_a_length_within_the_original_context_has_the_short_factors(tmp_path: Path) -> None:
+    """transformers takes them for a text that is short; a model here takes one list for all texts, by its length."""
+    scaling = {"rope_type": "longrope", **FACTORS}
+    hf = {"model_type": "phi3", **BASE["phi3"], "rope_scaling": scaling, "original_max_position_embeddings": LENGTH}
+    write_json(tmp_path, hf)
+    model = judge_of(tmp_path, "phi3")
+    saved(model, tmp_path, hf)
+    want = judged(model)
+    short = from_pretrained(tmp_path, dtype=torch.float32, max_len=LENGTH)
+    limit = tolerance(model, want)
+    assert (logits(short) - want).abs().max().item() <= limit
+    assert (logits(from_pretrained(tmp_path, dtype=torch.float32)) - want).abs().max().item() > limit
 
 
 @pytest.mark.parametrize(("family", "change", "says"), REFUSED)

@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4 (both of model_type phi3): one tensor for q, k and v and one for gate and up; RoPE may rotate a part
-of the features. longrope is refused: its frequencies change with the length of a sequence, so that keys in a cache
-would have to be computed again.
+of the features. The models for 128k tokens and Phi-4-mini have longrope: `LongRopeScaling` says which of its two lists
+of factors a model uses, where transformers decides for each forward pass by its longest sequence.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bagu.nn.config import ModelConfig
+from bagu.nn.config import LongRopeScaling, ModelConfig, Rope
 from bagu.nn.families.core import Rule, fused_qkv
 from bagu.nn.families.decoder import DECODER, decoder, read_decoder, write_decoder
 from bagu.nn.families.keys import UNUSED, Key, Only, Read
@@ -39,16 +39,23 @@ KEYS: dict[str, Key] = {
 
 def read(hf: Mapping[str, Any]) -> ModelConfig:
     """`resid_pdrop` is the dropout."""
-    fields = read_decoder(hf, positions=read_rope(hf, types=("default",)))
+    fields = read_decoder(hf, positions=read_rope(hf, types=("default", "longrope")))
     return ModelConfig(**fields, windows=(hf["sliding_window"],), dropout=float(hf["resid_pdrop"]))
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    return write_decoder(config) | {
-        "partial_rotary_factor": config.rope_dim / config.head_dim,
-        "sliding_window": config.window(0),
-        "resid_pdrop": config.dropout,
-    }
+    original: dict[str, Any] = {}
+    if isinstance(config.positions, Rope) and isinstance(config.positions.scaling, LongRopeScaling):
+        original = {"original_max_position_embeddings": config.positions.scaling.original_max_len}
+    return (
+        write_decoder(config)
+        | original
+        | {
+            "partial_rotary_factor": config.rope_dim / config.head_dim,
+            "sliding_window": config.window(0),
+            "resid_pdrop": config.dropout,
+        }
+    )
 
 
 PHI3 = decoder("phi3", "Phi3ForCausalLM", "Phi3ForSequenceClassification", read, write, RULES, keys=KEYS)

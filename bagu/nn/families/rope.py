@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-from bagu.nn.config import LinearScaling, Llama3Scaling, ModelConfig, Rope, YarnScaling
+from bagu.nn.config import LinearScaling, Llama3Scaling, LongRopeScaling, ModelConfig, Rope, YarnScaling
 from bagu.nn.families.keys import Key, Keys, Only, Read, Required, resolve
 from bagu.nn.hub import WeightsError
 
@@ -33,7 +33,14 @@ TYPES: dict[str, Keys] = {  # the keys of each type in rope_scaling or rope_para
         **{name: Read(float | None, None) for name in OPTIONAL},
         "truncate": Read(bool, True),
     },
+    "longrope": {
+        "short_factor": Required(list),
+        "long_factor": Required(list),
+        "factor": Read(float | None, None, above=0),  # null is the ratio of the two lengths
+        "attention_factor": Read(float | None, None),
+    },
 }
+USUAL = ("default", "linear", "llama3", "yarn")
 
 
 def read_rope(
@@ -41,7 +48,7 @@ def read_rope(
     layout: Literal["half", "interleaved"] = "half",
     *,
     base: float = 10000.0,
-    types: Collection[str] = tuple(TYPES),
+    types: Collection[str] = USUAL,
 ) -> Rope:
     """The values of `ROPE` as a Rope; an unsupported type, or a key that its type does not have, is refused. `base` is
     the family's default."""
@@ -56,7 +63,7 @@ def read_rope_parameters(
     layout: Literal["half", "interleaved"] = "half",
     *,
     base: float,
-    types: Collection[str] = tuple(TYPES),
+    types: Collection[str] = USUAL,
 ) -> Rope:
     """The Rope of the parameters `given`. `hf` has the values at the top of config.json."""
     kind = given.get("rope_type", given.get("type", "default"))
@@ -71,7 +78,7 @@ def read_rope_parameters(
     if "partial_rotary_factor" in hf:  # a family that reads it
         common["partial_rotary_factor"] = Read(float, None, above=0)
     length: dict[str, Key] = {}
-    if kind in ("llama3", "yarn"):
+    if kind in ("llama3", "yarn", "longrope"):
         length = {"original_max_position_embeddings": Read(int, None, least=1)}
     values = resolve(owner, given, {**common, **length, **TYPES[kind]})
     return Rope(
@@ -104,7 +111,7 @@ def _single(name: str, hf: Mapping[str, Any], inside: Mapping[str, Any], default
 
 def _read_scaling(
     kind: str, values: Mapping[str, Any], hf: Mapping[str, Any]
-) -> LinearScaling | Llama3Scaling | YarnScaling | None:
+) -> LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None:
     if kind == "default":
         return None
     if kind == "linear":
@@ -119,6 +126,14 @@ def _read_scaling(
             original_max_len=original,
         )
     factor = longest / original if values["factor"] is None else values["factor"]
+    if kind == "longrope":
+        return LongRopeScaling(
+            factor=float(factor),
+            original_max_len=original,
+            short_factors=tuple(values["short_factor"]),
+            long_factors=tuple(values["long_factor"]),
+            attention_factor=values["attention_factor"],
+        )
     return YarnScaling(
         factor=float(factor),
         original_max_len=original,
@@ -149,6 +164,9 @@ def write_scaling(rope: Rope) -> dict[str, Any] | None:
     scaling["original_max_position_embeddings"] = rope.scaling.original_max_len
     if isinstance(rope.scaling, Llama3Scaling):
         names: tuple[str, ...] = ("low_freq_factor", "high_freq_factor")
+    elif isinstance(rope.scaling, LongRopeScaling):
+        scaling |= {"short_factor": list(rope.scaling.short_factors), "long_factor": list(rope.scaling.long_factors)}
+        names = ("attention_factor",)
     else:
         names = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
     return scaling | {name: value for name in names if (value := getattr(rope.scaling, name)) is not None}
