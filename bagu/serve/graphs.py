@@ -74,6 +74,7 @@ def uniform(cu_seqlens: np.ndarray, context_lens: np.ndarray, each: int) -> Unif
 
 
 def addresses(model: torch.nn.Module) -> list[int]:
+    """Where the weights of a model are. Quantized weights are buffers of their layers."""
     return [t.data_ptr() for t in (*model.parameters(), *model.buffers())]
 
 
@@ -88,10 +89,10 @@ class GraphDecode:
         self.memory = torch.cuda.graph_pool_handle()
         self._addresses = addresses(model)
 
-    @property
-    def current(self) -> bool:
-        """Whether the weights are where the graphs read them. A trainer moves them once, into its flat buffers."""
-        return self._addresses == addresses(self.model)
+    def reads(self, model: torch.nn.Module) -> bool:
+        """Whether the graphs read the weights of `model`. A trainer moves weights once, into flat buffers. Quantized
+        weights are new tensors after every change; the old ones still exist here, so that their addresses differ."""
+        return self._addresses == addresses(model)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         rows, each = bucket(len(batch.context_lens)), batch.max_len

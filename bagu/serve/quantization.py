@@ -44,6 +44,10 @@ def quantized(model: Transformer, kind: Quantization) -> Transformer:
 class Int4Linear(nn.Module):
     """Replaces a `Linear` of a model by a product with a 4-bit weight."""
 
+    packed: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+
     def __init__(self, linear: Linear) -> None:
         super().__init__()
         self.linear: PackedLinear | None = None
@@ -51,11 +55,13 @@ class Int4Linear(nn.Module):
         if weight.device.type == "cpu" and compiles(linear.dtype):
             self.linear = PackedLinear(weight, linear.bias, rounding="int4")
         else:
-            self.weight, self.bias = ops.quantize_int4(weight), linear.bias
+            for name, tensor in ops.quantize_int4(weight)._asdict().items():
+                self.register_buffer(name, tensor)  # graphs.py finds quantized weights among the buffers
+            self.bias = linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.linear is None:
-            return ops.int4_matmul(x, *self.weight, self.bias)
+            return ops.int4_matmul(x, self.packed, self.scales, self.zeros, self.bias)
         y, _ = self.linear(x.reshape(-1, x.shape[-1]))
         return y.view(*x.shape[:-1], self.linear.N).to(x.dtype)
 
@@ -77,6 +83,9 @@ def _rounded_to_fp8(linear: Linear) -> Linear:
 class Fp8Linear(nn.Module):
     """Replaces a `Linear` on a GPU with fp8 units: activations are rounded to fp8 with a scale per token."""
 
+    values: torch.Tensor
+    scales: torch.Tensor
+
     def __init__(self, linear: Linear) -> None:
         super().__init__()
         weight = linear.merged().detach()
@@ -86,7 +95,8 @@ class Fp8Linear(nn.Module):
                 hint="use quantization int4, or none",
             )
         self.bias = linear.bias
-        self.values, self.scales = round_to_fp8(weight)
+        for name, tensor in zip(("values", "scales"), round_to_fp8(weight), strict=True):
+            self.register_buffer(name, tensor)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values, scales = round_to_fp8(x.reshape(-1, x.shape[-1]))

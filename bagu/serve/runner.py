@@ -83,7 +83,8 @@ class Runner:
     def prepare(self) -> None:
         """Pack or quantize the weights for inference. Call it again after the weights change.
 
-        CUDA graphs read the weights at their addresses, so they stay valid after a change in place.
+        CUDA graphs read the weights at their addresses, so they stay valid after a change in place; quantized weights
+        are new tensors, and need new graphs.
         """
         self.check_updatable()
         model, kind, on_cpu = self.source, self.config.quantization, self.device.type == "cpu"
@@ -103,7 +104,8 @@ class Runner:
             self.model = None
         self.decode: Forward | None = None  # a CUDA graph for steps with one token per sequence
         if self.device.type == "cuda" and self.config.cuda_graphs:
-            if self.graphs is None or not self.graphs.current:
+            assert self.model is not None, "the C++ is for CPUs"
+            if self.graphs is None or not self.graphs.reads(self.model):
                 self.graphs = self.new_graphs()
             self.decode = self.graphs
         self.project = self._projection(model, "int8" if rounding is not None and on_cpu else None)
@@ -175,7 +177,9 @@ class Runner:
         self.adapters.install(slot, adapter)
         if self.low_rank is not None:
             self.low_rank.forget(slot)
-        if self.graphs is not None and not self.graphs.current:  # a stack has grown
+        if (
+            self.graphs is not None and self.model is not None and not self.graphs.reads(self.model)
+        ):  # a stack has grown
             self.graphs = self.decode = self.new_graphs()
 
     def run(self, plan: Plan, late: torch.Tensor | None = None) -> RunnerOutput:

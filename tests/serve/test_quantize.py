@@ -16,6 +16,7 @@ from bagu.serve import runner
 from bagu.serve.config import EngineConfig, Quantization
 from bagu.serve.cpu.compiled import SOURCE, has_int8_dot
 from bagu.serve.cpu.quantize import DotInt8, Int8Linear, TorchInt8, int8
+from bagu.serve.graphs import addresses
 from bagu.serve.quantization import Int4Linear, quantized, round_to_fp8
 from bagu.serve.request import Sampling
 
@@ -118,6 +119,18 @@ def test_an_engine_generates_from_quantized_weights(
     prompt, want = (torch.tensor(e.score(text, [len(ids)])[0]) for e in (engine, exact))
     assert not torch.equal(prompt, want)
     assert (torch.tensor(made.logprobs) - want).norm() < 2 * (prompt - want).norm()
+
+
+def test_a_model_that_is_quantized_again_has_its_weights_at_other_addresses() -> None:
+    """CUDA graphs read weights by address: those of the first model must not be used for the second. fp16 has no C++
+    product, so int4 layers hold the tensors that a GPU's hold."""
+    model = small_model().half()
+    first = quantized(model, "int4")
+    layers = [layer for layer in first.modules() if isinstance(layer, Int4Linear)]
+    tensors = [t for layer in layers for t in (layer.packed, layer.scales)]
+    assert {t.data_ptr() for t in tensors} <= set(addresses(first))
+    assert addresses(first) != addresses(quantized(model, "int4"))
+    assert addresses(model) == addresses(model), "weights that change in place keep their graphs"
 
 
 def test_an_unknown_quantization_names_the_known_ones() -> None:
