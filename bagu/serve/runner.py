@@ -93,15 +93,11 @@ class Runner:
             model = quantized(model, "fp8")  # the layers are ordinary ones with other weights
         self.mismatch: str | None = None  # why the C++ does not support this model, if the machine could use it
         self.low_rank: LowRankPairs | None = None  # the adapters of `compiled`
-        layers = model if kind is None or (kind == "fp8" and on_cpu) else quantized(model, kind)
-        self.model: Transformer | None = layers if self.adapters is None else self.adapters.wrap(layers)
         self.compiled = self._compiled_step(model, rounding)
-        # If the C++ has the same products as the quantized layers, it computes all steps, and a second copy of the
-        # weights for the forward is not kept. int8 on x86: torch has integer products, the C++ does not. Batches with
-        # adapters and long prompts run the layers.
-        in_cpp = isinstance(self.compiled, CompiledDecode) and self.adapters is None
-        if in_cpp and (rounding == "int4" or (rounding == "int8" and has_int8_dot())):
-            self.model = None
+        self.model: Transformer | None = None  # its layers, if a step runs them
+        if not self._only_compiled(rounding):
+            layers = model if kind is None or (kind == "fp8" and on_cpu) else quantized(model, kind)
+            self.model = layers if self.adapters is None else self.adapters.wrap(layers)
         self.decode: Forward | None = None  # a CUDA graph for steps with one token per sequence
         if self.device.type == "cuda" and self.config.cuda_graphs:
             assert self.model is not None, "the C++ is for CPUs"
@@ -127,6 +123,14 @@ class Runner:
         except Mismatch as error:
             self.mismatch = str(error)  # the exception would keep the frames that hold the weights
             return None
+
+    def _only_compiled(self, rounding: Rounding) -> bool:
+        """Whether the C++ computes all steps, because it has the same products as the quantized layers. A second copy
+        of the weights is then not made. int8 on x86: torch has integer products, the C++ does not. Batches with
+        adapters and long prompts run the layers."""
+        if not isinstance(self.compiled, CompiledDecode) or self.adapters is not None:
+            return False
+        return rounding == "int4" or (rounding == "int8" and has_int8_dot())
 
     def _projection(self, model: Transformer, rounding: Rounding) -> Project:
         """The product with the head."""
