@@ -110,6 +110,11 @@ def test_families(name: str) -> None:
     assert_right(of_family(name, (COMPILED | BY_FORWARD)[name]), compiled=name in COMPILED)
 
 
+def test_a_mismatch_of_position_tables_is_named_without_their_addresses() -> None:
+    with pytest.raises(Mismatch, match=r"^layers that differ in rope_tables$"):
+        match(of_family("smollm3", BY_FORWARD["smollm3"]))
+
+
 def test_bert_has_no_cache_and_is_refused() -> None:
     with pytest.raises(CacheError, match="no KV cache"):
         small_engine(of_family("bert", BERT))

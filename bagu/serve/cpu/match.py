@@ -293,7 +293,8 @@ class _Matcher:
         """Store values that must be equal in all layers."""
         for name, value in values.items():
             if self.constants.setdefault(name, value) != value:
-                raise Mismatch(f"layers that differ in {name}: {self.constants[name]} and {value}")
+                both = "" if name == "rope_tables" else f": {self.constants[name]} and {value}"  # those are addresses
+                raise Mismatch(f"layers that differ in {name}{both}")
 
     def weight(self, x: torch.Tensor) -> torch.Tensor:
         """The model's tensor that corresponds to a tensor of its meta copy."""
