@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bagu.nn.config import FFNKind, ModelConfig, NormConfig, Positions
+from bagu.nn.config import FFNKind, ModelConfig, MoEConfig, NormConfig, Positions
 from bagu.nn.families.core import Family, Rule, experts, gate_up, qkv, same
 from bagu.nn.families.keys import INIT_STD, SHARED, SIZE, UNUSED, Key, Keys, Only, Read, refuse_value
 from bagu.nn.families.rope import ROPE, read_rope, write_rope
@@ -26,8 +26,10 @@ __all__ = [
     "layer_windows",
     "read_act",
     "read_decoder",
+    "read_experts",
     "read_windows",
     "write_decoder",
+    "write_experts",
     "write_windows",
 ]
 
@@ -193,6 +195,26 @@ def write_decoder(
         "initializer_range": config.init_std,
         **(write_rope(config) if rope is None else rope),
     }
+
+
+def write_experts(moe: MoEConfig) -> dict[str, Any]:
+    """The keys of a mixture of experts in every layer, as in Mixtral and gpt-oss."""
+    return {
+        "intermediate_size": moe.expert_size,
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "router_aux_loss_coef": moe.aux_weight or 0.0,
+    }
+
+
+def read_experts(hf: Mapping[str, Any], *, router_bias: bool = False) -> MoEConfig:
+    return MoEConfig(
+        num_experts=hf["num_local_experts"],
+        top_k=hf["num_experts_per_tok"],
+        expert_size=hf["intermediate_size"],
+        router_bias=router_bias,
+        aux_weight=float(hf["router_aux_loss_coef"]) or None,
+    )
 
 
 def read_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:

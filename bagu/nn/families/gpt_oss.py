@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bagu.nn.config import GateClamp, ModelConfig, MoEConfig
+from bagu.nn.config import GateClamp, ModelConfig
 from bagu.nn.families.core import Part, Rule
 from bagu.nn.families.decoder import (
     DECODER,
@@ -21,7 +21,9 @@ from bagu.nn.families.decoder import (
     decoder,
     layer_windows,
     read_decoder,
+    read_experts,
     write_decoder,
+    write_experts,
     write_windows,
 )
 from bagu.nn.families.keys import UNUSED, Key, Read
@@ -78,19 +80,12 @@ def read(hf: Mapping[str, Any]) -> ModelConfig:
     num_layers, kinds = hf["num_hidden_layers"], hf["layer_types"]
     if kinds is None:
         kinds = [FULL if i % 2 else SLIDING for i in range(num_layers)]
-    moe = MoEConfig(
-        num_experts=hf["num_local_experts"],
-        top_k=hf["num_experts_per_tok"],
-        expert_size=hf["intermediate_size"],
-        router_bias=True,
-        aux_weight=float(hf["router_aux_loss_coef"]) or None,
-    )
     rope = dict(hf) | ({"rope_parameters": YARN} if hf["rope_parameters"] is None else {})
     bias = hf["attention_bias"]
     return ModelConfig(
         **read_decoder(hf, positions=read_rope(rope, base=150_000.0), ffn="swiglu"),
         windows=layer_windows(kinds, num_layers, hf["sliding_window"]),
-        moe=moe,
+        moe=read_experts(hf, router_bias=True),
         sinks=True,
         gate_clamp=GateClamp(alpha=float(hf["swiglu_alpha"]), limit=float(hf["swiglu_limit"])),
         qkv_bias=bias,
@@ -105,19 +100,19 @@ def write(config: ModelConfig) -> dict[str, Any]:
         raise WeightsError("the model has no mixture of experts with a clamped SwiGLU", hint="")
     windows = write_windows(config)
     written = write_decoder(config)
-    return written | {
-        # without a type the default of this family is YaRN
-        "rope_scaling": written["rope_scaling"] or {"rope_type": "default"},
-        "intermediate_size": moe.expert_size,
-        "attention_bias": config.qkv_bias,
-        "sliding_window": windows["sliding_window"] or 128,  # transformers needs one also where no layer uses it
-        "layer_types": windows["layer_types"],
-        "num_local_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "swiglu_alpha": clamp.alpha,
-        "swiglu_limit": clamp.limit,
-        "router_aux_loss_coef": moe.aux_weight or 0.0,
-    }
+    return (
+        written
+        | write_experts(moe)
+        | {
+            # without a type the default of this family is YaRN
+            "rope_scaling": written["rope_scaling"] or {"rope_type": "default"},
+            "attention_bias": config.qkv_bias,
+            "sliding_window": windows["sliding_window"] or 128,  # transformers needs one also where no layer uses it
+            "layer_types": windows["layer_types"],
+            "swiglu_alpha": clamp.alpha,
+            "swiglu_limit": clamp.limit,
+        }
+    )
 
 
 GPT_OSS = decoder(

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bagu.nn.config import ModelConfig, MoEConfig
+from bagu.nn.config import ModelConfig
 from bagu.nn.families.core import Rule, experts, gate_up, same
-from bagu.nn.families.decoder import DECODER, QKV, decoder, read_decoder, write_decoder
+from bagu.nn.families.decoder import (
+    DECODER,
+    QKV,
+    decoder,
+    read_decoder,
+    read_experts,
+    write_decoder,
+    write_experts,
+)
 from bagu.nn.families.keys import UNUSED, Key, Read
 from bagu.nn.families.rope import read_rope
 from bagu.nn.hub import WeightsError
@@ -38,27 +46,15 @@ KEYS: dict[str, Key] = {
 
 
 def read(hf: Mapping[str, Any]) -> ModelConfig:
-    moe = MoEConfig(
-        num_experts=hf["num_local_experts"],
-        top_k=hf["num_experts_per_tok"],
-        expert_size=hf["intermediate_size"],
-        aux_weight=float(hf["router_aux_loss_coef"]) or None,
-    )
     fields = read_decoder(hf, positions=read_rope(hf, base=1_000_000.0))
-    return ModelConfig(**fields, windows=(hf["sliding_window"],), moe=moe)
+    return ModelConfig(**fields, windows=(hf["sliding_window"],), moe=read_experts(hf))
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     moe = config.moe
     if moe is None:
         raise WeightsError("the model has no mixture of experts", hint="use the family mistral")
-    return write_decoder(config) | {
-        "intermediate_size": moe.expert_size,
-        "sliding_window": config.window(0),
-        "num_local_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "router_aux_loss_coef": moe.aux_weight or 0.0,
-    }
+    return write_decoder(config) | write_experts(moe) | {"sliding_window": config.window(0)}
 
 
 MIXTRAL = decoder(
