@@ -205,7 +205,7 @@ class Learned:
     """One learned vector per position, added to the embedding."""
 
     kind: Literal["learned"] = "learned"
-    offset: int = 0  # the vector of position p is row p + offset of the table (RoBERTa)
+    offset: int = 0  # the vector of position p is row p + offset; token offset - 1 is padding without one (RoBERTa)
 
     def __post_init__(self) -> None:
         at_least(self, 0, "offset")

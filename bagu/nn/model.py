@@ -156,7 +156,7 @@ class Transformer(nn.Module):
             x = x + self.token_types(torch.zeros_like(ids) if token_types is None else token_types)
         elif token_types is not None:
             raise ArgumentError("the model has no token types", hint="set num_token_types, or leave token_types out")
-        x = self.positions.embed(x, positions)
+        x = self.positions.embed(x, self.positions.skip_padding(ids, positions))
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x

@@ -65,6 +65,10 @@ class Encoding(nn.Module):
                 self._tables = tuple(t.to(device) for t in self.make_tables())
         return self._tables
 
+    def skip_padding(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The positions for `embed`, if the tokens `ids` include some that have none."""
+        return positions
+
     def embed(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The embeddings x[T, D], plus positions if this encoding adds them there."""
         return x
@@ -78,6 +82,16 @@ class LearnedEncoding(Encoding):
         super().__init__()
         self.offset = offset
         self.weight = parameter(max_len + offset, size, **factory)
+
+    def skip_padding(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """With an offset, the token offset - 1 is padding: it has the row before the first position, and the tokens
+        after it have positions as if it were not there, as in transformers' RoBERTa."""
+        if not self.offset:
+            return positions
+        padding = (ids == self.offset - 1).long()
+        before = padding.cumsum(0) - padding  # in the whole batch; its documents begin at position 0
+        start = (torch.arange(len(ids), device=ids.device) - positions).clamp(min=0)
+        return torch.where(padding.bool(), -1, positions - (before - before[start]))
 
     def embed(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return x + F.embedding(positions + self.offset if self.offset else positions, self.weight)

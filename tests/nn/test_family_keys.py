@@ -89,14 +89,7 @@ def texts() -> list[torch.Tensor]:
 
 @torch.no_grad()
 def judged(model: Any) -> torch.Tensor:
-    return torch.cat([model(text[None], **positions(model, text), return_dict=True).logits[0] for text in texts()])
-
-
-def positions(model: Any, text: torch.Tensor) -> dict[str, torch.Tensor]:
-    """RoBERTa's positions, in which transformers skips tokens that equal pad_token_id; random ids contain it."""
-    if model.config.model_type != "roberta":
-        return {}
-    return {"position_ids": torch.arange(len(text))[None] + model.config.pad_token_id + 1}
+    return torch.cat([model(text[None], return_dict=True).logits[0] for text in texts()])
 
 
 @torch.no_grad()
@@ -110,8 +103,12 @@ def tolerance(model: Any, fp32: torch.Tensor) -> float:
     exact.config._experts_implementation = "eager"  # the default has no fp64
     if exact.config.model_type == "gpt2":
         exact.config._attn_implementation = "sdpa"  # its upcasting has no fp64 in eager mode
-    own = (judged(exact) - fp32).abs().max().item()
-    return 8 * (own + LENGTH * EPS * fp32.abs().max().item())
+    return bound((judged(exact) - fp32).abs().max().item(), fp32.abs().max().item())
+
+
+def bound(own: float, size: float) -> float:
+    """The limit of a difference to transformers: `own` is the fp32 error of transformers, `size` the largest value."""
+    return 8 * (own + LENGTH * EPS * size)
 
 
 def judged_windows(model: Any) -> list[int | None]:

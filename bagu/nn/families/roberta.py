@@ -1,6 +1,6 @@
 """RoBERTa with its masked-LM head: a BERT whose positions start at row pad_token_id + 1 of their table.
 
-transformers gives padding tokens no position; a packed batch has no padding, so here every token has one.
+As in transformers, a token pad_token_id inside a text takes no position (`LearnedEncoding.skip_padding`).
 """
 
 from __future__ import annotations
