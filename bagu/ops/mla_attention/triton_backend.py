@@ -15,8 +15,8 @@ from bagu.ops.attention.block_sizes import is_hopper, width
 from bagu.ops.attention.shape import side_by_side
 from bagu.ops.launch import fp32_pair, next_power_of_2, num_sms, triton_acc
 from bagu.ops.mla_attention.mla_kernels import mla_kernel
-from bagu.ops.paged_attention.paged_kernels import join_kernel
-from bagu.ops.paged_attention.triton_backend import JOINED, LOG2E, Tile
+from bagu.ops.paged_attention.join import join
+from bagu.ops.paged_attention.triton_backend import LOG2E, Tile
 from bagu.ops.signature import accumulator
 
 __all__ = ["forward"]
@@ -89,10 +89,7 @@ def forward(
             WINDOW=window is not None, ACC=triton_acc(q.dtype), **sizes,
         )  # fmt: skip
     if splits > 1:
-        join_kernel[(T * H,)](
-            parts, part_lse, out, lse, splits, T * H, E=rank, EW=width(rank), P=JOINED, ACC=triton_acc(q.dtype),
-            num_warps=max(1, width(rank) // 128),
-        )  # fmt: skip
+        join(parts, part_lse, out, lse)
     return out, lse
 
 

@@ -1,4 +1,4 @@
-"""The kernels of paged attention: a program computes a tile of queries over a range of keys; another kernel joins them.
+"""The kernels of paged attention: a program computes a tile of queries over a range of keys; join.py joins them.
 
 The rows of a tile are the query heads of one key head, for one or several tokens of one sequence, so that keys and
 values are read once for all of them. A decode has one token per tile. The keys may be split into ranges of a fixed
@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from bagu.ops.attention.score_kernels import LN2, LOG2E, score
 from bagu.ops.paged_attention.byte_planes import planes
 
-__all__ = ["join_kernel", "paged_kernel", "sequence_of"]
+__all__ = ["paged_kernel", "sequence_of"]
 
 
 @triton.jit
@@ -80,6 +81,7 @@ def paged_kernel(
     B: tl.constexpr, D: tl.constexpr, E: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr,
     DW: tl.constexpr, EW: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr,
     WINDOW: tl.constexpr, FAR: tl.constexpr, WORDS: tl.constexpr, FP8: tl.constexpr, ACC: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     tile, g, split = tl.program_id(0) // groups, tl.program_id(0) % groups, tl.program_id(1)
     s, block = tile, 0
@@ -115,6 +117,8 @@ def paged_kernel(
             tl.store(lse_ptr + into, tl.full([M], float("-inf"), ACC), real)
             return
 
+    if SPLITS and EARLY:  # the programs of join_kernel may start once every program of this kernel has
+        gdc_launch_dependents()
     ALIBI: tl.constexpr = slopes_ptr is not None
     q_at, c = row * q_stride + h * q_head_stride, tl.arange(0, DW)
     q = tl.load(q_ptr + q_at[:, None] + c[None, :], real[:, None] & (c < D)[None, :], 0.0)
@@ -184,27 +188,3 @@ def paged_kernel(
     for w in tl.static_range(WORDS):
         at = out_ptr + into[:, None] * E + (e + w)[None, :]
         tl.store(at, mixed[w] / total, real[:, None] & (e + w < E)[None, :])
-
-
-@triton.jit(do_not_specialize=["splits", "rows"])
-def join_kernel(
-    parts_ptr, part_lse_ptr, out_ptr, lse_ptr, splits, rows, E: tl.constexpr, EW: tl.constexpr, P: tl.constexpr,
-    ACC: tl.constexpr,
-):  # fmt: skip
-    """out and lse of one query head, from the results of its ranges of keys, P at a time."""
-    row, e = tl.program_id(0).to(tl.int64), tl.arange(0, EW)
-    top, total = tl.full([], float("-inf"), ACC), tl.zeros([], ACC)
-    mixed = tl.zeros([EW], ACC)
-    for at in range(0, splits, P):
-        p = at + tl.arange(0, P)
-        source = p.to(tl.int64) * rows + row
-        lse = tl.load(part_lse_ptr + source, p < splits, float("-inf"))
-        higher = tl.maximum(top, tl.max(lse, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        kept, weight = tl.exp2(top - base), tl.exp2(lse - base)
-        there = (lse > float("-inf"))[:, None] & (e < E)[None, :]  # a range without keys wrote no values
-        parts = tl.load(parts_ptr + source[:, None] * E + e[None, :], there, 0.0)
-        mixed = mixed * kept + tl.sum(weight[:, None] * parts, 0)
-        top, total = higher, total * kept + tl.sum(weight, 0)
-    tl.store(lse_ptr + row, (top + tl.log2(total)) * LN2)
-    tl.store(out_ptr + row * E + e, mixed / tl.where(total == 0.0, 1.0, total), e < E)

@@ -14,7 +14,8 @@ import triton
 from bagu.ops.attention.block_sizes import width
 from bagu.ops.attention.shape import side_by_side
 from bagu.ops.launch import fp32_pair, next_power_of_2, num_sms, triton_acc
-from bagu.ops.paged_attention.paged_kernels import join_kernel, paged_kernel
+from bagu.ops.paged_attention.join import join, starts_early
+from bagu.ops.paged_attention.paged_kernels import paged_kernel
 from bagu.ops.paged_attention.pages import check_invariant
 from bagu.ops.signature import accumulator
 
@@ -22,7 +23,6 @@ __all__ = ["attend_invariant", "forward", "invariant_forward"]
 
 LOG2E = 1.4426950408889634
 SHORTEST = 256  # keys of a range
-JOINED = 16  # ranges that the join reads at once
 BUSY = 0.9  # share of the time of full waves from which no further split pays
 
 
@@ -170,10 +170,8 @@ def attend(
         q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], *k_steps, *v_steps, split,
         B=B, D=D, E=E, TOKENS=tokens, HEADS=heads, N=tile.N, DW=width(D), EW=width(E), SPLITS=splits > 1,
         STAGES=tile.stages, ONE=one, WINDOW=window is not None, FAR=far, WORDS=4 if words else 1, FP8=fp8,
-        ACC=triton_acc(q.dtype), num_warps=tile.warps, maxnreg=tile.registers,
+        ACC=triton_acc(q.dtype), EARLY=starts_early(q.device), num_warps=tile.warps, maxnreg=tile.registers,
     )  # fmt: skip
     if splits > 1:
-        join_kernel[(T * H,)](
-            parts, part_lse, out, lse, splits, T * H, E=E, EW=width(E), P=JOINED, ACC=triton_acc(q.dtype), num_warps=1
-        )
+        join(parts, part_lse, out, lse)
     return out, lse
