@@ -42,6 +42,19 @@ def test_a_segment_has_the_same_bits_whatever_the_others_hold(dtype: torch.dtype
         assert torch.equal(y[3:8], z[3:8])
 
 
+def test_blocks_before_the_window_are_not_read() -> None:
+    """The loop multiplies the values of a block one iteration later: the first iteration must not read the block before
+    the window, since 0 * NaN is NaN. The window of query 256 begins at 254, in the block of keys from 128 on."""
+    q, k, v, cu, longest = draw([260], H=1, dtype=torch.float16)
+    other = [x.clone() for x in (q, k, v)]
+    other[1][:128], other[2][:128] = torch.nan, torch.nan
+    (out, lse, dq, *_), (same, same_lse, same_dq, *_) = (
+        run(leaves, cu, longest, window=3) for leaves in ([q, k, v], other)
+    )
+    for y, z in ((out, same), (lse, same_lse), (dq, same_dq)):
+        assert torch.equal(y[256:], z[256:])
+
+
 @pytest.mark.parametrize("dtype", KINDS)
 def test_the_same_call_gives_the_same_bits(dtype: torch.dtype) -> None:
     q, k, v, cu, longest = draw([40, 5], G=1, dtype=dtype)

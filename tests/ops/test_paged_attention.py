@@ -165,3 +165,30 @@ def test_decodes_conform_without_a_compiler(case: Case, dtype: torch.dtype, monk
         check(PAGED, case, dtype, lambda **args: call(PAGED, None, **args))
     finally:
         native.library.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs")
+def test_a_split_decode_has_the_same_bits_in_a_cuda_graph() -> None:
+    """The join of key ranges is a dependent launch, and reads nothing before the ranges are complete."""
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 256, 16, 2, 64, device="cuda", dtype=torch.bfloat16).unbind(0)
+    made = {
+        "q": torch.randn(2, 8, 64, device="cuda", dtype=torch.bfloat16), "k_cache": k, "v_cache": v,
+        "block_tables": torch.randperm(256, device="cuda", dtype=torch.int32).view(2, 128),
+        "cu_seqlens": torch.arange(3, device="cuda", dtype=torch.int32),
+        "context_lens": torch.tensor([2048, 1999], device="cuda", dtype=torch.int32), "max_len": 1, "max_context": 2048,
+    }  # fmt: skip
+    for _ in range(3):  # compiled, then recorded, then replayed
+        ops.paged_attention(**made, backend="triton")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = ops.paged_attention(**made, backend="triton")
+    for _ in range(20):
+        made["q"].normal_()
+        graph.replay()
+        for x, y in zip(found, ops.paged_attention(**made, backend="triton"), strict=True):
+            assert torch.equal(x, y)
+    for x, y in zip(found, ops.paged_attention(**made, backend="torch"), strict=True):
+        torch.testing.assert_close(x, y, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=torch.finfo(torch.bfloat16).eps)
