@@ -78,13 +78,14 @@ def dq_kernel(
         k = load_rows(k_rows, at, length, k_stride, D, N, DW, TMA)
         v = load_rows(v_rows, at, length, v_stride, E, N, EW, TMA)
         product = tl.dot(q, k.T, input_precision="ieee")
+        dp = tl.dot(do, v.T, input_precision="ieee")  # before the softmax: 2 % faster than after it
         s = score(product, i[:, None], j[None, :], slope, scale, cap, RAW, CAP, ALIBI)
         if RAW:
             s = s * scale
         p = tl.exp2(s - log2[:, None])
         if at >= masked_from:
             p = tl.where(seen(i[:, None], j[None, :], length, window, CAUSAL, WINDOW), p, 0.0)
-        ds = p * (tl.dot(do, v.T, input_precision="ieee") - delta[:, None])
+        ds = p * (dp - delta[:, None])
         if CAP:
             ds = ds * cap_slope(product, scale)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee", out_dtype=ACC)
@@ -130,10 +131,10 @@ def dkdv_kernel(
     do_heads = heads_of(dout_ptr, begin, g * per_group, per_group, length, dout_stride, dout_head_stride, E, M, EW, TMA)
     stats_ptr += 2 * (g * per_group * T + begin)
     blocks = tl.cdiv(end - first, M)
-    for step in tl.range(0, per_group * blocks, num_stages=STAGES):
-        n, at = 0, first + step * M
-        if GROUPED:  # one loop over heads and blocks: a nested loop makes the compiler spill
-            n, at = step // blocks, first + step % blocks * M
+    # One loop over heads and blocks: a nested loop makes the compiler spill. The head and the block are carried: a
+    # division in the loop takes 9 % of the kernel's time (journal 004).
+    n, at = 0, first
+    for _ in tl.range(0, per_group * blocks, num_stages=STAGES):
         i = at + tl.arange(0, M)
         slope = 0.0
         if ALIBI:
@@ -157,6 +158,9 @@ def dkdv_kernel(
         if CAP:
             ds = ds * cap_slope(product, scale)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee", out_dtype=ACC)
+        at += M
+        if GROUPED:
+            n, at = tl.where(at < end, n, n + 1), tl.where(at < end, at, first)
 
     dk = dk * (scale * cap * LN2)
     r, d, e = tl.arange(0, N), tl.arange(0, DW), tl.arange(0, EW)
