@@ -162,7 +162,10 @@ class PackedLinear:
         wide = torch.nn.functional.pad(weight, (0, padded_inputs(self.K, "int4") - self.K))
         packed, scales, _ = quantize_int4(wide)
         tiles = self._tiles(unpacked(packed)).unflatten(2, (-1, 4)).transpose(1, 2)
-        pairs = tiles[:, :, : self.lanes] | tiles[:, :, self.lanes :] << 4
+        low, high = tiles[:, :, : self.lanes], tiles[:, :, self.lanes :]
+        if library().bagu_int4_signed_high():
+            high = high ^ 8  # q - 8 in two's complement
+        pairs = low | high << 4
         return pairs.contiguous(), self._tiles(scales).transpose(1, 2).contiguous()
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

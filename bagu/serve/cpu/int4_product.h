@@ -5,11 +5,15 @@
 //
 //     sum_k x_k (q_k - 8) = sum_k x_k q_k - 8 sum_k x_k
 //
-// q as it is stored is a valid factor of a dot product of bytes on every CPU, and 8 sum_k x_k is computed once a token.
+// 8 sum_k x_k is computed once per token.
 //
 // A tile has TILE_N outputs and is stored as [K / 4, W, 4] bytes. The low half of a byte is the value of one of the
-// first W outputs, the high half that of the same one of the other W, so a vector of bytes is two operands of a dot
-// product after one mask and one shift. Scales are [G, TILE_N] a tile. K is padded to a multiple of 16, not of a group.
+// first W outputs, the high half that of the same one of the other W. Scales are [G, TILE_N] per tile. K is padded to a
+// multiple of 16, not of a group.
+//
+// x86 multiplies signed by unsigned bytes: both halves hold q, and a vector of bytes becomes two operands after one mask
+// and one shift. ARM multiplies signed bytes: the high half holds q - 8 in two's complement (SIGNED_HIGH), so a whole
+// byte is low + 16 (high - 8) and is an operand itself, without the shift. The low part is subtracted once per group.
 //
 // Dims: K = inputs, G = groups, W = lanes of a vector, R = tokens of a tile.
 #pragma once
@@ -75,24 +79,38 @@ inline Group quantize(const float* x, int64_t count, int8_t* to, int64_t room) {
 }
 
 #if defined(__ARM_FEATURE_DOTPROD) && !defined(BAGU_PORTABLE)
-// acc[R][2] += 16 inputs of R tokens, which are `stride` apart, times one tile.
+constexpr bool SIGNED_HIGH = true;
+
+// acc[R][2] += 16 inputs of R tokens, which are `stride` apart, times one tile: its low halves, and its whole bytes.
 template <int R>
 inline void add_dots(const int8_t* x, int64_t stride, const int4_pair* w, ivec (*acc)[2]) {
     int8x16_t xs[R];
     for (int r = 0; r < R; r++) xs[r] = vld1q_s8(x + r * stride);
     auto add = [&](auto lane) {  // a constant, as the intrinsic wants it
         uint8x16_t pairs = vld1q_u8(&w->bits + lane * 16);
-        int8x16_t low = vreinterpretq_s8_u8(vandq_u8(pairs, vdupq_n_u8(15)));
-        int8x16_t high = vreinterpretq_s8_u8(vshrq_n_u8(pairs, 4));
+        int8x16_t low = vreinterpretq_s8_u8(vandq_u8(pairs, vdupq_n_u8(15))), whole = vreinterpretq_s8_u8(pairs);
         for (int r = 0; r < R; r++) {
             acc[r][0] = (ivec)vdotq_laneq_s32((int32x4_t)acc[r][0], low, xs[r], lane);
-            acc[r][1] = (ivec)vdotq_laneq_s32((int32x4_t)acc[r][1], high, xs[r], lane);
+            acc[r][1] = (ivec)vdotq_laneq_s32((int32x4_t)acc[r][1], whole, xs[r], lane);
         }
     };
     add(std::integral_constant<int, 0>{}), add(std::integral_constant<int, 1>{});
     add(std::integral_constant<int, 2>{}), add(std::integral_constant<int, 3>{});
 }
-#elif defined(__AVX2__) && (!defined(__AVX512F__) || defined(__AVX512BW__)) && !defined(BAGU_PORTABLE)
+
+// sum_k x_k (q_k - 8) of a group for the outputs of both halves. `offset` is 8 sum_k x_k.
+inline void group_sums(const ivec* acc, int32_t offset, vec* sums) {
+    sums[0] = __builtin_convertvector(acc[0] - offset, vec);
+    sums[1] = (vec)vcvtq_n_f32_s32((int32x4_t)(acc[1] - acc[0]), 4);  // divided by 2^4
+}
+#else
+constexpr bool SIGNED_HIGH = false;
+
+inline void group_sums(const ivec* acc, int32_t offset, vec* sums) {
+    for (int v = 0; v < 2; v++) sums[v] = __builtin_convertvector(acc[v] - offset, vec);
+}
+
+#if defined(__AVX2__) && (!defined(__AVX512F__) || defined(__AVX512BW__)) && !defined(BAGU_PORTABLE)
 #if defined(__AVX512F__)
 typedef __m512i bytes;
 inline bytes low_half(bytes b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
@@ -147,6 +165,7 @@ inline void add_dots(const int8_t* x, int64_t stride, const int4_pair* w, ivec (
         }
 }
 #endif
+#endif
 
 // sums[R][2] = x[R, K] times one tile, K a multiple of INT4_K_STEP.
 template <int R>
@@ -163,8 +182,9 @@ void int4_product(const int8_t* x, const Group* groups, int64_t K, int64_t G, co
         vec scale[2] = {load(scales + g * TILE_N), load(scales + g * TILE_N + W)};
         for (int r = 0; r < R; r++) {
             const Group& own = groups[r * G + g];
-            for (int v = 0; v < 2; v++)
-                sums[r][v] = fma(__builtin_convertvector(acc[r][v] - own.offset, vec), scale[v] * own.scale, sums[r][v]);
+            vec exact[2];
+            group_sums(acc[r], own.offset, exact);
+            for (int v = 0; v < 2; v++) sums[r][v] = fma(exact[v], scale[v] * own.scale, sums[r][v]);
         }
     }
 }

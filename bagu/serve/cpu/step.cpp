@@ -242,6 +242,7 @@ int bagu_lanes() { return bagu::W; }
 int bagu_int8_dot() { return bagu::DOT; }      // inputs of one lane of a dot product; 1: none, activations stay fp32
 int bagu_int8_k_step() { return bagu::K_STEP; }
 int bagu_int4_k_step() { return bagu::INT4_K_STEP; }
+int bagu_int4_signed_high() { return bagu::SIGNED_HIGH; }  // 1: the high half of a byte holds q - 8
 
 #define STEP(NAME, WEIGHT, TYPE) \
     void NAME(const bagu::Model* model, const bagu::Step* step) { bagu::run<WEIGHT, TYPE>(*model, *step); }
