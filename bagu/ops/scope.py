@@ -22,7 +22,7 @@ import torch
 from bagu.errors import BackendError
 from bagu.ops.eager import constant
 
-__all__ = ["Choice", "chosen", "current", "enter", "keep_for_recompute", "leave"]
+__all__ = ["Choice", "chosen", "current", "enter", "keep_for_recompute", "leave", "opened"]
 
 
 class Choice(NamedTuple):
@@ -37,6 +37,7 @@ class _Entry(NamedTuple):
 
 NOTHING = Choice()
 _stack: ContextVar[tuple[_Entry, ...]] = ContextVar("bagu.ops.scope", default=())
+opened = _stack.get  # the choices around the current eager call, the innermost last
 
 # The globals that compiled code reads and guards on, and the open choices they come from, the newest last.
 _backend: str | None = None

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from bagu import ops
 from bagu.nn import drop_in
+from bagu.ops.catalogue import SPECS
 from tests.nn.fp64 import assert_as_accurate, results
 
 torch.manual_seed(0)
@@ -123,6 +126,25 @@ def test_int8_linear_is_a_linear_that_rounds_and_trains() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 2 and not torch.equal(before, layer.weight)
+
+
+@pytest.mark.parametrize("name, op", [("linear", "matmul"), ("conv", "conv2d"), ("conv, same", "conv2d")])
+def test_on_a_cpu_a_product_is_torchs_own_call_unless_something_is_chosen(name: str, op: str) -> None:
+    """Dispatch adds a route for every kind of call it has not seen, so a direct call adds none."""
+    make, shape = LAYERS[name]
+    theirs, ours, routes = make(nn), make(drop_in), SPECS[op].routes
+    ours.load_state_dict(theirs.state_dict())
+    routes.clear()
+    x = torch.randn(shape)
+    y = ours(x)
+    assert torch.equal(y, theirs(x)) and y.grad_fn.name() == theirs(x).grad_fn.name() and not routes
+    if name == "linear":
+        with ops.invariant():
+            assert ours(x).grad_fn.name() != y.grad_fn.name() and len(routes) == 1
+        checkpoint(ours, x, use_reentrant=False)
+        assert len(routes) == 2  # a block stores the choice, for its second forward
+        with torch.autocast("cpu", torch.bfloat16):
+            assert ours(x).dtype == torch.bfloat16 and len(routes) == 3
 
 
 def test_integers_and_other_inputs_raise_what_torch_raises() -> None:

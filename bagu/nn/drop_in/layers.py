@@ -5,6 +5,8 @@ tensors, mixed dtypes), torch's own forward runs, so a layer accepts whatever it
 
 Inside torch.autocast, products run in autocast's dtype, as torch's do; norms run torch's own forward, which returns
 fp32 there on some devices.
+
+On a CPU the fp32 ops of Linear and Conv2d are torch's own functions, so these layers run torch's forward directly.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 
 from bagu import ops
+from bagu.ops.dispatch import calls_torch
 from bagu.ops.eager import autocasting
 
 __all__ = ["BatchNorm2d", "Conv2d", "Embedding", "GroupNorm", "Int8Linear", "LayerNorm", "Linear", "RMSNorm"]
@@ -39,6 +42,8 @@ def supported(x: torch.Tensor, *weights: torch.Tensor | None) -> bool:
 
 class Linear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if calls_torch(input):
+            return nn.functional.linear(input, self.weight, self.bias)
         x, w, b = autocast(input, self.weight, self.bias)
         if not supported(x, w, b):
             return super().forward(input)
@@ -61,6 +66,8 @@ class Int8Linear(nn.Linear):
 
 class Conv2d(nn.Conv2d):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if calls_torch(input):
+            return self._conv_forward(input, self.weight, self.bias)
         x, w, b = autocast(input, self.weight, self.bias)
         numbers = not isinstance(self.padding, str)  # "same" may pad one side more, which the op does not
         if self.padding_mode != "zeros" or not numbers or x.ndim != 4 or not supported(x, w, b):

@@ -43,11 +43,10 @@ def forward(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, stride_h: int, stride_w: int, pad_h: int, pad_w: int,
     dilation_h: int, dilation_w: int, groups: int, activation: str | None,
 ) -> tuple[torch.Tensor]:  # fmt: skip
-    wide = _wide(x, activation)
-    z = convolved(
-        x.to(wide), w.to(wide), None if bias is None else bias.to(wide),
-        (stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w), groups,
-    )  # fmt: skip
+    wide, steps = _wide(x, activation), ((stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w))
+    if wide == x.dtype:
+        return (activate(convolved(x, w, bias, *steps, groups), activation),)
+    z = convolved(x.to(wide), w.to(wide), None if bias is None else bias.to(wide), *steps, groups)
     return (activate(z, activation).to(x.dtype),)
 
 
