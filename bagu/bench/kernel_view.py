@@ -26,7 +26,7 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.core import Case, OpSpec
 from bagu.ops.offline import Launch, compile_launch, disassemble, launches, specialization
 
-__all__ = ["Compiled", "parse_tuning", "show_difference", "show_kernels", "view"]
+__all__ = ["Compiled", "inspect_launch", "parse_tuning", "show_difference", "show_kernels", "view"]
 
 STAGES = ("ttir", "ttgir", "llir", "ptx")
 INSTRUCTIONS = {  # in SASS. A name has dots after it: HGMMA.64x128x16.F32.BF16
@@ -58,7 +58,7 @@ class Compiled:
     shared: int  # bytes
     occupancy: Occupancy
     counts: Mapping[str, int]  # of INSTRUCTIONS
-    folder: str
+    folder: str | None
 
 
 def view(
@@ -72,17 +72,19 @@ def view(
         _, _, key = specialization(launch)
         if key not in seen:
             seen.add(key)
-            found.append(_compiled(launch, arch, out / f"{len(found)}-{launch.step}-{launch.name.strip('_')}"))
+            found.append(inspect_launch(launch, arch, out / f"{len(found)}-{launch.step}-{launch.name.strip('_')}"))
     return found
 
 
-def _compiled(launch: Launch, arch: str, folder: Path) -> Compiled:
+def inspect_launch(launch: Launch, arch: str, folder: Path | None = None) -> Compiled:
+    """Compile the kernel of a launch and read its facts; with `folder`, write its stages there."""
     kernel = compile_launch(launch, arch)
     code = disassemble(kernel.asm["cubin"])
-    folder.mkdir(parents=True, exist_ok=True)
-    for stage in STAGES:
-        (folder / f"kernel.{stage}").write_text(kernel.asm[stage])
-    (folder / "kernel.sass").write_text(code)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for stage in STAGES:
+            (folder / f"kernel.{stage}").write_text(kernel.asm[stage])
+        (folder / "kernel.sass").write_text(code)
     registers, shared, warps = int(re.search(r"REG:(\d+)", code)[1]), kernel.metadata.shared, kernel.metadata.num_warps  # type: ignore[index]
     return Compiled(
         step=launch.step,
@@ -95,7 +97,7 @@ def _compiled(launch: Launch, arch: str, folder: Path) -> Compiled:
         shared=shared,
         occupancy=occupancy(arch, registers=registers, shared=shared, warps=warps),
         counts={name: len(re.findall(pattern, code, re.MULTILINE)) for name, pattern in INSTRUCTIONS.items()},
-        folder=str(folder),
+        folder=None if folder is None else str(folder),
     )
 
 
