@@ -1,16 +1,33 @@
-"""Confidence intervals over a few seeds."""
+"""Confidence intervals over a few seeds or rounds."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
-__all__ = ["interval"]
+__all__ = ["Interval", "interval", "of_ratio"]
 
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # two-sided 95 % quantile of Student's t, by the number of values
+# two-sided 95 % quantile of Student's t, by the number of values
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+
+
+class Interval(NamedTuple):
+    """A mean and the ends of its 95 % confidence interval."""
+
+    mean: float
+    low: float
+    high: float
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """The mean, and the half width of its 95 % confidence interval."""
     spread = statistics.stdev(values)
     return statistics.fmean(values), STUDENT[len(values)] * spread / len(values) ** 0.5
+
+
+def of_ratio(a: Sequence[float], b: Sequence[float]) -> Interval:
+    """The geometric mean of the ratios a[i] / b[i], by a t-interval of their logarithms."""
+    mean, half = interval([math.log(x / y) for x, y in zip(a, b, strict=True)])
+    return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))

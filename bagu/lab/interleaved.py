@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import inf
 
 from bagu.machine.timing import measure
+
+__all__ = ["best_times", "round_times"]
+
+
+def round_times(
+    ways: Mapping[str, Callable[[], object]], device: str, *, seconds: float, rounds: int = 3
+) -> dict[str, list[float]]:
+    """Seconds per call of each: its median in every round.
+
+    Each round samples an implementation for `seconds`, at least once. Caches are not flushed: data that fit stay there.
+    """
+    medians: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, call in ways.items():
+            timing = measure(call, device, warmup=1, min_samples=1, seconds=seconds, flush_l2=False)
+            medians[name].append(timing.median_s)
+    return medians
 
 
 def best_times(
     ways: Mapping[str, Callable[[], object]], device: str, *, seconds: float, rounds: int = 3
 ) -> dict[str, float]:
-    """Seconds per call of each: the best of the rounds' medians, because other load can only make a call slower.
-
-    Each round samples an implementation for `seconds`, at least once. Caches are not flushed: data that fit stay there.
-    """
-    best = dict.fromkeys(ways, inf)
-    for _ in range(rounds):
-        for name, call in ways.items():
-            timing = measure(call, device, warmup=1, min_samples=1, seconds=seconds, flush_l2=False)
-            best[name] = min(best[name], timing.median_s)
-    return best
+    """The best of the rounds' medians, because other load can only make a call slower."""
+    return {name: min(times) for name, times in round_times(ways, device, seconds=seconds, rounds=rounds).items()}

@@ -26,6 +26,7 @@ from bagu.machine.device import this_machine
 from tests.lab import (
     test_dpo_reward_model,
     test_ppo_grpo,
+    test_quantization_error,
     test_quantization_quality,
     test_reward_hacking,
     test_rollout_parity,
@@ -46,6 +47,7 @@ ROWS: dict[str, dict[str, list[int]]] = {
 CHECKS: dict[str, Callable[[Sequence[Row]], None]] = {  # of the rows of one lab
     "dpo_reward_model": test_dpo_reward_model.check_rows,
     "ppo_grpo": test_ppo_grpo.check_rows,
+    "quantization_error": test_quantization_error.check_rows,
     "quantization_quality": test_quantization_quality.check_rows,
     "reward_hacking": test_reward_hacking.check_rows,
     "rollout_parity": test_rollout_parity.check_rows,

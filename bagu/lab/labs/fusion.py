@@ -75,10 +75,10 @@ def steps_anew(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor) -> tupl
     return s * torch.rsqrt((s * s).mean(-1, keepdim=True) + EPS) * w, s
 
 
-def tiles(b: Buffers) -> Iterator[Buffers]:
+def tiles(b: Buffers, elements: int = TILE_ELEMENTS) -> Iterator[Buffers]:
     """Views of a few rows each. Their intermediates share one small buffer, which stays in the cache."""
     M, N = b.x.shape
-    rows = max(1, TILE_ELEMENTS // N)
+    rows = max(1, elements // N)
     for start, stop in pairwise([*range(0, M, rows), M]):
         cut, reused = slice(start, stop), slice(0, stop - start)
         yield Buffers(b.x[cut], b.residual[cut], b.w, b.s[cut], b.y[cut], b.q[reused], b.n[reused], b.m[reused])

@@ -1,0 +1,27 @@
+"""The largest of many normal numbers, which is the range of a scale: predicts the error of rounding to integers.
+
+Rounding with step t adds noise of variance t^2 / 12. With a scale per row, t is the largest magnitude of the row over
+the number of steps, so the noise follows from the expected square of that maximum:
+
+    P(max |x| <= u) = prod_i erf(u / (sqrt(2) s_i))        E[max^2] = integral of 2 u (1 - P(max |x| <= u)) du
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["mean_square_peak"]
+
+POINTS, REACH = 20_000, 10.0  # of the integral, and its end in standard deviations: 2^64 numbers stay below 10
+
+
+def mean_square_peak(count: int, *, loud: int = 0, loudness: float = 1.0) -> float:
+    """E[max^2] of `count` normal numbers, of which `loud` have standard deviation `loudness` and the others 1."""
+    u = torch.linspace(0, REACH * max(loudness, 1.0), POINTS, dtype=torch.float64)
+    below = (count - loud) * _log_inside(u) + (loud * _log_inside(u / loudness) if loud else 0.0)
+    return float(torch.trapezoid(2 * u * -torch.expm1(below), u))
+
+
+def _log_inside(u: torch.Tensor) -> torch.Tensor:
+    """log P(|N| <= u); at 0 the logarithm of the smallest number, because 0 times -inf would be NaN."""
+    return torch.log1p(-torch.erfc(u / 2**0.5)).clamp(min=-700.0)
