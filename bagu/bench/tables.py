@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bagu.bench import demo_table, formats_table, parallel_table, plan_table, serve_table, train_table
+from bagu.bench import (
+    demo_table,
+    formats_table,
+    parallel_table,
+    plan_table,
+    quantization_table,
+    serve_table,
+    train_table,
+)
 from bagu.errors import BaguError
 from bagu.runs.record import append_rows, read_rows
 
@@ -29,6 +37,7 @@ PARALLEL_BEGIN, PARALLEL_END = "<!-- bench:parallel:begin -->", "<!-- bench:para
 DEMO_BEGIN, DEMO_END = "<!-- bench:demo:begin -->", "<!-- bench:demo:end -->"
 FORMATS_BEGIN, FORMATS_END = "<!-- bench:formats:begin -->", "<!-- bench:formats:end -->"
 PLAN_BEGIN, PLAN_END = "<!-- bench:plan:begin -->", "<!-- bench:plan:end -->"
+QUANTIZATION_BEGIN, QUANTIZATION_END = "<!-- bench:quantization:begin -->", "<!-- bench:quantization:end -->"
 PEERS = ("eager", "compile", "liger")
 
 Row = Mapping[str, Any]
@@ -74,6 +83,7 @@ CHINESE = Words(
 PARALLEL_FILE = "docs/parallel/data_parallel.md"
 FORMATS_FILE = "docs/formats.md"
 PLAN_FILE = "docs/planner.md"
+QUANTIZATION_FILE = "docs/quantization.md"
 FILES = {"README.md": (ENGLISH, False), "README.zh.md": (CHINESE, False), "docs/benchmarks.md": (ENGLISH, True)}
 
 
@@ -258,6 +268,14 @@ def _update(root: Path, *, check: bool) -> int:
     ]
     texts[FORMATS_FILE] = [(formats_table.render(inference, quality), (FORMATS_BEGIN, FORMATS_END))]
     texts[PLAN_FILE] = [(plan_table.render(inference), (PLAN_BEGIN, PLAN_END))]
+    labs = {
+        lab: [
+            json.loads(p.read_text(encoding="utf-8"))
+            for p in sorted(root.glob(f"benchmarks/results/labs/{lab}/*.json"))
+        ]
+        for lab in quantization_table.LABS
+    }
+    texts[QUANTIZATION_FILE] = [(quantization_table.render(labs), (QUANTIZATION_BEGIN, QUANTIZATION_END))]
     stale = []
     for name, parts in texts.items():
         path = root / name

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bagu.bench import demo_table, formats_table, serve_table, tables, train_table
+from bagu.bench import demo_table, formats_table, quantization_table, serve_table, tables, train_table
 from bagu.errors import BaguError
 
 MARKS = (
@@ -48,6 +48,7 @@ def checkout(folder: Path, rows: list[dict[str, Any]]) -> Path:
     (folder / tables.PARALLEL_FILE).write_text(f"{tables.PARALLEL_BEGIN}\nold\n{tables.PARALLEL_END}\n")
     (folder / tables.FORMATS_FILE).write_text(f"{tables.FORMATS_BEGIN}\nold\n{tables.FORMATS_END}\n")
     (folder / tables.PLAN_FILE).write_text(f"{tables.PLAN_BEGIN}\nold\n{tables.PLAN_END}\n")
+    (folder / tables.QUANTIZATION_FILE).write_text(f"{tables.QUANTIZATION_BEGIN}\nold\n{tables.QUANTIZATION_END}\n")
     for name in tables.FILES:
         (folder / name).write_text(PAGE, encoding="utf-8")
     return folder
@@ -268,3 +269,31 @@ def test_formats_have_size_quality_and_speed_beside_llama_cpp() -> None:
     assert "| int8 | 8 | 134 MB | – | – |" in text
     assert "| a | int8 | 90 | 300 | Q8_0 | 100 | 200 | 0.90× | 1.50× |" in text, "both of the latest run"
     assert formats_table.NO_SPEED in formats_table.render([], quality)
+
+
+def lab_result(rows: list[dict[str, Any]], time: str, machine: str = "a") -> dict[str, Any]:
+    return {"rows": rows, "machine": machine, "environment": {"time": time}}
+
+
+def test_quantization_has_errors_by_scale_and_outliers_and_speeds() -> None:
+    errors = [
+        {"weights": "Gaussian", "format": "int8", "scale_per": sharing, "output_error_percent": error + seed,
+         "predicted_error_percent": error}
+        for sharing, error in (("tensor", 3.0), ("row", 2.0), ("group", 1.0)) for seed in (0.0, 0.5)
+    ]  # fmt: skip
+    products = [
+        {"part": "error", "method": method, "outlier_percent": 1.0, "error_percent": error,
+         "predicted_error_percent": 2.0}
+        for method, error in (("plain", 5.0), ("smooth", 2.0), ("rotate", 1.0))
+    ] + [{"part": "speed", "method": "int8", "size": 4096, "time_us": 98.0, "rate_top_per_s": 1402.4, "speedup": 1.8,
+          "speedup_low": 1.7, "speedup_high": 1.9}]  # fmt: skip
+    results = {
+        "quantization_error": [lab_result(errors, "2026-08-02T10:00:00+00:00"), lab_result([], "2026-08-01T10:00:00+00:00")],
+        "int8_matmul": [lab_result(products, "1", "b"), lab_result(products, "1", "c")],
+    }
+    text = quantization_table.render(results)
+    assert "| Gaussian | int8 | 3.25 (3.00–3.50) | 2.25 (2.00–2.50) | 1.25 (1.00–1.50) | 3.00 / 2.00 / 1.00 |" in text
+    assert "| 1 % | 5.00 (5.00–5.00), 2.00 | 2.00 (2.00–2.00), 2.00 | 1.00 (1.00–1.00), 2.00 |" in text
+    assert all(f"| {machine} | int8 | 4096³ | 98 | 1,402.40 | 1.80× (1.70–1.90) |" in text for machine in "bc")
+    assert "on a, 2026-08-02." in text
+    assert quantization_table.render({}) == quantization_table.NOTHING
