@@ -288,7 +288,10 @@ def test_quantization_has_errors_by_scale_and_outliers_and_speeds() -> None:
     ] + [{"part": "speed", "method": "int8", "size": 4096, "time_us": 98.0, "rate_top_per_s": 1402.4, "speedup": 1.8,
           "speedup_low": 1.7, "speedup_high": 1.9}]  # fmt: skip
     results = {
-        "quantization_error": [lab_result(errors, "2026-08-02T10:00:00+00:00"), lab_result([], "2026-08-01T10:00:00+00:00")],
+        "quantization_error": [
+            lab_result(errors, "2026-08-02T10:00:00+00:00"),
+            lab_result([], "2026-08-01T10:00:00+00:00"),
+        ],
         "int8_matmul": [lab_result(products, "1", "b"), lab_result(products, "1", "c")],
     }
     text = quantization_table.render(results)

@@ -151,11 +151,12 @@ def measured(chosen: Sequence[Variant], setting: Setting) -> list[Row]:
     capability = this_machine().gpus[0].capability
     arch = f"sm_{capability[0]}{capability[1]}"
     recorded = {SOFTMAX: _softmax_launch(), CONVOLUTION: _convolution_launch()}
-    rows, calls = [], {}
+    rows: list[Row] = []
+    calls: dict[str, Callable[[], object]] = {}
     for v in setting.track(chosen):
         launch = v.changed(recorded[v.kernel])
-        call = partial(launch.fn[launch.grid], **launch.args, **launch.options)
-        k = call()
+        call: Callable[[], Any] = partial(launch.fn[launch.grid], **launch.args, **launch.options)
+        k = call()  # the compiled kernel
         spills = {"spills": k.n_spills}
         rows.append({**described(v, arch), **compiled(arch, v.warps, k.n_regs, k.metadata.shared), **spills})
         calls[str(len(calls))] = call
