@@ -37,7 +37,7 @@ CLOSE = 0.1  # a measured share this close to the formula agrees with it
 def run(setting: Setting) -> list[Row]:
     counts = (2, 4) if setting.quick else (2, 4, 8, 16)
     points = list(product(get_args(Schedule), counts))
-    size = (64, 128, 3) if setting.quick else (256, 512, 6)
+    size = (64, 64, 1) if setting.quick else (256, 512, 6)
     results = on_ranks(RANKS, steps, points, *size)
     rows: list[Row] = []
     for i, (schedule, m) in enumerate(setting.track(points)):
