@@ -22,7 +22,8 @@ Hf = dict[str, Any]
 
 
 def _layer_types(hf: Hf, rng: random.Random) -> list[str]:
-    windows = hf.get("use_sliding_window") is True and hf.get("sliding_window", 4096) is not None
+    default = None if hf["model_type"] == "smollm3" else 4096
+    windows = hf.get("use_sliding_window") is True and hf.get("sliding_window", default) is not None
     kinds = ["full_attention", *(["sliding_attention"] if windows else [])]
     return [rng.choice(kinds) for _ in range(int(hf["num_hidden_layers"]))]
 
