@@ -231,5 +231,7 @@ def test_a_comparison_fits_a_phone(browser: Any, server: Stub, language: str) ->
     for at in (0, 1):
         box = page.locator(".pair .message").nth(at).bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+    title, first, second = (page.locator(f"#{id}").bounding_box() for id in ("title", "model", "second-model"))
+    assert first["y"] == second["y"] >= title["y"] + title["height"] and title["width"] > 100
     shot(page, f"pair-phone-{language}")
     context.close()
