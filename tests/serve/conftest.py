@@ -78,6 +78,16 @@ def server(one_server: Stub) -> Iterator[Stub]:
     one_server.resume.set()  # a failed test may have left an answer paused
 
 
+@pytest.fixture(scope="module")
+def modules(browser: Any, one_server: Stub) -> Iterator[Any]:
+    """One page for all tests of a file that only call functions of its modules."""
+    from page_driver import opened
+
+    context = browser.new_context(locale="en-US")
+    yield opened(context, one_server.url)
+    context.close()
+
+
 @pytest.fixture
 def page(browser: Any, server: Stub) -> Iterator[Any]:
     from page_driver import opened

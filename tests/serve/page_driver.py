@@ -23,13 +23,18 @@ def missing(reason: str) -> None:
     pytest.skip(reason)
 
 
-def opened(context: Any, url: str) -> Any:
-    """Open the chat page in `context`; any script error or external request fails the test."""
+def opened(context: Any, url: str, key: str | None = None) -> Any:
+    """Open the chat page in `context`, and type the API key if the server has one; any script error or external request
+    fails the test."""
     page = context.new_page()
     page.set_default_timeout(30_000)
     page.on("pageerror", lambda error: pytest.fail(f"the page threw: {error}"))
     page.on("request", lambda r: r.url.startswith((url, "blob:")) or pytest.fail(f"outside request: {r.url}"))
     page.goto(url)
+    if key is not None:
+        page.click("#open-settings")
+        page.fill("#key", key)
+        page.press("#key", "Tab")
     page.wait_for_selector("#model option", state="attached")
     return page
 

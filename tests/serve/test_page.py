@@ -9,7 +9,7 @@ from typing import Any
 
 from page_driver import ask, finished, opened, shot
 from page_stub import ANSWER, BLOCKS, DEFAULT_SAMPLING, Stub, tokens
-from tiny_server import running_server
+from tiny_server import KEY, Running
 
 from bagu.serve.page import HEADERS, assets
 
@@ -234,22 +234,20 @@ def test_an_api_key_is_asked_for(browser: Any, server: Stub) -> None:
     context.close()
 
 
-def test_with_the_real_server(browser: Any, tmp_path: Path) -> None:
-    with running_server(tmp_path / "log") as running:
-        context = browser.new_context(viewport={"width": 1360, "height": 860}, locale="en-US")
-        page = opened(context, f"{running.url}/")
-        page.click("#open-settings")
-        page.fill("#max_tokens", "48")
-        page.fill("#seed", "1")
-        page.click("#open-engine")
-        page.click("#probabilities")
-        ask(page, "hello")
-        answer = finished(page)
-        assert answer.locator(".error").count() == 0
-        drawn = answer.locator(".tokens .token").count()
-        assert 1 <= drawn <= 48
-        assert f"{drawn} tokens" in answer.locator(".meta").first.inner_text()
-        page.wait_for_selector("#block-map[aria-label$='free of 1024']")
-        page.wait_for_selector("#engine-rows dt:has-text('TTFT p50')")  # after the first answer
-        shot(page, "real")
-        context.close()
+def test_with_the_real_server(browser: Any, tiny: Running) -> None:
+    context = browser.new_context(viewport={"width": 1360, "height": 860}, locale="en-US")
+    page = opened(context, f"{tiny.url}/", KEY)
+    page.fill("#max_tokens", "48")
+    page.fill("#seed", "1")
+    page.click("#open-engine")
+    page.click("#probabilities")
+    ask(page, "hello")
+    answer = finished(page)
+    assert answer.locator(".error").count() == 0
+    drawn = answer.locator(".tokens .token").count()
+    assert 1 <= drawn <= 48
+    assert f"{drawn} tokens" in answer.locator(".meta").first.inner_text()
+    page.wait_for_selector("#block-map[aria-label$='free of 1024']")
+    page.wait_for_selector("#engine-rows dt:has-text('TTFT p50')")  # after the first answer
+    shot(page, "real")
+    context.close()

@@ -61,7 +61,7 @@ STAYS = [  # not a formula, or unsupported TeX: shown as source
 ]
 
 
-def test_math_becomes_mathml_and_unsupported_tex_stays_source(page: Any) -> None:
+def test_math_becomes_mathml_and_unsupported_tex_stays_source(modules: Any) -> None:
     show = """async (source) => {
         const { render } = await import('/markdown.js');
         const root = document.createElement('div');
@@ -74,21 +74,23 @@ def test_math_becomes_mathml_and_unsupported_tex_stays_source(page: Any) -> None
     }"""
     for source, wanted in MATH.items():
         display = "block" if source.startswith(("$$", "\\[")) else "inline"
-        assert page.evaluate(show, source)[0] == [[display, wanted]], source
+        assert modules.evaluate(show, source)[0] == [[display, wanted]], source
     for source in STAYS:
-        assert page.evaluate(show, source) == [[], source], source
-    found, text = page.evaluate(show, "the $n$th of `$a$`, \\$5\n\n```\n$b$\n```\n\n- c\n  \\[\n  d\n  + e\n  \\]\n- f")
+        assert modules.evaluate(show, source) == [[], source], source
+    found, text = modules.evaluate(
+        show, "the $n$th of `$a$`, \\$5\n\n```\n$b$\n```\n\n- c\n  \\[\n  d\n  + e\n  \\]\n- f"
+    )
     assert found == [["inline", "mi(n)"], ["block", "mrow(mi(d)|mo(+)|mi(e))"]]
     assert "of $a$, $5" in text
     assert "$b$" in text
-    found, text = page.evaluate(show, r"$\text{<img src=x onerror=alert(1)>}$")
+    found, text = modules.evaluate(show, r"$\text{<img src=x onerror=alert(1)>}$")
     assert found == [["inline", "mtext(<img src=x onerror=alert(1)>)"]]
     boxes = "[...document.querySelector('math mfrac').children].map((part) => part.getBoundingClientRect())"
-    numerator, denominator = page.evaluate(f"{boxes}.map((box) => [box.top, box.bottom])")
+    numerator, denominator = modules.evaluate(f"{boxes}.map((box) => [box.top, box.bottom])")
     assert numerator[1] <= denominator[0] + 1  # one above the other
 
 
-def test_no_formula_breaks_a_message(page: Any) -> None:
+def test_no_formula_breaks_a_message(modules: Any) -> None:
     tried = """async ([pieces, count]) => {
         const { toMathML } = await import('/tex.js');
         let state = 1;
@@ -108,10 +110,10 @@ def test_no_formula_breaks_a_message(page: Any) -> None:
         \end{cases} \begin{array}{lr} \end{array} \mathbf \mathbb \substack \operatorname* \tag{1} \displaystyle \binom
         \overset \xrightarrow \underbrace \bigl \pmod \hline \href \,"""
     pieces = [*"{}{}{}^_&[]()|'x1.=-中é%#~\\ ", *commands.split()]
-    assert page.evaluate(tried, [pieces, 5000]) > 100  # 464 of them are formulas
+    assert modules.evaluate(tried, [pieces, 5000]) > 100  # 464 of them are formulas
 
 
-def test_endless_repetition_does_not_hang_the_page(page: Any) -> None:
+def test_endless_repetition_does_not_hang_the_page(modules: Any) -> None:
     time = """async (sources) => {
         const { render } = await import('/markdown.js');
         const began = performance.now();
@@ -120,13 +122,13 @@ def test_endless_repetition_does_not_hang_the_page(page: Any) -> None:
     }"""
     pieces = ["`", "*", "**a ", "_", "[", "[a](", "> ", "- ", "| ", "\\", "~~", "http://"]
     pieces += ["$", "$$", "$x ", "\\(", "\\[", "\\[\n", "$$\n", "$\\frac{", "\\(x^", "<think>\n", "</think>\n"]
-    milliseconds = page.evaluate(
+    milliseconds = modules.evaluate(
         time, ["x" + piece * (4000 // len(piece)) for piece in pieces] + [p * 3000 for p in pieces]
     )
     assert milliseconds < 20_000  # 0.7 s measured; trying all lengths, 1,000 backticks took 2 s, 500 took 0.35 s
 
 
-def test_markdown_case_by_case(page: Any) -> None:
+def test_markdown_case_by_case(modules: Any) -> None:
     show = """async ([source, selector]) => {
         const { render } = await import('/markdown.js');
         const root = document.createElement('div');
@@ -140,7 +142,7 @@ def test_markdown_case_by_case(page: Any) -> None:
         return [root.innerText, [...root.querySelectorAll(selector)].map((node) => node.innerText)];
     }"""
     for source, (text, selector, found) in MARKDOWN.items():
-        shown, parts = page.evaluate(show, [source, selector])
+        shown, parts = modules.evaluate(show, [source, selector])
         assert (re.sub(r"\n+", "\n", shown).strip(), [p.strip() for p in parts]) == (
             re.sub(r"\n+", "\n", text),
             found,

@@ -50,14 +50,14 @@ PARTS = {  # content: its thoughts, and the other parts
 }
 
 
-def test_thoughts_are_found_wherever_models_write_them(page: Any) -> None:
+def test_thoughts_are_found_wherever_models_write_them(modules: Any) -> None:
     split = """async ([content, streaming]) => (await import('/think.js')).parts(content, streaming)"""
     for content, (thoughts, said) in PARTS.items():
-        parts = page.evaluate(split, [content, False])
+        parts = modules.evaluate(split, [content, False])
         assert [part["text"].strip() for part in parts if part["thought"] is not None] == thoughts, content
         assert [part["text"].strip() for part in parts if part["thought"] is None] == said, content
     for end in range(1, len(THOUGHT)):  # no part of a tag is shown while it streams
-        for part in page.evaluate(split, [THOUGHT[:end], True]):
+        for part in modules.evaluate(split, [THOUGHT[:end], True]):
             assert not re.search(r"<(?!/?b)", part["text"]), THOUGHT[:end]
 
 
