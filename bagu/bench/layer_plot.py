@@ -27,15 +27,23 @@ def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> str | None:
 
 
 def _plot(figure: Figure, rows: Sequence[Mapping[str, Any]]) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
     steps = list(dict.fromkeys(row["pass"] for row in rows))
     for axes, step in zip(figure.subplots(1, len(steps), squeeze=False)[0], steps, strict=True):
         for name, colour in COLOURS.items():
             points = sorted(
-                (r["batch"], r["median_s"]) for r in rows if r["pass"] == step and r["implementation"] == name
+                (r["batch"], 1e3 * r["median_s"]) for r in rows if r["pass"] == step and r["implementation"] == name
             )
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", color=colour, label=name)
-        axes.set(title=step, xlabel="batch", ylabel="seconds", xscale="log", yscale="log")
+        axes.set(title=step, xlabel="batch", ylabel="ms", xscale="log", yscale="log")
+        batches = sorted({r["batch"] for r in rows})
+        axes.set_xticks(batches, labels=list(map(str, batches)))
+        axes.set_xticks([], minor=True)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.grid(True)
         axes.legend()
     first = rows[0]

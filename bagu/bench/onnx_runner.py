@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +26,16 @@ def why_no_onnx(device: torch.device) -> str | None:
     return None if wanted in onnxruntime.get_available_providers() else f"this onnxruntime has no {wanted}"
 
 
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def onnx_runner(model: nn.Module, x: torch.Tensor) -> Callable[[], Any] | None:
     """A call of the exported layer on x; None if ONNX Runtime is absent or has no operator for this dtype or layer."""
     if why_no_onnx(x.device) is not None:
@@ -34,7 +46,10 @@ def onnx_runner(model: nn.Module, x: torch.Tensor) -> Callable[[], Any] | None:
     threads.intra_op_num_threads = torch.get_num_threads()
     provider = "CUDAExecutionProvider" if x.is_cuda else "CPUExecutionProvider"
     try:
-        with warnings.catch_warnings():
+        with (
+            warnings.catch_warnings(),
+            _quiet(logging.getLogger("torch.onnx")),
+        ):  # it names absent torchvision operators
             warnings.simplefilter("ignore")
             program = torch.onnx.export(model.eval(), (x,), dynamo=True, verbose=False)
             assert program is not None
