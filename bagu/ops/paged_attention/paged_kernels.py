@@ -72,12 +72,12 @@ def _mix(mixed, kept, p, v, FP8: tl.constexpr, ACC: tl.constexpr):
         )
 
 
-@triton.jit(do_not_specialize=["sequences", "groups", "T", "H", "per_group", "window", "length"])
+@triton.jit(do_not_specialize=["sequences", "groups", "T", "H", "per_group", "window", "range_tiles"])
 def paged_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, cu_ptr, lengths_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, out_ptr,
     lse_ptr, sequences, groups, T, H, per_group, window, scale_high, scale_low, table_stride, q_stride, q_head_stride,
     k_block_stride, k_row_stride, k_head_stride, v_block_stride, v_row_stride, v_head_stride, k_scale_block_stride,
-    k_scale_row_stride, k_scale_head_stride, v_scale_block_stride, v_scale_row_stride, v_scale_head_stride, length,
+    k_scale_row_stride, k_scale_head_stride, v_scale_block_stride, v_scale_row_stride, v_scale_head_stride, range_tiles,
     B: tl.constexpr, D: tl.constexpr, E: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr,
     DW: tl.constexpr, EW: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr,
     WINDOW: tl.constexpr, FAR: tl.constexpr, WORDS: tl.constexpr, FP8: tl.constexpr, ACC: tl.constexpr,
@@ -106,8 +106,8 @@ def paged_kernel(
     lowest = context - new + block * TOKENS  # the position of the tile's first query
     first, end, needed = 0, tl.minimum(lowest + TOKENS, context), 0
     if SPLITS:
-        first = split * length
-        end = tl.minimum(end, first + length)
+        first = split * range_tiles * N  # a multiple of N, which the compiler uses
+        end = tl.minimum(end, first + range_tiles * N)
     if WINDOW:  # keys before the first query's window are not read: their blocks may be released
         needed = tl.maximum(lowest - window + 1, 0)
         first = tl.maximum(first, needed // N * N)

@@ -154,8 +154,8 @@ def attend(
     if ranges is None:
         ranges = _ranges(tiles * G, max_context, tile.per_sm, num_sms(q.device))
     reach = 0 if window is None else min(window, max_context)  # a larger one masks nothing, and sums must fit 32 bits
-    split = triton.cdiv(triton.cdiv(max_context, ranges), tile.N) * tile.N
-    splits = triton.cdiv(max_context, split)
+    range_tiles = triton.cdiv(triton.cdiv(max_context, ranges), tile.N)
+    splits = triton.cdiv(max_context, range_tiles * tile.N)
     parts, part_lse = (out, lse) if splits == 1 else (
         q.new_empty(splits, T, H, E, dtype=acc), q.new_empty(splits, T, H, dtype=acc)
     )  # fmt: skip
@@ -167,7 +167,7 @@ def attend(
     paged_kernel[(tiles * G, splits)](
         q, k, v, tables, cu, lengths, slopes, sinks, k_scale, v_scale, parts, part_lse, S, G, T, H, H // G, reach,
         *fp32_pair((D**-0.5 if scale is None else scale) * LOG2E), 0 if tables is None else tables.stride(0),
-        q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], *k_steps, *v_steps, split,
+        q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], *k_steps, *v_steps, range_tiles,
         B=B, D=D, E=E, TOKENS=tokens, HEADS=heads, N=tile.N, DW=width(D), EW=width(E), SPLITS=splits > 1,
         STAGES=tile.stages, ONE=one, WINDOW=window is not None, FAR=far, WORDS=4 if words else 1, FP8=fp8,
         ACC=triton_acc(q.dtype), EARLY=starts_early(q.device), num_warps=tile.warps, maxnreg=tile.registers,
