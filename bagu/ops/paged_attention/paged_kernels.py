@@ -72,12 +72,13 @@ def _mix(mixed, kept, p, v, FP8: tl.constexpr, ACC: tl.constexpr):
         )
 
 
-@triton.jit(do_not_specialize=["sequences", "groups", "T", "H", "per_group", "window", "range_tiles"])
+@triton.jit(do_not_specialize=["sequences", "groups", "T", "H", "per_group", "window", "range_tiles", "columns"])
 def paged_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, cu_ptr, lengths_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, out_ptr,
     lse_ptr, sequences, groups, T, H, per_group, window, scale_high, scale_low, table_stride, q_stride, q_head_stride,
     k_block_stride, k_row_stride, k_head_stride, v_block_stride, v_row_stride, v_head_stride, k_scale_block_stride,
     k_scale_row_stride, k_scale_head_stride, v_scale_block_stride, v_scale_row_stride, v_scale_head_stride, range_tiles,
+    columns,
     B: tl.constexpr, D: tl.constexpr, E: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr,
     DW: tl.constexpr, EW: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr,
     WINDOW: tl.constexpr, FAR: tl.constexpr, WORDS: tl.constexpr, FP8: tl.constexpr, ACC: tl.constexpr,
@@ -94,6 +95,13 @@ def paged_kernel(
     context = new
     if lengths_ptr is not None:
         context = tl.load(lengths_ptr + s)
+    first, n = 0, tl.arange(0, N)
+    if SPLITS:
+        first = split * range_tiles * N  # a multiple of N, which the compiler uses
+    if tables_ptr is not None:
+        table_ptr = tables_ptr + s.to(tl.int64) * table_stride
+        # Loaded before the lengths are known: one load less to wait for at the start. Unused entries may be any number.
+        next_block = tl.load(table_ptr + (first + n) // B, (first + n) // B < columns, 0)
     if block * TOKENS >= new:
         return
     M: tl.constexpr = TOKENS * HEADS
@@ -104,9 +112,8 @@ def paged_kernel(
     into = (split * T.to(tl.int64) + row) * H + h  # [splits, T, H]
 
     lowest = context - new + block * TOKENS  # the position of the tile's first query
-    first, end, needed = 0, tl.minimum(lowest + TOKENS, context), 0
+    end, needed = tl.minimum(lowest + TOKENS, context), 0
     if SPLITS:
-        first = split * range_tiles * N  # a multiple of N, which the compiler uses
         end = tl.minimum(end, first + range_tiles * N)
     if WINDOW:  # keys before the first query's window are not read: their blocks may be released
         needed = tl.maximum(lowest - window + 1, 0)
@@ -139,11 +146,9 @@ def paged_kernel(
             total += 1.0
     if FAR:  # an offset in a block of the pool needs 64 bits
         g = g.to(tl.int64)
-    n = tl.arange(0, N)
     if tables_ptr is None:  # the keys are packed like the queries, in blocks of one
         next_block = begin + first + n
-    else:
-        table_ptr = tables_ptr + s.to(tl.int64) * table_stride
+    elif WINDOW:
         next_block = tl.load(table_ptr + (first + n) // B, (first + n >= needed) & (first + n < end), 0)
     for at in tl.range(first, end, N, num_stages=STAGES):
         j = at + n

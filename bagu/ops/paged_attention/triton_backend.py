@@ -168,6 +168,7 @@ def attend(
         q, k, v, tables, cu, lengths, slopes, sinks, k_scale, v_scale, parts, part_lse, S, G, T, H, H // G, reach,
         *fp32_pair((D**-0.5 if scale is None else scale) * LOG2E), 0 if tables is None else tables.stride(0),
         q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], *k_steps, *v_steps, range_tiles,
+        0 if tables is None else tables.shape[1],
         B=B, D=D, E=E, TOKENS=tokens, HEADS=heads, N=tile.N, DW=width(D), EW=width(E), SPLITS=splits > 1,
         STAGES=tile.stages, ONE=one, WINDOW=window is not None, FAR=far, WORDS=4 if words else 1, FP8=fp8,
         ACC=triton_acc(q.dtype), EARLY=starts_early(q.device), num_warps=tile.warps, maxnreg=tile.registers,
