@@ -17,8 +17,8 @@ class Int4(NamedTuple):
     """A 4-bit weight [N, K], as `int4_matmul` takes it."""
 
     packed: torch.Tensor  # [N, K / 2] uint8: value 2j in the low half of byte j, value 2j + 1 in the high half
-    scales: torch.Tensor  # [N, ceil(K / 128)]
-    zeros: torch.Tensor | None  # the same shape; None: 8 everywhere
+    scales: torch.Tensor  # [N, ceil(K / 128)], in memory by group: a GPU kernel reads those of one group together
+    zeros: torch.Tensor | None  # the same; None: 8 everywhere
 
 
 def num_groups(K: int) -> int:
@@ -70,7 +70,12 @@ def quantize_int4(w: torch.Tensor, *, symmetric: bool = True) -> Int4:
         zeros = torch.where(scales > 0, -low / scales, 8.0).round().clamp(0, 15)
     q = torch.where(scales != 0, groups / scales, 0.0).add(8 if zeros is None else zeros).round().clamp(0, 15)
     packed = pack_int4(q.flatten(1)[:, :K])
-    return Int4(packed, scales.squeeze(2), None if zeros is None else zeros.squeeze(2))
+    return Int4(packed, _by_group(scales.squeeze(2)), None if zeros is None else _by_group(zeros.squeeze(2)))
+
+
+def _by_group(each: torch.Tensor) -> torch.Tensor:
+    """[N, G] with the numbers of a group next to each other in memory."""
+    return each.t().contiguous().t()
 
 
 def dequantize_int4(

@@ -4,8 +4,9 @@
 
     packed[n, j] = q[n, 2j] + 16 * q[n, 2j + 1]        0 <= q <= 15
 
-Without `zeros` every zero point is 8 (symmetric: values -8 … 7). Only the weight is quantized: the scaled values are
-not rounded to the dtype of x, the sum is accumulated in fp32 (fp64 for fp64) and rounded once, after the bias is added.
+Without `zeros` every zero point is 8 (symmetric: values -8 … 7). Zero points are whole numbers from -128 to 128, as
+every 4-bit format has them: q - zeros is then exact in 16 bits. Only the weight is quantized: the scaled values are not
+rounded to the dtype of x, the sum is accumulated in fp32 (fp64 for fp64) and rounded once, after the bias is added.
 K is even; the last group is shorter if 128 does not divide K. There are no gradients.
 Dims: M = rows (tokens), K = input features, N = output features, P = K / 2 bytes, G = ceil(K / 128) groups.
 """
@@ -49,16 +50,39 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
         )
 
 
+def check_values(args: Mapping[str, Any], dims: Dims) -> None:
+    """Scales are finite, and 0 only for a group whose values are all at the zero point, as `quantize_int4` returns it.
+    A scale may be negative. Zero points are whole numbers."""
+    scales, zeros = args["scales"], args["zeros"]
+    if not bool(scales.isfinite().all()):
+        raise ArgumentError(
+            "int4_matmul: scales has values that are NaN or infinite",
+            hint="check the weight that was quantized: quantize_int4 refuses one that is not finite",
+        )
+    if zeros is not None and not bool(((zeros == zeros.round()) & (zeros.abs() <= 128)).all()):
+        raise ArgumentError(
+            "int4_matmul: zeros has values that are not whole numbers from -128 to 128",
+            hint="round the zero points, and the weight with them",
+        )
+    zero = 8 if zeros is None else per_column(zeros, dims["K"])
+    if bool(((per_column(scales, dims["K"]) == 0) & (unpacked(args["packed"]) != zero)).any()):
+        raise ArgumentError(
+            "int4_matmul: scales is 0 for a group whose values are not all at the zero point",
+            hint="quantize_int4 returns the scale of each group",
+        )
+
+
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     lead, N, K = case.get("lead", (case.get("M", 1),)), case["N"], case["K"]
     G = num_groups(K)
     x = case.get("scale", 1.0) * streams.normal("x", *lead, K)
     if "plant" in case.params:
         x[0, K // 2] = case["plant"]
-    scales = (K**-0.5 / 8) * streams.normal("scales", N, G)  # of either sign, as those of symmetric groups are
+    # by group in memory, as quantize_int4 returns them; of either sign, as those of symmetric groups are
+    scales = (K**-0.5 / 8) * streams.normal("scales", G, N).t()
     if case.get("zero_group", False):
         scales[:, G // 2] = 0
-    zeros = streams.integers("zeros", 0, 16, N, G).double() if case.get("zeros", False) else None
+    zeros = streams.integers("zeros", 0, 16, G, N).t().double() if case.get("zeros", False) else None
     bias = streams.normal("bias", N) if case.get("bias", False) else None
     packed = streams.integers("packed", 0, 256, N, -(-K // 2)).to(torch.uint8)
     return {"x": x, "packed": packed, "scales": scales, "zeros": zeros, "bias": bias}
@@ -78,9 +102,10 @@ SPEC = OpSpec(
     inputs=inputs,
     cost=cost,
     refuse=refuse,
+    check_values=check_values,
     ulps=1,
     independent=("M", "N"),
-    backends=("torch",),
+    peers=True,
     cases=[
         Case("even", "one full group and powers of two need no masks, so a failure is the math", M=8, N=16, K=128),
         Case("ragged", "no side is a multiple of a block, and the last group is short", M=5, N=23, K=294, zeros=True),
@@ -95,6 +120,9 @@ SPEC = OpSpec(
         Case("deep", "a long sum, which 16 bits would lose", M=3, N=5, K=9000),
         Case("mixed", "fp32 scales with activations of 16 bits, as a server has them", M=4, N=9, K=256, zeros=True,
              mixed=["scales", "zeros"]),
+        Case("split", "K is divided among programs, and the parts are added", M=3, N=40, K=1100, bias=True, sms=8),
+        Case("split_zeros", "the same with zero points, and more rows than 16", M=18, N=20, K=1024, zeros=True, sms=8),
+        Case("inf_zeros", "an infinity and zero points: no inf - inf", M=4, N=9, K=160, plant=float("inf"), zeros=True),
         Case("nan", "a NaN spoils its own row and no other", M=4, N=9, K=160, plant=float("nan")),
         Case("inf", "an infinity spoils its own row and no other", M=4, N=9, K=160, plant=float("inf")),
         Case("empty", "there is no row, and nothing is launched", M=0, N=9, K=128, bias=True),
@@ -107,5 +135,6 @@ SPEC = OpSpec(
              mixed=["scales"]),
         Case("decode_zeros", "with zero points, as AWQ has them", bench=True, M=16, N=14336, K=4096, zeros=True,
              mixed=["scales", "zeros"]),
+        Case("prefill", "a prompt: the product is the time", bench=True, M=1024, N=14336, K=4096, mixed=["scales"]),
     ],
 )  # fmt: skip
