@@ -17,7 +17,7 @@ On a CPU:
 
 On a GPU, by Triton (docs/decisions/016):
 
-    products       matmul/triton_backend.py: K is not split, and its tile depends on the weight's shape
+    products       matmul and grouped_matmul: K is not split, and its tile depends on the weight's shape
     attention      the kernel of paged_attention for training, prefill and decode, with a tile of keys by head size
     row by row     norms, softmax: the tile depends on the length of a row; gates, rope: one formula for every element
     logprobs       one program per row, whatever the number of rows (linear_cross_entropy, cross_entropy)

@@ -99,7 +99,7 @@ def test_list_is_a_table_of_one_screen_at_80_columns() -> None:
     assert len(lines) <= len(SPECS) + 5 and all(len(line.rstrip()) <= 80 for line in lines)
     found = {line.split()[0]: line.split()[1:4] for line in lines[1 : len(SPECS) + 1]}
     assert found.keys() == SPECS.keys()
-    assert found["rms_norm"] == ["yes", "yes", "memory"] and found["grouped_matmul"] == ["no", "yes", "compute"]
+    assert found["rms_norm"] == ["yes", "yes", "memory"] and found["grouped_matmul"] == ["yes", "yes", "compute"]
     assert found["kv_write"][:2] == ["no", "no"]
     assert "RMSNorm" in next(line for line in lines if line.startswith("rms_norm "))
 

@@ -21,8 +21,8 @@ from bagu.ops.dispatch import call
 from bagu.ops.invariant import ELEMENTWISE_ON_GPU, ROW_BY_ROW
 from tests.ops.points import DEVICE, GPU, eight_bits, small, supported
 
-OWN = ("attention", "cross_entropy", "layer_norm", "linear_cross_entropy", "linear_cross_entropy_loss", "matmul",
-       "paged_attention", "sample")  # fmt: skip
+OWN = ("attention", "cross_entropy", "grouped_matmul", "layer_norm", "linear_cross_entropy",
+       "linear_cross_entropy_loss", "matmul", "paged_attention", "sample")  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16) if GPU else (torch.float32,)
 # The interpreter takes 0.1 to 1 s per case; conformance runs every case of the same kernels in fast mode.
 POINTS = [
@@ -96,7 +96,7 @@ def test_every_op_with_an_invariant_form_is_tried() -> None:
     kernels = {s.name for s in SPECS.values() if "triton" in s.backends}
     own = {s.name for s in SPECS.values() if s.name in kernels and hasattr(s.module("triton"), "invariant_forward")}
     assert own == set(OWN)
-    tried = {name.split(",")[0] for name in ROWS} | {"attention", "paged_attention", "matmul"}
+    tried = {name.split(",")[0] for name in ROWS} | {"attention", "paged_attention", "matmul", "grouped_matmul"}
     heads = {"linear_cross_entropy", "linear_cross_entropy_loss"}
     composed = {s.name for s in SPECS.values() if s.composed}
     assert tried | heads == own | composed | (ROW_BY_ROW | ELEMENTWISE_ON_GPU) & kernels
@@ -131,6 +131,19 @@ def test_products_of_any_number_of_rows(N: int, K: int, dtype: torch.dtype) -> N
             for at in {0, M // 3, M - n}:
                 part = slice(at, min(at + n, M))
                 assert torch.equal(ops.matmul(x[part], w, bias), whole[part]), f"{n} rows from {at} on"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("N, K", [(1536, 2048), (2880, 2880), (333, 200)] if GPU else [(40, 70)])
+def test_an_experts_rows_do_not_see_how_many_they_are(N: int, K: int, dtype: torch.dtype) -> None:
+    E, T = (16, 4000) if GPU else (3, 45)
+    x, w = randn(T, K, dtype=dtype), randn(E, N, K, dtype=dtype, seed=1)
+    with ops.invariant(), ops.use("triton"):
+        whole = ops.grouped_matmul(x, w, torch.full((E,), T, dtype=torch.int32, device=DEVICE))  # all to the first
+        for n in (n for n in (1, 3, 40, 100, 1000) if n <= T):  # the first has the last n rows, another one the others
+            ends = torch.tensor([n] + [T] * (E - 1), dtype=torch.int32, device=DEVICE)
+            got = ops.grouped_matmul(x.roll(n, 0), w, ends)
+            assert torch.equal(got[:n], whole[T - n :]), f"{n} rows"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -42,6 +42,9 @@ ELSEWHERE = {
     "conv2d.triton_backend._by_boxes": "a kernel in Gluon, which has no interpreter",
     "conv2d.triton_backend._box": "as above",
     "conv2d.triton_backend.convolve: _fits_hopper": "as above",
+    "grouped_matmul.torch_backend": "torch's dw: bf16 on CUDA",
+    "grouped_matmul.triton_backend.backward: by_torch": "as above",
+    "grouped_matmul.triton_backend.multiply_weights: not dw.numel()": "no feature",
     # how rows are shared among programs and warps on a GPU, for speed alone
     "kernels.norms.run_backward: not (tile.per_sm)": "programs per multiprocessor",
     "layer_norm.triton_backend._long_rows": "programs and warps of rows past 8,192",

@@ -38,7 +38,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         offsets = torch.tensor(rows).cumsum(0)
     x = streams.normal("x", T, K)
     if "plant" in case.params:
-        x[case["plant"], K // 2] = float("nan")
+        x[case["plant"], K // 2] = case.get("value", float("nan"))
     return {"x": x, "w": K**-0.5 * streams.normal("w", E, N, K), "offsets": offsets.to(torch.int32)}
 
 
@@ -67,7 +67,7 @@ SPEC = OpSpec(
     ulps=1,
     nonempty=("E",),
     independent=("T", "N"),
-    backends=("torch",),
+    peers=True,
     cases=[
         Case("even", "equal shares and powers of two, so a failure here is the math", E=2, N=16, K=32, rows=(8, 8)),
         Case("ragged", "unequal shares, and no side is a multiple of a block", E=3, N=23, K=37, rows=(5, 1, 7)),
@@ -78,12 +78,24 @@ SPEC = OpSpec(
              plant=9),
         Case("no_rows", "no row was sent to any expert", E=2, N=8, K=8, rows=(0, 0), T=3),
         Case("one", "a single expert is a plain matmul", E=1, N=24, K=40, rows=(6,)),
-        Case("many", "more experts than rows", E=64, N=8, K=8, rows=(1, 0, 0, 2) * 16),
+        Case("many", "more experts than rows", E=12, N=8, K=8, rows=(1, 0, 0, 2) * 3),
         Case("thin", "one feature in and one out", E=2, N=1, K=1, rows=(4, 2)),
+        Case("aligned", "rows of 16 bytes, and experts of more rows than a tile of 64", E=2, N=64, K=64, rows=(70, 66)),
+        Case("frozen", "the weights are not trained: dw is not computed", E=2, N=8, K=16, rows=(3, 4), frozen=["w"]),
+        Case("unaligned", "a weight whose rows are not aligned", E=2, N=40, K=20, rows=(70, 66)),
+        Case("first", "the first layer: dx is not computed", E=2, N=8, K=16, rows=(3, 4), frozen=["x"]),
+        Case("tall", "experts of more rows than the largest tile has", E=2, N=24, K=16, rows=(140, 133)),
         Case("nan", "a NaN spoils its own row, and its own expert's dw", E=3, N=8, K=16, rows=(2, 3, 2), plant=3),
+        Case("inf", "an infinity early in a sum of several tiles stays one", E=2, N=5, K=80, rows=(2, 1), plant=1,
+             value=float("inf")),
+        Case("no_tokens", "there is no row at all: dw is zero", E=2, N=8, K=8, rows=(0, 0)),
+        Case("deep", "a long sum, which 16 bits would lose", E=2, N=5, K=1000, rows=(2, 3),
+             frozen=["x", "w"]),
         Case("qwen3_30b", "the gate and up of 128 experts at 16k tokens, 8 each", bench=True, T=131072, E=128, N=1536,
              K=2048),
         Case("mixtral", "8 large experts at 16k tokens, 2 each", bench=True, T=32768, E=8, N=28672, K=4096),
+        Case("mixtral_4k", "the same at 4,096 tokens", bench=True, T=8192, E=8, N=28672, K=4096),
+        Case("gpt_oss", "64 experts at 4,096 tokens, 2 each", bench=True, T=8192, E=64, N=5760, K=2880),
         Case("decode", "one token of 64 requests, 8 experts each", bench=True, T=512, E=128, N=1536, K=2048),
     ],
 )  # fmt: skip

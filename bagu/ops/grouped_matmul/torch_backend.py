@@ -54,7 +54,7 @@ def invariant_forward(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -
 @torch.library.custom_op("bagu::grouped_rows", mutates_args=())
 def multiply_rows(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """y[T, N]: each expert's rows of x[T, K] times its w[e].T, and zeros past the last end."""
-    if _one_launch(x, w):
+    if one_launch(x, w):
         y = torch._grouped_mm(x, w.mT, offsets)
         # The GEMM does not write the rows past the last end, and reading their number would synchronize the device. So
         # one pass over y clears them: 0.4 ms beside the 1.4 ms of 131072 x 1536 x 2048 with 128 experts on an H200.
@@ -72,7 +72,7 @@ def multiply_rows(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> to
 @torch.library.custom_op("bagu::grouped_weights", mutates_args=())
 def multiply_weights(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """dw[E, N, K]: each expert's rows of dy[T, N], transposed, times its rows of x[T, K]."""
-    if _one_launch(x, dy):
+    if one_launch(x, dy):
         return torch._grouped_mm(dy.mT, x, offsets)
     dw = x.new_empty(offsets.shape[0], dy.shape[1], x.shape[1])
     for e, (start, end) in enumerate(_shares(offsets)):
@@ -93,7 +93,7 @@ def _shares(offsets: torch.Tensor) -> Iterator[tuple[int, int]]:
     return zip([0, *ends[:-1]], ends, strict=True)
 
 
-def _one_launch(*operands: torch.Tensor) -> bool:
+def one_launch(*operands: torch.Tensor) -> bool:
     """Whether CUTLASS's grouped GEMM supports these: bf16, rows at multiples of 16 bytes (torch 2.11 to 2.13)."""
 
     def aligned(t: torch.Tensor) -> bool:
