@@ -31,6 +31,8 @@ QUICK = [  # (backend, module, kind): of these the last one, since the kernels a
         ("triton", "conv2d.pointer_kernel", "short"),
         ("triton", "cross_entropy.triton_backend", "one trip"),
         ("triton", "dequantize_int8.triton_backend", "short"),
+        ("triton", "grouped_matmul.grouped_kernels", "short"),
+        ("triton", "int4_matmul.int4_kernels", "one trip"),
         ("triton", "kernels.gemm", "one trip"),
         ("triton", "linear_cross_entropy_loss.triton_backend", "one trip"),
         ("triton", "relu_squared.triton_backend", "short"),
