@@ -80,7 +80,7 @@ SPEC = OpSpec(
         Case("one", "a single expert is a plain matmul", E=1, N=24, K=40, rows=(6,)),
         Case("many", "more experts than rows", E=12, N=8, K=8, rows=(1, 0, 0, 2) * 3),
         Case("thin", "one feature in and one out", E=2, N=1, K=1, rows=(4, 2)),
-        Case("aligned", "rows of 16 bytes, and experts of more rows than a tile of 64", E=2, N=64, K=64, rows=(70, 66)),
+        Case("aligned", "aligned rows, and experts of more rows than a tile of 64", E=2, N=128, K=64, rows=(70, 66)),
         Case("frozen", "the weights are not trained: dw is not computed", E=2, N=8, K=16, rows=(3, 4), frozen=["w"]),
         Case("unaligned", "a weight whose rows are not aligned", E=2, N=40, K=20, rows=(70, 66)),
         Case("first", "the first layer: dx is not computed", E=2, N=8, K=16, rows=(3, 4), frozen=["x"]),
