@@ -27,7 +27,7 @@ from bagu.ops.launcher import with_scratch_memory
 from bagu.ops.paged_attention.triton_backend import attend_invariant
 from bagu.ops.signature import accumulator
 
-__all__ = ["backward", "forward", "invariant_forward"]
+__all__ = ["LOG2E", "backward", "forward", "invariant_forward", "readable"]
 
 LOG2E = 1.4426950408889634
 
@@ -37,7 +37,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
     with_scratch_memory(kernel[grid])(*args, **options)
 
 
-def _readable(x: torch.Tensor) -> torch.Tensor:
+def readable(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy, with unit stride along the features and, for TMA, every row 16-byte aligned."""
     x, each = side_by_side(x), 16 // x.element_size()
     if not reads_by_tma(x):
@@ -91,7 +91,7 @@ def forward(
     scale = D**-0.5 if scale is None else scale
     slopes, sinks = (None if x is None else x.contiguous() for x in (slopes, sinks))
     block = _blocks(q, v, window, softcap).forward
-    q, k, v = (_readable(x) for x in (q, k, v))
+    q, k, v = (readable(x) for x in (q, k, v))
     tiles, count = list_tiles(cu_seqlens, T, max_len, block.M, from_end=False)
     _launch(
         forward_kernel, (count, H), q, k, v, slopes, sinks, out, lse, tiles, H, H // G, _reach(window, max_len),
@@ -126,7 +126,7 @@ def backward(
     (T, H, D), (G, E) = q.shape, v.shape[1:]
     scale = D**-0.5 if scale is None else scale
     slopes = None if slopes is None else slopes.contiguous()
-    q, k, v, dout, out = *(_readable(x) for x in (q, k, v, dout)), side_by_side(out)
+    q, k, v, dout, out = *(readable(x) for x in (q, k, v, dout)), side_by_side(out)
     stats = q.new_empty(H, T, 2, dtype=lse.dtype)  # log2 and delta (backward_kernels.py)
     dq, dk, dv = q.new_empty(T, H, D), k.new_empty(T, G, D), v.new_empty(T, G, E)
     if T > 0:
