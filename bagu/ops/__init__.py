@@ -21,6 +21,7 @@ from bagu.ops.group_norm import group_norm
 from bagu.ops.grouped_matmul import grouped_matmul
 from bagu.ops.gumbel_softmax import gumbel_softmax
 from bagu.ops.int4_matmul import Int4, dequantize_int4, int4_matmul, quantize_int4
+from bagu.ops.int8_attention import int8_attention
 from bagu.ops.int8_conv2d import int8_conv2d
 from bagu.ops.int8_matmul import int8_linear, int8_matmul
 from bagu.ops.invariant import invariant
@@ -60,6 +61,7 @@ __all__ = [
     "grouped_matmul",
     "gumbel_softmax",
     "int4_matmul",
+    "int8_attention",
     "int8_conv2d",
     "int8_linear",
     "int8_matmul",
