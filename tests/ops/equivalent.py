@@ -75,6 +75,10 @@ EQUIVALENT = {
     "paged_attention.dense: default: forward: max_len in torch.arange(max_len, device=device)":
         "a larger bound only pads more, and a smaller one is an index error",
     "mla_attention.torch_backend: default: forward: max_len in max_len=max_len": BOUND,
+    "int8_attention.torch_backend: default: forward: max_len in"
+    " attention.forward(qf, kf, vf, cu_seqlens, *none, max_len, causal, None, scale, None)": BOUND,
+    "int8_attention.key_kernels: short: quantize_kernel: s < segments":
+        "no segment begins at or after the end of the last one",
     "mla_attention.triton_backend: default: forward: max_len in max_len == 1":
         "programs of sequences that do not exist read past the tables, which ends the process",
     # Not seen by conformance here, and tested elsewhere.

@@ -37,6 +37,8 @@ ELSEWHERE = {
     "matmul.triton_backend._by_tma: not (reads_by_tma(x))": "GPUs older than Hopper",
     "mla_attention.triton_backend._fits_hopper": "meta tensors: the compile gate",
     "mla_attention.triton_backend.forward: hopper": "a kernel in Gluon, which has no interpreter",
+    "int8_attention.triton_backend._fits_hopper": "meta tensors: the compile gate",
+    "int8_attention.triton_backend.forward: hopper": "a kernel in Gluon, which has no interpreter",
     "conv2d.triton_backend.as_nhwc": "channels first in memory: test_conv2d.py",
     "conv2d.triton_backend._fits_hopper": "meta tensors: the compile gate",
     "conv2d.triton_backend._by_boxes": "a kernel in Gluon, which has no interpreter",

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="bugs are plan
 # what runs on a GPU alone, or not on every CPU
 ELSEWHERE = (
     "attention.cuda", "paged_attention.cuda", "paged_attention.compiled", "linear_cross_entropy.cpu_gemm",
-    "mla_attention.hopper_kernel", "conv2d.hopper_kernel",
+    "mla_attention.hopper_kernel", "conv2d.hopper_kernel", "int8_attention.hopper_kernel",
 )  # fmt: skip
 MODULES = [
     pytest.param(backend, module, id=f"{module.removeprefix('bagu.ops.')}-{backend}")
@@ -33,6 +33,7 @@ QUICK = [  # (backend, module, kind): of these the last one, since the kernels a
         ("triton", "dequantize_int8.triton_backend", "short"),
         ("triton", "grouped_matmul.grouped_kernels", "short"),
         ("triton", "int4_matmul.int4_kernels", "one trip"),
+        ("triton", "int8_attention.key_kernels", "one trip"),
         ("triton", "kernels.gemm", "one trip"),
         ("triton", "linear_cross_entropy_loss.triton_backend", "one trip"),
         ("triton", "relu_squared.triton_backend", "short"),
