@@ -77,6 +77,7 @@ EQUIVALENT = {
     "mla_attention.torch_backend: default: forward: max_len in max_len=max_len": BOUND,
     "int8_attention.torch_backend: default: forward: max_len in"
     " attention.forward(qf, kf, vf, cu_seqlens, *none, max_len, causal, None, scale, None)": BOUND,
+    "int8_attention.triton_backend: default: quantized_keys: max_len in max_len // 128": SIZES,
     "int8_attention.key_kernels: short: quantize_kernel: s < segments":
         "no segment begins at or after the end of the last one",
     "mla_attention.triton_backend: default: forward: max_len in max_len == 1":

@@ -21,7 +21,7 @@ HALF: tl.constexpr = tl.constexpr(64)  # bytes of a group of 128
 def _bytes_to_bf16() -> str:
     """PTX: 128 + the low halves of the four bytes of $4 as two pairs of bf16, $0 and $1, and the high ones, $2 and $3.
 
-    bf16 has 7 bits of fraction, so 0x4300 | q is 128 + q. This is 6 instructions for 8 values; conversions of the
+    bf16 has 7 bits of fraction, so 0x4300 | q is 128 + q. This is 8 instructions for 8 values; conversions of the
     values from integers are 14.
     """
     lines = [

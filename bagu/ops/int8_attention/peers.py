@@ -8,7 +8,7 @@ import torch
 
 from bagu.ops.attention import attention, peers
 
-NONE = {"window": None, "slopes": None, "bias": None, "sinks": None, "softcap": None}
+NONE: dict[str, Any] = {"window": None, "slopes": None, "bias": None, "sinks": None, "softcap": None}
 
 
 def eager(**args: Any) -> torch.Tensor:
