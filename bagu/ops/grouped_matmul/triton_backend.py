@@ -5,9 +5,9 @@ In invariant mode it has 64 or 128, so that every product is a wgmma instruction
 row's sum depends on the weight alone, as in matmul.
 
 torch._grouped_mm computes dw where it can (bf16, aligned rows): on an H200 it takes 1.04 ms, and the kernel 1.55, for
-64 experts of 5760 x 2880 and 8,192 rows; 3.4 and 3.8 ms for 8 of 28672 x 4096. y and dx take 0.71
-ms by the kernel and 1.00 by torch for the first, 2.7 to 3.3 and 3.1 for the second, 1.34 and 1.29 to 1.42 for 128 experts
-of 1536 x 2048; torch's times are without the rows past the last end, which torch._grouped_mm does not write.
+64 experts of 5760 x 2880 and 8,192 rows; 3.4 and 3.8 ms for 8 of 28672 x 4096. y and dx take
+0.71 ms by the kernel and 1.00 by torch for the first, 2.7 to 3.3 and 3.1 for the second, 1.34 and 1.29 to 1.42 for 128
+experts of 1536 x 2048; torch's times are without the rows past the last end, which torch._grouped_mm does not write.
 """
 
 from __future__ import annotations
