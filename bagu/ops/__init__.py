@@ -15,6 +15,7 @@ from bagu.ops.conv2d import conv1d, conv2d
 from bagu.ops.cross_entropy import cross_entropy
 from bagu.ops.dequantize_int8 import dequantize_int8
 from bagu.ops.dispatch import use
+from bagu.ops.fp8_matmul import fp8_matmul
 from bagu.ops.geglu import geglu
 from bagu.ops.gelu import gelu
 from bagu.ops.group_norm import group_norm
@@ -55,6 +56,7 @@ __all__ = [
     "cross_entropy",
     "dequantize_int4",
     "dequantize_int8",
+    "fp8_matmul",
     "geglu",
     "gelu",
     "group_norm",

@@ -32,7 +32,8 @@ LAYOUTS = (
 def lay_out(x: torch.Tensor, layout: str, position: int) -> torch.Tensor:
     """A copy of x in `layout`, as the tensor at `position` of a call. Dims with stride 0 keep stride 0."""
     if layout in ("negated", "half_negated"):
-        chosen = x.is_floating_point() and (layout == "negated" or position % 2 == 0)
+        negatable = x.is_floating_point() and x.itemsize > 1  # torch has no negation of fp8
+        chosen = negatable and (layout == "negated" or position % 2 == 0)
         return torch._neg_view(-x) if chosen else x.clone()
     once = tuple(1 if stride == 0 else size for size, stride in zip(x.shape, x.stride(), strict=True))
     strides, offset = _strides(once, layout, position)

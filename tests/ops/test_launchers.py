@@ -34,7 +34,6 @@ ELSEWHERE = {
     "max(1, V * itemsize) gives 1": "a vocabulary of none",
     "batch_norm.triton_backend.forward: not (C)": "no channel",
     "not (math.isfinite(high))": "1 / tau past fp32's largest value",
-    "matmul.triton_backend._by_tma: not (reads_by_tma(x))": "GPUs older than Hopper",
     "mla_attention.triton_backend._fits_hopper": "meta tensors: the compile gate",
     "mla_attention.triton_backend.forward: hopper": "a kernel in Gluon, which has no interpreter",
     "int8_attention.triton_backend._fits_hopper": "meta tensors: the compile gate",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -13,7 +15,7 @@ from bagu.ops.kernels.gemm import gemm_kernel
 from bagu.ops.launch import as_rows, num_sms
 from bagu.ops.launcher import with_scratch_memory
 
-__all__ = ["forward"]
+__all__ = ["Tile", "by_tma", "byte_product", "forward"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,7 @@ class Tile:
     warps: int
     stages: int
     specialize: bool = False  # the warps: one loads, eight multiply
+    flatten: bool = False  # the loads of a tile start before the epilogue of the tile before
 
 
 TILES = (  # by TMA, the largest first: a large tile reads less, a small one occupies more multiprocessors
@@ -35,20 +38,50 @@ TILES = (  # by TMA, the largest first: a large tile reads less, a small one occ
 BY_POINTERS = Tile(M=64, N=64, K=64, warps=4, stages=3)
 
 
-def _tile(M: int, N: int, device: torch.device, *, stores: bool) -> Tile:
+def _tile(tiles: Sequence[Tile], M: int, N: int, device: torch.device, *, stores: bool) -> Tile:
     """The largest tile that gives work to two thirds of the multiprocessors, or the smallest.
 
-    Only a 16-bit result that TMA `stores` leaves shared memory for the first one.
+    Only a 16-bit result that TMA `stores` leaves shared memory for a specialized one.
     """
-    fits = [t for t in TILES if (M > 64 or t.M == 64) and (stores or not t.specialize)]
+    fits = [t for t in tiles if (M > 64 or t.M == 64) and (stores or not t.specialize)]
     wanted = 2 * num_sms(device) // 3
     return next((t for t in fits if triton.cdiv(M, t.M) * triton.cdiv(N, t.N) >= wanted), fits[-1])
 
 
-def _by_tma(x: torch.Tensor) -> bool:
+def by_tma(x: torch.Tensor) -> bool:
     """Whether TMA can read the rows of x: they are 16-byte aligned, and not one row repeated."""
     aligned = 0 < x.stride(0) == x.stride(0) // 16 * 16 and x.data_ptr() % 16 == 0
     return aligned and (x.device.type != "cuda" or is_hopper(x.device))
+
+
+def _packed(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else t.contiguous()
+
+
+def byte_product(
+    x: torch.Tensor, w: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None,
+    residual: torch.Tensor | None, activation: str | None, y: torch.Tensor, tiles: Sequence[Tile], sums: Any,
+) -> None:  # fmt: skip
+    """Write act(x_scale * w_scale * (x wᵀ) + bias) + residual to y, of x and w with elements of a byte.
+
+    `sums` is the dtype of the accumulator: int32, or fp32 for fp8.
+    """
+    if not y.numel():
+        return
+    x, w = as_rows(x), as_rows(w)
+    (M, K), N = x.shape, w.shape[0]
+    tma = by_tma(x) and by_tma(w)
+    stores = tma and y.element_size() == 2 and N % 8 == 0
+    tile = _tile(tiles, M, N, x.device, stores=stores) if tma else BY_POINTERS
+    launch = gemm_kernel[(min(triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N), num_sms(x.device)),)]
+    (with_scratch_memory(launch) if tma else launch)(
+        x, w, _packed(bias), _packed(x_scale), _packed(w_scale), _packed(residual), y, M, N, K, x.stride(0),
+        w.stride(0), BM=tile.M, BN=tile.N, BK=tile.K, GROUP=8, TMA=tma,
+        STORE=stores, SPECIALIZE=tile.specialize, FLATTEN=tile.flatten,
+        HALVES=False, SUMS=sums, ACC=tl.float64 if torch.float64 in (y.dtype, x_scale.dtype) else tl.float32,
+        ACTIVATION=activation, SHORT=y.element_size() == 2, PARTIAL=tile.K if x.is_floating_point() else None,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
 
 
 def forward(
@@ -56,20 +89,5 @@ def forward(
     activation: str | None, dtype: str,
 ) -> tuple[torch.Tensor]:  # fmt: skip
     y = torch.empty(*x.shape[:-1], w.shape[0], dtype=getattr(torch, dtype), device=x.device)
-    if not y.numel():
-        return (y,)
-    x, w, row_scale = as_rows(x), as_rows(w), x_scale.reshape(-1).contiguous()
-    (M, K), N = x.shape, w.shape[0]
-    tma = _by_tma(x) and _by_tma(w)
-    stores = tma and y.element_size() == 2 and N % 8 == 0
-    tile = _tile(M, N, x.device, stores=stores) if tma else BY_POINTERS
-    tiles = triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N)
-    launch = gemm_kernel[(min(tiles, num_sms(x.device)),)]
-    (with_scratch_memory(launch) if tma else launch)(
-        x, w, None if bias is None else bias.contiguous(), row_scale, w_scale.contiguous(), y, M, N, K,
-        x.stride(0), w.stride(0), BM=tile.M, BN=tile.N, BK=tile.K, GROUP=8, TMA=tma,
-        STORE=stores, SPECIALIZE=tile.specialize, SUMS=tl.int32,
-        ACC=tl.float64 if torch.float64 in (y.dtype, x_scale.dtype) else tl.float32, ACTIVATION=activation,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    byte_product(x, w, x_scale, w_scale, bias, None, activation, y, TILES, tl.int32)
     return (y,)

@@ -20,7 +20,7 @@ from bagu.ops.cross_entropy.triton_backend import exp, reduce_rows
 from bagu.ops.launch import next_power_of_2, triton_acc
 from bagu.ops.linear_cross_entropy import chunked
 from bagu.ops.linear_cross_entropy.chunked import EVERY, Kernels
-from bagu.ops.matmul.triton_backend import product
+from bagu.ops.matmul.triton_backend import Epilogue, product
 from bagu.ops.signature import accumulator
 
 __all__ = ["INVARIANT", "KERNELS", "TUNABLE", "backward", "forward", "invariant_backward", "invariant_forward"]
@@ -81,7 +81,7 @@ def _logits_memory(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _logits_by_row(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The same by the product kernel, whose rows are batch-invariant. (`chunked.operands` widens the weight on other
     devices than CUDA, also on meta tensors.)"""
-    return product(hidden, weight.to(hidden.dtype), None, _logits_memory(hidden, weight))
+    return product(hidden, weight.to(hidden.dtype), Epilogue(), _logits_memory(hidden, weight))
 
 
 def _score(

@@ -1,15 +1,46 @@
-"""A linear layer. spec.py has the definition and the cost."""
+"""A linear layer with a fused epilogue. spec.py has the definition and the cost."""
 
 from __future__ import annotations
 
 import torch
 
+from bagu.errors import ArgumentError
 from bagu.ops.dispatch import call
+from bagu.ops.fp8_matmul import fp8_matmul
 from bagu.ops.matmul.spec import SPEC
 
 
 def matmul(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, *, backend: str | None = None
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    row_scale: torch.Tensor | None = None,
+    column_scale: torch.Tensor | None = None,
+    activation: str | None = None,
+    backend: str | None = None,
 ) -> torch.Tensor:
-    """x @ w.T + bias: `w` is [out, in], as in checkpoints. Accumulated in fp32 and rounded once to x's dtype."""
-    return call(SPEC, backend, x=x, w=w, bias=bias)
+    """act(row_scale * column_scale * (x @ w.T) + bias) + residual: `w` is [out, in], as in checkpoints.
+
+    row_scale[*M] and column_scale[N] are factors per row of x and per row of w. `activation` is None, "gelu" (exact),
+    "gelu_tanh", "silu" or "relu". Accumulated in fp32 and returned in x's dtype. fp8 (e4m3) x and w need both scales,
+    have no gradient, and return bf16: see `fp8_matmul`.
+    """
+    if isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn:
+        return _fp8(x, w, bias, residual, row_scale, column_scale, activation, backend)
+    return call(
+        SPEC, backend, x=x, w=w, bias=bias, residual=residual, row_scale=row_scale, column_scale=column_scale,
+        activation=activation,
+    )  # fmt: skip
+
+
+def _fp8(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
+    row_scale: torch.Tensor | None, column_scale: torch.Tensor | None, activation: str | None, backend: str | None,
+) -> torch.Tensor:  # fmt: skip
+    for name, scale in (("row_scale", row_scale), ("column_scale", column_scale)):
+        if scale is None:
+            raise ArgumentError(f"matmul: {name} is None, and fp8 operands need a scale per row of x and of w")
+    assert row_scale is not None and column_scale is not None
+    return fp8_matmul(x, w, row_scale, column_scale, bias, residual=residual, activation=activation, backend=backend)

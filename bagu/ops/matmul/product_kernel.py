@@ -1,4 +1,4 @@
-"""The product kernel: a program computes a tile of y = x wᵀ + bias with one loop over K.
+"""The product kernel: a program computes a tile of y = act(scales * (x wᵀ) + bias) + residual with one loop over K.
 
 The terms of an output are added in the order of K by one instruction kind, so the bits of a row depend neither on the
 other rows nor on the tile's rows and columns (`triton_backend.py` says which tiles that holds for).
@@ -12,17 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from bagu.ops.kernels.gemm import finished, tile_of
+
 __all__ = ["product_kernel"]
-
-
-@triton.jit
-def _tile_of(program, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """The tile of a program. GROUP tiles of rows are computed together, so that the weight's tiles are read from L2."""
-    down, across = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    first = program // (GROUP * across) * GROUP
-    rows = tl.minimum(down - first, GROUP)
-    within = program % (GROUP * across)
-    return first + within % rows, within // rows
 
 
 @triton.jit
@@ -50,11 +42,11 @@ def _load(source, first, k, rows, K, stride, ROWS: tl.constexpr, BK: tl.constexp
 
 @triton.jit(do_not_specialize=["M"])
 def product_kernel(
-    x_ptr, w_ptr, bias_ptr, y_ptr, M, N, K, x_stride, w_stride, y_stride, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
-    ACC: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, row_scale_ptr, column_scale_ptr, residual_ptr, y_ptr, M, N, K, x_stride, w_stride, y_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr, ACTIVATION: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
-    down, across = _tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
+    down, across = tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
     m, n = down * BM, across * BN
     x_rows = _rows_of(x_ptr, m, M, K, x_stride, BM, BK, TMA)
     w_rows = _rows_of(w_ptr, n, N, K, w_stride, BN, BK, TMA)
@@ -69,8 +61,9 @@ def product_kernel(
             total = grown
         else:
             total = tl.dot(x, w.T, total, input_precision="ieee", out_dtype=ACC)
-    row, column = m + tl.arange(0, BM), n + tl.arange(0, BN)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + column, column < N, 0.0).to(ACC)[None, :]
-    at = row.to(tl.int64)[:, None] * y_stride + column[None, :]
-    tl.store(y_ptr + at, total, (row < M)[:, None] & (column < N)[None, :])
+    row, column = m.to(tl.int64) + tl.arange(0, BM), n + tl.arange(0, BN)
+    z = finished(
+        total, row, column, bias_ptr, row_scale_ptr, column_scale_ptr, residual_ptr, M, N, ACC, ACTIVATION, SHORT,
+    )  # fmt: skip
+    at = row[:, None] * y_stride + column[None, :]
+    tl.store(y_ptr + at, z, (row < M)[:, None] & (column < N)[None, :])

@@ -1,11 +1,15 @@
 """A linear layer in PyTorch. `F.linear` is one node that the compiler, DTensor and FLOP counters support.
 
+The epilogue is separate ops on what F.linear returns. On a GPU a 16-bit product is therefore rounded before it; on a
+CPU it is widened to fp32 and rounded once.
+
 On a CPU without bf16 units, bf16 is widened to fp32 and rounded once, as in the definition: torch's fallback is a
 naive loop, 300 times as slow at 512 x 576 x 1536 on a Neoverse-N1, and it prints a C++ stack trace.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,10 +17,14 @@ import torch.nn.functional as F
 
 from bagu.machine.device import onednn_has_bf16
 from bagu.ops import invariant_rows
+from bagu.ops.activations import activate, slope
 from bagu.ops.eager import constant, without_autocast
-from bagu.ops.invariant import in_blocks
+from bagu.ops.invariant import in_blocks, times_sigmoid
+from bagu.ops.signature import accumulator
 
+EVERY = dict.fromkeys(("x", "w", "bias", "residual", "row_scale", "column_scale"), True)
 cpu_has_bf16 = constant(onednn_has_bf16)
+Gradients = tuple[torch.Tensor | None, ...]
 
 
 def widens(x: torch.Tensor) -> bool:
@@ -30,19 +38,89 @@ def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch
     return F.linear(x, w, bias)
 
 
-def forward(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor]:
-    return (linear(x, w, bias),)
+def _wide(x: torch.Tensor) -> torch.dtype:
+    """The dtype of a product before an epilogue: on a CPU 16 bits are widened, and rounded once after it."""
+    return accumulator(x.dtype) if x.device.type == "cpu" else x.dtype
+
+
+def _sums(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    wide = _wide(x)
+    return F.linear(x.to(wide), w.to(wide), None if bias is None else bias.to(wide))
+
+
+def scaled(
+    sums: torch.Tensor, bias: torch.Tensor | None, row_scale: torch.Tensor | None, column_scale: torch.Tensor | None
+) -> torch.Tensor:
+    """row_scale * column_scale * sums + bias, in the dtype of the accumulator."""
+    acc = accumulator(sums.dtype)
+    z = sums.to(acc)
+    z = z if row_scale is None else z * row_scale.to(acc).unsqueeze(-1)
+    z = z if column_scale is None else z * column_scale.to(acc)
+    return z if bias is None else z + bias.to(acc)
+
+
+def forward(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
+    row_scale: torch.Tensor | None, column_scale: torch.Tensor | None, activation: str | None,
+) -> tuple[torch.Tensor]:  # fmt: skip
+    if row_scale is not None or column_scale is not None:
+        z = scaled(_sums(x, w), bias, row_scale, column_scale)
+    elif activation is not None or residual is not None:
+        z = _sums(x, w, bias)
+    else:
+        return (linear(x, w, bias),)
+    y = activate(z, activation)
+    return ((y if residual is None else y + residual).to(x.dtype),)
 
 
 def backward(
-    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, row_scale: torch.Tensor | None,
+    column_scale: torch.Tensor | None, activation: str | None, needs: Mapping[str, bool] = EVERY,
+) -> Gradients:  # fmt: skip
+    """The gradients of x, w, bias, residual, row_scale and column_scale; None for those that are not needed.
+
+    The sums before the epilogue are computed again and not saved: a forward then writes y alone, whether or not there
+    will be a backward. Where gradients are needed, the automatic choice is the torch backend, which saves them.
+    """
+    residual = dy.clone() if needs["residual"] else None  # a custom op may not return its input
+    if activation is None and row_scale is None and column_scale is None:
+        return *of_product(dy, x, w, bias, needs), residual, None, None
+    wide, sums = _wide(x), _sums(x, w)
+    dz = dy.to(accumulator(x.dtype))
+    if activation is not None:
+        dz = dz * slope(scaled(sums, bias, row_scale, column_scale), activation)
+    drow = dcolumn = dbias = None
+    if row_scale is not None and needs["row_scale"]:
+        drow = scaled(dz * sums, None, None, column_scale).sum(-1).to(row_scale.dtype)
+    if column_scale is not None and needs["column_scale"]:
+        each = scaled(dz * sums, None, row_scale, None)
+        dcolumn = each.reshape(-1, w.shape[0]).sum(0).to(column_scale.dtype)
+    if bias is not None and needs["bias"]:
+        dbias = dz.reshape(-1, w.shape[0]).sum(0).to(bias.dtype)
+    dsums = scaled(dz, None, row_scale, column_scale).to(wide)
+    dx, dw, _ = of_product(dsums, x.to(wide), w.to(wide), None, needs)
+    return (
+        None if dx is None else dx.to(x.dtype),
+        None if dw is None else dw.to(w.dtype),
+        dbias,
+        residual,
+        drow,
+        dcolumn,
+    )
+
+
+def of_product(
+    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, needs: Mapping[str, bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of x, w and bias of x wᵀ + bias."""
     if widens(x):
-        wide = backward(dy.float(), x.float(), w.float(), None if bias is None else bias.float())
-        return wide[0].to(x.dtype), wide[1].to(x.dtype), None if wide[2] is None else wide[2].to(x.dtype)
+        wide = of_product(dy.float(), x.float(), w.float(), None if bias is None else bias.float(), needs)
+        dx, dw, dbias = (None if g is None else g.to(x.dtype) for g in wide)
+        return dx, dw, dbias
     M = x.shape[:-1].numel()
     rows, features = dy.reshape(M, dy.shape[-1]), x.reshape(M, x.shape[-1])
-    return dy @ w, rows.mT @ features, None if bias is None else rows.sum(0)
+    dbias = rows.sum(0) if bias is not None and needs["bias"] else None
+    return dy @ w if needs["x"] else None, rows.mT @ features if needs["w"] else None, dbias
 
 
 def invariant_rows_of(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -52,18 +130,43 @@ def invariant_rows_of(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | Non
     return in_blocks(lambda block: linear(block, w, bias), x)
 
 
+def _invariant_epilogue(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
+    row_scale: torch.Tensor | None, column_scale: torch.Tensor | None, activation: str | None,
+) -> torch.Tensor:  # fmt: skip
+    """The whole definition, each row by itself; sums are not rounded before the epilogue."""
+    rows, wide = x.reshape(-1, x.shape[-1]), _wide(x)
+    if invariant_rows.available(x.dtype):
+        sums = invariant_rows.product(rows, w)
+    else:
+        sums = in_blocks(lambda block: F.linear(block.to(wide), w.to(wide)), rows)
+    z = scaled(sums.view(*x.shape[:-1], w.shape[0]), bias, row_scale, column_scale)
+    y = times_sigmoid(z, z) if activation == "silu" else activate(z, activation)
+    return (y if residual is None else y + residual).to(x.dtype)
+
+
 class _Invariant(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x, w, bias)
-        rows = invariant_rows_of(x.reshape(-1, x.shape[-1]), w, bias)
-        return rows.view(*x.shape[:-1], w.shape[0])
+    def forward(
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
+        row_scale: torch.Tensor | None, column_scale: torch.Tensor | None, activation: str | None,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.save_for_backward(x, w, bias, row_scale, column_scale)
+        ctx.activation = activation
+        if residual is None and row_scale is None and column_scale is None and activation is None:
+            rows = invariant_rows_of(x.reshape(-1, x.shape[-1]), w, bias)
+            return rows.view(*x.shape[:-1], w.shape[0])
+        return _invariant_epilogue(x, w, bias, residual, row_scale, column_scale, activation)
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return backward(douts[0], *ctx.saved_tensors)
+        needs = dict(zip(EVERY, ctx.needs_input_grad[:6], strict=True))
+        return *backward(douts[0], *ctx.saved_tensors, ctx.activation, needs), None
 
 
-def invariant_forward(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor]:
-    return (_Invariant.apply(x, w, bias),)
+def invariant_forward(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
+    row_scale: torch.Tensor | None, column_scale: torch.Tensor | None, activation: str | None,
+) -> tuple[torch.Tensor]:  # fmt: skip
+    return (_Invariant.apply(x, w, bias, residual, row_scale, column_scale, activation),)

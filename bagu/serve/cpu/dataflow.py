@@ -83,7 +83,8 @@ class Dataflow:
         return call
 
     def check_arguments(self, call: Call) -> Call:
-        if more := set(call.args) - set(self.known[call.name].split()):
+        given = {name for name, value in call.args.items() if value is not None}
+        if more := given - set(self.known[call.name].split()):
             raise Mismatch(f"{call.name} with {', '.join(sorted(more))}")
         return call
 
