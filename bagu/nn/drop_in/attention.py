@@ -54,7 +54,8 @@ def _weights(layer: nn.MultiheadAttention, x: torch.Tensor) -> Any:
 
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
-    """Its attention, norms and linear layers are those of this package; dropout and the activation are torch's."""
+    """Its attention, norms and linear layers are those of this package; dropout is torch's. On a GPU a relu or an exact
+    gelu is applied by the kernel of the product before it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -73,8 +74,27 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         x = self.norm1(x + self._attention(x))
         return self.norm2(x + self._ff_block(x))
 
+    def _ff_block(self, x: torch.Tensor) -> torch.Tensor:
+        name = _fused_name(self.activation)
+        if name is None or not x.is_cuda or not _without_hooks(self.linear1):
+            return super()._ff_block(x)
+        return self.dropout2(self.linear2(self.dropout(self.linear1(x, name))))
+
     def _attention(self, x: torch.Tensor) -> torch.Tensor:
         return self.dropout1(self.self_attn(x, x, x, need_weights=False)[0])
+
+
+def _fused_name(activation: object) -> str | None:
+    """The name of an activation that `Linear` applies itself."""
+    if activation is torch.nn.functional.relu or isinstance(activation, nn.ReLU):
+        return "relu"
+    exact = isinstance(activation, nn.GELU) and activation.approximate == "none"
+    return "gelu" if activation is torch.nn.functional.gelu or exact else None
+
+
+def _without_hooks(layer: nn.Module) -> bool:
+    """Whether a layer is this package's Linear, and nothing expects its result before the activation."""
+    return type(layer) is Linear and not layer._forward_hooks and not layer._forward_pre_hooks
 
 
 def adopt(layer: nn.TransformerEncoderLayer) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from bagu import ops
+from bagu.ops.activations import activate
 from bagu.ops.dispatch import calls_torch
 from bagu.ops.eager import autocasting
 
@@ -41,13 +42,14 @@ def supported(x: torch.Tensor, *weights: torch.Tensor | None) -> bool:
 
 
 class Linear(nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if calls_torch(input):
+    def forward(self, input: torch.Tensor, activation: str | None = None) -> torch.Tensor:
+        """`activation`, one of `ops.matmul`'s, is applied to the result: on a GPU in the kernel of the product."""
+        if activation is None and calls_torch(input):
             return nn.functional.linear(input, self.weight, self.bias)
         x, w, b = autocast(input, self.weight, self.bias)
         if not supported(x, w, b):
-            return super().forward(input)
-        return ops.matmul(x, w, b)
+            return activate(super().forward(input), activation)
+        return ops.matmul(x, w, b, activation=activation)
 
 
 class Int8Linear(nn.Linear):
