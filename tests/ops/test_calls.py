@@ -139,7 +139,7 @@ def test_any_empty_dim_gives_a_result_or_a_sentence(spec: OpSpec, backend: str) 
             assert all(g is None or not g.isnan().any() for g in torch.autograd.grad(total, wanted, allow_unused=True))
 
 
-@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("spec", [p for p in ALL if p.id != "fp8_matmul"])  # torch has no such tensors of fp8
 def test_sparse_and_nested_tensors_are_refused(spec: OpSpec) -> None:
     args, name = arguments(spec), spec.sig.tensors[0].name
     call(spec, "torch", **{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in args.items()})  # and cached

@@ -79,12 +79,12 @@ def test_bad_scales_are_named_in_debug_mode(op: str, which: str, bad: float) -> 
 
 def test_fp8_operands_of_matmul_are_multiplied_by_fp8_matmul() -> None:
     args = operands("fp8_matmul")
-    want = ops.fp8_matmul(**args, activation="gelu")
-    scales = {"row_scale": args["x_scale"], "column_scale": args["w_scale"]}
-    got = ops.matmul(args["x"], args["w"], activation="gelu", **scales)
+    x, w, x_scale, w_scale = args.values()
+    want = ops.fp8_matmul(x, w, x_scale, w_scale, activation="gelu")
+    got = ops.matmul(x, w, activation="gelu", row_scale=x_scale, column_scale=w_scale)
     assert got.dtype == torch.bfloat16 and torch.equal(got, want)
     with pytest.raises(ArgumentError, match="column_scale is None"):
-        ops.matmul(args["x"], args["w"], row_scale=args["x_scale"])
+        ops.matmul(x, w, row_scale=x_scale)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,10 @@ def test_a_layer_learns_through_the_epilogue() -> None:
     found = {name: (0.3 * streams.normal(name, *size) + 1).requires_grad_() for name, size in sizes.items()}
     losses = []
     for _ in range(80):
-        y = ops.matmul(x, **found, activation="gelu", residual=target.flip(0))
+        w, bias, column_scale, row_scale = found.values()
+        y = ops.matmul(
+            x, w, bias, residual=target.flip(0), row_scale=row_scale, column_scale=column_scale, activation="gelu"
+        )  # fmt: skip
         loss = (y - target).square().mean()
         losses.append(loss.item())
         grads = torch.autograd.grad(loss, list(found.values()))

@@ -65,7 +65,7 @@ def needs_gradient(args: Mapping[str, Any]) -> bool:
 
 def by_tma(args: Mapping[str, Any]) -> bool:
     (N, K), size = args["w"].shape, args["x"].element_size()
-    return bool(size == 2 and K % 8 == 0 and N % 8 == 0)
+    return bool(size == 2 and K % 16 == 0 and N % 16 == 0)
 
 
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
@@ -114,6 +114,8 @@ SPEC = OpSpec(
     refuse=refuse,
     check_values=check_values,
     ulps=1,
+    # On a GPU the slope of an activation is taken at a 16-bit sum, and its product with dy is rounded before the GEMMs.
+    ulps_of={"dx": 1.5, "dw": 1.5},
     independent=("M", "N"),
     peers=True,
     prefer_torch=(
@@ -131,15 +133,15 @@ SPEC = OpSpec(
             holds=needs_gradient,
         ),
         Rule(
-            when="x is not 16-bit, or K or N is no multiple of 8",
+            when="x is not 16-bit, or K or N is no multiple of 16",
             runs="cuBLAS and torch's activation",
-            why="TMA cannot read or write such rows, and without it the kernel is slower",
+            why="the persistent kernel does not read such rows, and the other one is slower",
             holds=lambda args: not by_tma(args),
         ),
     ),
     cases=[
         Case("even", "powers of two need no masks, so a failure here is the math", M=8, N=16, K=32),
-        Case("ragged", "no side is a multiple of a block, so every mask is used; TMA reads it", M=5, N=24, K=40),
+        Case("ragged", "no side is a multiple of a block, so every mask is used; TMA reads it", M=5, N=48, K=48),
         Case("bias", "the bias joins the sum before it is rounded", M=7, N=24, K=40, bias=True),
         Case("large_bias", "the bias is 100 times the sum, which survives in what is left", M=6, N=20, K=24, bias=True,
              shift=100.0),
@@ -157,18 +159,18 @@ SPEC = OpSpec(
         Case("empty", "there is no row, and nothing is launched", M=0, N=9, K=16, bias=True),
         Case("tall", "more rows than the smallest tile has", M=130, N=40, K=32, bias=True),
         Case("tall_odd", "the same, with rows that are not aligned", M=70, N=20, K=20),
-        Case("gelu", "the activation follows the bias", M=9, N=40, K=48, bias=True, activation="gelu", scale=2.0,
+        Case("gelu", "the activation follows the bias", M=9, N=48, K=48, bias=True, activation="gelu", scale=2.0,
              sms=1),
-        Case("gelu_tanh", "GPT-2's gelu, without a bias", M=9, N=24, K=40, activation="gelu_tanh", scale=2.0, sms=1),
+        Case("gelu_tanh", "GPT-2's gelu, without a bias", M=9, N=32, K=48, activation="gelu_tanh", scale=2.0, sms=1),
         Case("silu", "an activation without a bias", M=6, N=17, K=16, activation="silu", scale=3.0),
         Case("relu", "negative sums are zeros, and so are their gradients", M=6, N=33, K=24, bias=True,
              activation="relu"),
-        Case("residual", "the residual is added after the activation", M=7, N=24, K=40, bias=True, residual=True,
+        Case("residual", "the residual is added after the activation", M=7, N=32, K=48, bias=True, residual=True,
              activation="silu", sms=1),
         Case("row_scale", "a factor per row, of which the bias has none", M=6, N=20, K=24, bias=True, scales="row"),
-        Case("column_scale", "a factor per column, and no bias", M=6, N=24, K=32, scales="column", sms=1),
+        Case("column_scale", "a factor per column, and no bias", M=6, N=32, K=32, scales="column", sms=1),
         Case("whole", "every part of the epilogue at once, with fp32 scales, in several leading dims", lead=(2, 3),
-             N=24, K=32, bias=True, residual=True, scales="row, column", activation="gelu",
+             N=32, K=32, bias=True, residual=True, scales="row, column", activation="gelu",
              mixed=["row_scale", "column_scale"], sms=1),
         Case("whole_odd", "the same, with rows that are not aligned", M=5, N=23, K=37, bias=True, residual=True,
              scales="row, column", activation="gelu_tanh"),

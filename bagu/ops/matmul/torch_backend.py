@@ -38,13 +38,16 @@ def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch
     return F.linear(x, w, bias)
 
 
-def _wide(x: torch.Tensor) -> torch.dtype:
-    """The dtype of a product before an epilogue: on a CPU 16 bits are widened, and rounded once after it."""
-    return accumulator(x.dtype) if x.device.type == "cpu" else x.dtype
+def _wide(x: torch.Tensor, *scales: torch.Tensor | None) -> torch.dtype:
+    """The dtype of a product before an epilogue: on a CPU 16 bits are widened, and rounded once after it.
+
+    With scales on a GPU too, where that is slow: their fp32 gradients are sums of these products.
+    """
+    widened = x.device.type == "cpu" or any(s is not None for s in scales)
+    return accumulator(x.dtype) if widened else x.dtype
 
 
-def _sums(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    wide = _wide(x)
+def _sums(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
     return F.linear(x.to(wide), w.to(wide), None if bias is None else bias.to(wide))
 
 
@@ -64,9 +67,9 @@ def forward(
     row_scale: torch.Tensor | None, column_scale: torch.Tensor | None, activation: str | None,
 ) -> tuple[torch.Tensor]:  # fmt: skip
     if row_scale is not None or column_scale is not None:
-        z = scaled(_sums(x, w), bias, row_scale, column_scale)
+        z = scaled(_sums(x, w, None, _wide(x, row_scale, column_scale)), bias, row_scale, column_scale)
     elif activation is not None or residual is not None:
-        z = _sums(x, w, bias)
+        z = _sums(x, w, bias, _wide(x))
     else:
         return (linear(x, w, bias),)
     y = activate(z, activation)
@@ -85,7 +88,8 @@ def backward(
     residual = dy.clone() if needs["residual"] else None  # a custom op may not return its input
     if activation is None and row_scale is None and column_scale is None:
         return *of_product(dy, x, w, bias, needs), residual, None, None
-    wide, sums = _wide(x), _sums(x, w)
+    wide = _wide(x, row_scale, column_scale)
+    sums = _sums(x, w, None, wide)
     dz = dy.to(accumulator(x.dtype))
     if activation is not None:
         dz = dz * slope(scaled(sums, bias, row_scale, column_scale), activation)
@@ -162,7 +166,8 @@ class _Invariant(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs = dict(zip(EVERY, ctx.needs_input_grad[:6], strict=True))
-        return *backward(douts[0], *ctx.saved_tensors, ctx.activation, needs), None
+        x, w, bias, row_scale, column_scale = ctx.saved_tensors
+        return *backward(douts[0], x, w, bias, row_scale, column_scale, ctx.activation, needs), None
 
 
 def invariant_forward(
