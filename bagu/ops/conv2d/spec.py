@@ -194,6 +194,8 @@ SPEC = OpSpec(
         Case("thin", "one channel in and one out", image=(2, 6, 6, 1), kernel=(1, 3, 3), pad=(1, 1), bias=True),
         Case("gelu", "the activation follows the bias", image=(2, 4, 4, 16), kernel=(8, 3, 3), pad=(1, 1), bias=True,
              activation="gelu"),
+        Case("gelu_tanh", "the gelu of GPT-2, not the exact one", image=(1, 4, 4, 8), kernel=(8, 3, 3), pad=(1, 1),
+             activation="gelu_tanh"),
         Case("silu", "an activation without a bias", image=(1, 5, 4, 8), kernel=(8, 3, 3), activation="silu"),
         Case("relu", "negative sums are zeros", image=(1, 5, 4, 8), kernel=(16, 3, 3), pad=(1, 1), bias=True,
              activation="relu"),

@@ -155,7 +155,7 @@ def forward(
     chosen = _persistent(M, N, x.device, residual=residual is not None) if tile is None else PERSISTENT[tile]
     # Triton assumes nothing of sizes that are no multiple of 16, and then needs more shared memory than there is
     aligned = N % 16 == 0 and rows.stride(0) % 16 == 0 and weight.stride(0) % 16 == 0
-    if chosen is None or M * N == 0 or x.element_size() != 2 or not (aligned and _by_tma(rows) and _by_tma(weight)):
+    if M * N == 0 or chosen is None or x.element_size() != 2 or not (aligned and _by_tma(rows) and _by_tma(weight)):
         return invariant_forward(x, w, bias, residual, row_scale, column_scale, activation)
     y = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
     end = _epilogue(bias, residual, row_scale, column_scale, activation)
