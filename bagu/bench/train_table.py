@@ -34,7 +34,8 @@ WORDS = {
 
 
 def render(rows: Sequence[Row], language: str) -> str:
-    """One block of lines per machine and shape, from its latest run; the ratio is to the fastest peer of that run."""
+    """One block of lines per machine and shape: each implementation from its latest run, and the ratio to the fastest
+    peer of the same run."""
     words: dict[str, Any] = WORDS[language]
     if not rows:
         return str(words["nothing"])
@@ -43,28 +44,37 @@ def render(rows: Sequence[Row], language: str) -> str:
     commits = set()
     for machine, shape in sorted({(r["env"]["machine"], r["shape"]) for r in rows}, reverse=True):
         mine = [r for r in rows if (r["env"]["machine"], r["shape"]) == (machine, shape)]
-        last = max(r["env"]["time"] for r in mine)
-        run = [r for r in mine if r["env"]["time"] == last]
-        commits |= {str(r["env"]["commit"])[:9] for r in run}
-        lines += _block(machine, run, words)
+        last: dict[tuple[str, int], str] = {}
+        for row in mine:
+            last[_key(row)] = max(last.get(_key(row), ""), row["env"]["time"])
+        kept = [r for r in mine if r["env"]["time"] == last[_key(r)]]
+        commits |= {str(r["env"]["commit"])[:9] for r in kept}
+        lines += _block(machine, kept, words)
     caption = words["caption"].format(commit=", ".join(f"`{c}`" for c in sorted(commits)))
     return f"{caption}\n\n" + "\n".join(lines)
 
 
+def _key(row: Row) -> tuple[str, int]:
+    return row["implementation"], row.get("micro_batches") or 1
+
+
 def _block(machine: str, run: Sequence[Row], words: Mapping[str, Any]) -> list[str]:
     """Bagu's fastest run and the one with the least memory, and each peer at its best."""
-    best: dict[tuple[str, Any], Row] = {}
+    best: dict[tuple[str, int], Row] = {}
     for row in run:  # of several rounds, the fastest of each
-        key = (row["implementation"], row.get("micro_batches"))
+        key = _key(row)
         if key not in best or row["tokens_per_s"] > best[key]["tokens_per_s"]:
             best[key] = row
-    peers = [r["tokens_per_s"] for r in best.values() if not r["implementation"].startswith("bagu")]
     lines, named = [], False
     for row in best.values():
         ours = row["implementation"].startswith("bagu")
         micro = row.get("micro_batches") or 1
         name = row["implementation"] + (f", {words['micro'].format(n=micro)}" if micro > 1 else "")
         rate = f"{row['tokens_per_s']:,.0f}"
+        peers = [
+            r["tokens_per_s"] for r in best.values()
+            if not r["implementation"].startswith("bagu") and r["env"]["time"] == row["env"]["time"]
+        ]  # fmt: skip
         ratio = f"{row['tokens_per_s'] / max(peers):.2f}×" if peers and ours else "–"
         peak, tflops = row.get("peak_bytes"), row.get("tflop_per_s")
         lines.append(

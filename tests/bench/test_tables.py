@@ -161,6 +161,11 @@ def test_training_speed_is_relative_to_the_fastest_peer_of_the_run() -> None:
     assert "| **bagu** | **80,000** | 500.0 | 32.0 GiB | 1.25× |" in text
     assert "**bagu, 2 micro-batches** | **70,000** | 500.0 | 32.0 GiB | 1.09× |" in text
     assert "75,000" not in text and "transformers | 50,000" in text and "`012345678`" in text
+    again = train_table.render([*rows, trained("bagu", 71000.0, micro_batches=2, time="2026-09-01T10:00:00")], "en")
+    assert (
+        "micro-batches** | **71,000** | 500.0 | 32.0 GiB | – |" in again
+        and "**80,000** | 500.0 | 32.0 GiB | 1.25×" in again
+    )
     assert "微批" in train_table.render(rows, "zh")
     assert "bagu bench train" in train_table.render([], "en")
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from bagu.nn import count
-from bagu.nn.presets import preset
 from bagu.parallel.planner import document
 from bagu.parallel.planner.calibrate import RANGES, calibration_rows, loss
 from bagu.parallel.planner.calibration import CALIBRATION, Calibration
@@ -63,16 +61,9 @@ def test_layouts_are_put_in_the_right_order(report: Report) -> None:
 
 
 def test_the_benchmark_on_one_h200(report: Report) -> None:
-    """The row of 4 micro-batches is left out of the memory: when it was measured, the benchmark still held the model
-    states of the row before while it created those of this one, and two sets are more than the step needs."""
     rows = [row for row in report.own if row.model == "llama_1b"]
     assert len(rows) == 3
-    assert all(abs(row.time_error) <= 0.10 for row in rows)
-    assert all(abs(row.memory_error) <= 0.05 for row in rows if row.micro_batches < 4)
-    (last,) = (row for row in rows if row.micro_batches == 4)
-    states = 18 * count.parameters(preset("llama_1b")).total  # bf16 weights; fp32 masters, gradients and two moments
-    assert last.measured_bytes == pytest.approx(2 * states, rel=0.005)
-    assert last.predicted_bytes < 2 * states
+    assert all(abs(row.time_error) <= 0.10 and abs(row.memory_error) <= 0.05 for row in rows)
 
 
 def test_own_rows_are_those_of_the_benchmark() -> None:
