@@ -18,8 +18,9 @@ import torch
 
 from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.activations import ACTIVATIONS, activate
-from bagu.ops.core import Case, Cost, OpSpec, Rule, Streams
+from bagu.ops.core import Case, OpSpec, Rule, Streams
 from bagu.ops.fp8_matmul import torch_backend
+from bagu.ops.int8_matmul.spec import BIG, cost
 from bagu.ops.signature import Dims
 
 E4M3 = torch.float8_e4m3fn
@@ -85,15 +86,6 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         "dtype": case.get("to", streams.choice("dtype", "bfloat16", "float16")),
     }
 
-
-def cost(dims: Mapping[str, Any], itemsize: int) -> Cost:
-    """A product and a sum for each of M N K; x, w and the scales are read once and y is written once."""
-    M, N, K = dims["M"], dims["N"], dims["K"]
-    out = getattr(torch, dims["dtype"]).itemsize
-    return Cost(flops=2 * M * N * K, bytes=(M * K + N * K) * itemsize + M * N * out + 4 * (M + N))
-
-
-BIG: dict[str, Any] = {"to": "bfloat16", "bench": True, "mixed": ["x_scale", "w_scale"]}
 
 SPEC = OpSpec(
     name="fp8_matmul",
