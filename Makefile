@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-JOBS ?= 2
-# Two processes share two cores here: idle OpenMP threads must sleep, not spin.
+# Three processes for two cores: many tests wait for a server or for ranks. With two, a quarter of the cores' time was idle.
+JOBS ?= 3
+# The processes share the cores: idle OpenMP threads must sleep, not spin.
 export OMP_WAIT_POLICY := PASSIVE
 # The tests start some hundred processes: without cached bytecode each compiles the package again, 0.3 to 0.8 s.
 export PYTHONDONTWRITEBYTECODE :=

@@ -13,7 +13,6 @@ import triton
 from bagu.ops.int4_matmul.int4_kernels import add_parts_kernel, int4_kernel
 from bagu.ops.int4_matmul.layout import GROUP
 from bagu.ops.launch import as_rows, num_sms, triton_acc
-from bagu.ops.signature import accumulator
 
 __all__ = ["TUNABLE", "forward"]
 
@@ -43,7 +42,7 @@ def forward(
         return (y,)
     rows, packed = _in_pairs(x), as_rows(packed)
     (M, K), (N, P), G = rows.shape, packed.shape, scales.shape[1]
-    acc = torch.promote_types(accumulator(x.dtype), scales.dtype)
+    acc = torch.float64 if torch.float64 in (x.dtype, scales.dtype) else torch.float32  # torch.promote_types is an op
     wide = x.element_size() > 2  # without tensor cores
     BM, BN = 16 if wide or M <= 16 else 32, 32 if wide else block_n or 128
     tiles = triton.cdiv(M, BM), triton.cdiv(N, BN)

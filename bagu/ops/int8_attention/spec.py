@@ -18,7 +18,7 @@ Papers: https://arxiv.org/abs/2410.02367 (SageAttention), 2411.10958 (SageAttent
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -88,15 +88,14 @@ def _steps(streams: Streams, name: str, *shape: int) -> torch.Tensor:
     return streams.integers(name, -126, 127, *shape) + 0.5 * streams.uniform(f"{name}, part", *shape) - 0.25
 
 
-def inputs(case: Case, streams: Streams) -> dict[str, Any]:
+def _integers(
+    case: Case, streams: Streams, lengths: Sequence[int], T: int, H: int, G: int, D: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys that fp32 and fp64 round to the same integers, whatever the order of their sums.
 
     Else a number that is almost a tie would be a step off in one of them. Each query and each group of keys has a step
     of its own and one number that is 127 steps. The keys of a group are in pairs around the segment's mean.
     """
-    lengths = case.get("lengths", (case.get("L", 1),) * case.get("S", 1))
-    T, H, D = sum(lengths), case["H"], case["D"]
-    G = case.get("G", H)
     q, k = _steps(streams, "q", T, H, D), _steps(streams, "k", T, G, D)
     q[..., 3] = 127.0
     k[..., 5] = 127.0
@@ -109,15 +108,24 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         k[end - half : end] = -k[begin : begin + half].flip(0)
         k[begin + half : end - half] = 0.0  # the one in the middle
         begin = end
+    q = q * 0.02 * (0.5 + streams.uniform("step of q", T, H, 1)) * case.get("loud", 1.0)
+    return q, k + case.get("shift", 1.0) * shift
+
+
+def inputs(case: Case, streams: Streams) -> dict[str, Any]:
+    lengths = case.get("lengths", (case.get("L", 1),) * case.get("S", 1))
+    T, H, D = sum(lengths), case["H"], case["D"]
+    G = case.get("G", H)
+    v = streams.normal("v", T, G, D)
+    offsets = torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
+    if v.is_meta:  # shapes only: torch would import its compiler to compute the others
+        q, k = streams.normal("q", T, H, D), streams.normal("k", T, G, D)
+    else:
+        q, k = _integers(case, streams, lengths, T, H, G, D)
     return {
-        "q": q * 0.02 * (0.5 + streams.uniform("step of q", T, H, 1)) * case.get("loud", 1.0),
-        "k": k + case.get("shift", 1.0) * shift,
-        "v": streams.normal("v", T, G, D),
-        "cu_seqlens": torch.tensor((0, *lengths)).cumsum(0).to(torch.int32),
-        "max_len": case.get("max_len", max(lengths)),
-        "causal": case.get("causal", True),
-        "scale": case.get("scale", streams.choice("scale", None, 0.2)),
-    }
+        "q": q, "k": k, "v": v, "cu_seqlens": offsets, "max_len": case.get("max_len", max(lengths)),
+        "causal": case.get("causal", True), "scale": case.get("scale", streams.choice("scale", None, 0.2)),
+    }  # fmt: skip
 
 
 def cost(dims: Mapping[str, Any], itemsize: int) -> Cost:
