@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Three processes for two cores: many tests wait for a server or for ranks. With two, a quarter of the cores' time was idle.
-JOBS ?= 3
+# One process per core: three on two cores took 24 min instead of 20.
+JOBS ?= 2
 # The processes share the cores: idle OpenMP threads must sleep, not spin.
 export OMP_WAIT_POLICY := PASSIVE
 # The tests start some hundred processes: without cached bytecode each compiles the package again, 0.3 to 0.8 s.
