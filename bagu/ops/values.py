@@ -1,4 +1,4 @@
-"""Checks of values: offsets, positions, slots, block tables.
+"""Checks of values: offsets, positions, slots, block tables. `check_segments` reads sizes only.
 
 Reading a value synchronizes with the device, so an op checks only shapes, and the host code that builds a batch checks
 its values once. In debug mode (BAGU_DEBUG=1 in the environment), each eager call also checks them by its spec's
@@ -8,7 +8,7 @@ its values once. In debug mode (BAGU_DEBUG=1 in the environment), each eager cal
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ import torch
 
 from bagu.errors import ArgumentError
 
-__all__ = ["check_offsets", "check_range", "debugging"]
+__all__ = ["check_offsets", "check_range", "check_segments", "debugging"]
 
 
 @cache
@@ -31,6 +31,20 @@ def check_range(op: str, name: str, values: torch.Tensor, end: int, of: str) -> 
         raise ArgumentError(
             f"{op}: {name} holds {int(values.min())} to {int(values.max())}, and {of} has 0 to {end - 1}",
             hint=f"check where {name} is made",
+        )
+
+
+def check_segments(op: str, dims: Mapping[str, int], max_len: int) -> None:
+    """Check that the H query heads are a multiple of the G key heads, and that the segments can hold the T tokens."""
+    T, H, G, S = dims["T"], dims["H"], dims["G"], dims["S1"] - 1
+    if G == 0 or H % G:
+        raise ArgumentError(
+            f"{op}: q has {H} heads and k has {G}, expected a multiple", hint="each key head serves H / G query heads"
+        )
+    if S < 0 or S * max_len < T:
+        raise ArgumentError(
+            f"{op}: cu_seqlens has {S} segments of at most max_len = {max_len}, and there are {T} tokens",
+            hint="max_len is the length of the longest segment, and cu_seqlens ends with T",
         )
 
 

@@ -91,7 +91,7 @@ def test_wrong_arguments_are_named() -> None:
     q, k, v, cu = (x.to(DEVICE) for x in tensors(64, H=3, lengths=(5, 3)))
     with pytest.raises(ArgumentError, match="q has 3 heads and k has 2"):
         ops.int8_attention(q, k[:, :2], v[:, :2], cu, 5)
-    with pytest.raises(ArgumentError, match="2 segments of at most max_len = 3 for 8 tokens"):
+    with pytest.raises(ArgumentError, match="2 segments of at most max_len = 3, and there are 8 tokens"):
         ops.int8_attention(q, k, v, cu, 3)
     with pytest.raises(ArgumentError, match="scale is -1"):
         ops.int8_attention(q, k, v, cu, 5, scale=-1.0)

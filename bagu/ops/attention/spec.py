@@ -31,7 +31,7 @@ from bagu.ops.attention import torch_backend
 from bagu.ops.attention.choice import PREFER_TORCH, unsupported
 from bagu.ops.core import Case, Cost, OpSpec, Streams
 from bagu.ops.signature import Dims
-from bagu.ops.values import check_offsets
+from bagu.ops.values import check_offsets, check_segments
 
 
 def reference(
@@ -94,17 +94,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
     """Raise for invalid calls that the signature cannot express."""
-    T, H, G, S = dims["T"], dims["H"], dims["G"], dims["S1"] - 1
-    if G == 0 or H % G:
-        raise ArgumentError(
-            f"attention: q has {H} heads and k has {G}, and a multiple is wanted",
-            hint="each key head serves H / G query heads",
-        )
-    if S < 0 or S * args["max_len"] < T:
-        raise ArgumentError(
-            f"attention: cu_seqlens has {S} segments of at most max_len = {args['max_len']}, and there are {T} tokens",
-            hint="max_len is the length of the longest segment, and cu_seqlens ends with T",
-        )
+    check_segments("attention", dims, args["max_len"])
     if args["window"] is not None and args["window"] < 1:
         raise ArgumentError(
             f"attention: window is {args['window']}, and a query sees at least itself",

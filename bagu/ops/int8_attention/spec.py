@@ -1,6 +1,6 @@
 """Attention whose scores are products of int8 numbers, in the manner of SageAttention. For inference: no gradients.
 
-    k'[j]   = k[j] - mean of k over the segment           softmax is unchanged: every score of a query moves alike
+    k'[j]   = k[j] - mean of k over the segment           softmax is unchanged: all scores of a query shift equally
     q8, k8  = q and k' as int8: round(x / step), where step = max |x| / 127 of one query or of GROUP keys of one head
     s[i, j] = scale * step_q[i] * step_k[j] * (q8[i] . k8[j])        out[i] = sum_j softmax_j(s[i, j]) * v[j]
 
@@ -30,7 +30,7 @@ from bagu.ops.core import Case, Cost, OpSpec, Streams
 from bagu.ops.int8_attention import torch_backend
 from bagu.ops.int8_attention.torch_backend import GROUP, rounded
 from bagu.ops.signature import Dims
-from bagu.ops.values import check_offsets
+from bagu.ops.values import check_offsets, check_segments
 
 HEADS = (64, 128)  # sizes of a head that the Triton kernels have
 
@@ -62,17 +62,7 @@ def unsupported(args: Mapping[str, Any]) -> str | None:
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
     """Raise for invalid calls that the signature cannot express."""
-    T, H, G, S = dims["T"], dims["H"], dims["G"], dims["S1"] - 1
-    if G == 0 or H % G:
-        raise ArgumentError(
-            f"int8_attention: q has {H} heads and k has {G}, expected a multiple",
-            hint="each key head serves H / G query heads",
-        )
-    if S < 0 or S * args["max_len"] < T:
-        raise ArgumentError(
-            f"int8_attention: cu_seqlens has {S} segments of at most max_len = {args['max_len']} for {T} tokens",
-            hint="max_len is the length of the longest segment, and cu_seqlens ends with T",
-        )
+    check_segments("int8_attention", dims, args["max_len"])
     if args["scale"] is not None and not args["scale"] > 0:  # the largest product gives the largest score
         raise ArgumentError(
             f"int8_attention: scale is {args['scale']}, expected a number above 0", hint="None is 1 / sqrt(D)"

@@ -5,7 +5,7 @@ through pointers otherwise. With SPECIALIZE one warp loads and two groups of fou
 each: int8 4096^3 takes 98 us on an H200, instead of 120 without. Triton 3.6 does so for 4 warps only, and not in a
 function with a branch at run time that has an `else`. With FLATTEN the loads of the next tile start before the epilogue
 of this one. HALVES finishes the tile in two halves of its columns, which halves the shared memory of the store. Sums
-are int32 for int8, fp32 (fp64 for fp64) for floats; of fp8, every PARTIAL terms are summed apart and added in fp32.
+are int32 for int8, fp32 (fp64 for fp64) for floats; fp8 sums are moved to an fp32 accumulator every PARTIAL terms.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from bagu.ops.core import Case, Cost, OpSpec, Streams
 from bagu.ops.linear_attention import torch_backend
 from bagu.ops.linear_attention.torch_backend import CHUNK
 from bagu.ops.signature import Dims
+from bagu.ops.values import check_segments
 
 
 def reference(
@@ -70,18 +71,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
     """Raise for arguments that are invalid in ways the signature cannot check."""
-    T, H, G, S = dims["T"], dims["H"], dims["G"], dims["S1"] - 1
-    if G == 0 or H % G:
-        raise ArgumentError(
-            f"linear_attention: q has {H} heads and k has {G}, expected a multiple",
-            hint="each key head serves H / G query heads",
-        )
-    if S < 0 or S * args["max_len"] < T:
-        raise ArgumentError(
-            f"linear_attention: cu_seqlens has {S} segments of at most max_len = {args['max_len']}, and there are {T}"
-            " tokens",
-            hint="max_len is the length of the longest segment, and cu_seqlens ends with T",
-        )
+    check_segments("linear_attention", dims, args["max_len"])
     if (args["norm_q"] is None) != (args["norm_k"] is None):
         given, absent = ("norm_q", "norm_k") if args["norm_k"] is None else ("norm_k", "norm_q")
         raise ArgumentError(f"linear_attention: {given} is given and {absent} is not", hint="pass both, or neither")
