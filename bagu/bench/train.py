@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from bagu import ops
 from bagu.bench.harness import RESULTS, Rows, StepTimes, check_peers, script_rates, table, time_steps
-from bagu.bench.train_peers import PEERS
+from bagu.bench.train_peers import PEERS as LIBRARIES
+from bagu.bench.train_peers import Implementation
 from bagu.bench.train_shapes import SHAPES, Shape
 from bagu.data.random_batches import random_batches
 from bagu.errors import ArgumentError, UnknownName
@@ -51,6 +53,21 @@ def bagu_step(
     with prepared(model, config, device):
         yield lambda: step(state, batches).loss
     state.close()
+
+
+@contextmanager
+def _flash_attention_step(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Callable[[], float]]:
+    """bagu's step with the torch backend of attention, which is FlashAttention-2 on a GPU, and all else the same."""
+    automatic = ops.attention
+    ops.attention = partial(automatic, backend="torch")  # type: ignore[assignment]
+    try:
+        with bagu_step(shape, device, dtype, micro_batches=1, compiled=False, recompute="none") as one_step:
+            yield one_step
+    finally:
+        ops.attention = automatic
+
+
+PEERS: dict[str, Implementation] = LIBRARIES | {"flash-attention": _flash_attention_step}
 
 
 def _row(name: str, shape: Shape, times: StepTimes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from bagu.bench.train_shapes import Shape
 from bagu.errors import BaguError
 from bagu.nn.config import ModelConfig, Rope
 
-__all__ = ["PEERS", "llama_config"]
+__all__ = ["PEERS", "Implementation", "llama_config"]
 
 Implementation = Callable[[Shape, torch.device, torch.dtype], AbstractContextManager[Callable[[], float]]]
 

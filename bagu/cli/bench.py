@@ -29,10 +29,15 @@ bench = group("Benchmark ops, training steps, the inference engine, evaluation o
 
 @bench.command("train")
 def bench_train(
-    shape: Annotated[str, Option(help="cpu_6m, llama_1b or gpt_d20. Default: chosen for this machine.")] = "",
+    shape: Annotated[
+        str, Option(help="cpu_6m, llama_1b, llama_1b_long or gpt_d20. Default: chosen for this machine.")
+    ] = "",
     peer: Annotated[
         list[str] | None,
-        Option(help="transformers, transformers-compile, or a script that prints JSON with tokens_per_s."),
+        Option(
+            help="transformers, transformers-compile, flash-attention (bagu with FlashAttention-2), "
+            "or a script that prints JSON with tokens_per_s."
+        ),
     ] = None,
     steps: Annotated[int, Option(help="Number of timed steps per implementation.")] = 20,
     micro_batches: Annotated[list[int] | None, Option(help="Micro-batches per step; repeatable.")] = None,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bagu import ops
 from bagu.bench import train
 from bagu.bench.train_shapes import Shape
 from bagu.nn.config import ModelConfig
@@ -37,3 +39,27 @@ def test_the_state_of_one_setting_is_gone_before_the_next_is_created(
     assert alive == [0, 0, 0]
     (file,) = tmp_path.iterdir()
     assert [row["micro_batches"] for row in read_rows(file)] == [1, 2, 4]
+
+
+def test_the_flash_attention_peer_runs_only_attention_on_the_torch_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends: list[tuple[str, str | None]] = []
+    attention, rms_norm = ops.attention, ops.rms_norm
+    monkeypatch.setattr(ops, "attention", _recorded("attention", attention, backends))
+    monkeypatch.setattr(ops, "rms_norm", _recorded("rms_norm", rms_norm, backends))
+    monkeypatch.setitem(train.SHAPES, "tiny", Shape(why="a test", model=TINY, lengths=(16,) * 4))
+    before = ops.attention
+    train.main("tiny", steps=1, peers=["flash-attention"], dtype="fp32", device="cpu", out=tmp_path, as_json=True)
+    assert ops.attention is before
+    assert dict.fromkeys(backends) == dict.fromkeys([("rms_norm", None), ("attention", None), ("attention", "torch")])
+    (file,) = tmp_path.iterdir()
+    assert [row["implementation"] for row in read_rows(file)] == ["bagu", "flash-attention"]
+
+
+def _recorded(name: str, op: Callable[..., Any], calls: list[tuple[str, str | None]]) -> Callable[..., Any]:
+    def call(*args: Any, backend: str | None = None, **rest: Any) -> Any:
+        calls.append((name, backend))
+        return op(*args, backend=backend, **rest)
+
+    return call
