@@ -52,7 +52,7 @@ def test_weights_change_in_place_and_graphs_are_kept() -> None:
     notes = Notes()
     fit(TrainConfig(steps=8, optimizer=OptimizerConfig(lr=1e-3)), model, loader, loss=loss, observers=[notes])
     graphs = own.engine.runner.graphs
-    assert graphs is not None and graphs.captured and graphs.current
+    assert graphs is not None and graphs.captured and graphs.reads(model)
     logged = [row["parity_nats"] for row in notes.rows.values() if "parity_nats" in row]  # not of idle steps
     assert logged and all(0 <= parity < float("inf") for parity in logged)
     # the graphs decode with the weights of now: the same answers as an engine that has just been made

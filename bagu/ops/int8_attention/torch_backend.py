@@ -22,11 +22,12 @@ def rounded(x: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
 
 
 def _without_mean(k: torch.Tensor, segment: torch.Tensor, segments: int) -> torch.Tensor:
-    """k less the mean of its segment, for each head."""
+    """k less the mean of its segment, for each head. The sum is in fp64: the order of its terms differs from run to run
+    on a GPU, and in fp32 the error of a long sum would be several ulps of the difference."""
     ones = k.new_ones(k.shape[0])
     count = ones.new_zeros(segments).index_add(0, segment, ones).clamp(min=1)
-    total = k.new_zeros(segments, *k.shape[1:]).index_add(0, segment, k)
-    return k - (total / count.view(-1, 1, 1))[segment]
+    total = k.new_zeros(segments, *k.shape[1:], dtype=torch.float64).index_add(0, segment, k.double())
+    return k - (total / count.view(-1, 1, 1)).to(k.dtype)[segment]
 
 
 def forward(

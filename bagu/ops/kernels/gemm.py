@@ -90,7 +90,9 @@ def _load(source, first, k, rows, K, stride, ROWS: tl.constexpr, BK: tl.constexp
     else:
         r, c = first + tl.arange(0, ROWS), k + tl.arange(0, BK)
         there = (r < rows)[:, None] & (c < K)[None, :]
-        return tl.load(source + r.to(tl.int64)[:, None] * stride + c[None, :], there, 0)
+        return tl.load(
+            source + r.to(tl.int64)[:, None] * stride + c[None, :], there, 0.0
+        )  # an integer does not convert to fp8
 
 
 @triton.jit
