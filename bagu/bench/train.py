@@ -59,7 +59,7 @@ def bagu_step(
 def _flash_attention_step(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Callable[[], float]]:
     """bagu's step with the torch backend of attention, which is FlashAttention-2 on a GPU, and all else the same."""
     automatic = ops.attention
-    ops.attention = partial(automatic, backend="torch")  # type: ignore[assignment]
+    ops.attention = partial(automatic, backend="torch")
     try:
         with bagu_step(shape, device, dtype, micro_batches=1, compiled=False, recompute="none") as one_step:
             yield one_step
