@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import torch
+if TYPE_CHECKING:  # the HTTP server's process imports this file, and not torch (2 s of CPU time)
+    import torch
 
 __all__ = ["IGNORE", "Batch", "Completion", "Generate", "Tokenizer"]
 

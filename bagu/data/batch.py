@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from bagu.data.pack import Piece
 from bagu.data.store import TokenStore
@@ -29,6 +28,8 @@ def assemble(rows: Sequence[Row], *, context: int, max_segments: int, joined: bo
     `cu_seqlens` has space for one segment of padding per row. With `joined` a row is one segment: its documents attend
     to each other, positions run through the row, and padding at the end of a row is part of the segment.
     """
+    import torch  # here, since the HTTP server's process imports this package for its tokenizer, and not torch
+
     total = len(rows) * context
     ids = np.full(total, PAD_ID, np.int64)
     targets = np.full(total, IGNORE, np.int64)

@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Self
 
 import numpy as np
-import torch
 
 from bagu.data.batch import PAD_ID
 from bagu.data.pack import philox
@@ -77,6 +76,8 @@ def mask_batch(batch: Batch, masking: Masking, *place: str | int) -> Batch:
     Exactly rate x candidates are chosen, at least one. `target_bytes` is 0: the loss of a masked token given both sides
     is not a code length of the text, so there are no bits per byte.
     """
+    import torch  # here, since the HTTP server's process imports this package for its tokenizer, and not torch
+
     ids, special = batch.ids.numpy(), masking.special
     padding = (ids == PAD_ID) & (batch.targets.numpy() == IGNORE)
     candidates = np.flatnonzero(~special[ids] & ~padding)

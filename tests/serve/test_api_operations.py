@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -141,3 +143,12 @@ def test_an_idle_engine_makes_no_step(tiny: Running) -> None:
     eventually(lambda: idle(tiny), "nothing runs")
     steps = {tiny.get("/engine")["steps"] for _ in range(20)}  # every call wakes the engine's loop
     assert len(steps) == 1
+
+
+def test_the_servers_process_does_not_load_torch(tiny: Running) -> None:
+    """Importing torch takes 2 s of CPU time and 200 MB. Only the engine's process needs it."""
+    if sys.platform != "linux":
+        pytest.skip("/proc shows the files that a process has loaded")
+    assert post(tiny, CHAT, {"messages": ASK, "max_tokens": 2}).status_code == 200  # its tokenizer is loaded
+    server, engine = (Path(f"/proc/{pid}/maps").read_text() for pid in (tiny.process.pid, tiny.engine_pid()))
+    assert "libtorch" in engine and "libtorch" not in server
