@@ -35,7 +35,7 @@ from bagu.machine.device import cxx_compiler
 __all__ = ["library", "status"]
 
 PACKAGE = Path(__file__).parent.parent
-COMPILE = ("-std=gnu++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", f"-I{PACKAGE}")
+COMPILE = ("-std=gnu++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC")
 LINK = ("-shared", *(("-undefined", "dynamic_lookup") if platform.system() == "Darwin" else ()))
 TIMEOUT_S = 300
 INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
@@ -86,6 +86,7 @@ def _built(source: Path) -> Path:
     """The path of the compiled library; compiles it if it is not in the cache."""
     compiler = _compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+    # The package's path is no fact: the contents of its headers are, and so all checkouts share a library.
     facts = [*map(Path.read_bytes, _sources(source)), repr((COMPILE, LINK, version.stdout, _cpu())).encode()]
     digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:24]
     folder = cache_folder() / "native"
@@ -96,7 +97,7 @@ def _built(source: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         unit, library = Path(place) / "unit.o", Path(place) / "library.so"
         for command in (
-            [compiler, *COMPILE, "-c", str(source), "-o", str(unit)],
+            [compiler, *COMPILE, f"-I{PACKAGE}", "-c", str(source), "-o", str(unit)],
             [compiler, *LINK, str(unit), "-o", str(library)],
         ):
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
