@@ -36,10 +36,9 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture
 def client(tiny: Running) -> Iterator[openai.OpenAI]:
-    import openai
-    from tiny_server import KEY, PATIENCE_S
+    from tiny_server import KEY, openai_client
 
-    with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE_S) as client:
+    with openai_client(tiny.url, KEY) as client:
         yield client
 
 
@@ -88,10 +87,19 @@ def modules(browser: Any, one_server: Stub) -> Iterator[Any]:
     context.close()
 
 
-@pytest.fixture
-def page(browser: Any, server: Stub) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def one_page(browser: Any, one_server: Stub) -> Iterator[Any]:
+    """A page with a renderer process takes 2.4 s of CPU time, loading it again 1.2 s."""
     from page_driver import opened
 
     context = browser.new_context(viewport={"width": 1360, "height": 860}, locale="en-US")
-    yield opened(context, server.url)
+    yield opened(context, one_server.url)
     context.close()
+
+
+@pytest.fixture
+def page(one_page: Any, server: Stub) -> Any:
+    """The chat page as in a browser that has never seen it."""
+    from page_driver import opened_again
+
+    return opened_again(one_page, server.url)

@@ -39,6 +39,21 @@ def opened(context: Any, url: str, key: str | None = None) -> Any:
     return page
 
 
+def opened_again(page: Any, url: str) -> Any:
+    """Reset everything that a test may have changed, and load the page again."""
+    page.context.set_offline(False)
+    page.context.clear_permissions()
+    page.context.clear_cookies()
+    page.emulate_media(reduced_motion="null")
+    page.goto(
+        f"{url}/favicon.svg"
+    )  # of the same origin, without scripts: nothing is written after the storage is cleared
+    page.evaluate("() => { localStorage.clear(); sessionStorage.clear(); }")
+    page.goto(url)
+    page.wait_for_selector("#model option", state="attached")
+    return page
+
+
 def ask(page: Any, text: str) -> None:
     page.fill("#input", text)
     page.press("#input", "Enter")
