@@ -21,7 +21,7 @@ import pytest
 import tiny_server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_server import KEY, MODEL, PATIENCE_S, Running, eventually, healthy, running_server
+from tiny_server import KEY, MODEL, PATIENCE_S, Running, eventually, healthy, openai_client, running_server
 
 HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 3000, "extra_body": {"ignore_eos": True}}
@@ -212,7 +212,7 @@ def test_calls_get_an_error_after_the_shutdown_timeout(tmp_path: Path) -> None:
 
 def test_sigterm_lets_running_calls_finish(mortal: Running) -> None:
     engine = mortal.engine_pid()
-    with openai.OpenAI(base_url=f"{mortal.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+    with openai_client(mortal.url) as client:
         stream = client.completions.create(stream=True, **LONG)
         first = next(iter(stream))
         os.kill(engine, signal.SIGSTOP)  # so that the call is still running when the server handles the signal

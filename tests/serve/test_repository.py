@@ -19,7 +19,7 @@ from typing import Any
 import openai
 import pytest
 import tiny_repository
-from tiny_server import KEY, Running, eventually, running_server
+from tiny_server import KEY, Running, eventually, openai_client, running_server
 
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 PATIENCE = 300.0  # seconds; loading takes 5 s of CPU time, and the machine may be busy
@@ -60,7 +60,7 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 @pytest.fixture
 def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE) as client:
+    with openai_client(server.url, KEY, PATIENCE) as client:
         yield client
 
 
@@ -288,7 +288,7 @@ def test_sigterm_during_a_swap_ends_everything(tmp_path: Path) -> None:
     with script.open("a") as file:
         file.write(", '--port', '0']\nif __name__ == '__main__':\n    sys.exit(main())\n")
     with running_server(tmp_path / "stderr", script=str(script)) as running, ThreadPoolExecutor(1) as thread:
-        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="-", max_retries=0, timeout=PATIENCE) as client:
+        with openai_client(running.url, timeout=PATIENCE) as client:
             stream = iter(client.completions.create(stream=True, **{**ASK, "max_tokens": 400}))
             next(stream)
             promoted = thread.submit(change, running, "promote", {"version": 2}, 503)

@@ -16,7 +16,7 @@ import openai
 import pydantic
 import pytest
 from api_client import ASK, CHAT, post
-from tiny_server import MODEL, PATIENCE_S, Running, load, running_server
+from tiny_server import MODEL, Running, load, openai_client, running_server
 
 from bagu.data.chat import ChatEncoder, ChatTemplate
 from bagu.data.tokenizer import SPECIAL_TOKENS
@@ -264,7 +264,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]
     (folder / "template").write_text(TEMPLATE)
     with (
         running_server(folder / "stderr", "--template", str(folder / "template")) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client,
+        openai_client(server.url) as client,
     ):
         yield client
 

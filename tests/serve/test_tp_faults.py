@@ -83,7 +83,7 @@ def children(pid: int) -> list[int]:
 def test_the_server_answers_as_one_process_and_survives_a_killed_rank(tmp_path: Path) -> None:
     openai = pytest.importorskip("openai")
     from test_faults import gone
-    from tiny_server import MODEL, PATIENCE_S, eventually, healthy, load, running_server
+    from tiny_server import MODEL, eventually, healthy, load, openai_client, running_server
 
     model, tokenizer, _ = load()
     alone = Engine(model, tokenizer, EngineConfig(num_blocks=1024))
@@ -95,9 +95,7 @@ def test_the_server_answers_as_one_process_and_survives_a_killed_rank(tmp_path: 
 
     with ExitStack() as stack:
         running = stack.enter_context(running_server(tmp_path / "stderr", "--tp", "2"))
-        client = stack.enter_context(
-            openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
-        )
+        client = stack.enter_context(openai_client(running.url))
 
         def answer(temperature: float) -> str:
             made = client.completions.create(model=MODEL, prompt=prompt, temperature=temperature, **settings)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import openai
 import pytest
-from tiny_server import MODEL, PATIENCE_S, eventually, running_server
+from test_faults import gone
+from tiny_server import MODEL, eventually, openai_client, running_server
 
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.metrics import Histogram, Metrics
@@ -86,7 +87,7 @@ def test_a_histogram_is_cumulative() -> None:
 
 def test_an_encoder_embeds_and_its_process_exits_with_the_server(tmp_path: Path) -> None:
     with running_server(tmp_path / "stderr", "--kind", "encoder") as running:
-        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        with openai_client(running.url) as client:
             both = client.embeddings.create(model=MODEL, input=["hello world", "def f(x)"])
             alone = client.embeddings.create(model=MODEL, input="def f(x)", encoding_format="float")
             with pytest.raises(openai.BadRequestError, match="embeds"):
@@ -96,4 +97,4 @@ def test_an_encoder_embeds_and_its_process_exits_with_the_server(tmp_path: Path)
         assert math.isclose(sum(x * x for x in vector), 1, rel_tol=1e-5)
         engine = running.engine_pid()
         os.kill(running.process.pid, signal.SIGKILL)
-        eventually(lambda: not Path(f"/proc/{engine}").exists(), "the engine's process ended with its server")
+        eventually(lambda: gone(engine), "the engine's process ended with its server")
