@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -103,22 +104,24 @@ def test_logits_of_every_step_equal_those_of_a_dense_cache(kind: str, dtype: tor
         engine.scheduler.commit(plan, drawn)
 
 
-@pytest.fixture(params=(1, 2), ids=("one_thread", "two_threads"))
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+@contextmanager
+def threads(number: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", [
         "gqa", "windows in some", "mla", "biases, gelu", "mqa, QK norm", "output norm, QK norm over the width",
         "two ropes, sandwich", "nope, multipliers", "sinks, experts",
     ],
 )  # fmt: skip
 def test_invariant_logprobs_have_the_trainers_bits_whatever_the_batch(kind: str) -> None:
-    """Alone or in a batch, in chunks, with a cached prefix, after preemption: all equal those of the packed forward."""
+    """Alone or in a batch, in chunks, with a cached prefix, after preemption, by one thread or two: all equal those of
+    the packed forward."""
     model = small_model(kind)
     sampling = Sampling(max_tokens=8, temperature=1.0, seed=4, logprobs=0)
     runs: dict[str, tuple[float, ...]] = {}
@@ -129,25 +132,33 @@ def test_invariant_logprobs_have_the_trainers_bits_whatever_the_batch(kind: str)
         runs[name] = found.logprobs
         return found.tokens
 
+    def train(name: str) -> None:
+        ids = torch.tensor([*mine, *tokens])
+        offsets = torch.tensor([0, len(ids)], dtype=torch.int32)
+        with torch.no_grad(), ops.invariant():
+            hidden = model(ids, torch.arange(len(ids)), offsets, len(ids)).hidden
+            trained = ops.linear_cross_entropy(hidden[:-1], model.head_weight, ids[1:])
+            runs[name] = tuple(ops.token_losses(*trained).logprobs[len(mine) - 1 :].tolist())
+
     mine = list(range(1, 24))
-    whole = small_engine(model, invariant=True)
-    tokens = note("alone", whole, [mine])
-    note("warm", whole, [mine])
-    assert whole.stats().prefix_hits > 0
-    note("batched", small_engine(model, invariant=True), [*PROMPTS, mine])
-    shared = small_engine(model, invariant=True)
-    note("on blocks of the same step", shared, [[*mine[:16], 50, 51], mine])
-    assert shared.stats().prefix_hits >= 16
-    note("chunks of 1", small_engine(model, invariant=True, max_num_seqs=1, max_num_batched_tokens=1), [mine])
-    note("chunks of 7", small_engine(model, invariant=True, max_num_seqs=7, max_num_batched_tokens=7), [mine])
-    tight = small_engine(model, invariant=True, num_blocks=11, max_num_seqs=3)
-    note("preempted", tight, [[5] * 20, mine])
-    assert tight.stats().preemptions > 0
-    ids = torch.tensor([*mine, *tokens])
-    with torch.no_grad(), ops.invariant():
-        hidden = model(ids, torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32), len(ids)).hidden
-        trained = ops.linear_cross_entropy(hidden[:-1], model.head_weight, ids[1:])
-        runs["trainer"] = tuple(ops.token_losses(*trained).logprobs[len(mine) - 1 :].tolist())
+    with threads(1):
+        whole = small_engine(model, invariant=True)
+        tokens = note("alone", whole, [mine])
+        note("warm", whole, [mine])
+        assert whole.stats().prefix_hits > 0
+        note("chunks of 1", small_engine(model, invariant=True, max_num_seqs=1, max_num_batched_tokens=1), [mine])
+        train("trainer")
+    with threads(2):
+        note("batched, two threads", small_engine(model, invariant=True), [*PROMPTS, mine])
+        shared = small_engine(model, invariant=True)
+        note("on blocks of the same step, two threads", shared, [[*mine[:16], 50, 51], mine])
+        assert shared.stats().prefix_hits >= 16
+        seven = small_engine(model, invariant=True, max_num_seqs=7, max_num_batched_tokens=7)
+        note("chunks of 7, two threads", seven, [mine])
+        tight = small_engine(model, invariant=True, num_blocks=11, max_num_seqs=3)
+        note("preempted, two threads", tight, [[5] * 20, mine])
+        assert tight.stats().preemptions > 0
+        train("trainer, two threads")
     assert {name: bits == runs["alone"] for name, bits in runs.items()} == dict.fromkeys(runs, True)
 
 
