@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -21,9 +19,12 @@ import pytest
 import tiny_repository
 from tiny_server import KEY, Running, eventually, openai_client, running_server
 
+from bagu.cli import main
+
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 PATIENCE = 300.0  # seconds; loading takes 5 s of CPU time, and the machine may be busy
 ASK: dict[str, Any] = {"model": "chat", "prompt": "hello world", "max_tokens": 24, "extra_body": {"ignore_eos": True}}
+PAUSE_S = 0.05  # between two requests of a client
 FAST = "load_niceness = 0\nwarmup_prompts = ['hello', '你好']\n"  # tests do not wait for a low priority
 
 
@@ -95,12 +96,13 @@ def idle(server: Running, model: str) -> bool:
 
 @contextmanager
 def load(client: openai.OpenAI, clients: int = 3, *, streams: bool = True) -> Iterator[list[str]]:
-    """Clients that send one request after the other; with `streams` every second one streams. Yields the
-    names of the models that answered; raises the first failure at the end."""
+    """Clients that send one request after the other, with a pause that leaves half of the machine to a version that
+    loads; with `streams` every second one streams. Yields the names of the models that answered; raises the first
+    failure at the end."""
     stop, answered = threading.Event(), list[str]()
 
     def run(number: int) -> None:
-        while not stop.is_set():
+        while not stop.wait(PAUSE_S):
             if streams and number % 2:
                 chunks = list(client.completions.create(stream=True, **ASK))
                 assert chunks[-1].choices[0].finish_reason == "length"
@@ -302,10 +304,10 @@ def test_sigterm_during_a_swap_ends_everything(tmp_path: Path) -> None:
     assert "Traceback" not in running.log.read_text()
 
 
-def test_the_command_refuses_a_wrong_file(tmp_path: Path) -> None:
+def test_the_command_refuses_a_wrong_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "chat" / "1").mkdir(parents=True)
     (tmp_path / "chat" / "model.toml").write_text("polycy = 'all'")
-    command = [sys.executable, "-m", "bagu", "serve", str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = re.sub(r"\s+", " ", found.stderr)
-    assert found.returncode == 2 and "policy" in said and "Traceback" not in said
+    with pytest.raises(SystemExit) as end:
+        main(["serve", str(tmp_path)])
+    said = re.sub(r"\s+", " ", capsys.readouterr().err)
+    assert end.value.code == 2 and "policy" in said and "Traceback" not in said
