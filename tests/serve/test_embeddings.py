@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
-from tiny_server import MAX_LEN, Running, eventually, running_server
+from tiny_server import MAX_LEN, MODEL, Running, eventually, gone, openai_client, running_server
 
 from bagu.serve.http.schemas import EmbeddingList
 
@@ -33,6 +36,17 @@ def large_call() -> bytes:
     body = json.dumps({"input": [[7] * BUDGET] * 2000}).encode()
     head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     return head.encode() + b"\r\n\r\n" + body
+
+
+def test_the_openai_client_gets_vectors_of_length_1(encoder: Running) -> None:
+    with openai_client(encoder.url) as client:
+        both = client.embeddings.create(model=MODEL, input=["hello world", "def f(x)"])
+        alone = client.embeddings.create(model=MODEL, input="def f(x)", encoding_format="float")
+        with pytest.raises(openai.BadRequestError, match="embeds"):
+            client.completions.create(model=MODEL, prompt="a")
+    vector = alone.data[0].embedding
+    assert both.data[1].embedding == pytest.approx(vector, abs=1e-5) != both.data[0].embedding
+    assert math.isclose(sum(x * x for x in vector), 1, rel_tol=1e-5)
 
 
 def test_texts_are_split_into_batches_within_the_token_budget(encoder: Running) -> None:
@@ -72,8 +86,9 @@ def test_a_disconnect_cancels_the_call(encoder: Running) -> None:
     assert encoder.get("/engine")["steps"] - before < 2000
 
 
-def test_a_full_queue_returns_429_with_retry_after(tmp_path: Path) -> None:
-    """As for completions: `max_num_seqs` calls and `max_queue` more."""
+def test_a_full_queue_returns_429_and_a_killed_server_ends_its_engine(tmp_path: Path) -> None:
+    """As for completions, the queue has `max_num_seqs` calls and `max_queue` more. The engine works when its server is
+    killed."""
     flags = ("--kind", "encoder", "--max-num-seqs", "2", "--max-queue", "1")
     with running_server(tmp_path / "stderr", *flags) as small, ExitStack() as stack:
         calls = [stack.enter_context(small.raw(large_call())) for _ in range(3)]
@@ -88,6 +103,9 @@ def test_a_full_queue_returns_429_with_retry_after(tmp_path: Path) -> None:
         }
         calls[0].close()
         eventually(lambda: embed(small, "hello").status_code == 200, "a call that is gone leaves its place")
+        engine = small.engine_pid()
+        os.kill(small.process.pid, signal.SIGKILL)
+        eventually(lambda: gone(engine), "the engine's process ended with its server")
 
 
 def test_openapi_describes_an_encoder(encoder: Running) -> None:

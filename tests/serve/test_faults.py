@@ -21,7 +21,7 @@ import pytest
 import tiny_server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_server import KEY, MODEL, PATIENCE_S, Running, eventually, healthy, openai_client, running_server
+from tiny_server import KEY, MODEL, PATIENCE_S, Running, eventually, gone, healthy, openai_client, running_server
 
 HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 3000, "extra_body": {"ignore_eos": True}}
@@ -50,12 +50,6 @@ def refuses_connections(running: Running) -> bool:
     except ConnectionRefusedError:
         return True
     return False
-
-
-def gone(pid: int) -> bool:
-    """Whether the process has ended, or is a zombie."""
-    status = Path(f"/proc/{pid}/status")
-    return not status.exists() or "State:\tZ" in status.read_text()
 
 
 def test_a_client_killed_mid_stream_frees_its_blocks(tiny: Running) -> None:

@@ -82,8 +82,7 @@ def children(pid: int) -> list[int]:
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads the children of a process from /proc")
 def test_the_server_answers_as_one_process_and_survives_a_killed_rank(tmp_path: Path) -> None:
     openai = pytest.importorskip("openai")
-    from test_faults import gone
-    from tiny_server import MODEL, eventually, healthy, load, openai_client, running_server
+    from tiny_server import MODEL, eventually, gone, healthy, load, openai_client, running_server
 
     model, tokenizer, _ = load()
     alone = Engine(model, tokenizer, EngineConfig(num_blocks=1024))

@@ -1,17 +1,10 @@
-"""Pending calls and their latencies; and the engine process: it embeds, and it exits with its server."""
+"""Pending calls and their latencies."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import os
-import signal
-from pathlib import Path
 
-import openai
 import pytest
-from test_faults import gone
-from tiny_server import MODEL, eventually, openai_client, running_server
 
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.metrics import Histogram, Metrics
@@ -83,18 +76,3 @@ def test_a_histogram_is_cumulative() -> None:
     assert lines == ["2", "3", "4", "12.0", "4"]
     assert histogram.quantile(0.5) == 1.5 and histogram.quantile(0.5, last=1) == 9  # of the last three; of the last one
     assert histogram.quantile(0.5, last=0) is None
-
-
-def test_an_encoder_embeds_and_its_process_exits_with_the_server(tmp_path: Path) -> None:
-    with running_server(tmp_path / "stderr", "--kind", "encoder") as running:
-        with openai_client(running.url) as client:
-            both = client.embeddings.create(model=MODEL, input=["hello world", "def f(x)"])
-            alone = client.embeddings.create(model=MODEL, input="def f(x)", encoding_format="float")
-            with pytest.raises(openai.BadRequestError, match="embeds"):
-                client.completions.create(model=MODEL, prompt="a")
-        vector = alone.data[0].embedding
-        assert both.data[1].embedding == pytest.approx(vector, abs=1e-5) != both.data[0].embedding
-        assert math.isclose(sum(x * x for x in vector), 1, rel_tol=1e-5)
-        engine = running.engine_pid()
-        os.kill(running.process.pid, signal.SIGKILL)
-        eventually(lambda: gone(engine), "the engine's process ended with its server")

@@ -141,6 +141,14 @@ def healthy(running: Running) -> bool:
         return False
 
 
+def gone(pid: int) -> bool:
+    """Whether the process has ended, or is a zombie."""
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 def eventually(condition: Callable[[], Any], what: str, timeout: float = PATIENCE_S) -> Any:
     """Wait until `condition` is true; fails with its name after `timeout` seconds."""
     began = time.monotonic()
