@@ -95,19 +95,29 @@ def match(model: Transformer) -> DecodeStep:
     It records steps of one and of three sequences, since a model may treat a single token differently.
     """
     with torch.inference_mode(False), torch.no_grad():  # inference mode does not decompose `reshape` and similar ops
-        return [_Matcher(model, S).step() for S in (1, 3)][-1]
+        copied = _MetaCopy(model)
+        return [_Matcher(copied, S).step() for S in (1, 3)][-1]
+
+
+class _MetaCopy:
+    """A copy of the model on the meta device: its tensors, and each of them with that of the model by its storage."""
+
+    def __init__(self, model: Transformer) -> None:
+        own, meta = [*model.parameters(), *model.buffers()], torch.device("meta")
+        there = [t.detach().to(meta) for t in own]
+        self.model: Transformer = copy.deepcopy(model, {id(t): x for t, x in zip(own, there, strict=True)})
+        there += self.model.positions.tables(meta)
+        own += model.positions.tables(torch.device("cpu"))
+        self.tensors = there
+        self.weights = {storage_id(x): (x, t.detach()) for x, t in zip(there, own, strict=True)}
 
 
 class _Matcher:
     """Matches a decode step of S sequences, recorded from a copy of the model on the meta device."""
 
-    def __init__(self, model: Transformer, S: int) -> None:
-        own, meta, dtype = [*model.parameters(), *model.buffers()], torch.device("meta"), model.embedding.weight.dtype
-        there = [t.detach().to(meta) for t in own]
-        copied: Transformer = copy.deepcopy(model, {id(t): x for t, x in zip(own, there, strict=True)})
-        there += copied.positions.tables(meta)
-        own += model.positions.tables(torch.device("cpu"))
-        self.weights = {storage_id(x): (x, t.detach()) for x, t in zip(there, own, strict=True)}
+    def __init__(self, copied: _MetaCopy, S: int) -> None:
+        model, self.weights, meta = copied.model, copied.weights, torch.device("meta")
+        dtype = model.embedding.weight.dtype
         context = min(64, model.config.max_len)
         ids, positions, slots = (torch.empty(S, dtype=torch.int64, device=meta) for _ in range(3))
         cu, lengths, tables = (torch.empty(n, dtype=torch.int32, device=meta) for n in ((S + 1,), (S,), (S, 4)))
@@ -119,10 +129,10 @@ class _Matcher:
         kv.load(batch)
         try:
             with Recorder() as recorder:
-                self.hidden = copied(batch.ids, batch.positions, batch.cu_seqlens, 1, kv).hidden
+                self.hidden = model(batch.ids, batch.positions, batch.cu_seqlens, 1, kv).hidden
         except (RuntimeError, BaguError) as error:  # reads a value, or has a tensor that is not a parameter or buffer
             raise Mismatch(f"the forward does not run on meta tensors: {error}") from error
-        given = [t for t in (*batch, *kv.tensors, *there) if isinstance(t, torch.Tensor)]
+        given = [t for t in (*batch, *kv.tensors, *copied.tensors) if isinstance(t, torch.Tensor)]
         self.flow = Dataflow(recorder.calls, KNOWN, given)
         self.S, self.hidden_size = self.hidden.shape
         self.constants: dict[str, Any] = {}
