@@ -88,7 +88,7 @@ def test_an_engine_killed_mid_stream_is_reported_and_started_again(client: opena
 @pytest.fixture(scope="module")
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server that tests may kill."""
-    flags = ("--stall-timeout", "5", "--request-timeout", "2", "--shutdown-timeout", "60")
+    flags = ("--stall-timeout", "3", "--request-timeout", "2", "--shutdown-timeout", "60")
     with running_server(tmp_path_factory.mktemp("mortal") / "stderr", *flags) as running:
         yield running
 
@@ -113,11 +113,11 @@ HALF_SENT = {
 }
 
 
-@pytest.mark.parametrize("drip", [False, True])
-def test_incomplete_requests_time_out(mortal: Running, drip: bool) -> None:
-    """Also requests that send one byte at a time, as in a Slowloris attack."""
+def test_incomplete_requests_time_out(mortal: Running) -> None:
+    """Also requests that send one byte at a time, as in a Slowloris attack: five of each kind, and five that do not."""
     began = time.monotonic()
     opened = {f"{kind} {i}": mortal.raw(data) for kind, data in HALF_SENT.items() for i in range(10)}
+    drip = {name for name in opened if int(name[-1]) % 2 and not name.startswith("nothing")}
     answers = dict.fromkeys(opened, b"")
     try:
         while opened:
@@ -130,11 +130,11 @@ def test_incomplete_requests_time_out(mortal: Running, drip: bool) -> None:
                     if not more:
                         opened.pop(name).close()
                 except TimeoutError:
-                    if drip and not name.startswith("nothing"):
+                    if name in drip:
                         with contextlib.suppress(ConnectionError):  # the next recv sees it
                             connection.send(b"x")
                 except ConnectionError:  # the server closed before it read the last byte
-                    assert drip
+                    assert name in drip
                     opened.pop(name).close()
     finally:
         for connection in opened.values():
