@@ -63,10 +63,11 @@ class MetaStreams(Streams):
 
 def launches(
     spec: OpSpec, case: Case, dtype: torch.dtype, backend: str = "triton",
-    tuning: Mapping[str, Mapping[str, Any]] | None = None,
+    tuning: Mapping[str, Mapping[str, Any]] | None = None, only: str | None = None,
 ) -> list[Launch]:  # fmt: skip
-    """The launches of a forward, of the one for invariant mode, and of a backward, recorded on meta tensors. `tuning`
-    has the tuning options of "forward" and "backward"; the default are the backend's own."""
+    """The launches of a forward, of the one for invariant mode, and of a backward, recorded on meta tensors; or `only`
+    those of one step. `tuning` has the tuning options of "forward" and "backward"; the default are the backend's
+    own."""
     module, sig, chosen = spec.module(backend), spec.sig, tuning or {}
     args = spec.cast(case, spec.inputs(case, MetaStreams()), dtype)
     args = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in args.items()}
@@ -74,7 +75,9 @@ def launches(
     with _recorded(found, "forward"):
         outputs = module.forward(**args, **chosen.get("forward", {}))
     results = dict(zip((r.name for r in sig.results), outputs, strict=True))
-    if (invariant := getattr(module, "invariant_forward", None)) is not None:
+    if only == "forward":
+        return found
+    if only is None and (invariant := getattr(module, "invariant_forward", None)) is not None:
         with _recorded(found, "invariant_forward"), suppress(BackendError):  # refused, as an 8-bit cache is
             invariant(**args)
     if spec.grads:
@@ -85,7 +88,7 @@ def launches(
             more["needs"] = dict.fromkeys(spec.made, True)
         with _recorded(found, "backward"):
             module.backward(**given, **{s.name: args[s.name] for s in sig.scalars}, **more)
-    return found
+    return [launch for launch in found if only in (None, launch.step)]
 
 
 @contextmanager
@@ -110,7 +113,11 @@ def _recorded(launches: list[Launch], step: str) -> Iterator[None]:
 
 
 def specialization(launch: Launch) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
-    """The launch as input of the compiler, specialised as in a real launch (for 1 and multiples of 16)."""
+    """The launch as input of the compiler, specialised as in a real launch (for 1 and multiples of 16).
+
+    Its attributes are those of a real launch too, empty lists included: the key of Triton's cache is made of them, and
+    a launch is to find what was compiled here.
+    """
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -121,21 +128,28 @@ def specialization(launch: Launch) -> tuple[Any, dict[str, Any], tuple[Any, ...]
         if param.is_constexpr or value is None or one:
             signature[param.name] = "constexpr"
             constants[(i,)] = value
+            if isinstance(value, str):  # Triton takes a string for attributes, of which "D" is divisibility
+                attrs[(i,)] = _divisible("D" in value)
             continue
+        aligned = None  # neither a pointer nor an integer
         if isinstance(value, torch.Tensor):
             kind, aligned = f"*{TYPES[value.dtype]}", value.storage_offset() * value.element_size() % 16 == 0
         elif isinstance(value, bool):
-            kind, aligned = "u1", False
+            kind = "u1"
         elif isinstance(value, int):
             kind, aligned = ("i32" if -(2**31) <= value < 2**31 else "i64"), value % 16 == 0
         else:
-            kind, aligned = "fp32", False
+            kind = "fp32"
         signature[param.name] = kind
-        if aligned and not param.do_not_specialize:
-            attrs[(i,)] = [["tt.divisibility", 16]]
+        if aligned is not None and not param.do_not_specialize:
+            attrs[(i,)] = _divisible(aligned and not param.do_not_specialize_on_alignment)
     key = (launch.fn.fn.__qualname__, repr(signature), repr(constants), repr(attrs), repr(launch.options))
     written = GluonASTSource if launch.fn.is_gluon() else ASTSource
     return written(fn=launch.fn, signature=signature, constexprs=constants, attrs=attrs), dict(launch.options), key
+
+
+def _divisible(yes: bool) -> list[list[Any]]:
+    return [["tt.divisibility", 16]] if yes else []
 
 
 def compile_launch(launch: Launch, arch: str = "sm_90") -> Any:
