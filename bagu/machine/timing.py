@@ -20,7 +20,10 @@ import torch
 from bagu.errors import BaguError
 from bagu.machine.device import c_compiler, default_device, gpu, this_machine, triton_interprets
 
-__all__ = ["Ceilings", "Timing", "flush_buffer", "measure", "measure_ceilings", "measure_host", "reset_device"]
+__all__ = [
+    "Ceilings", "Timing", "flush_buffer", "measure", "measure_ceilings", "measure_host", "repeated_measure",
+    "reset_device",
+]  # fmt: skip
 
 MIB = 1 << 20
 WARM_S = 0.03  # the clocks of an idle GPU rise within milliseconds; caches and allocators settle in a few calls
@@ -90,8 +93,7 @@ def measure(
         samples = _cpu_samples(fn, scrub, plan)
     else:
         raise BaguError(f"cannot time calls on device {str(device)!r}", hint="use 'cpu' or 'cuda'")
-    low, median, high = (float(q) for q in np.quantile(samples, [0.2, 0.5, 0.8]))
-    return Timing(median_s=median, low_s=low, high_s=high, samples=len(samples))
+    return _timing(samples)
 
 
 def measure_host(fn: Callable[[], object], device: torch.device, *, calls: int = 32, rounds: int = 9) -> float:
@@ -165,27 +167,63 @@ def _cuda_samples(fn: Callable[[], object], scrub: torch.Tensor | None, plan: _P
         torch.cuda.synchronize()
 
     plan.warm(synced)
-    host_s, call_s = _host_and_wall(fn)
-    flush_s, flushes = 0.0, 0
-    if scrub is not None:
-        scrub.zero_()
-        flush_s = _host_and_wall(scrub.zero_)[1]
-        # The GPU must still be flushing while the host submits fn. Otherwise the gaps between its kernels would be
-        # timed too. Flush often enough to cover the host's time.
-        # Factor 3: with autograd's own thread the host's time varies, and a factor of 1.5 still left gaps.
-        flushes = min(max(1, math.ceil(3 * host_s / flush_s)), MAX_FLUSHES)
-    fitting = int(plan.seconds / (call_s + flushes * flush_s))
-    count = min(max(fitting, plan.min_samples), plan.max_samples)
-    pairs = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(count)]
-    for start, stop in pairs:
+    timed = _CudaCall(fn, scrub)
+    fitting = int(plan.seconds / timed.sample_s)
+    return timed.samples(min(max(fitting, plan.min_samples), plan.max_samples))
+
+
+class _CudaCall:
+    """A call on a GPU with the number of flushes that it needs; `sample_s` is the time of one sample."""
+
+    def __init__(self, fn: Callable[[], object], scrub: torch.Tensor | None) -> None:
+        self.fn, self.scrub = fn, scrub
+        host_s, call_s = _host_and_wall(fn)
+        flush_s, self.flushes = 0.0, 0
         if scrub is not None:
-            for _ in range(flushes):
-                scrub.zero_()
-        start.record()
-        fn()
-        stop.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(stop) / 1e3 for start, stop in pairs]
+            scrub.zero_()
+            flush_s = _host_and_wall(scrub.zero_)[1]
+            # The GPU must still be flushing while the host submits fn. Otherwise the gaps between its kernels would be
+            # timed too. Flush often enough to cover the host's time.
+            # Factor 3: with autograd's own thread the host's time varies, and a factor of 1.5 still left gaps.
+            self.flushes = min(max(1, math.ceil(3 * host_s / flush_s)), MAX_FLUSHES)
+        self.sample_s = call_s + self.flushes * flush_s
+
+    def samples(self, count: int) -> list[float]:
+        pairs = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(count)]
+        for start, stop in pairs:
+            if self.scrub is not None:
+                for _ in range(self.flushes):
+                    self.scrub.zero_()
+            start.record()
+            self.fn()
+            stop.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(stop) / 1e3 for start, stop in pairs]
+
+
+def repeated_measure(
+    fn: Callable[[], object], device: torch.device, *, seconds: float, buffer: torch.Tensor
+) -> Callable[[], Timing]:
+    """A function that measures `fn()` on a GPU for `seconds` each time it is called, with 3 to 9 samples.
+
+    Warm-up and the number of flushes are settled here, once: `measure` would spend more time on them than on samples.
+    """
+    with torch.cuda.device(device):
+        for _ in range(3):
+            fn()
+        timed = _CudaCall(fn, buffer)
+    count = min(max(int(seconds / timed.sample_s), 3), 9)
+
+    def again() -> Timing:
+        with torch.cuda.device(device):
+            return _timing(timed.samples(count))
+
+    return again
+
+
+def _timing(samples: list[float]) -> Timing:
+    low, median, high = (float(q) for q in np.quantile(samples, [0.2, 0.5, 0.8]))
+    return Timing(median_s=median, low_s=low, high_s=high, samples=len(samples))
 
 
 def _host_and_wall(fn: Callable[[], object]) -> tuple[float, float]:
