@@ -1,23 +1,14 @@
-"""Rank correlation: whether one quantity orders points as another does."""
+"""Rank correlation with its interval: whether one quantity orders points as another does."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
+from bagu.bench.ranks import spearman
 from bagu.lab.confidence import Interval
 
-__all__ = ["rank_correlation", "ranks"]
-
-
-def ranks(values: Sequence[float]) -> np.ndarray:
-    """The ranks 1, 2, …; equal values share the mean of their ranks."""
-    array = np.asarray(values, float)
-    below = (array[:, None] > array).sum(1)
-    equal = (array[:, None] == array).sum(1)
-    return below + (equal + 1) / 2
+__all__ = ["rank_correlation"]
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> Interval:
@@ -25,11 +16,8 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> Interval:
 
     Below four points the interval is everything, from -1 to 1.
     """
-    x, y = ranks(a), ranks(b)
-    x, y = x - x.mean(), y - y.mean()
-    norm = math.sqrt(float((x * x).sum() * (y * y).sum()))
-    rho = float((x * y).sum()) / norm if norm else 0.0
-    if len(x) < 4:
+    rho = spearman(a, b)
+    if len(a) < 4:
         return Interval(rho, -1.0, 1.0)
-    z, half = math.atanh(max(min(rho, 0.999999), -0.999999)), 1.96 / math.sqrt(len(x) - 3)
+    z, half = math.atanh(max(min(rho, 0.999999), -0.999999)), 1.96 / math.sqrt(len(a) - 3)
     return Interval(rho, math.tanh(z - half), math.tanh(z + half))

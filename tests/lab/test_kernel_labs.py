@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bagu.bench.ranks import ranks
 from bagu.lab.confidence import of_ratio
 from bagu.lab.core import Row
 from bagu.lab.labs import autotuning, fusion, implicit_gemm, int8_matmul, occupancy
-from bagu.lab.ranks import rank_correlation, ranks
+from bagu.lab.ranks import rank_correlation
 from bagu.lab.rounding_noise import mean_square_peak
 
 
