@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -23,9 +22,8 @@ from rich.table import Table
 from bagu.bench import kernel_view
 from bagu.bench.harness import RESULTS
 from bagu.bench.roofline import costs, floor
-from bagu.bench.sizing import bench_inputs, dtype_named, first_tensor, resize, shape_label
+from bagu.bench.sizing import bench_inputs, dtype_named, first_tensor, parse_size, resize, shape_label
 from bagu.bench.units import duration, si
-from bagu.errors import ArgumentError
 from bagu.machine.device import default_device, this_machine, triton_interprets
 from bagu.machine.timing import Ceilings, measure_ceilings
 from bagu.ops import catalogue
@@ -33,7 +31,7 @@ from bagu.ops.core import Case, OpSpec
 from bagu.ops.signature import EXACT, KINDS, TensorArg
 from bagu.runs.record import read_rows
 
-__all__ = ["describe", "list_ops", "parse_size", "show_op", "show_op_kernels"]
+__all__ = ["describe", "list_ops", "show_op", "show_op_kernels"]
 
 H200_BALANCE = kernel_view.H200_MATMUL / kernel_view.H200_COPY  # FLOP/byte at which an H200 becomes compute-bound
 
@@ -69,18 +67,6 @@ def _bound(spec: OpSpec) -> str:
 
 def _bench_case(spec: OpSpec) -> Case:
     return next((c for c in spec.cases if c.bench), spec.cases[0])
-
-
-def parse_size(text: str) -> dict[str, int | tuple[int, ...]]:
-    """ "M=4096,shape=32x64x7x7" as {"M": 4096, "shape": (32, 64, 7, 7)}."""
-    size: dict[str, int | tuple[int, ...]] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        name, _, value = part.partition("=")
-        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", value.strip()):
-            raise ArgumentError(f"--size has {part!r}; expected NAME=NUMBER", hint="--size M=4096,N=4096")
-        numbers = tuple(int(v) for v in value.split("x"))
-        size[name.strip()] = numbers if len(numbers) > 1 else numbers[0]
-    return size
 
 
 def show_op(

@@ -6,6 +6,7 @@ dtype under test on the target device, or on "meta", where they have only a shap
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -18,7 +19,10 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.core import Case, OpSpec, Streams
 from bagu.ops.signature import TensorArg
 
-__all__ = ["DTYPES", "bench_inputs", "dtype_named", "first_tensor", "forward_bytes", "resize", "shape_label", "shrink"]
+__all__ = [
+    "DTYPES", "bench_inputs", "dtype_named", "first_tensor", "forward_bytes", "input_bytes", "parse_size", "resize",
+    "shape_label", "shrink",
+]  # fmt: skip
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 FEWEST_ROWS = 16  # an independent dim is not shrunk below this while another one can be shrunk
@@ -100,8 +104,18 @@ def forward_bytes(spec: OpSpec, case: Case, dtype: torch.dtype) -> int:
     return costs(spec, spec.bind(args), first_tensor(spec, args).dtype)["fwd"].bytes
 
 
-def shrink(spec: OpSpec, case: Case, dtype: torch.dtype, budget: int) -> Case:
-    """The case, with sizes halved until its forward moves at most `budget` bytes.
+def input_bytes(spec: OpSpec, case: Case, dtype: torch.dtype) -> int:
+    """Bytes of the inputs of a case: a KV cache counts as a whole, of which a forward may read little."""
+    args = bench_inputs(spec, case, dtype, "meta")
+    spec.bind(args)
+    return sum(a.nbytes for a in args.values() if isinstance(a, torch.Tensor))
+
+
+def shrink(
+    spec: OpSpec, case: Case, dtype: torch.dtype, budget: int,
+    size: Callable[[OpSpec, Case, torch.dtype], int] = forward_bytes,
+) -> Case:  # fmt: skip
+    """The case, with sizes halved until its forward moves (or another `size` is) at most `budget` bytes.
 
     Independent dims shrink first, each down to 16: those that are parameters of the case, in the spec's order, then the
     first number of a parameter that is a shape. So there are fewer rows, of the same length. After them the largest
@@ -110,7 +124,7 @@ def shrink(spec: OpSpec, case: Case, dtype: torch.dtype, budget: int) -> Case:
     rows = [(d, None) for d in spec.independent if type(case.params.get(d)) is int]
     first = (*rows, *(knob for knob in _numbers(case) if knob[1] == 0))
     fixed: set[Knob] = set()
-    while (now := forward_bytes(spec, case, dtype)) > budget:
+    while (now := size(spec, case, dtype)) > budget:
         free = {k: v for k, v in _numbers(case).items() if v > 1 and k not in fixed}
         if not free:
             break
@@ -118,7 +132,7 @@ def shrink(spec: OpSpec, case: Case, dtype: torch.dtype, budget: int) -> Case:
         knob = many[0] if many else max(free, key=lambda k: (k not in first, free[k]))
         smaller = _with(case, knob, free[knob] // 2)
         try:
-            helps = forward_bytes(spec, smaller, dtype) < 0.95 * now
+            helps = size(spec, smaller, dtype) < 0.95 * now
         except (ArgumentError, RuntimeError):  # torch raises RuntimeError if shapes cannot be broadcast
             helps = False
         if helps:
@@ -147,6 +161,18 @@ def _with(case: Case, knob: Knob, value: int) -> Case:
         return case.replace(**{name: value})
     shape = case[name]
     return case.replace(**{name: (*shape[:index], value, *shape[index + 1 :])})
+
+
+def parse_size(text: str, option: str = "--size") -> dict[str, int | tuple[int, ...]]:
+    """ "M=4096,shape=32x64x7x7" as {"M": 4096, "shape": (32, 64, 7, 7)}."""
+    size: dict[str, int | tuple[int, ...]] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, _, value = part.partition("=")
+        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", value.strip()):
+            raise ArgumentError(f"{option} has {part!r}; expected NAME=NUMBER", hint=f"{option} M=4096,N=4096")
+        numbers = tuple(int(v) for v in value.split("x"))
+        size[name.strip()] = numbers if len(numbers) > 1 else numbers[0]
+    return size
 
 
 def resize(spec: OpSpec, case: Case, size: Mapping[str, int | tuple[int, ...]]) -> Case:

@@ -1,206 +1,243 @@
 """`bagu tune ops`: search the tuning space of Triton kernels on this GPU and store what is faster than the defaults.
 
-For each step (forward, backward) of each benchmark case: compile all candidates for this GPU without running them and
-drop those that fail or spill registers where the default does not; measure the rest in turn (selection.py); check the
-winner against the fp64 reference; store it. Every measurement is stored as soon as it is made.
+For each step (forward, backward) of each benchmark case, or of the shapes that were given: compile all candidates
+without running them and drop those that cannot run (tune_model.py); drop those whose roofline is above the default's
+time; let the rest race (selection.py); check the winner against the fp64 reference; store it. Every measurement is
+stored as soon as it is made.
 """
 
 from __future__ import annotations
 
-import itertools
-import statistics
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from bagu.bench.selection import select
-from bagu.bench.sizing import bench_inputs, dtype_named, shrink
-from bagu.errors import ArgumentError, BackendError, BaguError, UnknownName
-from bagu.machine.timing import flush_buffer, measure
-from bagu.ops.catalogue import SPECS
-from bagu.ops.core import Case, OpSpec, check
-from bagu.ops.link import received, selective
+from bagu.bench.selection import MIN_GAIN, select
+from bagu.bench.sizing import dtype_named, input_bytes, shrink
+from bagu.bench.tune_compile import Compiler
+from bagu.bench.tune_model import Build, Forecast, Gpu, forecast
+from bagu.bench.tune_steps import Key, Step, Target, kind_of, space, steps, targets
+from bagu.errors import BackendError, BaguError
+from bagu.machine.device import driver_version, gpu
+from bagu.machine.environment import triton_version
+from bagu.machine.timing import Timing, flush_buffer, measure_ceilings, repeated_measure
+from bagu.ops.core import Case, check
 from bagu.ops.node import paired
-from bagu.ops.offline import compile_launch, launches
-from bagu.ops.tuning.lookup import kind_of_call, reload
-from bagu.ops.tuning.store import Measurement, Options, Store, Winner, user_store
+from bagu.ops.tuning.lookup import device_name, kind_of_call, reload
+from bagu.ops.tuning.store import Kind, Measurement, Store, Winner, shipped_store, user_store, winners
 
-__all__ = ["Step", "main", "space", "steps"]
+__all__ = ["gpu_timer", "main", "this_gpu", "tune"]
 
 CHECK_BYTES = 1 << 22  # of the inputs of a check: the reference runs nine times, in fp64 and fp32
-SAMPLE_S = 0.02  # of measuring a candidate in one round
+DRAWS = 3  # of the inputs of a check, where the default options fail it too
+SAMPLE_S = 0.005  # of measuring a candidate in one round
+AHEAD = 24  # steps whose candidates are queued for compilation before they are measured
 
-Key = tuple[tuple[str, int | None], ...]  # options as a value that can be hashed; () is the default
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """A forward or backward to tune, at one case: `args` are those of a call."""
-
-    spec: OpSpec
-    case: Case
-    dtype: torch.dtype
-    step: str
-    args: Mapping[str, Any]
-
-    @property
-    def fn(self) -> Callable[..., Any]:
-        found: Callable[..., Any] = getattr(self.spec.module("triton"), self.step)
-        return found
+Timer = Callable[[Key], Timing]
 
 
 def main(
-    names: Sequence[str] = (), *, cases: Sequence[str] = (), dtype: str | None = None, budget: float = 300.0,
-    store: Store | None = None,
+    names: Sequence[str] = (), *, cases: Sequence[str] = (), shapes: Sequence[str] = (), dtype: str | None = None,
+    budget: float = 300.0, again: bool = False, exhaustive: bool = False, store: Store | None = None,
 ) -> int:  # fmt: skip
-    """Tune the named ops, all with a tuning space by default, within `budget` seconds."""
-    console, store = Console(), store or user_store()
-    tunable = [s for s in SPECS.values() if "triton" in s.backends]
-    for name in names:
-        if name not in SPECS:
-            raise UnknownName.among("op", name, SPECS)
+    """Tune the named ops, all with a tuning space by default, within `budget` seconds.
+
+    Steps that have a result are skipped, unless `again`. `exhaustive` measures also what the roofline rules out.
+    """
+    console, store, kept = Console(highlight=False), store or user_store(), dtype_named(dtype or "bf16")
+    todo = targets(names, cases, shapes, kept)
     if not torch.cuda.is_available():
         raise BackendError(
             "bagu tune ops measures Triton kernels, and there is no CUDA device here",
             hint="`bagu ops show NAME --kernel --diff A B` compares two tunings by compiling, without a GPU",
         )
-    device, chosen = torch.device("cuda"), dtype_named(dtype or "bf16")
-    todo = [
-        step
-        for spec in tunable if not names or spec.name in names
-        for case in spec.cases if case.bench and (not cases or case.name in cases)
-        for step in space_steps(spec, case)
-    ]  # fmt: skip
-    if not todo:
-        raise ArgumentError("nothing to tune: these ops have no tuning space", hint="`bagu ops show NAME` lists it")
-    began, scrub = time.monotonic(), flush_buffer(device)
-    for i, (spec, case, name) in enumerate(todo):
-        left = budget - (time.monotonic() - began)
-        if left <= 0:
-            console.print(f"the budget of {budget:.0f} s is spent; {len(todo) - i} steps are left")
-            break
-        step = next(s for s in steps(spec, case, chosen, device) if s.step == name)
-        winner = tune(step, store, seconds=left / (len(todo) - i), scrub=scrub)
-        words = ", ".join(f"{k}={v}" for k, v in winner.options.items()) or "the default"
-        console.print(
-            f"{spec.name} {case.name} {name}: {words} ({winner.speedup:.3f}x, {winner.searched} of {winner.space})"
-        )
+    store.check_writable()
+    began, device = time.monotonic(), torch.device("cuda")
+    contents = [s.read("winner") for s in (shipped_store(), store)]
+    for problem in (c.problem for c in contents if c.problem is not None):
+        console.print(problem)
+    known = {} if again else winners(r for c in contents for r in c.records)
+    by_kind = {kind_of(t, kept, device_name(device)): t for t in todo}
+    todo = [target for kind, target in by_kind.items() if kind not in known]
+    if len(todo) < len(by_kind):
+        console.print(f"{len(by_kind) - len(todo)} steps have a result already and are skipped (--again: search them)")
+    machine = this_gpu(device)
+    timer_of, searched = gpu_timer(flush_buffer(device)), 0
+    with Compiler(kept, machine.arch) as compiler:
+        queue = [compiler.begin(t, [(), *space(t.spec, t.step)]) for t in todo[:AHEAD]]
+        for i, target in enumerate(todo):
+            left = budget - (time.monotonic() - began)
+            if left <= 0:
+                break
+            if i + AHEAD < len(todo):
+                later = todo[i + AHEAD]
+                queue.append(compiler.begin(later, [(), *space(later.spec, later.step)]))
+            searched += 1
+            try:
+                step = next(s for s in steps(target.spec, target.case, kept, device) if s.step == target.step)
+                winner = tune(
+                    step, store, seconds=left / (len(todo) - i), timer=timer_of(step), builds=queue[i],
+                    machine=machine, exhaustive=exhaustive,
+                )  # fmt: skip
+                console.print(_line(target, winner))
+            except (BaguError, torch.OutOfMemoryError) as error:  # a case may be too large for this GPU
+                console.print(f"{target.spec.name} {target.case.name} {target.step}: {_first_line(error)}")
+    spent = time.monotonic() - began
+    rest = f"; the budget is spent, and {len(todo) - searched} are left: run it again" if searched < len(todo) else ""
+    console.print(f"{searched} steps searched in {spent:.0f} s{rest}. Results: {store.path}")
     reload()
     return 0
 
 
-def space_steps(spec: OpSpec, case: Case) -> list[tuple[OpSpec, Case, str]]:
-    return [(spec, case, name) for name in getattr(spec.module("triton"), "TUNABLE", {})]
+def _line(target: Target, winner: Winner) -> str:
+    words = ", ".join(f"{k}={v}" for k, v in winner.options.items()) or f"the default ({winner.verdict})"
+    return (
+        f"{target.spec.name} {target.case.name} {target.step}: {words}, {winner.speedup:.3f}x, "
+        f"{winner.searched} of {winner.space} measured, {winner.seconds:.1f} s"
+    )
 
 
-def steps(spec: OpSpec, case: Case, dtype: torch.dtype, device: torch.device | str) -> Iterator[Step]:
-    """The steps of a case that have a tuning space, with the arguments of a call; a forward makes the backward's."""
-    module = spec.module("triton")
-    tunable = getattr(module, "TUNABLE", {})
-    args = bench_inputs(spec, case, dtype, device)
-    if "forward" in tunable:
-        yield Step(spec=spec, case=case, dtype=dtype, step="forward", args=args)
-    if "backward" in tunable and spec.grads:
-        results = dict(zip((r.name for r in spec.sig.results), module.forward(**args), strict=True))
-        known = args | results | {f"d{o}": torch.randn_like(results[o]) for o in spec.differentiable}
-        given = {a.name: known[a.name] for a in received(spec)}
-        if selective(module.backward):
-            given["needs"] = dict.fromkeys(spec.made, True)
-        yield Step(spec=spec, case=case, dtype=dtype, step="backward", args=given)
+def this_gpu(device: torch.device) -> Gpu:
+    found = gpu(device)
+    return Gpu(
+        arch=f"sm_{found.capability[0]}{found.capability[1]}", multiprocessors=found.multiprocessors,
+        ceilings=measure_ceilings(device, quick=True),
+    )  # fmt: skip
 
 
-def space(spec: OpSpec, step: str) -> list[Key]:
-    """Every combination of the step's options."""
-    options = spec.module("triton").TUNABLE[step]
-    return [tuple(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
+def gpu_timer(scrub: torch.Tensor) -> Callable[[Step], Timer]:
+    """Measures a step with a set of options on the GPU; `scrub` flushes the cache before each sample."""
+
+    def of(step: Step) -> Timer:
+        known: dict[Key, Callable[[], Timing]] = {}
+
+        def timed(key: Key) -> Timing:
+            if key not in known:
+                call = lambda: step.fn(**step.args, **dict(key))  # noqa: E731
+                known[key] = repeated_measure(call, step.device, seconds=SAMPLE_S, buffer=scrub)
+            return known[key]()
+
+        return timed
+
+    return of
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Book:
+    """Measures candidates of a step and appends each measurement to the store at once."""
+
+    step: Step
+    kind: Kind
+    store: Store
+    timer: Timer
+    known: Forecast[Key]
+    measured: set[Key] = field(default_factory=set)
+
+    def add(self, key: Key, status: str, reason: str = "", timing: Timing | None = None, seconds: float = 0.0) -> None:
+        build = self.known.builds.get(key, Build())
+        times: dict[str, Any] = {} if timing is None else asdict(timing)
+        record = Measurement(
+            kind=self.kind, options=dict(key), status=status, reason=reason, **times, dims=self.step.dims,
+            seconds=seconds + (0.0 if key in self.measured else build.seconds), compiled=build.summary,
+            predicted_s=self.known.predicted.get(key), environment=environment(),
+        )  # fmt: skip
+        self.store.append(record)
+        self.measured.add(key)
+
+    def measure(self, key: Key) -> float:
+        """The median time, or infinity if the call raises."""
+        from triton.errors import TritonError
+
+        began = time.monotonic()
+        try:
+            timing = self.timer(key)
+        except (TritonError, RuntimeError) as error:
+            self.add(key, "failed", _first_line(error), seconds=time.monotonic() - began)
+            return math.inf
+        self.add(key, "ok", timing=timing, seconds=time.monotonic() - began)
+        return timing.median_s
 
 
 def tune(
-    step: Step, store: Store, *, seconds: float, scrub: torch.Tensor | None = None,
-    timer: Callable[[Key], float] | None = None,
+    step: Step, store: Store, *, seconds: float, timer: Timer, builds: Callable[[Key], Build] | None = None,
+    machine: Gpu | None = None, exhaustive: bool = False,
 ) -> Winner:  # fmt: skip
-    """Search one step and store the measurements and the winner. `timer` replaces the measurement on the GPU."""
-    began, kind = time.monotonic(), kind_of_call(step.spec, step.step, step.args)
-    device = next(v.device for v in step.args.values() if isinstance(v, torch.Tensor))
-
-    def timed(key: Key) -> float:
-        return measure(
-            lambda: step.fn(**step.args, **dict(key)), device, seconds=SAMPLE_S, min_samples=3, buffer=scrub
-        ).median_s
-
+    """Search one step, and store the measurements and the result. Without `builds` and `machine` nothing is compiled
+    before it is measured."""
     points = space(step.spec, step.step)
-    dropped = {key: why for key in points if (why := refused(step, key)) is not None}
-    for key, (status, reason) in dropped.items():
-        store.append(_measurement(kind, key, status, reason=reason))
-    running = [key for key in points if key not in dropped]
-    found = select((), running, timer or timed, deadline=began + seconds)
-    for key, samples in found.samples.items():
-        store.append(_measurement(kind, key, "ok", samples))
-    chosen, speedup = found.winner, found.speedup
-    if chosen is not None and (fault := wrong(step, chosen, device)) is not None:
-        store.append(_measurement(kind, chosen, "wrong", reason=fault))
-        chosen, speedup = None, 1.0
+    known: Forecast[Key] = Forecast()
+    if builds is not None and machine is not None:
+        known = forecast((), {key: builds(key) for key in ((), *points)}, step.cost, machine)
+    began = time.monotonic()  # compilation runs beside the search of other steps
+    kind = kind_of_call(step.spec, step.step, step.args)
+    book = _Book(step=step, kind=kind, store=store, timer=timer, known=known)
+    for key in (key for key in points if key in known.refused):
+        book.add(key, *known.refused[key])
+    if (base_s := book.measure(())) == math.inf:
+        raise BaguError(f"{step.spec.name} {step.case.name} {step.step} fails with its default options")
+    running = sorted((key for key in points if key not in known.refused), key=known.order)
+    for key in [] if exhaustive else [key for key in running if MIN_GAIN * known.least.get(key, 0.0) > base_s]:
+        book.add(key, "roofline", f"at least {1e6 * known.least[key]:.1f} us")
+        running.remove(key)
+    found = select((), running, book.measure, deadline=began + seconds)
+    chosen: Key = ()
+    verdict = "wrong" if found.faster else "no significant winner"
+    for key in found.faster:
+        if (fault := wrong(step, key)) is None:
+            chosen, verdict = key, "faster"
+            break
+        book.add(key, "wrong", fault)
     winner = Winner(
-        kind=kind, options=dict(chosen or ()), speedup=speedup, searched=len(running), space=len(points),
-        seconds=time.monotonic() - began,
+        kind=kind, options=dict(chosen), verdict=verdict, speedup=found.faster.get(chosen, 1.0), searched=len(running),
+        space=len(points), seconds=time.monotonic() - began, dims=step.dims, environment=environment(),
     )  # fmt: skip
     store.append(winner)
     return winner
 
 
-def _measurement(kind: Any, key: Key, status: str, samples: Sequence[float] = (), reason: str = "") -> Measurement:
-    ordered = sorted(samples)
-    return Measurement(
-        kind=kind, options=dict(key), status=status, reason=reason, samples=len(ordered), seconds=sum(ordered),
-        median_s=statistics.median(ordered) if ordered else None,
-        low_s=ordered[len(ordered) // 10] if ordered else None,
-        high_s=ordered[-1 - len(ordered) // 10] if ordered else None,
-        environment=environment(),
-    )  # fmt: skip
-
-
+@cache
 def environment() -> dict[str, Any]:
-    from importlib.metadata import version
-
-    found: dict[str, Any] = {"torch": torch.__version__, "triton": version("triton")}
+    found: dict[str, Any] = {"torch": torch.__version__, "triton": triton_version(), "driver": driver_version()}
     if torch.cuda.is_available():
-        found["memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
+        found["memory_bytes"] = gpu(torch.cuda.current_device()).memory_bytes
     return found
 
 
-def refused(step: Step, key: Key, arch: str = "sm_90") -> tuple[str, str] | None:
-    """(status, reason) if compiling these options fails, or spills registers where the defaults do not."""
-    if not torch.cuda.is_available():
-        return None  # the timer is a test's
-    try:
-        spills = {k: _spills(step, options, arch) for k, options in (("default", {}), ("these", dict(key)))}
-    except (BaguError, RuntimeError) as error:
-        return "compile", str(error).splitlines()[0]
-    if spills["these"] > spills["default"]:
-        return "spills", f"{spills['these']} bytes of spilled registers"
-    return None
+def wrong(step: Step, key: Key) -> str | None:
+    """Why the results with these options are wrong, on fresh inputs and NaN-filled memory; None if they are right.
+
+    A fault counts only where the default options are right: at some inputs a reference in fp32 is lucky, and every
+    result of the op is beyond its tolerance. Then other inputs are drawn.
+    """
+    fault = None
+    for draw in range(DRAWS):
+        fault = _fault(step, key, draw)
+        if fault is None or _fault(step, (), draw) is None:
+            break
+    return fault
 
 
-def _spills(step: Step, options: Options, arch: str) -> int:
-    found = launches(step.spec, step.case, step.dtype, tuning={step.step: options})
-    return sum(compile_launch(one, arch).metadata.n_spills for one in found if one.step == step.step)
+def _fault(step: Step, key: Key, draw: int) -> str | None:
+    from triton.errors import TritonError
 
-
-def wrong(step: Step, key: Key, device: torch.device) -> str | None:
-    """Why the results with these options are wrong, on fresh inputs and NaN-filled memory; None if they are right."""
     module, options = step.spec.module("triton"), {step.step: dict(key)}
-    forward = lambda **args: module.forward(**args, **options.get("forward", {}))  # noqa: E731
-    case = shrink(step.spec, step.case, step.dtype, CHECK_BYTES)
-    case = Case(f"{case.name}, tuned", case.why, mixed=case.mixed, frozen=case.frozen, **case.params)  # fresh inputs
-    backward = None
-    if step.spec.grads:
-        backward = lambda **args: module.backward(**args, **options.get("backward", {}))  # noqa: E731
+    forward = partial(module.forward, **options.get("forward", {}))
+    backward = partial(module.backward, **options.get("backward", {})) if step.spec.grads else None
+    case = shrink(step.spec, step.case, step.dtype, CHECK_BYTES, input_bytes)
+    kept: dict[str, Any] = {"mixed": case.mixed, "frozen": case.frozen, "sms": case.sms}
+    case = Case(f"{case.name}, tuned {draw}", case.why, **kept, **case.params)  # inputs are drawn by the case's name
     try:
-        check(step.spec, case, step.dtype, paired(step.spec, forward, backward), device=device)
-    except (BaguError, AssertionError) as error:
-        return str(error).splitlines()[0]
+        check(step.spec, case, step.dtype, paired(step.spec, forward, backward), device=step.device)
+    except (BaguError, AssertionError, TritonError, RuntimeError) as error:
+        return _first_line(error)
     return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,69 +1,217 @@
-"""`bagu tune report` and `bagu tune missing`: what the stores hold."""
+"""`bagu tune report`, `missing` and `merge`: what the stores hold."""
 
 from __future__ import annotations
 
+import json
 import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from bagu.bench.harness import table
-from bagu.bench.units import duration
+from bagu.bench.tune_searches import Search, searches
+from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.catalogue import SPECS
+from bagu.ops.tuning.lookup import find
+from bagu.ops.tuning.missing import missing
 from bagu.ops.tuning.source import source_hash
-from bagu.ops.tuning.store import Kind, Measurement, Winner, missing, shipped_store, user_store, winners
+from bagu.ops.tuning.store import Kind, Store, kind_fields, merge, shipped_store, user_store, winners
 
-__all__ = ["show_missing", "show_report"]
+__all__ = [
+    "HEADS", "current", "facts", "merge_stores", "sentences", "show_missing", "show_report", "steps_lines", "totals",
+]  # fmt: skip
 
 
-def show_missing(console: Console | None = None) -> None:
-    console, found = console or Console(), missing()
+def show_missing(console: Console | None = None, *, as_json: bool = False) -> None:
+    """The listed calls that still find no tuning."""
+    console = console or Console()
+    known = winners(r for s in (shipped_store(), user_store()) for r in s.read("winner").records)
+    found = [k for k in missing() if current(k) and find(k, known) is None]
+    if as_json:
+        print(json.dumps([kind_fields(k) for k in found], ensure_ascii=False))
+        return
     if not found:
         console.print("every call on a tuned device found a tuning")
         return
-    lines = [(k.op, k.step, k.dtype, " ".join(map(_shape, k.shapes)), k.device) for k in found]
-    console.print(table("calls without a tuning", ("op", "step", "dtype", "shapes", "device"), lines))
-    console.print("[dim]`bagu tune ops NAME` measures an op's benchmark cases[/]")
+    lines = [(k.op, k.step, k.dtype, " ".join(f"{n}{list(s)}" for n, s in k.shapes), k.device) for k in found]
+    console.print(_table(("op", "step", "dtype", "shapes", "device"), lines))
+    console.print("[dim]`bagu tune ops NAME --shapes …` measures an op at other shapes[/]")
 
 
-def show_report(console: Console | None = None) -> None:
-    console, stores = console or Console(width=100), [shipped_store(), user_store()]
-    records = [r for s in stores for r in s.records()]
-    measured = [r for r in records if isinstance(r, Measurement)]
-    found = list(winners(stores).values())
-    unreadable = sum(s.unreadable() for s in stores)
+def merge_stores(files: Sequence[Path], console: Console | None = None) -> None:
+    """Add the records of `files` to the user's store."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    for path in files:
+        if not path.is_file():
+            raise ArgumentError(f"there is no tuning store {path}", hint="give files that `bagu tune ops` wrote")
+    for problem in (Store(path).read().problem for path in files):
+        if problem is not None:
+            console.print(problem)
+    console.print(f"{merge([Store(path) for path in files], user_store())} records added to {user_store().path}")
+
+
+def show_report(names: Sequence[str] = (), console: Console | None = None, *, as_json: bool = False) -> None:
+    """All steps in one table, or each search of the named ops; then the totals.
+
+    Columns: searches that found faster options, geometric mean and most of the gain over the defaults, mean regret
+    against the whole space, mean rank correlation of predicted and measured times, time spent; of a single search also
+    the place of its fastest options in the order of the cost model.
+    """
+    for name in names:
+        if name not in SPECS:
+            raise UnknownName.among("op", name, SPECS)
+    console = console or Console(highlight=False)
+    contents = [store.read() for store in (shipped_store(), user_store())]
+    found = [s for s in searches(r for c in contents for r in c.records) if not names or s.winner.kind.op in names]
+    if as_json:
+        print(json.dumps({"searches": [facts(s) for s in found], "totals": totals(found)}, ensure_ascii=False))
+        return
+    for problem in (c.problem for c in contents if c.problem is not None):
+        console.print(problem)
     if not found:
         console.print(f"no tuning is stored; `bagu tune ops` writes {user_store().path}")
         return
-    lines = [
-        (*_names(w.kind), _options(w), f"{w.speedup:.3f}", f"{w.searched}/{w.space}", duration(w.seconds))
-        for w in found
-    ]
-    heads = ("op", "step", "dtype", "shapes", "options", "speed-up", "measured", "time")
-    console.print(table("tunings", heads, lines))
-    faster = [w.speedup for w in found if w.options]
-    gain = f", geometric mean {statistics.geometric_mean(faster):.3f}x" if faster else ""
-    console.print(f"{len(faster)} of {len(found)} are faster than the default{gain}")
-    stale = [w for w in found if not _current(w.kind)]
-    for count, words in (
-        (len(stale), "results are stale: the kernel's source changed since"),
-        (sum(m.status != "ok" for m in measured), "sets of options did not compile, spilled registers or were wrong"),
-        (unreadable, "lines are damaged or of another version, and are skipped"),
-    ):
-        if count:
-            console.print(f"{count} {words}")
+    usable = [s for s in found if current(s.winner.kind)]
+    if usable:
+        console.print(_table(EACH, _each(usable)) if names else _table(HEADS, steps_lines(usable)))
+    for line in sentences(usable):
+        console.print(line)
+    if len(usable) < len(found):
+        console.print(f"{len(found) - len(usable)} results are stale: the source of the kernels changed since")
 
 
-def _current(kind: Kind) -> bool:
+def current(kind: Kind) -> bool:
+    """Whether the source of the kernels is still the one that was measured."""
     return kind.op in SPECS and source_hash(f"bagu.ops.{kind.op}.triton_backend") == kind.source
 
 
-def _names(kind: Kind) -> tuple[str, str, str, str]:
-    return kind.op, kind.step, kind.dtype, _shape(kind.shapes[0])
+def facts(search: Search) -> dict[str, Any]:
+    """A search as JSON values."""
+    w = search.winner
+    default = next((p.median_s for p in search.timed if not p.options), None)
+    return {
+        **kind_fields(w.kind), "dims": dict(w.dims), "options": dict(w.options), "verdict": w.verdict,
+        "stale": not current(w.kind), "speedup": w.speedup, "default_s": default, "searched": w.searched,
+        "space": w.space, "seconds": w.seconds, "regret": search.regret, "rank_correlation": search.correlation,
+        "rank_of_the_best": search.best_rank,
+    }  # fmt: skip
 
 
-def _shape(shape: tuple[int, ...]) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"
+def totals(found: Sequence[Search]) -> dict[str, Any]:
+    """Sums and means over searches; None where nothing is known."""
+    faster = [s.winner.speedup for s in found if s.winner.verdict == "faster"]
+    points = [p for s in found for p in s.points]
+    return {
+        "searches": len(found), "faster": len(faster), "seconds": sum(s.winner.seconds for s in found),
+        "compile_and_measure_seconds": sum(p.seconds for p in points),
+        "points": sum(s.winner.space for s in found), "measured": sum(s.winner.searched for s in found),
+        "gain_of_the_faster": statistics.geometric_mean(faster) if faster else None,
+        "gain": statistics.geometric_mean([s.winner.speedup for s in found]) if found else None,
+        "default_within_2_percent": sum(s.gap is not None and s.gap <= 1.02 for s in found),
+        "whole_spaces": sum(s.whole for s in found), "mean_regret": _mean([s.regret for s in found]),
+        "largest_regret": max((r for s in found if (r := s.regret) is not None), default=None),
+        "mean_rank_correlation": _mean([s.correlation for s in found]),
+        "best_in_the_first_quarter": _mean([_in_first_quarter(s) for s in found]),
+    }  # fmt: skip
 
 
-def _options(winner: Winner) -> str:
-    return ", ".join(f"{k}={v}" for k, v in winner.options.items()) or "default"
+def _in_first_quarter(search: Search) -> float | None:
+    rank, count = search.best_rank, len([p for p in search.timed if p.options])
+    return None if rank is None else float(rank <= max(1, round(count / 4)))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return statistics.fmean(known) if known else None
+
+
+def sentences(found: Sequence[Search]) -> list[str]:
+    """The totals in words."""
+    if not found:
+        return []
+    t = totals(found)
+    words = [
+        f"Time: {t['seconds']:.0f} s for {t['searches']} searches; {t['measured']} of {t['points']} sets of options "
+        f"were measured{_dropped(found)}.",
+        f"Gain: {t['faster']} of {t['searches']} searches found options that are faster than the defaults"
+        + (f", by {t['gain_of_the_faster']:.3f}×; over all searches {t['gain']:.3f}×." if t["faster"] else ".")
+        + f" The defaults are within 2 % of the fastest in {t['default_within_2_percent']}.",
+    ]
+    if t["mean_regret"] is not None:
+        words.append(
+            f"Regret: in {t['whole_spaces']} searches all options that can run were measured; the chosen ones are "
+            f"{t['mean_regret']:.2%} slower than the best on average, {t['largest_regret']:.1%} at most."
+        )
+    if t["mean_rank_correlation"] is not None:
+        words.append(
+            f"Cost model: rank correlation of predicted and measured times {t['mean_rank_correlation']:.2f} on "
+            f"average; in {t['best_in_the_first_quarter']:.0%} of the searches the fastest was in the model's first "
+            "quarter."
+        )
+    return words
+
+
+def _dropped(found: Sequence[Search]) -> str:
+    """What was not measured, or not used, and why: ", 95 spill registers"."""
+    reasons = {
+        "compile": "do not compile", "resources": "need too many registers or too much shared memory",
+        "spills": "spill registers", "roofline": "cannot be faster by the roofline", "failed": "failed",
+        "wrong": "gave wrong results",
+    }  # fmt: skip
+    counts = Counter(p.status for s in found for p in s.points)
+    return "".join(f", {counts[status]} {words}" for status, words in reasons.items() if counts[status])
+
+
+HEADS = ("op", "step", "faster", "gain", "most", "regret", "corr.", "time")
+
+
+def steps_lines(found: Sequence[Search]) -> list[tuple[str, ...]]:
+    """A line per step of an op, over its sizes, with the columns HEADS."""
+    by_step: dict[tuple[str, str], list[Search]] = {}
+    for s in found:
+        by_step.setdefault((s.winner.kind.op, s.winner.kind.step), []).append(s)
+    lines: list[tuple[str, ...]] = []
+    for (op, step), own in sorted(by_step.items()):
+        t, most = totals(own), max(s.winner.speedup for s in own)
+        regret, correlation = _shown(t["mean_regret"], "{:.1%}"), _shown(t["mean_rank_correlation"], "{:.2f}")
+        gains = f"{t['gain']:.3f}×", f"{most:.2f}×"
+        lines.append((op, step, f"{t['faster']} of {len(own)}", *gains, regret, correlation, f"{t['seconds']:.0f} s"))
+    return lines
+
+
+def _each(found: Sequence[Search]) -> list[tuple[str, ...]]:
+    """A line per search: what was searched and chosen, then the columns of EACH."""
+    lines: list[tuple[str, ...]] = []
+    for s in found:
+        w, count = s.winner, len([p for p in s.timed if p.options])
+        modes = (f"{k}={v}" for k, v in w.kind.modes)
+        words = ", ".join(f"{k}={v}" for k, v in w.options.items()) or f"default ({w.verdict})"
+        lines.append((
+            " ".join([w.kind.op, w.kind.step, _dims(w.dims), *modes]), words, f"{w.speedup:.3f}×",
+            _shown(s.regret, "{:.1%}"), _shown(s.correlation, "{:.2f}"), _shown(s.best_rank, f"{{}} of {count}"),
+            f"{w.searched}/{w.space}",
+        ))  # fmt: skip
+    return lines
+
+
+EACH = ("search", "options", "gain", "regret", "corr.", "best at", "measured")
+
+
+def _table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for i, head in enumerate(heads):
+        made.add_column(head, justify="left" if i < 2 else "right", no_wrap=i >= 2, overflow="fold")
+    for line in lines:
+        made.add_row(*line)
+    return made
+
+
+def _dims(dims: Mapping[str, int]) -> str:
+    return " ".join(f"{name}={size}" for name, size in dims.items())
+
+
+def _shown(value: Any, form: str) -> str:
+    return "–" if value is None else form.format(value)

@@ -1,4 +1,4 @@
-"""Numbers with a readable prefix: 8.01 MB, 52.3 GFLOP/s, 800.8 µs; and times as a user writes them: 300ms, 0.3s."""
+"""Numbers with a readable prefix: 8.01 MB, 52.3 GFLOP/s, 800.8 µs; and times as a user writes them: 300ms, 5m."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from bagu.errors import ArgumentError
 
-__all__ = ["duration", "parse_ms", "si"]
+__all__ = ["duration", "parse_ms", "parse_seconds", "si"]
 
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -31,4 +31,13 @@ def parse_ms(text: str) -> float:
     value = float(found[1]) * (1e3 if found[2] == "s" else 1.0) if found else 0.0
     if not 0 < value < math.inf:
         raise ArgumentError(f"{text!r} is not a time limit", hint="write 300ms, 0.3s, or a number of milliseconds")
+    return value
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of `300s`, `5m`, `1h` or `300`."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([smh])?", text.strip().lower())
+    value = float(found[1]) * {"m": 60.0, "h": 3600.0}.get(found[2], 1.0) if found else 0.0
+    if not 0 < value < math.inf:
+        raise ArgumentError(f"{text!r} is not a length of time", hint="write 300s, 5m, 1h, or a number of seconds")
     return value

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from bagu.cli.options import Model, OpDtype, SharedPrefix, group
+from bagu.cli.options import AsJson, Model, OpDtype, SharedPrefix, group
 
 tune = group("Tune a server, or kernels for this GPU; list calls without a tuning; report what a search gained.")
 
@@ -17,37 +17,53 @@ tune = group("Tune a server, or kernels for this GPU; list calls without a tunin
 def tune_ops(
     names: Annotated[list[str] | None, Argument(metavar="NAME", help="The ops to tune. Default: all.")] = None,
     case: Annotated[list[str] | None, Option(help="Tune only this benchmark case; repeatable.")] = None,
+    shapes: Annotated[
+        list[str] | None,
+        Option(metavar="SIZES", help="Sizes instead of the first case's, e.g. M=4096,N=8192; repeatable."),
+    ] = None,
     dtype: OpDtype = None,
-    budget: Annotated[float, Option(help="Seconds to spend in all.")] = 300.0,
+    budget: Annotated[str, Option(metavar="TIME", help="Time to spend in all, e.g. 300s or 5m.")] = "300s",
+    again: Annotated[bool, Option("--again", help="Search also what has a result already.")] = False,
+    exhaustive: Annotated[
+        bool, Option("--exhaustive", help="Measure also the options that the roofline rules out.")
+    ] = False,
 ) -> None:
     """Measure the tuning space of Triton kernels and store what is faster than the defaults."""
     from bagu.bench import tune_ops as part
+    from bagu.bench.units import parse_seconds
 
-    raise typer.Exit(part.main(names or (), cases=case or (), dtype=dtype, budget=budget))
+    status = part.main(
+        names or (), cases=case or (), shapes=shapes or (), dtype=dtype, budget=parse_seconds(budget), again=again,
+        exhaustive=exhaustive,
+    )  # fmt: skip
+    raise typer.Exit(status)
 
 
 @tune.command("missing")
-def tune_missing() -> None:
+def tune_missing(as_json: AsJson = False) -> None:
     """List the calls that found no tuning on a device that has some."""
     from bagu.bench.tune_report import show_missing
 
-    show_missing()
+    show_missing(as_json=as_json)
 
 
 @tune.command("report")
-def tune_report() -> None:
-    """Report time spent, gain over the defaults, and the records that are stale or unreadable."""
+def tune_report(
+    names: Annotated[list[str] | None, Argument(metavar="NAME", help="Show each search of these ops.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Report time spent, gain over the defaults, regret against the whole space, and how well the cost model ranked."""
     from bagu.bench.tune_report import show_report
 
-    show_report()
+    show_report(names or (), as_json=as_json)
 
 
 @tune.command("merge")
 def tune_merge(files: Annotated[list[Path], Argument(metavar="FILE", help="Stores of other machines.")]) -> None:
     """Add the records of other stores to this machine's."""
-    from bagu.ops.tuning.store import Store, merge, user_store
+    from bagu.bench.tune_report import merge_stores
 
-    typer.echo(f"{merge([Store(path) for path in files], user_store())} records added to {user_store().path}")
+    merge_stores(files)
 
 
 @tune.command("serve")

@@ -30,8 +30,16 @@ COMMANDS = {
 }
 RUN = """
 import contextlib, io, json, sys
+from dataclasses import asdict
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from bagu.bench import tune_compile
 from bagu.cli import main
 from bagu.ops import gate
+from bagu.ops.catalogue import spec
+from bagu.ops.offline import launches
 
 def run(command, *argv):
     out, err = io.StringIO(), io.StringIO()
@@ -42,8 +50,26 @@ def run(command, *argv):
             code = end.code
     return {"code": code or 0, "out": out.getvalue(), "err": err.getvalue()}
 
+class Driver:  # as much of Triton's driver as a launch needs to find its kernel: an H200 that is not there
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+def tuner():  # what the tuner's processes make of the same kernels, and whether launches find them in Triton's cache
+    case, kind = next(c for c in spec("scale_norm").cases if c.bench), torch.bfloat16
+    jobs = [tune_compile.Job(op="scale_norm", case=case, dtype=kind, step=step, options=options, arch="sm_90")
+            for step, options in (("forward", ()), ("backward", ()), ("forward", (("num_warps", 3),)))]
+    builds = [asdict(tune_compile.build(job)) for job in jobs]
+    hits = []
+    knobs.compilation.listener = lambda **facts: hits.append(facts["cache_hit"])
+    driver.set_active(Driver())
+    for one in launches(spec("scale_norm"), case, kind):
+        one.fn.run(*[one.args.get(p.name, p.default) for p in one.fn.params], grid=one.grid, warmup=True, **one.options)
+    return {"builds": builds, "hits": hits}
+
 found = {name: run(main, ["ops", "show", *argv]) for name, argv in json.loads(sys.argv[1]).items()}
 found["gate"] = run(gate.main, ["--first", "1", "scale_norm"])
+found["tuner"] = {"code": 0, "out": json.dumps(tuner()), "err": ""}
 print(json.dumps(found))
 """
 
@@ -87,6 +113,22 @@ def test_the_facts_are_those_of_the_compile_gate(shown: tuple[list[dict[str, Any
     lines = ran["gate"].out.splitlines()
     gate = [(w[2], int(w[3]), int(w[5]), int(w[7])) for w in (line.split() for line in lines if "wide" in line)]
     assert gate == [(k["kernel"], k["registers"], k["spills"], k["shared"]) for k in shown[0]]
+
+
+def test_the_tuner_reads_the_same_facts_from_the_binary(
+    shown: tuple[list[dict[str, Any]], Path], ran: dict[str, Ran]
+) -> None:
+    found = json.loads(ran["tuner"].out)
+    kernels = [k for build in found["builds"][:2] for k in build["kernels"]]
+    facts = ("programs", "warps", "registers", "spills", "shared")
+    assert [[k[f] for f in facts] for k in kernels] == [[k[f] for f in facts] for k in shown[0]]
+    broken = found["builds"][2]
+    assert not broken["kernels"] and "num_warps" in broken["error"]
+
+
+def test_a_launch_finds_in_the_cache_what_was_compiled_without_a_gpu(ran: dict[str, Ran]) -> None:
+    hits = json.loads(ran["tuner"].out)["hits"]
+    assert len(hits) >= 2 and all(hits)
 
 
 def test_a_difference_of_tunings_names_what_changed(ran: dict[str, Ran]) -> None:

@@ -1,31 +1,69 @@
-"""The search of `bagu tune ops`, with simulated times: which candidates it measures, and its verdict."""
+"""The search of `bagu tune ops`, with simulated times: which candidates it measures, what it stores, its verdict."""
 
 from __future__ import annotations
 
+import math
+import multiprocessing
+import os
 import random
+import signal
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bagu.bench import tune_ops
+from bagu.bench import tune_compile, tune_ops
 from bagu.bench.selection import MAX_ROUNDS, MIN_ROUNDS, select
+from bagu.bench.tune_compile import Compiler, Job
+from bagu.bench.tune_model import CEILING_ERROR, LEAST_LATENCY_S, Build, Gpu, Kernel, least_s, refusal
+from bagu.bench.tune_steps import Key, Step, space, steps, targets
+from bagu.bench.units import parse_seconds
 from bagu.cli import main
+from bagu.errors import ArgumentError, BaguError, ConformanceError, UnknownName
+from bagu.machine.timing import Ceilings, Timing
 from bagu.ops.catalogue import SPECS
+from bagu.ops.core import Cost
 from bagu.ops.tuning.store import Measurement, Store, Winner
+from tests.ops.points import DEVICE
+
+KERNEL = Kernel(programs=1320, warps=4, registers=64, spills=0, shared=0)
+GPU = Gpu(
+    arch="sm_90", multiprocessors=132,
+    ceilings=Ceilings(read=4e12, write=4e12, copy=4e12, matmul=8e14, dtype="bfloat16", device="cuda"),
+)  # fmt: skip
 
 
-def noisy(times: dict[str, float], spread: float, seed: int) -> object:
+def noisy(times: dict[str, float], spread: float, seed: int) -> Any:
     draw = random.Random(seed)
     return lambda name: times[name] * draw.lognormvariate(0, spread)
+
+
+def timing(seconds: float) -> Timing:
+    return Timing(median_s=seconds, low_s=0.9 * seconds, high_s=1.1 * seconds, samples=5)
+
+
+def timer(slow: float = 1e-5, **times: float) -> Callable[[Key], Timing]:
+    """Constant times: `slow`, or the time of a candidate by its position in the space: p3=8e-6."""
+    points = space(SPECS["transpose"], "forward")
+    known = {points[int(name[1:])]: seconds for name, seconds in times.items()}
+    return lambda key: timing(known.get(key, slow))
+
+
+def build(**changes: int) -> Build:
+    return Build(kernels=(replace(KERNEL, **changes),))
+
+
+# --- the race ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_fastest_is_found_and_slow_candidates_are_dropped_early() -> None:
     times = {"default": 1.0, **{f"c{i}": 1.0 + 0.1 * i for i in range(1, 9)}, "best": 0.9}
     right, measured = 0, 0
     for seed in range(50):
-        found = select("default", list(times)[1:], noisy(times, 0.02, seed))  # type: ignore[arg-type]
+        found = select("default", list(times)[1:], noisy(times, 0.02, seed))
         right += found.winner == "best"
         measured += sum(map(len, found.samples.values()))
         assert found.winner is None or found.speedup == pytest.approx(1 / 0.9, abs=0.05)
@@ -33,10 +71,11 @@ def test_the_fastest_is_found_and_slow_candidates_are_dropped_early() -> None:
     assert measured / 50 < 0.3 * MAX_ROUNDS * len(times)
 
 
-def test_equal_candidates_have_no_winner() -> None:
+def test_equal_candidates_have_no_winner_and_the_race_ends_early() -> None:
     times = dict.fromkeys(("default", "a", "b", "c"), 1.0)
-    wins = [select("default", ["a", "b", "c"], noisy(times, 0.05, seed)).winner for seed in range(100)]  # type: ignore[arg-type]
-    assert sum(w is not None for w in wins) <= 8  # at 99 % confidence, and three comparisons with peeking
+    found = [select("default", ["a", "b", "c"], noisy(times, 0.005, seed)) for seed in range(100)]
+    assert sum(f.winner is not None for f in found) <= 8  # at 99 % confidence, and three comparisons with peeking
+    assert sum(f.rounds for f in found) / 100 < MAX_ROUNDS / 2
 
 
 def test_a_deadline_ends_the_search() -> None:
@@ -45,53 +84,290 @@ def test_a_deadline_ends_the_search() -> None:
     assert found.rounds == MIN_ROUNDS and found.winner is None
 
 
+def test_a_candidate_that_fails_is_not_measured_again_and_cannot_win() -> None:
+    times = {"default": 1.0, "broken": math.inf, "good": 0.8}
+    found = select("default", ["broken", "good"], times.__getitem__)
+    assert found.samples["broken"] == [math.inf] and found.winner == "good"
+
+
+def test_candidates_that_beat_the_default_are_in_order() -> None:
+    times = {"default": 1.0, "a": 0.9, "b": 0.8, "c": 0.995, "d": 1.2}
+    assert list(select("default", list("abcd"), noisy(times, 0.001, 0)).faster) == ["b", "a"]
+
+
+# --- one search -------------------------------------------------------------------------------------------------------
+
+
 @pytest.fixture
-def step() -> tune_ops.Step:
+def step() -> Step:
     spec = SPECS["transpose"]
     case = next(c for c in spec.cases if not c.bench)
-    return next(iter(tune_ops.steps(spec, case, torch.float32, "cpu")))
+    return next(iter(steps(spec, case, torch.float32, DEVICE)))
 
 
-def test_a_search_stores_every_measurement_and_the_checked_winner(step: tune_ops.Step, tmp_path: Path) -> None:
-    store, space = Store(tmp_path / "store.jsonl"), tune_ops.space(step.spec, "forward")
-    best = space[3]
-    winner = tune_ops.tune(step, store, seconds=9, timer=lambda key: 0.8e-5 if key == best else 1e-5 + 1e-9 * len(key))
-    records = list(store.records())
-    assert records[-1] == winner and isinstance(winner, Winner)
-    assert winner.options == dict(best) and winner.speedup == pytest.approx(1.25, rel=0.01)
-    kept = [r for r in records if isinstance(r, Measurement)]
-    assert len(kept) == len(space) + 1 and all(r.status == "ok" and r.median_s for r in kept)
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store.jsonl")
 
 
-def test_a_winner_with_wrong_results_is_not_used(
-    step: tune_ops.Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def statuses(store: Store) -> dict[Key, str]:
+    return {tuple(r.options.items()): r.status for r in store.records() if isinstance(r, Measurement)}
+
+
+def test_a_search_stores_every_measurement_at_once_and_then_the_checked_winner(step: Step, store: Store) -> None:
+    points, timed = space(step.spec, "forward"), []
+    plain = timer(p3=0.8e-5)
+
+    def spy(key: Key) -> Timing:
+        assert len(store.records()) == len(timed), "the measurement before this one is not stored yet"
+        timed.append(key)
+        return plain(key)
+
+    winner = tune_ops.tune(step, store, seconds=9, timer=spy)
+    *kept, last = store.records()
+    assert last == winner and isinstance(winner, Winner) and winner.verdict == "faster"
+    assert winner.options == dict(points[3]) and winner.speedup == pytest.approx(1.25, rel=0.01)
+    assert [tuple(r.options.items()) for r in kept] == timed and set(timed) == {(), *points}
+    assert all(r.status == "ok" and r.low_s < r.median_s < r.high_s and r.samples == 5 for r in kept)  # type: ignore[union-attr,operator]
+    assert last.dims and {"torch", "triton", "driver"} <= set(last.environment)
+
+
+def test_equal_times_are_the_verdict_no_significant_winner(step: Step, store: Store) -> None:
+    winner = tune_ops.tune(step, store, seconds=9, timer=timer())
+    assert (winner.verdict, winner.options, winner.speedup) == ("no significant winner", {}, 1.0)
+
+
+def test_wrong_results_are_refused_and_the_next_fastest_is_used(
+    step: Step, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, best = step.spec.module("triton"), tune_ops.space(step.spec, "forward")[0]
+    module, points = step.spec.module("triton"), space(step.spec, "forward")
     right = module.forward
 
     def wrong(*args: Any, **more: Any) -> Any:
-        return tuple(y + 1 for y in right(*args, **more)) if "rows" in more else right(*args, **more)
+        bad = {k: more.get(k) for k in dict(points[0])} == dict(points[0])
+        return tuple(y + bad for y in right(*args, **more))
 
     monkeypatch.setattr(module, "forward", wrong)
-    store = Store(tmp_path / "store.jsonl")
-    winner = tune_ops.tune(step, store, seconds=9, timer=lambda key: 0.5e-5 if key == best else 1e-5)
-    assert winner.options == {} and winner.speedup == 1.0
-    assert [r.status for r in store.records() if isinstance(r, Measurement)].count("wrong") == 1
+    winner = tune_ops.tune(step, store, seconds=9, timer=timer(p0=0.5e-5, p1=0.6e-5))
+    assert winner.options == dict(points[1]) and winner.verdict == "faster"
+    assert [k for k, status in statuses(store).items() if status == "wrong"] == [points[0]]
 
 
-def test_the_commands_without_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], step: tune_ops.Step
+def test_a_winner_is_checked_on_fresh_inputs_with_poisoned_outputs(
+    step: Step, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("BAGU_TUNING", str(tmp_path / "store.jsonl"))
+    """A kernel that leaves its last row as it finds it passes where the memory holds the result of an earlier call."""
+    module, points, seen = step.spec.module("triton"), space(step.spec, "forward"), []
+    right = module.forward
+
+    def leaves_a_row(x: torch.Tensor, dim0: int, dim1: int, **options: Any) -> Any:
+        seen.append(x)
+        (y,) = right(x, dim0, dim1, **options)
+        if not options:
+            return (y,)
+        made = torch.empty_like(y)
+        made[:-1] = y[:-1]
+        return (made,)
+
+    monkeypatch.setattr(module, "forward", leaves_a_row)
+    winner = tune_ops.tune(step, store, seconds=9, timer=timer(p0=0.5e-5))
+    assert (winner.options, winner.verdict) == ({}, "wrong") and statuses(store)[points[0]] == "wrong"
+    assert "nan" in next(r.reason for r in store.records() if isinstance(r, Measurement) and r.status == "wrong")
+    assert not any(x.shape == step.args["x"].shape and torch.equal(x, step.args["x"]) for x in seen)
+
+
+def test_a_fault_that_the_defaults_have_too_does_not_refuse_the_options(
+    step: Step, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first inputs are beyond the tolerance for every set of options; the next ones decide."""
+    module, points = step.spec.module("triton"), space(step.spec, "forward")
+    right, first = module.forward, tune_ops.check
+
+    def unlucky(spec: Any, case: Any, *args: Any, **more: Any) -> Any:
+        if case.name.endswith("tuned 0"):
+            raise ConformanceError("2.54 ulps off (allowed 2)")
+        return first(spec, case, *args, **more)
+
+    monkeypatch.setattr(tune_ops, "check", unlucky)
+    assert tune_ops.wrong(step, points[0]) is None
+    monkeypatch.setattr(module, "forward", lambda *args, **more: tuple(y + bool(more) for y in right(*args, **more)))
+    assert "off" in str(tune_ops.wrong(step, points[0]))
+
+
+def test_a_launch_that_fails_is_recorded_and_the_search_goes_on(step: Step, store: Store) -> None:
+    points, plain = space(step.spec, "forward"), timer(p2=0.8e-5)
+
+    def failing(key: Key) -> Timing:
+        if key == points[1]:
+            raise RuntimeError("CUDA out of memory\nmore")
+        return plain(key)
+
+    winner = tune_ops.tune(step, store, seconds=9, timer=failing)
+    failed = [r for r in store.records() if isinstance(r, Measurement) and r.status == "failed"]
+    assert [r.reason for r in failed] == ["CUDA out of memory"] and winner.options == dict(points[2])
+    with pytest.raises(BaguError, match="fails with its default options"):
+        tune_ops.tune(step, store, seconds=9, timer=lambda key: failing(points[1]))
+
+
+# --- what falls out before it is measured -----------------------------------------------------------------------------
+
+
+def test_options_that_cannot_run_are_refused_by_what_the_compiler_made() -> None:
+    default = build()
+    assert refusal(default, default, GPU) is None
+    assert refusal(Build(error="ptxas: no"), default, GPU) == ("compile", "ptxas: no")
+    assert refusal(build(registers=128, warps=32), default, GPU) == (
+        "resources", "no room for 128 registers in each of 1024 threads",
+    )  # fmt: skip
+    assert refusal(build(shared=233_000), default, GPU) == ("resources", "no room for 233,000 B of shared memory")
+    assert refusal(build(shared=232_448), default, GPU) is None  # what a block may have on sm_90
+    assert refusal(build(spills=8), default, GPU) == ("spills", "8 B of registers are spilled")
+    assert refusal(build(spills=8), build(spills=8), GPU) is None
+
+
+def test_the_roofline_of_options_is_the_highest_of_three_roofs() -> None:
+    assert least_s(build(), Cost(flops=0, bytes=4_000_000_000), GPU) == pytest.approx(1e-3 / CEILING_ERROR)
+    assert least_s(build(), Cost(flops=8 * 10**12, bytes=0), GPU) == pytest.approx(1e-2 / CEILING_ERROR)
+    # 64 registers of 128 threads: 8 programs on each of 132 multiprocessors, so 10 waves
+    assert least_s(build(programs=10 * 8 * 132), Cost(0, 0), GPU) == pytest.approx(10 * LEAST_LATENCY_S)
+    assert least_s(Build(kernels=(replace(KERNEL, programs=None),)), Cost(0, 0), GPU) == 0
+
+
+def test_a_search_measures_only_what_can_run_and_can_win(step: Step, store: Store) -> None:
+    points = space(step.spec, "forward")
+    builds = dict.fromkeys(((), *points), build()) | {
+        points[0]: Build(error="does not compile"),
+        points[1]: build(shared=300_000),
+        points[2]: build(spills=4),
+        points[3]: build(programs=10**6),  # its programs take 0.26 ms, however fast the memory is
+    }
+    timed = []
+
+    def spy(key: Key) -> Timing:
+        timed.append(key)
+        return timing(1e-5)
+
+    costly = replace(step, cost=Cost(0, 1000))
+    winner = tune_ops.tune(costly, store, seconds=9, timer=spy, builds=builds.__getitem__, machine=GPU)
+    found = statuses(store)
+    assert [found[p] for p in points[:4]] == ["compile", "resources", "spills", "roofline"]
+    assert set(timed) == {(), *points[4:]} and (winner.searched, winner.space) == (len(points) - 4, len(points))
+    kept = [r for r in store.records() if isinstance(r, Measurement) and r.status == "ok"]
+    assert all(r.predicted_s and r.compiled == {"registers": 64, "spills": 0, "shared": 0} for r in kept)
+    timed.clear()
+    tune_ops.tune(costly, store, seconds=9, timer=spy, builds=builds.__getitem__, machine=GPU, exhaustive=True)
+    assert set(timed) == {(), *points[3:]}
+
+
+def test_the_options_that_the_model_predicts_to_be_fast_come_first(step: Step, store: Store) -> None:
+    points = space(step.spec, "forward")
+    builds = {key: build(warps=1 << (i % 4)) for i, key in enumerate(((), *points))}
+    timed: list[Key] = []
+
+    def spy(key: Key) -> Timing:
+        timed.append(key)
+        return timing(1e-5)
+
+    step = replace(step, cost=Cost(0, 10**7))
+    tune_ops.tune(step, store, seconds=9, timer=spy, builds=builds.__getitem__, machine=GPU)
+    guess = {tuple(r.options.items()): r.predicted_s for r in store.records() if isinstance(r, Measurement)}
+    first = [guess[key] for key in timed[2 : 2 + len(points)]]  # after the default, measured once more in the race
+    assert first == sorted(first, key=float) and len(set(first)) > 1  # type: ignore[arg-type]
+
+
+def crash(job: Job) -> Build:
+    if job.options:
+        os._exit(1)
+    return Build(seconds=1.0)
+
+
+def test_a_crash_of_the_compiler_loses_one_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_compile, "START", "fork")  # so that the process has this test's `build`
+    monkeypatch.setattr(tune_compile, "build", crash)
+    (target,) = targets(["transpose"], ["weight"], (), torch.bfloat16)
+    with Compiler(torch.bfloat16, "sm_90", workers=1) as compiler:
+        result = compiler.begin(target, [(("rows", 1),), ()])
+        assert result((("rows", 1),)).error == "the compiler crashed"
+        assert result(()) == Build(seconds=1.0)
+
+
+# --- a crash, shapes, budget, and the command -------------------------------------------------------------------------
+
+
+def search_for_ever(step: Step, path: Path, done: int) -> None:
+    def timed(key: Key) -> Timing:
+        os.write(done, b".")
+        return timing(1e-5)
+
+    while True:
+        tune_ops.tune(step, Store(path), seconds=9, timer=timed)
+
+
+def test_a_killed_search_loses_at_most_one_measurement(store: Store) -> None:
+    spec = SPECS["transpose"]
+    step = next(iter(steps(spec, spec.cases[0], torch.float32, "cpu")))
+    tune_ops.environment()  # before the fork: it may ask CUDA
+    reader, writer = os.pipe()
+    process = multiprocessing.get_context("fork").Process(target=search_for_ever, args=(step, store.path, writer))
+    process.start()
+    os.close(writer)
+    finished = b""
+    while len(finished) < 60:
+        finished += os.read(reader, 1)
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    while more := os.read(reader, 1000):
+        finished += more
+    os.close(reader)
+    records = [r for r in store.records() if isinstance(r, Measurement)]
+    assert process.exitcode == -signal.SIGKILL and len(finished) - 1 <= len(records) <= len(finished)
+
+
+def test_shapes_replace_the_sizes_of_the_first_case() -> None:
+    found = targets(["rms_norm", "layer_norm"], (), ["M=64,N=512", "N=1024"], torch.bfloat16)
+    sizes = [(t.spec.name, t.step, t.case["M"], t.case["N"]) for t in found]
+    assert sizes == [
+        (name, step, M, N)
+        for name in ("layer_norm", "rms_norm")
+        for M, N in ((64, 512), (16384, 1024))
+        for step in ("forward", "backward")
+    ]
+    (stack,) = targets(["transpose"], (), ["shape=2x3x4"], torch.bfloat16)
+    assert stack.case["shape"] == (2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("names", "shapes", "words"),
+    [
+        (["rms_norm"], "M=4,Q=3", "no size of rms_norm.* 'Q'"),
+        (["rms_norm"], "M=4x4", "rms_norm: size M is .4, 4.; expected a number"),
+        (["rms_norm"], "M=-4", "--shapes has 'M=-4'; expected NAME=NUMBER"),
+        (["rms_norm"], "", "--shapes is empty"),
+        (["group_norm"], "groups=7", "group_norm: "),
+        ([], "M=4", "--shapes was given without an op"),
+        (["attention"], "H=4", "attention has no tuning space"),
+        (["rms_nrom"], "M=4", "no op 'rms_nrom'"),
+    ],
+)
+def test_bad_shapes_are_one_sentence(names: list[str], shapes: str, words: str) -> None:
+    with pytest.raises((ArgumentError, UnknownName), match=words):
+        targets(names, (), [shapes], torch.bfloat16)
+
+
+def test_a_budget_is_written_with_its_unit() -> None:
+    assert [parse_seconds(text) for text in ("300s", "5m", "300", "1h", " 0.5 m")] == [300, 300, 300, 3600, 30]
+    for wrong in ("", "0s", "-5s", "5 minutes", "inf", "s"):
+        with pytest.raises(ArgumentError, match="is not a length of time"):
+            parse_seconds(wrong)
+
+
+def test_the_command_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = {"--budget": "is not a length of time", "--shapes": "expected NAME=NUMBER", "--case": "benchmark case"}
+    for option, words in commands.items():
+        with pytest.raises(SystemExit):
+            main(["tune", "ops", "softmax", option, "x"])
+        assert words in capsys.readouterr().err
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
-            main(["tune", "ops", "softmax"])
+            main(["tune", "ops", "softmax", "--shapes", "M=64,N=512", "--budget", "5m"])
         assert "no CUDA device" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["tune", "ops", "sofmax"])
-    assert "'softmax'" in capsys.readouterr().err
-    tune_ops.tune(step, Store(tmp_path / "store.jsonl"), seconds=9, timer=lambda key: 1e-5)
-    for verb, words in (("report", "0 of 1 are faster"), ("missing", "found a tuning")):
-        with pytest.raises(SystemExit):
-            main(["tune", verb])
-        assert words in capsys.readouterr().out

@@ -5,9 +5,7 @@ kernels; the same selection (bench/selection.py) chooses the tile of a fused nor
 
 Cost models, made before any measurement:
 
-    GPU    bytes x (1 / copy bandwidth + latency / bytes in flight), rounded up to whole waves of programs. Bytes in
-           flight follow from the compiled kernel: programs per multiprocessor (its occupancy) times the bytes of a
-           program, at most its registers (Little's law)
+    GPU    that of `bagu tune ops` (bench/tune_model.py)
     CPU    calls x overhead + bytes / bandwidth, both measured before on other calls. The bytes are those of the fused
            norm, and those of the intermediates of a tile that does not fit in the L2 cache: all of them if it exceeds
            the last-level cache too, else a third
@@ -27,10 +25,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from bagu.bench import tune_ops
-from bagu.bench.kernel_view import H200_COPY, inspect_launch
-from bagu.bench.roofline import costs
 from bagu.bench.selection import select
-from bagu.bench.sizing import bench_inputs
+from bagu.bench.tune_compile import Compiler
+from bagu.bench.tune_model import Gpu
+from bagu.bench.tune_searches import searches
+from bagu.bench.tune_steps import Target, space, steps
 from bagu.lab.confidence import Interval, interval, of_ratio
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.labs import fusion
@@ -39,8 +38,7 @@ from bagu.lab.ranks import rank_correlation
 from bagu.machine.device import this_machine
 from bagu.machine.timing import flush_buffer, measure, measure_host
 from bagu.ops.catalogue import spec
-from bagu.ops.offline import launches
-from bagu.ops.tuning.store import Measurement, Store, Winner
+from bagu.ops.tuning.store import Store
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,7 +52,6 @@ KERNELS = (  # op, benchmark case, step
 )
 DEFAULT = "default"
 SEARCH_S = 8.0  # of one kernel
-LATENCY_S = 0.8e-6  # of loaded memory on an H200
 NORMS = ((256, 256), (1024, 1024), (4096, 1024), (1024, 4096), (16384, 256))  # rows, columns of the CPU's norm
 TILES = tuple(1 << i for i in range(10, 22))  # elements
 L2, LAST = 1 << 20, 32 << 20  # bytes: typical of a server core, and of a last-level cache of unknown size
@@ -70,9 +67,9 @@ def run(setting: Setting) -> list[Row]:
         for M, N in setting.track(NORMS[:2] if setting.quick else NORMS):
             rows += norm_rows(M, N, rates, quick=setting.quick)
         return rows
-    scrub = flush_buffer(setting.device)
+    scrub, machine = flush_buffer(setting.device), tune_ops.this_gpu(torch.device(setting.device))
     for op, case, step in setting.track(KERNELS[:2] if setting.quick else KERNELS):
-        rows += kernel_rows(op, case, step, scrub)
+        rows += kernel_rows(op, case, step, scrub, machine)
     return rows
 
 
@@ -127,46 +124,31 @@ def tile_model(M: int, N: int, elements: int, rates: Rates) -> float:
     return math.ceil(M / rows) * CALLS * rates.call_s + (fused + slowed * more) / rates.bandwidth
 
 
-def kernel_rows(op: str, case_name: str, step_name: str, scrub: torch.Tensor) -> list[Row]:
+def kernel_rows(op: str, case_name: str, step_name: str, scrub: torch.Tensor, machine: Gpu) -> list[Row]:
     """Every point of a kernel's space, by `bagu tune ops`, in a store of its own."""
     op_spec = spec(op)
     case = next(c for c in op_spec.cases if c.name == case_name)
-    step = next(s for s in tune_ops.steps(op_spec, case, torch.bfloat16, "cuda") if s.step == step_name)
-    gpu = this_machine().gpus[0]
-    arch = f"sm_{gpu.capability[0]}{gpu.capability[1]}"
-    with tempfile.TemporaryDirectory() as folder:
+    step = next(s for s in steps(op_spec, case, torch.bfloat16, "cuda") if s.step == step_name)
+    points = [(), *space(op_spec, step_name)]
+    with tempfile.TemporaryDirectory() as folder, Compiler(torch.bfloat16, machine.arch) as compiler:
         store = Store(Path(folder) / "tuning.jsonl")
-        winner = tune_ops.tune(step, store, seconds=SEARCH_S, scrub=scrub)
-        records = list(store.records())
-    assert isinstance(winner, Winner)
+        builds = compiler.begin(Target(spec=op_spec, case=case, step=step_name), points)
+        timer = tune_ops.gpu_timer(scrub)(step)
+        tune_ops.tune(step, store, seconds=SEARCH_S, timer=timer, builds=builds, machine=machine, exhaustive=True)
+        (search,) = searches(store.records())
     return [
         {
             "kernel": f"{op} {step_name}",
-            "point": ", ".join(f"{k}={v}" for k, v in m.options.items()) or DEFAULT,
-            "time_us": 1e6 * m.median_s,
-            "predicted_us": 1e6 * kernel_model(step, dict(m.options), arch, gpu.multiprocessors),
-            "samples": m.samples,
-            "found_speedup": winner.speedup,
-            "search_s": winner.seconds,
+            "point": ", ".join(f"{k}={v}" for k, v in point.options) or DEFAULT,
+            "time_us": 1e6 * point.median_s,
+            "predicted_us": 1e6 * point.predicted_s,
+            "samples": point.samples,
+            "found_speedup": search.winner.speedup,
+            "search_s": search.winner.seconds,
         }
-        for m in records
-        if isinstance(m, Measurement) and m.status == "ok" and m.median_s is not None
+        for point in search.timed
+        if point.predicted_s is not None
     ]
-
-
-def kernel_model(step: tune_ops.Step, options: dict[str, int | None], arch: str, multiprocessors: int) -> float:
-    """Seconds of the step's largest kernel, from what the compiler made of it."""
-    found = launches(step.spec, step.case, step.dtype, tuning={step.step: options})
-    kernels = [inspect_launch(one, arch) for one in found if one.step == step.step]
-    kernel = max(kernels, key=lambda k: (k.programs or 0) * k.warps)
-    dims = step.spec.bind(bench_inputs(step.spec, step.case, step.dtype, "meta"))
-    bytes_ = costs(step.spec, dims, step.dtype)["fwd" if step.step == "forward" else "bwd"].bytes
-    assert kernel.programs, "the grids of these kernels do not depend on values"
-    resident = min(kernel.occupancy.programs, kernel.programs / multiprocessors)
-    own = min(bytes_ / kernel.programs, 4 * 32 * kernel.warps * kernel.registers)
-    in_flight = multiprocessors * resident * own
-    waves = kernel.programs / (multiprocessors * kernel.occupancy.programs)
-    return bytes_ * (1 / H200_COPY + LATENCY_S / in_flight) * (math.ceil(waves) / waves if waves > 1 else 1.0)
 
 
 def kernels(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -1,6 +1,6 @@
 """The hash of the source code that a kernel's speed depends on: its backend and every module of bagu.ops it imports.
 
-Comments, docstrings and line numbers do not count. A tuning with another hash is stale and is not used.
+Comments, docstrings, layout and line numbers do not count. A tuning with another hash is stale and is not used.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ import ast
 import functools
 import hashlib
 import importlib.util
+import re
 from pathlib import Path
 
-__all__ = ["source_hash"]
+__all__ = ["code_text", "source_hash"]
+
+IMPORT = re.compile(r"^ *from (bagu\.[\w.]+) import (?:\(([^)]*)\)|(.+))", re.MULTILINE)
 
 
 @functools.cache
@@ -33,6 +36,7 @@ def _reached(module: str) -> set[str]:
     return found
 
 
+@functools.cache
 def _path(name: str) -> Path | None:
     try:
         found = importlib.util.find_spec(name)
@@ -42,27 +46,42 @@ def _path(name: str) -> Path | None:
 
 
 @functools.cache
-def _tree(name: str) -> ast.Module:
+def _text(name: str) -> str:
     path = _path(name)
     assert path is not None
-    return ast.parse(path.read_text())
+    return path.read_text(encoding="utf-8")
 
 
+@functools.cache
 def _imports(name: str) -> list[str]:
-    nodes = [n for n in ast.walk(_tree(name)) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("bagu.")]
-    return [m for n in nodes for m in (str(n.module), *(f"{n.module}.{a.name}" for a in n.names))]
+    found = [(module, several or single) for module, several, single in IMPORT.findall(_text(name))]
+    return [m for module, names in found for m in (module, *(f"{module}.{n}" for n in re.findall(r"\w+", names)))]
 
 
+@functools.cache
 def _code(name: str) -> str:
-    """The syntax tree without docstrings and positions."""
-    tree = _tree(name)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if (
-            isinstance(body, list)
-            and body
-            and isinstance(body[0], ast.Expr)
-            and isinstance(body[0].value, ast.Constant)
-        ):
-            node.body = body[1:] or [ast.Pass()]  # type: ignore[attr-defined]
-    return ast.dump(tree)
+    return code_text(ast.parse(_text(name)))
+
+
+def code_text(node: object) -> str:
+    """A syntax tree as text, without docstrings, positions and empty fields.
+
+    `ast.dump` would differ between versions of Python: 3.12 has new fields, which are empty here, and 3.13 leaves empty
+    ones out. A store is used with other versions than the one that wrote it.
+    """
+    if isinstance(node, list):
+        return f"[{','.join(map(code_text, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    shown = []
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if name == "body" and isinstance(value, list) and value and _is_docstring(value[0]):
+            value = value[1:]
+        if value is not None and value != []:
+            shown.append(f"{name}={code_text(value)}")
+    return f"{type(node).__name__}({','.join(shown)})"
+
+
+def _is_docstring(node: object) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,15 @@ from bagu.errors import ArgumentError
 from bagu.machine.cache import cache_folder
 
 __all__ = [
-    "Kind", "Measurement", "Options", "Shapes", "Store", "Winner", "add_missing", "merge", "missing", "missing_file",
-    "shipped_store", "user_store", "winners",
+    "Contents", "Kind", "Measurement", "Options", "Record", "Shapes", "Store", "Winner", "kind_fields", "merge",
+    "parse_kind", "shipped_store", "user_store", "winners",
 ]  # fmt: skip
 
-VERSION = 1
+VERSION = 2
+PREFIX = f'{{"version":{VERSION},"record":"'.encode()  # of every line
 
 Options = Mapping[str, int | None]
-Shapes = tuple[tuple[int, ...], ...]
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # (name, shape) of each tensor, sorted by name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,42 +36,65 @@ class Kind:
 
     op: str
     step: str  # "forward" or "backward"
-    dtype: str
-    shapes: Shapes  # of the tensor arguments, in the order of the call
+    dtype: str  # of the tensors, each once, in the order of their names: "bfloat16, int64"
+    shapes: Shapes
+    modes: tuple[tuple[str, str], ...] = ()  # (name, value) of the scalars that select code: strings, bools, dtypes
     device: str  # its name
     source: str  # hash of the kernels' source (source.py)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One set of options at one kind of call. `status` is ok, compile, spills, wrong or failed."""
+    """One measurement of one set of options. A search measures each set several times, in turn.
+
+    `status` is "ok", or why there is no time: "compile" (it does not compile), "resources" (too many registers or too
+    much shared memory), "spills", "roofline" (it cannot be faster than the defaults), "failed" (the launch raised) or
+    "wrong" (fast, but its results differ from the reference).
+    """
 
     kind: Kind
     options: Options
     status: str
-    median_s: float | None
-    low_s: float | None
-    high_s: float | None
-    samples: int
-    seconds: float  # spent on it, compilation included
-    environment: Mapping[str, Any] = field(default_factory=dict)  # memory, driver, Triton, torch
     reason: str = ""
+    median_s: float | None = None
+    low_s: float | None = None  # 20th and 80th percentile of the samples
+    high_s: float | None = None
+    samples: int = 0
+    seconds: float = 0.0  # spent on it, compilation included
+    predicted_s: float | None = None  # by the cost model
+    compiled: Mapping[str, int] = field(default_factory=dict)  # registers, spills and shared memory of its kernels
+    dims: Mapping[str, int] = field(default_factory=dict)  # of the op's signature
+    environment: Mapping[str, Any] = field(default_factory=dict)  # memory, driver, Triton, torch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Winner:
-    """The result of a search: the options to use. Empty options are the kernel's defaults: nothing was faster."""
+    """The result of a search: the options to use. Empty options are the kernel's defaults.
+
+    `verdict` is "faster", "no significant winner", or "wrong" if each faster set of options gave wrong results.
+    """
 
     kind: Kind
     options: Options
-    speedup: float  # over the default, 1.0 if nothing was significantly faster
+    verdict: str
+    speedup: float  # over the default; 1.0 unless the verdict is "faster"
     searched: int  # sets of options measured
     space: int  # sets of options in the space
     seconds: float
+    dims: Mapping[str, int] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
 
 
 Record = Measurement | Winner
 KINDS: dict[str, type[Record]] = {"measurement": Measurement, "winner": Winner}
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file holds, and one sentence if some of it cannot be used."""
+
+    records: list[Record]
+    problem: str | None
 
 
 @dataclass(frozen=True)
@@ -81,15 +106,9 @@ class Store:
     def append(self, record: Record) -> None:
         """Write one record at once. Raises if the file cannot be written."""
         name = next(n for n, kind in KINDS.items() if isinstance(record, kind))
-        line = json.dumps({"version": VERSION, "record": name, **asdict(record)}, separators=(",", ":")) + "\n"
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise ArgumentError(
-                f"the tuning store {self.path} cannot be written: {error.strerror}",
-                hint="set BAGU_TUNING to a file in a folder that can be written",
-            ) from None
+        fields = {"version": VERSION, "record": name} | asdict(record) | {"kind": kind_fields(record.kind)}
+        line = json.dumps(fields, separators=(",", ":")) + "\n"
+        descriptor = self._opened()
         try:
             # a line that an earlier process left unfinished must not swallow this one
             end = os.lseek(descriptor, 0, os.SEEK_END)
@@ -98,20 +117,59 @@ class Store:
         finally:
             os.close(descriptor)
 
-    def records(self) -> Iterator[Record]:
-        return (record for record in self._lines() if record is not None)
+    def check_writable(self) -> None:
+        """Raise, before anything is measured, if records cannot be appended."""
+        os.close(self._opened())
 
-    def unreadable(self) -> int:
-        """Number of lines that are cut off, damaged, or of another version."""
-        return sum(record is None for record in self._lines())
+    def _opened(self) -> int:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ArgumentError(
+                f"the tuning store {self.path} cannot be written: {error.strerror}",
+                hint="set BAGU_TUNING to a file in a folder that can be written",
+            ) from None
 
-    def _lines(self) -> Iterator[Record | None]:
-        if not self.path.is_file():
+    def records(self) -> list[Record]:
+        return self.read().records
+
+    def read(self, only: str = "") -> Contents:
+        """The records, or `only` those of one sort. Lines of other sorts are not parsed: most are measurements."""
+        records: list[Record] = []
+        good = bad = 0
+        try:
+            for line in self._lines():
+                record = parse(line) if line.startswith(PREFIX + only.encode()) else None
+                if record is not None:
+                    records.append(record)
+                usable = record is not None or (bool(only) and line.startswith(PREFIX) and line.endswith(b"}"))
+                good, bad = good + usable, bad + (not usable)
+        except OSError as error:
+            return Contents([], f"the tuning store {self.path} cannot be read and is not used: {error.strerror}")
+        if not bad:
+            return Contents(records, None)
+        lines = "1 line is" if bad == 1 else f"{bad} lines are"
+        return Contents(
+            records, f"the tuning store {self.path}: {lines} cut off or of another version; the other {good} are used"
+        )
+
+    def _lines(self) -> Iterator[bytes]:
+        try:
+            with self.path.open("rb") as file:
+                yield from filter(None, map(bytes.strip, file))
+        except FileNotFoundError:
             return
-        with self.path.open("rb") as file:
-            for line in file:
-                if line.strip():
-                    yield parse(line)
+
+
+def kind_fields(kind: Kind) -> dict[str, Any]:
+    """A kind as JSON values."""
+    return asdict(kind) | {"shapes": dict(kind.shapes), "modes": dict(kind.modes)}
+
+
+def parse_kind(fields: Mapping[str, Any]) -> Kind:
+    shapes = tuple((name, tuple(int(n) for n in shape)) for name, shape in fields["shapes"].items())
+    return Kind(**{**fields, "shapes": shapes, "modes": tuple(fields["modes"].items())})
 
 
 def parse(line: bytes) -> Record | None:
@@ -120,9 +178,7 @@ def parse(line: bytes) -> Record | None:
         fields = json.loads(line)
         if fields.pop("version") != VERSION:
             return None
-        kind = fields.pop("kind")
-        kind["shapes"] = tuple(tuple(int(n) for n in shape) for shape in kind["shapes"])
-        return KINDS[fields.pop("record")](kind=Kind(**kind), **fields)
+        return KINDS[fields.pop("record")](**fields | {"kind": parse_kind(fields["kind"])})
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -130,7 +186,7 @@ def parse(line: bytes) -> Record | None:
 def user_store() -> Store:
     """The file that `bagu tune ops` writes: $BAGU_TUNING, or tuning.jsonl in the cache folder."""
     given = os.environ.get("BAGU_TUNING")
-    return Store(Path(given) if given else cache_folder() / "tuning.jsonl")
+    return Store(Path(given) if given and given != "off" else cache_folder() / "tuning.jsonl")
 
 
 def shipped_store() -> Store:
@@ -138,38 +194,19 @@ def shipped_store() -> Store:
     return Store(Path(__file__).parent / "shipped.jsonl")
 
 
-def missing_file() -> Path:
-    """The list of calls that found no tuning, beside the user's store."""
-    path = user_store().path
-    return path.with_name(f"{path.stem}.missing.jsonl")
-
-
-def add_missing(kind: Kind) -> None:
-    missing_file().parent.mkdir(parents=True, exist_ok=True)
-    with missing_file().open("a") as file:
-        file.write(json.dumps(asdict(kind)) + "\n")
-
-
-def missing() -> list[Kind]:
-    """The kinds of calls, of all processes, that found no tuning; each once."""
-    if not missing_file().is_file():
-        return []
-    lines = [json.loads(line) for line in missing_file().read_text().splitlines() if line.endswith("}")]
-    return list(dict.fromkeys(Kind(**f | {"shapes": tuple(map(tuple, f["shapes"]))}) for f in lines))
-
-
-def winners(stores: Sequence[Store]) -> dict[Kind, Winner]:
-    """The last result for each kind; a later store wins over an earlier one."""
-    return {r.kind: r for store in stores for r in store.records() if isinstance(r, Winner)}
+def winners(records: Iterable[Record]) -> dict[Kind, Winner]:
+    """The last result for each kind."""
+    return {r.kind: r for r in records if isinstance(r, Winner)}
 
 
 def merge(sources: Iterable[Store], target: Store) -> int:
     """Append the records of `sources` that `target` does not have; return how many."""
-    known = {repr(r) for r in target.records()}
     added = 0
-    for record in (r for source in sources for r in source.records()):
-        if repr(record) not in known:
-            known.add(repr(record))
-            target.append(record)
-            added += 1
+    for source in sources:
+        known = Counter(map(repr, target.records()))
+        for record in source.records():
+            known[repr(record)] -= 1
+            if known[repr(record)] < 0:  # two rounds of a race may have the same record
+                target.append(record)
+                added += 1
     return added

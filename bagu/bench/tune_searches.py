@@ -1,0 +1,121 @@
+"""What a store says about each search: its points, gain, regret, and how well the cost model ranked them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from bagu.bench.ranks import spearman
+from bagu.ops.tuning.store import Kind, Measurement, Record, Winner, winners
+
+__all__ = ["Point", "Search", "searches", "summarized"]
+
+Key = tuple[tuple[str, int | None], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """All measurements of one set of options; () are the defaults."""
+
+    options: Key
+    status: str  # of the last
+    median_s: float  # of the medians; 0 unless it was timed
+    predicted_s: float | None
+    samples: int
+    seconds: float
+    timed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """One step of an op at one size."""
+
+    winner: Winner
+    points: Sequence[Point]
+
+    @property
+    def timed(self) -> list[Point]:
+        return [p for p in self.points if p.timed]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every set of options that can run was measured."""
+        others = [p for p in self.points if p.options]
+        left_out = any(p.status == "roofline" for p in others)
+        return bool(self.timed) and len(others) == self.winner.space and not left_out
+
+    @property
+    def regret(self) -> float | None:
+        """How much slower the chosen options are than the best ones, 0.02 for 2 %; None if not all were measured."""
+        right = [p for p in self.timed if p.status != "wrong"]
+        own = [p.median_s for p in right if p.options == tuple(self.winner.options.items())]
+        return own[0] / min(p.median_s for p in right) - 1 if self.whole and own else None
+
+    @property
+    def gap(self) -> float | None:
+        """The time of the defaults over that of the fastest options that were measured."""
+        default = [p.median_s for p in self.timed if not p.options]
+        return default[0] / min(p.median_s for p in self.timed if p.status != "wrong") if default else None
+
+    @property
+    def correlation(self) -> float | None:
+        """The rank correlation of predicted and measured times; None below three points."""
+        pairs = self._pairs()
+        return spearman(*zip(*pairs, strict=True)) if len(pairs) >= 3 else None
+
+    @property
+    def best_rank(self) -> int | None:
+        """The place of the fastest point in the order of the cost model: 1 is first. Equal predictions count as
+        earlier."""
+        pairs = self._pairs()
+        best = min(pairs, key=lambda pair: pair[1])[0] if pairs else 0.0
+        return sum(predicted <= best for predicted, _ in pairs) if len(pairs) >= 3 else None
+
+    def _pairs(self) -> list[tuple[float, float]]:
+        return [(p.predicted_s, p.median_s) for p in self.timed if p.options and p.predicted_s is not None]
+
+
+def searches(records: Iterable[Record]) -> list[Search]:
+    """The searches of a store, by the order of their results."""
+    kept = list(records)
+    found: dict[Kind, dict[Key, list[Measurement]]] = {}
+    for m in (r for r in kept if isinstance(r, Measurement)):
+        found.setdefault(m.kind, {}).setdefault(tuple(m.options.items()), []).append(m)
+    return [
+        Search(winner=winner, points=[_point(key, own) for key, own in found.get(kind, {}).items()])
+        for kind, winner in winners(kept).items()
+    ]
+
+
+def _point(key: Key, own: Sequence[Measurement]) -> Point:
+    times = [m.median_s for m in own if m.median_s is not None]
+    return Point(
+        options=key, status=own[-1].status, median_s=statistics.median(times) if times else 0.0,
+        predicted_s=own[-1].predicted_s, samples=sum(m.samples for m in own), seconds=sum(m.seconds for m in own),
+        timed=bool(times),
+    )  # fmt: skip
+
+
+def summarized(records: Iterable[Record]) -> list[Record]:
+    """The last result of each search, and one measurement for each set of options instead of one for each round."""
+    kept = list(records)
+    last = winners(kept)
+    found: dict[tuple[Kind, Key], list[Measurement]] = {}
+    for m in (r for r in kept if isinstance(r, Measurement) and r.kind in last):
+        found.setdefault((m.kind, tuple(m.options.items())), []).append(m)
+    return [*(_combined(own) for own in found.values()), *last.values()]
+
+
+def _combined(own: Sequence[Measurement]) -> Measurement:
+    def median(name: str) -> float | None:
+        values = [getattr(m, name) for m in own if getattr(m, name) is not None]
+        return statistics.median(values) if values else None
+
+    last = own[-1]
+    return Measurement(
+        kind=last.kind, options=last.options, status=last.status, reason=last.reason, median_s=median("median_s"),
+        low_s=median("low_s"), high_s=median("high_s"), samples=sum(m.samples for m in own),
+        seconds=sum(m.seconds for m in own), predicted_s=last.predicted_s, compiled=last.compiled, dims=last.dims,
+        environment=last.environment,
+    )  # fmt: skip
