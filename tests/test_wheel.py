@@ -1,4 +1,4 @@
-"""The wheel: what is installed outside a clone has the C++ sources, the headers and the chat page, and works."""
+"""The wheel: what is installed outside a clone has the C++ sources, the headers, the chat page and the tuning store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_file_of_the_package_is_in_the_wheel(installed: Path) -> None:
     skipped = {"__pycache__"}
     files = {p.relative_to(ROOT) for p in (ROOT / "bagu").rglob("*") if p.is_file() and not skipped & set(p.parts)}
-    assert {p.suffix for p in files} >= {".py", ".cpp", ".h", ".js", ".css", ".html"}
+    assert {p.suffix for p in files} >= {".py", ".cpp", ".h", ".js", ".css", ".html", ".jsonl"}
     assert files == {p.relative_to(installed) for p in (installed / "bagu").rglob("*") if p.is_file()}
 
 

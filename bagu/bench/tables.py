@@ -24,8 +24,10 @@ from bagu.bench import (
     quantization_table,
     serve_table,
     train_table,
+    tune_table,
 )
 from bagu.errors import BaguError
+from bagu.ops.tuning.store import Store
 from bagu.runs.record import append_rows, read_rows
 
 __all__ = ["main", "render", "updated"]
@@ -38,6 +40,7 @@ DEMO_BEGIN, DEMO_END = "<!-- bench:demo:begin -->", "<!-- bench:demo:end -->"
 FORMATS_BEGIN, FORMATS_END = "<!-- bench:formats:begin -->", "<!-- bench:formats:end -->"
 PLAN_BEGIN, PLAN_END = "<!-- bench:plan:begin -->", "<!-- bench:plan:end -->"
 QUANTIZATION_BEGIN, QUANTIZATION_END = "<!-- bench:quantization:begin -->", "<!-- bench:quantization:end -->"
+TUNING_BEGIN, TUNING_END = "<!-- bench:tuning:begin -->", "<!-- bench:tuning:end -->"
 PEERS = ("eager", "compile", "liger")
 
 Row = Mapping[str, Any]
@@ -84,6 +87,7 @@ PARALLEL_FILE = "docs/parallel/data_parallel.md"
 FORMATS_FILE = "docs/formats.md"
 PLAN_FILE = "docs/planner.md"
 QUANTIZATION_FILE = "docs/quantization.md"
+TUNING_FILE = "docs/tuning.md"
 FILES = {"README.md": (ENGLISH, False), "README.zh.md": (CHINESE, False), "docs/benchmarks.md": (ENGLISH, True)}
 
 
@@ -276,6 +280,8 @@ def _update(root: Path, *, check: bool) -> int:
         for lab in quantization_table.LABS
     }
     texts[QUANTIZATION_FILE] = [(quantization_table.render(labs), (QUANTIZATION_BEGIN, QUANTIZATION_END))]
+    shipped = Store(root / "bagu/ops/tuning/shipped.jsonl").records()
+    texts[TUNING_FILE] = [(tune_table.render(shipped), (TUNING_BEGIN, TUNING_END))]
     stale = []
     for name, parts in texts.items():
         path = root / name

@@ -49,6 +49,7 @@ def checkout(folder: Path, rows: list[dict[str, Any]]) -> Path:
     (folder / tables.FORMATS_FILE).write_text(f"{tables.FORMATS_BEGIN}\nold\n{tables.FORMATS_END}\n")
     (folder / tables.PLAN_FILE).write_text(f"{tables.PLAN_BEGIN}\nold\n{tables.PLAN_END}\n")
     (folder / tables.QUANTIZATION_FILE).write_text(f"{tables.QUANTIZATION_BEGIN}\nold\n{tables.QUANTIZATION_END}\n")
+    (folder / tables.TUNING_FILE).write_text(f"{tables.TUNING_BEGIN}\nold\n{tables.TUNING_END}\n")
     for name in tables.FILES:
         (folder / name).write_text(PAGE, encoding="utf-8")
     return folder

@@ -1,0 +1,34 @@
+"""The table of docs/tuning.md: what the search found on the machines whose store ships with the package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bagu.bench.tune_report import HEADS, sentences, steps_lines
+from bagu.bench.tune_searches import searches
+from bagu.ops.tuning.store import Record
+
+__all__ = ["NOTHING", "render"]
+
+NOTHING = "No store ships with the package yet."
+
+
+def render(records: Sequence[Record]) -> str:
+    """A caption, a table and the totals for each device."""
+    found = searches(records)
+    parts = []
+    for device in sorted({s.winner.kind.device for s in found}):
+        own = [s for s in found if s.winner.kind.device == device]
+        env = own[-1].winner.environment
+        rows = (
+            HEADS,
+            ["---"] * 2 + ["--:"] * (len(HEADS) - 2),
+            *((f"`{op}`", *rest) for op, *rest in steps_lines(own)),
+        )
+        parts += [
+            f"Measured on **{device}** in bf16 (torch {env.get('torch')}, Triton {env.get('triton')}, driver "
+            f"{env.get('driver')}) by `bagu tune ops`. A line is a step of an op, over its benchmark cases.",
+            "\n".join(f"| {' | '.join(cells)} |" for cells in rows),
+            "\n".join(f"- {line}" for line in sentences(own)),
+        ]
+    return "\n\n".join(parts) or NOTHING
