@@ -25,6 +25,8 @@ Run = Callable[..., Any]  # takes positional values; returns None, a tensor or a
 
 def needs_custom_op(values: Sequence[Any]) -> bool:
     """Whether a call on these arguments is traced or intercepted, so that it must run as a custom op."""
+    if torch.compiler.is_compiling():  # first: the compiler cannot trace the other two
+        return True
     return torch._C._len_torch_dispatch_stack() > 0 or any(traced(v) for v in values if isinstance(v, torch.Tensor))
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from bagu import ops
+from bagu.ops.attention import cpu
 from bagu.ops.signature import accumulator
 from bagu.parallel.collectives import wait_for
 from bagu.parallel.mesh import Mesh
@@ -118,7 +119,7 @@ def _block_backward(
         dq, dk, dv, *_ = triton_backend.backward(*args)
         assert dq is not None and dk is not None and dv is not None
     else:
-        dq, dk, dv, *_ = torch.ops.bagu.attention_ragged_backward(*args)
+        dq, dk, dv, *_ = cpu.ragged_backward(*args)
     return dq, dk, dv
 
 

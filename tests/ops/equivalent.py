@@ -37,7 +37,7 @@ EQUIVALENT = {
     "batch_norm.triton_backend: packed: pull: part.stride(0)": "channel_sums makes it without gaps",
     "linear_cross_entropy.triton_backend: packed: _overwrite: dlogits.stride(0)": "a view of rows without gaps",
     **{
-        f"attention.cpu: default: ragged: {name} in _ragged_like({EAGER_RAGGED})":
+        f"attention.cpu: default: _ragged: {name} in _ragged_like({EAGER_RAGGED})":
             "the results are allocated from the shapes alone"
         for name in ("max_len", "causal", "window", "softcap")
     },
@@ -61,7 +61,7 @@ EQUIVALENT = {
     "paged_attention.cpu: default: forward: max_len in max_len == 1":
         "a plan of decodes alone skips the search for decodes in the offsets, which finds the same",
     # A bound of lengths that are read from the tensors.
-    "attention.cpu: default: ragged: max_len in runs(cu_seqlens, q.shape[0], max_len)": BOUND,
+    "attention.cpu: default: _ragged: max_len in runs(cu_seqlens, q.shape[0], max_len)": BOUND,
     f"attention.torch_backend: default: forward: max_len in cpu.ragged({EAGER_RAGGED})": BOUND,
     "attention.torch_backend: default: _added: max_len in shape.additive(max_len, like)":
         "a mask of another size than the segment is a shape error",

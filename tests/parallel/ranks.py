@@ -29,7 +29,7 @@ TIMEOUT = 240  # seconds for one call on all ranks: far above what a loaded mach
 def forkserver() -> Any:
     """The server that ranks are forked from."""
     context = multiprocessing.get_context("forkserver")
-    # torch imports _dynamo and sympy at the first backward: 8 s of a slow core, which each rank would pay
+    # pipelines, selective recomputation and DTensor import _dynamo: 1.6 s of CPU, which each rank would pay
     context.set_forkserver_preload(
         ["torch", "torch._dynamo", "torch.distributed.tensor", "bagu.train.loop", "bagu.recipes.command"]
     )

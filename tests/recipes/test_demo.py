@@ -20,8 +20,10 @@ from tests.fresh_cache import fresh_cache
 
 STAGES = ("pretrain", "SFT", "DPO", "GRPO")
 # Every eighth module of the library: reading and tokenizing all of it would take half of the time.
+# The last line says whether the compiler was imported: that takes 1.6 s, and nothing in the demo is compiled.
 NO_NETWORK = """
-import socket
+import atexit, socket, sys
+atexit.register(lambda: print("compiler", "torch._dynamo" in sys.modules))
 connect = socket.socket.connect
 def only_here(self, address):
     if address[0] not in ("127.0.0.1", "localhost"):
@@ -52,6 +54,7 @@ def test_it_says_where_the_report_is_and_how_to_go_on(finished: tuple[Path, str]
     assert str(out / "report.html") in said and "bagu train --from" in said
     assert said.count("✓") == 10, said
     assert " answered: " in said and "bagu serve" in said
+    assert said.splitlines()[-1] == "compiler False"
 
 
 def test_the_report_has_the_yardsticks_and_both_samples(finished: tuple[Path, str]) -> None:

@@ -52,7 +52,7 @@ def outcome(folder: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
 def test_killed_inside_a_rollout_it_ends_with_the_same_bits(tmp_path: Path, kind: str) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rollout_process", "torch._dynamo"])  # the first custom op imports the second
+    context.set_forkserver_preload(["rollout_process"])
     options = {"resume": False, "kill_at": KILL_AT}
     process = context.Process(target=train, args=(killed, OBJECTIVES[kind], OPTIONS), kwargs=options)
     process.start()

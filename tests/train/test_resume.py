@@ -29,12 +29,9 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
 
 @pytest.fixture(scope="module")
 def server() -> Any:
-    """Processes forked from one that has imported torch and computed nothing: each is real, and starts at once.
-
-    The first call of a custom op imports torch._dynamo, 1.8 s of CPU: once here, not in each process.
-    """
+    """Processes forked from one that has imported torch and computed nothing: each is real, and starts at once."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bagu.train", "bagu.data.loader", "bagu.nn.init", "torch._dynamo"])
+    context.set_forkserver_preload(["bagu.train", "bagu.data.loader", "bagu.nn.init"])
     return context
 
 

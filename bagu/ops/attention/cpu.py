@@ -1,8 +1,10 @@
 """Attention on a CPU: PyTorch's blocked kernel (flash.py), over segments of one length at a time.
 
 If all segments have one length, the kernel is called once, and the compiler can trace the call. Otherwise it is called
-once per run of equal lengths, which are read from `cu_seqlens` on the host. A compiled graph cannot contain that, so it
-is a custom op with its own backward. A run of segments is a view of the packed tokens, so nothing is padded.
+once per run of equal lengths, which are read from `cu_seqlens` on the host. A compiled graph cannot contain that, so
+traced calls run a custom op with its own backward. Eager calls run the same two functions as an autograd node: the
+first call of a custom op imports the compiler (1.6 s on a Neoverse-N1). A run of segments is a view of the packed
+tokens, so nothing is padded.
 
 A window or ALiBi is passed to the kernel as a mask, for some queries at a time (pieces.py).
 
@@ -22,11 +24,12 @@ from bagu.ops import invariant_rows
 from bagu.ops.attention import dense, flash, tiles
 from bagu.ops.attention.pieces import pieces
 from bagu.ops.attention.shape import Shape, add_sinks
+from bagu.ops.custom import needs_custom_op
 from bagu.ops.eager import once_differentiable, without_autocast
 from bagu.ops.signature import accumulator
 from bagu.ops.values import check_offsets
 
-__all__ = ["Tiled", "equal", "ragged"]
+__all__ = ["Tiled", "equal", "ragged", "ragged_backward"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -148,8 +151,7 @@ def _part(x: torch.Tensor, begin: int, count: int, length: int) -> torch.Tensor:
     return x[begin : begin + count * length].unflatten(0, (count, length))
 
 
-@torch.library.custom_op("bagu::attention_ragged", mutates_args=())
-def ragged(
+def _ragged(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
     bias: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int, causal: bool, window: int | None, scale: float,
     softcap: float | None,
@@ -164,7 +166,6 @@ def ragged(
     return out, lse
 
 
-@ragged.register_fake
 def _ragged_like(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
     bias: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int, causal: bool, window: int | None, scale: float,
@@ -174,7 +175,6 @@ def _ragged_like(
     return q.new_empty(T, H, v.shape[-1]), q.new_empty(T, H, dtype=accumulator(q.dtype))
 
 
-@torch.library.custom_op("bagu::attention_ragged_backward", mutates_args=())
 @without_autocast
 def _ragged_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
@@ -197,7 +197,6 @@ def _ragged_backward(
     return dq, dk, dv, dbias.copy_(total_bias), dsinks.copy_(total_sinks)
 
 
-@_ragged_backward.register_fake
 def _ragged_backward_like(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
     slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, out: torch.Tensor,
@@ -217,14 +216,38 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
     ctx.mark_non_differentiable(output[1])
 
 
+_op = torch.library.custom_op("bagu::attention_ragged", _ragged, mutates_args=())
+_op.register_fake(_ragged_like)
+_backward_op = torch.library.custom_op("bagu::attention_ragged_backward", _ragged_backward, mutates_args=())
+_backward_op.register_fake(_ragged_backward_like)
+
+
+def ragged_backward(*args: Any) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv, dbias and dsinks, as `_ragged_backward` returns them."""
+    return _backward_op(*args) if needs_custom_op(args) else _ragged_backward(*args)
+
+
 def _link(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: a checkpointed block recomputes them at each access and raises at the second
-    dq, dk, dv, *others = _ragged_backward(dout, *saved, *ctx.rest)
+    dq, dk, dv, *others = ragged_backward(dout, *saved, *ctx.rest)
     dbias, dsinks = (None if x is None else d for x, d in zip(saved[5:7], others, strict=True))
     return dq, dk, dv, None, None, dbias, dsinks, *(None for _ in ctx.rest)
 
 
-ragged.register_autograd(_link, setup_context=_keep)
+_op.register_autograd(_link, setup_context=_keep)
+
+
+class _Ragged(torch.autograd.Function):
+    """The custom op, for calls that nothing traces or intercepts."""
+
+    forward = staticmethod(_ragged)
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(once_differentiable("attention")(_link))
+
+
+def ragged(*args: Any) -> Pair:
+    """out[T, H, E] and lse[T, H] of segments of any lengths; differentiable. The arguments are those of `_ragged`."""
+    return _op(*args) if needs_custom_op(args) else _Ragged.apply(*args)
 
 
 class Tiled(torch.autograd.Function):
@@ -247,5 +270,6 @@ class Tiled(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable("attention")
     def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _link(ctx, *douts)

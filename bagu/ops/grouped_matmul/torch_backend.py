@@ -1,8 +1,9 @@
 """One linear layer per expert in PyTorch: a grouped GEMM if one is available, else a loop over experts.
 
 The number of rows per expert is data, and a loop over it cannot be one graph. So the two grouped products are custom
-ops, opaque to the compiler and counted by FLOP counters: rows (y, and dx with transposed weights) and weights (dw). A
-DTensor, torch.func and forward-mode AD use the loop, which is ordinary PyTorch.
+ops, opaque to the compiler and counted by FLOP counters: rows (y, and dx with transposed weights) and weights (dw).
+Eager calls run the same functions as autograd nodes: the first call of a custom op imports the compiler. A DTensor,
+torch.func and forward-mode AD use the loop, which is ordinary PyTorch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from bagu.ops import eager
+from bagu.ops.custom import needs_custom_op
 from bagu.ops.matmul.torch_backend import invariant_rows_of, widens
 
 
@@ -51,9 +53,19 @@ def invariant_forward(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -
     return (_Blocks.apply(x, w, offsets),)
 
 
-@torch.library.custom_op("bagu::grouped_rows", mutates_args=())
 def multiply_rows(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """y[T, N]: each expert's rows of x[T, K] times its w[e].T, and zeros past the last end."""
+    """y[T, N]: each expert's rows of x[T, K] times its w[e].T, and zeros past the last end. Differentiable."""
+    values = x, w, offsets
+    return torch.ops.bagu.grouped_rows(*values) if needs_custom_op(values) else _Rows.apply(*values)
+
+
+def multiply_weights(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """dw[E, N, K]: each expert's rows of dy[T, N], transposed, times its rows of x[T, K]. Differentiable."""
+    values = dy, x, offsets
+    return torch.ops.bagu.grouped_weights(*values) if needs_custom_op(values) else _Weights.apply(*values)
+
+
+def _multiply_rows(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     if one_launch(x, w):
         y = torch._grouped_mm(x, w.mT, offsets)
         # The GEMM does not write the rows past the last end, and reading their number would synchronize the device. So
@@ -69,9 +81,7 @@ def multiply_rows(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> to
     return y
 
 
-@torch.library.custom_op("bagu::grouped_weights", mutates_args=())
-def multiply_weights(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """dw[E, N, K]: each expert's rows of dy[T, N], transposed, times its rows of x[T, K]."""
+def _multiply_weights(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     if one_launch(x, dy):
         return torch._grouped_mm(dy.mT, x, offsets)
     dw = x.new_empty(offsets.shape[0], dy.shape[1], x.shape[1])
@@ -103,13 +113,11 @@ def one_launch(*operands: torch.Tensor) -> bool:
     return all(t.is_cuda and t.dtype == torch.bfloat16 and t.numel() > 0 and aligned(t) for t in operands)
 
 
-@multiply_rows.register_fake
-def _(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _rows_like(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0], w.shape[1])
 
 
-@multiply_weights.register_fake
-def _(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _weights_like(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return x.new_empty(offsets.shape[0], dy.shape[1], x.shape[1])
 
 
@@ -136,8 +144,25 @@ def _weights_link(
     return multiply_rows(x, ddw, offsets), multiply_rows(dy, ddw.mT, offsets), None
 
 
-torch.library.register_autograd("bagu::grouped_rows", _link, setup_context=_keep)
-torch.library.register_autograd("bagu::grouped_weights", _weights_link, setup_context=_keep)
+class _Rows(torch.autograd.Function):
+    forward = staticmethod(_multiply_rows)
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(_link)
+
+
+class _Weights(torch.autograd.Function):
+    forward = staticmethod(_multiply_weights)
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(_weights_link)
+
+
+for _name, _run, _like, _backward in (
+    ("bagu::grouped_rows", _multiply_rows, _rows_like, _link),
+    ("bagu::grouped_weights", _multiply_weights, _weights_like, _weights_link),
+):
+    _op = torch.library.custom_op(_name, _run, mutates_args=())
+    _op.register_fake(_like)
+    _op.register_autograd(_backward, setup_context=_keep)
 
 
 @register_flop_formula(torch.ops.bagu.grouped_rows)
