@@ -4,8 +4,8 @@
 
 The package has no build step and no binary. The compiler of the machine ($CXX, c++, g++ or clang++) generates code for
 its own CPU in a few seconds. The result is cached under a hash of the source, the included headers, the flags, the
-compiler's version and the CPU. If compiling or loading fails, `library` warns once with the reason and returns None,
-and the caller uses PyTorch. BAGU_NATIVE=0 disables the C++.
+compiler's version and the CPU; processes that start together compile it once. If compiling or loading fails, `library`
+warns once with the reason and returns None, and the caller uses PyTorch. BAGU_NATIVE=0 disables the C++.
 
 The library uses torch's OpenMP: it is linked without one, and its calls resolve to the libgomp that torch has loaded. A
 second libgomp would start a second pool of spinning threads.
@@ -94,15 +94,36 @@ def _built(source: Path) -> Path:
     if made.exists():
         return made
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as place:
+    with _locked(made.with_suffix(".lock")):
+        if not made.exists():
+            _compile(compiler, source, made)
+    return made
+
+
+def _compile(compiler: str, source: Path, made: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=made.parent) as place:
         unit, library = Path(place) / "unit.o", Path(place) / "library.so"
         for command in (
             [compiler, *COMPILE, f"-I{PACKAGE}", "-c", str(source), "-o", str(unit)],
             [compiler, *LINK, str(unit), "-o", str(library)],
         ):
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
-        library.replace(made)  # another process may have finished first; its file is identical
-    return made
+        library.replace(made)  # without locks another process may have finished first; its file is identical
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file, and delete it afterwards. No lock where the system or the file system has none (Windows,
+    some network file systems): two processes may then compile the same file at once, which is only slower."""
+    with path.open("w") as file:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # a process that waits for it finds the library
 
 
 def _compiler() -> str:

@@ -43,16 +43,32 @@ def test_a_changed_source_or_header_is_recompiled(tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_a_second_process_uses_the_cached_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_start_together_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, log, compiler = tmp_path / "x.cpp", tmp_path / "log", tmp_path / "c++"
     source.write_text(ANSWER % "7")
     compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo "$@" >> {log}\nexec {COMPILER} "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     script = f"from bagu.machine import native; assert native.library({str(source)!r}).answer() == 7"
-    for _ in range(2):
-        subprocess.run([sys.executable, "-c", script], check=True)
+    processes = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
     assert len(log.read_text().splitlines()) == 2, "expected one compile and one link"
+
+
+@needs_compiler
+def test_a_second_checkout_of_the_same_files_is_not_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        package = tmp_path / name
+        package.mkdir()
+        (package / "x.h").write_text("constexpr int N = 7;\n")
+        (package / "x.cpp").write_text('#include "x.h"\n' + ANSWER % "N")
+        monkeypatch.setattr(native, "PACKAGE", package)
+        native.library.cache_clear()
+        library = native.library("x.cpp")
+        assert library is not None and library.answer() == 7
+    assert len(list((tmp_path / "cache" / "native").iterdir())) == 1
 
 
 @needs_compiler
