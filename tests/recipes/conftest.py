@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,3 +15,11 @@ from tests.fresh_cache import fresh_cache
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token stores of this test alone: none is found that another has left."""
     monkeypatch.setenv("BAGU_CACHE", fresh_cache(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def forkserver() -> Any:
+    """Processes that are forked from one which has imported bagu and trained nothing: real, and started at once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bagu.recipes.training", "rollout_process"])
+    return context

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,9 @@ from bagu.nn.model import Transformer
 from bagu.recipes.inputs import read_inputs
 from bagu.recipes.models import save_model
 from bagu.recipes.run import Run
+from bagu.recipes.training import train
 from bagu.runs.folder import RunFolder
+from bagu.runs.observer import Observer
 from bagu.train.loss import Loss
 from bagu.train.objective import Objective
 from bagu.train.optim import OptimizerConfig
@@ -102,3 +106,20 @@ def in_micro_batches(
     done = [loss(model, batch, totals) for batch in batches]
     sums = {name: float(sum(p.metrics[name] for p in done)) for name in done[0].metrics}
     return {"whole": float(sum(p.loss.detach() for p in done)), **loss.metrics(0.0, sums, totals)}
+
+
+class KillAt(Observer):
+    """Kills its process as soon as a step is recorded."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, step: int, metrics: object) -> None:
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_and_be_killed(run: Run, out: Path, cache: str, *, after_step: int) -> None:
+    """A run for a process of its own, which has the environment of the fork server and not that of the test."""
+    os.environ["BAGU_CACHE"] = cache
+    train(run, out, progress=KillAt(after_step))

@@ -6,8 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from preference_run import MODEL, bagu, data_of, in_micro_batches, rows_of, sequences_of, small_run, write_pairs
+from preference_run import (
+    MODEL,
+    bagu,
+    data_of,
+    in_micro_batches,
+    rows_of,
+    sequences_of,
+    small_run,
+    train_and_be_killed,
+    write_pairs,
+)  # fmt: skip
 
 from bagu.config import save
 from bagu.data.preference_loader import PreferenceBatch
@@ -217,29 +225,16 @@ def test_a_paused_kto_run_resumes_to_the_same_bits(run: Run, tmp_path: Path) -> 
     assert state["loss"]["kl"] == rows_of(tmp_path / "run")[-1]["kl_nats"]
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from bagu.recipes.run import load_run
-from bagu.recipes.training import train
-from bagu.runs.observer import Observer
-
-class Kill(Observer):
-    def on_step(self, step, metrics):
-        if step == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-train(load_run(sys.argv[1]), Path(sys.argv[2]), progress=Kill())
-"""
-
-
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
-def test_a_killed_run_resumes_to_the_same_bits(run: Run, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_to_the_same_bits(run: Run, tmp_path: Path, forkserver: Any) -> None:
     """The process is killed after its fifth step, whether or not the thread that saves step 4 is done."""
-    save(run, tmp_path / "dpo.json")
     out = tmp_path / "run"
-    child = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "dpo.json", out], check=False)
-    assert child.returncode == -signal.SIGKILL
+    child = forkserver.Process(
+        target=train_and_be_killed, args=(run, out, os.environ["BAGU_CACHE"]), kwargs={"after_step": 4}
+    )
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
     whole, again = train(run, tmp_path / "whole"), train(run, out, resume=True)
     assert rows_of(out) == rows_of(tmp_path / "whole")
     for name, tensor in whole.model.state_dict().items():

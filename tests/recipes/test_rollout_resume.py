@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -49,12 +48,10 @@ def outcome(folder: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
 
 
 @pytest.mark.parametrize("kind", OBJECTIVES)
-def test_killed_inside_a_rollout_it_ends_with_the_same_bits(tmp_path: Path, kind: str) -> None:
+def test_killed_inside_a_rollout_it_ends_with_the_same_bits(tmp_path: Path, kind: str, forkserver: Any) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rollout_process"])
     options = {"resume": False, "kill_at": KILL_AT}
-    process = context.Process(target=train, args=(killed, OBJECTIVES[kind], OPTIONS), kwargs=options)
+    process = forkserver.Process(target=train, args=(killed, OBJECTIVES[kind], OPTIONS), kwargs=options)
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
