@@ -25,11 +25,13 @@ from bagu.lab.run import run_labs
 from bagu.machine.device import this_machine
 from tests.lab import (
     test_dpo_reward_model,
+    test_parallel_labs,
     test_ppo_grpo,
     test_quantization_error,
     test_quantization_quality,
     test_reward_hacking,
     test_rollout_parity,
+    test_tensor_parallel_lab,
 )
 
 # Verdicts that are valid on any machine. Other labs may have any verdict: `fusion` depends on speed.
@@ -46,13 +48,19 @@ ROWS: dict[str, dict[str, list[int]]] = {
 }
 CHECKS: dict[str, Callable[[Sequence[Row]], None]] = {  # of the rows of one lab
     "dpo_reward_model": test_dpo_reward_model.check_rows,
+    "gradient_accumulation": test_parallel_labs.check_accumulation_rows,
+    "invariance_cost": test_parallel_labs.check_invariance_rows,
     "ppo_grpo": test_ppo_grpo.check_rows,
     "quantization_error": test_quantization_error.check_rows,
     "quantization_quality": test_quantization_quality.check_rows,
+    "recomputation": test_parallel_labs.check_recomputation_rows,
     "reward_hacking": test_reward_hacking.check_rows,
+    "ring_all_reduce": test_parallel_labs.check_ring_rows,
     "rollout_parity": test_rollout_parity.check_rows,
+    "tensor_parallel": test_tensor_parallel_lab.check_rows,
+    "zero_stages": test_parallel_labs.check_zero_rows,
 }
-QUICKEST = ["batchnorm_layernorm", "numpy_lists", "safe_softmax"]
+QUICKEST = ["batch_latency", "safe_softmax", "tensor_parallel"]
 
 
 def run_quick(names: list[str], out: Path) -> None:
@@ -132,17 +140,17 @@ def unrunnable(setting: Setting) -> list:
 
 
 def test_a_lab_that_needs_a_gpu_is_skipped_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lab: Lab = replace(catalogue.load("numpy_lists"), needs_gpu=True, run=unrunnable)
+    lab: Lab = replace(catalogue.load("safe_softmax"), needs_gpu=True, run=unrunnable)
     monkeypatch.setattr(catalogue, "load", lambda name: lab)
     monkeypatch.setattr(run, "default_device", lambda: torch.device("cpu"))
     console = Console(file=io.StringIO(), width=80)
-    assert run_labs(["numpy_lists"], out=tmp_path, quick=True, console=console) == 0
+    assert run_labs(["safe_softmax"], out=tmp_path, quick=True, console=console) == 0
     assert "skipped" in console.file.getvalue()  # type: ignore[attr-defined]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_row_that_is_not_finite_is_refused(out: Path) -> None:
-    result = Result.read(out / this_machine().name / "numpy_lists" / "result.json")
+    result = Result.read(out / this_machine().name / "safe_softmax" / "result.json")
     with pytest.raises(ValueError, match="JSON compliant"):
         replace(result, rows=[{"time_s": float("nan")}]).to_json()
 
@@ -164,10 +172,10 @@ def test_a_broken_result_is_named(tmp_path: Path, text: str, says: str) -> None:
 
 
 def test_plots_of_an_earlier_run_do_not_stay(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = Result.read(out / this_machine().name / "numpy_lists" / "result.json")
+    result = Result.read(out / this_machine().name / "safe_softmax" / "result.json")
     (tmp_path / "plot.svg").write_text("old")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    reason = run.store(catalogue.load("numpy_lists"), result, tmp_path)
+    reason = run.store(catalogue.load("safe_softmax"), result, tmp_path)
     assert reason is not None
     assert "matplotlib" in reason
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
@@ -188,7 +196,7 @@ def test_it_runs_without_matplotlib(tmp_path: Path) -> None:
         from bagu.lab.run import run_labs
 
         out = Path(sys.argv[1])
-        assert run_labs(["batchnorm_layernorm"], out=out, quick=True) == 0
+        assert run_labs(["safe_softmax"], out=out, quick=True) == 0
         print(write_report(out).read_text(encoding="utf-8"))
     """
     command = [sys.executable, "-X", "utf8", "-c", textwrap.dedent(code), str(tmp_path)]
@@ -196,4 +204,4 @@ def test_it_runs_without_matplotlib(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "no plot" in done.stdout
     assert "No plot was drawn" in done.stdout
-    assert len(list(tmp_path.glob("*/batchnorm_layernorm/result.json"))) == 1
+    assert len(list(tmp_path.glob("*/safe_softmax/result.json"))) == 1

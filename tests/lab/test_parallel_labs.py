@@ -1,18 +1,17 @@
-"""The labs on parallel training and on the cost of invariance: verdicts follow the numbers, and counts are those of the
-formulas. tests/lab/test_lab_run.py runs each of them."""
+"""The labs on parallel training and on the cost of invariance: verdicts follow the numbers. tests/lab/test_lab_run.py
+runs each of them and calls the `check_` functions with their rows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from bagu.lab.core import Row, Setting
+from bagu.lab.core import Row
 from bagu.lab.labs import gradient_accumulation, invariance_cost, recomputation, ring_all_reduce, zero_stages
 from bagu.lab.live_memory import LiveMemory
-
-QUICK = Setting(device="cpu", quick=True, track=iter)
 
 
 def ring_rows(ring: list[float], tree: list[float]) -> list[Row]:
@@ -31,9 +30,8 @@ def test_ring_flips(ring: list[float], kind: str) -> None:
     assert ring_all_reduce.LAB.verdict(ring_rows(ring, [2.0, 2.0])).kind == kind
 
 
-def test_ring_and_tree_send_the_bytes_of_their_formulas() -> None:
-    """The run checks the sums."""
-    rows = ring_all_reduce.LAB.run(QUICK)
+def check_ring_rows(rows: Sequence[Row]) -> None:
+    """Ring and tree send the bytes of their formulas. The run checks the sums."""
     for row in rows:
         assert row["most_sent_bytes"] == row["formula_bytes"], row
     assert {(r["way"], r["ranks"]) for r in rows} == {(w, n) for w in ring_all_reduce.WAYS for n in (2, 4)}
@@ -65,9 +63,8 @@ def test_zero_flips(sent: tuple[tuple[float, float], ...], kind: str) -> None:
     assert "at most 10.0 % for states" in found.sentence_en
 
 
-def test_zero_counts_agree_with_the_formulas() -> None:
+def check_zero_rows(rows: Sequence[Row]) -> None:
     """Bytes within 1 %, states within 3 %; without a vocabulary to speak of, stage 3 is close to 1.5 in fp32."""
-    rows = zero_stages.LAB.run(QUICK)
     for row in rows:
         assert row["sent_bytes"] == pytest.approx(row["sent_formula_bytes"], rel=0.01)
         assert row["state_bytes"] == pytest.approx(row["state_formula_bytes"], rel=0.03)
@@ -97,8 +94,8 @@ def test_recomputation_flips(time: list[float], memory: float, kind: str) -> Non
     assert recomputation.LAB.verdict(recompute_rows(time, memory)).kind == kind
 
 
-def test_recomputation_takes_less_memory_in_the_order_of_what_is_kept() -> None:
-    rows = recomputation.LAB.run(QUICK)
+def check_recomputation_rows(rows: Sequence[Row]) -> None:
+    """The less is kept, the less memory a step takes."""
     for layers in (2, 4):
         size = {str(r["recomputed"]): r["step_peak_bytes"] for r in rows if r["layers"] == layers}
         assert size["block"] < size["selective"] < size["none"]  # type: ignore[operator]
@@ -130,8 +127,9 @@ def test_accumulation_flips(errors: tuple[float, float], kind: str) -> None:
     assert gradient_accumulation.LAB.verdict(accumulation_rows(*errors)).kind == kind
 
 
-def test_only_the_mean_of_means_changes_the_gradient() -> None:
-    for row in gradient_accumulation.LAB.run(QUICK):
+def check_accumulation_rows(rows: Sequence[Row]) -> None:
+    """Only the mean of means changes the gradient."""
+    for row in rows:
         equal = row["gradient_error"] <= gradient_accumulation.EQUAL  # type: ignore[operator]
         assert equal == (row["normalisation"] == "per step" or row["targets_largest_over_smallest"] == 1), row
 
@@ -159,7 +157,7 @@ def test_invariance_cost_flips(given: dict[str, Any], kind: str) -> None:
     assert invariance_cost.LAB.verdict(invariance_rows(**given)).kind == kind
 
 
-def test_nothing_changes_in_invariant_mode() -> None:
-    rows = invariance_cost.LAB.run(QUICK)
+def check_invariance_rows(rows: Sequence[Row]) -> None:
+    """Nothing changes in invariant mode."""
     assert {r["part"] for r in rows} >= {"attention", "logprobs", "engine"}
     assert all(r["changed_percent"] == 0 for r in rows if r["mode"] == "invariant")

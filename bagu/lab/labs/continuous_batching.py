@@ -69,14 +69,14 @@ def jobs(spread: str, n: int, seed: int, per_s: float | None) -> list[Job]:
 
 
 def run(setting: Setting) -> list[Row]:
-    n, seeds = (24, (0,)) if setting.quick else (96, (0, 1, 2))
+    n, seeds, rounds = (24, (0,), 1) if setting.quick else (96, (0, 1, 2), ROUNDS)
     model = init_weights(Transformer(MODEL, device=setting.device), 0).eval()
     serve(model, jobs("equal", SLOTS, 0, None), CONTINUOUS)  # warmup
     rows: list[Row] = []
     for spread, seed in setting.track(list(product(SPREADS, seeds))):
-        full = quietest(model, jobs(spread, n, seed, None))
+        full = quietest(model, jobs(spread, n, seed, None), rounds)
         per_s = LOAD * n / number(full[CONTINUOUS], "total_s")
-        arriving = quietest(model, jobs(spread, n, seed, per_s))
+        arriving = quietest(model, jobs(spread, n, seed, per_s), rounds)
         for way in WAYS:
             row: Row = {"spread": spread, "seed": seed, "way": way, "requests": n}
             rows.append(row | {"load": "all at once", "arrivals_per_s": None} | full[way])
@@ -84,10 +84,10 @@ def run(setting: Setting) -> list[Row]:
     return rows
 
 
-def quietest(model: Transformer, work: Sequence[Job]) -> dict[str, Row]:
-    """For each way, the fastest of ROUNDS interleaved runs: other load on the machine can only make a run slower."""
-    rounds = [{way: serve(model, work, way) for way in WAYS} for _ in range(ROUNDS)]
-    return {way: min((found[way] for found in rounds), key=lambda row: number(row, "busy_s")) for way in WAYS}
+def quietest(model: Transformer, work: Sequence[Job], rounds: int) -> dict[str, Row]:
+    """For each way, the fastest of some interleaved runs: other load on the machine can only make a run slower."""
+    every = [{way: serve(model, work, way) for way in WAYS} for _ in range(rounds)]
+    return {way: min((found[way] for found in every), key=lambda row: number(row, "busy_s")) for way in WAYS}
 
 
 def serve(model: Transformer, work: Sequence[Job], way: str) -> Row:

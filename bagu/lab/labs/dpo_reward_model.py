@@ -103,13 +103,13 @@ def run(setting: Setting) -> list[Row]:
     library, quick = read_library(quick=setting.quick), setting.quick
     config = DataConfig(context=CONTEXT, rows=ROWS)
     base = new_model(width=WIDTH, seed=1, device=setting.device)
-    train(base, library.train_tokens, steps=4 if quick else BASE_STEPS, seed=1)
-    taught = pairs(library.train, library, config, 40 if quick else None)
-    asked = pairs(library.held, library, config, 24 if quick else HELD_PAIRS)
+    train(base, library.train_tokens, steps=2 if quick else BASE_STEPS, seed=1)
+    taught = pairs(library.train, library, config, 24 if quick else None)
+    asked = pairs(library.held, library, config, 12 if quick else HELD_PAIRS)
     margins: dict[tuple[str, int], list[float]] = {}
     for kind, order in setting.track(list(itertools.product(RATES, ORDERS))):
         data = DataConfig(context=CONTEXT, rows=ROWS, seed=order)
-        margins[kind, order] = learned_margins(kind, base, taught, asked, data, 3 if quick else STEPS)
+        margins[kind, order] = learned_margins(kind, base, taught, asked, data, 2 if quick else STEPS)
     return [row(margins, asked, group) for group in ("all", *KINDS) if group == "all" or group in asked.groups]
 
 

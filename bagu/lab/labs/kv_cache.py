@@ -38,13 +38,13 @@ FLAT = 0.25  # a time within this fraction of the one at the shortest context co
 
 def run(setting: Setting) -> list[Row]:
     lengths = (64, 256, 512) if setting.quick else (32, 128, 512, 1024, 2048, 4096)
-    steps = 8 if setting.quick else 24
+    steps, rounds = (8, 1) if setting.quick else (24, ROUNDS)
     model = init_weights(Transformer(MODEL, device=setting.device), 0).eval()
     rows: list[Row] = []
     for length in setting.track(lengths):
         ids = torch.randint(MODEL.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
         cached, last, all_rows = [], [], []
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             cached.append(decode_s(model, ids, steps))
             last.append(forward_s(model, ids, every=False))
             all_rows.append(forward_s(model, ids, every=True))

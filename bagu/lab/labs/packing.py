@@ -123,9 +123,14 @@ def train_config(steps: int, seed: int) -> TrainConfig:
     )  # fmt: skip
 
 
+def context_of(setting: Setting) -> int:
+    """The context that losses are measured at."""
+    return 64 if setting.quick else CONTEXT
+
+
 def run(setting: Setting) -> list[Row]:
     texts = Texts.read(120, 60) if setting.quick else Texts.read(12, 3)
-    contexts = (CONTEXT,) if setting.quick else (128, 256, 512)
+    contexts = (context_of(setting),) if setting.quick else (128, 256, 512)
     seeds = (1, 2) if setting.quick else (1, 2, 3)
     points: list[Callable[[], list[Row]]] = []
     for name, context in itertools.product(("functions", "modules"), contexts):
@@ -166,7 +171,8 @@ def speed(name: str, store: TokenStore, context: int, setting: Setting) -> list[
 
 def loss(way: Way, seed: int, texts: Texts, setting: Setting) -> list[Row]:
     """Train on all functions once, then measure on held-out functions: each alone, and in rows shared with others."""
-    trained, feed = model(setting.device, CONTEXT, seed), loader(texts.functions, way, context=CONTEXT, seed=seed)
+    context = context_of(setting)
+    trained, feed = model(setting.device, context, seed), loader(texts.functions, way, context=context, seed=seed)
     steps = int(feed.layouts["text"].rows_per_epoch) // feed.config.rows
     if setting.quick:
         steps = 1
@@ -176,7 +182,7 @@ def loss(way: Way, seed: int, texts: Texts, setting: Setting) -> list[Row]:
     useful = sum(b.num_targets for s in range(steps) for b in feed.batch(s))
     row: Row = {"kind": "loss", "way": way, "seed": seed, "steps": steps, "useful_tokens": useful}
     for place, packing in PLACES.items():
-        shape = DataConfig(context=CONTEXT, rows=ROWS, packing=packing)
+        shape = DataConfig(context=context, rows=ROWS, packing=packing)
         batches = partial(evaluation_batches, texts.held, shape, limit=2 if setting.quick else 40)
         row[f"val_{place}_loss_nats"] = held_out_loss(batches)(trained)["val_loss_nats"]
     return [row]

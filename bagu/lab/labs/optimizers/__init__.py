@@ -52,11 +52,11 @@ def cases(setting: Setting) -> list[Case]:
     conditions = (1, 1_000) if quick else (1, 10, 100, 1_000, 10_000)
     return [
         *(
-            Case(name="quadratic", make=partial(Quadratic, c), budget=15 if quick else 2000, condition=c)
+            Case(name="quadratic", make=partial(Quadratic, c), budget=8 if quick else 2000, condition=c)
             for c in conditions
         ),
-        Case(name="Rosenbrock", make=Rosenbrock, budget=15 if quick else 2000),
-        Case(name="network", make=partial(NextLetter, corpus_letters()), budget=6 if quick else 300),
+        Case(name="Rosenbrock", make=Rosenbrock, budget=8 if quick else 2000),
+        Case(name="network", make=partial(NextLetter, corpus_letters()), budget=3 if quick else 300),
     ]
 
 

@@ -51,7 +51,7 @@ RATED = tuple(v for v in VARIANTS if v.placement != "sandwich")
 def run(setting: Setting) -> list[Row]:
     quick = setting.quick
     data = batches((0,) if quick else (0, 1, 2))
-    depths, layers, steps, halvings = ((8, 16), 4, 6, 2) if quick else ((8, 16, 32, 64, 128), 8, 50, 4)
+    depths, layers, steps, halvings = ((4, 8), 2, 4, 1) if quick else ((8, 16, 32, 64, 128), 8, 50, 4)
     gradients = [("gradient", v, depth, 0) for v, depth in product(VARIANTS, depths)]
     rates = [("rate", v, warmup, seed) for v, warmup, seed in product(RATED, (0, 2 * steps // 5), data)]
     rows: list[Row] = []
@@ -198,7 +198,7 @@ LAB = Lab(
     "output stay large at any depth.",
     claim_zh="Post-norm 必须预热学习率而 pre-norm 不必：post-norm 靠近输出层的梯度不随深度减小，始终很大。",
     regime=f"LayerNorm, D = {D}, vocabulary {VOCAB}, fp32, one batch of {CONTEXT} tokens of the standard library. Adam "
-    "(0.9, 0.98), no clipping, no decay. Learning rates: 8 layers (quick: 4), 50 steps (10) after a warmup of 20 (4).",
+    "(0.9, 0.98), no clipping, no decay. Learning rates: 8 layers (quick: 2), 50 steps (4) after a warmup of 20 (1).",
     varies="Placement of the norm (post, pre, sandwich, none with scaled residuals); output projections "
     "at 1/√D (plain) or divided by √(2 · layers) as in GPT-2 (scaled); depth, 8 to 128; with and without warmup.",
     measures="Gradient norm of each layer before the first step; the largest learning rate (bisection from 1e-3 to 1) "
