@@ -21,7 +21,7 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout_s: fl
     results can be pickled. An error of one rank ends all of them."""
     methods = multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-    if context.get_start_method() == "forkserver":  # import once, for all ranks; the first backward imports _dynamo
+    if context.get_start_method() == "forkserver":  # import once, for all ranks; pipelines import _dynamo
         context.set_forkserver_preload(["torch", "torch._dynamo", "bagu.parallel.model_parallel"])
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")

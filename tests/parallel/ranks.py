@@ -7,6 +7,7 @@ seconds of the imports. `function` is a module-level function: it is sent by nam
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import socket
@@ -31,8 +32,9 @@ def forkserver() -> Any:
     context = multiprocessing.get_context("forkserver")
     # pipelines, selective recomputation and DTensor import _dynamo: 1.6 s of CPU, which each rank would pay
     context.set_forkserver_preload(
-        ["torch", "torch._dynamo", "torch.distributed.tensor", "bagu.train.loop", "bagu.recipes.command"]
-    )
+        ["pytest", "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.pipelining",
+         "bagu.train.loop", "bagu.recipes.command"]
+    )  # fmt: skip
     return context
 
 
@@ -62,15 +64,27 @@ def _bagu(words: Sequence[str], environment: Mapping[str, str], log: Path) -> No
     main(list(words))
 
 
-def _serve(pipe: Connection, rank: int, ranks: int, store: str) -> None:
-    """The process of one rank: initialise the group, then answer calls until the pipe closes."""
+def _serve(pipe: Connection, rank: int, ranks: int) -> None:
+    """The process of one rank: answer calls, each in process groups of its own, until the pipe closes.
+
+    The groups are destroyed after the call (None says that every rank has answered). Each one has a thread of Gloo that
+    wakes up a hundred times a second: the groups of a hundred calls took half of the CPU time of a rank.
+    """
     torch.set_num_threads(1)
+    gc.freeze()  # what the server imported is never garbage: a collection takes milliseconds
     timeout = timedelta(seconds=TIMEOUT)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout)
     with contextlib.suppress(EOFError):
         while True:
-            function, args, kwargs = pipe.recv()
+            call = pipe.recv()
+            if call is None:
+                dist.destroy_process_group()
+                gc.collect()  # cycles hold groups, and their threads
+                continue
+            store, function, args, kwargs = call
             try:
+                dist.init_process_group(
+                    "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout
+                )
                 answer = (True, function(*args, **kwargs))
             except BaseException:
                 answer = (False, traceback.format_exc())
@@ -82,25 +96,28 @@ class Ranks:
 
     def __init__(self, number: int) -> None:
         context = forkserver()
-        self._folder = tempfile.TemporaryDirectory()
-        store = str(Path(self._folder.name) / "store")
+        self._folder, self._calls = tempfile.TemporaryDirectory(), 0
         self._pipes, self._processes = [], []
         for rank in range(number):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, number, store), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, number), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        self._calls += 1
+        store = str(Path(self._folder.name) / f"store-{self._calls}")
         for pipe in self._pipes:
-            pipe.send((function, args, kwargs))
+            pipe.send((store, function, args, kwargs))
         answers = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(TIMEOUT):
                 raise TimeoutError(f"rank {rank} did not answer within {TIMEOUT} s")
             answers.append(pipe.recv())
+        for pipe in self._pipes:
+            pipe.send(None)
         failed = [f"rank {rank}: {text}" for rank, (good, text) in enumerate(answers) if not good]
         if failed:
             raise AssertionError("\n".join(failed))
