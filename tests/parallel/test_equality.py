@@ -23,13 +23,15 @@ def short(name: str, **options: Any) -> Case:
 
 
 TWO = [
-    Case(name="data parallel"),
+    # 20 steps with one micro-batch a rank; the short cases accumulate two
+    Case(name="data parallel", micro_batches=2),
     Case(name="zero 1", mesh="shard=2", zero=1, micro_batches=2),
-    Case(name="zero 2", mesh="shard=2", zero=2),
-    Case(name="zero 3", mesh="shard=2", zero=3),
+    Case(name="zero 2", mesh="shard=2", zero=2, micro_batches=2),
+    Case(name="zero 3", mesh="shard=2", zero=3, micro_batches=2),
+    *(short(f"zero {stage}, accumulated", zero=stage) for stage in (2, 3)),
+    short("data parallel, accumulated", mesh="dp=2"),
     Case(name="muon, zero 3", mesh="shard=2", zero=3, optimizer=MUON, micro_batches=2),
     *(short(f"{kind}, zero 2", zero=2, micro_batches=2, optimizer={"kind": kind}) for kind in KINDS),
-    short("one micro-batch a rank", micro_batches=2),
     short("muon, data parallel", mesh="dp=2", optimizer=MUON),
     short("muon, zero 1", zero=1, optimizer=MUON),
     short("dropout", zero=2, model={"dropout": 0.1}),

@@ -39,12 +39,15 @@ def schedule(name: str, **options: Any) -> dict[str, Any]:
     return {"pipeline": name, **options}
 
 
+ONE = {"num_layers": 1}  # over 20 steps, where the mode allows it: the short cases have two layers or four
 TWO = [
-    Case(name="tp", mesh="tp=2", model=GPT, micro_batches=2),
-    Case(name="cp, ring", mesh="cp=2", model=GROUPS, micro_batches=2),
-    Case(name="cp, ulysses", mesh="cp=2", model={**GROUPS, "positions": Alibi()}, options=ULYSSES, micro_batches=2),
-    Case(name="pp", mesh="pp=2", model=GPT),
-    Case(name="ep", mesh="ep=2", model=MOE, micro_batches=2),
+    Case(name="tp", mesh="tp=2", model={**GPT, **ONE}, micro_batches=2),
+    Case(name="cp, ring", mesh="cp=2", model={**GROUPS, **ONE}, micro_batches=2),
+    Case(
+        name="cp, ulysses", mesh="cp=2", model={**GROUPS, **ONE, "positions": Alibi()}, options=ULYSSES, micro_batches=2
+    ),
+    Case(name="pp", mesh="pp=2", model=GPT, micro_batches=2),
+    Case(name="ep", mesh="ep=2", model={**MOE, **ONE}, micro_batches=2),
     short("tp, lora", "tp=2", lora=True),
     short("tp, muon, experts, recomputed", "tp=2", optimizer=MUON, model=MOE, options=BLOCK),
     short("tp, selectively recomputed", "tp=2", options=SELECTIVE),
@@ -106,10 +109,10 @@ def in_fp32(name: str, mesh: str, **options: Any) -> Case:
 
 
 FP32 = [
-    in_fp32("tp", "tp=2"),
-    in_fp32("ring", "cp=2"),
+    in_fp32("tp", "tp=2", model={**GROUPS, **ONE}),
+    in_fp32("ring", "cp=2", model={**GROUPS, **ONE}),
     in_fp32("pp", "pp=2"),
-    in_fp32("ep", "ep=2", model=MOE),
+    in_fp32("ep", "ep=2", model={**MOE, **ONE}),
 ]
 
 

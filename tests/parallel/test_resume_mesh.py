@@ -17,7 +17,7 @@ from bagu.nn.config import MoEConfig
 from bagu.parallel.mesh import MeshConfig
 from bagu.train import checkpoint
 
-WHOLE = Case(name="whole", mesh="dp=1", micro_batches=4, steps=6, model=resume.DROPOUT)
+WHOLE = Case(name="whole", mesh="dp=1", micro_batches=4, steps=4, model=resume.DROPOUT)
 MUON = {"kind": "muon", "newton_schulz_dtype": "fp64"}
 
 
@@ -44,9 +44,9 @@ def leg(
 def assert_resumes(
     folder: Path, base: Case, first: tuple[Ranks | None, Case], second: tuple[Ranks | None, Case]
 ) -> None:
-    """Three steps on one mesh and the rest on another one are the run of one process."""
+    """Two steps on one mesh and two on another one are the run of one process."""
     rows, weights = resume.go(None, base, alone=True)
-    before, _ = leg(folder, first, again=False, pause_after=3)
+    before, _ = leg(folder, first, again=False, pause_after=2)
     after, ends = leg(folder, second, again=True, pause_after=None)
     assert before.losses | after.losses == pytest.approx(rows.losses, rel=1e-10)
     assert_equal_weights(weights, ends)

@@ -22,8 +22,8 @@ from bagu.train.optim import OptimizerConfig
 from bagu.train.schedule import ScheduleConfig
 from bagu.types import Batch
 
-STEPS = 30
-OPTIONS = {"steps": STEPS, "save_every": 4, "keep_last": 2, "optimizer": {"lr": 0.01}}
+STEPS = 16
+OPTIONS = {"steps": STEPS, "save_every": 2, "keep_last": 2, "optimizer": {"lr": 0.01}}
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
 
 
@@ -65,10 +65,10 @@ def test_killed_at_any_step_it_ends_with_the_same_bits(tmp_path: Path, server: A
 
     assert run(killed, resume=False, kill_in_save=True) == -signal.SIGKILL
     assert saving(killed) and steps_written(killed)  # no save is complete: the resume starts over
-    assert run(killed, resume=True, kill_at=14) == -signal.SIGKILL  # a save is done before the next one begins: 4 and 8
+    assert run(killed, resume=True, kill_at=7) == -signal.SIGKILL  # a save is done before the next one begins: 2 and 4
     assert run(killed, resume=True, kill_in_save=True) == -signal.SIGKILL  # now there are complete saves too
     assert saving(killed)
-    for step in (17, 26):
+    for step in (9, 13):
         assert run(killed, resume=True, kill_at=step) == -signal.SIGKILL
     assert run(killed, resume=True) == run(whole, resume=False) == 0
     (want_rows, want_files), (rows, files) = outcome(whole), outcome(killed)
