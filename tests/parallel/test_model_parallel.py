@@ -27,8 +27,11 @@ MUON = {"kind": "muon", "newton_schulz_dtype": "fp64"}
 
 
 def short(name: str, mesh: str, **options: Any) -> Case:
-    """A combination of features whose parts are tested over 20 steps: two steps show a wrong sum or update too."""
-    return Case(name=name, mesh=mesh, steps=2, **{"model": GROUPS, **options})
+    """A combination of features whose parts are tested over 20 steps: two steps show a wrong sum or update too.
+
+    Two micro-batches, or four where ranks divide them or a pipeline must be full."""
+    divided = any(name in mesh for name in ("dp", "shard", "pp"))
+    return Case(name=name, mesh=mesh, steps=2, micro_batches=4 if divided else 2, **{"model": GROUPS, **options})
 
 
 RING, ULYSSES = {"context_parallel": "ring"}, {"context_parallel": "ulysses"}
