@@ -7,8 +7,10 @@ forward and backward with fewer passes; `node` chooses between them at each call
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from bagu.errors import BackendError
 __all__ = [
     "autocasting",
     "constant",
+    "force_eager",
     "node",
     "once_differentiable",
     "plain",
@@ -34,6 +37,13 @@ def constant(fn: Callable[..., Any]) -> Callable[..., Any]:
     """torch.compiler.assume_constant_result without its 0.9 s: it imports the whole compiler to set one attribute."""
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
+
+
+def force_eager() -> contextlib.AbstractContextManager[Any]:
+    """torch.compiler.set_stance("force_eager"), without importing the compiler where nothing can be compiled yet."""
+    if "torch._dynamo" in sys.modules:
+        return torch.compiler.set_stance("force_eager")
+    return contextlib.nullcontext()
 
 
 def traced(x: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ a CPU outside invariant mode it packs a copy for its compiled decode step, again
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from bagu.data.chat import ChatEncoder
 from bagu.nn.model import Transformer
+from bagu.ops.eager import force_eager
 from bagu.recipes.generation import read_generation
 from bagu.recipes.inputs import Inputs
 from bagu.recipes.rewards import load_reward
@@ -98,19 +99,13 @@ class EngineSampler:
         each = [
             Sampling(max_tokens=max_tokens, n=n, seed=seed, stop_token_ids=self.stops, logprobs=0) for seed in seeds
         ]
-        with _evaluating(self.model), _eager(self.model):
+        # compiled blocks are compiled for the shapes of training, and here a shape changes at each step
+        with _evaluating(self.model), force_eager():
             return self.engine.generate(prompts, each)
 
     def weights_changed(self) -> None:
         with _evaluating(self.model):
             self.engine.weights_changed()
-
-
-def _eager(model: Transformer) -> AbstractContextManager[None]:
-    """Run compiled blocks eagerly: they are compiled for the shapes of training, and here a shape changes each step."""
-    if all(m._compiled_call_impl is None for m in model.modules()):
-        return nullcontext()  # setting the stance imports the compiler, which takes a second
-    return torch.compiler.set_stance("force_eager")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import torch
 from bagu.config import diff, to_dict
 from bagu.errors import ArgumentError
 from bagu.nn.model import Transformer
+from bagu.ops.eager import force_eager
 from bagu.parallel.collectives import from_rank_0
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.pipeline import Action
@@ -131,7 +132,7 @@ def fit(
                 if state.mesh is not None:  # ranks gather parameters together, so they must draw the same tokens
                     seed_step(config.seed, state.data_step)
                 # the shapes change with each token
-                with state.whole_model() as whole, _inference(whole), torch.compiler.set_stance("force_eager"):
+                with state.whole_model() as whole, _inference(whole), force_eager():
                     run.notify("on_sample", state.step - 1, sample(whole))
             if folder is not None and _due(config.save_every, state.step, last):
                 run.save(row)
