@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bagu.serve.stats import WINDOW_S, EngineStats
+from bagu.serve.stats import EngineStats, StepCounter
 
 if TYPE_CHECKING:  # the HTTP server's process does not import torch
     import torch
@@ -44,9 +44,7 @@ class Encoder:
     ) -> None:
         self.model, self.max_num_batched_tokens, self.encode = model, max_num_batched_tokens, encode
         self._calls: deque[_Call] = deque()  # round robin: the first one is next
-        self._batch_size = self._steps = 0
-        self._last_step_s = 0.0
-        self._read: deque[tuple[float, int]] = deque()  # (time, number of tokens) of the last steps
+        self._counter = StepCounter()
 
     @property
     def has_work(self) -> bool:
@@ -66,22 +64,18 @@ class Encoder:
         texts = [text for _, text in batch]
         for (call, _), vector in zip(batch, self.encode(self.model, texts), strict=True):
             call.vectors.append(vector)
-        now = time.perf_counter()
-        self._steps += 1
-        self._batch_size, self._last_step_s = len(batch), now - began
-        self._read.append((now, sum(map(len, texts))))
+        self._counter.add(began, len(batch), sum(map(len, texts)))
         done = {call.id: call.vectors for call, _ in batch if len(call.vectors) == len(call.texts)}
         return list(done.items())
 
     def stats(self) -> EngineStats:
         """An encoder has no KV blocks and generates no tokens; `tokens_per_s` counts input tokens."""
-        while self._read and self._read[0][0] < time.perf_counter() - WINDOW_S:
-            self._read.popleft()
+        counter = self._counter
         return EngineStats(
             running=0, waiting=sum(len(c.texts) - c.next for c in self._calls),
-            batch_size=self._batch_size if self._calls else 0, blocks_total=0, blocks_used=0, blocks_cached=0,
-            block_map="", tokens_per_s=sum(n for _, n in self._read) / WINDOW_S, last_step_s=self._last_step_s,
-            steps=self._steps, generated_tokens=0, preemptions=0, prefix_queries=0, prefix_hits=0,
+            batch_size=counter.batch_size if self._calls else 0, blocks_total=0, blocks_used=0, blocks_cached=0,
+            block_map="", tokens_per_s=counter.tokens_per_s(), last_step_s=counter.last_step_s, steps=counter.steps,
+            generated_tokens=0, preemptions=0, prefix_queries=0, prefix_hits=0,
         )  # fmt: skip
 
     def _batch(self) -> list[tuple[_Call, Text]]:

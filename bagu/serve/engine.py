@@ -2,25 +2,24 @@
 
     plan    scheduler.py   choose the tokens to compute in this step, and their KV blocks
     run     runner.py      one forward pass over all of them
-    sample  sample.py      one token for every sequence whose last known token was computed
+    sample  sampler.py     one token for every sequence whose last known token was computed
     commit  scheduler.py   append the tokens, detect finished choices, register or release blocks
 
 On a GPU two steps overlap: the host plans step n + 1 and launches its forward before it reads the tokens of step n;
 the tokens go from one step to the next on the device. So `step` returns the events of the previous step.
 
-The engine starts no thread: the caller runs `step` in a loop. It satisfies `types.Generate`. With `tp` > 1 it divides
-the model over processes of this machine (tp/lead.py), which `close` ends.
+The engine starts no thread: the caller runs `step` in a loop. `generate`, `stream` and `score` (generate.py) do so for
+the requests of one caller. With `tp` > 1 the model is divided over processes of this machine (tp/lead.py), which
+`close` ends.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 import warnings
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,44 +28,29 @@ from bagu.errors import ArgumentError
 from bagu.machine.device import named_device
 from bagu.nn.model import Transformer
 from bagu.nn.peft import Adapter
-from bagu.parallel.inference import local_heads
 from bagu.serve.adapters.info import AdapterInfo
-from bagu.serve.adapters.layers import AdapterWeights, GroupedLinear, StackedLinear
 from bagu.serve.adapters.registry import AdapterRegistry
-from bagu.serve.completion import choices
+from bagu.serve.build import build_runner, build_speculator, eos_ids, scheduler_config
 from bagu.serve.config import EngineConfig
 from bagu.serve.constrain.compiler import GrammarCompiler
+from bagu.serve.generate import GenerationMixin
 from bagu.serve.kv.blocks import Blocks, IntegrityError
-from bagu.serve.kv.paged import PagedKV, cache_dtype
-from bagu.serve.kv.pool import Pool, size_pool
+from bagu.serve.kv.pool import size_pool
+from bagu.serve.pending import PendingStep
 from bagu.serve.plan import Plan
-from bagu.serve.request import Event, PromptLogprobs, Request, Sampling, TokenEvent, TokenLogprob
-from bagu.serve.runner import Runner
-from bagu.serve.sampler import SampledLogprobs, Sampler, SamplerOutput
-from bagu.serve.scheduler import Scheduler, SchedulerConfig
-from bagu.serve.speculation.draft_model import DraftModel, DraftSource, check_draft
-from bagu.serve.speculation.ngram import PromptLookup
-from bagu.serve.speculation.speculator import Speculator
-from bagu.serve.stats import WINDOW_S, EngineStats
+from bagu.serve.request import Event, Request, TokenEvent
+from bagu.serve.sampler import Sampler
+from bagu.serve.scheduler import Scheduler
+from bagu.serve.speculation.draft_model import DraftSource
+from bagu.serve.stats import EngineStats, StepCounter
 from bagu.serve.tp.group import Ranks
-from bagu.serve.tp.lead import LeadRunner, start_ranks
-from bagu.types import Completion, Tokenizer
+from bagu.serve.tp.lead import start_ranks
+from bagu.types import Tokenizer
 
 __all__ = ["Engine"]
 
 
-class PendingStep(NamedTuple):
-    """A step whose tokens are sampled but not committed."""
-
-    plan: Plan
-    output: SamplerOutput
-    tokens: torch.Tensor  # on the host, as are the logprobs; valid after the event `copied`
-    logprobs: SampledLogprobs | None
-    copied: torch.cuda.Event | None
-    began: float
-
-
-class Engine:
+class Engine(GenerationMixin):
     def __init__(
         self,
         model: Transformer,
@@ -102,44 +86,19 @@ class Engine:
         pool = size_pool(model, config, None if draft is None else draft.model)
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.max_model_len = pool.max_model_len
-        windows = [model.config.window(i) for i in range(model.config.num_layers)]
-        eos_ids = _eos_ids(model, tokenizer, config)
+        stops = eos_ids(model, tokenizer, config)
         self.blocks = Blocks(pool.num_blocks, pool.block_size, prefix_cache=config.prefix_cache)
-        self.speculator = self._speculator(draft, pool)
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_model_len=pool.max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.step_tokens(model.embedding.weight.device.type),
-                eos_ids=eos_ids,
-                window=None if None in windows else max(w for w in windows if w is not None),
-            ),
-            self.blocks,
-            self.speculator,
-        )
-        table = model.embedding.weight
-        spare = int(table.is_cuda)  # one more block, in no block table: the padding rows of CUDA graphs write to it
-        dtype = cache_dtype(config.kv_dtype, table.dtype)
-        heads, num_blocks = local_heads(model.config, config.tp), pool.num_blocks + spare
-        kv = PagedKV(heads, num_blocks, pool.block_size, device=table.device, dtype=dtype)
+        self.speculator = build_speculator(model, tokenizer, config, pool, draft)
+        self.scheduler = Scheduler(scheduler_config(model, config, pool, stops), self.blocks, self.speculator)
         self.adapters = AdapterRegistry(model, max_adapters=config.max_adapters, max_rank=config.max_adapter_rank)
-        weights = (
-            AdapterWeights(model, StackedLinear if table.is_cuda else GroupedLinear) if config.max_adapters else None
-        )
-        self.runner = (
-            Runner(model, kv, config, pool.max_model_len, adapters=weights) if self.ranks is None
-            else LeadRunner(model, kv, config, pool.max_model_len, self.ranks)
-        )  # fmt: skip
-        self.sampler = Sampler(self.runner, tokenizer, config.seed, eos_ids)
+        self.runner = build_runner(model, config, pool, self.ranks)
+        self.sampler = Sampler(self.runner, tokenizer, config.seed, stops)
         vocab_size = model.config.vocab_size
-        self.grammars = GrammarCompiler(tokenizer, vocab_size, eos_ids) if tokenizer is not None and eos_ids else None
-        self._overlaps = table.is_cuda if config.async_scheduling is None else config.async_scheduling
+        self.grammars = GrammarCompiler(tokenizer, vocab_size, stops) if tokenizer is not None and stops else None
+        self._overlaps = model.embedding.weight.is_cuda if config.async_scheduling is None else config.async_scheduling
         self._pending: PendingStep | None = None
         self._unreturned: list[Event] = []  # events of a step that `weights_changed` committed
-        self._ids = itertools.count()
-        self._sampled: deque[tuple[float, int]] = deque()  # (time, number of tokens) of the last steps
-        self._steps = self._tokens = self._batch_size = 0
-        self._last_step_s = self._committed = 0.0
+        self._counter = StepCounter()
         for name, path in config.adapters:
             self.load_adapter(name, path)
 
@@ -160,7 +119,7 @@ class Engine:
                 output = None if plan is None else self.runner.run(plan, self._late_tokens())
                 events += self._commit_pending()  # the previous step, while this one runs; sampling may need its tokens
                 if plan is not None and output is not None:
-                    self._pending = self._pending_step(plan, self.sampler.sample(plan, output), began)
+                    self._pending = PendingStep.of(plan, self.sampler.sample(plan, output), began)
             except torch.OutOfMemoryError as error:
                 events += self._commit_pending()
                 if plan is None or plan.num_tokens == 1 or self.ranks is not None:  # other ranks wait in a collective
@@ -244,64 +203,20 @@ class Engine:
         self.runner.release_source()
         self.model = self.adapters.model = self.runner.source
 
-    # --- Generate -----------------------------------------------------------------------------------------------------
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> list[Completion]:
-        """All choices of all prompts, in the order of the prompts. `sampling` is one for all, or one per prompt."""
-        each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-        requests = [self._request(p, s) for p, s in zip(prompts, each, strict=True)]
-        by_request = {r.id: choices(r, i, self.tokenizer) for i, r in enumerate(requests)}
-        for event in self._run(requests):
-            if isinstance(event, TokenEvent):
-                by_request[event.request_id][event.index].add(event)
-        return [choice.joined() for r in requests for choice in by_request[r.id]]
-
-    def stream(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[Completion]:
-        """Yield the token and text of every event; the last of a choice has its `finish`. Closing the generator aborts
-        the request."""
-        request = self._request(prompt, sampling)
-        grown = choices(request, 0, self.tokenizer)
-        try:
-            for event in self._run([request]):
-                if isinstance(event, TokenEvent):
-                    yield grown[event.index].push(event)
-        finally:
-            self.abort(request.id)
-
-    def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[float]]:
-        """For each sequence the logprobs of ids[start:]. A prefix that several sequences share is computed once, if it
-        ends before their starts."""
-        return [[token.logprob for token in tokens] for tokens in self.score_tokens(sequences, starts)]
-
-    def score_tokens(
-        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], *, top: int = 0
-    ) -> list[tuple[TokenLogprob, ...]]:
-        """`score`, with the `top` most probable tokens at each position."""
-        for ids, start in zip(sequences, starts, strict=True):
-            if not 1 <= start < len(ids):
-                hint = "start is 1 to length - 1: the first token has no logprob, and at least one token is scored"
-                raise ArgumentError(f"score: start = {start} for a sequence of {len(ids)} tokens", hint=hint)
-        only_score = Sampling(max_tokens=0, prompt_logprobs=top)
-        requests = [self._request(ids, only_score, score_start=s) for ids, s in zip(sequences, starts, strict=True)]
-        found = {e.request_id: e.tokens for e in self._run(requests) if isinstance(e, PromptLogprobs)}
-        return [found[r.id] for r in requests]
-
     def stats(self) -> EngineStats:
-        while self._sampled and self._sampled[0][0] < time.perf_counter() - WINDOW_S:
-            self._sampled.popleft()
-        scheduler, blocks = self.scheduler, self.blocks
+        scheduler, blocks, counter = self.scheduler, self.blocks, self._counter
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            batch_size=self._batch_size if scheduler.running else 0,
+            batch_size=counter.batch_size if scheduler.running else 0,
             blocks_total=blocks.num_blocks,
             blocks_used=blocks.used_count,
             blocks_cached=blocks.cached_count,
             block_map=blocks.map(),
-            tokens_per_s=sum(n for _, n in self._sampled) / WINDOW_S,
-            last_step_s=self._last_step_s,
-            steps=self._steps,
-            generated_tokens=self._tokens,
+            tokens_per_s=counter.tokens_per_s(),
+            last_step_s=counter.last_step_s,
+            steps=counter.steps,
+            generated_tokens=counter.tokens,
             preemptions=scheduler.preemptions,
             prefix_queries=scheduler.prompt_tokens,
             prefix_hits=scheduler.hit_tokens,
@@ -326,21 +241,6 @@ class Engine:
             self.ranks.close()
 
     # --- internals ----------------------------------------------------------------------------------------------------
-
-    def _speculator(self, draft: DraftSource | None, pool: Pool) -> Speculator | None:
-        config = self.config
-        if config.speculative is None:
-            return None
-        if config.draft_model is None:
-            return Speculator(PromptLookup(), config.speculative_tokens, always=config.speculative_always)
-        if draft is None:
-            raise ArgumentError(
-                f"engine: speculative = {config.speculative!r}, and no draft model was passed",
-                hint="pass it as Engine(..., draft=DraftSource(model, tokenizer)), or use speculative='ngram'",
-            )
-        check_draft(self.model, self.tokenizer, draft)
-        proposer = DraftModel(draft.model, config, pool)
-        return Speculator(proposer, config.speculative_tokens, always=config.speculative_always)
 
     def _matcher(self, request: Request) -> Any:
         """The compiled grammar of a request, or None. A grammar that is not compiled yet is compiled here."""
@@ -387,30 +287,17 @@ class Engine:
         """The tokens of the pending step, on the device."""
         return None if self._pending is None else self._pending.output.tokens
 
-    def _pending_step(self, plan: Plan, output: SamplerOutput, began: float) -> PendingStep:
-        """Start the copy of the sampled tokens and their logprobs to the host."""
-        tokens, logprobs = output.tokens, output.logprobs
-        if not tokens.is_cuda:
-            return PendingStep(plan, output, tokens, logprobs, None, began)
-        tokens = tokens.to("cpu", non_blocking=True)  # pinned memory, valid after the event
-        if logprobs is not None:
-            logprobs = logprobs._replace(values=logprobs.values.to_host())
-        copied = torch.cuda.Event()
-        copied.record()
-        return PendingStep(plan, output, tokens, logprobs, copied, began)
-
     def _commit_pending(self) -> list[Event]:
         """Commit the pending step, if there is one, and return its events."""
         earlier, self._unreturned = self._unreturned, []
         pending, self._pending = self._pending, None
         if pending is None:
             return earlier
-        if pending.copied is not None:
-            pending.copied.synchronize()
-        tokens, logprobs = pending.tokens.tolist(), pending.logprobs
-        details = None if logprobs is None else logprobs.details(len(tokens))
-        events = self._check_stops(self.scheduler.commit(pending.plan, tokens, details))
-        self._count(pending, sum(e.token is not None for e in events))
+        tokens, logprobs = pending.wait()
+        events = self._check_stops(self.scheduler.commit(pending.plan, tokens, logprobs))
+        seconds = self._counter.add(pending.began, len(pending.plan.slices), sum(e.token is not None for e in events))
+        if self.speculator is not None:
+            self.speculator.record(pending.plan, seconds)
         return [*earlier, *pending.output.prompts, *events]
 
     def _check_stops(self, events: list[TokenEvent]) -> list[TokenEvent]:
@@ -429,42 +316,3 @@ class Engine:
                         self.scheduler.stop(*choice)
             checked.append(event)
         return checked
-
-    def _count(self, step: PendingStep, tokens: int) -> None:
-        now, plan = time.perf_counter(), step.plan
-        if self.speculator is not None:  # steps overlap: a step's share of the time begins when the last one ended
-            self.speculator.record(plan, now - max(step.began, self._committed))
-        self._committed = now
-        self._last_step_s, self._batch_size = now - step.began, len(plan.slices)
-        self._steps += 1
-        self._tokens += tokens
-        self._sampled.append((now, tokens))
-
-    def _request(self, prompt: Sequence[int], sampling: Sampling, *, score_start: int = 0) -> Request:
-        return Request(
-            id=f"engine-{next(self._ids)}", prompt=tuple(prompt), sampling=sampling, arrival=time.monotonic(),
-            score_start=score_start,
-        )  # fmt: skip
-
-    def _run(self, requests: Sequence[Request]) -> Iterator[Event]:
-        """Submit these requests and yield their events until all have finished. Other requests in the engine also
-        advance, and their events are dropped: for several callers use `submit` and `step`."""
-        try:
-            for request in requests:
-                self.submit(request)
-            left = sum(r.sampling.n for r in requests)
-            own = {r.id for r in requests}
-            while left:
-                for event in self.step():
-                    if event.request_id in own:
-                        left -= isinstance(event, TokenEvent) and event.finish is not None
-                        yield event
-        finally:
-            for request in requests:
-                self.abort(request.id)
-
-
-def _eos_ids(model: Transformer, tokenizer: Tokenizer | None, config: EngineConfig) -> tuple[int, ...]:
-    """The end-of-text tokens of the tokenizer and of generation_config.json that are in the vocabulary."""
-    own = () if tokenizer is None else (tokenizer.eos_id,)
-    return tuple(id for id in dict.fromkeys((*own, *config.generation.eos_ids)) if id < model.config.vocab_size)

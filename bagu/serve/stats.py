@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from dataclasses import dataclass
 
-__all__ = ["WINDOW_S", "EngineStats"]
+__all__ = ["WINDOW_S", "EngineStats", "StepCounter"]
 
 WINDOW_S = 2.0  # tokens/s are averaged over this time
 
@@ -35,3 +37,33 @@ class EngineStats:
     grammar_compile_s: float = 0.0
     mask_s: float = 0.0  # computing token masks
     mask_wait_s: float = 0.0  # the part of it that the engine waited for
+
+
+class StepCounter:
+    """Counts the steps of an engine and their tokens."""
+
+    def __init__(self) -> None:
+        self.steps = self.tokens = self.batch_size = 0
+        self.last_step_s = 0.0
+        self._ended = 0.0
+        self._recent: deque[tuple[float, int]] = deque()  # (end, tokens) of the steps in the last WINDOW_S
+
+    def add(self, began: float, batch_size: int, tokens: int) -> float:
+        """Count a step that began at `began` (time.perf_counter) and ends now. Returns its share of the time: if steps
+        overlap, it starts when the previous step ended."""
+        now = time.perf_counter()
+        share, self._ended = now - max(began, self._ended), now
+        self.last_step_s, self.batch_size = now - began, batch_size
+        self.steps += 1
+        self.tokens += tokens
+        self._recent.append((now, tokens))
+        self._forget(now)
+        return share
+
+    def tokens_per_s(self) -> float:
+        self._forget(time.perf_counter())
+        return sum(tokens for _, tokens in self._recent) / WINDOW_S
+
+    def _forget(self, now: float) -> None:
+        while self._recent and self._recent[0][0] < now - WINDOW_S:
+            self._recent.popleft()
