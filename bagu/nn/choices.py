@@ -6,12 +6,14 @@ Each is a frozen dataclass; `kind` selects one of several alternatives.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from bagu.config import ConfigError
 
 __all__ = [
+    "NEWER",
     "Alibi",
     "GateClamp",
     "LayerPositions",
@@ -34,6 +36,9 @@ __all__ = [
     "yarn_mscale",
 ]
 
+# Metadata of a field that was added after the first checkpoints were written. The fingerprint of a model leaves it out
+# where it has its default, so the fingerprint stays the one in older checkpoints (recipes/training.py).
+NEWER = MappingProxyType({"newer": True})
 NormKind = Literal["layer", "rms", "scale", "group", "batch"]
 Placement = Literal["pre", "post", "output", "sandwich", "none"]
 
@@ -62,7 +67,7 @@ class NormConfig:
     placement: Placement = "pre"
     eps: float = 1e-6
     bias: bool = False  # layer, group and batch norm: whether the norm has a bias
-    unit_offset: bool = False  # RMSNorm: the gain is 1 + weight (Gemma)
+    unit_offset: bool = field(default=False, metadata=NEWER)  # RMSNorm: the gain is 1 + weight (Gemma)
     groups: int | None = None  # group norm: number of groups of features, each normalized separately
     alpha: float | None = None  # placement none: the scale of what a block adds, relative to one block
 
@@ -205,7 +210,8 @@ class Learned:
     """One learned vector per position, added to the embedding."""
 
     kind: Literal["learned"] = "learned"
-    offset: int = 0  # the vector of position p is row p + offset; token offset - 1 is padding without one (RoBERTa)
+    # the vector of position p is row p + offset; token offset - 1 is padding without one (RoBERTa)
+    offset: int = field(default=0, metadata=NEWER)
 
     def __post_init__(self) -> None:
         at_least(self, 0, "offset")
@@ -322,7 +328,7 @@ class MoEConfig:
     num_groups: int = 1  # DeepSeek-V3: equal groups of experts; a token uses experts of its best `top_groups` groups
     top_groups: int = 1
     aux_weight: float | None = None  # weight of the load-balancing loss; None disables it
-    router_bias: bool = False  # a learned bias of the router's logits (gpt-oss)
+    router_bias: bool = field(default=False, metadata=NEWER)  # a learned bias of the router's logits (gpt-oss)
     bias_rate: float | None = None  # step size of the aux-free balancing bias; None disables it
 
     def __post_init__(self) -> None:

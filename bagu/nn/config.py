@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bagu.nn.choices import (
+    NEWER,
     Alibi,
     GateClamp,
     LayerPositions,
@@ -78,20 +79,21 @@ class ModelConfig:
 
     norm: NormConfig = field(default_factory=NormConfig)
     positions: Positions = field(default_factory=Rope)
-    layer_positions: LayerPositions | None = None  # layers whose positions differ
-    multipliers: Multipliers = field(default_factory=Multipliers)
+    layer_positions: LayerPositions | None = field(default=None, metadata=NEWER)  # layers whose positions differ
+    multipliers: Multipliers = field(default=Multipliers(), metadata=NEWER)
     attention: Literal["softmax", "linear"] = "softmax"
     mla: MLAConfig | None = None
     causal: bool = True
     windows: tuple[int | None, ...] = (None,)  # a pattern over the layers: attention window, the token itself included
     # RMSNorm of queries and keys: True is of each head (Qwen3), "width" is of all heads together (OLMo 2)
     qk_norm: bool | Literal["width"] = False
-    sinks: bool = False  # a learned logit per head in the softmax's denominator (gpt-oss)
+    # a learned logit per head in the softmax's denominator (gpt-oss)
+    sinks: bool = field(default=False, metadata=NEWER)
     qkv_bias: bool = False
     out_bias: bool = False
     ffn: FFNKind = "swiglu"
     ffn_bias: bool = False
-    gate_clamp: GateClamp | None = None  # with ffn "swiglu"
+    gate_clamp: GateClamp | None = field(default=None, metadata=NEWER)  # with ffn "swiglu"
     moe: MoEConfig | None = None
     weight_norm: bool = False  # each row of a linear weight is a direction times a learned length
     dropout: float = 0.0  # on the embedding and on the output of each sublayer
@@ -100,8 +102,9 @@ class ModelConfig:
     embedding_norm: bool = False  # BERT: a norm on the sum of the embeddings
     num_token_types: int = 0  # BERT: a learned vector per segment type, added to the embedding
     mlm_head: bool = False  # BERT: dense, GELU and norm before the head, and a bias in the head
-    lm_head: bool = True  # False: a model that ends with its hidden states (BertModel)
-    score_head: bool = False  # one number per token instead of logits: a reward model, or a critic
+    lm_head: bool = field(default=True, metadata=NEWER)  # False: a model that ends with its hidden states (BertModel)
+    # one number per token instead of logits: a reward model, or a critic
+    score_head: bool = field(default=False, metadata=NEWER)
     init_std: float = 0.02
 
     def __post_init__(self) -> None:

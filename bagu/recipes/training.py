@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from bagu.errors import BaguError
 from bagu.machine.device import named_device
 from bagu.machine.fast_dtype import compute_dtype_name
 from bagu.nn import count
-from bagu.nn.config import ModelConfig, Multipliers
+from bagu.nn.choices import NEWER
+from bagu.nn.config import ModelConfig
 from bagu.nn.families import family_for
 from bagu.nn.hub import WeightsError
 from bagu.nn.init import init_weights
@@ -212,21 +213,21 @@ def _model(run: Run, inputs: Inputs) -> Transformer:
     return model.to(inputs.device)
 
 
-# fields that are newer than the first checkpoints, with the values that models had before
-NEWER: Mapping[str, Any] = {
-    "score_head": False, "layer_positions": None, "multipliers": configs.to_dict(Multipliers()), "sinks": False,
-    "gate_clamp": None, "lm_head": True, "norm.unit_offset": False, "positions.offset": 0, "moe.router_bias": False,
-}  # fmt: skip
-
-
 def _model_id(config: ModelConfig) -> str:
     """The fingerprint in checkpoints. A field that is newer than some of them counts only where it is used."""
+    return configs.fingerprint(_used(config))
 
-    def older(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-        kept = {k: v for k, v in fields.items() if prefix + k not in NEWER or NEWER[prefix + k] != v}
-        return {k: older(v, f"{prefix}{k}.") if isinstance(v, dict) else v for k, v in kept.items()}
 
-    return configs.fingerprint(older(configs.to_dict(config)))
+def _used(config: Any) -> dict[str, Any]:
+    """`to_dict`, without the fields that are NEWER and have their default."""
+    plain: dict[str, Any] = configs.to_dict(config)
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.metadata == NEWER and value == field.default:
+            del plain[field.name]
+        elif is_dataclass(value):
+            plain[field.name] = _used(value)
+    return plain
 
 
 def _save_adapter(model: Transformer, inputs: Inputs, folder: Path) -> None:
