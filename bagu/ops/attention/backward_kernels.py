@@ -17,6 +17,7 @@ from bagu.ops.attention.score_kernels import (
     LN2,
     LOG2E,
     cap_slope,
+    constants,
     heads_of,
     keys_of,
     load_head,
@@ -24,6 +25,7 @@ from bagu.ops.attention.score_kernels import (
     rows_of,
     score,
     seen,
+    slope_of,
     work,
 )
 
@@ -44,15 +46,11 @@ def dq_kernel(
     Also store delta and log2(e) * lse as [H, T], so that `dkdv_kernel` reads contiguous blocks of them. A query that
     attends to no key has lse = -inf; +inf is stored for it, which makes its P zero.
     """
-    # The start of forward_kernel.py; before both call one function, it has to be timed on a GPU.
     h, begin, length, block = work(tiles_ptr)
     g = h // per_group
     ALIBI: tl.constexpr = slopes_ptr is not None
-    one = tl.full([], 1.0, ACC)  # a kernel receives floats as fp32; for fp64 the rest comes separately
-    scale, cap = one * scale_high + scale_low, one * cap_high + cap_low
-    slope = 0.0
-    if ALIBI:
-        slope = tl.load(slopes_ptr + h).to(ACC) * LOG2E
+    scale, cap = constants(scale_high, scale_low, cap_high, cap_low, ACC)
+    slope = slope_of(slopes_ptr, h, ACC)
     r = tl.arange(0, M)
     i = block * M + r
     q_rows = rows_of(q_ptr, begin, h, length, q_stride, q_head_stride, D, M, DW, TMA)
@@ -111,8 +109,7 @@ def dkdv_kernel(
     """
     g, begin, length, block = work(tiles_ptr)
     ALIBI: tl.constexpr = slopes_ptr is not None
-    one = tl.full([], 1.0, ACC)  # a kernel receives floats as fp32; for fp64 the rest comes separately
-    scale, cap = one * scale_high + scale_low, one * cap_high + cap_low
+    scale, cap = constants(scale_high, scale_low, cap_high, cap_low, ACC)
     j = block * N + tl.arange(0, N)
     k_rows = rows_of(k_ptr, begin, g, length, k_stride, k_head_stride, D, N, DW, TMA)
     v_rows = rows_of(v_ptr, begin, g, length, v_stride, v_head_stride, E, N, EW, TMA)
@@ -136,9 +133,7 @@ def dkdv_kernel(
     n, at = 0, first
     for _ in tl.range(0, per_group * blocks, num_stages=STAGES):
         i = at + tl.arange(0, M)
-        slope = 0.0
-        if ALIBI:
-            slope = tl.load(slopes_ptr + g * per_group + n).to(ACC) * LOG2E
+        slope = slope_of(slopes_ptr, g * per_group + n, ACC)
         q = load_head(q_heads, at, n, length, q_stride, q_head_stride, D, M, DW, TMA)
         # One load of contiguous pairs is pipelined; two loads of 64 values each compiled to 73 scalar loads. Beyond the
         # segment's end q, dout, log2 and delta are 0, which adds 0 to dk and dv.

@@ -10,7 +10,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from bagu.ops.attention.score_kernels import LN2, LOG2E, keys_of, load_rows, rows_of, score, seen, work
+from bagu.ops.attention.score_kernels import (
+    LN2,
+    LOG2E,
+    constants,
+    keys_of,
+    load_rows,
+    rows_of,
+    score,
+    seen,
+    slope_of,
+    work,
+)
 
 __all__ = ["forward_kernel"]
 
@@ -26,11 +37,8 @@ def forward_kernel(
     h, begin, length, block = work(tiles_ptr)
     g = h // per_group
     ALIBI: tl.constexpr = slopes_ptr is not None
-    one = tl.full([], 1.0, ACC)  # a kernel receives floats as fp32; for fp64 the rest comes separately
-    scale, cap = one * scale_high + scale_low, one * cap_high + cap_low
-    slope = 0.0
-    if ALIBI:
-        slope = tl.load(slopes_ptr + h).to(ACC) * LOG2E
+    scale, cap = constants(scale_high, scale_low, cap_high, cap_low, ACC)
+    slope = slope_of(slopes_ptr, h, ACC)
     i = block * M + tl.arange(0, M)
     q_rows = rows_of(q_ptr, begin, h, length, q_stride, q_head_stride, D, M, DW, TMA)
     k_rows = rows_of(k_ptr, begin, g, length, k_stride, k_head_stride, D, N, DW, TMA)

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "LN2", "LOG2E", "cap_slope", "heads_of", "keys_of", "load_head", "load_rows", "rows_of", "score", "seen", "work",
+    "LN2", "LOG2E", "cap_slope", "constants", "heads_of", "keys_of", "load_head", "load_rows", "rows_of", "score",
+    "seen", "slope_of", "work",
 ]  # fmt: skip
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -31,6 +32,22 @@ def work(tiles_ptr):
     """
     tile = tiles_ptr + 3 * tl.program_id(0)
     return tl.program_id(1).to(tl.int64), tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+
+
+@triton.jit
+def constants(scale_high, scale_low, cap_high, cap_low, ACC: tl.constexpr):
+    """`scale` and `cap` in ACC. A kernel receives floats as fp32; for fp64 the rest comes separately."""
+    one = tl.full([], 1.0, ACC)
+    return one * scale_high + scale_low, one * cap_high + cap_low
+
+
+@triton.jit
+def slope_of(slopes_ptr, head, ACC: tl.constexpr):
+    """The ALiBi slope of a head, 0 without ALiBi."""
+    slope = 0.0
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + head).to(ACC) * LOG2E
+    return slope
 
 
 @triton.jit
