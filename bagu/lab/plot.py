@@ -10,18 +10,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bagu.lab.core import Lab, Row
+from bagu.lab.core import Lab, Row, number
 from bagu.runs.plot_style import FAINT, INK, write_plot
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "FAINT", "FILES", "INK", "draw", "log_ticks"]
+__all__ = ["COLOURS", "FAINT", "FILES", "INK", "MIB", "draw", "log_ticks", "plot_by_length"]
 
 # Okabe and Ito's colour-blind-safe palette, ordered so that neighbours differ in lightness. Its yellow and black are
 # left out: they are too close to a light and a dark background.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7")
 FILES = ("plot.svg", "plot.png")
+MIB = 2**20
 
 
 def log_ticks(axis: Axis) -> None:
@@ -31,6 +34,26 @@ def log_ticks(axis: Axis) -> None:
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_locator(NullLocator())
+
+
+def plot_by_length(fig: Figure, rows: Sequence[Row], ways: Sequence[str], time: str, what: str) -> tuple[Axes, Axes]:
+    """Time (field `time`) and peak memory of each way over the length, both logarithmic; returns the two axes. `what`
+    was measured."""
+    left, right = fig.subplots(1, 2)
+    for way in ways:
+        chosen = [row for row in rows if row["way"] == way]
+        lengths = [number(row, "length_tokens") for row in chosen]
+        left.plot(lengths, [number(row, time) for row in chosen], "o-", label=way)
+        right.plot(lengths, [number(row, "peak_bytes") / MIB for row in chosen], "o-", label=way)
+    left.set(ylabel="time, ms", title=f"Time of {what}")
+    right.set(ylabel="peak memory beyond inputs, MiB", title=f"Memory of {what}")
+    for axes in (left, right):
+        axes.set(xscale="log", yscale="log", xlabel="length, tokens")
+        log_ticks(axes.yaxis)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return left, right
 
 
 def draw(lab: Lab, rows: Sequence[Row], folder: Path) -> str | None:

@@ -20,7 +20,7 @@ import torch
 from bagu import ops
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.interleaved import best_times
-from bagu.lab.plot import log_ticks
+from bagu.lab.plot import MIB, plot_by_length
 from bagu.ops.attention import dense
 from bagu.ops.attention.shape import Shape
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 WINDOW, HEADS, HEAD_SIZE = 256, 2, 64
 CLAIMED = {"scores": 2, "blocked": 2, "window, op": 1, "window, cut": 1}  # claimed exponent of time and memory
 NEAR = 0.35  # tolerance: an exponent may be above a claimed 1, or below a claimed 2, by this much
-MIB = 1 << 20
 
 
 def run(setting: Setting) -> list[Row]:
@@ -140,26 +139,15 @@ def verdict(rows: Sequence[Row]) -> Verdict:
 
 def plot(fig: Figure, rows: Sequence[Row]) -> None:
     """Time and memory over the length, with reference lines of slope 1 and 2."""
-    left, right = fig.subplots(1, 2)
-    for way in CLAIMED:
-        chosen = [row for row in rows if row["way"] == way]
-        lengths = [number(row, "length_tokens") for row in chosen]
-        left.plot(lengths, [number(row, "time_ms") for row in chosen], "o-", label=way)
-        right.plot(lengths, [number(row, "peak_bytes") / MIB for row in chosen], "o-", label=way)
-    left.set(ylabel="time, ms", title="Time of a forward")
-    right.set(ylabel="peak memory beyond inputs, MiB", title="Memory of a forward")
+    left, right = plot_by_length(fig, rows, list(CLAIMED), "time_ms", "a forward")
+    lengths = [number(row, "length_tokens") for row in rows]
     ends = [min(lengths), max(lengths)]
     for axes, key, scale in ((left, "time_ms", 1.0), (right, "peak_bytes", MIB)):
-        axes.set(xscale="log", yscale="log", xlabel="length, tokens")
         start = min(number(row, key) for row in rows) / scale
         for slope in (1, 2):
             line = [start * (end / ends[0]) ** slope for end in ends]
             axes.plot(ends, line, color="grey", linestyle=":", linewidth=1)
             axes.annotate(f"L^{slope}", (ends[1], line[1]), fontsize=8, color="grey", ha="right", va="bottom")
-        log_ticks(axes.yaxis)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:g}")
-    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
 
 
 LAB = Lab(

@@ -15,36 +15,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, product
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
 
-from bagu.data import (
-    BpeTokenizer,
-    DataConfig,
-    Loader,
-    StdlibSource,
-    TokenStore,
-    evaluation_batches,
-    hold_out,
-    in_memory,
-    tokenize,
-)
+from bagu.data import evaluation_batches
+from bagu.lab.byte_models import VOCAB, LibraryBytes, read_bytes, rows_of, train_on_bytes
 from bagu.lab.confidence import interval
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.plot import COLOURS, INK
-from bagu.nn import ModelConfig, Transformer, count, init_weights
+from bagu.nn import ModelConfig, count
 from bagu.nn.config import MLAConfig
 from bagu.nn.kv import DenseKV
-from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, fit
 from bagu.train.evaluate import held_out_loss
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MARGIN = 1.0  # percent of the loss: a kind within this margin counts as having MHA's loss
-VOCAB, CONTEXT, ROWS = 262, 128, 8  # 256 bytes and six control tokens
+CONTEXT, ROWS = 128, 8
 SMALL = ModelConfig(
     vocab_size=VOCAB, hidden_size=64, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8, intermediate_size=176,
     max_len=CONTEXT, tie_embeddings=True,
@@ -82,26 +72,9 @@ def widened(config: ModelConfig, parameters: int) -> ModelConfig:
     return replace(config, intermediate_size=1 + round((parameters - narrow) / a_feature))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Text:
-    """Bytes of modules of the standard library, and of held-out modules."""
-
-    train: TokenStore
-    held: TokenStore
-
-    @classmethod
-    def read(cls, every: int) -> Text:
-        """Read every n-th module, without the tables of `encodings`."""
-        modules = (d for d in StdlibSource().documents() if not d.id.startswith("encodings/"))
-        split = hold_out(islice(modules, 0, None, every), fraction=0.15)
-        tokenizer = BpeTokenizer.train((), vocab_size=VOCAB)
-        train, held = (in_memory(tokenize(part, tokenizer), token_bytes=tokenizer.token_bytes) for part in split)
-        return cls(train=train, held=held)
-
-
 def run(setting: Setting) -> list[Row]:
     quick = setting.quick
-    text = Text.read(16 if quick else 4)
+    text = read_bytes(every=16 if quick else 4)
     seeds, steps = ((1, 2), 2) if quick else ((1, 2, 3, 4, 5), 200)
     points = [partial(trained, name, config, seed, steps, text, setting)
               for seed, (name, config) in product(seeds, kinds(SMALL).items())]  # fmt: skip
@@ -127,17 +100,10 @@ def facts(name: str, config: ModelConfig) -> Row:
     }
 
 
-def trained(name: str, config: ModelConfig, seed: int, steps: int, text: Text, setting: Setting) -> Row:
+def trained(name: str, config: ModelConfig, seed: int, steps: int, text: LibraryBytes, setting: Setting) -> Row:
     """Train one model on the same batches as all others of this seed, and measure its loss on held-out modules."""
-    model = init_weights(Transformer(config, device=setting.device), seed)
-    train = TrainConfig(
-        steps=steps, seed=seed, optimizer=OptimizerConfig(kind="muon", lr=0.02),
-        schedule=ScheduleConfig(kind="wsd", warmup_steps=steps // 20, decay_share=0.5),
-    )  # fmt: skip
-    # packing "whole" shuffles rows; a stream would show a short run only a few modules
-    data = DataConfig(context=CONTEXT, rows=ROWS, seed=seed, packing="whole")
-    fit(train, model, Loader({"text": text.train}, data))
-    model.eval()
+    data = rows_of(CONTEXT, ROWS, seed)
+    model = train_on_bytes(config, text.train, data, steps=steps, seed=seed, device=setting.device).eval()
     batches = partial(evaluation_batches, text.held, data, limit=2 if setting.quick else 60)
     return {
         "part": "loss",

@@ -23,7 +23,7 @@ from bagu import ops
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.interleaved import best_times
 from bagu.lab.labs.attention_complexity import peak_bytes
-from bagu.lab.plot import log_ticks
+from bagu.lab.plot import MIB, plot_by_length
 from bagu.ops.attention import dense
 from bagu.ops.attention.shape import Shape
 
@@ -34,7 +34,6 @@ HEADS, HEAD_SIZE = 2, 64
 WAYS = ("scores", "scores, made again", "SDPA", "bagu")
 BLOCKED = ("SDPA", "bagu")
 NEAR = 0.35  # an exponent that is above a claimed 1, or below a claimed 2, by no more than this meets it
-MIB = 1 << 20
 
 
 def run(setting: Setting) -> list[Row]:
@@ -154,20 +153,7 @@ def _ratio(a: Row, b: Row, key: str) -> float:
 
 
 def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, right = fig.subplots(1, 2)
-    for way in WAYS:
-        chosen = [row for row in rows if row["way"] == way]
-        lengths = [number(row, "length_tokens") for row in chosen]
-        left.plot(lengths, [number(row, "forward_and_backward_ms") for row in chosen], "o-", label=way)
-        right.plot(lengths, [number(row, "peak_bytes") / MIB for row in chosen], "o-", label=way)
-    left.set(ylabel="time, ms", title="Time of forward and backward")
-    right.set(ylabel="peak memory beyond inputs, MiB", title="Memory of forward and backward")
-    for axes in (left, right):
-        axes.set(xscale="log", yscale="log", xlabel="length, tokens")
-        log_ticks(axes.yaxis)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:g}")
-    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    plot_by_length(fig, rows, WAYS, "forward_and_backward_ms", "forward and backward")
 
 
 LAB = Lab(

@@ -14,36 +14,27 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bagu.errors import BaguError
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.planned import SEQ, best_plan, rows_by_size
 from bagu.lab.plot import COLOURS, log_ticks
-from bagu.parallel.plan import Plan, best
-from bagu.parallel.planner.cluster import CLUSTERS
-from bagu.parallel.planner.layouts import Workload
-from bagu.parallel.planner.models import MODELS
+from bagu.parallel.plan import Plan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SEQ, BATCH = 8192, 1024  # 8.4M tokens per step
+BATCH = 1024  # 8.4M tokens per step
 SIZES = tuple(2**k for k in range(3, 14))
-NAMES = ("llama3-8b", "llama3-70b", "llama3-405b")
 CLEAR = 1.02  # a smaller advantage is a tie
 
 
 def run(setting: Setting) -> list[Row]:
-    names = NAMES[:2] if setting.quick else NAMES
-    sizes = SIZES[::2] if setting.quick else SIZES
-    points = [(name, gpus) for name in names for gpus in sizes]
-    rows = (measured(name, gpus) for name, gpus in setting.track(points))
-    return [row for row in rows if row is not None]
+    return rows_by_size(setting, SIZES[::2] if setting.quick else SIZES, measured)
 
 
 def measured(name: str, gpus: int) -> Row | None:
     """The best layouts of both kinds; None if nothing fits on so few GPUs."""
-    try:
-        plan = best(Workload(model=MODELS[name], seq=SEQ, batch=BATCH), CLUSTERS["h100"], gpus)
-    except BaguError:
+    plan = best_plan(name, gpus, BATCH)
+    if plan is None:
         return None
     x = plan.considered
     flat = (x.tp == 1) & (x.pp == 1) & (x.cp == 1)

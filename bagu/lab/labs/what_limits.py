@@ -13,20 +13,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bagu.errors import BaguError
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.planned import best_plan, rows_by_size
 from bagu.lab.plot import COLOURS
-from bagu.parallel.plan import best
-from bagu.parallel.planner.cluster import CLUSTERS
-from bagu.parallel.planner.layouts import Workload
-from bagu.parallel.planner.models import MODELS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SEQ, BATCH = 8192, 2048
+BATCH = 2048
 SIZES = tuple(2**k for k in range(3, 15))
-NAMES = ("llama3-8b", "llama3-70b", "llama3-405b")
 GROUPS = {
     "compute": ("compute",),
     "memory": ("recompute", "optimizer"),
@@ -37,19 +32,15 @@ SHARE = "{}_percent".format
 
 
 def run(setting: Setting) -> list[Row]:
-    names = NAMES[:2] if setting.quick else NAMES
-    sizes = SIZES[::3] if setting.quick else SIZES
-    points = [(name, gpus) for name in names for gpus in sizes]
-    rows = (measured(name, gpus) for name, gpus in setting.track(points))
-    return [row for row in rows if row is not None]
+    return rows_by_size(setting, SIZES[::3] if setting.quick else SIZES, measured)
 
 
 def measured(name: str, gpus: int) -> Row | None:
     """The shares in the best layout; None if nothing fits."""
-    try:
-        winner = best(Workload(model=MODELS[name], seq=SEQ, batch=BATCH), CLUSTERS["h100"], gpus).winner
-    except BaguError:
+    plan = best_plan(name, gpus, BATCH)
+    if plan is None:
         return None
+    winner = plan.winner
     shares = {
         SHARE(group): 100 * sum(winner.seconds[part] for part in parts) / winner.step_s
         for group, parts in GROUPS.items()

@@ -14,15 +14,15 @@ from itertools import islice
 import torch
 
 from bagu import ops
-from bagu.data import BpeTokenizer, DataConfig, Loader, StdlibSource, TokenStore, hold_out, in_memory, tokenize
+from bagu.data import TokenStore
 from bagu.errors import ArgumentError
+from bagu.lab.byte_models import VOCAB, read_bytes, rows_of, train_on_bytes
 from bagu.lab.core import Row
-from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.nn import ModelConfig, Transformer
 from bagu.nn.config import Alibi, Learned, NoPositions, Positions, Rope, Sinusoidal, T5Relative, YarnScaling
-from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, fit
 
 L, LONGER = 64, 4
-VOCAB, ROWS = 262, 16  # 256 bytes and six control tokens: with small tokens the order matters most
+ROWS = 16
 GROUP = L // 4  # number of positions averaged to one row
 
 AS_TRAINED = "as trained"
@@ -66,11 +66,7 @@ class Text:
 
     @classmethod
     def read(cls, *, every: int, pieces: int) -> Text:
-        """Read every n-th module, without the tables of `encodings`."""
-        modules = (d for d in StdlibSource().documents() if not d.id.startswith("encodings/"))
-        split = hold_out(islice(modules, 0, None, every), fraction=0.15)
-        tokenizer = BpeTokenizer.train((), vocab_size=VOCAB)
-        train, held = (in_memory(tokenize(part, tokenizer), token_bytes=tokenizer.token_bytes) for part in split)
+        train, held = read_bytes(every=every)
         found = torch.stack(list(islice(cut(held, LONGER * L + 1), pieces)))
         return cls(train=train, pieces=found)
 
@@ -88,14 +84,7 @@ def cut(store: TokenStore, size: int) -> Iterator[torch.Tensor]:
 def measure(encoding: str, seed: int, steps: int, text: Text, device: str) -> list[Row]:
     """Train one model; return a row for each way to evaluate it and each group of positions."""
     sort, positions = TRAINED[encoding]
-    model = init_weights(Transformer(config(positions), device=device), seed)
-    train = TrainConfig(
-        steps=steps, seed=seed, optimizer=OptimizerConfig(kind="muon", lr=0.02),
-        schedule=ScheduleConfig(kind="wsd", warmup_steps=steps // 20, decay_share=0.5),
-    )  # fmt: skip
-    # packing "whole" shuffles rows; a stream would show 300 steps only a few modules
-    data = DataConfig(context=L, rows=ROWS, seed=seed, packing="whole")
-    fit(train, model, Loader({"text": text.train}, data))
+    model = train_on_bytes(config(positions), text.train, rows_of(L, ROWS, seed), steps=steps, seed=seed, device=device)
     pieces = text.pieces.to(device)
     short = in_windows(model, pieces)
     rows: list[Row] = []
