@@ -16,7 +16,7 @@ are summed over the ranks; sharded.py divides the buffers over them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,9 +30,9 @@ from bagu.nn.linear import Linear
 from bagu.nn.moe import MoE
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.spread import SpreadOf, everywhere
-from bagu.train.gradients import WholeGradients
+from bagu.train.gradients import DividedGradients, WholeGradients
 
-__all__ = ["ALIGN", "FlatParameters", "Role", "Segment", "Slot", "collect", "master_dtype", "roles", "trained"]
+__all__ = ["ALIGN", "FlatParameters", "GradientHooks", "Role", "Segment", "Slot", "master_dtype", "roles", "trained"]
 
 ALIGN = 64  # elements: 128 bytes of bf16, so a kernel's vector loads stay aligned for every parameter
 
@@ -106,11 +106,31 @@ def master_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
     return torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
 
 
-def collect(slots: Iterable[Slot], take: Callable[[int, torch.Tensor], None]) -> None:
-    """Call `take` for each parameter that has a gradient."""
-    for index, slot in enumerate(slots):
-        if slot.parameter.grad is not None:
-            take(index, slot.parameter)
+class GradientHooks:
+    """Moves every gradient out of autograd as soon as it is complete: hooks on the parameters of `slots`."""
+
+    def __init__(self, slots: Sequence[Slot], gradients: WholeGradients | DividedGradients) -> None:
+        self.slots, self.gradients = slots, gradients
+        self._handles = [
+            slot.parameter.register_post_accumulate_grad_hook(functools.partial(self._take, i))
+            for i, slot in enumerate(slots)
+        ]
+
+    def _take(self, index: int, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self.gradients.take(index, parameter.grad)
+        parameter.grad = None
+
+    def collect(self) -> None:
+        """Move gradients that autograd has kept: a backward in two parts (zero-bubble) does not run the hooks."""
+        for index, slot in enumerate(self.slots):
+            if slot.parameter.grad is not None:
+                self._take(index, slot.parameter)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
 
 class FlatParameters:
@@ -148,10 +168,7 @@ class FlatParameters:
         if mesh is not None:
             depth = [list(by_name).index(slot.name) for slot in self.slots]
             self.gradients.reduce_over(mesh, depth, bucket_bytes, [spread(slot.name) for slot in self.slots])
-        self._hooks = [
-            slot.parameter.register_post_accumulate_grad_hook(functools.partial(self._take, i))
-            for i, slot in enumerate(self.slots)
-        ]
+        self._hooks = GradientHooks(self.slots, self.gradients)
 
     @property
     def pieces(self) -> tuple[Segment, ...]:
@@ -186,15 +203,9 @@ class FlatParameters:
             compute.copy_(segment.of(self.master))
         return compute
 
-    def _take(self, index: int, parameter: torch.Tensor) -> None:
-        """The hook: move a complete gradient out of autograd."""
-        assert parameter.grad is not None
-        self.gradients.take(index, parameter.grad)
-        parameter.grad = None
-
     def collect(self) -> None:
-        """Move gradients that autograd has kept: a backward in two parts (zero-bubble) does not run the hooks."""
-        collect(self.slots, self._take)
+        """Move the gradients that the hooks have not moved."""
+        self._hooks.collect()
 
     def begin(self, backwards: int | None = 1) -> None:
         """Start a step of so many backward passes (None: unknown): its first gradients replace the last step's. Writes
@@ -227,6 +238,4 @@ class FlatParameters:
 
     def release(self, *, gather: bool = True) -> None:
         """Remove the hooks, so that other code can train the model."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._hooks.remove()

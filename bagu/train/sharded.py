@@ -12,7 +12,6 @@ step copies this rank's gradient there, the host updates, and the parameters are
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from bagu.parallel.data_parallel import buckets_of
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.spread import Spread, SpreadOf, everywhere
 from bagu.parallel.zero import GatherOnUse, Unit
-from bagu.train.flat import ALIGN, Role, Segment, Slot, collect, master_dtype, roles, trained
+from bagu.train.flat import ALIGN, GradientHooks, Role, Segment, Slot, master_dtype, roles, trained
 from bagu.train.gradients import DividedGradients, WholeGradients
 
 __all__ = ["Cut", "Piece", "ShardedParameters", "Stage"]
@@ -90,10 +89,7 @@ class ShardedParameters:
         else:
             used = Unit.free if stage == 3 else lambda unit: None
             self.gradients = DividedGradients(mesh, self.slots, self.units, depth, self.dtype, used)
-        self._hooks = [
-            slot.parameter.register_post_accumulate_grad_hook(functools.partial(self._take, i))
-            for i, slot in enumerate(self.slots)
-        ]
+        self._hooks = GradientHooks(self.slots, self.gradients)
         self._gathering: GatherOnUse | None = None
         if stage == 3:
             grouped = [
@@ -184,14 +180,8 @@ class ShardedParameters:
     def _device_grad_of(self, piece: Piece) -> torch.Tensor:
         return self.grad[piece.start : piece.stop] if self.stage == 1 else self.grad[piece.local]
 
-    # From here to `begin` as in FlatParameters: both implement what the step calls, over buffers of their own.
-    def _take(self, index: int, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        self.gradients.take(index, parameter.grad)
-        parameter.grad = None
-
     def collect(self) -> None:
-        collect(self.slots, self._take)
+        self._hooks.collect()
 
     def begin(self, backwards: int | None = 1) -> None:
         self.gradients.begin(backwards)
@@ -271,6 +261,4 @@ class ShardedParameters:
             if gather:
                 self._gathering.gather_all()
             self._gathering.remove()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._hooks.remove()
