@@ -79,12 +79,16 @@ def context_parallel(model: Transformer, mesh: Mesh, method: Method = "ring") ->
             attention.softmax = kind(config, attention.softmax.layer, mesh)
 
 
-class RingSoftmax(Softmax):
-    """Softmax attention in which keys and values of all ranks of cp are used, in turn."""
+class ContextSoftmax(Softmax):
+    """Softmax attention that reaches the tokens of all ranks of cp."""
 
     def __init__(self, config: ModelConfig, layer: int, mesh: Mesh) -> None:
         super().__init__(config, layer)
         self.mesh = mesh
+
+
+class RingSoftmax(ContextSoftmax):
+    """Softmax attention in which keys and values of all ranks of cp are used, in turn."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, *, sinks: torch.Tensor | None = None
@@ -93,12 +97,8 @@ class RingSoftmax(Softmax):
         return ring_attention(q, k, v, context.cu_seqlens, context.max_len, self.scale, self.mesh)
 
 
-class UlyssesSoftmax(Softmax):
+class UlyssesSoftmax(ContextSoftmax):
     """Softmax attention of all tokens of the ranks of cp, for a part of the heads."""
-
-    def __init__(self, config: ModelConfig, layer: int, mesh: Mesh) -> None:
-        super().__init__(config, layer)
-        self.mesh = mesh
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, *, sinks: torch.Tensor | None = None
