@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bagu.config import ConfigError
-from bagu.data.chat import ChatEncoder
-from bagu.data.corpus import Selection, SourceConfig
-from bagu.data.loader import DataConfig
-from bagu.data.prompts import PromptCorpus
-from bagu.data.tokenizer import BpeTokenizer
 from bagu.nn.config import ModelConfig
 from bagu.runs.display import Curve, Display, Headline
-from bagu.train.objective import Objective, TrainingData, check_causal
+from bagu.train.objective import check_causal
 from bagu.train.policy_losses import Estimator, Normalization
-from bagu.train.prompt_data import prompt_data
-from bagu.train.rollout import RolloutBatch
+from bagu.train.prompt_data import PromptObjective
 from bagu.train.rollout_loader import RolloutConfig
 from bagu.train.rollout_tally import ANSWER_CURVES
 
@@ -24,7 +17,7 @@ __all__ = ["PolicyObjective"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyObjective(Objective[RolloutBatch]):
+class PolicyObjective(PromptObjective):
     """Settings of GRPO and PPO.
 
     `reward` is FILE.py:FUNCTION, the name of a built-in reward, or the folder of a reward model. An answer that it
@@ -91,26 +84,16 @@ class PolicyObjective(Objective[RolloutBatch]):
                 hint="use a model with dropout=0",
             )
 
-    def check_tokenizer(self, tokenizer: BpeTokenizer) -> None:
-        ChatEncoder(tokenizer)  # raises for a tokenizer without a chat template
-
-    def corpus(self, name: str, config: SourceConfig, selection: Selection) -> PromptCorpus:
-        return PromptCorpus.of(name, config, selection)
-
-    def read(
-        self, corpora: Mapping[str, PromptCorpus], tokenizer: BpeTokenizer, data: DataConfig, model: ModelConfig
-    ) -> TrainingData[RolloutBatch]:
-        """The prompts. The answers are sampled by a RolloutLoader, which needs the model (recipes/rollout.py)."""
+    def rollout_config(self, seed: int) -> RolloutConfig:
         if not self.reward:
             raise ConfigError(
                 f"objective {self.kind!r} needs a reward, and objective.reward is empty",
                 hint="give one with --reward, such as my_file.py:score",
             )
-        config = RolloutConfig(
+        return RolloutConfig(
             prompts=self.prompts, samples=self.samples, max_tokens=self.max_tokens, epochs=self.epochs,
-            minibatches=self.minibatches, max_draws=self.max_draws, fill=self.fills, seed=data.seed,
+            minibatches=self.minibatches, max_draws=self.max_draws, fill=self.fills, seed=seed,
         )  # fmt: skip
-        return prompt_data(corpora, tokenizer, data, config)
 
     def display(self) -> Display:
         return Display(

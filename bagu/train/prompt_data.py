@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from bagu.config import ConfigError
 from bagu.data.chat import ChatEncoder
-from bagu.data.corpus import PARTS
+from bagu.data.corpus import PARTS, Selection, SourceConfig
 from bagu.data.loader import DataConfig
 from bagu.data.prompts import Prompt, PromptCorpus, fitting
 from bagu.data.tokenizer import BpeTokenizer
-from bagu.train.objective import SourceSize, TrainingData
+from bagu.nn.config import ModelConfig
+from bagu.train.objective import Objective, SourceSize, TrainingData
 from bagu.train.rollout import PackShape, RolloutBatch
 from bagu.train.rollout_loader import PromptLoader, RolloutConfig
 
-__all__ = ["prompt_data"]
+__all__ = ["PromptObjective", "prompt_data"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptObjective(Objective[RolloutBatch]):
+    """An objective whose corpora are prompts. The answers are sampled by a RolloutLoader, which needs the model
+    (recipes/rollout.py)."""
+
+    @abstractmethod
+    def rollout_config(self, seed: int) -> RolloutConfig:
+        """What a rollout has: prompts, answers, steps."""
+
+    def check_tokenizer(self, tokenizer: BpeTokenizer) -> None:
+        ChatEncoder(tokenizer)  # raises for a tokenizer without a chat template
+
+    def corpus(self, name: str, config: SourceConfig, selection: Selection) -> PromptCorpus:
+        return PromptCorpus.of(name, config, selection)
+
+    def read(
+        self, corpora: Mapping[str, PromptCorpus], tokenizer: BpeTokenizer, data: DataConfig, model: ModelConfig
+    ) -> TrainingData[RolloutBatch]:
+        return prompt_data(corpora, tokenizer, data, self.rollout_config(data.seed))
 
 
 def prompt_data(

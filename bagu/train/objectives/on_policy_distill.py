@@ -12,20 +12,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bagu.config import ConfigError
-from bagu.data.chat import ChatEncoder
-from bagu.data.corpus import Selection, SourceConfig
-from bagu.data.loader import DataConfig
-from bagu.data.prompts import PromptCorpus
-from bagu.data.tokenizer import BpeTokenizer
-from bagu.nn.config import ModelConfig
 from bagu.nn.model import Transformer
 from bagu.runs.display import Curve, Display, Headline
 from bagu.train.cross_entropy import TargetTotals
 from bagu.train.distillation import DistillationLoss, TeacherObjective
 from bagu.train.divergence import Divergence
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss
-from bagu.train.objective import NO_MODELS, TrainingData
-from bagu.train.prompt_data import prompt_data
+from bagu.train.objective import NO_MODELS
+from bagu.train.prompt_data import PromptObjective
 from bagu.train.rollout import Answer, PackShape, RolloutBatch
 from bagu.train.rollout_loader import RolloutConfig
 from bagu.train.rollout_tally import ANSWER_CURVES
@@ -34,7 +28,7 @@ __all__ = ["OnPolicyDistillation"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnPolicyDistillation(TeacherObjective[RolloutBatch]):
+class OnPolicyDistillation(TeacherObjective[RolloutBatch], PromptObjective):
     """A step has `samples` answers of at most `max_tokens` tokens to each of `prompts` prompts, sampled at temperature
     1 with the weights before the step.
     """
@@ -51,21 +45,11 @@ class OnPolicyDistillation(TeacherObjective[RolloutBatch]):
             if getattr(self, name) < 1:
                 raise ConfigError(f"objective.{name} is {getattr(self, name)}", hint="at least 1")
 
-    # As in PolicyObjective, whose settings (rewards, clipping, KL) do not apply here.
-    def check_tokenizer(self, tokenizer: BpeTokenizer) -> None:
-        ChatEncoder(tokenizer)  # raises for a tokenizer without a chat template
-
-    def corpus(self, name: str, config: SourceConfig, selection: Selection) -> PromptCorpus:
-        return PromptCorpus.of(name, config, selection)
-
-    def read(
-        self, corpora: Mapping[str, PromptCorpus], tokenizer: BpeTokenizer, data: DataConfig, model: ModelConfig
-    ) -> TrainingData[RolloutBatch]:
-        config = RolloutConfig(
+    def rollout_config(self, seed: int) -> RolloutConfig:
+        return RolloutConfig(
             prompts=self.prompts, samples=self.samples, max_tokens=self.max_tokens, epochs=1, minibatches=1,
-            max_draws=1, fill=False, seed=data.seed,
+            max_draws=1, fill=False, seed=seed,
         )  # fmt: skip
-        return prompt_data(corpora, tokenizer, data, config)
 
     def loss(self, model: Transformer, auxiliary: Mapping[str, Transformer] = NO_MODELS) -> OnPolicyLoss:
         return OnPolicyLoss(self.teacher_loss(auxiliary["teacher"], None))
