@@ -10,7 +10,7 @@ from bagu.errors import ArgumentError
 from bagu.recipes.generation import generation_defaults
 from bagu.recipes.loader import Loader
 from bagu.recipes.models import find_model
-from bagu.serve.config import EngineConfig, GenerationDefaults
+from bagu.serve.config import EngineConfig
 from bagu.serve.repository.layout import Settings
 from bagu.serve.repository.version import Engine
 
@@ -30,8 +30,7 @@ class VersionEngines:
 
     def __call__(self, folder: Path, settings: Settings, share: float) -> Engine:
         found = find_model(folder)
-        sampling = {name: value for name, value in vars(settings.sampling).items() if value is not None}
-        generation: GenerationDefaults = replace(generation_defaults(found, self.generation_config), **sampling)
+        generation = replace(generation_defaults(found, self.generation_config), **settings.sampling.sampling)
         own = {name: value for name in OVERRIDES if (value := getattr(settings, name)) is not None}
         config = EngineConfig(
             **{**self.engine, **own}, generation=generation, memory_share=share, warmup_prompts=settings.warmup_prompts

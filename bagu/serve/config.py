@@ -11,7 +11,7 @@ from bagu.serve.message.format import REASONING_PARSERS
 from bagu.serve.message.forms import find_form
 from bagu.serve.request import Sampling
 
-__all__ = ["QUANTIZATIONS", "EngineConfig", "GenerationDefaults", "Quantization", "parse_bytes"]
+__all__ = ["QUANTIZATIONS", "EngineConfig", "GenerationDefaults", "Quantization", "SamplingDefaults", "parse_bytes"]
 
 Quantization = Literal["int8", "int4", "fp8"]
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
@@ -28,11 +28,9 @@ def parse_bytes(text: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationDefaults:
-    """Defaults for fields that a request leaves out, read from the model's generation_config.json. None means the
-    default of `Sampling`."""
+class SamplingDefaults:
+    """Defaults for fields that a request leaves out. None means the default of `Sampling`."""
 
-    eos_ids: tuple[int, ...] = ()  # end-of-text tokens in addition to the tokenizer's
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -45,9 +43,16 @@ class GenerationDefaults:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The fields of `Sampling` for which the model sets a default."""
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "eos_ids"}
+        """The fields that are set."""
+        given = {field.name: getattr(self, field.name) for field in fields(SamplingDefaults)}
         return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationDefaults(SamplingDefaults):
+    """The defaults in the model's generation_config.json."""
+
+    eos_ids: tuple[int, ...] = ()  # end-of-text tokens in addition to the tokenizer's
 
     @property
     def effective(self) -> dict[str, Any]:

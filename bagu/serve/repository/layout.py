@@ -20,26 +20,11 @@ from typing import Literal
 
 from bagu.config import ConfigError, from_dict
 from bagu.errors import BaguError
-from bagu.serve.config import GenerationDefaults
+from bagu.serve.config import SamplingDefaults
 
 __all__ = ["FILE", "Layout", "ReturnLimits", "Settings", "Shadow", "is_repository", "read_model", "read_repository"]
 
 FILE = "model.toml"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Defaults for requests that leave a field out, instead of those of the version's generation_config.json."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        GenerationDefaults(**vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +67,7 @@ class Settings:
     weights: dict[str, float] = field(default_factory=dict)  # shares of the traffic by version, e.g. 1 = 90, 2 = 10
     versions: dict[str, Path] = field(default_factory=dict)  # versions in other places, e.g. 3 = "/models/run-3"
     sticky: Literal["user", "key", "none"] = "user"  # what decides the version of a request: its user; user, else key
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # instead of generation_config.json's
     warmup_prompts: tuple[str, ...] = ()
     memory_share: float | None = None  # of the memory, for one version; None: the versions at the start and one more
     swap: Literal["beside", "replace"] = "beside"  # load a version beside the old one, or after it is unloaded
