@@ -13,6 +13,7 @@ import torch
 
 from bagu.errors import ArgumentError
 from bagu.ops.core import Case, Cost, Streams
+from bagu.ops.row_cases import ROW_CASES
 from bagu.ops.signature import Dims
 
 __all__ = ["CASES", "begin_backward", "cost", "cost_backward", "halves", "inputs", "join", "width"]
@@ -90,18 +91,14 @@ def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
 
 INF, NAN = float("inf"), float("nan")
 CASES = [
-    Case("even", "powers of two need no masks, so a failure here is the math", M=8, N=64),
-    Case("ragged", "neither side is a multiple of a block, so every mask is used", M=5, N=123),
+    *ROW_CASES,
     Case("separate", "gate and up are two tensors, each taken as one long row", M=6, N=70, separate=True),
     Case("separate_odd", "the long row ends inside a block", M=3, N=37, separate=True),
-    Case("batched", "the leading dims are several, and are folded into rows", lead=(2, 3), N=40),
-    Case("single", "there is no leading dim at all: one row", lead=(), N=24),
     Case("narrow", "rows are short and many, so one program owns several of them", M=1500, N=2),
     Case("point", "N = 1: the halves are neighbours", M=64, N=1),
     Case("wide", "a row is several blocks long and the last one is not full", M=2, N=9001),
     Case("unaligned", "odd packed rows move one value at a time, in smaller tiles", M=8, N=1031),
     Case("blocks", "a row is two blocks to the last feature", M=2, N=4096),
-    Case("empty", "there is no row, and nothing is launched", M=0, N=24),
     Case("faint", "a small gate stands where s is steepest, about 1/2", M=4, N=50, scale=1e-3),
     Case("loud", "exp(-gate) is past fp32's largest value, where the step is flat", M=4, N=52, scale=1e3),
     Case("nan", "a NaN in gate or up spoils its own place and no other", M=3, N=33, plant=[NAN], plant_up=NAN),

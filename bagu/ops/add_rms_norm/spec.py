@@ -17,6 +17,7 @@ import torch
 from bagu.ops.add_rms_norm import torch_backend
 from bagu.ops.core import Case, Cost, OpSpec, Streams
 from bagu.ops.rms_norm.spec import reference as rms_norm
+from bagu.ops.row_cases import ROW_CASES
 
 
 def reference(
@@ -67,11 +68,7 @@ SPEC = OpSpec(
     independent=("M",),
     peers=True,
     cases=[
-        Case("even", "powers of two need no masks, so a failure here is the math", M=8, N=64),
-        Case("ragged", "neither side is a multiple of a block, so every mask is used", M=5, N=123),
-        Case("batched", "the leading dims are several, and are folded into rows", lead=(2, 3), N=40),
-        Case("single", "there is no leading dim at all: one row", lead=(), N=24),
-        Case("empty", "there is no row, and nothing is launched", M=0, N=24),
+        *ROW_CASES,
         Case("narrow", "rows are short and many, so one program owns several of them", M=67, N=2),
         Case("point", "N = 1 makes the norm's part of dx cancel, and ds is left", M=64, N=1),
         Case(

@@ -17,6 +17,7 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.core import Case, Cost, OpSpec, Streams
 from bagu.ops.dequantize_int8 import torch_backend
 from bagu.ops.quantize_int8.spec import scale_shape
+from bagu.ops.row_cases import ROW_CASES
 from bagu.ops.signature import Dims
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -74,13 +75,9 @@ SPEC = OpSpec(
     independent=("M",),
     peers=True,
     cases=[
-        Case("even", "powers of two need no masks, so a failure here is the math", M=8, N=64),
-        Case("ragged", "neither side is a multiple of a block, so every mask is used", M=5, N=123),
-        Case("batched", "the leading dims are several, and so are the scale's", lead=(2, 3), N=40),
-        Case("single", "there is no leading dim at all: the scale is one number", lead=(), N=24),
+        *ROW_CASES,
         Case("narrow", "rows are short and many, so one program owns several of them", M=1500, N=2),
         Case("point", "N = 1: every number has its own scale", M=64, N=1),
-        Case("empty", "there is no row, and nothing is launched", M=0, N=24),
         Case("long", "a row is several tiles", M=3, N=5001),
         Case("full", "the last program has all its numbers", M=4, N=640),
         Case("tiles", "a row is two tiles to the last number", M=1, N=8192),

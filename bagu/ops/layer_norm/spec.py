@@ -15,6 +15,7 @@ import torch
 
 from bagu.ops.core import Case, Cost, OpSpec, Streams
 from bagu.ops.layer_norm import torch_backend
+from bagu.ops.row_cases import ROW_CASES
 
 
 def reference(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -60,12 +61,8 @@ SPEC = OpSpec(
     independent=("M",),
     peers=True,
     cases=[
-        Case("even", "powers of two need no masks, so a failure here is the math", M=8, N=64),
-        Case("ragged", "neither side is a multiple of a block, so every mask is used", M=5, N=123),
+        *ROW_CASES,
         Case("no_bias", "the bias is absent, and so is its gradient", M=5, N=100, bias=False),
-        Case("batched", "the leading dims are several, and are folded into rows", lead=(2, 3), N=40),
-        Case("single", "there is no leading dim at all: one row", lead=(), N=24),
-        Case("empty", "there is no row, and nothing is launched", M=0, N=24),
         Case("empty_no_bias", "there is no row and no bias", M=0, N=24, bias=False),
         Case("alone", "a row fills a program by itself", M=3, N=5000),
         Case("whole", "rows fill their block, and are enough for programs to own several", M=34, N=2048),

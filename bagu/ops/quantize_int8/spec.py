@@ -22,6 +22,7 @@ import torch
 from bagu.errors import UnknownName
 from bagu.ops.core import Case, Cost, OpSpec, Streams
 from bagu.ops.quantize_int8 import torch_backend
+from bagu.ops.row_cases import ROW_CASES
 from bagu.ops.signature import Dims
 
 GRANULARITIES = ("tensor", "row", "channel")
@@ -85,13 +86,9 @@ SPEC = OpSpec(
     independent=("M",),
     peers=True,
     cases=[
-        Case("even", "powers of two need no masks, so a failure here is the math", M=8, N=64),
-        Case("ragged", "neither side is a multiple of a block, so every mask is used", M=5, N=123),
-        Case("batched", "the leading dims are several, and so are the scale's", lead=(2, 3), N=40),
-        Case("single", "there is no leading dim at all: the scale is one number", lead=(), N=24),
+        *ROW_CASES,
         Case("narrow", "rows are short and many, so one program owns several of them", M=67, N=2),
         Case("point", "N = 1: every number is its group's largest", M=64, N=1),
-        Case("empty", "there is no row, and nothing is launched", M=0, N=24),
         Case("alone", "a row fills a program by itself", M=3, N=5000),
         Case("unaligned", "rows start at every alignment, so no load is wider than a value", M=19, N=1031),
         Case("unaligned_peak", "the largest number is the last, in the tail", M=2, N=523, peak=-50.0),

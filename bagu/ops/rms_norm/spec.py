@@ -14,6 +14,7 @@ import torch
 
 from bagu.ops.core import Case, Cost, OpSpec, Streams
 from bagu.ops.rms_norm import torch_backend
+from bagu.ops.row_cases import ROW_CASES
 
 
 def reference(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
@@ -56,11 +57,7 @@ SPEC = OpSpec(
     independent=("M",),
     peers=True,
     cases=[
-        Case("even", "powers of two need no masks, so a failure here is the math", M=8, N=64),
-        Case("ragged", "neither side is a multiple of a block, so every mask is used", M=5, N=123),
-        Case("batched", "the leading dims are several, and are folded into rows", lead=(2, 3), N=40),
-        Case("single", "there is no leading dim at all: one row", lead=(), N=24),
-        Case("empty", "there is no row, and nothing is launched", M=0, N=24),
+        *ROW_CASES,
         Case("alone", "a row fills a program by itself", M=3, N=5000),
         Case("crowd", "more programs share the weight's gradient than one block adds up", M=260, N=520, sms=80),
         Case("narrow", "rows are short and many, so one program owns several of them", M=67, N=2),

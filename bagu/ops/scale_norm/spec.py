@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.row_cases import ROW_CASES
 from bagu.ops.scale_norm import torch_backend
 
 
@@ -57,11 +58,7 @@ SPEC = OpSpec(
     independent=("M",),
     peers=True,
     cases=[
-        Case("even", "powers of two need no masks, so a failure here is the math", M=8, N=64),
-        Case("ragged", "neither side is a multiple of a block, so every mask is used", M=5, N=123),
-        Case("batched", "the leading dims are several, and are folded into rows", lead=(2, 3), N=40),
-        Case("single", "there is no leading dim at all: one row", lead=(), N=24),
-        Case("empty", "there is no row, and nothing is launched", M=0, N=24),
+        *ROW_CASES,
         Case("alone", "a row fills a program by itself", M=3, N=5000),
         Case("narrow", "rows are short and many, so one program owns several of them", M=67, N=2),
         Case("point", "N = 1 leaves the sign of x, and dx cancels to zero", M=64, N=1),
