@@ -1,0 +1,161 @@
+"""The sequences of a scheduler: which of them wait and which run, and the blocks and table rows that they hold."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, insort
+from collections import deque
+from itertools import count
+from operator import attrgetter
+
+from bagu.errors import ArgumentError
+from bagu.serve.adapters.info import Resident
+from bagu.serve.audit import audit
+from bagu.serve.kv.blocks import Blocks, Table
+from bagu.serve.limits import SchedulerConfig, check_servable
+from bagu.serve.plan import Plan, PlanBuilder, Sequence
+from bagu.serve.request import Request
+from bagu.serve.speculation.speculator import Speculator
+
+__all__ = ["SequenceQueues"]
+
+RANK = attrgetter("rank")
+
+
+class SequenceQueues:
+    """Changes the state of sequences; the scheduler decides when."""
+
+    def __init__(self, config: SchedulerConfig, blocks: Blocks, speculator: Speculator | None = None) -> None:
+        self.config, self.blocks, self.speculator = config, blocks, speculator
+        self.running: list[Sequence] = []  # by rank: they hold a table and a row of the block tables
+        self.waiting: list[Sequence] = []  # by rank: they hold no blocks
+        self.requests: dict[str, list[Sequence]] = {}  # unfinished choices, including those that are not forked yet
+        self.in_flight: deque[Plan] = deque()
+        self.preemptions = 0
+        self.prompt_tokens = 0  # tokens of all admitted sequences
+        self.hit_tokens = 0  # those of them found in the prefix cache
+        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._writes: list[tuple[int, int, int]] = []
+        self._serial = count()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests or self.in_flight)
+
+    def add(self, request: Request, adapter: Resident | None = None) -> None:
+        """Queue a request; raises Unservable if it could not run even alone. It takes no block until it is planned."""
+        if request.id in self.requests:
+            raise ArgumentError(f"there is already a request {request.id!r}", hint="use a unique id")
+        check_servable(request, self.config, num_blocks=self.blocks.num_blocks, block_size=self.blocks.block_size)
+        sampling, serial = request.sampling, next(self._serial)
+        age = request.priority + request.arrival / self.config.aging_s
+        goes_on = sampling.ignore_eos and sampling.grammar is None  # after a complete text of a grammar nothing follows
+        stops = frozenset(sampling.stop_token_ids + (() if goes_on else self.config.eos_ids))
+        choices = [Sequence(request, i, (age, serial, i), stops, adapter) for i in range(sampling.n)]
+        choices[0].forks = choices[1:]
+        self.requests[request.id] = choices
+        insort(self.waiting, choices[0], key=RANK)
+
+    def abort(self, request_id: str) -> bool:
+        """End all choices of a request, without an event; False if none is unfinished. Blocks that no plan in flight
+        uses are free on return, the others when that plan is committed."""
+        choices = list(self.requests.get(request_id, ()))
+        for sequence in choices:
+            self._finish(sequence)
+        return bool(choices)
+
+    def stop(self, request_id: str, index: int) -> bool:
+        """End one choice, as `abort` does, after a stop string; False if it has already ended or has no token yet."""
+        for sequence in self.requests.get(request_id, ()):
+            if sequence.index == index and sequence.num_output:
+                self._finish(sequence)
+                return True
+        return False
+
+    def restart(self) -> None:
+        """Preempt all running sequences and empty the prefix cache, so that all KV is computed again."""
+        if self.in_flight:
+            raise ArgumentError(f"{len(self.in_flight)} plans are in flight", hint="commit them first")
+        while self.running:
+            self._preempt(self.running[-1])
+        self.blocks.reset_prefix_cache()
+
+    def busy_slots(self) -> set[int]:
+        """The slots of the adapters that unfinished requests use."""
+        choices = (s for group in self.requests.values() for s in group)
+        return {s.adapter.slot for s in choices if s.adapter is not None}
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless blocks, tables, rows and queues agree. For tests, and when idle."""
+        self.blocks.check_integrity()
+        holders = {s.sequence for plan in self.in_flight for s in plan.slices} | set(self.running)
+        audit(self.config, self.blocks, holders, self.running, self.waiting, self.requests, self._free_rows)
+
+    def _reserve(self, builder: PlanBuilder, sequence: Sequence, table: Table, upto: int) -> None:
+        start, before = sequence.planned, len(table.blocks)
+        copy = self.blocks.reserve(table, start, upto)
+        if copy is not None:
+            builder.copies.append(copy)
+            self._writes.append((sequence.table_row, start // self.blocks.block_size, copy[1]))
+        self._writes.extend((sequence.table_row, at, table.blocks[at]) for at in range(before, len(table.blocks)))
+
+    def _register(self, table: Table, sequence: Sequence, computed: int) -> None:
+        self.blocks.register(table, sequence.tokens, sequence.keys, computed, sequence.root)
+
+    def _begin(self, sequence: Sequence, hits: list[int], dead: int) -> None:
+        """Start to run a sequence, with the blocks `hits` of the prefix cache at the beginning of its table."""
+        sequence.table = self.blocks.new_table(hits, dead=dead)
+        sequence.planned = sequence.computed = sequence.hit_tokens = len(hits) * self.blocks.block_size
+        for choice in (sequence, *sequence.forks):
+            choice.table_row = self._free_rows.pop()
+        self._writes.extend((sequence.table_row, at, block) for at, block in enumerate(sequence.table.blocks))
+        self.prompt_tokens += len(sequence.tokens)
+        self.hit_tokens += sequence.hit_tokens
+        if sequence.cached is None:
+            sequence.cached = sequence.hit_tokens
+            sequence.started = time.perf_counter()
+        insort(self.running, sequence, key=RANK)
+
+    def _fork(self, sequence: Sequence, table: Table) -> None:
+        for child in sequence.forks:
+            child.table = self.blocks.fork(table)
+            child.planned = child.computed = sequence.computed
+            child.keys = sequence.keys.copy()
+            self._writes.extend((child.table_row, at, block) for at, block in enumerate(child.table.blocks))
+            insort(self.running, child, key=RANK)
+        sequence.forks = []
+
+    def _finish(self, sequence: Sequence) -> None:
+        """Remove a sequence from the queues; release it unless a plan in flight still uses it."""
+        sequence.finished = True
+        if self.speculator is not None:
+            self.speculator.forget(sequence)
+        choices = self.requests[sequence.request.id]
+        choices.remove(sequence)
+        if not choices:
+            del self.requests[sequence.request.id]
+        for queue in (self.running, self.waiting):
+            at = bisect_left(queue, sequence.rank, key=RANK)
+            if at < len(queue) and queue[at] is sequence:
+                del queue[at]
+        if not sequence.in_flight:
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Release blocks and rows, including those of choices that are not forked yet."""
+        if sequence.table is None:
+            return
+        self.blocks.release(sequence.table)
+        sequence.table = None
+        for choice in (sequence, *sequence.forks):
+            self._free_rows.append(choice.table_row)
+            choice.table_row = -1
+        sequence.planned = sequence.computed = 0
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Return a sequence to the waiting queue. Its full blocks stay in the prefix cache until they are reused."""
+        assert not sequence.in_flight, "a sequence in a plan in flight was preempted"
+        self.running.remove(sequence)
+        self._release(sequence)
+        insort(self.waiting, sequence, key=RANK)
+        self.preemptions += 1
