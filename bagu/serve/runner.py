@@ -1,4 +1,4 @@
-"""The model runner: it turns a plan's host lists into tensors and runs the model on them.
+"""The model runner: it runs the model on the tensors of a plan (inputs.py).
 
 A step is one forward of the packed new tokens of all sequences, prompts and decodes together, by `Transformer.forward`.
 Two kinds of steps have a faster equivalent: decodes and verified drafts on a GPU replay a CUDA graph (graphs.py), and
@@ -10,7 +10,7 @@ tp/lead.py sends, and the logits are gathered.
 
 With `adapters`, a token computes with the LoRA adapter of its sequence (adapters/layers.py, cpu/low_rank.py).
 
-Dims: T = tokens, S = sequences, P = blocks of the longest table, N = samples, D = features, V = vocabulary.
+Dims: T = tokens, N = samples, D = features, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from torch import nn
 
 from bagu import ops
 from bagu.errors import ArgumentError
-from bagu.nn.kv import CacheError
 from bagu.nn.model import Transformer
 from bagu.nn.peft import Adapter
 from bagu.parallel.inference import gather_logits
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.vocab_loss import vocab_cross_entropy
-from bagu.serve.adapters.layers import NO_ADAPTER, AdapterWeights, GroupedLinear
+from bagu.serve.adapters.layers import AdapterWeights, GroupedLinear
 from bagu.serve.config import EngineConfig
-from bagu.serve.cpu.compiled import CompiledDecode, Decodes, PackedLinear, Rounding, compiles, has_int8_dot, lanes
+from bagu.serve.cpu.compiled import CompiledDecode, PackedLinear, Rounding, compiles, has_int8_dot, lanes
 from bagu.serve.cpu.dataflow import Mismatch
 from bagu.serve.cpu.invariant_decode import InvariantDecode
 from bagu.serve.cpu.low_rank import LowRankPairs
 from bagu.serve.cpu.match import DecodeStep, match
 from bagu.serve.cpu.quantize import int8, merged, replace_linears
-from bagu.serve.graphs import GraphDecode, bucket, uniform
+from bagu.serve.graphs import GraphDecode, bucket
+from bagu.serve.inputs import StepInputs
 from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
 from bagu.serve.quantization import quantized
@@ -63,18 +63,16 @@ class RunnerOutput(NamedTuple):
     argmax: torch.Tensor | None  # [N] int64: the first largest logit of each row, if the head also computes it
 
 
-class Runner:
-    """Runs plans on one model and one pool. The runner owns the block tables, one row per running sequence, and updates
-    a few entries per step; a step allocates only its results and small index tensors.
-    """
+class Runner(StepInputs):
+    """Runs plans on one model and one pool."""
 
     def __init__(
         self, model: Transformer, kv: PagedKV, config: EngineConfig, max_model_len: int, mesh: Mesh | None = None,
         adapters: AdapterWeights | None = None,
     ) -> None:  # fmt: skip
-        self.source, self.kv, self.config, self.mesh, self.adapters = model, kv, config, mesh, adapters
-        self.device = model.embedding.weight.device
-        self.tables = np.zeros((config.max_num_seqs, -(-max_model_len // kv.block_size)), dtype=np.int32)
+        device = model.embedding.weight.device
+        super().__init__(kv, device, config.max_num_seqs, max_model_len, adapters=adapters is not None)
+        self.source, self.config, self.mesh, self.adapters = model, config, mesh, adapters
         self.graphs: GraphDecode | None = None
         self.released = False  # whether `release_source` was called
         self.project: Project
@@ -166,7 +164,7 @@ class Runner:
     def new_graphs(self) -> GraphDecode:
         assert self.model is not None, "the C++ is for CPUs"
         rows = None if self.adapters is None else self.adapters.rows
-        return GraphDecode(self.model, self.kv, self.tables.shape[1] * self.kv.block_size, rows)
+        return GraphDecode(self.model, self.kv, self.table_positions, rows)
 
     def low_rank_pairs(self, step: DecodeStep) -> LowRankPairs | None:
         """The adapters for the C++ step. On a CPU their layers are `GroupedLinear`."""
@@ -192,10 +190,7 @@ class Runner:
         """
         if plan.copies:
             self.kv.copy(plan.copies)
-        for row, entry, block in plan.table_writes:
-            if not 0 <= block < self.kv.num_blocks:  # kernels use this table without a bounds check
-                raise CacheError(f"a block table names block {block}, and the pool has 0 to {self.kv.num_blocks - 1}")
-            self.tables[row, entry] = block
+        self.write_tables(plan)
         if self.compiled is not None and self.is_short(plan):
             hidden = self.compiled(self.decodes(plan, late))
         else:
@@ -219,7 +214,7 @@ class Runner:
         if plan.max_len == 1:
             return self.decode(self.batch(plan, late))
         each = bucket(plan.max_len)
-        if plan.max_context + each > self.tables.shape[1] * self.kv.block_size:  # the padding would leave the tables
+        if plan.max_context + each > self.table_positions:  # the padding would leave the tables
             return self.forward(self.batch(plan, late))
         batch, rows = self.uniform_batch(plan, late, each)
         return self.decode(batch).index_select(0, rows)
@@ -231,102 +226,6 @@ class Runner:
             self.adapters.rows.load(batch.adapters)
         hidden: torch.Tensor = self.model(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len, self.kv).hidden
         return hidden
-
-    def decodes(self, plan: Plan, late: torch.Tensor | None) -> Decodes:
-        """The plan as arrays with an entry per token."""
-        if plan.max_len == 1:
-            new = np.array((plan.ids, plan.context_lens, plan.table_rows))
-        else:
-            rows = np.array(plan.table_rows).repeat(np.diff(plan.cu_seqlens))
-            new = np.stack((np.array(plan.ids), np.array(plan.positions) + 1, rows))
-        for row, which in plan.late:
-            assert late is not None, "a plan with late tokens needs the tokens of the previous plan"
-            new[0, row] = late[which]
-        return Decodes(new, self.tables, plan.max_len > 1, self.slots(plan))
-
-    def slots(self, plan: Plan) -> np.ndarray | None:
-        """[T]: the slot of each token's adapter; None if no token has one."""
-        if self.adapters is None:
-            return None
-        each = [NO_ADAPTER if s.sequence.adapter is None else s.sequence.adapter.slot for s in plan.slices]
-        if all(slot == NO_ADAPTER for slot in each):
-            return None
-        return np.array(each, dtype=np.int64).repeat(np.diff(plan.cu_seqlens))
-
-    def batch(self, plan: Plan, late: torch.Tensor | None) -> Batch:
-        """The plan as tensors on the device."""
-        B = self.kv.block_size
-        n = plan.num_decodes
-        if plan.max_len == 1:  # as many tokens as sequences: convert all lists at once
-            words, places, lengths, rows = np.array((plan.ids, plan.positions, plan.context_lens, plan.table_rows))
-            owner, offsets = rows, np.arange(len(rows) + 1, dtype=np.int32)
-        else:
-            words, places, lengths, rows = map(np.array, (plan.ids, plan.positions, plan.context_lens, plan.table_rows))
-            offsets = np.array(plan.cu_seqlens, dtype=np.int32)
-            owner = rows.repeat(np.diff(offsets))
-        block, place = np.divmod(places, B)
-        slots = self.tables[owner, block] * np.int64(B) + place
-        tables = self.tables[rows, : -(-plan.max_context // B)]
-        adapters = self.slots(plan)
-        ids, positions, into = self.to_device(words, places, slots)
-        cu_seqlens, context_lens, block_tables = self.to_device(offsets, lengths.astype(np.int32), tables)
-        if plan.late:
-            assert late is not None, "a plan with late tokens needs the tokens of the previous plan"
-            where, which = self.to_device(*np.array(plan.late, dtype=np.int64).T)
-            ids.index_copy_(0, where, late.index_select(0, which))
-        return Batch(
-            ids=ids,
-            positions=positions,
-            slots=into,
-            cu_seqlens=cu_seqlens,
-            context_lens=context_lens,
-            block_tables=block_tables,
-            max_len=plan.max_len,
-            max_context=plan.max_context,
-            num_decodes=n,
-            decode_context=max(plan.context_lens[:n], default=0),
-            adapters=None if adapters is None else self.to_device(adapters)[0],
-        )
-
-    def uniform_batch(self, plan: Plan, late: torch.Tensor | None, each: int) -> tuple[Batch, torch.Tensor]:
-        """The plan with every sequence padded to `each` tokens, and the rows of its own tokens among them."""
-        B, spare = self.kv.block_size, self.kv.num_blocks - 1  # no table has the last block (engine.py)
-        lengths, rows = np.array(plan.context_lens), np.array(plan.table_rows)
-        positions, real, lengths = uniform(np.array(plan.cu_seqlens), lengths, each)
-        slots = self.tables[rows[:, None], positions // B] * np.int64(B) + positions % B
-        words, own = np.zeros(real.shape, dtype=np.int64), np.flatnonzero(real)
-        words[real] = plan.ids
-        longest = int(lengths.max())
-        offsets = np.arange(0, words.size + 1, each, dtype=np.int32)
-        ids, places, into, kept = self.to_device(
-            words.ravel(), positions.ravel(), np.where(real, slots, spare * B).ravel(), own
-        )
-        cu_seqlens, context_lens, block_tables = self.to_device(
-            offsets, lengths.astype(np.int32), self.tables[rows, : -(-longest // B)]
-        )
-        if plan.late:
-            assert late is not None, "a plan with late tokens needs the tokens of the previous plan"
-            which = np.array(plan.late, dtype=np.int64)
-            where, source = self.to_device(own[which[:, 0]], which[:, 1])
-            ids.index_copy_(0, where, late.index_select(0, source))
-        adapters = self.slots(plan)
-        if adapters is not None:
-            padded = np.full(real.shape, NO_ADAPTER, dtype=np.int64)
-            padded[real] = adapters
-            adapters = padded.ravel()
-        own_adapters = None if adapters is None else self.to_device(adapters)[0]
-        batch = Batch(
-            ids, places, into, cu_seqlens, context_lens, block_tables, each, longest, 0, 0, own_adapters
-        )  # fmt: skip
-        return batch, kept
-
-    def to_device(self, *values: np.ndarray) -> list[torch.Tensor]:
-        """Move host arrays of one dtype to the model's device; to a GPU with one async copy from pinned memory."""
-        if self.device.type != "cuda":
-            return [torch.from_numpy(v) for v in values]
-        flat = torch.from_numpy(np.concatenate([v.ravel() for v in values])).pin_memory()
-        pieces = flat.to(self.device, non_blocking=True).split([v.size for v in values])
-        return [piece.view(v.shape) for piece, v in zip(pieces, values, strict=True)]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits [R, V] of rows of `RunnerOutput.hidden`."""

@@ -1,0 +1,134 @@
+"""The tensors of a step: a plan's host lists, and the blocks of its sequences, as arrays and tensors on the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from bagu.nn.kv import CacheError
+from bagu.serve.adapters.layers import NO_ADAPTER
+from bagu.serve.cpu.compiled import Decodes
+from bagu.serve.graphs import uniform
+from bagu.serve.kv.paged import Batch, PagedKV
+from bagu.serve.plan import Plan
+
+__all__ = ["StepInputs"]
+
+
+class StepInputs:
+    """Owns the block tables, one row per running sequence, and updates a few entries per step; a step allocates only
+    its results and small index tensors."""
+
+    def __init__(
+        self, kv: PagedKV, device: torch.device, max_num_seqs: int, max_model_len: int, *, adapters: bool
+    ) -> None:
+        """`adapters`: sequences may have LoRA adapters."""
+        self.kv, self.device, self._has_adapters = kv, device, adapters
+        self.tables = np.zeros((max_num_seqs, -(-max_model_len // kv.block_size)), dtype=np.int32)
+
+    @property
+    def table_positions(self) -> int:
+        """How many positions of a sequence a row of the tables has room for."""
+        return self.tables.shape[1] * self.kv.block_size
+
+    def write_tables(self, plan: Plan) -> None:
+        for row, entry, block in plan.table_writes:
+            if not 0 <= block < self.kv.num_blocks:  # kernels use this table without a bounds check
+                raise CacheError(f"a block table names block {block}, and the pool has 0 to {self.kv.num_blocks - 1}")
+            self.tables[row, entry] = block
+
+    def to_device(self, *values: np.ndarray) -> list[torch.Tensor]:
+        """Move host arrays of one dtype to the model's device; to a GPU with one async copy from pinned memory."""
+        if self.device.type != "cuda":
+            return [torch.from_numpy(v) for v in values]
+        flat = torch.from_numpy(np.concatenate([v.ravel() for v in values])).pin_memory()
+        pieces = flat.to(self.device, non_blocking=True).split([v.size for v in values])
+        return [piece.view(v.shape) for piece, v in zip(pieces, values, strict=True)]
+
+    def slots(self, plan: Plan) -> np.ndarray | None:
+        """[T]: the slot of each token's adapter; None if no token has one."""
+        if not self._has_adapters:
+            return None
+        each = [NO_ADAPTER if s.sequence.adapter is None else s.sequence.adapter.slot for s in plan.slices]
+        if all(slot == NO_ADAPTER for slot in each):
+            return None
+        return np.array(each, dtype=np.int64).repeat(np.diff(plan.cu_seqlens))
+
+    def decodes(self, plan: Plan, late: torch.Tensor | None) -> Decodes:
+        """The plan as arrays with an entry per token."""
+        if plan.max_len == 1:
+            new = np.array((plan.ids, plan.context_lens, plan.table_rows))
+        else:
+            rows = np.array(plan.table_rows).repeat(np.diff(plan.cu_seqlens))
+            new = np.stack((np.array(plan.ids), np.array(plan.positions) + 1, rows))
+        for row, which in plan.late:
+            assert late is not None, "a plan with late tokens needs the tokens of the previous plan"
+            new[0, row] = late[which]
+        return Decodes(new, self.tables, plan.max_len > 1, self.slots(plan))
+
+    def batch(self, plan: Plan, late: torch.Tensor | None) -> Batch:
+        """The plan as tensors on the device."""
+        B = self.kv.block_size
+        n = plan.num_decodes
+        if plan.max_len == 1:  # as many tokens as sequences: convert all lists at once
+            words, places, lengths, rows = np.array((plan.ids, plan.positions, plan.context_lens, plan.table_rows))
+            owner, offsets = rows, np.arange(len(rows) + 1, dtype=np.int32)
+        else:
+            words, places, lengths, rows = map(np.array, (plan.ids, plan.positions, plan.context_lens, plan.table_rows))
+            offsets = np.array(plan.cu_seqlens, dtype=np.int32)
+            owner = rows.repeat(np.diff(offsets))
+        block, place = np.divmod(places, B)
+        slots = self.tables[owner, block] * np.int64(B) + place
+        tables = self.tables[rows, : -(-plan.max_context // B)]
+        adapters = self.slots(plan)
+        ids, positions, into = self.to_device(words, places, slots)
+        cu_seqlens, context_lens, block_tables = self.to_device(offsets, lengths.astype(np.int32), tables)
+        if plan.late:
+            assert late is not None, "a plan with late tokens needs the tokens of the previous plan"
+            where, which = self.to_device(*np.array(plan.late, dtype=np.int64).T)
+            ids.index_copy_(0, where, late.index_select(0, which))
+        return Batch(
+            ids=ids,
+            positions=positions,
+            slots=into,
+            cu_seqlens=cu_seqlens,
+            context_lens=context_lens,
+            block_tables=block_tables,
+            max_len=plan.max_len,
+            max_context=plan.max_context,
+            num_decodes=n,
+            decode_context=max(plan.context_lens[:n], default=0),
+            adapters=None if adapters is None else self.to_device(adapters)[0],
+        )
+
+    def uniform_batch(self, plan: Plan, late: torch.Tensor | None, each: int) -> tuple[Batch, torch.Tensor]:
+        """The plan with every sequence padded to `each` tokens, and the rows of its own tokens among them."""
+        B, spare = self.kv.block_size, self.kv.num_blocks - 1  # no table has the last block (build.py)
+        lengths, rows = np.array(plan.context_lens), np.array(plan.table_rows)
+        positions, real, lengths = uniform(np.array(plan.cu_seqlens), lengths, each)
+        slots = self.tables[rows[:, None], positions // B] * np.int64(B) + positions % B
+        words, own = np.zeros(real.shape, dtype=np.int64), np.flatnonzero(real)
+        words[real] = plan.ids
+        longest = int(lengths.max())
+        offsets = np.arange(0, words.size + 1, each, dtype=np.int32)
+        ids, places, into, kept = self.to_device(
+            words.ravel(), positions.ravel(), np.where(real, slots, spare * B).ravel(), own
+        )
+        cu_seqlens, context_lens, block_tables = self.to_device(
+            offsets, lengths.astype(np.int32), self.tables[rows, : -(-longest // B)]
+        )
+        if plan.late:
+            assert late is not None, "a plan with late tokens needs the tokens of the previous plan"
+            which = np.array(plan.late, dtype=np.int64)
+            where, source = self.to_device(own[which[:, 0]], which[:, 1])
+            ids.index_copy_(0, where, late.index_select(0, source))
+        adapters = self.slots(plan)
+        if adapters is not None:
+            padded = np.full(real.shape, NO_ADAPTER, dtype=np.int64)
+            padded[real] = adapters
+            adapters = padded.ravel()
+        own_adapters = None if adapters is None else self.to_device(adapters)[0]
+        batch = Batch(
+            ids, places, into, cu_seqlens, context_lens, block_tables, each, longest, 0, 0, own_adapters
+        )  # fmt: skip
+        return batch, kept
