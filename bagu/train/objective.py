@@ -24,7 +24,16 @@ from bagu.runs.display import Display, Table
 from bagu.train.loop import Batches
 from bagu.train.loss import BatchT, BatchT_co, Loss
 
-__all__ = ["NO_MODELS", "Objective", "RunLoader", "RunSettings", "SourceSize", "TrainingData", "check_causal"]
+__all__ = [
+    "NO_MODELS",
+    "Objective",
+    "RunLoader",
+    "RunSettings",
+    "SourceSize",
+    "TrainingData",
+    "check_causal",
+    "check_pretrained",
+]
 
 NO_MODELS: Mapping[str, Transformer] = MappingProxyType({})
 
@@ -146,6 +155,15 @@ class Objective(ABC, Generic[BatchT]):
     def tables(self, data: TrainingData[BatchT], eval_batches: int) -> Sequence[Table]:
         """Additional tables for the report of a run."""
         return ()
+
+
+def check_pretrained(kind: str, run: RunSettings) -> None:
+    """Raise for a run that starts from new weights."""
+    if run.init_from is None:
+        raise ConfigError(
+            f"objective {kind!r} fine-tunes a pretrained model, and init_from is not set",
+            hint="give a model with --from, or set init_from",
+        )
 
 
 def check_causal(kind: str, model: ModelConfig) -> None:

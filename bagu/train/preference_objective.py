@@ -17,7 +17,7 @@ from bagu.data.tokenizer import BpeTokenizer
 from bagu.machine.cache import cache_folder
 from bagu.nn.config import ModelConfig
 from bagu.train.loss import Totals
-from bagu.train.objective import Objective, RunSettings, SourceSize, TrainingData
+from bagu.train.objective import Objective, RunSettings, SourceSize, TrainingData, check_pretrained
 
 __all__ = ["PreferenceData", "PreferenceObjective", "PreferenceTotals", "preference_data", "right_share"]
 
@@ -62,11 +62,7 @@ class PreferenceObjective(Objective[PreferenceBatch]):
         return True
 
     def check_run(self, run: RunSettings) -> None:
-        if run.init_from is None:
-            raise ConfigError(
-                f"objective {self.kind!r} fine-tunes a pretrained model, and init_from is not set",
-                hint="give a model with --from, or set init_from",
-            )
+        check_pretrained(self.kind, run)
 
     def check_tokenizer(self, tokenizer: BpeTokenizer) -> None:
         if not self.text:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bagu.config import ConfigError
 from bagu.data import store
 from bagu.data.chat import ChatEncoder
 from bagu.data.chat_corpus import ChatCorpus
@@ -17,7 +16,7 @@ from bagu.data.tokenizer import BpeTokenizer
 from bagu.machine.cache import cache_folder
 from bagu.nn.config import ModelConfig
 from bagu.runs.display import Display
-from bagu.train.objective import RunSettings, TrainingData, check_causal
+from bagu.train.objective import RunSettings, TrainingData, check_causal, check_pretrained
 from bagu.train.objectives.language_modelling import NEXT_TOKEN_DISPLAY
 from bagu.train.token_objective import TokenObjective, token_data
 from bagu.types import Batch
@@ -32,11 +31,7 @@ class SupervisedFineTuning(TokenObjective):
     kind: Literal["sft"] = "sft"
 
     def check_run(self, run: RunSettings) -> None:
-        if run.init_from is None:
-            raise ConfigError(
-                f"objective {self.kind!r} fine-tunes a pretrained model, and init_from is not set",
-                hint="give a model with --from, or set init_from",
-            )
+        check_pretrained(self.kind, run)
 
     def check_model(self, model: ModelConfig) -> None:
         check_causal(self.kind, model)
