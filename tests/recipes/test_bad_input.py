@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from bagu.cli import main
 from bagu.config import from_dict, to_dict
 from bagu.errors import BaguError
 from bagu.recipes.catalogue import recipe
 from bagu.recipes.run import Run
 from bagu.runs.folder import RunFolder
+from tests.command import bagu
 
 TINY = [
     "model.vocab_size=400", "tokenizer.vocab_size=400", "model.hidden_size=32", "model.num_layers=1",
@@ -29,13 +29,6 @@ TINY = [
 
 def settings(*more: str) -> list[str]:
     return [part for s in (*TINY, *more) for part in ("--set", s)]
-
-
-def bagu(*args: str | Path) -> int:
-    """Exit status of the command; anything but SystemExit would be a traceback for the user."""
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in args])
-    return int(end.value.code or 0)
 
 
 @pytest.fixture(scope="module")

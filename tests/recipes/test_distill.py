@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from bagu.cli import main
 from bagu.config import override
 from bagu.data.chat_template import DEFAULT_TEMPLATE
 from bagu.data.tokenizer import BpeTokenizer
@@ -27,6 +26,7 @@ from bagu.train import checkpoint
 from bagu.train.checkpoint import CheckpointError
 from bagu.train.distillation import DistillationLoss
 from bagu.types import IGNORE
+from tests.command import bagu
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -38,13 +38,6 @@ SETTINGS = [
     "data.context=32", "data.rows=4", "dtype=fp32", "device=cpu", "validation=0.3", "dedup=null", "eval_batches=2",
     "train.optimizer.lr=0.01", "train.steps=6", "train.eval_every=3", "train.save_every=2", "train.keep_last=9",
 ]  # fmt: skip
-
-
-def bagu(*args: str | Path) -> int:
-    """Exit status of the command."""
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in args])
-    return int(end.value.code or 0)
 
 
 def saved(folder: Path, seed: int, *, louder: float = 1.0, **changes: Any) -> Path:

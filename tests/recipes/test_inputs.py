@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from bagu.cli import main
 from bagu.config import override
 from bagu.data import BpeTokenizer
 from bagu.data.corpus import SourceConfig
@@ -21,6 +20,7 @@ from bagu.recipes.inputs import read_inputs
 from bagu.recipes.run import Run
 from bagu.recipes.summary import matmul_rate, summarise
 from bagu.recipes.training import _model_id
+from tests.command import bagu
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -30,13 +30,6 @@ TINY = [
     "data.context=32", "data.rows=4", "train.steps=2", "train.eval_every=null", "train.sample_every=null",
     "train.save_every=null", "train.optimizer.kind=adamw", "dtype=fp32", "device=cpu", "validation=0.3",
 ]  # fmt: skip
-
-
-def bagu(*args: str | Path) -> int:
-    """Exit status of the command."""
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in args])
-    return int(end.value.code or 0)
 
 
 @pytest.fixture

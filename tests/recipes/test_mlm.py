@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from bagu.cli import main
 from bagu.config import override
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.recipes.catalogue import recipe, with_data
@@ -23,6 +22,7 @@ from bagu.recipes.serve import Loader
 from bagu.recipes.training import train
 from bagu.runs.folder import Observer, RunFolder
 from bagu.serve.embedding import embed
+from tests.command import bagu
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -46,13 +46,6 @@ def texts(tmp_path: Path) -> Path:
 
 def tiny(texts: Path, *more: str) -> Run:
     return override(with_data(recipe("mlm"), [str(texts)]), [*TINY, *more])
-
-
-def bagu(*args: str | Path) -> int:
-    """Exit status of the command."""
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in args])
-    return int(end.value.code or 0)
 
 
 def settings(*more: str) -> list[str]:

@@ -21,7 +21,6 @@ import torch
 from torch.nn import functional as F
 
 from bagu import ops
-from bagu.cli import main
 from bagu.config import ConfigError, from_dict, save, to_dict
 from bagu.data.corpus import PARTS, Part, Selection, SourceConfig
 from bagu.data.json_rows import json_rows
@@ -42,6 +41,7 @@ from bagu.train import OptimizerConfig, TrainConfig, checkpoint, fit
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss, Totals
 from bagu.train.objective import NO_MODELS, Objective, RunSettings, SourceSize, TrainingData
 from bagu.types import IGNORE, Batch
+from tests.command import bagu
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -247,13 +247,6 @@ def run(tmp_path: Path) -> Run:
             steps=8, eval_every=2, save_every=2, keep_best=True, optimizer=OptimizerConfig(kind="adamw", lr=0.01)
         ),
     )  # fmt: skip
-
-
-def bagu(*args: str | Path) -> int:
-    """Exit status of the command."""
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in args])
-    return int(end.value.code or 0)
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from bagu.cli import main
 from bagu.config import from_dict
 from bagu.errors import BaguError
 from bagu.recipes.evaluate import training_texts
@@ -26,6 +25,7 @@ from bagu.train.objectives.masked import MaskedLanguageModelling
 from bagu.train.objectives.sft import SupervisedFineTuning
 from bagu.train.report import display_of, read_run
 from bagu.train.upgrade import upgrade_checkpoint, upgrade_run
+from tests.command import bagu
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -61,13 +61,6 @@ OLD: dict[str, Any] = {
     "init_from": None, "lora": None, "mask_rate": None, "dtype": "fp32", "device": None, "validation": 0.3,
     "dedup": None, "eval_batches": 2,
 }  # fmt: skip
-
-
-def bagu(*args: str | Path) -> int:
-    """Exit status of the command."""
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in args])
-    return int(end.value.code or 0)
 
 
 def old_config(texts: Path) -> dict[str, Any]:

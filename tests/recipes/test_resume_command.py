@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from bagu.cli import main
 from bagu.recipes.models import load_model
 from bagu.runs.folder import RunFolder
 from bagu.train import checkpoint
+from tests.command import bagu
 
 TINY = [
     "model.vocab_size=400", "tokenizer.vocab_size=400", "model.hidden_size=32", "model.num_layers=1",
@@ -21,13 +21,6 @@ TINY = [
     "train.save_every=2", "train.optimizer.kind=adamw", "dtype=fp32", "validation=0.3", "eval_batches=2",
 ]  # fmt: skip
 SETTINGS = [part for s in TINY for part in ("--set", s)]
-
-
-def bagu(*args: str | Path) -> int:
-    """Exit status of the command."""
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in args])
-    return int(end.value.code or 0)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -17,6 +17,7 @@ from bagu.data.corpus import PARTS, SourceConfig
 from bagu.recipes.catalogue import RECIPES, recipe
 from bagu.recipes.models import NATIVE, load_model
 from bagu.runs.folder import RunFolder
+from tests.command import bagu
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -37,13 +38,6 @@ def texts(tmp_path: Path) -> Path:
         words = " ".join(f"word{(i * 7 + j * j) % 97} is {j}" for j in range(120))
         (folder / f"{i}.txt").write_text(words)
     return folder
-
-
-def bagu(*args: str | Path) -> int:
-    """Exit status of the command."""
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in args])
-    return int(end.value.code or 0)
 
 
 def settings(*more: str) -> list[str]:
