@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from bagu.errors import BaguError
 from bagu.eval.judge import read_grade
 from bagu.recipes.models import save_model
 from tests.eval.real_model import tokenizer, transformer
+from tests.json_handler import JsonHandler
 
 TASK = """
 name = "greeting"
@@ -48,7 +49,7 @@ def test_only_a_last_line_with_a_grade_counts(text: str, grade: float | None) ->
     assert read_grade(text, 10) == grade
 
 
-class Answers(BaseHTTPRequestHandler):
+class Answers(JsonHandler):
     """OpenAI's chat API with fixed answers: no grade for questions about a multiple of 4, otherwise 0 to 3 of 5."""
 
     def do_GET(self) -> None:
@@ -59,16 +60,6 @@ class Answers(BaseHTTPRequestHandler):
         number = int(body["messages"][0]["content"].split("answer to ")[1].split("?")[0])
         text = f"Number {number}.\nGrade: {number % 4}" if number % 4 else "I would rather not say."
         self.reply({"choices": [{"message": {"role": "assistant", "content": text}}]})
-
-    def reply(self, body: object) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from bagu.ops import values
 from tests.ops import interpreter
 
 interpreter.install()
@@ -17,3 +18,13 @@ def exact_cudnn() -> Iterator[None]:
     """fp32 convolutions without TF32, which torch allows by default, and gradients whose bits repeat."""
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
         yield
+
+
+@pytest.fixture
+def debug(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ops check the values of their arguments."""
+    monkeypatch.setenv("BAGU_DEBUG", "1")
+    values.debugging.cache_clear()
+    yield
+    monkeypatch.undo()
+    values.debugging.cache_clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 from bagu import ops
 from bagu.errors import ArgumentError
-from bagu.ops import values
 
 RANK, D, B = 12, 16, 4
 
@@ -70,15 +68,6 @@ def test_offsets_past_the_tokens_are_refused_by_the_op_that_was_called() -> None
         call(sequence(10), 5, 10, **offsets)
     with ops.invariant(), pytest.raises(ArgumentError, match=r"^mla_attention: cu_seqlens is \[0, 6\]"):
         call(sequence(10), 5, 10, **offsets)
-
-
-@pytest.fixture
-def debug(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("BAGU_DEBUG", "1")
-    values.debugging.cache_clear()
-    yield
-    monkeypatch.undo()
-    values.debugging.cache_clear()
 
 
 @pytest.mark.parametrize("entry", [-1, 5])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,16 +9,6 @@ import torch
 
 from bagu import ops
 from bagu.errors import ArgumentError
-from bagu.ops import values
-
-
-@pytest.fixture
-def debug(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("BAGU_DEBUG", "1")
-    values.debugging.cache_clear()
-    yield
-    monkeypatch.undo()
-    values.debugging.cache_clear()
 
 
 def segments() -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import pytest
 from tiny_server import KEY, Running, load
@@ -18,6 +18,7 @@ from bagu.recipes.eval_models import EngineModel, ServerModel
 from bagu.recipes.judges import EngineJudge, ServerJudge
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
+from tests.json_handler import JsonHandler
 
 ITEMS = [
     Item(id=str(i), prompt=f"hello {i}", choices=(" world", " 你好", " x" * (i + 1)), answer=i % 3) for i in range(12)
@@ -45,7 +46,7 @@ def test_scores_over_http_are_those_of_the_engine(tiny: Running) -> None:
     assert here.generate_chat([chats, chats], greedy) == there.generate_chat([chats, chats], greedy)
 
 
-class ChatServer(BaseHTTPRequestHandler):
+class ChatServer(JsonHandler):
     """Answers chats as a server does that ends them at the turn's end, texts with what would follow it."""
 
     def do_GET(self) -> None:
@@ -61,16 +62,6 @@ class ChatServer(BaseHTTPRequestHandler):
             self.reply({"choices": [{"index": i, "message": {"content": f"{text} {i}"}} for i in order]})
         else:
             self.reply({"choices": [{"index": 0, "text": "an answer, and the next turn"}] * len(body["prompt"])})
-
-    def reply(self, body: object) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 def test_a_task_of_chats_asks_a_server_for_whole_turns() -> None:

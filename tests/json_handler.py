@@ -1,0 +1,20 @@
+"""The base of small HTTP servers that answer in JSON."""
+
+from __future__ import annotations
+
+import json
+from http.server import BaseHTTPRequestHandler
+
+__all__ = ["JsonHandler"]
+
+
+class JsonHandler(BaseHTTPRequestHandler):
+    def reply(self, body: object) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
