@@ -20,6 +20,7 @@ from bagu.train import OptimizerConfig, TrainConfig, TrainState, fit, step
 from bagu.train.objectives.grpo import GroupRelative
 from bagu.train.policy_loss import PolicyLoss
 from bagu.train.policy_losses import Normalization
+from bagu.train.policy_objective import PolicyObjective
 from bagu.train.rollout import Answer, PackShape, RolloutBatch
 
 GRPO = GroupRelative(prompts=2, samples=3, max_tokens=5, epochs=2, kl=0.3, kl_estimator="k3", importance_cap=1.1)
@@ -143,15 +144,20 @@ def chance_of_c(model: Transformer) -> float:
         return float(model.logits(hidden)[-1].softmax(0)[2])
 
 
+def learn_the_letter(model: Transformer, objective: PolicyObjective, loss: PolicyLoss) -> None:
+    """Train for 20 steps: a policy that knows nothing then samples the rewarded letter."""
+    assert chance_of_c(model) < 0.25
+    config = TrainConfig(steps=20, optimizer=OptimizerConfig(lr=0.03, weight_decay=0.0))
+    fit(config, model, rollouts(model, objective, loss), loss=loss)
+    assert chance_of_c(model) > 0.9
+
+
 def test_a_bandit_learns_the_letter_that_is_rewarded() -> None:
     """One letter of eight has the reward; a uniform policy samples it with a probability of 1/8."""
     objective = GroupRelative(prompts=4, samples=8, max_tokens=2, kl=0.001)
     model = policy()
     loss = objective.loss(model)
-    assert chance_of_c(model) < 0.25
-    config = TrainConfig(steps=20, optimizer=OptimizerConfig(lr=0.03, weight_decay=0.0))
-    fit(config, model, rollouts(model, objective, loss), loss=loss)
-    assert chance_of_c(model) > 0.9
+    learn_the_letter(model, objective, loss)
     found = loss.evaluate(model, rollouts(model, objective, loss).held_out(None))
     assert found["val_reward_mean"] is not None and found["val_reward_mean"] > 0.8
 

@@ -192,16 +192,22 @@ def rounded_inputs(module: Linear, args: tuple[torch.Tensor]) -> torch.Tensor:
     return (args[0] / step).round() * step
 
 
+def model_without_gains() -> Transformer:
+    """A gain is multiplied into a weight before it is rounded: here all are 1."""
+    model = model_of("heads of 64", torch.float32)
+    for p in model.parameters():
+        if p.ndim == 1:
+            p.fill_(1.0)
+    return model
+
+
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("S", [1, 9])
 @torch.inference_mode()
 def test_int8_is_the_model_of_the_rounded_weights(S: int) -> None:
     """And of rounded activations where the CPU has dot products of int8. There a value within fp32's error of a half
     may round to the other side, so the result is held to a quarter of what rounding all activations changes."""
-    model = model_of("heads of 64", torch.float32)
-    for p in model.parameters():  # a gain is multiplied into a weight before it is rounded: none here
-        if p.ndim == 1:
-            p.fill_(1.0)
+    model = model_without_gains()
     kv, batch = step_of(model, S)
     near = copy.deepcopy(model)
     for m in near.modules():
@@ -252,10 +258,7 @@ def test_an_int4_linear_is_the_product_of_the_rounded_numbers(S: int, N: int, K:
 def test_int4_is_the_model_of_the_rounded_weights(S: int) -> None:
     """A value within fp32's error of a half may round to the other side, so the result is held to a quarter of what
     rounding all activations changes."""
-    model = model_of("heads of 64", torch.float32)
-    for p in model.parameters():  # a gain is multiplied into a weight before it is rounded: none here
-        if p.ndim == 1:
-            p.fill_(1.0)
+    model = model_without_gains()
     kv, batch = step_of(model, S)
     near = copy.deepcopy(model)
     for m in near.modules():
