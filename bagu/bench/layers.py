@@ -1,7 +1,12 @@
 """`bagu bench layers`: layers of torch.nn beside their drop-in versions, under eager, torch.compile and ONNX Runtime.
 
-Every implementation has the same weights and input. The error is the largest difference from the layer in fp64, over
-the largest value. Peak memory is that of one call above the memory before it (GPU only).
+Every implementation has the same weights and input. They are timed in turn, sample by sample, with cold caches. The
+passes are a forward in inference (evaluation mode, no gradients), and a forward and backward in training from a random
+gradient of the output, or from 1 for a loss. On a GPU the time is that of the GPU, and `host_s` that for which the host
+is busy with the call: calls in a row take the longer of the two.
+
+The error is the largest difference from the layer in fp64, over the largest value. Peak memory is that of one call
+above the memory before it (GPU only).
 """
 
 from __future__ import annotations
@@ -24,12 +29,12 @@ from bagu.bench.sizing import dtype_named
 from bagu.bench.units import duration
 from bagu.errors import UnknownName
 from bagu.machine.device import default_device
-from bagu.machine.timing import flush_buffer, measure
+from bagu.machine.timing import Timing, flush_buffer, measure_host, measure_in_turn
 from bagu.nn import drop_in
 
 __all__ = ["main"]
 
-PASSES = ("forward", "forward+backward")
+PASSES = {"forward": False, "forward+backward": True}  # whether the layer is in training mode
 Run = Callable[[], object]
 
 
@@ -65,11 +70,13 @@ def _rows(
     scrub: torch.Tensor,
 ) -> list[dict[str, Any]]:  # fmt: skip
     torch.manual_seed(0)
-    exact = layer.build(nn).double()
+    exact = layer.build(nn).to(device, torch.float64).eval()
     shape = (batch, *layer.shape)
     wide = torch.randint(layer.tokens, shape) if layer.tokens else torch.randn(shape, dtype=torch.float64)
-    want = exact(wide).detach()
-    x = wide.to(device) if layer.tokens else wide.to(device, dtype)
+    wide = wide.to(device)
+    with torch.no_grad():
+        want = exact(wide)
+    x = wide if layer.tokens else wide.to(dtype)
     if x.ndim == 4:
         x = x.contiguous(memory_format=torch.channels_last)
     models: dict[str, Any] = {}
@@ -80,81 +87,88 @@ def _rows(
             if weight.ndim == 4:
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     if compiled:
+        torch.compiler.reset()  # after several shapes it would compile for all shapes, and then stop compiling
         models["compile"] = torch.compile(copy.deepcopy(models["eager"]))
+    session = onnx_runner(models["eager"], x)
     found = []
-    for name, model in models.items():
-        for step, run in _passes(model, x).items():
-            t = measure(run, device, seconds=seconds, buffer=scrub)
-            error = _error(model, x, want) if step == "forward" else None
-            found.append(_row(layer, batch, dtype, device, name, step, t.median_s, t.low_s, t.high_s, error, run))
-    if (session := onnx_runner(models["eager"], x)) is not None:
-        t = measure(session, device, seconds=seconds, buffer=scrub)
-        # the session has the eager model's statistics, and norms use them: unlike the others it cannot run in training
-        # mode, in which their errors are measured
-        same = copy.deepcopy(models["eager"]).cpu().double().eval()(wide).detach()
-        error = _difference(torch.as_tensor(session()), same)
-        found.append(_row(layer, batch, dtype, device, "onnxruntime", "forward", t.median_s, t.low_s, t.high_s, error))
+    for step, training in PASSES.items():
+        runs = [_call(model.train(training), x, step) for model in models.values()]
+        names = list(models)
+        if session is not None and not training:
+            runs, names = [*runs, session], [*names, "onnxruntime"]
+        times = measure_in_turn(runs, device, seconds=seconds, buffer=scrub)
+        for name, run, t in zip(names, runs, times, strict=True):
+            row = _row(layer, batch, dtype, device, name, step, t)
+            row["error"] = None if training else _difference(torch.as_tensor(run()), want)
+            row["host_s"] = measure_host(run, device, calls=16, rounds=4) if device.type == "cuda" else t.median_s
+            row["peak_bytes"] = peak_bytes(run, device)
+            found.append(row)
     return found
 
 
 def _row(
-    layer: Layer, batch: int, dtype: torch.dtype, device: torch.device, name: str, step: str, median: float, low: float,
-    high: float, error: float | None, run: Run | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    layer: Layer, batch: int, dtype: torch.dtype, device: torch.device, name: str, step: str, t: Timing
+) -> dict[str, Any]:
     return {
         "layer": layer.name, "batch": batch, "shape": list(layer.shape), "dtype": str(dtype).removeprefix("torch."),
-        "device": device.type, "implementation": name, "pass": step, "median_s": median, "low_s": low, "high_s": high,
-        "per_s": batch / median, "error": error, "peak_bytes": None if run is None else peak_bytes(run, device),
+        "device": device.type, "implementation": name, "pass": step, "median_s": t.median_s, "low_s": t.low_s,
+        "high_s": t.high_s, "samples": t.samples, "per_s": batch / t.median_s, "host_s": None, "error": None,
+        "peak_bytes": None,
     }  # fmt: skip
 
 
-def _passes(model: nn.Module, x: torch.Tensor) -> dict[str, Run]:
-    def forward() -> object:
-        with torch.no_grad():
-            return model.eval()(x)
+def _call(model: nn.Module, x: torch.Tensor, step: str) -> Run:
+    if step == "forward":
 
+        def forward() -> object:
+            with torch.no_grad():
+                return model(x)
+
+        return forward
     leaf = x.detach().requires_grad_(x.is_floating_point())
-
-    def both() -> object:
-        model.train()(leaf).float().sum().backward()
-        model.zero_grad(set_to_none=True)
-        leaf.grad = None
-        return None
-
-    return dict(zip(PASSES, (forward, both), strict=True))
-
-
-def _error(model: nn.Module, x: torch.Tensor, want: torch.Tensor) -> float:
-    with torch.no_grad():
-        return _difference(model.train()(x), want)
+    leaves = [*([leaf] if leaf.requires_grad else []), *model.parameters()]
+    y = model(leaf)
+    dy = torch.randn_like(y) if y.ndim else torch.ones_like(y)
+    return lambda: torch.autograd.grad(model(leaf), leaves, dy)
 
 
 def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got.double().cpu() - want).abs().max() / want.abs().max()).item()
+    """The largest difference over the largest value."""
+    return ((got.to(want) - want).abs().max() / want.abs().max()).item()
 
 
 def _table(layer: Layer, batch: int, rows: Sequence[Mapping[str, Any]]) -> Any:
     lines = []
     for row in rows:
         best = min(r["median_s"] for r in rows if r["pass"] == row["pass"] and r["implementation"] != "bagu")
+        host = "–" if row["host_s"] is None else duration(row["host_s"])
         memory = "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.1f}"
         error = "–" if row["error"] is None else f"{row['error']:.1e}"
         ratio = f"{best / row['median_s']:.2f}"
         per_s = f"{row['per_s']:,.0f}"
-        lines.append((row["implementation"], row["pass"], duration(row["median_s"]), per_s, ratio, memory, error))
-    heads = ("implementation", "pass", "time", "inputs/s", "vs best peer", "peak MiB", "error")
+        lines.append((row["implementation"], row["pass"], duration(row["median_s"]), host, per_s, ratio, memory, error))
+    heads = ("implementation", "pass", "time", "host", "inputs/s", "vs best peer", "peak MiB", "error")
     return table(f"{layer.name}, batch {batch} x {list(layer.shape)}", heads, lines)
 
 
 def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The geometric mean, over layers, batches and passes, of the best peer's time over bagu's."""
-    ratios = []
+    """The geometric means, over layers, batches and passes, of the best peer's time over bagu's."""
+    ratios, in_a_row = [], []
     for row in rows:
         if row["implementation"] == "bagu" and row["layer"] != "int8_linear":
             same = [r for r in rows if all(r[k] == row[k] for k in ("layer", "batch", "pass"))]
-            best = min(r["median_s"] for r in same if r["implementation"] in ("eager", "compile"))
-            ratios.append(best / row["median_s"])
+            peers = [r for r in same if r["implementation"] in ("eager", "compile")]
+            ratios.append(min(r["median_s"] for r in peers) / row["median_s"])
+            in_a_row.append(min(map(_in_a_row, peers)) / _in_a_row(row))
     if not ratios:
         return "no layer besides int8_linear was timed"
-    mean = statistics.geometric_mean(ratios)
-    return f"bagu is {mean:.2f}x the best of torch eager and compile (geometric mean of {len(ratios)}, without int8)"
+    mean, rate = statistics.geometric_mean(ratios), statistics.geometric_mean(in_a_row)
+    return (
+        f"bagu is {mean:.2f}x the best of torch eager and compile (geometric mean of {len(ratios)}, without int8);"
+        f" {rate:.2f}x where calls in a row are limited by the host's time too"
+    )
+
+
+def _in_a_row(row: Mapping[str, Any]) -> float:
+    """Seconds per call, if calls follow each other and nothing waits for a result."""
+    return max(row["median_s"], row["host_s"])

@@ -1,8 +1,8 @@
 """Measure the time of a call with cold caches and warm code; report medians.
 
-`measure` times one call, `measure_host` the time for which the host is busy with it. `measure_ceilings` measures the
-best rates of this machine's memory and matrix units; other modules report speed as a fraction of these ceilings,
-measured in the same run.
+`measure` times one call, `measure_in_turn` several that are compared, `measure_host` the time for which the host is
+busy with a call. `measure_ceilings` measures the best rates of this machine's memory and matrix units; other modules
+report speed as a fraction of these ceilings, measured in the same run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gc
 import importlib.util
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +21,8 @@ from bagu.errors import BaguError
 from bagu.machine.device import c_compiler, default_device, gpu, this_machine, triton_interprets
 
 __all__ = [
-    "Ceilings", "Timing", "flush_buffer", "measure", "measure_ceilings", "measure_host", "repeated_measure",
-    "reset_device",
+    "Ceilings", "Timing", "flush_buffer", "measure", "measure_ceilings", "measure_host", "measure_in_turn",
+    "repeated_measure", "reset_device",
 ]  # fmt: skip
 
 MIB = 1 << 20
@@ -81,6 +81,26 @@ def measure(
     overwritten before each sample, so that inputs come from main memory. `buffer` is a `flush_buffer(device)` to reuse:
     allocating one costs 0.2 s on a CPU with a 300 MiB cache.
     """
+    return measure_in_turn(
+        [fn], device, warmup=warmup, min_samples=min_samples, max_samples=max_samples, seconds=seconds,
+        flush_l2=flush_l2, buffer=buffer,
+    )[0]  # fmt: skip
+
+
+def measure_in_turn(
+    fns: Sequence[Callable[[], object]],
+    device: torch.device | str,
+    *,
+    warmup: int = 3,
+    min_samples: int = 5,
+    max_samples: int = 1000,
+    seconds: float = 0.3,
+    flush_l2: bool = True,
+    buffer: torch.Tensor | None = None,
+) -> list[Timing]:
+    """Measure functions that are compared: each round takes one sample of every one, so that a drift of the clocks or
+    of the load changes all of them alike. `seconds` is for each function; the other options are those of `measure`.
+    """
     device = torch.device(device)
     if not 1 <= min_samples <= max_samples:
         raise BaguError(f"min_samples={min_samples}, max_samples={max_samples}: need 1 <= min_samples <= max_samples")
@@ -88,12 +108,12 @@ def measure(
     scrub = (flush_buffer(device) if buffer is None else buffer) if flush_l2 else None
     if device.type == "cuda":
         with torch.cuda.device(device):
-            samples = _cuda_samples(fn, scrub, plan)
+            samples = _cuda_samples(fns, scrub, plan)
     elif device.type == "cpu":
-        samples = _cpu_samples(fn, scrub, plan)
+        samples = _cpu_samples(fns, scrub, plan)
     else:
         raise BaguError(f"cannot time calls on device {str(device)!r}", hint="use 'cpu' or 'cuda'")
-    return _timing(samples)
+    return [_timing(own) for own in samples]
 
 
 def measure_host(fn: Callable[[], object], device: torch.device, *, calls: int = 32, rounds: int = 9) -> float:
@@ -148,28 +168,40 @@ class _Plan:
             spent = time.perf_counter() - start
 
 
-def _cpu_samples(fn: Callable[[], object], scrub: torch.Tensor | None, plan: _Plan) -> list[float]:
-    plan.warm(fn)
-    samples: list[float] = []
-    end = time.perf_counter() + plan.seconds
-    while len(samples) < plan.min_samples or (len(samples) < plan.max_samples and time.perf_counter() < end):
-        if scrub is not None:
-            scrub.zero_()
-        start = time.perf_counter_ns()
-        fn()
-        samples.append((time.perf_counter_ns() - start) / 1e9)
+def _cpu_samples(fns: Sequence[Callable[[], object]], scrub: torch.Tensor | None, plan: _Plan) -> list[list[float]]:
+    for fn in fns:
+        plan.warm(fn)
+    samples: list[list[float]] = [[] for _ in fns]
+    end, rounds = time.perf_counter() + plan.seconds * len(fns), 0
+    while rounds < plan.min_samples or (rounds < plan.max_samples and time.perf_counter() < end):
+        for fn, own in zip(fns, samples, strict=True):
+            if scrub is not None:
+                scrub.zero_()
+            start = time.perf_counter_ns()
+            fn()
+            own.append((time.perf_counter_ns() - start) / 1e9)
+        rounds += 1
     return samples
 
 
-def _cuda_samples(fn: Callable[[], object], scrub: torch.Tensor | None, plan: _Plan) -> list[float]:
-    def synced() -> None:
-        fn()
-        torch.cuda.synchronize()
+def _cuda_samples(fns: Sequence[Callable[[], object]], scrub: torch.Tensor | None, plan: _Plan) -> list[list[float]]:
+    def synced(fn: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            fn()
+            torch.cuda.synchronize()
 
-    plan.warm(synced)
-    timed = _CudaCall(fn, scrub)
-    fitting = int(plan.seconds / timed.sample_s)
-    return timed.samples(min(max(fitting, plan.min_samples), plan.max_samples))
+        return run
+
+    for fn in fns:
+        plan.warm(synced(fn))
+    calls = [_CudaCall(fn, scrub) for fn in fns]
+    for call in calls:  # all wait as long as the one that needs it most: a pause changes the clocks
+        call.flushes = max(c.flushes for c in calls)
+    fitting = int(len(calls) * plan.seconds / sum(c.sample_s for c in calls))
+    count = min(max(fitting, plan.min_samples), plan.max_samples)
+    rounds = [[call.submit() for call in calls] for _ in range(count)]
+    torch.cuda.synchronize()
+    return [[start.elapsed_time(stop) / 1e3 for start, stop in own] for own in zip(*rounds, strict=True)]
 
 
 class _CudaCall:
@@ -186,17 +218,25 @@ class _CudaCall:
             # timed too. Flush often enough to cover the host's time.
             # Factor 3: with autograd's own thread the host's time varies, and a factor of 1.5 still left gaps.
             self.flushes = min(max(1, math.ceil(3 * host_s / flush_s)), MAX_FLUSHES)
-        self.sample_s = call_s + self.flushes * flush_s
+        self.call_s, self.flush_s = call_s, flush_s
+
+    @property
+    def sample_s(self) -> float:
+        return self.call_s + self.flushes * self.flush_s
+
+    def submit(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Submit one sample; the events are around the call."""
+        for _ in range(self.flushes):
+            assert self.scrub is not None
+            self.scrub.zero_()
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        self.fn()
+        stop.record()
+        return start, stop
 
     def samples(self, count: int) -> list[float]:
-        pairs = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(count)]
-        for start, stop in pairs:
-            if self.scrub is not None:
-                for _ in range(self.flushes):
-                    self.scrub.zero_()
-            start.record()
-            self.fn()
-            stop.record()
+        pairs = [self.submit() for _ in range(count)]
         torch.cuda.synchronize()
         return [start.elapsed_time(stop) / 1e3 for start, stop in pairs]
 

@@ -10,7 +10,7 @@ import torch
 
 from bagu.errors import BaguError
 from bagu.machine.device import default_device, this_machine
-from bagu.machine.timing import Timing, flush_buffer, measure, measure_ceilings
+from bagu.machine.timing import Timing, flush_buffer, measure, measure_ceilings, measure_in_turn
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -54,6 +54,14 @@ def test_sample_count_is_bounded() -> None:
     assert measure(lambda: None, "cpu", seconds=1.0, max_samples=7, flush_l2=False).samples == 7
     one = measure(lambda: None, "cpu", min_samples=1, max_samples=1, flush_l2=False)
     assert one.low_s == one.median_s == one.high_s
+
+
+def test_functions_that_are_compared_are_sampled_in_turn() -> None:
+    calls: list[str] = []
+    fns = [lambda name=name: calls.append(name) for name in "abc"]
+    found = measure_in_turn(fns, "cpu", min_samples=4, max_samples=4, seconds=0, flush_l2=False)
+    assert [t.samples for t in found] == [4, 4, 4]
+    assert "".join(calls[-12:]) == 4 * "abc"
 
 
 def test_cache_is_flushed_before_every_sample() -> None:
