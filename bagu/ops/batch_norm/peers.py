@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from bagu.ops.signature import accumulator
+
 
 def eager(
     x: torch.Tensor,
@@ -15,10 +17,11 @@ def eager(
     training: bool,
     momentum: float,
     eps: float,
+    relu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """PyTorch's implementation. It overwrites the running statistics, so it gets copies of them."""
-    mean = None if running_mean is None else running_mean.clone()
-    var = None if running_var is None else running_var.clone()
-    acc = torch.float32 if mean is None else mean.dtype  # on CUDA the weight has the statistics' dtype
+    acc = accumulator(x.dtype)  # on CUDA the weight has the statistics' dtype, and fp32 is the faster one
+    mean, var = (None if s is None else s.to(acc, copy=True) for s in (running_mean, running_var))
     scale, shift = (None if p is None else p.to(acc) for p in (w, b))
-    return F.batch_norm(x, mean, var, scale, shift, training, momentum, eps), mean, var
+    y = F.batch_norm(x, mean, var, scale, shift, training, momentum, eps)
+    return F.relu(y) if relu else y, mean, var

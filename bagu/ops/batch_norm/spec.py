@@ -9,7 +9,7 @@ In training, mean and var (divided by n = B * S) are the batch's statistics, and
 
 Without running statistics, new_mean and new_var are the batch's mean and its unbiased variance. In inference the
 running statistics normalise x and are returned unchanged; an empty batch also returns them unchanged. They have no
-gradient.
+gradient. With `relu`, y is max(y, 0): a kernel of its own would read and write y once more.
 
 Dims: B = batch, C = channels, S = zero or more further dims.
 Paper: https://arxiv.org/abs/1502.03167
@@ -37,6 +37,7 @@ def reference(
     training: bool,
     momentum: float,
     eps: float,
+    relu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The definition, one channel per row."""
     rows = x.transpose(0, 1).flatten(1)  # [C, n]
@@ -49,6 +50,7 @@ def reference(
     out = (rows - mean[:, None]) / torch.sqrt(var[:, None] + eps)
     out = out if w is None else out * w[:, None]
     out = out if b is None else out + b[:, None]
+    out = out.relu() if relu else out
     y = out.unflatten(1, (x.shape[0], *x.shape[2:])).transpose(0, 1)
     if running_mean is None or running_var is None:
         return y, mean, var * n / (n - 1)
@@ -96,6 +98,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         "training": case.get("training", True),
         "momentum": case.get("momentum", streams.choice("momentum", 0.1, 0.6)),
         "eps": case.get("eps", streams.choice("eps", 1e-5, 0.02, 0.7)),
+        "relu": case.get("relu", False),
     }
 
 
@@ -116,8 +119,9 @@ def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
 nan, inf = float("nan"), float("inf")
 SPEC = OpSpec(
     name="batch_norm",
-    signature="x[B, C, *S], w[C]?: float, b[C]?: float, running_mean[C]?: acc, running_var[C]?: acc, training: bool, "
-    "momentum: float, eps: float -> y[B, C, *S], new_mean[C]: acc, new_var[C]: acc; mean[C]: acc, r[C]: acc",
+    signature="x[B, C, *S], w[C]?: float, b[C]?: float, running_mean[C]?: float, running_var[C]?: float, "
+    "training: bool, momentum: float, eps: float, relu: bool "
+    "-> y[B, C, *S], new_mean[C]: acc, new_var[C]: acc; mean[C]: acc, r[C]: acc",
     reference=reference,
     torch_backend=torch_backend,
     inputs=inputs,
@@ -154,7 +158,14 @@ SPEC = OpSpec(
              eps=1e-5),
         Case("loud", "x^2 is past fp16's largest value, so squaring must happen in fp32", shape=(4, 5, 12), scale=1e3),
         Case("zero", "every channel is all zeros and only eps keeps it finite", shape=(4, 5, 12), scale=0.0),
-        Case("mixed", "weight and bias stay fp32 beside 16-bit activations", shape=(4, 5, 12), mixed=["w", "b"]),
+        Case("mixed", "weight, bias and statistics stay fp32 beside 16-bit activations", shape=(4, 5, 12),
+             mixed=["w", "b", "running_mean", "running_var"]),
+        Case("relu", "negative values are zeros, and so are their gradients, in the sums of dw and db too",
+             shape=(5, 7, 11, 13), relu=True),
+        Case("relu_columns", "the same without S, over several tiles of a program", shape=(70, 19), relu=True),
+        Case("relu_plain", "the sign is that of the normalised value alone", shape=(4, 6, 9), affine=False, relu=True),
+        Case("relu_inference", "the same by the running statistics", shape=(4, 6, 9), training=False, relu=True),
+        Case("relu_nan", "a ReLU keeps a NaN", shape=(3, 5, 14), plant=nan, relu=True),
         Case("nan", "a NaN spoils its own channel and no other", shape=(3, 5, 14), plant=nan),
         Case("inf", "an infinity makes its channel NaN and its mean infinite", shape=(3, 5, 14), plant=inf),
         Case("empty", "an empty batch leaves the running statistics as they are", shape=(0, 5, 14)),
@@ -168,5 +179,7 @@ SPEC = OpSpec(
         Case("tokens", "16k tokens of an 8B model, channels last", bench=True, shape=(16384, 4096)),
         Case("odd", "an odd C has no aligned rows", bench=True, shape=(16384, 4095)),
         Case("decoder_inference", "inference is one pass", bench=True, shape=(4, 128, 512, 512), training=False),
+        Case("resnet_relu", "a norm and its ReLU inside ResNet-50 at batch 32, channels last", bench=True,
+             shape=(32 * 56 * 56, 256), relu=True),
     ],
 )  # fmt: skip

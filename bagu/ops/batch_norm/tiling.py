@@ -10,7 +10,7 @@ from bagu.ops.launch import next_power_of_2, num_sms
 
 ELEMENTS = 4096  # per tile: 16 per thread at 8 warps, two 128-bit loads of a 16-bit dtype
 RUN = 512  # contiguous values of a tile along memory, if the tensor has as many
-SPLITS = 256  # most programs that share a channel: one program combines their partial sums
+SPLITS = 512  # most programs that share a channel: one program combines their partial sums
 
 
 @dataclass(frozen=True, kw_only=True)

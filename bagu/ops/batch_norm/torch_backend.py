@@ -18,6 +18,7 @@ def forward(
     training: bool,
     momentum: float,
     eps: float,
+    relu: bool,
 ) -> Five:
     acc = accumulator(x.dtype)
     over, along = [0, *range(2, x.ndim)], (-1, *(1 for _ in x.shape[2:]))
@@ -28,20 +29,21 @@ def forward(
         var = off.square().mean(over)
     else:
         assert running_mean is not None and running_var is not None
-        mean, var = running_mean.clone(), running_var
+        mean, var = running_mean.to(acc, copy=True), running_var.to(acc)
         off = xf - mean.view(along)
     r = torch.rsqrt(var + eps)
     y = off * r.view(along)
     y = y if w is None else y * w.to(acc).view(along)
     y = y if b is None else y + b.to(acc).view(along)
+    y = y.relu() if relu else y
     n = x.numel() // max(x.shape[1], 1)
     if running_mean is not None and running_var is not None and not (training and n):
-        new_mean, new_var = running_mean.clone(), running_var.clone()
+        new_mean, new_var = running_mean.to(acc, copy=True), running_var.to(acc, copy=True)
     else:
         new_mean, new_var = mean.detach().clone(), var.detach() * (n / max(n - 1, 1))
         if running_mean is not None and running_var is not None:
-            new_mean = torch.lerp(running_mean, new_mean, momentum)
-            new_var = torch.lerp(running_var, new_var, momentum)
+            new_mean = torch.lerp(running_mean.to(acc), new_mean, momentum)
+            new_var = torch.lerp(running_var.to(acc), new_var, momentum)
     return y.to(x.dtype), new_mean, new_var, mean, r
 
 
@@ -55,11 +57,16 @@ def backward(
     training: bool,
     momentum: float,
     eps: float,
+    relu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     acc = r.dtype
     over, along = [0, *range(2, x.ndim)], (-1, *(1 for _ in x.shape[2:]))
     dyf, rf = dy.to(acc), r.view(along)
     xhat = (x.to(acc) - mean.view(along)) * rf
+    if relu:
+        z = xhat if w is None else xhat * w.to(acc).view(along)
+        z = z if b is None else z + b.to(acc).view(along)
+        dyf = torch.where(z <= 0, 0.0, dyf)
     db, dw = dyf.sum(over), (dyf * xhat).sum(over)
     dx = dyf * rf if w is None else dyf * rf * w.to(acc).view(along)
     if training:

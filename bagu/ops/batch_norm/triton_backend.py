@@ -12,6 +12,8 @@ partial results (n, mean, m2) are combined by m2 = sum_p m2_p + n_p * (mean_p - 
 
     db = sum dy        dw = sum dy * xhat        dx = r * (g - mean(g) - xhat * mean(g * xhat))        (training)
 
+With a ReLU, dy is 0 where y is: its sign is computed again from x, which both passes read anyway.
+
 There are no atomics, so the same inputs give the same bits.
 """
 
@@ -27,6 +29,7 @@ from bagu.ops.kernels.scalars import int64
 from bagu.ops.launch import next_power_of_2, triton_acc
 from bagu.ops.signature import accumulator
 
+Affine = tuple[torch.Tensor | None, torch.Tensor | None]  # weight and bias
 TUNABLE = {  # the tests run every combination
     "forward": {"elements": (1024, 4096), "num_warps": (4, 8)},
     "backward": {"elements": (1024, 4096), "num_warps": (4, 8)},
@@ -97,23 +100,12 @@ def _combine(
     if new_mean_ptr is not None:
         var = m2 / (total - 1)
         if running_mean_ptr is not None:
-            old_mean = tl.load(running_mean_ptr + k, k < K, 0.0)
-            old_var = tl.load(running_var_ptr + k, k < K, 0.0)
+            old_mean = tl.load(running_mean_ptr + k, k < K, 0.0).to(ACC)
+            old_var = tl.load(running_var_ptr + k, k < K, 0.0).to(ACC)
             mean = old_mean * (1.0 - momentum) + mean * momentum
             var = old_var * (1.0 - momentum) + var * momentum
         tl.store(new_mean_ptr + k, mean, k < K)
         tl.store(new_var_ptr + k, var, k < K)
-
-
-@triton.jit
-def _keep(running_mean_ptr, running_var_ptr, new_mean_ptr, new_var_ptr, mean_ptr, r_ptr, K, eps, BK: tl.constexpr):
-    k = tl.program_id(0) * BK + tl.arange(0, BK)
-    mean = tl.load(running_mean_ptr + k, k < K, 0.0)
-    var = tl.load(running_var_ptr + k, k < K, 0.0)
-    tl.store(new_mean_ptr + k, mean, k < K)
-    tl.store(new_var_ptr + k, var, k < K)
-    tl.store(mean_ptr + k, mean, k < K)
-    tl.store(r_ptr + k, 1.0 / tl.sqrt(var + eps), k < K)
 
 
 @triton.jit
@@ -127,32 +119,73 @@ def _tile(pid, K, I, BO: tl.constexpr, BK: tl.constexpr, BI: tl.constexpr):
 
 
 @triton.jit
+def _affine(xhat, w_ptr, b_ptr, k, K, ACC: tl.constexpr):
+    """xhat * w + b; k has the channels of xhat."""
+    y = xhat
+    if w_ptr is not None:
+        y *= tl.load(w_ptr + k, k < K, 0.0).to(ACC)
+    if b_ptr is not None:
+        y += tl.load(b_ptr + k, k < K, 0.0).to(ACC)
+    return y
+
+
+@triton.jit
 def _normalize(
     x_ptr, mean_ptr, r_ptr, w_ptr, b_ptr, y_ptr, O, K, I, x_o_stride, x_k_stride, groups, D,
-    BO: tl.constexpr, BK: tl.constexpr, BI: tl.constexpr, ACC: tl.constexpr,
+    BO: tl.constexpr, BK: tl.constexpr, BI: tl.constexpr, ACC: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     o, k, i = _tile(tl.program_id(0), K, I, BO, BK, BI)
     segment = (o < O) & (k < K)
     real = segment & (i < I)
     s = o * groups + k // D  # index of the statistics
     x = tl.load(x_ptr + o * x_o_stride + k * x_k_stride + i, real, 0.0, eviction_policy="evict_first").to(ACC)
-    y = (x - tl.load(mean_ptr + s, segment, 0.0)) * tl.load(r_ptr + s, segment, 0.0)
-    if w_ptr is not None:
-        y *= tl.load(w_ptr + k, k < K, 0.0).to(ACC)
-    if b_ptr is not None:
-        y += tl.load(b_ptr + k, k < K, 0.0).to(ACC)
+    xhat = (x - tl.load(mean_ptr + s, segment, 0.0)) * tl.load(r_ptr + s, segment, 0.0)
+    y = _affine(xhat, w_ptr, b_ptr, k, K, ACC)
+    if RELU:
+        y = tl.where(y <= 0.0, 0.0, y)  # keeps a NaN
     tl.store(y_ptr + (o * K + k) * I + i, y, real, eviction_policy="evict_first")
 
 
 @triton.jit
+def _infer(
+    x_ptr, running_mean_ptr, running_var_ptr, w_ptr, b_ptr, y_ptr, new_mean_ptr, new_var_ptr, mean_ptr, r_ptr, O, K, I,
+    x_o_stride, x_k_stride, eps,
+    BO: tl.constexpr, BK: tl.constexpr, BI: tl.constexpr, ACC: tl.constexpr, RELU: tl.constexpr,
+):  # fmt: skip
+    """Inference in one launch: the programs with the first tile of a channel also write its statistics."""
+    o, k, i = _tile(tl.program_id(0), K, I, BO, BK, BI)
+    real = (o < O) & (k < K) & (i < I)
+    mean = tl.load(running_mean_ptr + k, k < K, 0.0).to(ACC)
+    var = tl.load(running_var_ptr + k, k < K, 0.0).to(ACC)
+    r = 1.0 / tl.sqrt(var + eps)
+    x = tl.load(x_ptr + o * x_o_stride + k * x_k_stride + i, real, 0.0, eviction_policy="evict_first").to(ACC)
+    y = _affine((x - mean) * r, w_ptr, b_ptr, k, K, ACC)
+    if RELU:
+        y = tl.where(y <= 0.0, 0.0, y)
+    tl.store(y_ptr + (o * K + k) * I + i, y, real, eviction_policy="evict_first")
+    first = (k < K) & (tl.min(o) == 0) & (tl.min(i) == 0)
+    tl.store(new_mean_ptr + k, mean, first)
+    tl.store(new_var_ptr + k, var, first)
+    tl.store(mean_ptr + k, mean, first)
+    tl.store(r_ptr + k, r, first)
+
+
+@triton.jit
 def _sums(
-    dy_ptr, x_ptr, mean_ptr, r_ptr, part_ptr, O, K, I, i_tiles, tiles,
+    dy_ptr, x_ptr, mean_ptr, r_ptr, w_ptr, b_ptr, part_ptr, O, K, I, i_tiles, tiles,
     dy_o_stride, dy_k_stride, x_o_stride, x_k_stride, C, D,
-    BO: tl.constexpr, BK: tl.constexpr, BI: tl.constexpr, ACC: tl.constexpr,
+    BO: tl.constexpr, BK: tl.constexpr, BI: tl.constexpr, ACC: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(1)
     k = int64(tl.program_id(0)) * BK + tl.arange(0, BK)
     mean = tl.load(mean_ptr + k // D, k < K, 0.0)[None, :, None]
+    r = tl.load(r_ptr + k // D, k < K, 0.0)
+    if RELU:
+        slope, shift = r, tl.zeros([BK], ACC)  # y = (x - mean) * slope + shift
+        if w_ptr is not None:
+            slope *= tl.load(w_ptr + k, k < K, 0.0).to(ACC)
+        if b_ptr is not None:
+            shift = tl.load(b_ptr + k, k < K, 0.0).to(ACC)
     db = tl.zeros([BO, BK, BI], ACC)
     dw = tl.zeros([BO, BK, BI], ACC)
     for t in range(p, tiles, tl.num_programs(1)):
@@ -160,11 +193,12 @@ def _sums(
         dy = tl.load(dy_ptr + at, real, 0.0).to(ACC)
         at, real = _at(t, k, O, K, I, i_tiles, x_o_stride, x_k_stride, BO, BI)
         x = tl.load(x_ptr + at, real, 0.0).to(ACC)
+        if RELU:
+            dy = tl.where((x - mean) * slope[None, :, None] + shift[None, :, None] <= 0.0, 0.0, dy)
         db += dy
         dw += dy * (x - mean)
     part = part_ptr + int64(p) * 2 * K + k // C * 2 * C + k % C
     tl.store(part, tl.sum(tl.sum(db, axis=2), axis=0), k < K)
-    r = tl.load(r_ptr + k // D, k < K, 0.0)
     tl.store(part + C, tl.sum(tl.sum(dw, axis=2), axis=0) * r, k < K)
 
 
@@ -193,8 +227,9 @@ def _along(
 
 @triton.jit
 def _pull(
-    dy_ptr, x_ptr, mean_ptr, r_ptr, w_ptr, along_ptr, dx_ptr, O, K, I, dy_o_stride, dy_k_stride, x_o_stride, x_k_stride,
-    groups, D, statistics, BO: tl.constexpr, BK: tl.constexpr, BI: tl.constexpr, ACC: tl.constexpr,
+    dy_ptr, x_ptr, mean_ptr, r_ptr, w_ptr, b_ptr, along_ptr, dx_ptr, O, K, I,
+    dy_o_stride, dy_k_stride, x_o_stride, x_k_stride, groups, D, statistics,
+    BO: tl.constexpr, BK: tl.constexpr, BI: tl.constexpr, ACC: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     o, k, i = _tile(tl.program_id(0), K, I, BO, BK, BI)
     segment = (o < O) & (k < K)
@@ -202,11 +237,14 @@ def _pull(
     s = o * groups + k // D
     dx = tl.load(dy_ptr + o * dy_o_stride + k * dy_k_stride + i, real, 0.0, eviction_policy="evict_first").to(ACC)
     r = tl.load(r_ptr + s, segment, 0.0)
-    if w_ptr is not None:
-        dx *= tl.load(w_ptr + k, k < K, 0.0).to(ACC)
-    if along_ptr is not None:  # in inference the statistics are constants
+    if RELU or along_ptr is not None:  # in inference the statistics are constants
         x = tl.load(x_ptr + o * x_o_stride + k * x_k_stride + i, real, 0.0, eviction_policy="evict_first").to(ACC)
         xhat = (x - tl.load(mean_ptr + s, segment, 0.0)) * r
+        if RELU:
+            dx = tl.where(_affine(xhat, w_ptr, b_ptr, k, K, ACC) <= 0.0, 0.0, dx)
+    if w_ptr is not None:
+        dx *= tl.load(w_ptr + k, k < K, 0.0).to(ACC)
+    if along_ptr is not None:
         dx -= tl.load(along_ptr + s, segment, 0.0) + xhat * tl.load(along_ptr + statistics + s, segment, 0.0)
     tl.store(dx_ptr + (o * K + k) * I + i, dx * r, real, eviction_policy="evict_first")
 
@@ -229,7 +267,7 @@ def statistics(
     _statistics[(t.k_tiles, t.splits)](
         x, n, parts[0], parts[1], O, K, I, t.i_tiles, t.tiles, x.stride(0), x.stride(1), ACC=acc, **t.blocks
     )
-    block = max(1024 // next_power_of_2(t.splits), 16)
+    block = max(1024 // next_power_of_2(t.splits), 8)
     _combine[(triton.cdiv(K, block),)](
         n, parts[0], parts[1], mean, r, *running, *new, K, t.splits, momentum, eps,
         BP=next_power_of_2(t.splits), BK=block, ACC=acc, num_warps=4,
@@ -238,23 +276,28 @@ def statistics(
 
 def normalize(
     x: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None,
-    y: torch.Tensor, *, tiling: Tiling, groups: int = 0, D: int = 1,
+    y: torch.Tensor, *, tiling: Tiling, groups: int = 0, D: int = 1, relu: bool = False,
 ) -> None:  # fmt: skip
     """Write y, contiguous, from x[O, K, I]; channel k of row o uses the statistics o * groups + k // D."""
     _normalize[tiling.grid](
-        x, mean, r, w, b, y, *x.shape, x.stride(0), x.stride(1), groups, D, ACC=triton_acc(x.dtype), **tiling.blocks
-    )
+        x, mean, r, w, b, y, *x.shape, x.stride(0), x.stride(1), groups, D,
+        ACC=triton_acc(x.dtype), RELU=relu, **tiling.blocks,
+    )  # fmt: skip
 
 
 def channel_sums(
-    dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, *, tiling: Tiling, C: int, D: int = 1
-) -> torch.Tensor:
-    """Partial sums of db and dw, [splits, K / C, 2, C], for [O, K, I]; channel k uses the statistics k // D."""
+    dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, *, tiling: Tiling, C: int, D: int = 1,
+    relu: Affine | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Partial sums of db and dw, [splits, K / C, 2, C], for [O, K, I]; channel k uses the statistics k // D.
+
+    With the weight and bias in `relu`, dy is that of a ReLU of the result, and K is C."""
     (O, K, I), t = x.shape, tiling
     part = torch.empty(t.splits, K // C, 2, C, dtype=r.dtype, device=x.device)
     _sums[(t.k_tiles, t.splits)](
-        dy, x, mean, r, part, O, K, I, t.i_tiles, t.tiles, dy.stride(0), dy.stride(1), x.stride(0), x.stride(1), C, D,
-        ACC=triton_acc(x.dtype), **t.blocks,
+        dy, x, mean, r, *(relu or (None, None)), part, O, K, I, t.i_tiles, t.tiles,
+        dy.stride(0), dy.stride(1), x.stride(0), x.stride(1), C, D,
+        ACC=triton_acc(x.dtype), RELU=relu is not None, **t.blocks,
     )  # fmt: skip
     return part
 
@@ -262,6 +305,7 @@ def channel_sums(
 def pull(
     dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, w: torch.Tensor | None,
     part: torch.Tensor | None, dx: torch.Tensor, *, tiling: Tiling, groups: int = 0, D: int = 1,
+    relu: Affine | None = None,
 ) -> None:  # fmt: skip
     """Write dx, contiguous, for x[O, K, I]; `part` holds the partial sums of db and dw, or is None in inference."""
     (O, K, I), acc, along = x.shape, triton_acc(x.dtype), None
@@ -273,8 +317,9 @@ def pull(
             BS=1024 // block, BQ=block, ACC=acc, num_warps=4,
         )  # fmt: skip
     _pull[tiling.grid](
-        dy, x, mean, r, w, along, dx, O, K, I, dy.stride(0), dy.stride(1), x.stride(0), x.stride(1),
-        groups, D, r.numel(), ACC=acc, **tiling.blocks,
+        dy, x, mean, r, w, None if relu is None else relu[1], along, dx, O, K, I,
+        dy.stride(0), dy.stride(1), x.stride(0), x.stride(1), groups, D, r.numel(),
+        ACC=acc, RELU=relu is not None, **tiling.blocks,
     )  # fmt: skip
 
 
@@ -291,37 +336,51 @@ def weight_gradients(
 
 def forward(
     x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None, training: bool, momentum: float, eps: float,
+    running_var: torch.Tensor | None, training: bool, momentum: float, eps: float, relu: bool,
     *, elements: int | None = None, num_warps: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     C, acc = x.shape[1], accumulator(x.dtype)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     mean, r, new_mean, new_var = (torch.empty(C, dtype=acc, device=x.device) for _ in range(4))
-    old = [None if v is None else v.contiguous() for v in (running_mean, running_var)]
-    if C and running_mean is not None and not (training and x.numel()):
-        _keep[(triton.cdiv(C, 256),)](*old, new_mean, new_var, mean, r, C, eps, BK=256)
     if not x.numel():
-        if running_mean is None:
-            mean, r, new_mean, new_var = (v.fill_(torch.nan) for v in (mean, r, new_mean, new_var))
-        return y, new_mean, new_var, mean, r
-    flat, w, b = as_channels(x), *(None if v is None else v.contiguous() for v in (w, b))
+        return y, *_of_nothing(running_mean, running_var, eps, new_mean, new_var, mean, r)
+    flat = as_channels(x)
+    w, b, *old = (None if v is None else v.contiguous() for v in (w, b, running_mean, running_var))
     t = Tiling.of(flat, elements, num_warps)
     if training:
         statistics(flat, mean, r, eps, tiling=t, running=(old[0], old[1]), new=(new_mean, new_var), momentum=momentum)
-    normalize(flat, mean, r, w, b, y, tiling=t)
+        normalize(flat, mean, r, w, b, y, tiling=t, relu=relu)
+    else:
+        _infer[t.grid](
+            flat, *old, w, b, y, new_mean, new_var, mean, r, *flat.shape, flat.stride(0), flat.stride(1), eps,
+            ACC=triton_acc(x.dtype), RELU=relu, **t.blocks,
+        )  # fmt: skip
     return y, new_mean, new_var, mean, r
+
+
+def _of_nothing(
+    running_mean: torch.Tensor | None, running_var: torch.Tensor | None, eps: float, *made: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """new_mean, new_var, mean and r of an empty batch."""
+    if running_mean is None or running_var is None:
+        values = [torch.full_like(m, torch.nan) for m in made]
+    else:
+        r = torch.rsqrt(running_var.to(made[0].dtype) + eps)
+        values = [m.copy_(v) for m, v in zip(made, (running_mean, running_var, running_mean, r), strict=True)]
+    return values[0], values[1], values[2], values[3]
 
 
 def backward(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, mean: torch.Tensor,
-    r: torch.Tensor, training: bool, momentum: float, eps: float,
+    r: torch.Tensor, training: bool, momentum: float, eps: float, relu: bool,
     *, elements: int | None = None, num_warps: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():
         return dx, None if w is None else torch.zeros_like(w), None if b is None else torch.zeros_like(b)
-    C, flat, dys, scale = x.shape[1], as_channels(x), as_channels(dy), None if w is None else w.contiguous()
-    t = Tiling.of(flat, elements, num_warps)
-    part = channel_sums(dys, flat, mean, r, tiling=t, C=C)
-    pull(dys, flat, mean, r, scale, part if training else None, dx, tiling=t)
+    C, flat, dys = x.shape[1], as_channels(x), as_channels(dy)
+    scale, shift = (None if v is None else v.contiguous() for v in (w, b))
+    t, affine = Tiling.of(flat, elements, num_warps), (scale, shift) if relu else None
+    part = channel_sums(dys, flat, mean, r, tiling=t, C=C, relu=affine)
+    pull(dys, flat, mean, r, scale, part if training else None, dx, tiling=t, relu=affine)
     return dx, *weight_gradients(part.view(-1, 2, C), w, b)
