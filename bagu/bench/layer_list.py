@@ -40,6 +40,19 @@ class SwiGLU(nn.Module):
         return y
 
 
+class NormReLU(nn.Module):
+    """A BatchNorm and a ReLU: one layer of drop_in, two of torch.nn."""
+
+    def __init__(self, kit: Any, channels: int) -> None:
+        super().__init__()
+        self.norm = kit.BatchNorm2d(channels)
+        self.fused = kit is drop_in
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.norm(x, "relu") if self.fused else nn.functional.relu(self.norm(x))
+        return y
+
+
 class EmbeddingLoss(nn.Module):
     """The ends of a language model: the embedding, and the loss of a linear head over the vocabulary."""
 
@@ -84,7 +97,7 @@ def _layers(width: int, tokens: int, image: int, vocabulary: int) -> dict[str, L
         ),
         Layer(
             name="batch_norm_relu",
-            build=lambda kit: nn.Sequential(kit.BatchNorm2d(2 * channels), nn.ReLU()),
+            build=lambda kit: NormReLU(kit, 2 * channels),
             shape=(2 * channels, image, image),
         ),
         Layer(name="layer_norm", build=lambda kit: kit.LayerNorm(width), shape=(tokens, width)),

@@ -147,6 +147,30 @@ def test_on_a_cpu_a_product_is_torchs_own_call_unless_something_is_chosen(name: 
             assert ours(x).dtype == torch.bfloat16 and len(routes) == 3
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["first", "last"])
+def test_a_batch_norm_applies_a_relu_and_keeps_the_memory_format(
+    memory_format: torch.memory_format, training: bool
+) -> None:
+    theirs, ours = nn.BatchNorm2d(6), drop_in.BatchNorm2d(6)
+    nn.init.normal_(theirs.weight)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 6, 5, 4).contiguous(memory_format=memory_format)
+
+    def run(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(layer, drop_in.BatchNorm2d):
+            with ops.use("torch"):  # without it a CPU runs torch's forward
+                y: torch.Tensor = layer(x, "relu")
+                assert y.stride() == x.stride()
+                return y
+        return nn.functional.relu(layer(x))
+
+    exact = copy.deepcopy(theirs).double()
+    found = [results(layer.train(training), v, run) for layer, v in ((ours, x), (theirs, x), (exact, x.double()))]
+    assert_as_accurate(*found)
+    torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()))
+
+
 def test_integers_and_other_inputs_raise_what_torch_raises() -> None:
     for layer in (nn.Linear(4, 4), drop_in.Linear(4, 4)):
         with pytest.raises(RuntimeError, match="dtype"):

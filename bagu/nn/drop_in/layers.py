@@ -106,22 +106,28 @@ class GroupNorm(nn.GroupNorm):
 
 
 class BatchNorm2d(nn.BatchNorm2d):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        self._check_input_dim(input)
-        mean, var = self.running_mean, self.running_var
-        fits = (mean is None) == (var is None) and all(t is None or t.dtype == torch.float32 for t in (mean, var))
-        if not fits or autocasting(input) or not supported(input) or input.dtype == torch.float64:
-            return super().forward(input)
-        training = self.training or mean is None
+    def forward(self, input: torch.Tensor, activation: str | None = None) -> torch.Tensor:
+        """`activation`, None or "relu", is applied to the result: on a GPU in the kernels of the norm."""
+        if calls_torch(input) or not self._fits(input):
+            return activate(super().forward(input), activation)
+        mean, var, training = self.running_mean, self.running_var, self.training or self.running_mean is None
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:  # a cumulative average
                 momentum = 1.0 / float(self.num_batches_tracked)
+        # channels last in memory are rows of channels: a view, and the result has the same memory format
+        last = not input.is_contiguous() and input.is_contiguous(memory_format=torch.channels_last)
         y, new_mean, new_var = ops.batch_norm(
-            input, self.weight, self.bias, mean, var, training=training, momentum=momentum, eps=self.eps
-        )
+            input.permute(0, 2, 3, 1).flatten(0, 2) if last else input, self.weight, self.bias, mean, var,
+            training=training, momentum=momentum, eps=self.eps, relu=activation == "relu",
+        )  # fmt: skip
         if self.training and mean is not None and var is not None:
-            mean.copy_(new_mean)
-            var.copy_(new_var)
-        return y
+            torch._foreach_copy_([mean, var], [new_mean, new_var])
+        y = y.unflatten(0, (input.shape[0], *input.shape[2:])).permute(0, 3, 1, 2) if last else y
+        return y if activation in (None, "relu") else activate(y, activation)
+
+    def _fits(self, x: torch.Tensor) -> bool:
+        """Whether the op computes what torch's forward does on x."""
+        both = (self.running_mean is None) == (self.running_var is None)
+        return x.ndim == 4 and both and not autocasting(x) and supported(x) and x.dtype != torch.float64
