@@ -25,6 +25,7 @@ __all__ = [
     "Direct",
     "Launch",
     "Launcher",
+    "available_launcher",
     "bound",
     "is_constant",
     "noted_launches",
@@ -85,6 +86,14 @@ def cuda_launcher() -> CudaLauncher | None:
         return CudaLauncher()
     except (ImportError, AttributeError):
         return None
+
+
+@cache
+def available_launcher() -> CudaLauncher | None:
+    """The launcher of this machine; None without CUDA, or if Triton interprets kernels."""
+    from bagu.machine.device import triton_interprets
+
+    return cuda_launcher() if torch.cuda.is_available() and not triton_interprets() else None
 
 
 class CudaLauncher:

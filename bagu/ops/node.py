@@ -17,7 +17,7 @@ from bagu.ops.eager import autocasting, once_differentiable
 from bagu.ops.launcher import Launcher
 from bagu.ops.link import Backward, Forward, Link, received, selective
 from bagu.ops.plan import Results
-from bagu.ops.replay import Host, Repeated, kind_of, remember
+from bagu.ops.replay import Host, Repeated, Replayed, kind_of, remember
 
 __all__ = ["Node", "backward_host", "forward_host", "paired"]
 
@@ -55,29 +55,19 @@ class Node:
         return self.apply(calls, pointers, *values) if wanted and self.apply else calls(values, pointers)
 
 
-class _Backward:
-    """The backward of a node: maps the values that `received` lists to the gradients."""
+class _Backward(Replayed):
+    """The backward of a node. It takes which inputs need a gradient, then the values that `received` lists, and returns
+    the gradients."""
 
     def __init__(self, spec: OpSpec, backward: Backward, launcher: Launcher | None) -> None:
-        self.link, self.launcher = Link.of(spec), launcher
-        self.kinds: dict[tuple[Any, ...], Repeated] = {}
+        self.link = Link.of(spec)
         made = backward_host(spec, backward)
 
         def host(values: Sequence[Any]) -> Results:
             wanted, *given = values
             return self.link.hand_out(wanted, made((self.link.needs(wanted), *given)))
 
-        self.host = host
-
-    def __call__(self, *values: Any) -> Results:
-        """`values`: which inputs need a gradient, then the values that `received` lists."""
-        if self.launcher is None or torch._C._len_torch_dispatch_stack():  # a dispatch mode must see the ops
-            return self.host(values)
-        kind, pointers = kind_of(values)
-        calls = self.kinds.get(key := tuple(kind))
-        if calls is None:
-            calls = remember(self.kinds, key, Repeated(self.host, self.launcher))
-        return calls(values, pointers)
+        super().__init__(host, lambda: launcher)
 
 
 def _function(spec: OpSpec, backend: str, back: _Backward) -> Callable[..., Results]:

@@ -20,7 +20,7 @@ from bagu.ops.launcher import Launcher
 from bagu.ops.plan import Plan, Results
 from bagu.ops.record import recorded
 
-__all__ = ["Host", "Repeated", "kind_of", "remember"]
+__all__ = ["Host", "Repeated", "Replayed", "kind_of", "remember"]
 
 KINDS = 4096  # the number of kinds of calls that are cached per op
 T = TypeVar("T")
@@ -46,6 +46,25 @@ class Repeated:
             return self.host(values)
         results, self.plan = recorded(self.host, values, self.launcher)
         return results
+
+
+class Replayed:
+    """Host code whose launches are replayed, for every kind of call: a backward, or a part of host code that cannot be
+    replayed as a whole."""
+
+    def __init__(self, host: Host, launcher: Callable[[], Launcher | None]) -> None:
+        self.host, self.launcher = host, launcher
+        self.kinds: dict[tuple[Any, ...], Repeated] = {}
+
+    def __call__(self, *values: Any) -> Results:
+        launcher = self.launcher()
+        if launcher is None or torch._C._len_torch_dispatch_stack():  # a dispatch mode must see the ops
+            return self.host(values)
+        kind, pointers = kind_of(values)
+        calls = self.kinds.get(key := tuple(kind))
+        if calls is None:
+            calls = remember(self.kinds, key, Repeated(self.host, launcher))
+        return calls(values, pointers)
 
 
 def kind_of(values: Sequence[Any]) -> tuple[list[Any], list[int]]:

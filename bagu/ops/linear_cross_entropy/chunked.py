@@ -18,6 +18,7 @@ from types import MappingProxyType
 import torch
 
 from bagu.ops.linear_cross_entropy import cpu_gemm
+from bagu.ops.linear_cross_entropy.losses import token_losses
 from bagu.ops.signature import accumulator
 
 __all__ = [
@@ -61,6 +62,14 @@ class Kernels:
         target_logit, lse = self.score(logits, targets, ignore_index)
         dlse = weights * (1 + 2 * z_loss * lse) if z_loss else weights
         return target_logit, lse, self.slope(logits, targets, lse, -weights, dlse, ignore_index, dtype)
+
+    def losses(
+        self, target_logit: torch.Tensor, lse: torch.Tensor, weights: torch.Tensor, targets: torch.Tensor,
+        z_loss: float, ignore_index: int,
+    ) -> torch.Tensor:  # fmt: skip
+        """The weighted loss of each token. An ignored token may have any weight, also NaN."""
+        losses = weights * token_losses(target_logit, lse, z_loss).loss
+        return torch.where(targets != ignore_index, losses, 0.0)
 
 
 def chunks(M: int, V: int, itemsize: int, memory: int | None, device: torch.device) -> list[tuple[int, int]]:

@@ -8,9 +8,10 @@ fp32 memory. The two GEMMs read a [m, V] tensor with twice the row stride, and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -18,9 +19,12 @@ import triton.language as tl
 
 from bagu.ops.cross_entropy.triton_backend import exp, reduce_rows
 from bagu.ops.launch import next_power_of_2, triton_acc
-from bagu.ops.linear_cross_entropy import chunked
+from bagu.ops.launcher import available_launcher
+from bagu.ops.linear_cross_entropy import chunked, row_kernels
 from bagu.ops.linear_cross_entropy.chunked import EVERY, Kernels
 from bagu.ops.matmul.triton_backend import Epilogue, product
+from bagu.ops.plan import Results
+from bagu.ops.replay import Replayed
 from bagu.ops.signature import accumulator
 
 __all__ = ["INVARIANT", "KERNELS", "TUNABLE", "backward", "forward", "invariant_backward", "invariant_forward"]
@@ -84,12 +88,22 @@ def _logits_by_row(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return product(hidden, weight.to(hidden.dtype), Epilogue(), _logits_memory(hidden, weight))
 
 
+def _score_host(values: Sequence[Any]) -> Results:
+    logits, targets, ignore_index, splits = values
+    target_logit = torch.empty(logits.shape[0], dtype=logits.dtype, device=logits.device)
+    lse = torch.empty_like(target_logit)
+    reduce_rows(logits, targets, target_logit, lse, ignore_index, 0.0, 0.0, loss=False, splits=splits)
+    return target_logit, lse
+
+
+_replayed_score = Replayed(_score_host, available_launcher)
+
+
 def _score(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, *, splits: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    target_logit = torch.empty(logits.shape[0], dtype=logits.dtype, device=logits.device)
-    lse = torch.empty_like(target_logit)
-    reduce_rows(logits, targets.contiguous(), target_logit, lse, ignore_index, 0.0, 0.0, loss=False, splits=splits)
+    target_logit, lse = _replayed_score(logits, targets.contiguous(), ignore_index, splits)
+    assert target_logit is not None and lse is not None
     return target_logit, lse
 
 
@@ -110,7 +124,22 @@ def _overwrite(
     return dlogits[:, :width]
 
 
-KERNELS = Kernels(logits=_logits, score=_score, slope=_overwrite, pad=_pad)
+class _Kernels(Kernels):
+    def score_and_slope(
+        self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, z_loss: float, ignore_index: int,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        return row_kernels.score_and_slope(logits, targets, weights, z_loss, ignore_index, dtype)
+
+    def losses(
+        self, target_logit: torch.Tensor, lse: torch.Tensor, weights: torch.Tensor, targets: torch.Tensor,
+        z_loss: float, ignore_index: int,
+    ) -> torch.Tensor:  # fmt: skip
+        return row_kernels.weighted_losses(target_logit, lse, weights, targets, z_loss, ignore_index)
+
+
+KERNELS = _Kernels(logits=_logits, score=_score, slope=_overwrite, pad=_pad)
+# `score_and_slope` is the plain version here, so that the one-pass loss gives a token's lse the same bits as `score`.
 INVARIANT = Kernels(logits=_logits_by_row, score=partial(_score, splits=1), slope=_overwrite, pad=_pad)
 
 

@@ -12,7 +12,6 @@ import torch
 
 from bagu.errors import ArgumentError
 from bagu.ops.linear_cross_entropy.chunked import Gradients, Kernels, joined, operand, operands, part
-from bagu.ops.linear_cross_entropy.losses import token_losses
 from bagu.ops.signature import accumulator
 
 __all__ = ["check_made", "forward"]
@@ -39,8 +38,7 @@ def forward(
         scores.append((target_logit, lse))
         del logits  # before the next chunk's logits are computed, or two would exist
     target_logit, lse = (joined([s[i] for s in scores], t.shape, hidden, acc) for i in (0, 1))
-    losses = weights * token_losses(target_logit, lse, z_loss).loss
-    loss = torch.where(t != ignore_index, losses, 0.0).sum()  # an ignored token may have any weight, also NaN
+    loss = kernels.losses(target_logit, lse, weights, t, z_loss, ignore_index).sum()
     absent = hidden.new_empty(0)
     return (
         loss,
