@@ -1,9 +1,11 @@
 """`bagu bench layers`: layers of torch.nn beside their drop-in versions, under eager, torch.compile and ONNX Runtime.
 
-Every implementation has the same weights and input. They are timed in turn, sample by sample, with cold caches. The
-passes are a forward in inference (evaluation mode, no gradients), and a forward and backward in training from a random
-gradient of the output, or from 1 for a loss. On a GPU the time is that of the GPU, and `host_s` that for which the host
-is busy with the call: calls in a row take the longer of the two.
+Every implementation has the same weights and input. The passes are a forward in inference (evaluation mode, no
+gradients), and a forward and backward in training from a random gradient of the output, or from 1 for a loss.
+Implementations are timed in turn.
+
+The time is that of a call among calls in a row, which a user sees: the host's or the GPU's, whichever is longer. On a
+GPU, `device_s` is the GPU's time alone, with cold caches; on a CPU it is the time of a call with cold caches.
 
 The error is the largest difference from the layer in fp64, over the largest value. Peak memory is that of one call
 above the memory before it (GPU only).
@@ -29,7 +31,7 @@ from bagu.bench.sizing import dtype_named
 from bagu.bench.units import duration
 from bagu.errors import UnknownName
 from bagu.machine.device import default_device
-from bagu.machine.timing import Timing, flush_buffer, measure_host, measure_in_turn
+from bagu.machine.timing import Timing, flush_buffer, measure_in_turn, measure_rate
 from bagu.nn import drop_in
 
 __all__ = ["main"]
@@ -96,11 +98,12 @@ def _rows(
         names = list(models)
         if session is not None and not training:
             runs, names = [*runs, session], [*names, "onnxruntime"]
-        times = measure_in_turn(runs, device, seconds=seconds, buffer=scrub)
-        for name, run, t in zip(names, runs, times, strict=True):
+        cold = measure_in_turn(runs, device, seconds=seconds, buffer=scrub)
+        rates = measure_rate(runs, device, seconds=seconds)
+        for name, run, t, alone in zip(names, runs, rates, cold, strict=True):
             row = _row(layer, batch, dtype, device, name, step, t)
+            row["device_s"] = alone.median_s
             row["error"] = None if training else _difference(torch.as_tensor(run()), want)
-            row["host_s"] = measure_host(run, device, calls=16, rounds=4) if device.type == "cuda" else t.median_s
             row["peak_bytes"] = peak_bytes(run, device)
             found.append(row)
     return found
@@ -112,7 +115,7 @@ def _row(
     return {
         "layer": layer.name, "batch": batch, "shape": list(layer.shape), "dtype": str(dtype).removeprefix("torch."),
         "device": device.type, "implementation": name, "pass": step, "median_s": t.median_s, "low_s": t.low_s,
-        "high_s": t.high_s, "samples": t.samples, "per_s": batch / t.median_s, "host_s": None, "error": None,
+        "high_s": t.high_s, "samples": t.samples, "per_s": batch / t.median_s, "device_s": None, "error": None,
         "peak_bytes": None,
     }  # fmt: skip
 
@@ -141,34 +144,39 @@ def _table(layer: Layer, batch: int, rows: Sequence[Mapping[str, Any]]) -> Any:
     lines = []
     for row in rows:
         best = min(r["median_s"] for r in rows if r["pass"] == row["pass"] and r["implementation"] != "bagu")
-        host = "–" if row["host_s"] is None else duration(row["host_s"])
         memory = "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.1f}"
         error = "–" if row["error"] is None else f"{row['error']:.1e}"
         ratio = f"{best / row['median_s']:.2f}"
         per_s = f"{row['per_s']:,.0f}"
-        lines.append((row["implementation"], row["pass"], duration(row["median_s"]), host, per_s, ratio, memory, error))
-    heads = ("implementation", "pass", "time", "host", "inputs/s", "vs best peer", "peak MiB", "error")
+        lines.append(
+            (
+                row["implementation"],
+                row["pass"],
+                duration(row["median_s"]),
+                duration(row["device_s"]),
+                per_s,
+                ratio,
+                memory,
+                error,
+            )
+        )
+    heads = ("implementation", "pass", "time", "device", "inputs/s", "vs best peer", "peak MiB", "error")
     return table(f"{layer.name}, batch {batch} x {list(layer.shape)}", heads, lines)
 
 
 def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """The geometric means, over layers, batches and passes, of the best peer's time over bagu's."""
-    ratios, in_a_row = [], []
+    ratios: dict[str, list[float]] = {"median_s": [], "device_s": []}
     for row in rows:
         if row["implementation"] == "bagu" and row["layer"] != "int8_linear":
             same = [r for r in rows if all(r[k] == row[k] for k in ("layer", "batch", "pass"))]
-            peers = [r for r in same if r["implementation"] in ("eager", "compile")]
-            ratios.append(min(r["median_s"] for r in peers) / row["median_s"])
-            in_a_row.append(min(map(_in_a_row, peers)) / _in_a_row(row))
-    if not ratios:
+            for time, found in ratios.items():
+                found.append(min(r[time] for r in same if r["implementation"] in ("eager", "compile")) / row[time])
+    if not ratios["median_s"]:
         return "no layer besides int8_linear was timed"
-    mean, rate = statistics.geometric_mean(ratios), statistics.geometric_mean(in_a_row)
+    mean, alone = (statistics.geometric_mean(found) for found in ratios.values())
+    count = len(ratios["median_s"])
     return (
-        f"bagu is {mean:.2f}x the best of torch eager and compile (geometric mean of {len(ratios)}, without int8);"
-        f" {rate:.2f}x where calls in a row are limited by the host's time too"
+        f"bagu is {mean:.2f}x the best of torch eager and compile (geometric mean of {count}, without int8), and"
+        f" {alone:.2f}x by the device's time alone"
     )
-
-
-def _in_a_row(row: Mapping[str, Any]) -> float:
-    """Seconds per call, if calls follow each other and nothing waits for a result."""
-    return max(row["median_s"], row["host_s"])

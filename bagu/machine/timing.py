@@ -1,8 +1,8 @@
 """Measure the time of a call with cold caches and warm code; report medians.
 
-`measure` times one call, `measure_in_turn` several that are compared, `measure_host` the time for which the host is
-busy with a call. `measure_ceilings` measures the best rates of this machine's memory and matrix units; other modules
-report speed as a fraction of these ceilings, measured in the same run.
+`measure` times one call, `measure_in_turn` several that are compared, `measure_rate` calls in a row, `measure_host` the
+time for which the host is busy with a call. `measure_ceilings` measures the best rates of this machine's memory and
+matrix units; other modules report speed as a fraction of these ceilings, measured in the same run.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from bagu.machine.device import c_compiler, default_device, gpu, this_machine, t
 
 __all__ = [
     "Ceilings", "Timing", "flush_buffer", "measure", "measure_ceilings", "measure_host", "measure_in_turn",
-    "repeated_measure", "reset_device",
+    "measure_rate", "repeated_measure", "reset_device",
 ]  # fmt: skip
 
 MIB = 1 << 20
 WARM_S = 0.03  # the clocks of an idle GPU rise within milliseconds; caches and allocators settle in a few calls
-MAX_FLUSHES = 32
+MAX_FLUSHES = 128  # 8 ms on an H200, whose host takes up to 4 ms for a training step of a transformer's layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,15 +122,40 @@ def measure_host(fn: Callable[[], object], device: torch.device, *, calls: int =
     Nothing waits for a GPU inside a round. Its work must be short, or its queue fills and the host waits. On a CPU this
     is the time of the call.
     """
-    samples = []
-    for _ in range(1 + rounds):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            fn()
-        samples.append((time.perf_counter() - start) / calls)
+    samples = [_in_a_row(fn, device, calls)[0] for _ in range(1 + rounds)]
     return float(np.median(samples[1:]))  # the first round warms up
+
+
+def measure_rate(
+    fns: Sequence[Callable[[], object]], device: torch.device, *, seconds: float = 0.3, rounds: int = 7
+) -> list[Timing]:
+    """Measure functions that are compared by the time of a call among calls in a row, with all that the host does.
+
+    A round runs every function, for `seconds` / `rounds` each and at least 4 calls, and waits once at its end: if the
+    host is faster than the GPU, this is the GPU's time with warm caches, else the host's.
+    """
+    counts = []
+    for fn in fns:
+        _in_a_row(fn, device, 2)
+        counts.append(max(4, int(seconds / rounds / _in_a_row(fn, device, 3)[1])))
+    samples: list[list[float]] = [[] for _ in fns]
+    for _ in range(rounds):
+        for fn, calls, own in zip(fns, counts, samples, strict=True):
+            own.append(_in_a_row(fn, device, calls)[1])
+    return [_timing(own) for own in samples]
+
+
+def _in_a_row(fn: Callable[[], object], device: torch.device, calls: int) -> tuple[float, float]:
+    """Seconds per call until the host has submitted all calls, and until the device has finished them."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        fn()
+    submitted = time.perf_counter() - start
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return submitted / calls, (time.perf_counter() - start) / calls
 
 
 def flush_buffer(device: torch.device | str) -> torch.Tensor:

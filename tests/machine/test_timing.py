@@ -10,7 +10,7 @@ import torch
 
 from bagu.errors import BaguError
 from bagu.machine.device import default_device, this_machine
-from bagu.machine.timing import Timing, flush_buffer, measure, measure_ceilings, measure_in_turn
+from bagu.machine.timing import Timing, flush_buffer, measure, measure_ceilings, measure_in_turn, measure_rate
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -62,6 +62,14 @@ def test_functions_that_are_compared_are_sampled_in_turn() -> None:
     found = measure_in_turn(fns, "cpu", min_samples=4, max_samples=4, seconds=0, flush_l2=False)
     assert [t.samples for t in found] == [4, 4, 4]
     assert "".join(calls[-12:]) == 4 * "abc"
+
+
+def test_calls_in_a_row_are_timed_in_turn() -> None:
+    calls: list[str] = []
+    fns = [lambda name=name: calls.append(name) for name in "ab"]
+    found = measure_rate(fns, torch.device("cpu"), seconds=0, rounds=3)
+    assert [t.samples for t in found] == [3, 3] and all(0 < t.low_s <= t.median_s <= t.high_s for t in found)
+    assert "".join(calls[-24:]) == 3 * "aaaabbbb"
 
 
 def test_cache_is_flushed_before_every_sample() -> None:

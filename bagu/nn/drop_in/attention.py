@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from bagu import ops
 from bagu.nn.drop_in.layers import LayerNorm, Linear, autocast, supported
+from bagu.ops.dispatch import calls_torch
 
 __all__ = ["MultiheadAttention", "TransformerEncoderLayer"]
 
@@ -21,8 +23,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         key_padding_mask: torch.Tensor | None = None, need_weights: bool = True, attn_mask: torch.Tensor | None = None,
         average_attn_weights: bool = True, is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        masked = key_padding_mask is not None or (attn_mask is not None and not is_causal)
-        if need_weights or masked or not (query is key and key is value and self._covered(query)):
+        plain = not need_weights and key_padding_mask is None and (attn_mask is None or is_causal)
+        if not (plain and query is key and key is value and self._covered(query)):
             return super().forward(
                 query, key, value, key_padding_mask=key_padding_mask, need_weights=need_weights, attn_mask=attn_mask,
                 average_attn_weights=average_attn_weights, is_causal=is_causal,
@@ -39,13 +41,26 @@ class MultiheadAttention(nn.MultiheadAttention):
         return plain and not dropout and supported(*_weights(self, x)) and x.ndim in (2, 3) and x.numel() > 0
 
     def attend(self, x: torch.Tensor, *, causal: bool) -> torch.Tensor:
-        """Self-attention of x[B, S, N] within each sequence."""
+        """Self-attention of x[B, S, N] within each sequence, from one product for queries, keys and values."""
         (B, S, N), H = x.shape, self.num_heads
+        if _by_torch(x):
+            packed = F.linear(x, self.in_proj_weight, self.in_proj_bias).view(B, S, 3, H, N // H)
+            q, k, v = (t.transpose(1, 2) for t in packed.unbind(2))  # in this order their gradients need one copy
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+            return F.linear(out.reshape(B, S, N), self.out_proj.weight, self.out_proj.bias)
         x, w_in, b_in, w_out, b_out = _weights(self, x)
         q, k, v = ops.matmul(x.reshape(B * S, N), w_in, b_in).view(B * S, 3, H, N // H).unbind(1)
         offsets = torch.arange(0, B * S + 1, S, dtype=torch.int32, device=x.device)
         out, _ = ops.attention(q, k, v, offsets, S, causal=causal)
         return ops.matmul(out.reshape(B, S, N), w_out, b_out)
+
+
+def _by_torch(x: torch.Tensor) -> bool:
+    """Whether the ops would run torch's own kernels on x, which are then called without dispatch: for sequences of one
+    length on a GPU in 16 bits cuDNN or FlashAttention-2, and where the backward must be deterministic Triton."""
+    return calls_torch(x, on_gpu=True) and (
+        x.is_cpu or (x.element_size() == 2 and not torch.are_deterministic_algorithms_enabled())
+    )
 
 
 def _weights(layer: nn.MultiheadAttention, x: torch.Tensor) -> Any:
@@ -86,10 +101,10 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 
 def _fused_name(activation: object) -> str | None:
     """The name of an activation that `Linear` applies itself."""
-    if activation is torch.nn.functional.relu or isinstance(activation, nn.ReLU):
+    if activation is F.relu or isinstance(activation, nn.ReLU):
         return "relu"
     exact = isinstance(activation, nn.GELU) and activation.approximate == "none"
-    return "gelu" if activation is torch.nn.functional.gelu or exact else None
+    return "gelu" if activation is F.gelu or exact else None
 
 
 def _without_hooks(layer: nn.Module) -> bool:
