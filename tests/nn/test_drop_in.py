@@ -175,3 +175,22 @@ def test_integers_and_other_inputs_raise_what_torch_raises() -> None:
     for layer in (nn.Linear(4, 4), drop_in.Linear(4, 4)):
         with pytest.raises(RuntimeError, match="dtype"):
             layer(torch.ones(2, 4, dtype=torch.int64))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_on_a_gpu_a_layer_has_torchs_numbers_in_bf16(name: str, training: bool) -> None:
+    """Three times: the second call of a kind is recorded, and the third replayed."""
+    make, shape = LAYERS[name]
+    theirs, ours = (make(kit).train(training).to("cuda", torch.bfloat16) for kit in (nn, drop_in))
+    ours.load_state_dict(theirs.state_dict())
+    exact = copy.deepcopy(theirs).double()
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    if len(shape) == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    for _ in range(3):
+        assert_as_accurate(results(ours, x), results(theirs, x), results(exact, x.double()))
+        with torch.no_grad():
+            assert_as_accurate({"": ours(x)}, {"": theirs(x)}, {"": exact(x.double())})

@@ -94,7 +94,8 @@ SMALL = 2**23
 class LayerNorm(nn.LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         w, b, dims = self.weight, self.bias, len(self.normalized_shape)
-        if input.is_cuda and input.numel() <= SMALL and torch.is_grad_enabled() and calls_torch(input, on_gpu=True):
+        small = input.is_cpu or (torch.is_grad_enabled() and input.numel() <= SMALL)
+        if small and calls_torch(input, on_gpu=True):
             return super().forward(input)
         fits = w is not None and input.shape[-dims:] == self.normalized_shape
         if not fits or autocasting(input) or not supported(input, w, b):
