@@ -177,6 +177,34 @@ def test_integers_and_other_inputs_raise_what_torch_raises() -> None:
             layer(torch.ones(2, 4, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_inference_of_a_small_encoder_layer_is_one_call_unless_something_looks_inside(
+    activation: str, norm_first: bool
+) -> None:
+    options = {"batch_first": True, "norm_first": norm_first, "activation": activation}
+    theirs, ours = (kit.TransformerEncoderLayer(32, 4, 48, **options).eval() for kit in (nn, drop_in))
+    for p in theirs.parameters():
+        nn.init.normal_(p, 0.1, 0.2)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 6, 32)
+    with torch.no_grad():
+        assert ours._in_one_call(x) and not ours.train()._in_one_call(x)
+        assert_as_accurate(
+            {"": ours.eval()._one_call(x)}, {"": theirs(x)}, {"": copy.deepcopy(theirs).double()(x.double())}
+        )
+        for inside in (ours.self_attn, ours.linear2, ours.norm1, ours.dropout):
+            hook = inside.register_forward_hook(lambda *_: None)
+            assert not ours._in_one_call(x)
+            hook.remove()
+        assert ours._in_one_call(x)
+        with ops.use("torch"):
+            assert not ours._in_one_call(x)
+        ours.linear1.__class__ = drop_in.Int8Linear
+        assert not ours._in_one_call(x)
+    assert not ours._in_one_call(x)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])

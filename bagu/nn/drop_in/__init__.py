@@ -5,7 +5,8 @@ print(drop_in.replace(model))            # swaps the layers of any model in plac
 layer = drop_in.LayerNorm(1024)          # or build with them
 """
 
-from bagu.nn.drop_in.attention import MultiheadAttention, TransformerEncoderLayer
+from bagu.nn.drop_in.attention import MultiheadAttention
+from bagu.nn.drop_in.encoder import TransformerEncoderLayer
 from bagu.nn.drop_in.layers import BatchNorm2d, Conv2d, Embedding, GroupNorm, Int8Linear, LayerNorm, Linear, RMSNorm
 from bagu.nn.drop_in.swap import LAYERS, Replacement, replace
 

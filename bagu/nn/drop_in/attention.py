@@ -1,4 +1,4 @@
-"""torch.nn's attention layers with bagu's kernels. Masks, weights and other rare arguments run torch's own forward."""
+"""torch.nn's MultiheadAttention with bagu's kernels. Masks, weights and other rare arguments run torch's forward."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from bagu import ops
-from bagu.nn.drop_in.layers import LayerNorm, Linear, autocast, supported
+from bagu.nn.drop_in.layers import autocast, supported
 from bagu.ops.dispatch import calls_torch
 
-__all__ = ["MultiheadAttention", "TransformerEncoderLayer"]
+__all__ = ["MultiheadAttention", "weights_of"]
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -38,7 +38,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Whether `attend` computes what torch's forward does on x."""
         plain = self._qkv_same_embed_dim and self.bias_k is None and not self.add_zero_attn
         dropout = self.training and self.dropout > 0
-        return plain and not dropout and supported(*_weights(self, x)) and x.ndim in (2, 3) and x.numel() > 0
+        return plain and not dropout and supported(*weights_of(self, x)) and x.ndim in (2, 3) and x.numel() > 0
 
     def attend(self, x: torch.Tensor, *, causal: bool) -> torch.Tensor:
         """Self-attention of x[B, S, N] within each sequence, from one product for queries, keys and values."""
@@ -55,7 +55,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             q, k, v = (t.transpose(1, 2) for t in packed.unbind(2))  # in this order their gradients need one copy
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
             return F.linear(mixed.reshape(B, S, N), out.weight, out.bias)
-        x, w_in, b_in, w_out, b_out = _weights(self, x)
+        x, w_in, b_in, w_out, b_out = weights_of(self, x)
         q, k, v = ops.matmul(x.reshape(B * S, N), w_in, b_in).view(B * S, 3, H, N // H).unbind(1)
         offsets = torch.arange(0, B * S + 1, S, dtype=torch.int32, device=x.device)
         mixed, _ = ops.attention(q, k, v, offsets, S, causal=causal)
@@ -70,58 +70,6 @@ def _by_torch(x: torch.Tensor) -> bool:
     )
 
 
-def _weights(layer: nn.MultiheadAttention, x: torch.Tensor) -> Any:
+def weights_of(layer: nn.MultiheadAttention, x: torch.Tensor) -> Any:
     """x and the layer's four weights, in autocast's dtype inside autocast."""
     return autocast(x, layer.in_proj_weight, layer.in_proj_bias, layer.out_proj.weight, layer.out_proj.bias)
-
-
-class TransformerEncoderLayer(nn.TransformerEncoderLayer):
-    """Its attention, norms and linear layers are those of this package; dropout is torch's. On a GPU a relu or an exact
-    gelu is applied by the kernel of the product before it."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        adopt(self)
-
-    def forward(
-        self, src: torch.Tensor, src_mask: torch.Tensor | None = None,
-        src_key_padding_mask: torch.Tensor | None = None, is_causal: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
-        if src_mask is not None or src_key_padding_mask is not None or is_causal or src.is_nested:
-            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
-        x = src
-        if self.norm_first:
-            x = x + self._attention(self.norm1(x))
-            return x + self._ff_block(self.norm2(x))
-        x = self.norm1(x + self._attention(x))
-        return self.norm2(x + self._ff_block(x))
-
-    def _ff_block(self, x: torch.Tensor) -> torch.Tensor:
-        name = _fused_name(self.activation)
-        if name is None or not x.is_cuda or not _without_hooks(self.linear1):
-            return super()._ff_block(x)
-        return self.dropout2(self.linear2(self.dropout(self.linear1(x, name))))
-
-    def _attention(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dropout1(self.self_attn(x, x, x, need_weights=False)[0])
-
-
-def _fused_name(activation: object) -> str | None:
-    """The name of an activation that `Linear` applies itself."""
-    if activation is F.relu or isinstance(activation, nn.ReLU):
-        return "relu"
-    exact = isinstance(activation, nn.GELU) and activation.approximate == "none"
-    return "gelu" if activation is F.gelu or exact else None
-
-
-def _without_hooks(layer: nn.Module) -> bool:
-    """Whether a layer is this package's Linear, and nothing expects its result before the activation."""
-    return type(layer) is Linear and not layer._forward_hooks and not layer._forward_pre_hooks
-
-
-def adopt(layer: nn.TransformerEncoderLayer) -> None:
-    """Make torch's layers inside an encoder layer those of this package."""
-    inside = {nn.Linear: Linear, nn.LayerNorm: LayerNorm, nn.MultiheadAttention: MultiheadAttention}
-    for child in layer.children():
-        if type(child) in inside:
-            child.__class__ = inside[type(child)]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from bagu.nn.drop_in import attention, layers
+from bagu.nn.drop_in import attention, encoder, layers
 from bagu.nn.drop_in.norms import recognized, recognized_class
 
 __all__ = ["LAYERS", "Change", "Left", "Replacement", "replace"]
@@ -27,7 +27,7 @@ LAYERS: Mapping[type[nn.Module], type[nn.Module]] = {
     nn.RMSNorm: layers.RMSNorm,
     nn.GroupNorm: layers.GroupNorm,
     nn.MultiheadAttention: attention.MultiheadAttention,
-    nn.TransformerEncoderLayer: attention.TransformerEncoderLayer,
+    nn.TransformerEncoderLayer: encoder.TransformerEncoderLayer,
 }
 
 
