@@ -51,9 +51,11 @@ def supported(x: torch.Tensor, *weights: torch.Tensor | None) -> bool:
 
 class Linear(nn.Linear):
     def forward(self, input: torch.Tensor, activation: str | None = None) -> torch.Tensor:
-        """`activation`, one of `ops.matmul`'s, is applied to the result: on a GPU in the kernel of the product."""
-        if activation is None and calls_torch(input, on_gpu=True):
-            return nn.functional.linear(input, self.weight, self.bias)
+        """`activation`, one of `ops.matmul`'s, is applied to the result: in inference on a GPU in the same kernel."""
+        # a kernel that applies the activation is for inference on a GPU: autograd needs the sums before it
+        fuses = activation is not None and input.is_cuda and not torch.is_grad_enabled()
+        if not fuses and calls_torch(input, on_gpu=True):
+            return activate(nn.functional.linear(input, self.weight, self.bias), activation)
         x, w, b = autocast(input, self.weight, self.bias)
         if not supported(x, w, b):
             return activate(super().forward(input), activation)

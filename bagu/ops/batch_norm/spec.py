@@ -165,7 +165,7 @@ SPEC = OpSpec(
         Case("relu_columns", "the same without S, over several tiles of a program", shape=(70, 19), relu=True),
         Case("relu_plain", "the sign is that of the normalised value alone", shape=(4, 6, 9), affine=False, relu=True),
         Case("relu_inference", "the same by the running statistics", shape=(4, 6, 9), training=False, relu=True),
-        Case("relu_nan", "a ReLU keeps a NaN", shape=(3, 5, 14), plant=nan, relu=True),
+        Case("relu_nan", "a ReLU keeps a NaN, and no other channel has one", shape=(3, 5, 14), plant=nan, relu=True),
         Case("nan", "a NaN spoils its own channel and no other", shape=(3, 5, 14), plant=nan),
         Case("inf", "an infinity makes its channel NaN and its mean infinite", shape=(3, 5, 14), plant=inf),
         Case("empty", "an empty batch leaves the running statistics as they are", shape=(0, 5, 14)),
