@@ -12,8 +12,14 @@ from pathlib import Path
 from bagu.ops.catalogue import SPECS
 from bagu.ops.core import OpSpec
 
-# What every op shares on the way to a backend. It is no backend's, and has tests of its own.
-OUTSIDE = {f"bagu.ops.{name}" for name in ("core", "signature", "eager", "invariant", "dispatch", "custom", "layouts")}
+# What every op shares on the way to a backend or to a launch. It is no backend's, and has tests of its own.
+OUTSIDE = {
+    f"bagu.ops.{name}"
+    for name in (
+        "core", "signature", "eager", "invariant", "dispatch", "custom", "layouts", "launcher", "plan", "record",
+        "replay",
+    )
+}  # fmt: skip
 
 Function = ast.FunctionDef | ast.ClassDef
 Names = dict[str, set[str]]  # module -> names of its top level

@@ -86,11 +86,10 @@ def _score_and_slope_host(values: Sequence[Any]) -> Results:
     memory, dlogits, targets, weights, V, z_loss, ignore_index = values
     target_logit, lse = (torch.empty(len(memory), dtype=memory.dtype, device=memory.device) for _ in range(2))
     width, block = memory.shape[1], min(8192, next_power_of_2(memory.shape[1]))
-    if len(memory):
-        _score_and_slope[(len(memory),)](
-            memory, dlogits, targets, weights, target_logit, lse, V, width, memory.stride(0), dlogits.stride(0),
-            ignore_index, z_loss, BLOCK=block, ACC=triton_acc(memory.dtype), num_warps=min(max(block // 512, 1), 16),
-        )  # fmt: skip
+    _score_and_slope[(len(memory),)](
+        memory, dlogits, targets, weights, target_logit, lse, V, width, memory.stride(0), dlogits.stride(0),
+        ignore_index, z_loss, BLOCK=block, ACC=triton_acc(memory.dtype), num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
     return target_logit, lse
 
 
@@ -120,11 +119,10 @@ def score_and_slope(
     (M, V), width = logits.shape, logits.stride(0)
     memory = logits.as_strided((M, width), (width, 1))
     dlogits = memory.view(dtype)
-    target_logit, lse = _replayed_scores(
+    scores: Any = _replayed_scores(
         memory, dlogits, targets.contiguous(), weights.contiguous(), V, float(z_loss), ignore_index
     )
-    assert target_logit is not None and lse is not None
-    return target_logit, lse, dlogits[:, :width]
+    return *scores, dlogits[:, :width]
 
 
 def weighted_losses(
@@ -133,6 +131,6 @@ def weighted_losses(
 ) -> torch.Tensor:  # fmt: skip
     """weights * (lse - target_logit + z_loss * lse²) of each token; 0 for an ignored one."""
     tensors = (t.contiguous() for t in (target_logit, lse, weights, targets))
-    losses = _replayed_losses(*tensors, float(z_loss), ignore_index)[0]
-    assert losses is not None
+    made: Any = _replayed_losses(*tensors, float(z_loss), ignore_index)
+    losses: torch.Tensor = made[0]
     return losses

@@ -102,8 +102,8 @@ _replayed_score = Replayed(_score_host, available_launcher)
 def _score(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, *, splits: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    target_logit, lse = _replayed_score(logits, targets.contiguous(), ignore_index, splits)
-    assert target_logit is not None and lse is not None
+    scores: Any = _replayed_score(logits, targets.contiguous(), ignore_index, splits)
+    target_logit, lse = scores
     return target_logit, lse
 
 
