@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bagu import ops
 from bagu.nn import drop_in
+from bagu.nn.drop_in import encoder, layers
 from bagu.ops.catalogue import SPECS
 from tests.nn.fp64 import assert_as_accurate, results
 
@@ -209,8 +210,12 @@ def test_inference_of_a_small_encoder_layer_is_one_call_unless_something_looks_i
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_on_a_gpu_a_layer_has_torchs_numbers_in_bf16(name: str, training: bool) -> None:
+def test_on_a_gpu_a_layer_has_torchs_numbers_in_bf16(
+    name: str, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three times: the second call of a kind is recorded, and the third replayed."""
+    for module in (encoder, layers):
+        monkeypatch.setattr(module, "SMALL", 0)  # run the kernels that large layers run
     make, shape = LAYERS[name]
     theirs, ours = (make(kit).train(training).to("cuda", torch.bfloat16) for kit in (nn, drop_in))
     ours.load_state_dict(theirs.state_dict())
