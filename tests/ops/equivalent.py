@@ -36,6 +36,13 @@ EQUIVALENT = {
     "kernels.scalars: short: rsqrt: x < float('inf')": "infinity less 1 is infinity",
     "batch_norm.triton_backend: packed: pull: part.stride(0)": "channel_sums makes it without gaps",
     "linear_cross_entropy.triton_backend: packed: _overwrite: dlogits.stride(0)": "a view of rows without gaps",
+    **dict.fromkeys(
+        (f"linear_cross_entropy.row_kernels: packed: _score_and_slope_host: {name}.stride(0)"
+         for name in ("memory", "dlogits")),
+        "a view of rows without gaps",
+    ),
+    "linear_cross_entropy.row_kernels: no select: _score_and_slope: tl.where(v < V, dlse * exp(x - lse), 0.0)":
+        "the columns after V meet rows of zeros that pad the weight",
     **{
         f"attention.cpu: default: _ragged: {name} in _ragged_like({EAGER_RAGGED})":
             "the results are allocated from the shapes alone"

@@ -102,6 +102,7 @@ SPEC = OpSpec(
             V=40,
             targets={1: head.IGNORED, 4: head.IGNORED},
             ignored_weight=float("nan"),
+            ignore_index=-7,
         ),
         Case("mixed", "token weights stay fp32 beside 16-bit activations", M=6, D=8, V=40, mixed=["token_weights"]),
         *head.BENCH,
