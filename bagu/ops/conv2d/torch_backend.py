@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from bagu.ops.activations import activate, slope
+from bagu.ops.activations import activate, activation_backward
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
@@ -72,5 +72,5 @@ def backward(
     dz = dy.to(wide)
     if activation is not None:
         z = convolved(x.to(wide), w.to(wide), None if bias is None else bias.to(wide), *steps, groups)
-        dz = dz * slope(z, activation)
+        dz = activation_backward(dz, z, activation)
     return gradients(dz, x, w, bias, *steps, groups)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.activations import slope
+from bagu.ops.activations import activation_backward
 from bagu.ops.attention.block_sizes import is_hopper
 from bagu.ops.conv2d.hopper_kernel import hopper_kernel
 from bagu.ops.conv2d.pointer_kernel import pointer_kernel
@@ -128,7 +128,7 @@ def backward(
     if activation is not None:  # the convolution is computed again instead of kept
         z = convolve(x, w, bias, steps, groups, None)
         wide = torch.promote_types(z.dtype, torch.float32)
-        dz = (dy.to(wide) * slope(z.to(wide), activation)).to(dy.dtype)
+        dz = activation_backward(dy.to(wide), z.to(wide), activation).to(dy.dtype)
     flipped = [d * (k - 1) - p for d, k, p in zip(steps.dilation, w.shape[1:3], steps.pad, strict=True)]
     by_kernel = steps.stride == (1, 1) and groups == 1 and min(flipped) >= 0
     dx, dw, dbias = gradients(dz, x, w, bias, steps.stride, steps.pad, steps.dilation, groups, data=not by_kernel)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from bagu.machine.device import onednn_has_bf16
 from bagu.ops import invariant_rows
-from bagu.ops.activations import activate, slope
+from bagu.ops.activations import activate, activation_backward
 from bagu.ops.eager import constant, without_autocast
 from bagu.ops.invariant import in_blocks, times_sigmoid
 from bagu.ops.signature import accumulator
@@ -92,7 +92,7 @@ def backward(
     sums = _sums(x, w, None, wide)
     dz = dy.to(accumulator(x.dtype))
     if activation is not None:
-        dz = dz * slope(scaled(sums, bias, row_scale, column_scale), activation)
+        dz = activation_backward(dz, scaled(sums, bias, row_scale, column_scale), activation)
     drow = dcolumn = dbias = None
     if row_scale is not None and needs["row_scale"]:
         drow = scaled(dz * sums, None, None, column_scale).sum(-1).to(row_scale.dtype)
