@@ -11,8 +11,6 @@ EQUIVALENT = {
     # What is changed has no effect.
     "matmul.triton_backend: packed: _by_tma: x.stride(0)": "chooses how rows are read, not what is computed",
     "int8_matmul.triton_backend: packed: by_tma: x.stride(0)": "chooses how rows are read, not what is computed",
-    "int4_matmul.triton_backend: packed: _in_pairs: x.stride(0)":
-        "rows of an odd stride begin at an odd address here, and are copied for that: test_int4.py has others",
     "matmul.triton_backend: packed: product: y.stride(0)":
         "rows of y have gaps only in linear_cross_entropy's invariant form: test_invariant_triton.py",
     # It writes outside of y, which ends the process instead of failing a comparison.

@@ -9,7 +9,7 @@ from bagu.errors import ArgumentError
 from bagu.ops import dequantize_int4, int4_matmul, quantize_int4
 from bagu.ops.catalogue import spec
 from bagu.ops.core import Streams
-from bagu.ops.int4_matmul.layout import per_column, unpacked
+from bagu.ops.int4_matmul.layout import pack_int4, per_column, unpacked
 from tests.ops.points import DEVICE
 
 
@@ -18,10 +18,19 @@ def weight() -> torch.Tensor:
     return torch.randn(6, 300, generator=torch.Generator().manual_seed(0)) * 0.02
 
 
-def test_the_low_half_of_a_byte_is_the_even_column() -> None:
+def test_a_byte_has_a_column_of_each_half_of_its_group() -> None:
     packed, scales, _ = quantize_int4(torch.tensor([[-8.0, 7.0, 1.0, 0.0]]))
-    assert packed.tolist() == [[0 | 15 << 4, 9 | 8 << 4]]
+    assert packed.tolist() == [[0 | 9 << 4, 15 | 8 << 4]]
     assert scales.tolist() == [[1.0]]
+
+
+@pytest.mark.parametrize("K", [2, 128, 130, 300])
+def test_columns_keep_their_order(K: int) -> None:
+    values = torch.randint(0, 16, (3, K), generator=torch.Generator().manual_seed(K), dtype=torch.uint8)
+    packed = pack_int4(values)
+    assert packed.shape == (3, K // 2) and torch.equal(unpacked(packed), values)
+    if K > 128:
+        assert torch.equal(packed[:, :64], values[:, :64] | values[:, 64:128] << 4)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -107,7 +116,7 @@ def test_a_group_of_zeros_passes_the_check(weight: torch.Tensor, symmetric: bool
 
 
 def test_rows_of_an_odd_stride_are_read_right(weight: torch.Tensor) -> None:
-    """The kernel reads two columns at once; every second row of these begins at an odd column."""
+    """Every second row of these begins at an address that is not a multiple of 4."""
     given = quantize_int4(weight[:, :130].to(DEVICE))
     wide = torch.randn(3, 131, generator=torch.Generator().manual_seed(1)).half().to(DEVICE)
     x = wide[:, :130]

@@ -22,7 +22,7 @@ def int4_matmul(
 ) -> torch.Tensor:
     """x @ W.T + bias with W[n, k] = (value - zeros[n, k // 128]) * scales[n, k // 128]; zeros None: 8 everywhere.
 
-    `packed` has two 4-bit values per byte (uint8 [N, K / 2], value 2j in the low half of byte j), as `quantize_int4`
-    returns them. The sum is in fp32. No gradient.
+    `packed` has two 4-bit values per byte (uint8 [N, K / 2]), as `quantize_int4` returns them: byte j of a group has
+    its columns j and j + 64. The sum is in fp32. No gradient.
     """
     return call(SPEC, backend, x=x, packed=packed, scales=scales, zeros=zeros, bias=bias)

@@ -1,11 +1,9 @@
 """y = x wᵀ with a 4-bit weight: a program computes a tile of y over a range of the groups of K.
 
-A byte has the values of two columns, an even one in its low half and an odd one in its high half. So a tile of bytes
-becomes two operands, and a group is two products, x[:, 0::2] with the low halves and x[:, 1::2] with the high halves:
-no value moves to another thread. The values less the zero point are small integers, exact in 16 bits; the sum of a
-group is multiplied by its scale in fp32.
-
-16-bit x is read as 32-bit words of two columns, so that both halves come from one 128-bit load.
+A byte has a value of the first half of a group's columns in its low half and one of the second half in its high half.
+So a tile of bytes becomes two operands, and a group is two products, each with consecutive columns of x: no value moves
+to another thread. The values less the zero point are small integers, exact in 16 bits; the sum of a group is multiplied
+by its scale in fp32.
 """
 
 from __future__ import annotations
@@ -51,19 +49,6 @@ def _halves(packed, DTYPE: tl.constexpr):
         return (packed & 15).to(DTYPE), (packed >> 4).to(DTYPE), 0.0
 
 
-@triton.jit
-def _columns(x_ptr, row, j, there, stride, DTYPE: tl.constexpr):
-    """The even and the odd columns 2 j and 2 j + 1 of rows of x; `stride` is in pairs of columns."""
-    at = row.to(tl.int64)[:, None] * stride + j[None, :]
-    other = None if there is None else 0
-    if DTYPE.primitive_bitwidth == 16:
-        words = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + at, there, other)
-        even, odd = words.to(tl.int16), (words >> 16).to(tl.int16)
-        return even.to(DTYPE, bitcast=True), odd.to(DTYPE, bitcast=True)
-    else:
-        return tl.load(x_ptr + 2 * at, there, other), tl.load(x_ptr + 2 * at + 1, there, other)
-
-
 @triton.jit(do_not_specialize=["M", "G", "per_part"])
 def int4_kernel(
     x_ptr, packed_ptr, scales_ptr, zeros_ptr, bias_ptr, y_ptr, M, N, P, G, per_part, x_stride, packed_stride,
@@ -75,14 +60,16 @@ def int4_kernel(
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     first = tl.program_id(2) * per_part
     last = tl.minimum(first + per_part, G)
-    row, rows = tl.minimum(m, M - 1), tl.minimum(n, N - 1).to(tl.int64)  # tiles past the end read the last row again
+    # tiles past the end read the last row again
+    row, rows, j = tl.minimum(m, M - 1).to(tl.int64), tl.minimum(n, N - 1).to(tl.int64), tl.arange(0, HALF)
     total = tl.zeros([BM, BN], ACC)
     for g in tl.range(first, last, num_stages=STAGES):
-        j = g * HALF + tl.arange(0, HALF)
-        there = None if EVEN else (j < P)[None, :]
-        packed = tl.load(packed_ptr + rows[:, None] * packed_stride + j[None, :], there)
+        half = HALF if EVEN else tl.minimum(P - g * HALF, HALF)
+        there, other = None if EVEN else (j < half)[None, :], None if EVEN else 0
+        packed = tl.load(packed_ptr + rows[:, None] * packed_stride + g * HALF + j[None, :], there)
         scale = tl.load(scales_ptr + rows * scales_row + g * scales_group)
-        even, odd = _columns(x_ptr, row, j, there, x_stride, DTYPE)
+        at = x_ptr + row[:, None] * x_stride + 2 * g * HALF + j[None, :]
+        x_low, x_high = tl.load(at, there, other), tl.load(at + half, there, other)
         low, high, added = _halves(packed, DTYPE)
         if zeros_ptr is None:
             low, high = low - (added + 8.0), high - (added + 8.0)
@@ -90,8 +77,8 @@ def int4_kernel(
             zero = tl.load(zeros_ptr + rows * zeros_row + g * zeros_group)
             zero = (zero.to(SUMS) + added).to(DTYPE)[:, None]
             low, high = low - zero, high - zero
-        part = tl.dot(even, low.to(DTYPE).T, input_precision="ieee", out_dtype=SUMS)
-        part = tl.dot(odd, high.to(DTYPE).T, part, input_precision="ieee", out_dtype=SUMS)
+        part = tl.dot(x_low, low.to(DTYPE).T, input_precision="ieee", out_dtype=SUMS)
+        part = tl.dot(x_high, high.to(DTYPE).T, part, input_precision="ieee", out_dtype=SUMS)
         total += part.to(ACC) * scale.to(ACC)[None, :]
     if bias_ptr is not None:
         total += tl.load(bias_ptr + n, n < N, 0.0).to(ACC)[None, :]

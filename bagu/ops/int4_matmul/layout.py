@@ -16,7 +16,7 @@ GROUP = 128  # consecutive values of a row that share a scale
 class Int4(NamedTuple):
     """A 4-bit weight [N, K], as `int4_matmul` takes it."""
 
-    packed: torch.Tensor  # [N, K / 2] uint8: value 2j in the low half of byte j, value 2j + 1 in the high half
+    packed: torch.Tensor  # [N, K / 2] uint8, 64 bytes a group: see `pack_int4`
     scales: torch.Tensor  # [N, ceil(K / 128)], in memory by group: a GPU kernel reads those of one group together
     zeros: torch.Tensor | None  # the same; None: 8 everywhere
 
@@ -26,19 +26,25 @@ def num_groups(K: int) -> int:
 
 
 def unpacked(packed: torch.Tensor) -> torch.Tensor:
-    """The values 0 … 15 of bytes [N, K / 2], as uint8 [N, K]."""
-    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+    """The values 0 … 15 of bytes [N, K / 2], as uint8 [N, K]: the inverse of `pack_int4`."""
+    low, high = (packed & 15).split(GROUP // 2, 1), (packed >> 4).split(GROUP // 2, 1)
+    return torch.cat([half for halves in zip(low, high, strict=True) for half in halves], 1)
 
 
 def pack_int4(values: torch.Tensor) -> torch.Tensor:
-    """Integers 0 … 15 of shape [N, K] as bytes [N, K / 2]."""
+    """Integers 0 … 15 of shape [N, K] as bytes [N, K / 2].
+
+    The columns of a group of 128, or of the shorter last one, are divided in the middle: byte j has column j of the
+    first half in its low bits and column j of the second half in its high bits. A kernel then multiplies the low bits
+    of 64 bytes by 64 consecutive columns of x, and the high bits by the next 64.
+    """
     if values.shape[-1] % 2:
         raise ArgumentError(
             f"a 4-bit weight has an even number of columns, not {values.shape[-1]}",
             hint="pad it with a column of zeros",
         )
-    q = values.to(torch.uint8)
-    return q[..., ::2] | q[..., 1::2] << 4
+    halves = [group.chunk(2, 1) for group in values.to(torch.uint8).split(GROUP, 1)]
+    return torch.cat([low | high << 4 for low, high in halves], 1)
 
 
 def per_column(each: torch.Tensor, K: int) -> torch.Tensor:

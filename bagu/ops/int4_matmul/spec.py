@@ -2,12 +2,13 @@
 
     y[m, n] = sum_k x[m, k] * (q[n, k] - zeros[n, g]) * scales[n, g] + bias[n]        g = k // 128
 
-    packed[n, j] = q[n, 2j] + 16 * q[n, 2j + 1]        0 <= q <= 15
+    packed[n, 64 g + j] = q[n, 128 g + j] + 16 * q[n, 128 g + h + j]        0 <= q <= 15,  0 <= j < h
 
-Without `zeros` every zero point is 8 (symmetric: values -8 … 7). Zero points are whole numbers from -128 to 128, as
-every 4-bit format has them: q - zeros is then exact in 16 bits. Only the weight is quantized: the scaled values are not
-rounded to the dtype of x, the sum is accumulated in fp32 (fp64 for fp64) and rounded once, after the bias is added.
-K is even; the last group is shorter if 128 does not divide K. There are no gradients.
+h is half the number of columns of group g: 64, or less if the last group is shorter. Without `zeros` every zero point
+is 8 (symmetric: values -8 … 7). Zero points are whole numbers from -128 to 128, as every 4-bit format has them, so that
+q - zeros is exact in 16 bits. Only the weight is quantized: the scaled values are not rounded to the dtype of x, the
+sum is accumulated in fp32 (fp64 for fp64) and rounded once, after the bias is added. K is even; the last group is
+shorter if 128 does not divide K. There are no gradients.
 Dims: M = rows (tokens), K = input features, N = output features, P = K / 2 bytes, G = ceil(K / 128) groups.
 """
 

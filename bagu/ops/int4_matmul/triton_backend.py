@@ -27,12 +27,6 @@ def _parts(tiles: int, groups: int, sms: int) -> int:
     return max(1, min(PROGRAMS_PER_SM * sms // tiles, groups // SHORTEST))
 
 
-def _in_pairs(x: torch.Tensor) -> torch.Tensor:
-    """x as [M, K] whose rows begin at a multiple of two elements: the kernel reads two columns at once."""
-    x = as_rows(x)
-    return x.contiguous() if x.stride(0) % 2 or x.data_ptr() % (2 * x.element_size()) else x
-
-
 def forward(
     x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bias: torch.Tensor | None,
     *, block_n: int | None = None, parts: int | None = None, stages: int | None = None,
@@ -40,7 +34,7 @@ def forward(
     y = torch.empty(*x.shape[:-1], packed.shape[0], dtype=x.dtype, device=x.device)
     if not y.numel():
         return (y,)
-    rows, packed = _in_pairs(x), as_rows(packed)
+    rows, packed = as_rows(x), as_rows(packed)
     (M, K), (N, P), G = rows.shape, packed.shape, scales.shape[1]
     acc = torch.float64 if torch.float64 in (x.dtype, scales.dtype) else torch.float32  # torch.promote_types is an op
     wide = x.element_size() > 2  # without tensor cores
@@ -51,7 +45,7 @@ def forward(
     out = y if parts == 1 else torch.empty(parts, M, N, dtype=acc, device=x.device)
     added = None if bias is None else bias.contiguous()
     int4_kernel[(tiles[1], tiles[0], parts)](
-        rows, packed, scales, zeros, added if parts == 1 else None, out, M, N, P, G, per_part, rows.stride(0) // 2,
+        rows, packed, scales, zeros, added if parts == 1 else None, out, M, N, P, G, per_part, rows.stride(0),
         packed.stride(0), *scales.stride(), *((0, 0) if zeros is None else zeros.stride()), BM=BM, BN=BN,
         EVEN=K % GROUP == 0, STAGES=1 if wide else stages or 4, SUMS=triton_acc(x.dtype), ACC=triton_acc(acc),
         num_warps=4,
