@@ -7,6 +7,7 @@
   result, because its `device_assert` does nothing. Here it does not compute them.
 - It builds the shape of every intermediate tensor three times, with a type for each size and each tuple of sizes, and a
   table of all dtypes at each conversion. Here each shape and dtype is built once, and shapes are compared as lists.
+- It works out from the types of two operands what an operator does. Here once per pair of types: operators.py.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, lru_cache, wraps
 from typing import Any
 
 from bagu.machine.device import triton_interprets
+from tests.ops import operators
 
 VERSIONS = ("3.6.",)  # whose functions do what those here do
 
@@ -32,6 +34,7 @@ def install() -> None:
     if not triton.__version__.startswith(VERSIONS):
         return
     from triton.language import core
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
@@ -44,15 +47,20 @@ def install() -> None:
     core.tensor.__init__ = tensor_init(core)
     core.tuple.__eq__ = tuple_eq(core)
     core.dtype.__eq__ = dtype_eq(core)
+    TritonSemantic.to_tensor = operators.to_tensor(core, TritonSemantic.to_tensor)
+    TritonSemantic.load = operators.load(core, interpreter, TritonSemantic.load)
+    TritonSemantic.store = operators.store(core, interpreter, TritonSemantic.store)
+    TritonSemantic.broadcast_impl_value = operators.broadcast(TritonSemantic.broadcast_impl_value)
 
 
 def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
     """Replace each builtin of a module or class that is not replaced yet; `scope` restores it."""
-    from triton.language.core import is_builtin
+    from triton.language import core
 
+    is_builtin = core.is_builtin
     for name in builtins_of(pkg):
         if is_builtin(member := getattr(pkg, name)):
-            scope.set_attr(pkg, name, interpreted(member, builder))
+            scope.set_attr(pkg, name, interpreted(member, builder, name if pkg is core.tensor else ""))
 
 
 @cache
@@ -63,8 +71,16 @@ def builtins_of(pkg: Any) -> tuple[str, ...]:
 
 
 @cache
-def interpreted(member: Callable[..., Any], builder: Any) -> Callable[..., Any]:
-    """A builtin that runs through the interpreter's builder."""
+def fast_operators() -> Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    return operators.operators(core, interpreter)
+
+
+@cache
+def interpreted(member: Callable[..., Any], builder: Any, method: str = "") -> Callable[..., Any]:
+    """A builtin that runs through the interpreter's builder. `method` is its name if it is a method of tl.tensor."""
     from triton.language.semantic import TritonSemantic
 
     semantic = TritonSemantic(builder)
@@ -73,7 +89,7 @@ def interpreted(member: Callable[..., Any], builder: Any) -> Callable[..., Any]:
         kwargs["_semantic"] = semantic
         return member(*args, **kwargs)
 
-    return call
+    return fast_operators()[method](call) if method in fast_operators() else call
 
 
 class OncePerKernel:
