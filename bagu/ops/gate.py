@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from bagu.ops.catalogue import SPECS, spec
 from bagu.ops.core import Case, OpSpec
-from bagu.ops.offline import Launch, compile_launch, disassemble, launches, specialization
+from bagu.ops.offline import Launch, compile_launch, instructions, launches, registers, specialization
 
 __all__ = ["Kernel", "faults", "kernels"]
 
@@ -57,17 +57,21 @@ class Kernel:
 
 
 def kernels(
-    spec: OpSpec, dtype: torch.dtype = torch.bfloat16, backend: str = "triton", *, first: int | None = None
+    specs: Iterable[OpSpec], dtype: torch.dtype = torch.bfloat16, backend: str = "triton", *, first: int | None = None
 ) -> list[Kernel]:
-    """Compile every distinct launch of `spec` at its bench cases, or only at the `first` N of them."""
-    seen, found = set(), []
-    for case in [c for c in spec.cases if c.bench][:first]:
-        for launch in launches(spec, case, dtype, backend):
-            _, _, key = specialization(launch)
-            if key not in seen:
-                seen.add(key)
-                found.append(_compile(spec, case, launch))
-    return found
+    """Compile every distinct launch of each op at its bench cases, or only at the `first` N of them."""
+    found = []
+    for s in specs:
+        seen = set()
+        print(f"compiling {s.name}", file=sys.stderr, flush=True)
+        for case in [c for c in s.cases if c.bench][:first]:
+            for launch in launches(s, case, dtype, backend):
+                _, _, key = specialization(launch)
+                if key not in seen:
+                    seen.add(key)
+                    found.append((s, case, launch, compile_launch(launch)))
+    codes = instructions([compiled.asm["cubin"] for *_, compiled in found])
+    return [_kernel(*one, code) for one, code in zip(found, codes, strict=True)]
 
 
 def faults(kernel: Kernel) -> list[str]:
@@ -88,20 +92,19 @@ def faults(kernel: Kernel) -> list[str]:
     return found
 
 
-def _compile(spec: OpSpec, case: Case, launch: Launch) -> Kernel:
-    compiled = compile_launch(launch)
-    dots, report = _multiplied_rows(launch.fn, compiled.asm), disassemble(compiled.asm["cubin"])
+def _kernel(spec: OpSpec, case: Case, launch: Launch, compiled: Any, code: str) -> Kernel:
+    dots = _multiplied_rows(launch.fn, compiled.asm)
     large = [a for a in launch.args.values() if isinstance(a, torch.Tensor) and a.numel() >= LARGE]
     aligned = all(a.shape[-1] % 16 == 0 for a in large if a.ndim)
-    loads, stores = re.findall(r"\bLDG(?:STS)?\.E[.\w]*", report), re.findall(r"\bSTG\.E[.\w]*", report)
-    bulk = len(re.findall(r"\bUTMALDG|\bUBLKCP", report))
+    loads, stores = re.findall(r"\bLDG(?:STS)?\.E[.\w]*", code), re.findall(r"\bSTG\.E[.\w]*", code)
+    bulk = len(re.findall(r"\bUTMALDG|\bUBLKCP", code))
     return Kernel(
         op=spec.name,
         case=case.name,
         name=launch.name,
-        registers=int(re.search(r"REG:(\d+)", report)[1]),  # type: ignore[index]
+        registers=registers(compiled.asm["cubin"]),
         threads=32 * compiled.metadata.num_warps,
-        spills=len(re.findall(r"\b(?:LDL|STL)\b", report)),
+        spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
         shared=compiled.metadata.shared,
         wide_loads=sum(".128" in op for op in loads) + bulk,
         loads=len(loads) + bulk,
@@ -109,7 +112,7 @@ def _compile(spec: OpSpec, case: Case, launch: Launch) -> Kernel:
         stores=len(stores),
         wants_wide=spec.wide_loads and bool(large) and aligned and bool(loads),
         allowed_spills=spec.spills.get(launch.name, 0),
-        wgmma=len(re.findall(r"\b[HIQ]GMMA\b", report)),
+        wgmma=len(re.findall(r"\b[HIQ]GMMA\b", code)),
         # wgmma multiplies 64 rows; a decode has 16
         wants_wgmma=any(m >= 64 for m in dots),
     )
@@ -127,12 +130,11 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bagu.ops.gate", description=main.__doc__)
     parser.add_argument("ops", nargs="*", metavar="OP")
     parser.add_argument("--first", type=int, metavar="N", help="compile for the first N bench cases of each op")
-    asked, found = parser.parse_args(argv), []
-    for s in [spec(n) for n in asked.ops] or SPECS.values():
-        if "triton" in s.backends:
-            for kernel in kernels(s, first=asked.first):
-                print(kernel, flush=True)
-                found += faults(kernel)
+    asked = parser.parse_args(argv)
+    specs = [s for s in [spec(n) for n in asked.ops] or SPECS.values() if "triton" in s.backends]
+    compiled = kernels(specs, first=asked.first)
+    print("\n".join(map(str, compiled)))
+    found = [fault for kernel in compiled for fault in faults(kernel)]
     print("\n".join(found) if found else "no faults")
     return 1 if found else 0
 

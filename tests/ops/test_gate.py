@@ -36,6 +36,29 @@ def test_kernels_of_every_bench_case_compile_cleanly_for_sm_90(op: str) -> None:
     compile_for_sm_90([op])
 
 
+CODES = """
+import re, torch
+from bagu.ops.catalogue import SPECS
+from bagu.ops.offline import compile_launch, disassemble, instructions, launches
+
+found = []
+for op in ("rms_norm", "matmul"):
+    case = next(c for c in SPECS[op].cases if c.bench)
+    found += [compile_launch(one).asm["cubin"] for one in launches(SPECS[op], case, torch.bfloat16)]
+names = lambda code: re.findall(r"/\\*[0-9a-f]{4,}\\*/ +(?:@!?\\w+ +)?([A-Z][A-Z0-9.]*)", code)
+assert len(found) > 3 and len(set(found)) > 3
+for cubin, code in zip(found, instructions(found), strict=True):
+    assert names(code) == names(disassemble(cubin)) != []
+"""
+
+
+@pytest.mark.slow
+def test_kernels_disassembled_together_have_the_instructions_of_each_alone() -> None:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", CODES], env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
 def test_each_fault_is_named() -> None:
     good = Kernel(
         op="x", case="y", name="k", registers=40, threads=128, spills=0, shared=0,
