@@ -13,12 +13,16 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
+import torch
+
 from bagu.ops import core
 from bagu.ops.catalogue import SPECS
 from bagu.ops.core import OpSpec, Streams, _placed, _run
+from bagu.ops.launcher import Launch, noted_launches
 from bagu.ops.layouts import lay_out
 from bagu.ops.node import paired
 from tests.ops import sources
+from tests.ops.branches import kernels_switched_off
 from tests.ops.points import Point
 
 Names = frozenset[tuple[str, str]]  # (module, function of its top level)
@@ -32,6 +36,15 @@ def launch(spec: OpSpec, point: Point, forward: Any, backward: Any) -> None:
     fn = paired(spec, forward, backward)
     with core.interpreted_sms(point.case.sms):
         _run(spec, point.case, fn, args, None, streams=streams, layout=point.layout, place=place)
+
+
+def launched(spec: OpSpec, point: Point, forward: Any, backward: Any) -> list[Any]:
+    """The launches of a call and of its backward, without their options (warps, stages); kernels do nothing."""
+    found: list[Launch] = []
+    with kernels_switched_off(), noted_launches(found.append):
+        launch(spec, point, forward, backward)
+    described = lambda v: (v.shape, v.stride(), v.dtype) if isinstance(v, torch.Tensor) else repr(v)  # noqa: E731
+    return [(x.fn.__name__, x.grid, {k: described(v) for k, v in x.args.items()}) for x in found]
 
 
 @cache
