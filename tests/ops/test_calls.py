@@ -152,8 +152,9 @@ def test_sparse_and_nested_tensors_are_refused(spec: OpSpec) -> None:
 FIXED = [s for s in SPECS.values() if any(all(f for f, _ in a.dims) for a in s.sig.tensors)]
 
 
-@pytest.mark.parametrize("spec", [pytest.param(s, id=s.name) for s in FIXED])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(  # every op with symbolic sizes; with known ones the same code runs, so some of them do
+    "spec, dynamic", [pytest.param(s, d, id=f"{s.name}-{d}") for d in (True, False) for s in FIXED[:: 1 if d else 8]]
+)
 def test_a_wrong_shape_under_compile_says_its_sentence(spec: OpSpec, dynamic: bool) -> None:
     args = arguments(spec)
     arg = next(a for a in reversed(spec.sig.tensors) if args[a.name] is not None and all(f for f, _ in a.dims))
