@@ -33,6 +33,11 @@ EQUIVALENT = {
         "LayerNorm's backward has r and reads no eps",
     "kernels.scalars: short: rsqrt: x < float('inf')": "infinity less 1 is infinity",
     "batch_norm.triton_backend: packed: pull: part.stride(0)": "channel_sums makes it without gaps",
+    **{
+        f"rope.triton_backend: packed: _most_heads: x.stride({d})":
+            "the strides decide which tokens and heads share a program, not what it computes"
+        for d in (1, 2)
+    },
     "linear_cross_entropy.triton_backend: packed: _overwrite: dlogits.stride(0)": "a view of rows without gaps",
     **dict.fromkeys(
         (f"linear_cross_entropy.row_kernels: packed: _score_and_slope_host: {name}.stride(0)"

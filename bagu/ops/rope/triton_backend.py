@@ -57,6 +57,11 @@ def _rotate(
         tl.store(y + rest, tl.load(x + rest, real & (rest < D)), real & (rest < D))
 
 
+def _most_heads(x: torch.Tensor) -> int:
+    """The most heads of a token that a program takes: a few if tokens are nearer in memory than heads, else all."""
+    return 4 if x.stride(1) < x.stride(2) else x.shape[2]
+
+
 def _run(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, layout: str,
     inverse: bool, block: int | None, num_warps: int | None,
@@ -69,8 +74,7 @@ def _run(
     (B, T, H, D), R = x.shape, cos.shape[1]
     pairs = next_power_of_2(R)
     share = max((block or 2048) // pairs, 1)  # heads of any token per program
-    near = 4 if x.stride(1) < x.stride(2) else H  # tokens nearer in memory than heads: take several of both
-    block_h = min(share, next_power_of_2(min(near, H)))
+    block_h = min(share, next_power_of_2(min(_most_heads(x), H)))
     block_t = min(share // block_h, next_power_of_2(B * T))
     _rotate[(triton.cdiv(B * T, block_t) * triton.cdiv(H, block_h),)](
         x, cos.contiguous(), sin.contiguous(), None if positions is None else positions.contiguous(), y,
