@@ -8,6 +8,7 @@ ones: the server compiles them in another process first (check.py).
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -30,6 +31,7 @@ KEPT = 256  # compiled grammars, and errors of grammars that do not compile
 WHITESPACE = r"[ ]|\n[ \t]{0,40}"
 # 1 to 2 kB per lexer state. Everything else has llguidance's limits: a mask takes at most about 15 ms.
 MAX_LEXER_STATES = 50_000
+TRIED = 8  # first tokens that are tried when a grammar is compiled
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 INSTALL = "install it with: pip install 'bagu[grammar]'"
 
@@ -95,17 +97,32 @@ def compile_grammar(grammar: Grammar, source: str, tokens: Any) -> Any:
     limits = package.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     matcher = package.LLMatcher(tokens, source, log_level=0, limits=limits)
     if not matcher.is_error():
-        allowed = any(matcher.compute_bitmask())
+        mask = matcher.compute_bitmask()
         if not matcher.is_error():
-            if allowed:
-                return matcher
-            raise _unservable(f"no text matches the {grammar.kind}", "check that it is not contradictory")
+            if not any(mask):
+                raise _unservable(f"no text matches the {grammar.kind}", "check that it is not contradictory")
+            _check_first_tokens(grammar, matcher, mask)
+            return matcher
         if "NoExtension" in matcher.get_error():
             raise _unservable(f"no finite text matches the {grammar.kind}", "check that it is not contradictory")
-    reason = matcher.get_error().split("<backtrace>")[0].split("<state>")[0].strip()
-    raise _unservable(
-        f"the {grammar.kind} cannot be compiled: {reason:.500}", "docs/structured_output.md has the rules"
-    )
+    raise _not_compiled(grammar, matcher)
+
+
+def _check_first_tokens(grammar: Grammar, matcher: Any, mask: bytes) -> None:
+    """Raise Unservable if the grammar reaches a limit of llguidance with a first token: a rule with thousands of
+    alternatives, or one that repeats itself for ever. Requests with it would fail after they were queued. `TRIED`
+    tokens of the mask stand for all."""
+    allowed = [i for i, byte in enumerate(mask) if byte]
+    for i in allowed[:: -(-len(allowed) // TRIED)]:
+        copy, lowest = matcher.deep_copy(), (mask[i] & -mask[i]).bit_length() - 1
+        if not copy.consume_token(8 * i + lowest):
+            raise _not_compiled(grammar, copy)
+
+
+def _not_compiled(grammar: Grammar, matcher: Any) -> Unservable:
+    reason = re.split("<backtrace>|<state>|<non-verbose/>", matcher.get_error())[0].strip()
+    message = f"the {grammar.kind} cannot be compiled: {reason:.500}"
+    return _unservable(message, "docs/structured_output.md has the rules")
 
 
 def grammar_source(grammar: Grammar) -> str:
@@ -117,7 +134,8 @@ def grammar_source(grammar: Grammar) -> str:
         return str(matcher.grammar_from_lark(_lark(grammar.text)))
     if grammar.kind == "choice":  # a JSON string is also a string of Lark
         words = " | ".join(json.dumps(word) for word in json.loads(grammar.text))
-        return str(matcher.grammar_from_lark(f"start: {words}"))
+        # One terminal: the lexer has no limit for alternatives, while a row of the parser has at most 2,000 items.
+        return str(matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {words}"))
     try:
         return _schema_source(
             {"type": "object"} if grammar.kind == "json_object" else json.loads(grammar.text), matcher
