@@ -167,6 +167,7 @@ def test_a_wrong_change_is_refused(client: openai.OpenAI, server: Running, folde
     assert "sum to zero" in change(server, "weights", {"weights": {"1": 0, "2": 0}}, 400)["error"]["message"]
     assert change(server, "weights", {"weights": {"1": -1}}, 400)
     assert change(server, "promote", {"version": "two"}, 400)["error"]["param"] == "version"
+    assert change(server, "promote", {"version": 2, "weight": 0.1}, 400)["error"]["param"] == "weight"
     settings(folder, "memory_share = 0.8\nweights = {1 = 1}")
     missing = change(server, "load", {"version": 2}, 409)["error"]
     assert missing["code"] == "insufficient_memory"

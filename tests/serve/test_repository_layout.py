@@ -51,6 +51,9 @@ WRONG = {
     "memory_share = 1.5": "above 0 and at most 1",
     "shadow = {version = 1, share = 2}": "above 0 and at most 1",
     "return_when = {after_requests = 3}": "no limit",
+    "return_when = {error_percent = 200}": "below 100",
+    "return_when = {error_percent = -1}": "0 or more",
+    "return_when = {ttft_p99_ms = 0}": "above 0",
     "swap = \n": "line 1",
 }
 

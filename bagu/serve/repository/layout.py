@@ -40,6 +40,10 @@ class ReturnLimits:
     def __post_init__(self) -> None:
         if self.error_percent is None and self.ttft_p99_ms is None:
             raise ConfigError("there is no limit", hint="set error_percent, ttft_p99_ms or both")
+        if self.error_percent is not None and not 0 <= self.error_percent < 100:
+            raise ConfigError(f"error_percent = {self.error_percent}", hint="a percentage: 0 or more, and below 100")
+        if self.ttft_p99_ms is not None and not 0 < self.ttft_p99_ms < math.inf:
+            raise ConfigError(f"ttft_p99_ms = {self.ttft_p99_ms}", hint="milliseconds above 0")
         if not 1 <= self.after_requests <= self.trial_requests:
             raise ConfigError(
                 f"after_requests = {self.after_requests}, trial_requests = {self.trial_requests}",

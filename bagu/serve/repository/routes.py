@@ -7,7 +7,7 @@ import asyncio
 from typing import Annotated, Any
 
 from fastapi import Request
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from bagu.errors import BaguError
@@ -29,13 +29,19 @@ Number = Annotated[int, Field(ge=1, le=999_999_999)]
 Weight = Annotated[float, Field(ge=0)]
 
 
-class VersionBody(Body):
+class OperationBody(Body):
+    """The body of a repository operation. It has no fields of other servers, so an unknown one is a mistake."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class VersionBody(OperationBody):
     """The version that a repository operation is about."""
 
     version: Number
 
 
-class WeightsBody(Body):
+class WeightsBody(OperationBody):
     """Shares of the traffic by version, in any unit: {"1": 90, "2": 10}."""
 
     weights: dict[Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}$")], Weight]
