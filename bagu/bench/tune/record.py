@@ -6,6 +6,7 @@ other searches in the same file are kept and ignored.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -24,14 +25,15 @@ class Recorded:
 
     def __init__(self, path: Path, search: str, measure: Callable[[Point, int], Trial]) -> None:
         self.path, self.search, self.measure, self.replayed = path, search, measure, 0
-        rows = read_rows(path) if path.exists() else []
-        self.known = {_key(row): row for row in rows if row.get("search") == search}
+        self.known: dict[tuple[Point, int], deque[dict[str, Any]]] = {}  # the same point may be measured again
+        for row in read_rows(path) if path.exists() else []:
+            if row.get("search") == search:
+                self.known.setdefault(_key(row), deque()).append(row)
 
     def __call__(self, point: Point, requests: int) -> Trial:
-        row = self.known.get((point, requests))
-        if row is not None:
+        if rows := self.known.get((point, requests)):
             self.replayed += 1
-            return _trial(row)
+            return _trial(rows.popleft())
         trial = self.measure(point, requests)
         append_rows(self.path, [{"search": self.search, **asdict(trial), "point": dict(point)}])
         return trial

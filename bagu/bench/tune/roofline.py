@@ -10,8 +10,9 @@ Speculation and block size are predicted to change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from bagu.bench.tune.simulate import StepTime
 from bagu.bench.tune.space import Point, Value
@@ -31,15 +32,26 @@ class Roofline:
     threads: int  # with which the rate was measured; those that a server has by default are one fewer
     overhead_s: float = OVERHEAD_S
 
-    def step_time(self, point: Point) -> StepTime:
+    def parts(self, point: Point) -> Callable[[Any, Any, Any], tuple[float, Any, Any]]:
+        """A function of (decodes, prompt tokens, KV tokens), numbers or arrays, to seconds: the overhead, the data at
+        the bandwidth, the FLOPs at the rate."""
         one: Mapping[str, Value] = dict(point)
         small = one.get("quantization") is not None
         weights = self.parameters * (1 if small else self.itemsize)
         threads = int(one.get("threads") or max(1, self.threads - 1))
         rate = self.rate * min(threads, self.threads) / self.threads * (2 if small else 1)
 
-        def seconds(decodes: int, prompt: int, context: int) -> float:
+        def seconds(decodes: Any, prompt: Any, context: Any) -> tuple[float, Any, Any]:
             data = (weights + context * self.kv_bytes) / self.bandwidth
-            return self.overhead_s + max(data, 2 * self.parameters * (decodes + prompt) / rate)
+            return self.overhead_s, data, 2 * self.parameters * (decodes + prompt) / rate
+
+        return seconds
+
+    def step_time(self, point: Point) -> StepTime:
+        parts = self.parts(point)
+
+        def seconds(decodes: int, prompt: int, context: int) -> float:
+            overhead, data, flops = parts(decodes, prompt, context)
+            return float(overhead + max(data, flops))
 
         return seconds

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
@@ -27,7 +28,7 @@ from bagu.bench.serve_load import Load, connect, fitting, run_load
 from bagu.bench.tune.record import Recorded
 from bagu.bench.tune.roofline import Roofline
 from bagu.bench.tune.search import Found, Trial, search
-from bagu.bench.tune.simulate import Samples, simulate
+from bagu.bench.tune.simulate import Samples, Schedule, StepTime, samples_of, schedule
 from bagu.bench.tune.space import Point, Value, default_space, label, parse_space, points_of
 from bagu.bench.workload import Lengths, arrivals, random_workload
 from bagu.config import fingerprint, write_atomic
@@ -38,6 +39,7 @@ from bagu.runs.record import ensure_folder
 __all__ = ["main", "options_of"]
 
 Start = Callable[..., AbstractContextManager[str]]  # (model, *options of bagu serve) -> the URL
+SEEDS, SPACING = 3, 1000  # samples of requests that a prediction averages, and the distance of their seeds
 DEFAULT_SEQS, CPU_TOKENS, GPU_TOKENS = 256, 2048, 16384  # what `bagu serve` takes without a setting
 
 
@@ -53,18 +55,24 @@ class Task:
     longest: int
     on_gpu: bool
 
+    def plan(self, point: Point, requests: int, step_s: StepTime) -> list[Schedule]:
+        """What the scheduler does with the requests that are measured, and with others of the same lengths."""
+        return [self._schedule(point, requests, step_s, self.load.seed + SPACING * k)[0] for k in range(SEEDS)]
+
     def predict(self, point: Point, requests: int) -> Samples:
         """The latencies by the roofline and the simulated scheduler."""
+        return samples_of(*self._schedule(point, requests, self.roofline.step_time(point), self.load.seed))
+
+    def _schedule(self, point: Point, requests: int, step_s: StepTime, seed: int) -> tuple[Schedule, np.ndarray]:
         one, load = dict(point), self.load
         lengths = fitting(load.inputs, load.outputs, longest=self.longest, shared_prefix=load.shared_prefix)
-        work = random_workload(requests, *lengths, tokens=1, shared_prefix=load.shared_prefix, seed=load.seed)
+        work = random_workload(requests, *lengths, tokens=1, shared_prefix=load.shared_prefix, seed=seed)
         slots = int(one.get("max_num_seqs") or DEFAULT_SEQS)
         usual = max(GPU_TOKENS if self.on_gpu else CPU_TOKENS, slots)
-        return simulate(
-            [(len(p), n) for p, n in zip(work.prompts, work.max_tokens, strict=True)],
-            self.roofline.step_time(point), slots=slots,
+        return schedule(
+            [(len(p), n) for p, n in zip(work.prompts, work.max_tokens, strict=True)], step_s, slots=slots,
             step_tokens=int(one.get("max_num_batched_tokens") or usual), clients=load.concurrency,
-            arrivals=arrivals(requests, load.request_rate, load.seed) if load.is_poisson else None,
+            arrivals=arrivals(requests, load.request_rate, seed) if load.is_poisson else None,
             cached=load.shared_prefix if one.get("enable_prefix_caching", True) else 0,
         )  # fmt: skip
 
@@ -118,7 +126,7 @@ def main(
     console.print(
         f"{len(task.points)} points, {load}, at most {share:.0%} of the time of all; record {out}/trials.jsonl"
     )
-    found = search(task.points, task.predict, measure, limits, first=_first(task), requests=full, short=short,
+    found = search(task.points, roofline, task.plan, measure, limits, first=_first(task), requests=full, short=short,
                    share=share, seed=seed)  # fmt: skip
     if measure.replayed:
         console.print(f"{measure.replayed} measurements are from the record")

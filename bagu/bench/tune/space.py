@@ -7,7 +7,7 @@ from itertools import product
 
 from bagu.errors import ArgumentError, UnknownName
 
-__all__ = ["SETTINGS", "Point", "Value", "default_space", "label", "parse_space", "points_of"]
+__all__ = ["SCHEDULING", "SETTINGS", "Point", "Value", "default_space", "label", "parse_space", "points_of"]
 
 Value = int | str | bool | None
 Point = tuple[tuple[str, Value], ...]  # (option, value) pairs in the order of SETTINGS; None is the option's default
@@ -16,6 +16,7 @@ SETTINGS = (
     "max_num_seqs", "max_num_batched_tokens", "block_size", "threads", "enable_prefix_caching", "quantization",
     "speculative",
 )  # fmt: skip
+SCHEDULING = ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")  # they change what a step does
 INTEGERS = SETTINGS[:4]
 WORDS: Mapping[str, Value] = {"none": None, "default": None, "true": True, "on": True, "false": False, "off": False}
 
