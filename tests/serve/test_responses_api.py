@@ -43,6 +43,27 @@ def test_text_in_text_out(client: openai.OpenAI, tiny: Running) -> None:
     assert cut.json()["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tool_runner_of_the_openai_client_calls_and_finishes(client: openai.OpenAI, stream: bool) -> None:
+    """The model is random and may answer at once; a call has a probability of about 1/3 in each turn."""
+    runners = pytest.importorskip("openai.lib.responses_tool_runner")
+    cities: list[object] = []
+
+    def weather(arguments: dict[str, object]) -> str:
+        cities.append(arguments["city"])
+        return "sunny"
+
+    strict = {**WEATHER, "parameters": {**PARAMETERS, "additionalProperties": False}}
+    fields = ask(text=choice("hi"), parallel_tool_calls=False)  # the runner adds the tools
+    for _ in range(100):
+        runner = runners.ResponsesToolRunner(functions=[runners.RegisteredFunction(strict, weather)])
+        final = runner.run(client, fields, max_steps=50, stream=stream)
+        assert (final.status, final.output_text) == ("completed", '"hi"')
+        if cities:
+            break
+    assert cities and set(cities) <= {"Köln", "Rome"}
+
+
 def test_the_conversation_goes_on_from_the_previous_response(client: openai.OpenAI, tiny: Running) -> None:
     first = client.responses.create(**ask(text=choice("hi")))
     second = client.responses.create(**ask(input="and then?", previous_response_id=first.id, text=choice("so")))
