@@ -1,7 +1,7 @@
 """Choose the fastest of several candidates by interleaved measurements, with early stopping and a verdict.
 
 All candidates are measured in turn, so that a drift of clocks or load hits each of them. After `MIN_ROUNDS` rounds a
-candidate leaves the race if, with 99 % confidence, it is slower than the fastest, or not faster than the default by
+candidate is dropped if, with 99 % confidence, it is slower than the fastest, or not faster than the default by
 `MIN_GAIN`. A winner must beat the default by `MIN_GAIN`, and be faster with the same confidence; otherwise the verdict
 is that there is no significant winner.
 """
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Selection(Generic[T]):
-    """The result of a race: `faster` has the candidates that beat the default and by how much, the winner first."""
+    """The result of a selection: `faster` has the candidates that beat the default and by how much, the winner first."""
 
     faster: Mapping[T, float]
     samples: Mapping[T, Sequence[float]]  # seconds; those of a candidate that failed end with infinity

@@ -2,7 +2,7 @@
 
 For each step (forward, backward) of each benchmark case, or of the shapes that were given: compile all candidates
 without running them and drop those that cannot run (tune_model.py); drop those whose roofline is above the default's
-time; let the rest race (selection.py); check the winner against the fp64 reference; store it. Every measurement is
+time; select among the rest (selection.py); check the winner against the fp64 reference; store it. Every measurement is
 stored as soon as it is made.
 """
 

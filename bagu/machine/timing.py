@@ -99,7 +99,7 @@ def measure_in_turn(
     buffer: torch.Tensor | None = None,
 ) -> list[Timing]:
     """Measure functions that are compared: each round takes one sample of every one, so that a drift of the clocks or
-    of the load changes all of them alike. `seconds` is for each function; the other options are those of `measure`.
+    of the load changes all of them equally. `seconds` is for each function; the other options are those of `measure`.
     """
     device = torch.device(device)
     if not 1 <= min_samples <= max_samples:

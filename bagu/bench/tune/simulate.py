@@ -4,7 +4,7 @@ In each step every running sequence that has read its prompt generates one token
 to prompts in order of arrival, in chunks. The last chunk of a prompt samples its first token. A free slot goes to the
 first waiting request. Memory for the KV cache is unlimited here, and HTTP costs nothing.
 
-What the steps do (`Schedule`) and how long they take are kept apart. A client of a closed loop sends its next request
+What the steps do (`Schedule`) and how long they take are separate. A client of a closed loop sends its next request
 when the last one ends, so its schedule does not depend on the times, and one schedule serves every formula.
 
 Dims: S = steps, R = requests, D = formulas.

@@ -206,7 +206,7 @@ def merge(sources: Iterable[Store], target: Store) -> int:
         known = Counter(map(repr, target.records()))
         for record in source.records():
             known[repr(record)] -= 1
-            if known[repr(record)] < 0:  # two rounds of a race may have the same record
+            if known[repr(record)] < 0:  # two rounds of a search may have the same record
                 target.append(record)
                 added += 1
     return added
