@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Selection(Generic[T]):
-    """The result of a selection: `faster` has the candidates that beat the default and by how much, the winner first."""
+    """The result of a selection: `faster` has what beats the default and by how much, the winner first."""
 
     faster: Mapping[T, float]
     samples: Mapping[T, Sequence[float]]  # seconds; those of a candidate that failed end with infinity

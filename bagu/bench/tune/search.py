@@ -6,7 +6,7 @@ its unknowns give a distribution of the goodput of every point, measured or not.
     1. measures the default settings at full length: the baseline, and the cost of a start and of a measurement
     2. explores: measures, with a short load, the point with the highest expected improvement over the best measured
        one, until no point promises 0.2 %, or the time that is left is needed for step 3
-    3. selects: measures the points that may be the best (5 % of the draws) at full length, in turn, until one is left or
+    3. decides: measures points that may be the best (5 % of the draws) at full length, in turn, until one is left or
        the time is spent. The same point may be measured again: one measurement has noise.
 
 Goodput is 0 wherever the limits are far away, and no search can find its way on a plain. A hundredth of the throughput,
