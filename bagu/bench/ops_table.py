@@ -118,7 +118,7 @@ def _host(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def remarks(rows: Sequence[Row]) -> Iterator[str]:
-    """Host times, faults, failures, meaningless ratios, and the time of each backend relative to the yardsticks."""
+    """Host times, faults, failures, meaningless ratios, and the speed of each backend relative to the yardsticks."""
     yield from _host(rows)
     for row in rows:
         where = escape(f"{row['op']}[{row['case']}] {row['pass']} by {row_label(row)}")
@@ -132,7 +132,7 @@ def remarks(rows: Sequence[Row]) -> Iterator[str]:
         for stick in (r for r in _same_work(row, rows) if row["backend"] and r["yardstick"]):
             if row["median_s"]:
                 memory = f", {row['peak_bytes'] / 1e9:.2f} GB peak memory" if row["peak_bytes"] is not None else ""
-                times = row["median_s"] / stick["median_s"]
-                yield f"{where} takes {times:.3f}× the time of {escape(stick['peer'])}{memory}"
+                speed = stick["median_s"] / row["median_s"]
+                yield f"{where} has {speed:.3f}× the speed of {escape(stick['peer'])}{memory}"
     if any(row["backend"] and row["median_s"] and (p := best_peer(row, rows)) and meaningless(row, p) for row in rows):
         yield "[dim]~: the spreads overlap, so the ratio is meaningless; measure again on an idle machine[/]"

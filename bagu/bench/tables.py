@@ -184,10 +184,10 @@ def _host(rows: Sequence[Row]) -> str:
 
 
 def _fraction(row: Row, yardsticks: Sequence[Row]) -> str:
-    """ "0.84 matmul, 1.10× four_gemms": the fraction of its ceiling, and its time relative to yardsticks of the run."""
+    """ "0.84 matmul, 0.91× four_gemms": the fraction of its ceiling, and its speed relative to yardsticks of the run."""
     if row["share"] is None or row["fault"]:
         return ""
-    times = [f"{row['median_s'] / y['median_s']:.2f}× {y['peer']}" for y in yardsticks if y["median_s"]]
+    times = [f"{y['median_s'] / row['median_s']:.2f}× {y['peer']}" for y in yardsticks if y["median_s"]]
     return ", ".join([f"{row['share']:.2f} {row['ceiling']}", *times])
 
 

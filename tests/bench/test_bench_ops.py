@@ -289,7 +289,7 @@ def test_a_yardstick_is_timed_as_one_call_and_is_not_a_peer() -> None:
     assert [(r["pass"], r["yardstick"], r["share"], r["fault"]) for r in rows] == [("fwd+bwd", True, None, False)]
     ours = _row(seconds=2 * rows[0]["median_s"]) | {"pass": "fwd+bwd", "fault": False}
     assert ops_table.best_peer(ours, [ours, *rows]) is None
-    assert "takes 2.000× the time of other" in next(ops_table.remarks([ours, *rows]))
+    assert "has 0.500× the speed of other" in next(ops_table.remarks([ours, *rows]))
 
 
 def test_the_best_peer_is_the_fastest_at_the_same_work() -> None:
