@@ -11,7 +11,6 @@ import asyncio
 import bisect
 import itertools
 import json
-import os
 import re
 import ssl
 import time
@@ -24,6 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bagu.errors import ArgumentError, BaguError
+from bagu.machine.cores import available_cores
 
 __all__ = ["Answer", "Server", "answered", "drive"]
 
@@ -65,8 +65,8 @@ class Server:
     def where(self) -> str:
         """Where client and server run, as far as the client knows."""
         if self.host in ("127.0.0.1", "::1", "localhost"):
-            return f"client, server and engine share {os.cpu_count()} cores"
-        return f"client on {os.cpu_count()} cores, server on another machine"
+            return f"client, server and engine share {available_cores()} cores"
+        return f"client on {available_cores()} cores, server on another machine"
 
     def json(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON answer of `path`, to a POST if there is a `body`."""

@@ -184,7 +184,7 @@ def _host(rows: Sequence[Row]) -> str:
 
 
 def _fraction(row: Row, yardsticks: Sequence[Row]) -> str:
-    """ "0.84 matmul, 0.91× four_gemms": the fraction of its ceiling, and its speed relative to yardsticks of the run."""
+    """ "0.84 matmul, 0.91× four_gemms": the fraction of its ceiling, and its speed relative to the yardsticks."""
     if row["share"] is None or row["fault"]:
         return ""
     times = [f"{y['median_s'] / row['median_s']:.2f}× {y['peer']}" for y in yardsticks if y["median_s"]]

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from bagu.errors import ArgumentError, UnknownName
+from bagu.machine.cores import available_cores
 
 __all__ = [
     "Gpu",
@@ -76,7 +77,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    cpu, cores, gpus = cpu_model(), _cores(), _gpus()
+    cpu, cores, gpus = cpu_model(), available_cores(), _gpus()
     return Machine(
         name=_name(cpu, cores, gpus),
         cpu=cpu,
@@ -299,12 +300,6 @@ def _arm_cores(info: str) -> str | None:
     if found := re.findall(r"^Model name:\s*([^-\s].*)$", _output("lscpu") or "", re.MULTILINE):
         return " + ".join(dict.fromkeys(name.strip() for name in found))
     return "Arm " + " + ".join(f"{implementer:#x}:{part:#x}" for implementer, part in kinds)
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _last_level_cache() -> int | None:

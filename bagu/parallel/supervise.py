@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from bagu.machine.cores import available_cores
 from bagu.parallel import heartbeat
 
 __all__ = ["Job", "Start", "supervise"]
@@ -62,7 +63,7 @@ def supervise(job: Job, say: Callable[[str], None]) -> int:
 
 
 def _start(start: Start, folder: Path) -> list[subprocess.Popen[bytes]]:
-    threads = max(1, (os.cpu_count() or 1) // start.ranks)
+    threads = max(1, available_cores() // start.ranks)
     shared = {
         "WORLD_SIZE": str(start.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
         heartbeat.FOLDER: str(folder),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bagu.errors import BaguError
+from bagu.machine.cores import available_cores
 from bagu.machine.openmp import wait_briefly
 from bagu.recipes.loader import Loader
 
@@ -59,7 +59,7 @@ def serve_main(
     if tp > 1:
         engine = {**engine, "device": loader.device or "auto"}
         loader = replace(loader, on_host=True)
-    spare = max(1, ((os.cpu_count() or 2) - 1) // max(tp, 1))  # one core is left for the HTTP server and tokenizer
+    spare = max(1, (available_cores() - 1) // max(tp, 1))  # one core is left for the HTTP server and tokenizer
     engine = {**engine, "threads": engine.get("threads") or spare}
     if is_repository(Path(model)):
         from bagu.recipes.repository import repository_main

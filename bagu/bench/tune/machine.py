@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from bagu.bench.tune.roofline import Roofline
+from bagu.machine.cores import available_cores
 from bagu.machine.device import default_device
 from bagu.machine.fast_dtype import compute_dtype
 from bagu.machine.timing import measure_ceilings
@@ -23,5 +22,5 @@ def roofline_of(config: ModelConfig) -> Roofline:
     idle = 0 if config.tie_embeddings else parameters.embedding  # a lookup reads one row
     return Roofline(
         parameters=parameters.active - idle, kv_bytes=count.kv_bytes(config, itemsize=dtype.itemsize),
-        itemsize=dtype.itemsize, bandwidth=found.read, rate=found.matmul, threads=os.cpu_count() or 1,
+        itemsize=dtype.itemsize, bandwidth=found.read, rate=found.matmul, threads=available_cores(),
     )  # fmt: skip

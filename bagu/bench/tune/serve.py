@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -33,6 +32,7 @@ from bagu.bench.tune.space import Point, Value, default_space, label, parse_spac
 from bagu.bench.workload import Lengths, arrivals, random_workload
 from bagu.config import fingerprint, write_atomic
 from bagu.errors import ArgumentError, BaguError
+from bagu.machine.cores import available_cores
 from bagu.machine.device import default_device
 from bagu.runs.record import ensure_folder
 
@@ -111,7 +111,7 @@ def main(
     )  # fmt: skip
     load = replace(load, requests=requests or max(64, 6 * (load.concurrency or 1)))
     on_gpu = default_device().type == "cuda"
-    values = parse_space(space, default_space(os.cpu_count() or 1, on_gpu=on_gpu, shared_prefix=shared_prefix > 0))
+    values = parse_space(space, default_space(available_cores(), on_gpu=on_gpu, shared_prefix=shared_prefix > 0))
     task = Task(model=model, load=load, limits=limits, points=tuple(points_of(values)), roofline=roofline,
                 longest=longest, on_gpu=on_gpu)  # fmt: skip
     name = fingerprint({
@@ -146,7 +146,7 @@ def _lengths(text: str | None) -> Lengths | None:
 
 def _first(task: Task) -> Point:
     """The baseline: the default settings, or the point that has most of them, and otherwise the largest limits."""
-    spare = max(1, (os.cpu_count() or 2) - 1)
+    spare = max(1, available_cores() - 1)
     defaults: dict[str, tuple[Value, ...]] = {
         "max_num_seqs": (None, DEFAULT_SEQS),
         "max_num_batched_tokens": (None, GPU_TOKENS if task.on_gpu else CPU_TOKENS),

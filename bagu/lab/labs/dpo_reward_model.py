@@ -239,8 +239,8 @@ def plot(fig: Figure, rows: Sequence[Row]) -> None:
         axes.axhline(50, color=INK, lw=0.8, ls=":")
         axes.set_xticks(range(len(rows)), [f"{r['group']}\n({r['pairs']})" for r in rows])
         axes.grid(False, axis="x")
-        axes.set(title=title, ylim=(0, 103))
-        axes.legend(loc="lower right")
+        axes.set(title=title, ylim=(0, 118))
+        axes.legend(loc="upper right", ncols=2)
     left.set_ylabel("%")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from bagu.errors import BackendError
+from bagu.machine.cores import available_cores
 from bagu.machine.sandbox.protocol import Limits, Result, read_frame, write_frame
 
 __all__ = ["Isolation", "Sandbox", "SandboxUnavailable"]
@@ -45,7 +46,7 @@ class Sandbox:
         isolation: Sequence[Isolation] = ("namespaces", "landlock"),
     ) -> None:
         self.limits = limits or Limits()
-        self.workers = workers or os.cpu_count() or 1
+        self.workers = workers or available_cores()
         self._kinds = tuple(isolation)
         if sys.platform != "linux":
             raise SandboxUnavailable(

@@ -13,7 +13,6 @@ Dims: R = rows, W = words of 32 tokens, V = vocabulary.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bagu.machine.cores import available_cores
 from bagu.serve.plan import Sequence
 from bagu.serve.request import Request
 
@@ -132,7 +132,7 @@ class Masks:
         if self._executor is None:
             from llguidance import LLExecutor
 
-            self._executor = LLExecutor(max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2)))
+            self._executor = LLExecutor(max(1, min(MAX_THREADS, available_cores() // 2)))
         self._executor.unsafe_compute_mask_ptr(going, masks.ctypes.data, masks.shape[1] * 4, len(masks))
 
     def _set_ends(self, mask: np.ndarray, sequence: Sequence, choice: _Choice) -> None:
