@@ -65,8 +65,7 @@ class EmbeddingLoss(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x, targets = self.embedding(tokens).flatten(0, 1), tokens.roll(-1, -1).flatten()
         if self.fused:
-            weights = torch.full(targets.shape, 1 / targets.numel(), device=x.device)  # the mean
-            loss: torch.Tensor = ops.linear_cross_entropy_loss(x, self.head.weight, targets, weights)[0]
+            loss: torch.Tensor = ops.linear_cross_entropy_loss(x, self.head.weight, targets)[0]
             return loss
         return nn.functional.cross_entropy(self.head(x).float(), targets)
 

@@ -9,8 +9,24 @@ RANGES = "sets the length of a range of keys, not what is computed"
 
 EQUIVALENT = {
     # What is changed has no effect.
-    "matmul.triton_backend: packed: _by_tma: x.stride(0)": "chooses how rows are read, not what is computed",
+    "matmul.triton_backend: packed: by_tma: x.stride(0)": "chooses how rows are read, not what is computed",
     "int8_matmul.triton_backend: packed: by_tma: x.stride(0)": "chooses how rows are read, not what is computed",
+    **dict.fromkeys(
+        (*(f"linear_cross_entropy.tile_kernels: stride: _tile_slopes: {x}_stride in [{x}_stride, 1]" for x in "xw"),
+         *(f"linear_cross_entropy.tile_kernels: {kind}: _slope_host: {x}.stride(0)"
+           for kind in ("packed", "swapped") for x in ("hidden", "weight"))),
+        "chunked.operands widens the operands on a CPU, which packs their rows",
+    ),
+    **dict.fromkeys(
+        (f"linear_cross_entropy.tile_kernels: {kind}: fits: {x}.stride(0)"
+         for kind in ("packed", "swapped") for x in ("rows", "words")),
+        "chooses the kernels, not what is computed",
+    ),
+    **dict.fromkeys(
+        (f"linear_cross_entropy_loss.triton_backend: default: forward: grad_{x} in"
+         " grad_hidden or grad_weight or (not tile_kernels.fits(hidden, weight))" for x in ("hidden", "weight")),
+        "chooses the kernels, not what is computed",
+    ),
     "matmul.triton_backend: packed: product: y.stride(0)":
         "rows of y have gaps only in linear_cross_entropy's invariant form: test_invariant_triton.py",
     # It writes outside of y, which ends the process instead of failing a comparison.
@@ -39,13 +55,6 @@ EQUIVALENT = {
         for d in (1, 2)
     },
     "linear_cross_entropy.triton_backend: packed: _overwrite: dlogits.stride(0)": "a view of rows without gaps",
-    **dict.fromkeys(
-        (f"linear_cross_entropy.row_kernels: packed: _score_and_slope_host: {name}.stride(0)"
-         for name in ("memory", "dlogits")),
-        "a view of rows without gaps",
-    ),
-    "linear_cross_entropy.row_kernels: no select: _score_and_slope: tl.where(v < V, dlse * exp(x - lse), 0.0)":
-        "the columns after V meet rows of zeros that pad the weight",
     **{
         f"attention.cpu: default: _ragged: {name} in _ragged_like({EAGER_RAGGED})":
             "the results are allocated from the shapes alone"
@@ -107,8 +116,6 @@ EQUIVALENT = {
     "mla_attention.triton_backend: default: _fits_hopper: window in window is None": GPU,
     "attention.torch_backend: default: forward: max_len in cuda.packed(shape, scale, q, k, v, cu_seqlens, max_len)":
         GPU,
-    "linear_cross_entropy_loss.torch_backend: no select: forward: torch.where(targets != ignore_index, losses, 0.0)":
-        "runs under torch.func alone: test_transforms.py",
     "linear_cross_entropy_loss.torch_backend: default: _scaled: grad_weight in grad_weight=grad_weight":
         "raises: test_linear_cross_entropy.py",
     "linear_cross_entropy_loss.triton_backend: default: backward: grad_weight in grad_weight=grad_weight":

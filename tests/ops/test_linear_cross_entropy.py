@@ -191,6 +191,27 @@ def test_the_public_functions_compile_as_one_graph(backend: str) -> None:
         torch.testing.assert_close(g, w)
 
 
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_tiles_read_operands_of_any_strides(one_pass: bool) -> None:
+    """16-bit operands that TMA reads only after a copy: transposed, and one row repeated."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*s, generator=draw).to(DEVICE, torch.float16) for s in ((16, 5), (16, 40)))
+    targets = torch.arange(5, device=DEVICE)
+    for h in (hidden.T, hidden.T[:1].expand(5, 16)):
+        got, want = [], []
+        for backend, found in (("triton", got), ("torch", want)):
+            leaves = h.detach().requires_grad_(), weight.T.detach().requires_grad_()
+            if one_pass:
+                loss, *scores = linear_cross_entropy_loss(*leaves, targets, backend=backend)
+            else:
+                scores = linear_cross_entropy(*leaves, targets, backend=backend)
+                loss = token_losses(*scores).loss.mean()
+            found += [*scores, *torch.autograd.grad(loss, leaves)]
+        for g, w in zip(got, want, strict=True):
+            spacing = torch.finfo(torch.float16).eps * w.abs().max()
+            torch.testing.assert_close(g, w, rtol=0, atol=4 * spacing.item())  # the ops allow each backend 2
+
+
 def test_bad_values_are_refused() -> None:
     args = head()
     with pytest.raises(ArgumentError, match="linear_cross_entropy_loss: memory is 0 bytes"):

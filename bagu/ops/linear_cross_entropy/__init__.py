@@ -22,7 +22,8 @@ def linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (target_logit, lse) of each token in fp32, differentiable, and 0 where the target is `ignore_index`.
 
-    `memory` limits the bytes of logits that exist at one time (by default 16 MiB and at least 512 tokens on a CPU, 2
-    GiB elsewhere), and so the tokens per chunk. `token_losses` computes loss, z-loss and logprobs from the two results.
+    `memory` limits the bytes of logits, or of their gradients, that exist at one time (by default 16 MiB and at least
+    512 tokens on a CPU, 2 GiB elsewhere), and so the tokens per chunk. `token_losses` computes loss, z-loss and
+    logprobs from the two results.
     """
     return call(SPEC, backend, hidden=hidden, weight=weight, targets=targets, ignore_index=ignore_index, memory=memory)

@@ -63,13 +63,39 @@ class Kernels:
         dlse = weights * (1 + 2 * z_loss * lse) if z_loss else weights
         return target_logit, lse, self.slope(logits, targets, lse, -weights, dlse, ignore_index, dtype)
 
-    def losses(
+    def slope_itemsize(self, hidden: torch.Tensor, weight: torch.Tensor) -> int:
+        """The bytes of memory per logit of the two functions that follow."""
+        return accumulator(hidden.dtype).itemsize
+
+    def product_slope(
+        self, hidden: torch.Tensor, weight: torch.Tensor, V: int, targets: torch.Tensor, lse: torch.Tensor,
+        dtarget_logit: torch.Tensor, dlse: torch.Tensor, ignore_index: int, dtype: torch.dtype,
+    ) -> torch.Tensor:  # fmt: skip
+        """`slope` from the operands; the weight has V real rows."""
+        logits = self.logits(hidden, weight)[:, :V]
+        return self.slope(logits, targets, lse, dtarget_logit, dlse, ignore_index, dtype)
+
+    def loss_and_slope(
+        self, hidden: torch.Tensor, weight: torch.Tensor, V: int, targets: torch.Tensor, weights: torch.Tensor,
+        z_loss: float, ignore_index: int, dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """target_logit, lse, the loss of the chunk, and its gradient by the logits; the weight has V real rows."""
+        logits = self.logits(hidden, weight)[:, :V]
+        target_logit, lse, slope = self.score_and_slope(logits, targets, weights, z_loss, ignore_index, dtype)
+        return target_logit, lse, self.loss(target_logit, lse, weights, targets, z_loss, ignore_index), slope
+
+    def loss(
         self, target_logit: torch.Tensor, lse: torch.Tensor, weights: torch.Tensor, targets: torch.Tensor,
         z_loss: float, ignore_index: int,
     ) -> torch.Tensor:  # fmt: skip
-        """The weighted loss of each token. An ignored token may have any weight, also NaN."""
+        """The sum of the tokens' weighted losses. An ignored token may have any weight, also NaN."""
         losses = weights * token_losses(target_logit, lse, z_loss).loss
-        return torch.where(targets != ignore_index, losses, 0.0)
+        return torch.where(targets != ignore_index, losses, 0.0).sum()
+
+    def mean_weights(self, targets: torch.Tensor, ignore_index: int, dtype: torch.dtype) -> torch.Tensor:
+        """1 / the number of tokens that are not ignored, for each token."""
+        count = (targets != ignore_index).sum().clamp(min=1)
+        return (1 / count.to(dtype)).expand(targets.shape)
 
 
 def chunks(M: int, V: int, itemsize: int, memory: int | None, device: torch.device) -> list[tuple[int, int]]:
@@ -148,13 +174,15 @@ class Gradients:
 
 
 def operands(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, memory: int | None, kernels: Kernels
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[tuple[int, int]]]:
-    """The operands [M, D] and [V or more, D], the targets [M], and the chunks of M."""
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, memory: int | None, kernels: Kernels,
+    itemsize: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[tuple[int, int]]]:  # fmt: skip
+    """The operands [M, D] and [V or more, D], the targets [M], and the chunks of M for logits of `itemsize` bytes (by
+    default the accumulator's)."""
     dtype = hidden.dtype
     h, t = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     h = h if dtype == torch.bfloat16 else operand(h, dtype)  # a bf16 operand allows a CPU product in bf16
-    spans = chunks(h.shape[0], weight.shape[0], accumulator(dtype).itemsize, memory, hidden.device)
+    spans = chunks(h.shape[0], weight.shape[0], itemsize or accumulator(dtype).itemsize, memory, hidden.device)
     return h, kernels.pad(operand(weight, dtype)), t, spans
 
 
@@ -187,16 +215,15 @@ def backward(
     lse: torch.Tensor, ignore_index: int, memory: int | None, needs: Mapping[str, bool], kernels: Kernels,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """dhidden and dweight, each None if it is not needed; without dweight one of the three products is skipped."""
-    h, w, t, spans = operands(hidden, weight, targets, memory, kernels)
+    h, w, t, spans = operands(hidden, weight, targets, memory, kernels, kernels.slope_itemsize(hidden, weight))
     V = weight.shape[0]
     rows = [x.reshape(-1) for x in (lse, dtarget_logit, dlse)]
     grads = Gradients(w, V, hidden.dtype, len(spans), of_hidden=needs["hidden"], of_weight=needs["weight"])
     for s in spans:
-        own = [part(x, s) for x in rows]
-        logits = kernels.logits(part(h, s), w)[:, :V]
-        dlogits = kernels.slope(logits, part(t, s), *own, ignore_index, hidden.dtype)
+        own_lse, dt, dl = (part(x, s) for x in rows)
+        dlogits = kernels.product_slope(part(h, s), w, V, part(t, s), own_lse, dt, dl, ignore_index, hidden.dtype)
         grads.add(operand(dlogits, hidden.dtype), part(h, s))
-        del logits, dlogits  # before the next chunk's logits are computed, or two would exist
+        del dlogits  # before the next chunk's logits are computed, or two would exist
     return (
         grads.dhidden(hidden.shape) if needs["hidden"] else None,
         grads.dweight() if needs["weight"] else None,

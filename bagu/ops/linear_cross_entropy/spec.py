@@ -3,8 +3,9 @@
     x = hidden @ weight.T        target_logit[m] = x[m, t[m]]        lse[m] = log(sum_v exp(x[m, v]))
 
 Both are 0 and have no gradient where t[m] is ignored. A target that is neither ignored nor inside the vocabulary
-gives a NaN logit. The logits exist for one chunk of tokens at a time, as many as fit in `memory` bytes; the backward
-computes them again. There are four GEMMs in all: x, x again, dx @ weight, dx.T @ hidden.
+gives a NaN logit. The logits exist for one chunk of tokens at a time, as many as fit in `memory` bytes, and in the
+forward of 16-bit operands on Triton not at all; the backward computes them again. There are four GEMMs in all: x, x
+again, dx @ weight, dx.T @ hidden.
 
 Dims: M = tokens, D = features, V = vocabulary.   Paper: https://arxiv.org/abs/2411.09009
 """
@@ -80,12 +81,24 @@ CASES = [
     Case("ragged", "three chunks, the last shorter, rows that fill no block", M=7, D=13, V=123, memory=1500,
          targets={1: IGNORED}),
     Case("whole", "the budget holds all logits, so there is one chunk", M=6, D=24, V=80),
+    Case("tiles", "TMA reads the operands: tiles of exps, not logits, and no side fills them", M=131, D=80, V=300,
+         targets={5: IGNORED, 7: 299, 130: 128}),
     Case("batched", "the leading dims are several, and a chunk may end inside one", lead=(2, 3), D=8, V=40, memory=700),
+    Case("tiles_even", "the vocabulary fills its tiles; several chunks for the gradient alone", M=9, D=32, V=256,
+         memory=2048, targets={1: 255, 3: IGNORED}),
     Case("single", "there is no leading dim at all: one token", lead=(), D=12, V=24),
+    Case("tiles_outside", "a target outside the vocabulary reads no row of the weight", M=5, D=16, V=24,
+         targets={0: 24, 1: -1, 2: 2**40}),
     Case("starved", "the budget is below one row of logits: one token at a time", M=5, D=6, V=50, memory=1),
+    Case("tiles_many", "more tiles than `_row_scores` reads at once", M=3, D=16, V=32769,
+         targets={1: 32767, 2: IGNORED}),
     Case("thin", "one feature, so the logits are an outer product", M=5, D=1, V=39),
+    Case("tiles_deep", "more features than `_row_scores` reads at once", M=3, D=1040, V=24),
+    Case("loud", "exp of these logits overflows unless the maximum is taken off", M=6, D=16, V=77, scale=300.0,
+         targets={2: IGNORED}),
+    Case("tiles_nan", "a NaN spoils its own token, and nothing where that is ignored", M=4, D=16, V=33,
+         targets={2: IGNORED}, plant=[(1, 3, NAN), (2, 3, NAN)]),
     Case("point", "a vocabulary of one word: the logsumexp is the logit", M=5, D=9, V=1),
-    Case("loud", "exp of these logits overflows unless the maximum is taken off", M=6, D=16, V=77, scale=300.0),
     Case("ignored", "every target is ignored: results and gradients are 0", M=4, D=8, V=33, memory=300,
          targets={ALL: IGNORED}),
     Case("padding", "the ignored word is one of the vocabulary", M=6, D=8, V=20, ignore_index=3,
@@ -98,8 +111,9 @@ CASES = [
          plant=[(1, 3, NAN)]),
     Case("frozen_head", "no gradient of the weight is asked for: one product less", M=6, D=8, V=40, memory=700,
          frozen=["weight"]),
+    Case("frozen", "no gradient is asked for at all", M=6, D=16, V=40, targets={4: IGNORED},
+         frozen=["hidden", "weight"]),
     Case("frozen_body", "no gradient of the hidden states is asked for", M=6, D=8, V=40, frozen=["hidden"]),
-    Case("frozen", "no gradient is asked for at all", M=6, D=8, V=40, frozen=["hidden", "weight"]),
     Case("empty", "there is no token: the weight's gradient is 0", M=0, D=8, V=24),
     Case("wide", "a row is several blocks, written over itself in 16 bits", M=3, D=4, V=9001),
     Case("split", "few long rows, so a row is read by several programs", M=2, D=2, V=40003, targets={0: 40002}),

@@ -1,9 +1,9 @@
-"""The chunked head on Triton: cuBLAS computes the logits, one kernel reads them, one replaces them by their gradient.
+"""The head on Triton. 16-bit operands that TMA can read have no logits: see tile_kernels.py.
 
-The GEMMs are the cost: 6 ms each at 4096 x 4096 x 128,256 on an H200, against 0.5 ms to read 2.1 GB of fp32 logits
-and 0.8 ms to read them and write 1.05 GB of gradient. `score` is cross_entropy's forward without the loss. `slope`
-writes the gradient in the inputs' dtype over the logits: the 16-bit values of a row go to the first half of that row's
-fp32 memory. The two GEMMs read a [m, V] tensor with twice the row stride, and there is no second buffer.
+For all others cuBLAS computes the logits of a chunk, one kernel reads them, and one replaces them by their gradient.
+`score` is cross_entropy's forward without the loss. `slope` writes the gradient in the inputs' dtype over the logits:
+16-bit values of a row go to the first half of that row's fp32 memory. The two GEMMs read a [m, V] tensor with twice the
+row stride, and there is no second buffer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton.language as tl
 from bagu.ops.cross_entropy.triton_backend import exp, reduce_rows
 from bagu.ops.launch import next_power_of_2, triton_acc
 from bagu.ops.launcher import available_launcher
-from bagu.ops.linear_cross_entropy import chunked, row_kernels
+from bagu.ops.linear_cross_entropy import chunked, loss_kernels, tile_kernels
 from bagu.ops.linear_cross_entropy.chunked import EVERY, Kernels
 from bagu.ops.matmul.triton_backend import Epilogue, product
 from bagu.ops.plan import Results
@@ -125,17 +125,37 @@ def _overwrite(
 
 
 class _Kernels(Kernels):
-    def score_and_slope(
-        self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, z_loss: float, ignore_index: int,
-        dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        return row_kernels.score_and_slope(logits, targets, weights, z_loss, ignore_index, dtype)
+    """With one kernel for the loss; and, if the operands allow it, exps of tiles in place of logits."""
 
-    def losses(
+    def slope_itemsize(self, hidden: torch.Tensor, weight: torch.Tensor) -> int:
+        return 2 if tile_kernels.fits(hidden, weight) else super().slope_itemsize(hidden, weight)
+
+    def product_slope(
+        self, hidden: torch.Tensor, weight: torch.Tensor, V: int, targets: torch.Tensor, lse: torch.Tensor,
+        dtarget_logit: torch.Tensor, dlse: torch.Tensor, ignore_index: int, dtype: torch.dtype,
+    ) -> torch.Tensor:  # fmt: skip
+        x, w = hidden.to(dtype), weight.to(dtype)  # `chunked.operands` widens them on other devices than CUDA
+        if tile_kernels.fits(x, w):
+            return tile_kernels.slope(x, w, V, targets, lse, dtarget_logit, dlse, ignore_index)
+        return super().product_slope(hidden, weight, V, targets, lse, dtarget_logit, dlse, ignore_index, dtype)
+
+    def loss_and_slope(
+        self, hidden: torch.Tensor, weight: torch.Tensor, V: int, targets: torch.Tensor, weights: torch.Tensor,
+        z_loss: float, ignore_index: int, dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        x, w = hidden.to(dtype), weight.to(dtype)
+        if tile_kernels.fits(x, w):
+            return tile_kernels.loss_and_slope(x, w, V, targets, weights, z_loss, ignore_index)
+        return super().loss_and_slope(hidden, weight, V, targets, weights, z_loss, ignore_index, dtype)
+
+    def loss(
         self, target_logit: torch.Tensor, lse: torch.Tensor, weights: torch.Tensor, targets: torch.Tensor,
         z_loss: float, ignore_index: int,
     ) -> torch.Tensor:  # fmt: skip
-        return row_kernels.weighted_losses(target_logit, lse, weights, targets, z_loss, ignore_index)
+        return loss_kernels.weighted_loss(target_logit, lse, weights, targets, z_loss, ignore_index)
+
+    def mean_weights(self, targets: torch.Tensor, ignore_index: int, dtype: torch.dtype) -> torch.Tensor:
+        return loss_kernels.mean_weights(targets, ignore_index, dtype)
 
 
 KERNELS = _Kernels(logits=_logits, score=_score, slope=_overwrite, pad=_pad)
@@ -146,6 +166,8 @@ INVARIANT = Kernels(logits=_logits_by_row, score=partial(_score, splits=1), slop
 def forward(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if tile_kernels.fits(hidden, weight):
+        return tile_kernels.scores(hidden, weight, targets, ignore_index)
     return chunked.forward(hidden, weight, targets, ignore_index, memory, KERNELS)
 
 

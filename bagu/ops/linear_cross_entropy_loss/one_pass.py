@@ -18,34 +18,37 @@ __all__ = ["check_made", "forward"]
 
 
 def forward(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
-    z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool, kernels: Kernels,
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor | None,
+    ignore_index: int, z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool, kernels: Kernels,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """loss, target_logit, lse, d loss / d hidden, d loss / d weight; a gradient that is not requested is empty."""
-    h, w, t, spans = operands(hidden, weight, targets, memory, kernels)
-    V, acc = weight.shape[0], accumulator(hidden.dtype)
-    weights = token_weights.reshape(-1).to(acc)
+    slopes, V, acc = grad_hidden or grad_weight, weight.shape[0], accumulator(hidden.dtype)
+    itemsize = kernels.slope_itemsize(hidden, weight) if slopes else acc.itemsize
+    h, w, t, spans = operands(hidden, weight, targets, memory, kernels, itemsize)
+    weights = kernels.mean_weights(t, ignore_index, acc) if token_weights is None else token_weights.reshape(-1).to(acc)
     grads = Gradients(w, V, hidden.dtype, len(spans), of_hidden=grad_hidden, of_weight=grad_weight)
     scores: list[tuple[torch.Tensor, torch.Tensor]] = []
+    losses: list[torch.Tensor] = []
     for s in spans:
-        logits, words, own = kernels.logits(part(h, s), w)[:, :V], part(t, s), part(weights, s)
-        if grad_hidden or grad_weight:
-            target_logit, lse, dlogits = kernels.score_and_slope(logits, words, own, z_loss, ignore_index, hidden.dtype)
+        words, own = part(t, s), part(weights, s)
+        if slopes:
+            target_logit, lse, loss, dlogits = kernels.loss_and_slope(
+                part(h, s), w, V, words, own, z_loss, ignore_index, hidden.dtype
+            )
             grads.add(operand(dlogits, hidden.dtype), part(h, s))
-            del dlogits
+            del dlogits  # before the next chunk's logits are computed, or two would exist
         else:
-            target_logit, lse = kernels.score(logits, words, ignore_index)
+            target_logit, lse = kernels.score(kernels.logits(part(h, s), w)[:, :V], words, ignore_index)
+            loss = kernels.loss(target_logit, lse, own, words, z_loss, ignore_index)
         scores.append((target_logit, lse))
-        del logits  # before the next chunk's logits are computed, or two would exist
+        losses.append(loss)
     target_logit, lse = (joined([s[i] for s in scores], t.shape, hidden, acc) for i in (0, 1))
-    loss = kernels.losses(target_logit, lse, weights, t, z_loss, ignore_index).sum()
-    absent = hidden.new_empty(0)
     return (
-        loss,
+        losses[0] if len(losses) == 1 else torch.stack(losses).sum() if losses else hidden.new_zeros((), dtype=acc),
         target_logit.view(targets.shape),
         lse.view(targets.shape),
-        grads.dhidden(hidden.shape) if grad_hidden else absent,
-        grads.dweight() if grad_weight else absent.clone(),
+        grads.dhidden(hidden.shape) if grad_hidden else hidden.new_empty(0),
+        grads.dweight() if grad_weight else hidden.new_empty(0),
     )
 
 

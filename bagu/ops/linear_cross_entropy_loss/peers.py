@@ -9,20 +9,22 @@ Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def eager(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
-    z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor | None,
+    ignore_index: int, z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
 ) -> Results:  # fmt: skip
     """The usual PyTorch code: all logits in fp32, F.cross_entropy, a weighted sum."""
     logits, t = (hidden @ weight.T).flatten(0, -2).float(), targets.flatten()
     losses = F.cross_entropy(logits, t, ignore_index=ignore_index, reduction="none")
     if z_loss:
         losses = losses + z_loss * logits.logsumexp(-1).square() * (t != ignore_index)
-    return (losses * token_weights.flatten()).sum(), losses.new_empty(0), losses.new_empty(0)
+    kept = (t != ignore_index).sum()
+    loss = losses.sum() / kept if token_weights is None else (losses * token_weights.flatten()).sum()
+    return loss, losses.new_empty(0), losses.new_empty(0)
 
 
 def liger(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
-    z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor | None,
+    ignore_index: int, z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
 ) -> Results:  # fmt: skip
     """Liger's fused head. It has no token weights: all tokens have equal weight, as in the bench cases."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
@@ -34,8 +36,8 @@ def liger(
 
 
 def three_gemms(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
-    z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor | None,
+    ignore_index: int, z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
 ) -> None:  # fmt: skip
     """A baseline: only the three products of forward and backward."""
     with torch.no_grad():

@@ -3,6 +3,8 @@
     x = hidden @ weight.T        lse[m] = log(sum_v exp(x[m, v]))
     loss = sum_m token_weights[m] * (lse[m] - x[m, t[m]] + z_loss * lse[m]^2)        over the m that are not ignored
 
+Without token_weights the loss is the mean over the tokens that are not ignored; 0 if all are.
+
 The weights are known in the forward, and so is the gradient of every logit: there are three GEMMs (x, dx @ weight, dx.T
 @ hidden) and x is computed once. `target_logit` and `lse` are as in linear_cross_entropy, but constants. The residuals
 are d loss / d hidden and d loss / d weight, computed only if `grad_hidden` and `grad_weight` request them; the backward
@@ -27,14 +29,15 @@ from bagu.ops.signature import Dims
 
 
 def reference(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
-    z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor | None,
+    ignore_index: int, z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The definition, on all logits at once; autograd gives the gradients."""
     target_logit, lse = head.reference(hidden, weight, targets, ignore_index, memory)
     losses = token_losses(target_logit, lse, z_loss).loss
-    counted = torch.where(targets != ignore_index, token_weights * losses, 0.0)
-    return counted.sum(), target_logit.detach(), lse.detach()
+    kept = targets != ignore_index
+    weights = 1 / kept.sum().clamp(min=1) if token_weights is None else token_weights
+    return torch.where(kept, weights * losses, 0.0).sum(), target_logit.detach(), lse.detach()
 
 
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
@@ -45,7 +48,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     if "ignored_weight" in case.params:
         weights[args["targets"] == args["ignore_index"]] = case["ignored_weight"]
     return args | {
-        "token_weights": weights,
+        "token_weights": None if case.get("mean", False) else weights,
         "z_loss": case.get("z_loss", streams.choice("z_loss", 0.0, 0.05)),
         "grad_hidden": "hidden" not in case.frozen,
         "grad_weight": "weight" not in case.frozen,
@@ -72,9 +75,17 @@ def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
     return Cost(flops=M * D + V * D, bytes=2 * (M * D + V * D) * itemsize + 4)
 
 
+MEANS = [
+    Case("mean_of_none", "the mean over no token is 0", M=3, D=16, V=40, mean=True, targets={head.ALL: head.IGNORED}),
+    Case("mean", "without weights: the mean of the tokens that are not ignored", lead=(2, 4), D=16, V=40, mean=True,
+         targets={(1, 2): head.IGNORED}),
+    Case("mean_frozen", "without gradients; more tokens than a block of the loss has", M=2100, D=16, V=3,
+         mean=True, targets={7: head.IGNORED, 2099: head.IGNORED}, frozen=["hidden", "weight"]),
+]  # fmt: skip
+
 SPEC = OpSpec(
     name="linear_cross_entropy_loss",
-    signature="hidden[*M, D], weight[V, D], targets[*M]: int, token_weights[*M]: float, ignore_index: int,"
+    signature="hidden[*M, D], weight[V, D], targets[*M]: int, token_weights[*M]?: float, ignore_index: int,"
     " z_loss: float, memory: int?, grad_hidden: bool, grad_weight: bool"
     " -> loss[]: acc, target_logit[*M]: acc, lse[*M]: acc; hidden_grad[*H], weight_grad[*W]",
     reference=reference,
@@ -105,6 +116,7 @@ SPEC = OpSpec(
             ignore_index=-7,
         ),
         Case("mixed", "token weights stay fp32 beside 16-bit activations", M=6, D=8, V=40, mixed=["token_weights"]),
+        *MEANS,
         *head.BENCH,
     ],
 )

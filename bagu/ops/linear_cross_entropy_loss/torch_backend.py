@@ -9,7 +9,6 @@ import torch
 
 from bagu.ops import eager
 from bagu.ops.linear_cross_entropy.chunked import EVERY
-from bagu.ops.linear_cross_entropy.losses import token_losses
 from bagu.ops.linear_cross_entropy.torch_backend import INVARIANT, KERNELS, whole
 from bagu.ops.linear_cross_entropy_loss import one_pass
 
@@ -41,13 +40,14 @@ class _Loss(torch.autograd.Function):
 
 
 def forward(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
-    z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor | None,
+    ignore_index: int, z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
 ) -> Results:  # fmt: skip
     if eager.transformed():
         target_logit, lse = whole(hidden, weight, targets, ignore_index)
-        losses = token_weights.to(lse.dtype).detach() * token_losses(target_logit, lse, z_loss).loss
-        loss = torch.where(targets != ignore_index, losses, 0.0).sum()
+        acc = lse.dtype
+        weights = KERNELS.mean_weights(targets, ignore_index, acc) if token_weights is None else token_weights.to(acc)
+        loss = KERNELS.loss(target_logit, lse, weights.detach(), targets, z_loss, ignore_index)
         return loss, target_logit.detach(), lse.detach(), hidden.new_empty(0), hidden.new_empty(0)
     loss, *rest = _Loss.apply(
         hidden, weight, targets, token_weights, ignore_index, z_loss, memory, grad_hidden, grad_weight, KERNELS
@@ -56,8 +56,8 @@ def forward(
 
 
 def invariant_forward(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor, ignore_index: int,
-    z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor | None,
+    ignore_index: int, z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
 ) -> Results:  # fmt: skip
     """Each token's logit and lse are batch-invariant; the loss is a sum over the batch."""
     loss, *rest = _Loss.apply(

@@ -24,7 +24,7 @@ from bagu.ops.launcher import with_scratch_memory
 from bagu.ops.matmul.product_kernel import product_kernel
 from bagu.ops.matmul.torch_backend import backward
 
-__all__ = ["TUNABLE", "backward", "forward", "invariant_forward", "product"]
+__all__ = ["PERSISTENT", "TUNABLE", "backward", "by_tma", "forward", "invariant_forward", "product"]
 
 BK = 64
 
@@ -90,7 +90,7 @@ def _tile(M: int, N: int, itemsize: int, device: torch.device) -> Tile:
     return next((t for t in fits if triton.cdiv(M, t.M) * triton.cdiv(N, t.N) >= wanted), fits[-1])
 
 
-def _by_tma(x: torch.Tensor) -> bool:
+def by_tma(x: torch.Tensor) -> bool:
     """Whether TMA can read the rows of x: they are 16-byte aligned, and not one row repeated."""
     return reads_by_tma(x) and 0 < x.stride(0) == x.stride(0) // 8 * 8 and x.data_ptr() % 16 == 0
 
@@ -104,7 +104,7 @@ def product(x: torch.Tensor, w: torch.Tensor, end: Epilogue, y: torch.Tensor) ->
     tile = _tile(M, N, x.element_size(), x.device)
     wide = BK if x.element_size() == 2 else EXACT.N
     wide = min(wide, max(16, next_power_of_2(K)))
-    tma = tile.tma and _by_tma(x) and _by_tma(w)
+    tma = tile.tma and by_tma(x) and by_tma(w)
     launch = product_kernel[(triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N),)]
     (with_scratch_memory(launch) if tma else launch)(
         x, w, end.bias, end.row_scale, end.column_scale, end.residual, y, M, N, K, x.stride(0), w.stride(0),
@@ -156,7 +156,7 @@ def forward(
     chosen = _persistent(M, N, x.device) if tile is None else PERSISTENT[tile]
     # Triton assumes nothing of sizes that are no multiple of 16, and then needs more shared memory than there is
     aligned = N % 16 == 0 and rows.stride(0) % 16 == 0 and weight.stride(0) % 16 == 0
-    if M * N == 0 or chosen is None or x.element_size() != 2 or not (aligned and _by_tma(rows) and _by_tma(weight)):
+    if M * N == 0 or chosen is None or x.element_size() != 2 or not (aligned and by_tma(rows) and by_tma(weight)):
         return invariant_forward(x, w, bias, residual, row_scale, column_scale, activation)
     y = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
     end = _epilogue(bias, residual, row_scale, column_scale, activation)
