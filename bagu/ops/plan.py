@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bagu.ops.launcher import Direct, Launcher
+from bagu.ops.launcher import Direct, Launcher, Scratch
 
-__all__ = ["Allocation", "Made", "Plan", "Pointer", "Results", "Step"]
+__all__ = ["Allocation", "Made", "Operand", "Plan", "Pointer", "Product", "Results", "Step"]
 
 Results = tuple[torch.Tensor | None, ...]
 Allocation = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # size, stride, dtype
@@ -31,6 +31,20 @@ class Step(NamedTuple):
     args: tuple[Any, ...]
 
 
+class Operand(NamedTuple):
+    """A matrix of a product: a tensor (inputs, then allocations), or a view that begins where the tensor does."""
+
+    tensor: int
+    view: tuple[tuple[int, ...], tuple[int, ...]] | None  # size, stride
+
+
+class Product(NamedTuple):
+    """`torch.mm` of two matrices, which makes an allocation."""
+
+    result: int
+    operands: tuple[Operand, Operand]
+
+
 class Made(NamedTuple):
     """A result: an allocation, or a view of one."""
 
@@ -45,26 +59,36 @@ class Plan:
     launcher: Launcher
     device: int
     inputs: int  # the number of input tensors
-    allocations: tuple[Allocation, ...]
-    steps: tuple[Step, ...]
+    allocations: tuple[Allocation | None, ...]  # None: a product makes it
+    steps: tuple[Step | Product, ...]
     results: tuple[Made | None, ...]
+    products: bool = field(init=False)
     replay: Callable[..., Results] = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "products", any(isinstance(step, Product) for step in self.steps))
         object.__setattr__(self, "replay", _function(self))
 
-    def run(self, pointers: Sequence[int]) -> Results:
-        """`pointers` are the addresses of the input tensors, in order."""
+    def run(self, values: Sequence[Any], pointers: Sequence[int]) -> Results:
+        """`values` are the arguments of the call, `pointers` the addresses of the tensors among them, in order."""
         launcher = self.launcher
         if launcher.current_device() != self.device:
             with torch.cuda.device(self.device):  # allocations and launches use the current device
-                return self.run(pointers)
+                return self.run(values, pointers)
         filled = torch._C._get_deterministic_algorithms()  # torch.empty fills memory in this mode
-        return self.replay(launcher.filled if filled else launcher.empty, launcher.stream(self.device), *pointers)
+        empty, stream = launcher.filled if filled else launcher.empty, launcher.stream(self.device)
+        if not self.products:
+            return self.replay(empty, stream, *pointers)
+        tensors = [v for v in values if isinstance(v, torch.Tensor)]
+        if torch._C._is_any_autocast_enabled():
+            with torch.autocast(tensors[0].device.type, enabled=False):  # as the host code
+                return self.replay(empty, stream, *pointers, *tensors)
+        return self.replay(empty, stream, *pointers, *tensors)
 
 
 def source(plan: Plan) -> tuple[str, dict[str, Any]]:
     """The source of `replay(empty, stream, p0, p1, …)` and its globals. A loop over the steps would take 5 us more.
+    With products it takes the input tensors x0, x1, … as well.
 
     def replay(empty, stream, p0, p1):
         t0 = empty(*a0)
@@ -73,22 +97,39 @@ def source(plan: Plan) -> tuple[str, dict[str, Any]]:
         return t0,
     """
     names: dict[str, Any] = {}
+    lines: list[str] = []
 
     def name(kind: str, value: Any) -> str:
         names[f"{kind}{len(names)}"] = value
         return f"{kind}{len(names) - 1}"
 
     def argument(value: Any) -> str:
+        if isinstance(value, Scratch):
+            lines.append(f"s{len(lines)} = {empty(((value.bytes,), (1,), torch.int8))}")
+            return f"s{len(lines) - 1}"
         if isinstance(value, Pointer):
             return f"p{value.tensor} + {value.offset}" if value.offset else f"p{value.tensor}"
         return repr(value) if value is None or type(value) in (bool, int, str) else name("c", value)
 
-    lines = []
+    def empty(allocation: Allocation) -> str:
+        return f"empty({', '.join(name('a', part) for part in allocation)})"
+
+    def operand(value: Operand) -> str:
+        tensor = f"x{value.tensor}" if value.tensor < plan.inputs else f"t{value.tensor - plan.inputs}"
+        return tensor if value.view is None else f"{tensor}.as_strided({', '.join(map(repr, value.view))})"
+
+    def make(i: int, tensor: str) -> list[str]:
+        return [f"t{i} = {tensor}", f"p{plan.inputs + i} = t{i}.data_ptr()"]
+
     for i, allocation in enumerate(plan.allocations):
-        lines.append(f"t{i} = empty({', '.join(name('a', part) for part in allocation)})")
-        lines.append(f"p{plan.inputs + i} = t{i}.data_ptr()")
-    for direct, args in plan.steps:
-        given = [*map(argument, direct.before), "stream", *map(argument, direct.after), *map(argument, args)]
+        if allocation is not None:
+            lines += make(i, empty(allocation))
+    for step in plan.steps:
+        if isinstance(step, Product):
+            lines += make(step.result, f"{name('mm', torch.mm)}({', '.join(map(operand, step.operands))})")
+            continue
+        direct = step.direct
+        given = [*map(argument, direct.before), "stream", *map(argument, direct.after), *map(argument, step.args)]
         lines.append(f"{name('run', direct.run)}({', '.join(given)})")
     results = [
         "None" if made is None
@@ -97,7 +138,8 @@ def source(plan: Plan) -> tuple[str, dict[str, Any]]:
         for made in plan.results
     ]  # fmt: skip
     lines.append(f"return ({''.join(f'{r}, ' for r in results)})")
-    taken = ", ".join(["empty", "stream", *(f"p{i}" for i in range(plan.inputs))])
+    tensors = [f"x{i}" for i in range(plan.inputs)] if plan.products else []
+    taken = ", ".join(["empty", "stream", *(f"p{i}" for i in range(plan.inputs)), *tensors])
     return f"def replay({taken}):\n    " + "\n    ".join(lines), names
 
 

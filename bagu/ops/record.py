@@ -1,4 +1,4 @@
-"""Records host code: the tensors it allocates, and the kernels it launches on them."""
+"""Records host code: the tensors it allocates, the kernels it launches on them, and products of two matrices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bagu.ops.launcher import Launch, Launcher, is_constant, noted_launches
-from bagu.ops.plan import Made, Plan, Pointer, Results, Step
+from bagu.ops.plan import Made, Operand, Plan, Pointer, Product, Results, Step
 
 __all__ = ["recorded"]
 
@@ -28,19 +28,20 @@ def recorded(
     separate = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
     recorder = _Recorder(separate)
     # below autograd: autograd would wrap views in new tensors that the recorder does not see
-    with torch._C._AutoDispatchBelowAutograd(), noted_launches(recorder.launches.append), recorder:
+    with torch._C._AutoDispatchBelowAutograd(), noted_launches(recorder.work.append), recorder:
         results = host(separate)
     return results, recorder.plan(results, launcher)
 
 
 class _Recorder(TorchDispatchMode):
-    """Follows tensors from inputs and allocations through views to launches. No other operation can be replayed."""
+    """Follows tensors from inputs and allocations through views to launches and products. No other operation can be
+    replayed."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         super().__init__()
         self.tensors = [v for v in values if isinstance(v, torch.Tensor)]  # the inputs, then the allocations
         self.inputs = len(self.tensors)
-        self.launches: list[Launch] = []
+        self.work: list[Launch | Product] = []
         self.replayable = True
         self._views: list[torch.Tensor] = []  # kept alive, so that an id identifies one tensor
         self._origin = {id(t): i for i, t in enumerate(self.tensors)}
@@ -57,6 +58,14 @@ class _Recorder(TorchDispatchMode):
                     self.replayable = False
                 elif id(args[0]) in self._origin:
                     self._origin[id(view)] = self._origin[id(args[0])]
+        elif func is aten.mm.default:
+            a, b = (self._operand(matrix) for matrix in args)
+            if a is None or b is None:
+                self.replayable = False
+            else:
+                self.work.append(Product(len(self.tensors) - self.inputs, (a, b)))
+                self._origin[id(out)] = len(self.tensors)
+                self.tensors.append(out)
         else:
             self.replayable = False
         return out
@@ -64,12 +73,16 @@ class _Recorder(TorchDispatchMode):
     def plan(self, results: Results, launcher: Launcher) -> Plan | None:
         """The plan of the recorded launches; None if they cannot be replayed."""
         devices = {t.get_device() for t in self.tensors}
-        steps = [self._step(launch, launcher) for launch in self.launches]
+        steps = [self._step(w, launcher) if isinstance(w, Launch) else w for w in self.work]
+        products = {w.result for w in self.work if isinstance(w, Product)}
         made = [None if r is None else self._made(r) for r in results]
         lost = any(r is not None and m is None for r, m in zip(results, made, strict=True))
         if not self.replayable or len(devices) != 1 or lost or None in steps:
             return None
-        allocations = tuple((tuple(t.shape), t.stride(), t.dtype) for t in self.tensors[self.inputs :])
+        allocations = tuple(
+            None if i in products else (tuple(t.shape), t.stride(), t.dtype)
+            for i, t in enumerate(self.tensors[self.inputs :])
+        )
         return Plan(
             launcher=launcher, device=devices.pop(), inputs=self.inputs, allocations=allocations,
             steps=tuple(s for s in steps if s is not None), results=tuple(made),
@@ -87,6 +100,17 @@ class _Recorder(TorchDispatchMode):
             else:
                 return None
         return None if direct is None else Step(direct, tuple(args))
+
+    def _operand(self, x: torch.Tensor) -> Operand | None:
+        """A matrix of a product; None if it is not a followed tensor, or begins elsewhere than the tensor does."""
+        origin = self._origin.get(id(x))
+        if origin is None:
+            return None
+        whole = self.tensors[origin]
+        if (x.dtype, _begin(x)) != (whole.dtype, _begin(whole)):
+            return None
+        same = (x.shape, x.stride()) == (whole.shape, whole.stride())
+        return Operand(origin, None if same else (tuple(x.shape), x.stride()))
 
     def _made(self, result: torch.Tensor) -> Made | None:
         """The allocation that a result is or views; None if it comes from an input or is unknown."""

@@ -3,9 +3,9 @@
 The host code of a Triton backend makes views, allocates and launches. What it does depends only on its arguments'
 shapes, strides, dtypes, device, alignment and scalars (`kind_of`). So the second call of a kind runs its host code
 under a recorder (record.py). Later calls allocate the same tensors and launch the same compiled kernels with the new
-pointers. That takes about 10 us on the host; the host code takes 70 to 280.
+pointers. That takes about 10 us on the host; the host code takes 70 to 280. Calls of `torch.mm` are repeated as well.
 
-If the host code does anything else (a copy of a tensor with unsuitable strides, a matrix product, a fill), the call is
+If the host code does anything else (a copy of a tensor with unsuitable strides, a sum of products, a fill), the call is
 not replayed, and its host code runs each time. A plan holds no tensor.
 """
 
@@ -40,7 +40,7 @@ class Repeated:
         if self.launcher is None or not self.launcher.ready():
             return self.host(values)
         if self.plan is not None:
-            return self.plan.run(pointers)
+            return self.plan.run(values, pointers)
         self._calls = calls = self._calls + 1
         if calls != 2:  # a single call does not pay for a recording; a kind that cannot be replayed is recorded once
             return self.host(values)

@@ -10,7 +10,7 @@ import ctypes
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from bagu.ops.launcher import (
     Direct,
     Launch,
     Launcher,
+    Scratch,
     cuda_launcher,
     noted_launches,
     takes_kernel_arguments,
@@ -30,7 +31,8 @@ from bagu.ops.launcher import (
 )  # fmt: skip
 from bagu.ops.layouts import lay_out
 from bagu.ops.node import Node
-from bagu.ops.plan import Plan, source
+from bagu.ops.plan import Plan, Results, Step, source
+from bagu.ops.replay import Replayed
 from tests.ops.points import DEVICE, Point, points
 
 GPU = torch.cuda.is_available()
@@ -150,6 +152,16 @@ def test_a_replayed_call_has_the_bits_of_its_host_code(spec: OpSpec, point: Poin
         assert plans(run) and (hosted or not differentiable or plans(run.backward))
 
 
+def test_a_plan_allocates_the_scratch_memory_of_a_launch() -> None:
+    given: list[Any] = []
+    step = Step(Direct(lambda *args: given.append(args), (1,), (Scratch(384), None)), (7,))
+    plan = Plan(launcher=Interpreted(), device=-1, inputs=0, allocations=(), steps=(step, step), results=())
+    plan.run([], [])
+    for one, stream, scratch, none, seven in given:
+        assert (one, stream, none, seven) == (1, 0, None, 7) and scratch.nbytes == 384
+    assert given[0][2].data_ptr() != given[1][2].data_ptr()
+
+
 def test_a_kernel_with_scratch_memory_is_launched_with_an_allocator() -> None:
     """TMA descriptors that a kernel makes need memory, which Triton asks the context's allocator for."""
     allocation = pytest.importorskip("triton.runtime._allocation")
@@ -227,6 +239,51 @@ def test_alignment_strides_and_scalars_are_kinds_of_their_own() -> None:
     assert len(plans(run)) == 12
 
 
+def squared_product(values: Sequence[Any]) -> Results:
+    """Host code with a product: relu(x[:, :8] w)² of a transposed w, and the product itself."""
+    x, w = values
+    y = torch.mm(x[:, :8], w.T)
+    return y, SPECS["relu_squared"].module("triton").forward(y)[0]
+
+
+def test_a_product_is_repeated_by_torch() -> None:
+    run = Replayed(squared_product, launcher)
+    draw = lambda: [torch.randn(*shape, device=DEVICE) for shape in ((4, 16), (6, 8))]  # noqa: E731
+    for i in range(4):
+        x, w = draw()
+        if i == 3:
+            (calls,) = run.kinds.values()
+            calls.host = None  # type: ignore[assignment]
+        y, z = run(x, w)
+        assert y is not None and z is not None
+        assert torch.equal(y, torch.mm(x[:, :8], w.T)) and torch.equal(z, y.relu().square())
+    (plan,) = plans(run)
+    text = source(plan)[0]
+    assert "(empty, stream, p0, p1, x0, x1)" in text and "(x0.as_strided((4, 8), (16, 1)), x1.as_strided(" in text
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        assert torch.equal(run(x, w)[0], y)  # type: ignore[arg-type]
+
+
+def test_a_product_from_the_middle_of_a_tensor_is_not_replayed() -> None:
+    run = Replayed(lambda values: (torch.mm(values[0][:, 8:], values[1]),), launcher)
+    for _ in range(4):
+        x, w = torch.randn(4, 16, device=DEVICE), torch.randn(8, 5, device=DEVICE)
+        assert torch.equal(run(x, w)[0], torch.mm(x[:, 8:], w))  # type: ignore[arg-type]
+    assert not plans(run)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="a CPU widens the operands of the products, which is a copy")
+def test_a_head_and_its_gradients_are_replayed() -> None:
+    for name in ("linear_cross_entropy", "linear_cross_entropy_loss"):
+        spec = SPECS[name]
+        module, case = spec.module("triton"), Case("even", "", M=256, D=64, V=512)
+        run = Node(spec, "r", module.forward, module.backward, launcher())
+        for seed in range(3):
+            ran(spec, run, drawn(spec, case, torch.bfloat16, "packed", seed) | {"ignore_index": -100, "z_loss": 0.0}, 0)
+        assert plans(run) and plans(run.backward)
+
+
 def test_what_copies_is_not_replayed() -> None:
     run = forward_of("relu_squared", launcher())
     x = torch.randn(4, 32, device=DEVICE).T
@@ -266,7 +323,7 @@ def test_memory_is_filled_where_torch_fills_it() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.equal(run(x)[0], x.relu().square())
-        assert replace(plan, steps=()).run([0])[0].isnan().all()  # type: ignore[union-attr]
+        assert replace(plan, steps=()).run([], [0])[0].isnan().all()  # type: ignore[union-attr]
     finally:
         torch.use_deterministic_algorithms(before)
 
