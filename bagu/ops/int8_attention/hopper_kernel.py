@@ -5,6 +5,10 @@ their values, and computes the softmax of the new scores while the second one ru
 their products, so that one computes a softmax while the tensor cores work for the other. Triton's compiler waits for
 each product, and is slower than `attention` (docs/ops.md). The queries are in registers: from shared memory they would
 be read again for each block of keys.
+
+A block has as many keys as queries, and the last block is computed first. It alone needs a mask, the causal one or the
+end of the segment, so that one loop is enough for all others. With a second loop for the masked block at the end, 16k
+causal tokens of 16 heads took 1.80 ms on an H200 instead of 1.62.
 """
 
 from __future__ import annotations
@@ -27,23 +31,30 @@ __all__ = ["hopper_kernel"]
 
 
 @gluon.jit
-def _load(k_rows, v_rows, ks, vs, k_full, k_free, v_full, v_free, blocks):
-    """Copy each block of keys and of values into the next stage that is free."""
+def _load(k_ptr, v_ptr, ks, vs, k_full, k_free, v_full, v_free, blocks, length, k_stride, v_stride):
+    """Copy each block of keys and of values, the last one first, into the next stage that is free.
+
+    This warp makes the TMA descriptors, which takes microseconds, while the others load and round the queries.
+    """
     STAGES: gl.constexpr = ks.shape[0]
     N: gl.constexpr = ks.shape[1]
+    D: gl.constexpr = ks.shape[2]
+    k_rows = tma.make_tensor_descriptor(k_ptr, [length, D], [k_stride, 1], [N, D], ks.layout)
+    v_rows = tma.make_tensor_descriptor(v_ptr, [length, D], [v_stride, 1], [N, D], vs.layout)
     for n in range(blocks):
+        at = (blocks - 1 - n) * N
         stage, phase = n % STAGES, n // STAGES & 1 ^ 1
         mbarrier.wait(k_free.index(stage), phase)
         mbarrier.expect(k_full.index(stage), k_rows.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_rows, [n * N, 0], k_full.index(stage), ks.index(stage))
+        tma.async_copy_global_to_shared(k_rows, [at, 0], k_full.index(stage), ks.index(stage))
         mbarrier.wait(v_free.index(stage), phase)
         mbarrier.expect(v_full.index(stage), v_rows.block_type.nbytes)
-        tma.async_copy_global_to_shared(v_rows, [n * N, 0], v_full.index(stage), vs.index(stage))
+        tma.async_copy_global_to_shared(v_rows, [at, 0], v_full.index(stage), vs.index(stage))
 
 
 @gluon.jit
 def _start_scores(q, ks, k_full, n, SCORES: gl.constexpr):
-    """Start the product of the queries with block n of the keys."""
+    """Start the product of the queries with block n of the keys, in the order in which they are loaded."""
     M: gl.constexpr = q.shape[0]
     STAGES: gl.constexpr = ks.shape[0]
     N: gl.constexpr = ks.shape[1]
@@ -63,6 +74,12 @@ def _hide(s, at, i, length, CAUSAL: gl.constexpr, SCORES: gl.constexpr):
     """-inf for the keys, from `at` on, that a query does not attend to."""
     j = at + gl.arange(0, s.shape[1], gl.SliceLayout(0, SCORES))
     return gl.where(seen(i[:, None], j[None, :], length, 0, CAUSAL, False), s, float("-inf"))
+
+
+@gluon.jit
+def _scale_of_keys(k_scales, block, N: gl.constexpr, KEYS: gl.constexpr):
+    """The scale of a block of N keys, or of the first one if `block` is negative."""
+    return gl.load(k_scales + gl.maximum(block, 0) * N // KEYS * KEYS)
 
 
 @gluon.jit
@@ -90,18 +107,18 @@ def _after(total, GROUP: gl.constexpr):
 
 @gluon.jit
 def _next_block(
-    n, q, p, mixed, top, total, ks, vs, k_full, k_free, v_full, v_free, turns, i, length, q_scale, k_scales,
-    KEYS: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr,
+    n, q, p, mixed, top, total, ks, vs, k_full, k_free, v_full, v_free, turns, q_scale, k_scale,
+    SCORES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Add the values of block n - 1 with their weights p, and compute the weights of block n meanwhile.
+    """Add the values of block n - 1 with their weights p, and compute the weights of block n meanwhile. Block 0 is the
+    one that is computed first.
 
     There is no branch between the start of a product and its end: the assembler would wait for the product there.
     """
     STAGES: gl.constexpr = ks.shape[0]
-    N: gl.constexpr = ks.shape[1]
     MIXED: gl.constexpr = mixed.type.layout
     last = (n - 1) % STAGES
-    step = above_zero(q_scale * gl.load(k_scales + n * N // KEYS * KEYS))
+    step = above_zero(q_scale * k_scale)
     _wait_for_turn(turns, n, GROUP)
     s = _start_scores(q, ks, k_full, n, SCORES)
     mbarrier.wait(v_full.index(last), (n - 1) // STAGES & 1)
@@ -109,8 +126,6 @@ def _next_block(
     mbarrier.arrive(turns.index(1 - GROUP))
     s = warpgroup_mma_wait(1, deps=[s]).to(gl.float32)
     mbarrier.arrive(k_free.index(n % STAGES))
-    if MASKED:
-        s = _hide(s, n * N, i, length, CAUSAL, SCORES)
     weights, kept, top, total = _softmax(s, step, top, total)
     mixed, total = warpgroup_mma_wait(0, deps=[mixed, _after(total, GROUP)])
     mbarrier.arrive(v_free.index(last))
@@ -120,8 +135,8 @@ def _next_block(
 
 @gluon.jit
 def _attend(
-    q_ptr, k_scales, out_ptr, qs, ks, vs, k_full, k_free, v_full, v_free, turns, first, length, blocks, masked_from,
-    scale, q_stride, out_stride, KEYS: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
+    q_ptr, k_scales, out_ptr, qs, ks, vs, k_full, k_free, v_full, v_free, turns, first, length, blocks, scale,
+    q_stride, out_stride, KEYS: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Attend with the 64 queries from `first` on."""
     M: gl.constexpr = qs.shape[0]
@@ -133,6 +148,7 @@ def _attend(
     MIXED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     QUERY: gl.constexpr = gl.SliceLayout(1, SCORES)
 
+    k_scale = _scale_of_keys(k_scales, blocks - 1, N, KEYS)
     row = first + gl.arange(0, M, gl.SliceLayout(1, ROWS))
     d = gl.arange(0, D, gl.SliceLayout(0, ROWS))
     there = (row < length)[:, None]
@@ -146,26 +162,22 @@ def _attend(
     top = gl.full([M], float("-inf"), gl.float32, QUERY)
     total = gl.zeros([M], gl.float32, QUERY)
     mixed = gl.zeros([M, D], gl.float32, MIXED)
-    step = above_zero(q_scale * gl.load(k_scales))
+    step = above_zero(q_scale * k_scale)
+    k_scale = _scale_of_keys(k_scales, blocks - 2, N, KEYS)
     _wait_for_turn(turns, 0, GROUP)
     s = _start_scores(q, ks, k_full, 0, SCORES)
     mbarrier.arrive(turns.index(1 - GROUP))
     s = warpgroup_mma_wait(0, deps=[s]).to(gl.float32)
     mbarrier.arrive(k_free.index(0))
-    if masked_from == 0:
-        s = _hide(s, 0, i, length, CAUSAL, SCORES)
+    s = _hide(s, (blocks - 1) * N, i, length, CAUSAL, SCORES)
     p, _, top, total = _softmax(s, step, top, total)
     p = gl.convert_layout(p.to(vs.dtype), gl.DotOperandLayout(0, MIXED, 2))
-    for n in range(1, masked_from // N):
+    for n in range(1, blocks):
+        next_scale = _scale_of_keys(k_scales, blocks - 2 - n, N, KEYS)
         p, mixed, top, total = _next_block(
-            n, q, p, mixed, top, total, ks, vs, k_full, k_free, v_full, v_free, turns, i, length, q_scale, k_scales,
-            KEYS, CAUSAL, SCORES, False, GROUP,
+            n, q, p, mixed, top, total, ks, vs, k_full, k_free, v_full, v_free, turns, q_scale, k_scale, SCORES, GROUP,
         )  # fmt: skip
-    for n in range(gl.maximum(masked_from // N, 1), blocks):
-        p, mixed, top, total = _next_block(
-            n, q, p, mixed, top, total, ks, vs, k_full, k_free, v_full, v_free, turns, i, length, q_scale, k_scales,
-            KEYS, CAUSAL, SCORES, True, GROUP,
-        )  # fmt: skip
+        k_scale = next_scale
     last = (blocks - 1) % STAGES
     mbarrier.wait(v_full.index(last), (blocks - 1) // STAGES & 1)
     mixed = warpgroup_mma(p, vs.index(last), mixed)
@@ -181,6 +193,7 @@ def hopper_kernel(
     GROUP: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """GROUP keys share a scale."""
+    gl.static_assert(M == N, "only the last block of keys is masked")
     h, begin, length, block = work(tiles_ptr)
     if length == 0:
         return
@@ -191,9 +204,7 @@ def hopper_kernel(
     q_first, out_first = q_ptr + begin * q_stride + h * q_head_stride, out_ptr + (begin * H + h) * D
     k_first, v_first = k_ptr + begin * k_stride + g * k_head_stride, v_ptr + begin * v_stride + g * v_head_stride
     k_scales = k_scale_ptr + g * T + begin
-    k_rows = tma.make_tensor_descriptor(k_first, [length, D], [k_stride, 1], [N, D], BYTES)
-    v_rows = tma.make_tensor_descriptor(v_first, [length, D], [v_stride, 1], [N, D], WORDS)
-    _, masked_from, end = keys_of(block, length, 0, M, N, CAUSAL, False)
+    _, _, end = keys_of(block, length, 0, M, N, CAUSAL, False)
     blocks = gl.cdiv(end, N)
     qs_0 = gl.allocate_shared_memory(gl.int8, [HALF, D], BYTES)
     qs_1 = gl.allocate_shared_memory(gl.int8, [HALF, D], BYTES)
@@ -215,10 +226,10 @@ def hopper_kernel(
     gl.warp_specialize(
         [
             (_attend, (q_first, k_scales, out_first, qs_0, ks, vs, k_full, k_free, v_full, v_free, turns, block * M,
-                       length, blocks, masked_from, scale, q_stride, H * D, GROUP, CAUSAL, 0)),
+                       length, blocks, scale, q_stride, H * D, GROUP, CAUSAL, 0)),
             (_attend, (q_first, k_scales, out_first, qs_1, ks, vs, k_full, k_free, v_full, v_free, turns,
-                       block * M + HALF, length, blocks, masked_from, scale, q_stride, H * D, GROUP, CAUSAL, 1)),
-            (_load, (k_rows, v_rows, ks, vs, k_full, k_free, v_full, v_free, blocks)),
+                       block * M + HALF, length, blocks, scale, q_stride, H * D, GROUP, CAUSAL, 1)),
+            (_load, (k_first, v_first, ks, vs, k_full, k_free, v_full, v_free, blocks, length, k_stride, v_stride)),
         ],
         [4, 1],
         [240, 24],
