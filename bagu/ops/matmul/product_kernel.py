@@ -61,9 +61,16 @@ def product_kernel(
             total = grown
         else:
             total = tl.dot(x, w.T, total, input_precision="ieee", out_dtype=ACC)
-    row, column = m.to(tl.int64) + tl.arange(0, BM), n + tl.arange(0, BN)
-    z = finished(
-        total, row, column, bias_ptr, row_scale_ptr, column_scale_ptr, residual_ptr, M, N, ACC, ACTIVATION, SHORT,
-    )  # fmt: skip
-    at = row[:, None] * y_stride + column[None, :]
-    tl.store(y_ptr + at, z, (row < M)[:, None] & (column < N)[None, :])
+    halves = (total,)
+    if BN == 256:  # with a residual, registers do not suffice for the epilogue of the whole tile
+        halves = total.reshape([BM, 2, BN // 2]).permute(0, 2, 1).split()
+    WIDE: tl.constexpr = BN // len(halves)
+    row = m.to(tl.int64) + tl.arange(0, BM)
+    for h in tl.static_range(len(halves)):
+        column = n + h * WIDE + tl.arange(0, WIDE)
+        z = finished(
+            halves[h], row, column, bias_ptr, row_scale_ptr, column_scale_ptr, residual_ptr, M, N, ACC, ACTIVATION,
+            SHORT,
+        )  # fmt: skip
+        at = row[:, None] * y_stride + column[None, :]
+        tl.store(y_ptr + at, z, (row < M)[:, None] & (column < N)[None, :])
