@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["add_parts_kernel", "int4_kernel"]
 
@@ -53,9 +54,11 @@ def _halves(packed, DTYPE: tl.constexpr):
 def int4_kernel(
     x_ptr, packed_ptr, scales_ptr, zeros_ptr, bias_ptr, y_ptr, M, N, P, G, per_part, x_stride, packed_stride,
     scales_row, scales_group, zeros_row, zeros_group, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, SUMS: tl.constexpr, ACC: tl.constexpr,
+    STAGES: tl.constexpr, SUMS: tl.constexpr, ACC: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    if EARLY:  # the programs of add_parts_kernel may start once every program of this kernel has
+        gdc_launch_dependents()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     first = tl.program_id(2) * per_part
@@ -87,9 +90,13 @@ def int4_kernel(
 
 
 @triton.jit
-def add_parts_kernel(parts_ptr, bias_ptr, y_ptr, size, N, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def add_parts_kernel(
+    parts_ptr, bias_ptr, y_ptr, size, N, PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     """y = bias + the sum of parts [PARTS, M, N], added in their order."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if EARLY:
+        gdc_wait()
     total = tl.load(parts_ptr + i, i < size, 0.0)
     for p in tl.static_range(1, PARTS):
         total += tl.load(parts_ptr + p * size + i, i < size, 0.0)

@@ -2,7 +2,8 @@
 
 Tiles of 16 or 32 rows of x are products of mma.sync, whose second operand may be in registers: the weight is unpacked
 there and never written to shared memory. K is divided among programs until all multiprocessors are busy; the parts of a
-sum are then added in their order by a second kernel, so a result has the same bits in every run.
+sum are then added in their order by a second kernel, so a result has the same bits in every run. On Hopper that is a
+dependent launch, as in paged_attention/join.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import triton
 from bagu.ops.int4_matmul.int4_kernels import add_parts_kernel, int4_kernel
 from bagu.ops.int4_matmul.layout import GROUP
 from bagu.ops.launch import as_rows, num_sms, triton_acc
+from bagu.ops.paged_attention.join import starts_early
 
 __all__ = ["TUNABLE", "forward"]
 
@@ -43,14 +45,16 @@ def forward(
     per_part = max(1, triton.cdiv(G, parts or _parts(tiles[0] * tiles[1], G, num_sms(x.device))))
     parts = max(1, triton.cdiv(G, per_part))
     out = y if parts == 1 else torch.empty(parts, M, N, dtype=acc, device=x.device)
-    added = None if bias is None else bias.contiguous()
+    added, early = None if bias is None else bias.contiguous(), starts_early(x.device)
     int4_kernel[(tiles[1], tiles[0], parts)](
         rows, packed, scales, zeros, added if parts == 1 else None, out, M, N, P, G, per_part, rows.stride(0),
         packed.stride(0), *scales.stride(), *((0, 0) if zeros is None else zeros.stride()), BM=BM, BN=BN,
         EVEN=K % GROUP == 0, STAGES=1 if wide else stages or 4, SUMS=triton_acc(x.dtype), ACC=triton_acc(acc),
-        num_warps=4,
+        EARLY=parts > 1 and early, num_warps=4,
     )  # fmt: skip
     if parts > 1:
         block = 512
-        add_parts_kernel[(triton.cdiv(M * N, block),)](out, added, y, M * N, N, PARTS=parts, BLOCK=block, num_warps=4)
+        add_parts_kernel[(triton.cdiv(M * N, block),)](
+            out, added, y, M * N, N, PARTS=parts, BLOCK=block, EARLY=early, num_warps=4, launch_pdl=early
+        )
     return (y,)
