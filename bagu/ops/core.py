@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bagu.errors import ArgumentError, ConformanceError, UnknownName
-from bagu.ops.launch import interpreted_sms
+from bagu.ops.launch import empty_like, interpreted_sms
 from bagu.ops.layouts import lay_out, raw_bytes
 from bagu.ops.signature import Dims, Signature, accumulator
 
@@ -132,6 +132,7 @@ class OpSpec:
     saves: Sequence[str] = ()  # inputs, outputs and residuals that the backward reads
     mutates: Sequence[str] = ()  # inputs modified in place; they have no gradient, and checks compare them as results
     constant: Sequence[str] = ()  # outputs without a gradient
+    like_first: Sequence[str] = ()  # results and gradients with channels last in memory if the first tensor has them so
     derive: Callable[[Mapping[str, Any], Dims], Dims] | None = None  # computes dims that no input has, or raises
     refuse: Callable[[Mapping[str, Any], Dims], None] | None = None  # raises for what the signature cannot express
     nonempty: Sequence[str] = ()  # dims that must be at least 1
@@ -197,7 +198,11 @@ class OpSpec:
         dims = self.sig.measure(args, {s.name: args[s.name] for s in self.sig.scalars})
         dims |= self.derive(args, dims) if self.derive is not None else {}
         x, given = args[self.sig.tensors[0].name], args.get("dtype")
-        return [x.new_empty(r.shape(dims), dtype=r.result_dtype(x.dtype, given)) for r in self.sig.results]
+        return [
+            empty_like(x) if r.name in self.like_first
+            else x.new_empty(r.shape(dims), dtype=r.result_dtype(x.dtype, given))
+            for r in self.sig.results
+        ]  # fmt: skip
 
     def module(self, backend: str) -> ModuleType:
         if backend not in self.backends:

@@ -15,6 +15,7 @@ import torch
 
 from bagu.ops.core import OpSpec
 from bagu.ops.eager import traced
+from bagu.ops.launch import empty_like
 from bagu.ops.link import Backward, Forward, Link, received, selective
 from bagu.ops.node import backward_host, forward_host
 
@@ -97,7 +98,10 @@ def _fake_backward(spec: OpSpec, selective: bool) -> Run:
         for g, needed in zip(spec.made, needs, strict=True):
             gone = (g in known and known[g] is None) or (selective and not needed)
             dtype = known[g].dtype if known.get(g) is not None else values[0].dtype
-            found.append(values[0].new_empty(0 if gone else by_name[g].shape(dims), dtype=dtype))
+            if g in spec.like_first and not gone:
+                found.append(empty_like(known[g]))
+            else:
+                found.append(values[0].new_empty(0 if gone else by_name[g].shape(dims), dtype=dtype))
         return _returned(found)
 
     return fake

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 __all__ = [
-    "aligned", "as_rows", "fp32_pair", "interpreted_sms", "next_power_of_2", "num_sms", "split_row", "triton_acc",
+    "aligned", "as_rows", "channels_last", "empty_like", "fp32_pair", "interpreted_sms", "next_power_of_2", "num_sms",
+    "split_row", "triton_acc",
 ]  # fmt: skip
 
 H200_SMS = 132  # used if there is no device to query: the interpreter, meta tensors, the compile gate
@@ -22,6 +23,16 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     """x as [M, N] with unit stride along N; a view if the strides allow it, else a copy."""
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]) if x.ndim != 2 else x
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
+
+
+def channels_last(x: torch.Tensor) -> bool:
+    """Whether x[B, C, *S] is packed as [B, *S, C] in memory."""
+    return x.ndim > 2 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+
+
+def empty_like(x: torch.Tensor) -> torch.Tensor:
+    """An uninitialized tensor of x's shape: contiguous, or with channels last if x has them there."""
+    return x.new_empty_strided(x.shape, x.stride()) if channels_last(x) else x.new_empty(x.shape)
 
 
 def next_power_of_2(n: int) -> int:

@@ -6,13 +6,14 @@
     sliced       the first columns of wider rows, like queries in a fused qkv; the dims before the last can be merged
     stepped      gaps between all elements, so no dim has unit stride
     transposed   the last two dims are swapped in memory
+    channels_last  the second dim is the last in memory, without gaps, as in images of [B, H, W, C]
     heads_first  the two dims before the last are swapped in memory, as in [B, H, T, D].transpose(1, 2)
     negated      packed, with torch's lazy negation bit set (as in `z.conj().imag`)
     half_negated the same at even positions only: if the bit of both factors of a product is ignored, the signs cancel
     repeated     inputs are packed; an incoming gradient is one entry of the first dim, repeated with stride 0
 
-Every tensor of a call has a position, and no two positions have the same strides, so a kernel that uses x's stride for
-dy reads the wrong memory. The gaps hold NaN (1 in integers, True in booleans).
+Every tensor of a call has a position, and where there are gaps no two positions have the same strides, so a kernel that
+uses x's stride for dy reads the wrong memory. The gaps hold NaN (1 in integers, True in booleans).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import torch
 __all__ = ["LAYOUTS", "lay_out", "raw_bytes"]
 
 LAYOUTS = (
-    "packed", "gaps", "odd_gaps", "sliced", "stepped", "transposed", "heads_first", "negated", "half_negated",
-    "repeated",
+    "packed", "gaps", "odd_gaps", "sliced", "stepped", "transposed", "channels_last", "heads_first", "negated",
+    "half_negated", "repeated",
 )  # fmt: skip
 
 
@@ -77,6 +78,9 @@ def _strides(shape: Sequence[int], layout: str, position: int) -> tuple[list[int
         swapped = [*shape[:-2], shape[-1], shape[-2]]
         strides, offset = _strides(swapped, "odd_gaps", position)
         return [*strides[:-2], strides[-1], strides[-2]], offset
+    if layout == "channels_last":
+        strides, offset = _strides([shape[0], *shape[2:], shape[1]], "packed", position)
+        return [strides[0], strides[-1], *strides[1:-1]], offset
     if layout == "heads_first":
         if len(shape) < 3:
             return _strides(shape, "sliced", position)

@@ -48,7 +48,6 @@ EQUIVALENT = {
     " run_backward('layer', dy, x, w, rstd, eps, programs_per_sm, num_warps, mean=mean, b=b)":
         "LayerNorm's backward has r and reads no eps",
     "kernels.scalars: short: rsqrt: x < float('inf')": "infinity less 1 is infinity",
-    "batch_norm.triton_backend: packed: pull: part.stride(0)": "channel_sums makes it without gaps",
     **{
         f"rope.triton_backend: packed: _most_heads: x.stride({d})":
             "the strides decide which tokens and heads share a program, not what it computes"

@@ -22,7 +22,7 @@ DEVICE = "cuda" if GPU else "cpu"
 ALL = (torch.float32, torch.float16, torch.bfloat16)
 GAPPED = ("gaps", "odd_gaps", "sliced")
 # which launchers copy first, or need not see
-OTHERS = ("stepped", "transposed", "heads_first", "negated", "half_negated", "repeated")
+OTHERS = ("stepped", "transposed", "channels_last", "heads_first", "negated", "half_negated", "repeated")
 
 
 class Point(NamedTuple):

@@ -16,6 +16,7 @@ from bagu.errors import ConformanceError
 from bagu.ops.catalogue import SPECS
 from bagu.ops.core import OpSpec, Streams, check
 from bagu.ops.dispatch import call, load_op
+from bagu.ops.layouts import lay_out
 from bagu.ops.node import paired
 from tests.ops.points import DEVICE, GPU, Point, looked_through, other_points, points, tunings
 from tests.ops.reaching import launched
@@ -121,6 +122,11 @@ def test_opcheck(spec: OpSpec, backend: str) -> None:
     eight_bits = any(isinstance(v, torch.Tensor) and v.dtype == torch.float8_e4m3fn for v in args.values())
     checks = CHECKS[1:] if eight_bits else CHECKS  # the check of the schema multiplies its inputs: fp8 has no product
     torch.library.opcheck(op, tuple(args[a.name] for a in spec.sig.inputs), test_utils=checks)
+    if spec.like_first:  # results are laid out as the first tensor is, and the fake ones too
+        first = spec.names[spec.first]
+        args[first] = lay_out(args[first].detach(), "channels_last", 0).requires_grad_(first in spec.grads)
+        torch.library.opcheck(op, tuple(args[a.name] for a in spec.sig.inputs), test_utils=checks)
+        assert op(*(args[a.name] for a in spec.sig.inputs))[0].stride() == args[first].stride()
 
 
 @pytest.mark.parametrize("spec, backend", BACKENDS)

@@ -29,8 +29,6 @@ ELSEWHERE = {
     "hidden.dtype == out.dtype": "a CPU widens fp16 before the product",
     "self.total.dtype == dlogits.dtype": "bf16",
     "x.element_size() == 16": "complex128, which has no fp64 reference: test_transpose_carries_out_a_conjugation",
-    "max(1024 // next_power_of_2(t.splits), 8) gives 8": "a channel shared by 128 programs: as below",
-    "gives SPLITS": "a channel shared by 512 programs has two million numbers: too slow to interpret",
     "max(1, V * itemsize) gives 1": "a vocabulary of none",
     "not (math.isfinite(high))": "1 / tau past fp32's largest value",
     "matmul.triton_backend.by_tma: not (reads_by_tma(x))": "GPUs older than Hopper",

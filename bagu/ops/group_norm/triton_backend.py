@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 
 from bagu.ops.batch_norm.tiling import Tiling, as_channels
-from bagu.ops.batch_norm.triton_backend import channel_sums, normalize, pull, statistics, weight_gradients
+from bagu.ops.batch_norm.triton_backend import channel_sums, normalize, pull, statistics
 from bagu.ops.group_norm.flat_kernels import run_backward, run_forward
+from bagu.ops.kernels.column_sum import column_sum, column_sums
 from bagu.ops.kernels.scalars import int64, rsqrt
 from bagu.ops.launch import next_power_of_2, num_sms, triton_acc
 from bagu.ops.signature import accumulator
@@ -128,9 +129,10 @@ def forward(
     D, I, M = C // groups, flat.shape[2], B * groups
     if (tile := _fits(flat, groups, MAX_TILE)) is None:
         rows = flat.contiguous().view(1, M, D * I)
-        statistics(rows, mean, r, eps, tiling=Tiling.of(rows, None, num_warps))
-        flat = rows.view(B, C, I)
-        normalize(flat, mean, r, w, b, y, tiling=Tiling.of(flat, None, num_warps), groups=groups, D=D)
+        part, parts = statistics(rows, tiling=Tiling.of(rows, None, num_warps))
+        planes = rows.view(1, B * C, I)
+        t = Tiling.of(planes, None, num_warps)
+        normalize(planes, part, parts, (w, b), y, mean, r, eps, tiling=t, C=C, D=D)
         return y, mean, r
     size = tile[0] * tile[1]
     block_m = block_m or max(1, min(2048 // size, next_power_of_2(M)))
@@ -156,10 +158,10 @@ def backward(
         part = run_backward(dys, flat, scale, mean, r, dx, groups, num_warps)
     # an odd I is read value by value, and the addresses take registers: ptxas spills at 16384
     elif (tile := _fits(flat, groups, MAX_TILE if I % 8 == 0 else MAX_TILE // 2)) is None:
-        flat, dys = flat.contiguous(), dys.contiguous()
-        rows, drows = flat.view(1, B * C, I), dys.view(1, B * C, I)
-        part = channel_sums(drows, rows, mean, r, tiling=Tiling.of(rows, None, num_warps), C=C, D=D)
-        pull(dys, flat, mean, r, scale, part, dx, tiling=Tiling.of(flat, None, num_warps), groups=groups, D=D)
+        planes, dplanes = flat.contiguous().view(1, B * C, I), dys.contiguous().view(1, B * C, I)
+        t = Tiling.of(planes, None, num_warps)
+        part = channel_sums(dplanes, planes, mean, r, tiling=t, C=C, D=D)
+        pull(dplanes, planes, mean, r, (scale, None), part, dx, tiling=t, D=D)
     else:
         size = tile[0] * tile[1]
         block_g = block_g or max(1, min(2048 // size, next_power_of_2(groups)))
@@ -173,4 +175,15 @@ def backward(
             num_warps=num_warps or min(max(block_g * size // 512, 1), 32),
             enable_fp_fusion=False,  # a group of one value must have dx = 0; a fused multiply-add breaks this
         )  # fmt: skip
-    return dx, *weight_gradients(part.view(-1, 2, C), w, b)
+    return dx, *_weight_gradients(part.view(-1, 2, C), w, b)
+
+
+def _weight_gradients(
+    part: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dw and db, from the partial sums [P, 2, C] of db and dw that the programs wrote."""
+    if w is None or b is None:
+        own = [None if v is None else column_sum(part[:, i], v.dtype) for i, v in ((1, w), (0, b))]
+        return own[0], own[1]
+    db, dw = column_sums(part.transpose(0, 1), b.dtype, w.dtype)
+    return dw, db
