@@ -150,8 +150,9 @@ def test_on_a_cpu_a_product_is_torchs_own_call_unless_something_is_chosen(name: 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["first", "last"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_a_batch_norm_applies_a_relu_and_keeps_the_memory_format(
-    memory_format: torch.memory_format, training: bool
+    backend: str, memory_format: torch.memory_format, training: bool
 ) -> None:
     theirs, ours = nn.BatchNorm2d(6), drop_in.BatchNorm2d(6)
     nn.init.normal_(theirs.weight)
@@ -160,7 +161,7 @@ def test_a_batch_norm_applies_a_relu_and_keeps_the_memory_format(
 
     def run(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if isinstance(layer, drop_in.BatchNorm2d):
-            with ops.use("torch"):  # without it a CPU runs torch's forward
+            with ops.use(backend):  # without it a CPU runs torch's forward
                 y: torch.Tensor = layer(x, "relu")
                 assert y.stride() == x.stride()
                 return y
