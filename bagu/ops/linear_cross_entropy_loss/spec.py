@@ -75,12 +75,14 @@ def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
     return Cost(flops=M * D + V * D, bytes=2 * (M * D + V * D) * itemsize + 4)
 
 
-MEANS = [
-    Case("mean_of_none", "the mean over no token is 0", M=3, D=16, V=40, mean=True, targets={head.ALL: head.IGNORED}),
+OF_WEIGHTS = [
+    Case("unweighted_frozen", "nor is it without gradients", M=5, D=16, V=40, ignore_index=-7,
+         targets={1: head.IGNORED, 4: head.IGNORED}, ignored_weight=float("nan"), frozen=["hidden", "weight"]),
     Case("mean", "without weights: the mean of the tokens that are not ignored", lead=(2, 4), D=16, V=40, mean=True,
          targets={(1, 2): head.IGNORED}),
     Case("mean_frozen", "without gradients; more tokens than a block of the loss has", M=2100, D=16, V=3,
          mean=True, targets={7: head.IGNORED, 2099: head.IGNORED}, frozen=["hidden", "weight"]),
+    Case("mean_of_none", "the mean over no token is 0", M=3, D=16, V=40, mean=True, targets={head.ALL: head.IGNORED}),
 ]  # fmt: skip
 
 SPEC = OpSpec(
@@ -116,7 +118,7 @@ SPEC = OpSpec(
             ignore_index=-7,
         ),
         Case("mixed", "token weights stay fp32 beside 16-bit activations", M=6, D=8, V=40, mixed=["token_weights"]),
-        *MEANS,
+        *OF_WEIGHTS,
         *head.BENCH,
     ],
 )
