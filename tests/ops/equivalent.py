@@ -1,6 +1,10 @@
 """Mutants that conformance here cannot tell from the original, each with the reason."""
 
 EAGER_RAGGED = "q, k, v, cu_seqlens, slopes, bias, sinks, max_len, causal, window, scale, softcap"
+ONE_PASS = (
+    "one_pass.forward(hidden, weight, targets, token_weights, ignore_index, z_loss, memory, grad_hidden, grad_weight,"
+    " KERNELS)"
+)
 SIZES = "sets the size of chunks, not what is computed"
 TILES = "sets the size of tiles, not what is computed"
 BOUND = "a larger bound computes the same, and a smaller one is refused: test_values.py, test_paged_attention.py"
@@ -64,6 +68,14 @@ EQUIVALENT = {
     " chunked.backward(dtarget_logit, dlse, hidden, weight, targets, lse, ignore_index, memory, needs, KERNELS)": SIZES,
     "linear_cross_entropy.triton_backend: default: backward: memory in"
     " chunked.backward(dtarget_logit, dlse, hidden, weight, targets, lse, ignore_index, memory, needs, kernels)": SIZES,
+    f"linear_cross_entropy_loss.triton_backend: default: forward: memory in {ONE_PASS}": SIZES,
+    "linear_cross_entropy_loss.one_pass: default: forward: memory in"
+    " operands(hidden, weight, targets, memory, kernels, itemsize)": SIZES,
+    **{
+        f"linear_cross_entropy_loss.triton_backend: default: forward: grad_{x} in {ONE_PASS}":
+            "a gradient is computed that no one reads"
+        for x in ("hidden", "weight")
+    },
     "dequantize_int8.triton_backend: default: forward: granularity in granularity != 'channel'": TILES,
     "dequantize_int8.triton_backend: default: forward: granularity in granularity == 'channel'": TILES,
     "group_norm.triton_backend: default: backward: groups in next_power_of_2(groups)": TILES,
