@@ -155,6 +155,8 @@ class PackedLinear:
         else:
             tiles = torch.nn.functional.pad(tiles, (0, padded_inputs(self.K, "int8") - self.K))
             tiles = tiles.unflatten(2, (-1, dot)).transpose(1, 2)
+        if library().bagu_int8_plus_128():
+            tiles = tiles ^ -128  # the bits of w + 128 as an unsigned byte
         return tiles.contiguous(), self._tiles(scales.unsqueeze(1)).contiguous()
 
     def _int4(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

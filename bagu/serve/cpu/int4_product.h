@@ -111,6 +111,9 @@ inline void group_sums(const ivec* acc, int32_t offset, vec* sums) {
 }
 
 #if defined(__AVX2__) && (!defined(__AVX512F__) || defined(__AVX512BW__)) && !defined(BAGU_PORTABLE)
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+#define BAGU_VNNI  // `dot` is one instruction, whose sums do not saturate
+#endif
 #if defined(__AVX512F__)
 typedef __m512i bytes;
 inline bytes low_half(bytes b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }

@@ -4,8 +4,10 @@
 // order. A tile of ROWS tokens by TILE_N outputs is accumulated in registers, and the caller's epilogue runs on it
 // before anything is stored.
 //
-// int8 weights: where the CPU has dot products of int8 (ARM's asimddp), activations are quantized too, a scale a token,
-// and a tile is [K / 4, TILE_N, 4]. Elsewhere the weights are widened and activations stay fp32.
+// int8 weights: where the CPU has dot products of int8 (ARM's asimddp, x86's VNNI), activations are quantized too, a scale
+// a token, and a tile is [K / 4, TILE_N, 4]. x86 multiplies unsigned by signed bytes: its tiles hold w + 128, and
+// 128 sum_k x_k is subtracted from each sum, which fits 32 bits up to K = 66,000. Elsewhere the weights are widened and
+// activations stay fp32.
 //
 // int4 weights: int4_product.h. Activations are quantized to int8 on every CPU, with a scale per group of 128.
 //
@@ -24,10 +26,15 @@ namespace bagu {
 
 constexpr int ROWS = REGISTERS == 32 ? 8 : 4;
 
-#if defined(__ARM_FEATURE_DOTPROD)
+#if defined(__ARM_FEATURE_DOTPROD) || defined(BAGU_VNNI)
 constexpr int DOT = 4;  // inputs that one lane of an int8 dot product takes
 #else
 constexpr int DOT = 1;
+#endif
+#if defined(BAGU_VNNI)
+constexpr bool PLUS_128 = true;
+#else
+constexpr bool PLUS_128 = false;
 #endif
 constexpr int K_STEP = DOT > 1 ? 16 : 1;  // K of an int8 weight is padded to a multiple of this
 
@@ -117,7 +124,7 @@ void product(const float* x, int64_t K, const T* w, vec (*sums)[2]) {
 #if defined(__ARM_FEATURE_DOTPROD)
 // The same with x in int8, K a multiple of K_STEP.
 template <int R>
-void product(const int8_t* x, int64_t K, const int8_t* w, vec (*sums)[2]) {
+void product(const int8_t* x, const Group* groups, int64_t K, const int8_t* w, vec (*sums)[2]) {
     int32x4_t acc[R][2] = {};
     for (int64_t k = 0; k < K; k += K_STEP) {
         prefetch(w + k * TILE_N, K_STEP * TILE_N);
@@ -133,7 +140,34 @@ void product(const int8_t* x, int64_t K, const int8_t* w, vec (*sums)[2]) {
         add(std::integral_constant<int, 2>{}), add(std::integral_constant<int, 3>{});
     }
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < 2; v++) sums[r][v] = (vec)vcvtq_f32_s32(acc[r][v]);
+        for (int v = 0; v < 2; v++) sums[r][v] = (vec)vcvtq_f32_s32(acc[r][v]) * groups[r].scale;
+}
+#elif defined(BAGU_VNNI)
+template <int R>
+void product(const int8_t* x, const Group* groups, int64_t K, const int8_t* w, vec (*sums)[2]) {
+    constexpr int CHAINS = chains<R>();
+    ivec a[CHAINS][R] = {}, b[CHAINS][R] = {};
+    auto add = [&](int64_t k, int c) {
+        bytes w0, w1;
+        std::memcpy(&w0, w + k * TILE_N, sizeof w0);
+        std::memcpy(&w1, w + k * TILE_N + DOT * W, sizeof w1);
+        for (int r = 0; r < R; r++) {
+            int32_t four;
+            std::memcpy(&four, x + r * K + k, sizeof four);
+            a[c][r] = (ivec)dot((bytes)a[c][r], w0, repeat(four));
+            b[c][r] = (ivec)dot((bytes)b[c][r], w1, repeat(four));
+        }
+    };
+    for (int64_t k = 0; k < K; k += K_STEP) {
+        prefetch(w + k * TILE_N, K_STEP * TILE_N);
+        for (int i = 0; i < K_STEP / DOT; i++) add(k + DOT * i, i % CHAINS);
+    }
+    for (int r = 0; r < R; r++) {
+        for (int c = 1; c < CHAINS; c++) a[0][r] += a[c][r], b[0][r] += b[c][r];
+        ivec offset = 16 * groups[r].offset - ivec{};
+        sums[r][0] = __builtin_convertvector(a[0][r] - offset, vec) * groups[r].scale;
+        sums[r][1] = __builtin_convertvector(b[0][r] - offset, vec) * groups[r].scale;
+    }
 }
 #endif
 
@@ -147,9 +181,7 @@ void some_rows(int64_t rows, const Input& in, int64_t s, int64_t K, const Linear
         if constexpr (INT4<T>) {
             int4_product<R>(in.quantized + s * Kp, in.groups + s * G, Kp, G, w, weight.scales + p * G * TILE_N, sums);
         } else if constexpr (DOTS<T>) {
-            product<R>(in.quantized + s * Kp, Kp, w, sums);
-            for (int r = 0; r < R; r++)
-                for (int v = 0; v < 2; v++) sums[r][v] *= in.groups[s + r].scale;
+            product<R>(in.quantized + s * Kp, in.groups + s, Kp, w, sums);
         } else {
             product<T, R>(in.x + s * K, K, w, sums);
         }
