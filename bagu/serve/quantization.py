@@ -1,7 +1,7 @@
 """Quantized linear layers for serving: `--quantization int8 | int4 | fp8`.
 
             weights                               CPU                       GPU
-    int8    a scale per row                       cpu/quantize.py           refused
+    int8    a scale per row                       cpu/quantize.py           int8 activations, a scale per token
     int4    groups of 128 inputs (int4_matmul)    int8 activations, C++     int4_matmul
     fp8     e4m3, a scale per row                 in the model's dtype      fp8 activations, a scale per token
 
@@ -26,7 +26,7 @@ from bagu.serve.config import Quantization
 from bagu.serve.cpu.compiled import PackedLinear, compiles
 from bagu.serve.cpu.quantize import Int8Linear, replace_linears, with_weight
 
-__all__ = ["Fp8Linear", "Int4Linear", "quantized", "round_to_fp8"]
+__all__ = ["Fp8Linear", "Int4Linear", "W8A8Linear", "quantized", "round_to_fp8"]
 
 FP8 = torch.float8_e4m3fn
 
@@ -34,11 +34,32 @@ FP8 = torch.float8_e4m3fn
 def quantized(model: Transformer, kind: Quantization) -> Transformer:
     """The same model with quantized linear layers; everything else is shared."""
     on_cpu = model.embedding.weight.device.type == "cpu"
-    make = {"int8": Int8Linear, "int4": Int4Linear, "fp8": _rounded_to_fp8 if on_cpu else Fp8Linear}[kind]
+    make = {
+        "int8": Int8Linear if on_cpu else W8A8Linear,
+        "int4": Int4Linear,
+        "fp8": _rounded_to_fp8 if on_cpu else Fp8Linear,
+    }[kind]
     kept = {id(m.kv_b) for m in model.modules() if isinstance(m, MLA)}
     return replace_linears(
         model, lambda linear: linear if isinstance(linear, Router) or id(linear) in kept else make(linear)
     )
+
+
+class W8A8Linear(nn.Module):
+    """Replaces a `Linear` on a GPU: activations are rounded to int8 with a scale per token."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.bias = linear.bias
+        for name, tensor in zip(("values", "scales"), ops.quantize_int8(linear.merged().detach()), strict=True):
+            self.register_buffer(name, tensor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values, scales = ops.quantize_int8(x)
+        return ops.int8_matmul(values, self.values, scales, self.scales, self.bias, dtype=x.dtype)
 
 
 class Int4Linear(nn.Module):

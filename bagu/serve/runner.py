@@ -3,7 +3,7 @@
 A step is one forward of the packed new tokens of all sequences, prompts and decodes together, by `Transformer.forward`.
 Two kinds of steps have a faster equivalent: decodes and verified drafts on a GPU replay a CUDA graph (graphs.py), and
 decodes, verified drafts and short prompts on a CPU are one call of C++ where that computes the model's layers
-(cpu/match.py). With int4 weights, and with int8 on ARM, all steps are.
+(cpu/match.py). With int4 weights, and with int8 on a CPU with int8 dot products, all steps are.
 
 With a mesh, `model` is this rank's part of a divided model (parallel/inference.py): every rank runs the plan that
 tp/lead.py sends, and the logits are gathered.
@@ -124,8 +124,8 @@ class Runner(StepInputs):
 
     def _only_compiled(self, rounding: Rounding) -> bool:
         """Whether the C++ computes all steps, because it has the same products as the quantized layers. A second copy
-        of the weights is then not made. int8 on x86: torch has integer products, the C++ does not. Batches with
-        adapters and long prompts run the layers."""
+        of the weights is then not made. int8 without dot products: torch has integer products, the C++ does not.
+        Batches with adapters and long prompts run the layers."""
         if not isinstance(self.compiled, CompiledDecode) or self.adapters is not None:
             return False
         return rounding == "int4" or (rounding == "int8" and has_int8_dot())

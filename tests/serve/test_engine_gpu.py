@@ -56,11 +56,12 @@ def test_greedy_text_equals_the_naive_loop(kind: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mha, tied"])
-def test_int4_weights_give_the_same_text_in_graphs(kind: str) -> None:
-    """A batch of a graph is padded; no row of an int4 product depends on the others."""
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_quantized_weights_give_the_same_text_in_graphs(kind: str, weights: str) -> None:
+    """A batch of a graph is padded; no row of an int8 or int4 product depends on the others."""
     texts = []
     for graphs in (True, False):
-        it = engine(kind, torch.bfloat16, quantization="int4", cuda_graphs=graphs)
+        it = engine(kind, torch.bfloat16, quantization=weights, cuda_graphs=graphs)
         texts.append([list(c.tokens) for c in it.generate(PROMPTS, GREEDY)])
     assert texts[0] == texts[1]
 
@@ -184,7 +185,7 @@ def wide_model() -> Transformer:
     return init_weights(Transformer(config, device="cuda", dtype=torch.bfloat16), 0).eval()
 
 
-@pytest.mark.parametrize("kind", ["int4", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 def test_graphs_of_a_quantized_model_read_the_weights_after_a_change(kind: str) -> None:
     """A change quantizes again into new tensors. Graphs of the old ones must not be replayed: the text is that of an
     engine that starts with the new weights, whose kernels are the same."""

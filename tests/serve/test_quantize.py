@@ -17,7 +17,7 @@ from bagu.serve.config import EngineConfig, Quantization
 from bagu.serve.cpu.compiled import SOURCE, has_int8_dot
 from bagu.serve.cpu.quantize import DotInt8, Int8Linear, TorchInt8, int8
 from bagu.serve.graphs import addresses
-from bagu.serve.quantization import Int4Linear, quantized, round_to_fp8
+from bagu.serve.quantization import Int4Linear, W8A8Linear, quantized, round_to_fp8
 from bagu.serve.request import Sampling
 
 Pack = type[TorchInt8] | type[DotInt8]
@@ -26,7 +26,7 @@ Pack = type[TorchInt8] | type[DotInt8]
 @pytest.fixture(params=[TorchInt8, DotInt8])
 def pack(request: pytest.FixtureRequest) -> Pack:
     if request.param is DotInt8 and not has_int8_dot():
-        pytest.skip("int8 dot products are compiled on ARM with asimddp")
+        pytest.skip("int8 dot products need asimddp (ARM) or VNNI (x86)")
     kind: Pack = request.param
     return kind
 
@@ -48,6 +48,17 @@ def test_products_are_near(pack: Pack, rows: int, biased: bool) -> None:
     want = torch.nn.functional.linear(x, weight, bias)
     for _ in range(3):  # TorchScript runs a function in one way at first and in another later
         assert 1e-4 < error(packed(x), want) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_int8_layer_of_a_gpu_is_near_the_exact_product(dtype: torch.dtype) -> None:
+    """On a CPU, by the same ops: int8 products of activations and weights that are rounded per row."""
+    linear = Linear(64, 96, bias=True).to(dtype)
+    with torch.no_grad():
+        linear.weight.copy_(drawn(96, 64) / 8), linear.bias.copy_(drawn(96))
+    x = drawn(2, 7, 64).to(dtype)
+    y, want = W8A8Linear(linear)(x), torch.nn.functional.linear(*(t.double() for t in (x, linear.weight, linear.bias)))
+    assert y.dtype == dtype and 1e-4 < error(y, want) < 0.02
 
 
 def test_a_row_of_large_values_does_not_spoil_the_others(pack: Pack) -> None:

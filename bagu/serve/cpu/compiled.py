@@ -11,10 +11,11 @@ process (lower quartiles; on a quiet machine fp32 takes 0.66, 1.3, 4.1):
     int8                         0.38   1.3    6.2    2.9
 
 The gain of a norm and the square root of its size are multiplied into the weight after it. These weights are a copy;
-`Transformer.forward` computes long prompts with the model's own weights. On x86, int8 quantizes only the weights, with
-a scale per row: activations stay fp32, so a product is more accurate than that of quantize.py, which rounds both and
-computes the long prompts. On ARM with int8 dot products, activations are rounded too. int4 rounds weights in groups of
-128 and activations to int8 on every CPU (int4_product.h). The step then computes all prompts, and is the only copy.
+`Transformer.forward` computes long prompts with the model's own weights. int8 rounds weights with a scale per row; on
+CPUs with int8 dot products (ARM, x86 with VNNI) activations too, with a scale per token. On others activations stay
+fp32, so a product is more accurate than that of quantize.py, which rounds both and computes the long prompts. int4
+rounds weights in groups of 128 and activations to int8 on every CPU (int4_product.h). Where the step rounds
+activations, it computes all prompts, and is the only copy.
 LoRA adapters (low_rank.py) are fp32 in every case.
 """
 
