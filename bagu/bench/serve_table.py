@@ -1,10 +1,12 @@
-"""The tables of inference speed in the documents, from the rows of `bagu bench engine` and `bagu bench serve`."""
+"""The tables of inference speed in the documents, from the rows of `bagu bench engine`, `constrained` and `serve`."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from bagu.bench.eager_peer import EAGER
 
 __all__ = ["WORDS", "render"]
 
@@ -14,21 +16,29 @@ WORDS = {
         "engine": ("machine", "model and load", "implementation", "output tokens/s", "step", "vs. best peer"),
         "server": ("machine", "model and load", "output tokens/s", "TTFT p50 / p99", "TPOT p50 / p99",
                    "server CPU per token"),
-        "caption": "The first table is the engine without HTTP, the second the server. Values are medians over the "
-                   "rounds of a run, at commit {commit}. Reproduce with `bagu bench engine` and `bagu bench serve`.",
+        "schema": ("machine", "model and load", "free text, tokens/s", "JSON schema, tokens/s", "of free text",
+                   "valid"),
+        "caption": "The first table is the engine without HTTP; then come output to a JSON schema against free text, "
+                   "and the server. Values are medians over the rounds of a run, at commit {commit}. Reproduce with "
+                   "`bagu bench engine`, `bagu bench constrained` and `bagu bench serve`.",
         "nothing": "No inference speed is recorded yet: `bagu bench engine` writes it to `benchmarks/results/serve`.",
-        "streams": "decode, streams: {n}", "requests": "{n} requests, {i} in, {o} out", "shared": ", {n} tokens shared",
-        "closed": "closed loop of {n}", "poisson": "{n:g} requests/s",
+        "streams": "decode, streams: {n}, prompts of {p}", "new": ", text that does not repeat",
+        "edit": ", text that repeats the prompt", "requests": "{n} requests, {i} in, {o} out",
+        "shared": ", {n} tokens shared",
+        "many": "streams: {n}", "closed": "closed loop of {n}", "poisson": "{n:g} requests/s",
         "trace": "trace {n}",
     },
     "zh": {
         "engine": ("机器", "模型与负载", "实现", "输出 tokens/s", "每步", "与最快对照之比"),
         "server": ("机器", "模型与负载", "输出 tokens/s", "TTFT p50 / p99", "TPOT p50 / p99", "每 token 的服务器 CPU"),
-        "caption": "第一张表为引擎本身（不经 HTTP），第二张为服务器；取各轮中位数，提交 {commit}。"
-                   "用 `bagu bench engine` 与 `bagu bench serve` 复现。",
+        "schema": ("机器", "模型与负载", "自由文本 tokens/s", "JSON schema tokens/s", "与自由文本之比", "合法"),
+        "caption": "第一张表为引擎本身（不经 HTTP），其后为按 JSON schema 输出与自由文本之比，以及服务器；"
+                   "取各轮中位数，提交 {commit}。"
+                   "用 `bagu bench engine`、`bagu bench constrained` 与 `bagu bench serve` 复现。",
         "nothing": "尚无推理速度的记录：`bagu bench engine` 会写入 `benchmarks/results/serve`。",
-        "streams": "{n} 路解码", "requests": "{n} 个请求，输入 {i}，输出 {o}", "shared": "，共享前缀 {n} tokens",
-        "closed": "闭环 {n} 路", "poisson": "每秒 {n:g} 个请求",
+        "streams": "{n} 路解码，提示 {p} tokens", "new": "，文本不重复", "edit": "，文本重复提示",
+        "requests": "{n} 个请求，输入 {i}，输出 {o}", "shared": "，共享前缀 {n} tokens",
+        "many": "{n} 路", "closed": "闭环 {n} 路", "poisson": "每秒 {n:g} 个请求",
         "trace": "轨迹 {n}",
     },
 }  # fmt: skip
@@ -37,10 +47,17 @@ WORDS = {
 def render(rows: Sequence[Row], language: str) -> str:
     """A block of lines per machine, model and load; each implementation from its latest run."""
     words: dict[str, Any] = WORDS[language]
-    engine, server = ([r for r in rows if r["system"] == system] for system in ("engine", "serve"))
+    engine, schema, server = (
+        [r for r in rows if r["system"] == system] for system in ("engine", "constrained", "serve")
+    )
+    prompts = {_run(r) for r in engine if r["implementation"] == EAGER}  # runs that time a prompt, not decoding
+    engine = [r for r in engine if _run(r) not in prompts]
     if not engine:
         return str(words["nothing"])
     lines = _table(words["engine"], 3, [line for block in _blocks(engine, words) for line in block])
+    if schema:
+        latest = {(r["env"]["machine"], r["model"], r["streams"]): r for r in _by_time(schema)}
+        lines += ["", *_table(words["schema"], 2, [_schema_line(r, words) for r in latest.values()])]
     if server:
         lines += ["", *_table(words["server"], 2, [_server_line(r, words) for r in _latest(server)])]
     commits = sorted({str(r["env"]["commit"])[:9] for r in rows})
@@ -93,13 +110,16 @@ def _name(row: Row) -> str:
     extras = [kind, *(["invariant"] if engine["invariant"] else []), *([] if engine["prefix_cache"] else ["no cache"])]
     if engine.get("max_adapters"):  # rows of earlier versions have no such field
         extras.append(f"{engine['max_adapters']} adapters")
+    if engine.get("speculative"):
+        extras.append("drafts")
     return f"bagu, {', '.join(extras)}"
 
 
 def _load(row: Row, words: Mapping[str, Any]) -> str:
     case = row["case"]
     if row["streams"]:
-        return str(words["streams"].format(n=row["streams"]))
+        text = words[case["text"]] if case.get("text") else ""  # rows of earlier versions have no such field
+        return f"{words['streams'].format(n=row['streams'], p=case['prompt'])}{text}"
     spans = [case["inputs"], case["outputs"]]
     inputs, outputs = (f"{x['low']}–{x['high']}" if x["low"] < x["high"] else str(x["low"]) for x in spans)
     shared = words["shared"].format(n=case["shared_prefix"]) if case["shared_prefix"] else ""
@@ -109,11 +129,27 @@ def _load(row: Row, words: Mapping[str, Any]) -> str:
 def _latest(rows: Sequence[Row]) -> list[Row]:
     """The latest row of each machine, model and load."""
     found: dict[tuple[Any, ...], Row] = {}
-    for row in sorted(rows, key=lambda r: str(r["env"]["time"])):
+    for row in _by_time(rows):
         key = (row["env"]["machine"], row["model_id"], row["max_concurrency"], row["request_rate"], row["inputs"],
                row.get("trace"))  # fmt: skip
         found[key] = row
     return list(found.values())
+
+
+def _run(row: Row) -> tuple[str, str]:
+    return str(row["env"]["machine"]), str(row["env"]["time"])
+
+
+def _by_time(rows: Sequence[Row]) -> list[Row]:
+    return sorted(rows, key=lambda r: str(r["env"]["time"]))
+
+
+def _schema_line(row: Row, words: Mapping[str, Any]) -> list[str]:
+    return [
+        row["env"]["machine"], f"`{row['model']}`: {words['many'].format(n=row['streams'])}",
+        f"{row['free_tokens_per_s']:,.0f}", f"{row['constrained_tokens_per_s']:,.0f}", f"{row['ratio']:.3f}",
+        f"{row['valid']} / {row['outputs']}",
+    ]  # fmt: skip
 
 
 def _server_line(row: Row, words: Mapping[str, Any]) -> list[str]:

@@ -179,7 +179,7 @@ def generated(implementation: str, rate: float, streams: int | None = 32, **chan
     return {
         "system": "engine", "implementation": implementation, "model": "cpu_8m", "streams": streams,
         "tokens_per_s": rate, "dtype": "float32", "engine": engine, "step_s": 0.01, "env": env,
-        "case": {"requests": 256, "inputs": span, "outputs": span, "shared_prefix": 0},
+        "case": {"requests": 256, "inputs": span, "outputs": span, "shared_prefix": 0, "prompt": 64},
     } | changes  # fmt: skip
 
 
@@ -196,6 +196,31 @@ def test_inference_speed_is_the_median_of_the_latest_run() -> None:
     assert "256 requests, 100–1024 in, 100–1024 out | **bagu, bf16** | **9,000**" in text
     assert "路解码" in serve_table.render(rows, "zh")
     assert "bagu bench engine" in serve_table.render([], "en")
+
+
+def test_speeds_of_known_text_are_apart_from_those_of_random_prompts() -> None:
+    case = generated("bagu", 1.0)["case"]
+    rows = [
+        generated("bagu", 500.0, 1, engine={"speculative": "ngram"}, case=case | {"prompt": 512, "text": "edit"}),
+        generated("bagu without drafts", 250.0, 1, case=case | {"prompt": 512, "text": "edit"}),
+        generated("bagu", 700.0, 1), generated("bagu", 3.0, 1, time="2026-09-01T10:00:00"),
+        generated("eager", 2.0, 1, time="2026-09-01T10:00:00"),
+    ]  # fmt: skip
+    text = serve_table.render(rows, "en")
+    repeats = "decode, streams: 1, prompts of 512, text that repeats the prompt"
+    assert f"{repeats} | **bagu, fp32, drafts** | **500** | 10.00 ms | 2.00× |" in text
+    assert "decode, streams: 1, prompts of 64 | **bagu, fp32** | **700** | 10.00 ms | – |" in text
+    assert "eager" not in text and "**3**" not in text, "a run that times a prompt has no decode rate to show"
+
+
+def test_output_to_a_schema_has_its_own_table() -> None:
+    constrained = {
+        "system": "constrained", "model": "cpu_8m", "streams": 32, "ratio": 0.9876, "free_tokens_per_s": 5000.0,
+        "constrained_tokens_per_s": 4938.0, "valid": 160, "outputs": 160, "env": generated("bagu", 1.0)["env"],
+    }  # fmt: skip
+    older = constrained | {"ratio": 0.5, "env": constrained["env"] | {"time": "2026-07-01T10:00:00"}}
+    text = serve_table.render([generated("bagu", 1.0), constrained, older], "en")
+    assert "| h200 | `cpu_8m`: streams: 32 | 5,000 | 4,938 | 0.988 | 160 / 160 |" in text and "0.500" not in text
 
 
 def test_latencies_have_their_own_table() -> None:
