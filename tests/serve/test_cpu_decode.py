@@ -231,6 +231,26 @@ def test_int8_is_the_model_of_the_rounded_weights(S: int) -> None:
     torch.testing.assert_close(logits, seen @ (w * scales.unsqueeze(1)).T, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("S", [1, 5, 16, 41])
+@pytest.mark.parametrize("N, K", [(40, 576), (7, 30), (33, 137)])
+def test_an_int8_linear_is_the_product_of_the_rounded_numbers(S: int, N: int, K: int) -> None:
+    """By dot products of vectors, and for blocks of 16 tokens by AMX where the CPU has it."""
+    if not has_int8_dot():
+        pytest.skip("activations are rounded where the CPU has int8 dot products")
+    weight, bias = (torch.randn(*shape, generator=torch.Generator().manual_seed(K)) for shape in ((N, K), (N,)))
+    x = torch.randn(S, K, generator=torch.Generator().manual_seed(S))
+    y, largest = PackedLinear(weight, bias, rounding="int8")(x)
+    w, scales = rounded(weight)
+    step = x.abs().amax(1, keepdim=True) / 127
+    seen, even = (x / step).round() * step, w * scales.unsqueeze(1)
+    want = seen.double() @ even.double().T + bias
+    # sums are exact integers: what is left are roundings of fp32 in scales and in the sum with the bias
+    slack = 4 * torch.finfo(torch.float32).eps * (seen.abs().double() @ even.abs().double().T + bias.abs())
+    assert ((y - want).abs() <= slack).all()
+    assert torch.equal(largest, y.argmax(1))
+
+
 def int4_inputs(x: torch.Tensor) -> torch.Tensor:
     """Activations as int4_product.h rounds them: the largest of each group of 128 becomes 127."""
     step = per_column(torch.stack([g.abs().amax(-1) for g in x.split(GROUP, -1)], -1) / 127, x.shape[-1])
@@ -275,11 +295,12 @@ def test_int4_is_the_model_of_the_rounded_weights(S: int) -> None:
 
 @pytest.mark.usefixtures("compiler")
 def test_int4_has_the_same_bits_with_and_without_dot_products(tmp_path: Path) -> None:
-    """The portable loop of int4_product.h, compiled instead of the instructions of this CPU.
+    """The portable loop of int4_product.h, compiled instead of the instructions of this CPU: a block of 16 tokens and
+    some more, since AMX multiplies whole blocks.
 
     Its sums are of integers, and its fma is explicit: the bits do not depend on -O1, which compiles in 6 s, not 14 s.
     """
-    weight, x = (torch.randn(*s, generator=torch.Generator().manual_seed(s[0])) for s in ((40, 304), (11, 304)))
+    weight, x = (torch.randn(*s, generator=torch.Generator().manual_seed(s[0])) for s in ((40, 304), (27, 304)))
     torch.save((weight, x), tmp_path / "given.pt")
     code = (
         "import sys, torch; from bagu.machine import native\n"

@@ -33,7 +33,7 @@ constexpr int PREFETCH_BYTES = 1024;
 #else
 constexpr int PREFETCH_BYTES = 4096;
 #endif
-constexpr int GROUP = 128, INT4_K_STEP = 16;
+constexpr int GROUP = 128, INT4_K_STEP = 16;  // inputs of a group, and of one step of the loop below
 
 struct int4_pair {
     uint8_t bits;

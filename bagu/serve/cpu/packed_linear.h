@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "machine/simd.h"
+#include "serve/cpu/amx_product.h"
 #include "serve/cpu/int4_product.h"
 
 namespace bagu {
@@ -36,7 +37,14 @@ constexpr bool PLUS_128 = true;
 #else
 constexpr bool PLUS_128 = false;
 #endif
-constexpr int K_STEP = DOT > 1 ? 16 : 1;  // K of an int8 weight is padded to a multiple of this
+constexpr int DOT_STEP = DOT > 1 ? 16 : 1;  // inputs of one step of an int8 product
+
+// What K of a quantized weight is padded to a multiple of, and the tokens of which a thread computes one tile at a time.
+#if defined(BAGU_AMX)
+constexpr int INT8_PADDING = AMX_INPUTS, INT4_PADDING = AMX_INPUTS, QUANTIZED_BLOCK = AMX_TOKENS;
+#else
+constexpr int INT8_PADDING = DOT_STEP, INT4_PADDING = INT4_K_STEP, QUANTIZED_BLOCK = ROWS;
+#endif
 
 template <class T>
 constexpr bool INT4 = std::is_same<T, int4_pair>::value;
@@ -44,6 +52,8 @@ template <class T>
 constexpr bool DOTS = DOT > 1 && std::is_same<T, int8_t>::value;
 template <class T>
 constexpr bool QUANTIZES = DOTS<T> || INT4<T>;  // activations are quantized to int8 too
+template <class T>
+constexpr int BLOCK = QUANTIZES<T> ? QUANTIZED_BLOCK : ROWS;
 
 struct Linear {
     const void* tiles;    // [ceil(N / TILE_N), K, TILE_N], or as int4_product.h describes
@@ -80,7 +90,7 @@ struct Input {
 
 template <class T>
 inline int64_t padded(int64_t K) {
-    constexpr int64_t step = INT4<T> ? INT4_K_STEP : DOTS<T> ? K_STEP : 1;
+    constexpr int64_t step = INT4<T> ? INT4_PADDING : DOTS<T> ? INT8_PADDING : 1;
     return (K + step - 1) / step * step;
 }
 
@@ -122,12 +132,12 @@ void product(const float* x, int64_t K, const T* w, vec (*sums)[2]) {
 }
 
 #if defined(__ARM_FEATURE_DOTPROD)
-// The same with x in int8, K a multiple of K_STEP.
+// The same with x in int8, K a multiple of DOT_STEP.
 template <int R>
 void product(const int8_t* x, const Group* groups, int64_t K, const int8_t* w, vec (*sums)[2]) {
     int32x4_t acc[R][2] = {};
-    for (int64_t k = 0; k < K; k += K_STEP) {
-        prefetch(w + k * TILE_N, K_STEP * TILE_N);
+    for (int64_t k = 0; k < K; k += DOT_STEP) {
+        prefetch(w + k * TILE_N, DOT_STEP * TILE_N);
         int8x16_t xs[R];
         for (int r = 0; r < R; r++) xs[r] = vld1q_s8(x + r * K + k);
         auto add = [&](auto lane) {  // a constant, as the intrinsic wants it
@@ -158,9 +168,9 @@ void product(const int8_t* x, const Group* groups, int64_t K, const int8_t* w, v
             b[c][r] = (ivec)dot((bytes)b[c][r], w1, repeat(four));
         }
     };
-    for (int64_t k = 0; k < K; k += K_STEP) {
-        prefetch(w + k * TILE_N, K_STEP * TILE_N);
-        for (int i = 0; i < K_STEP / DOT; i++) add(k + DOT * i, i % CHAINS);
+    for (int64_t k = 0; k < K; k += DOT_STEP) {
+        prefetch(w + k * TILE_N, DOT_STEP * TILE_N);
+        for (int i = 0; i < DOT_STEP / DOT; i++) add(k + DOT * i, i % CHAINS);
     }
     for (int r = 0; r < R; r++) {
         for (int c = 1; c < CHAINS; c++) a[0][r] += a[c][r], b[0][r] += b[c][r];
@@ -187,6 +197,49 @@ void some_rows(int64_t rows, const Input& in, int64_t s, int64_t K, const Linear
         }
     }
 }
+
+// The products of one thread in one linear layer: a block of at most BLOCK tokens times one tile at a time.
+template <class T>
+struct Blocks {
+    const Linear& weight;
+    const Input& in;
+    int64_t K;
+#if defined(BAGU_AMX)
+    bool amx;
+    std::vector<uint8_t> unpacked = {};  // tile `tile` of an int4 weight
+    int64_t tile = -1;
+
+    Blocks(const Linear& weight, const Input& in, int64_t S, int64_t K)
+        : weight(weight), in(in), K(K), amx(QUANTIZES<T> && S >= BLOCK<T> && has_amx()) {
+        if (amx) _tile_loadconfig(&AMX_REGISTERS);
+    }
+    ~Blocks() {
+        if (amx) _tile_release();
+    }
+
+    void by_amx(int64_t s, int64_t p, vec (*sums)[2]) {
+        int64_t Kp = padded<T>(K), G = num_groups<T>(K);
+        const int8_t* x = in.quantized + s * Kp;
+        if constexpr (INT4<T>) {
+            if (p != tile) unpack(static_cast<const T*>(weight.tiles) + p * Kp * W, Kp, unpacked), tile = p;
+            amx_int4_product(x, in.groups + s * G, Kp, G, unpacked.data(), weight.scales + p * G * TILE_N, sums);
+        } else {
+            amx_product(x, in.groups + s, Kp, static_cast<const uint8_t*>(weight.tiles) + p * Kp * TILE_N, sums);
+        }
+    }
+#else
+    Blocks(const Linear& weight, const Input& in, int64_t, int64_t K) : weight(weight), in(in), K(K) {}
+#endif
+
+    // sums[rows][2] of tokens s … and tile p
+    void operator()(int64_t rows, int64_t s, int64_t p, vec (*sums)[2]) {
+#if defined(BAGU_AMX)
+        if (amx && rows == BLOCK<T>) return by_amx(s, p, sums);
+#endif
+        for (int64_t r = 0; r < rows; r += ROWS)
+            some_rows<T>(rows - r < ROWS ? rows - r : ROWS, in, s + r, K, weight, p, sums + r);
+    }
+};
 
 // products = A x. Called by all threads of a parallel region; ends with a barrier.
 inline void low_rank_products(const LowRank& low, const float* x, int64_t S, int64_t K) {
@@ -226,12 +279,13 @@ void linear(const Linear& weight, const Input& in, const LowRank& low, int64_t S
                 in.groups[s * G + g] = quantize(in.x + s * K + from, values, in.quantized + s * Kp + from, room);
             }
     }
+    Blocks<T> block(weight, in, S, K);
 #pragma omp for collapse(2) schedule(static)
     for (int64_t p = 0; p < count; p++)
-        for (int64_t s = 0; s < S; s += ROWS) {
-            int64_t rows = S - s < ROWS ? S - s : ROWS;
-            vec sums[ROWS][2], scale[2], bias[2] = {};
-            some_rows<T>(rows, in, s, K, weight, p, sums);
+        for (int64_t s = 0; s < S; s += BLOCK<T>) {
+            int64_t rows = S - s < BLOCK<T> ? S - s : BLOCK<T>;
+            vec sums[BLOCK<T>][2], scale[2], bias[2] = {};
+            block(rows, s, p, sums);
             for (int i = 0; i < 2; i++) {
                 scale[i] = weight.scales && !INT4<T> ? load(weight.scales + (2 * p + i) * W) : all(1.0f);
                 if (weight.bias) bias[i] = load(weight.bias + (2 * p + i) * W);

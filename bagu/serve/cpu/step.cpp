@@ -240,9 +240,9 @@ extern "C" {
 
 int bagu_lanes() { return bagu::W; }
 int bagu_int8_dot() { return bagu::DOT; }      // inputs of one lane of a dot product; 1: none, activations stay fp32
-int bagu_int8_k_step() { return bagu::K_STEP; }
+int bagu_int8_k_step() { return bagu::INT8_PADDING; }
 int bagu_int8_plus_128() { return bagu::PLUS_128; }  // 1: int8 weights are stored as w + 128 in unsigned bytes
-int bagu_int4_k_step() { return bagu::INT4_K_STEP; }
+int bagu_int4_k_step() { return bagu::INT4_PADDING; }
 int bagu_int4_signed_high() { return bagu::SIGNED_HIGH; }  // 1: the high half of a byte holds q - 8
 
 #define STEP(NAME, WEIGHT, TYPE) \
