@@ -89,7 +89,8 @@ class LowRankPairs:
         rank, a, b = a.shape[0], a.float(), b.float() if rows is None else b.float()[rows]
         if weight.gain is not None:
             a = a * (weight.gain.float() * math.sqrt(a.shape[1]))
-        tiles_a = tiled(a, self.lanes).transpose(1, 2).contiguous()
+        wide = tiled(a, self.lanes)
+        tiles_a = (wide[:, : self.lanes] if rank <= self.lanes else wide).transpose(1, 2).contiguous()
         tiles_b = tiled(b, self.lanes, gated=gated).transpose(1, 2).contiguous()
         packed.kept += [tiles_a, tiles_b]
         self.width = max(self.width, tiles_a.shape[0] * tiles_a.shape[2])

@@ -63,7 +63,7 @@ struct Linear {
 
 // B A of one adapter for one linear layer. A rank of 0: the adapter does not change this layer.
 struct Pair {
-    const float* a;  // [tiles of rank, K, TILE_N]
+    const float* a;  // [tiles of rank, K, TILE_N], or [K, W] for a rank of at most W: half of a tile would be zeros
     const float* b;  // [tiles of N, rank, TILE_N]
     int64_t rank;
 };
@@ -241,15 +241,29 @@ struct Blocks {
     }
 };
 
+// A x of one token, for a rank of at most W.
+inline vec narrow_product(const float* x, int64_t K, const float* a) {
+    constexpr int CHAINS = chains<1>();
+    vec sums[CHAINS] = {};
+    int64_t k = 0;
+    for (; k + CHAINS <= K; k += CHAINS)
+        for (int c = 0; c < CHAINS; c++) sums[c] += x[k + c] * load(a + (k + c) * W);
+    for (; k < K; k++) sums[0] += x[k] * load(a + k * W);
+    for (int c = 1; c < CHAINS; c++) sums[0] += sums[c];
+    return sums[0];
+}
+
 // products = A x. Called by all threads of a parallel region; ends with a barrier.
 inline void low_rank_products(const LowRank& low, const float* x, int64_t S, int64_t K) {
 #pragma omp for schedule(static)
     for (int64_t s = 0; s < S; s++) {
         const Pair* pair = low.of(s);
-        for (int64_t p = 0; pair && p < tiles(pair->rank); p++) {
+        float* products = low.products + s * low.width;
+        if (pair && pair->rank <= W) store(products, narrow_product(x + s * K, K, pair->a));
+        for (int64_t p = 0; pair && pair->rank > W && p < tiles(pair->rank); p++) {
             vec sums[1][2];
             product<float, 1>(x + s * K, K, pair->a + p * K * TILE_N, sums);
-            for (int i = 0; i < 2; i++) store(low.products + s * low.width + p * TILE_N + i * W, sums[0][i]);
+            for (int i = 0; i < 2; i++) store(products + p * TILE_N + i * W, sums[0][i]);
         }
     }
 }
