@@ -1,7 +1,7 @@
 // Products of int8 activations and int8 or int4 weights by AMX: 16 tokens by one tile of 32 outputs.
 //
 // A register of AMX is 16 rows of 64 bytes. Of activations it holds 16 tokens by 64 inputs; of weights 16 times 4 inputs
-// by 16 outputs, which is the order of an int8 tile of packed_linear.h. An int4 tile is unpacked to that order once for
+// by 16 outputs, which is the order of an int8 tile of tile_product.h. An int4 tile is unpacked to that order once for
 // all tokens of a thread. Linux gives a process these registers when it asks for them.
 //
 // Dims: K = inputs, G = groups, W = 16 lanes of a vector.

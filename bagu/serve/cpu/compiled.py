@@ -117,7 +117,7 @@ def _at(x: torch.Tensor | None) -> int | None:
 
 
 class PackedLinear:
-    """A weight [N, K] in the layout of packed_linear.h: y = x Wᵀ + b, with x and y in fp32. `rounding` quantizes it:
+    """A weight [N, K] in the layout of tile_product.h: y = x Wᵀ + b, with x and y in fp32. `rounding` quantizes it:
     int8 with a scale per row, int4 with a scale per group of 128 inputs. `gated`: the first half of the rows are gates,
     and gates and ups alternate W by W."""
 

@@ -1,4 +1,4 @@
-"""LoRA adapters for step.cpp: the pairs of each slot in the layout of packed_linear.h, in fp32.
+"""LoRA adapters for step.cpp: the pairs of each slot in the layout of low_rank.h, in fp32.
 
 The gain of a norm that is multiplied into a weight is multiplied into A too. The scale is in B already.
 """

@@ -1,6 +1,6 @@
 """Dynamic int8 on a CPU (W8A8): weights are rounded once with a scale per row, activations per call, a scale per token.
 
-It is used for prompts, and for decodes that step.cpp does not support. The matmul is that of packed_linear.h if it has
+It is used for prompts, and for decodes that step.cpp does not support. The matmul is that of tile_product.h if it has
 int8 dot products (`DotInt8`: ARM, x86 with VNNI), else torch's (`TorchInt8`).
 
 A decode step reads every weight once, so a quarter of the bytes takes little more than a quarter of the time. All
