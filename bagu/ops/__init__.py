@@ -31,6 +31,7 @@ from bagu.ops.layer_norm import layer_norm
 from bagu.ops.linear_attention import linear_attention, positive_features
 from bagu.ops.linear_cross_entropy import Losses, linear_cross_entropy, token_losses
 from bagu.ops.linear_cross_entropy_loss import linear_cross_entropy_loss
+from bagu.ops.lora_add import lora_add
 from bagu.ops.matmul import matmul
 from bagu.ops.mla_attention import mla_attention
 from bagu.ops.paged_attention import paged_attention
@@ -73,6 +74,7 @@ __all__ = [
     "linear_attention",
     "linear_cross_entropy",
     "linear_cross_entropy_loss",
+    "lora_add",
     "matmul",
     "mla_attention",
     "paged_attention",

@@ -1,12 +1,11 @@
 """Linear layers of a batch in which every token may have another LoRA adapter: y = x Wᵀ + B (A x), by its slot.
 
     GroupedLinear   CPU: a pair of products for the tokens of each adapter in the batch
-    StackedLinear   GPU: one pair of products for all adapters; A x of other adapters than the token's is set to 0
+    StackedLinear   GPU: one launch for all adapters (ops.lora_add)
 
-Stacked, a token computes with the pairs of all slots: 2 * slots * rank * (in + out) FLOPs. A GPU has them to spare in a
-decode step, the number of kernels does not depend on the batch, and a CUDA graph can hold them: the slots of the tokens
-are a tensor. `AdapterWeights` owns the tensors. Those of the stacks grow with the ranks and slots in use; graphs that
-read the old ones are then captured again.
+The number of launches does not depend on the batch, and a CUDA graph can hold them: the slots of the tokens are a
+tensor. `AdapterWeights` owns the tensors. Those of the stacks grow with the ranks and slots in use; graphs that read
+the old ones are then captured again.
 
 Dims: T = tokens, K = inputs, N = outputs, L = slots, R = rank.
 """
@@ -84,50 +83,45 @@ class GroupedLinear(nn.Module):
 
 
 class StackedLinear(nn.Module):
-    """`base`, and the pairs of all slots in two matrices. A pair of a lower rank is padded with zeros."""
+    """`base`, and the pairs of all slots in two tensors. A pair of a lower rank is padded with zeros."""
 
-    a: torch.Tensor  # [L * R, K]
-    b: torch.Tensor  # [N, L * R]
+    a: torch.Tensor  # [L, R, K]
+    b: torch.Tensor  # [L, N, R]
 
     def __init__(self, linear: Linear, rows: Rows) -> None:
         super().__init__()
         self.base: nn.Module = linear
         self.rows = rows
-        self.slots = self.rank = 0
         empty = linear.weight.new_empty(0, dtype=linear.dtype)
-        self.register_buffer("a", empty.new_zeros(0, linear.in_features))
-        self.register_buffer("b", empty.new_zeros(linear.out_features, 0))
+        self.register_buffer("a", empty.new_zeros(0, 0, linear.in_features))
+        self.register_buffer("b", empty.new_zeros(0, linear.out_features, 0))
 
     def install(self, slot: int, pair: tuple[torch.Tensor, torch.Tensor] | None, scale: float) -> None:
         """Replace the pair of a slot; None: the adapter does not change this layer."""
         if pair is not None:
             self._grow(slot + 1, pair[0].shape[0])
-        if slot >= self.slots:
+        if slot >= len(self.a):
             return
-        first = slot * self.rank
-        self.a[first : first + self.rank] = 0
-        self.b[:, first : first + self.rank] = 0
+        self.a[slot], self.b[slot] = 0, 0
         if pair is not None:
             a, b = pair
-            self.a[first : first + len(a)] = a.to(self.a.device, self.a.dtype)
-            self.b[:, first : first + len(a)] = scaled(b, scale).to(self.b.device, self.b.dtype)
+            self.a[slot, : len(a)] = a.to(self.a.device, self.a.dtype)
+            self.b[slot, :, : len(a)] = scaled(b, scale).to(self.b.device, self.b.dtype)
 
     def _grow(self, slots: int, rank: int) -> None:
-        slots, rank = max(slots, self.slots), max(rank, self.rank)
-        if (slots, rank) == (self.slots, self.rank):
+        L, R, K = self.a.shape
+        slots, rank = max(slots, L), max(rank, R)
+        if (slots, rank) == (L, R):
             return
-        a, b = self.a.new_zeros(slots, rank, self.a.shape[1]), self.b.new_zeros(len(self.b), slots, rank)
-        a[: self.slots, : self.rank] = self.a.view(self.slots, self.rank, self.a.shape[1])
-        b[:, : self.slots, : self.rank] = self.b.view(len(self.b), self.slots, self.rank)
-        self.a, self.b, self.slots, self.rank = a.flatten(0, 1), b.flatten(1), slots, rank
+        a, b = self.a.new_zeros(slots, rank, K), self.b.new_zeros(slots, self.b.shape[1], rank)
+        a[:L, :R], b[:L, :, :R] = self.a, self.b
+        self.a, self.b = a, b
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.base(x)
-        if self.rows.slots is None or not self.slots:
-            return y
-        low = ops.matmul(x, self.a).unflatten(1, (self.slots, self.rank))
-        own = self.rows.slots.unsqueeze(1) == torch.arange(self.slots, device=x.device)
-        return y + ops.matmul(torch.where(own.unsqueeze(2), low, 0).flatten(1), self.b)
+        if self.rows.slots is not None and len(self.a):
+            ops.lora_add(y, x, self.a, self.b, self.rows.slots)
+        return y
 
 
 class AdapterWeights:
