@@ -45,6 +45,7 @@ from bagu.ops.scale_norm import scale_norm
 from bagu.ops.softmax import softmax
 from bagu.ops.swiglu import swiglu
 from bagu.ops.transpose import transpose
+from bagu.ops.w8a16_matmul import w8a16_matmul
 
 __all__ = [
     "Int4",
@@ -93,4 +94,5 @@ __all__ = [
     "token_losses",
     "transpose",
     "use",
+    "w8a16_matmul",
 ]

@@ -1,14 +1,16 @@
 """Quantized linear layers for serving: `--quantization int8 | int4 | fp8`.
 
             weights                               CPU                       GPU
-    int8    a scale per row                       cpu/quantize.py           int8 activations, a scale per token
+    int8    a scale per row                       cpu/quantize.py           many rows: int8 activations
     int4    groups of 128 inputs (int4_matmul)    int8 activations, C++     int4_matmul
-    fp8     e4m3, a scale per row                 in the model's dtype      fp8 activations, a scale per token
+    fp8     e4m3, a scale per row                 in the model's dtype      many rows: fp8 activations
 
-On a CPU the head is int8 with int8 and int4, and in the model's dtype with fp8. On a GPU it keeps the model's dtype. No
-CPU has fp8 products, so fp8 there has the values of a GPU's weights, and neither their size nor their speed. Routers
-keep their dtype, because a rounded score may select another expert. Experts keep theirs too: they are not `Linear`. So
-does MLA's `kv_b`: with a KV cache it is never a linear layer, but is multiplied into queries and values.
+With few rows, as in decoding, reading the weight takes most of the time, and rounding activations would only be one
+more launch: there int8 and fp8 on a GPU are w8a16_matmul. On a CPU the head is int8 with int8 and int4, and in the
+model's dtype with fp8. On a GPU it keeps the model's dtype. No CPU has fp8 products, so fp8 there has the values of a
+GPU's weights, and neither their size nor their speed. Routers keep their dtype, because a rounded score may select
+another expert. Experts keep theirs too: they are not `Linear`. So does MLA's `kv_b`: with a KV cache it is never a
+linear layer, but is multiplied into queries and values.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from bagu.serve.cpu.quantize import Int8Linear, replace_linears, with_weight
 __all__ = ["Fp8Linear", "Int4Linear", "W8A8Linear", "quantized", "round_to_fp8"]
 
 FP8 = torch.float8_e4m3fn
+FEW_ROWS = 64  # up to here reading the weight takes most of the time: activations are not rounded
 
 
 def quantized(model: Transformer, kind: Quantization) -> Transformer:
@@ -46,7 +49,7 @@ def quantized(model: Transformer, kind: Quantization) -> Transformer:
 
 
 class W8A8Linear(nn.Module):
-    """Replaces a `Linear` on a GPU: activations are rounded to int8 with a scale per token."""
+    """Replaces a `Linear` on a GPU: activations of many rows are rounded to int8 with a scale per token."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -58,6 +61,8 @@ class W8A8Linear(nn.Module):
             self.register_buffer(name, tensor)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[:-1].numel() <= FEW_ROWS:
+            return ops.w8a16_matmul(x, self.values, self.scales, self.bias)
         values, scales = ops.quantize_int8(x)
         return ops.int8_matmul(values, self.values, scales, self.scales, self.bias, dtype=x.dtype)
 
@@ -102,7 +107,8 @@ def _rounded_to_fp8(linear: Linear) -> Linear:
 
 
 class Fp8Linear(nn.Module):
-    """Replaces a `Linear` on a GPU with fp8 units: activations are rounded to fp8 with a scale per token."""
+    """Replaces a `Linear` on a GPU with fp8 units: activations of many rows are rounded to fp8 with a scale per
+    token."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -116,10 +122,15 @@ class Fp8Linear(nn.Module):
                 hint="use quantization int4, or none",
             )
         self.bias = linear.bias
-        for name, tensor in zip(("values", "scales"), round_to_fp8(weight), strict=True):
-            self.register_buffer(name, tensor)
+        values, scales = round_to_fp8(weight)
+        self.register_buffer("values", values)
+        self.register_buffer("scales", scales.squeeze(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[:-1].numel() <= FEW_ROWS:
+            return ops.w8a16_matmul(x, self.values, self.scales, self.bias)
         values, scales = round_to_fp8(x.reshape(-1, x.shape[-1]))
-        y = torch._scaled_mm(values, self.values.T, scales, self.scales.T, self.bias, out_dtype=torch.bfloat16)
+        y = torch._scaled_mm(
+            values, self.values.T, scales, self.scales.view(1, -1), self.bias, out_dtype=torch.bfloat16
+        )
         return y.view(*x.shape[:-1], -1).to(x.dtype)

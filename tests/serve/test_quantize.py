@@ -50,13 +50,14 @@ def test_products_are_near(pack: Pack, rows: int, biased: bool) -> None:
         assert 1e-4 < error(packed(x), want) < 0.02
 
 
+@pytest.mark.parametrize("rows", [7, 50])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_int8_layer_of_a_gpu_is_near_the_exact_product(dtype: torch.dtype) -> None:
-    """On a CPU, by the same ops: int8 products of activations and weights that are rounded per row."""
+def test_the_int8_layer_of_a_gpu_is_near_the_exact_product(dtype: torch.dtype, rows: int) -> None:
+    """On a CPU, by the same ops: weights are rounded per row, and activations too where there are more than 64 rows."""
     linear = Linear(64, 96, bias=True).to(dtype)
     with torch.no_grad():
         linear.weight.copy_(drawn(96, 64) / 8), linear.bias.copy_(drawn(96))
-    x = drawn(2, 7, 64).to(dtype)
+    x = drawn(2, rows, 64).to(dtype)
     y, want = W8A8Linear(linear)(x), torch.nn.functional.linear(*(t.double() for t in (x, linear.weight, linear.bias)))
     assert y.dtype == dtype and 1e-4 < error(y, want) < 0.02
 

@@ -1,0 +1,16 @@
+"""The linear layer with an 8-bit weight in PyTorch: the weight is widened for each call."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from bagu.ops.signature import accumulator
+
+
+def forward(
+    x: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor]:  # fmt: skip
+    acc = torch.promote_types(accumulator(x.dtype), w_scale.dtype)
+    z = F.linear(x.to(acc), w.to(acc)) * w_scale.to(acc)
+    return ((z if bias is None else z + bias.to(acc)).to(x.dtype),)
