@@ -92,8 +92,8 @@ def forward(
         return ()
     how = TILE if x.element_size() <= 2 else TILE | {"BM": 16, "BN": 32, "BK": 32, "STAGES": 1}
     tiles, across = triton.cdiv(M, how["BM"]), triton.cdiv(N, how["BN"])
-    busy = min(tiles * L, tiles + L)  # neighbours in a prompt have the same adapter
-    per_part = triton.cdiv(across, max(1, min(2 * sms // busy, across))) * how["BN"]
+    # neighbours in a prompt have the same adapter, so about tiles + L programs have work
+    per_part = triton.cdiv(across, max(1, min(2 * sms // (tiles + L), across))) * how["BN"]
     tile_kernel[(triton.cdiv(N, per_part), L, tiles)](
         rows, a, b, slots, y, M, N, K, R, per_part, *strides, BR=BR, ACC=ACC, **how
     )
