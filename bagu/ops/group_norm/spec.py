@@ -132,6 +132,8 @@ SPEC = OpSpec(
         Case("large", "a run so long that a program has no room to read ahead", shape=(2, 2, 4104), groups=1),
         Case("lone", "one group is split for want of others, and has more channels than one block adds up",
              shape=(1, 160, 27), groups=1),
+        Case("features", "a long group of single values: a program has so many that it adds up parts in several trips",
+             shape=(1, 9000), groups=1),
         Case("empty", "a batch of none: nothing is launched", shape=(0, 6, 9), groups=2),
         Case("empty_bare", "a batch of none, without weight and bias", shape=(0, 6, 9), groups=2, w=False, b=False),
         Case("unet_bottom", "the middle of an image U-Net at batch 32: groups that fit a program", bench=True,
