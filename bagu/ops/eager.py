@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ __all__ = [
     "autocasting",
     "constant",
     "force_eager",
-    "needs_gradient",
     "node",
     "once_differentiable",
     "plain",
@@ -57,11 +56,6 @@ def transformed() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-
-
-def needs_gradient(args: Mapping[str, Any]) -> bool:
-    """Whether autograd records a call with these arguments."""
-    return torch.is_grad_enabled() and any(v.requires_grad for v in args.values() if isinstance(v, torch.Tensor))
 
 
 def autocasting(x: torch.Tensor) -> bool:

@@ -10,12 +10,10 @@ import torch
 
 from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.dequantize_int8 import dequantize_int8
-from bagu.ops.dispatch import automatic_backend
 from bagu.ops.geglu import geglu
 from bagu.ops.quantize_int8 import quantize_int8
 from bagu.ops.rope import rope, rope_tables
 from bagu.ops.swiglu import swiglu
-from bagu.ops.swiglu.spec import SPEC as SWIGLU
 from bagu.ops.transpose import transpose
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,15 +35,6 @@ def test_packed_and_apart_agree(op: Callable[..., torch.Tensor], backend: str) -
     dy = randn(3, 5, 37)
     (dx,), (views,) = torch.autograd.grad(packed, x, dy), torch.autograd.grad(separate, x, dy)
     assert torch.equal(dx, views)
-
-
-def test_torchs_ops_train_a_small_swiglu_of_two_tensors() -> None:
-    small, large = (torch.empty(rows, 1024, dtype=torch.bfloat16, device="meta") for rows in (8192, 8193))
-    for x, up, trained, backend in (
-        (small, small, True, "torch"), (small, small, False, "triton"), (large, large, True, "triton"),
-        (small, None, True, "triton"), (small.half(), small.half(), True, "triton"),
-    ):  # fmt: skip
-        assert automatic_backend(SWIGLU, {"x": x.detach().requires_grad_(trained), "up": up}) == backend
 
 
 def test_a_packed_x_of_odd_width_is_refused() -> None:

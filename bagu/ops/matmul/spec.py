@@ -18,7 +18,6 @@ import torch
 from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.activations import ACTIVATIONS, activate
 from bagu.ops.core import Case, Cost, OpSpec, Rule, Streams
-from bagu.ops.eager import needs_gradient
 from bagu.ops.matmul import torch_backend
 from bagu.ops.signature import Dims
 
@@ -58,6 +57,10 @@ def check_values(args: Mapping[str, Any], dims: Dims) -> None:
 def has_epilogue(args: Mapping[str, Any]) -> bool:
     """Whether a kernel saves passes over y: cuBLAS adds a bias itself."""
     return any(args[name] is not None for name in ("activation", "row_scale", "column_scale"))
+
+
+def needs_gradient(args: Mapping[str, Any]) -> bool:
+    return torch.is_grad_enabled() and any(v.requires_grad for v in args.values() if isinstance(v, torch.Tensor))
 
 
 def by_tma(args: Mapping[str, Any]) -> bool:
