@@ -44,6 +44,8 @@ def onnx_runner(model: nn.Module, x: torch.Tensor) -> Callable[[], Any] | None:
 
     threads = onnxruntime.SessionOptions()
     threads.intra_op_num_threads = torch.get_num_threads()
+    # its idle threads would spin on the cores of the implementation that is timed next
+    threads.add_session_config_entry("session.intra_op.allow_spinning", "0")
     provider = "CUDAExecutionProvider" if x.is_cuda else "CPUExecutionProvider"
     try:
         with (
