@@ -76,9 +76,10 @@ def kind_of(values: Sequence[Any]) -> tuple[list[Any], list[int]]:
     pointers: list[int] = []
     for v in values:
         if isinstance(v, torch.Tensor):
-            pointers.append(at := v.data_ptr())
-            # Triton compiles another kernel for a pointer that is not 16-byte aligned. A lazy conjugation is complex's.
-            kind.append((type(v), v.shape, v.stride(), v.dtype, v.get_device(), at & 15, v.is_neg(), v.requires_grad))
+            at, lazy = v.data_ptr(), v.is_neg() or v.is_conj()
+            pointers.append(at)
+            # Triton compiles another kernel for a pointer that is not 16-byte aligned
+            kind.append((type(v), v.shape, v.stride(), v.dtype, v.get_device(), at & 15, lazy, v.requires_grad))
         else:
             kind.append((type(v), v or str(v)))  # 0.0 == -0.0 == False
     return kind, pointers

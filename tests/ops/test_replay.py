@@ -293,6 +293,15 @@ def test_what_copies_is_not_replayed() -> None:
     assert not plans(run) and len(run.kinds) == 2
 
 
+def test_a_pending_conjugation_is_carried_out() -> None:
+    """`x.conj()` has the memory and strides of x: only its kind tells a replay that the numbers differ."""
+    run, x = forward_of("transpose", launcher()), torch.complex(*torch.randn(2, 3, 5, device=DEVICE))
+    for _ in range(3):
+        assert torch.equal(run(x, 0, 1)[0], x.T)
+    assert plans(run)
+    assert torch.equal(run(x.conj(), 0, 1)[0], torch.complex(x.real, -x.imag).T)
+
+
 def test_a_pending_negation_is_carried_out() -> None:
     run = forward_of("relu_squared", launcher())
     for _ in range(4):
