@@ -138,7 +138,7 @@ def bench_constrained(
     max_tokens: Annotated[int, Option(help="Maximum tokens of an output.")] = 1024,
     temperature: Annotated[float, Option(help="0 is greedy.")] = 1.0,
     threads: Annotated[int | None, Option(help="CPU threads of the model.")] = None,
-    quantization: Annotated[str | None, Option(help="int8; CPU only.")] = None,
+    quantization: Annotated[str | None, Option(help="int8, int4 or fp8 weights in linear layers.")] = None,
     invariant: Annotated[bool, Option("--invariant", help="Use the batch-invariant mode.")] = False,
     dtype: BenchDtype = None,
     rounds: Rounds = 5,
