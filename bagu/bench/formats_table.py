@@ -71,7 +71,7 @@ def _speeds(rows: Sequence[Row]) -> str:
             continue
         pairs = [(ours[k], None if theirs is None else theirs[k]) for k in ("tokens_per_s", "prompt_tokens_per_s")]
         lines.append((
-            machine, kind, *(f"{own:,.0f}" for own, _ in pairs), "–" if theirs is None else _their_format(theirs),
+            machine, kind, *(f"{own:,.0f}" for own, _ in pairs), "–" if theirs is None else theirs["gguf_type"].upper(),
             *("–" if peer is None else f"{peer:,.0f}" for _, peer in pairs),
             *("–" if peer is None else f"{own / peer:.2f}×" for own, peer in pairs),
         ))  # fmt: skip
@@ -80,11 +80,6 @@ def _speeds(rows: Sequence[Row]) -> str:
     return f"Tokens per second of one stream, `{SHAPE}`, bagu and llama.cpp in the same run:\n\n" + _table(
         SPEED, 2, lines
     )
-
-
-def _their_format(row: Row) -> str:
-    """The type of the file, and what is known of how llama.cpp was compiled."""
-    return ", ".join([row["gguf_type"].upper(), *([row["build"]] if row.get("build") else [])])
 
 
 def _table(head: Sequence[str], names: int, lines: Sequence[Sequence[str]]) -> str:

@@ -103,8 +103,8 @@ def _block(key: tuple[str, str, str], rows: Sequence[Row]) -> list[list[str]]:
 def _name(row: Row) -> str:
     """The implementation, and bagu's settings."""
     if row["implementation"] != "bagu":
-        name = " ".join(str(row[key]) for key in ("implementation", "build") if row.get(key))
-        return f"{name}, {row['gguf_type'].upper()}" if row.get("gguf_type") else name
+        kind = row.get("gguf_type")
+        return f"{row['implementation']}, {kind.upper()}" if kind else str(row["implementation"])
     engine = row["engine"]
     kind = engine["quantization"] or {"bfloat16": "bf16", "float32": "fp32"}[row["dtype"]]
     extras = [kind, *(["invariant"] if engine["invariant"] else []), *([] if engine["prefix_cache"] else ["no cache"])]
