@@ -53,7 +53,7 @@ FORWARD_SHARE = 1 / 3  # the time of a forward as a fraction of a training step
 OVERHEAD = 1.08  # validation, samples and checkpoints, relative to the steps
 FEWEST_STEPS = 8  # of pretraining and of fine-tuning: enough for warm-up and cooldown, and to show every stage
 FEWEST_LATER = 2  # of the stages after them
-ANSWER_SHARE = 0.8  # of the context: the tokens of a prompt and its answer, for the time of an update
+ANSWER_TOKENS = 80  # of a prompt and its answer, for the time of an update: prompts have 31 on average, answers 20 to 40
 MOST_GAIN = 8.0  # most FLOP/s of a larger size relative to the smallest; 3.3 on two Xeon cores
 PROBE_ROWS = 4  # for the probe of a CPU: a second of the largest model on a slow machine
 TOLERANCE = 0.1  # a plan that differs from the real pace by less is kept
@@ -235,5 +235,5 @@ def rl_steps(size: Demo, pace: Pace, answer_s: float) -> int:
     """The number of steps of reinforcement that fits the remaining time, at most the size's. `answer_s` is the time of
     an answer of `rl_tokens` tokens, sampled with many others."""
     answers = size.rl_prompts * size.rl_samples
-    step_s = answers * (answer_s + ANSWER_SHARE * size.context / pace.tokens_per_s)
+    step_s = answers * (answer_s + ANSWER_TOKENS / pace.tokens_per_s)
     return max(min(FEWEST_LATER, size.rl_steps), min(size.rl_steps, int(pace.training_s(size, 1) / step_s)))

@@ -25,7 +25,7 @@ DPO_COST = 4 / 3  # of a pretraining step: a forward of the reference is added t
 # renamed copies of each, 5.3 % with 256 bytes and 3 copies, 6.4 % with 7 copies, and 13.6 % after 860 steps (the large
 # size after 8 M tokens of pretraining, on an H200; one run each).
 FUNCTION_BYTES = 256
-RL_SHARE = 0.25  # of the time of pretraining
+RL_SHARE = 0.2  # of the time of pretraining
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,20 +154,20 @@ class Demo:
 
 LARGE = Demo(
     name="large", hidden_size=256, num_layers=6, vocab_size=4096, context=256, rows=16, lr=0.007, pretrain_steps=300,
-    sft_steps=128, renamed=7, dpo_steps=20, rl_steps=40, rl_prompts=16, rl_samples=8, rl_tokens=96, questions=32,
+    sft_steps=140, renamed=7, dpo_steps=8, rl_steps=40, rl_prompts=16, rl_samples=8, rl_tokens=96, questions=32,
     new_tokens=120, eval_items=128, write_items=48, tokenizer_mb=16, validation_batches=12, priming_bytes=None,
     enough_tokens=700_000,
 )  # fmt: skip
 MEDIUM = replace(
     LARGE, name="medium", hidden_size=192, num_layers=4, rows=8, lr=0.01, pretrain_steps=600, sft_steps=200, renamed=3,
-    dpo_steps=36, tokenizer_mb=8, priming_bytes=4_000_000, enough_tokens=600_000,
+    dpo_steps=16, tokenizer_mb=8, priming_bytes=4_000_000, enough_tokens=600_000,
 )  # fmt: skip
 # For a slow CPU with a few minutes. After 75 steps of 1,024 tokens two layers were within 0.02 bits per byte of four,
 # for 57 % of the CPU time. Runs of 40 steps ended at 2.565 bits per byte, and at 2.692 with three layers and 2,048
 # tokens.
 SMALL = replace(
     MEDIUM, name="small", hidden_size=128, num_layers=2, rows=4, pretrain_steps=1600, sft_steps=400, renamed=1,
-    dpo_steps=80, rl_prompts=8, tokenizer_mb=4, questions=16, new_tokens=80, eval_items=64, write_items=24,
+    dpo_steps=40, rl_prompts=8, tokenizer_mb=4, questions=16, new_tokens=80, eval_items=64, write_items=24,
     enough_tokens=40_960,
 )  # fmt: skip
 # For a CPU that is shared with other work: a sixth of `small`'s operations per token. It does not reach gzip.

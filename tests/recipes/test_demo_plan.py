@@ -128,7 +128,7 @@ def test_the_later_stages_shrink_with_the_time(machine: dict[str, float], budget
         assert 2 <= getattr(size, field) <= planned, number
         cost = {"sft_steps": 1.0, "dpo_steps": 4 / 3}.get(field)
         each = (
-            size.rl_prompts * size.rl_samples * (answer_s + 0.8 * size.context / rate)
+            size.rl_prompts * size.rl_samples * (answer_s + 80 / rate)
             if cost is None
             else cost * step_s
         )
@@ -141,7 +141,7 @@ def test_reinforcement_follows_the_time_of_an_answer() -> None:
     steps = [rl_steps(size, at, answer_s) for answer_s in (0.001, 0.01, 0.1, 10.0)]
     assert steps[0] == size.rl_steps > steps[2] > steps[3] == 2 and steps == sorted(steps, reverse=True)
     assert rl_steps(size, replace(at, left_s=-10.0), 0.01) == 2
-    assert size.later_share == pytest.approx(128 / 300 + 4 / 3 * 20 / 300 + RL_SHARE)
+    assert size.later_share == pytest.approx(140 / 300 + 4 / 3 * 8 / 300 + RL_SHARE)
 
 
 def test_a_longer_demo_has_smaller_intervals() -> None:
