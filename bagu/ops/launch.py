@@ -1,4 +1,7 @@
-"""Host code shared by the Triton backends: row views, accumulators, grid sizes. It imports without Triton."""
+"""Host code shared by backends: row views, accumulators, grid sizes, the GPU's generation.
+
+It imports without Triton.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ from typing import Any
 
 import torch
 
+from bagu.ops.eager import constant
+
 __all__ = [
-    "aligned", "as_rows", "channels_last", "empty_like", "fp32_pair", "interpreted_sms", "next_power_of_2", "num_sms",
-    "split_row", "triton_acc",
+    "aligned", "as_rows", "channels_last", "empty_like", "fp32_pair", "interpreted_sms", "is_hopper", "next_power_of_2",
+    "num_sms", "split_row", "starts_early", "triton_acc",
 ]  # fmt: skip
 
 H200_SMS = 132  # used if there is no device to query: the interpreter, meta tensors, the compile gate
@@ -59,7 +64,7 @@ def num_sms(device: torch.device) -> int:
     """The number of multiprocessors: how many programs run at once with one on each."""
     if device.type != "cuda":
         return H200_SMS if device.type == "meta" else _interpreted_sms
-    return _sms(device.index if device.index is not None else torch.cuda.current_device())
+    return _sms(_index(device))
 
 
 _interpreted_sms = 2  # few programs with many rows each, so that tests run every loop over rows at low cost
@@ -77,9 +82,30 @@ def interpreted_sms(count: int | None) -> Iterator[None]:
         _interpreted_sms = before
 
 
+@constant
+def is_hopper(device: torch.device) -> bool:
+    """Whether a CUDA device is a Hopper GPU or a later one."""
+    return _capability(_index(device)) >= (9, 0)
+
+
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel can be a dependent launch, which starts before the previous kernel ends. The interpreter has
+    none."""
+    return device.type == "meta" or (device.type == "cuda" and is_hopper(device))
+
+
+def _index(device: torch.device) -> int:
+    return device.index if device.index is not None else torch.cuda.current_device()
+
+
 @cache
 def _sms(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 def fp32_pair(value: float) -> tuple[float, float]:

@@ -9,13 +9,12 @@ blocks that fit any GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 
-from bagu.ops.launch import next_power_of_2
+from bagu.ops.launch import is_hopper, next_power_of_2
 
-__all__ = ["WIDEST", "Block", "Blocks", "blocks_for", "is_hopper", "reads_by_tma", "width"]
+__all__ = ["WIDEST", "Block", "Blocks", "blocks_for", "reads_by_tma", "width"]
 
 WIDEST = 256  # the most features of a head that a tile can hold
 
@@ -87,13 +86,3 @@ def blocks_for(D: int, E: int, *, tma: bool, terms: bool) -> Blocks:
 
 def reads_by_tma(x: torch.Tensor) -> bool:
     return x.element_size() == 2 and (x.device.type != "cuda" or is_hopper(x.device))
-
-
-def is_hopper(device: torch.device) -> bool:
-    """Whether a CUDA device is a Hopper GPU or a later one."""
-    return _hopper(device.index or 0)
-
-
-@cache
-def _hopper(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -21,6 +21,7 @@ from bagu.ops.activations import ACTIVATIONS, activate
 from bagu.ops.core import Case, OpSpec, Rule, Streams
 from bagu.ops.fp8_matmul import torch_backend
 from bagu.ops.int8_matmul.spec import BIG, cost
+from bagu.ops.launch import is_hopper
 from bagu.ops.signature import Dims
 
 E4M3 = torch.float8_e4m3fn
@@ -65,7 +66,7 @@ def unsupported(args: Mapping[str, Any]) -> str | None:
     """The reason that the kernel cannot run a call."""
     if args["x"].shape[-1] % 16:
         return f"the kernel reads rows by TMA, in units of 16 bytes, and K is {args['x'].shape[-1]}"
-    if args["x"].is_cuda and not torch_backend.is_hopper(args["x"].device.index):
+    if args["x"].is_cuda and not is_hopper(args["x"].device):
         return "the kernel needs a Hopper GPU"
     return None
 

@@ -9,19 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from bagu.ops.activations import activate
-from bagu.ops.eager import constant
+from bagu.ops.launch import is_hopper
 from bagu.ops.signature import accumulator
-
-
-@constant
-def is_hopper(index: int | None) -> bool:
-    return torch.cuda.get_device_capability(index) >= (9, 0)
 
 
 def takes_scaled_mm(x: torch.Tensor, w: torch.Tensor, dtype: str) -> bool:
     """Whether torch._scaled_mm multiplies these with a scale per row."""
     fits = x.numel() > 0 and x.shape[-1] % 16 == 0 and w.shape[0] % 16 == 0 and dtype == "bfloat16"
-    return x.is_cuda and fits and is_hopper(x.device.index)
+    return x.is_cuda and fits and is_hopper(x.device)
 
 
 def forward(

@@ -10,9 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.attention.block_sizes import is_hopper
 from bagu.ops.kernels.gemm import gemm_kernel
-from bagu.ops.launch import as_rows, num_sms
+from bagu.ops.launch import as_rows, is_hopper, num_sms
 from bagu.ops.launcher import with_scratch_memory
 
 __all__ = ["Tile", "by_tma", "byte_product", "forward"]

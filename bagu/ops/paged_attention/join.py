@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from bagu.ops.attention.block_sizes import is_hopper, width
+from bagu.ops.attention.block_sizes import width
 from bagu.ops.attention.score_kernels import LN2
-from bagu.ops.launch import triton_acc
+from bagu.ops.launch import starts_early, triton_acc
 
-__all__ = ["join", "starts_early"]
+__all__ = ["join"]
 
 RANGES = 16  # that a program reads at once
 
@@ -44,11 +44,6 @@ def join_kernel(
         top, total = higher, total * kept + tl.sum(weight, 0)
     tl.store(lse_ptr + row, (top + tl.log2(total)) * LN2)
     tl.store(out_ptr + row * E + e, mixed / tl.where(total == 0.0, 1.0, total), e < E)
-
-
-def starts_early(device: torch.device) -> bool:
-    """Whether the join is a dependent launch. The interpreter has none."""
-    return device.type == "meta" or (device.type == "cuda" and is_hopper(device))
 
 
 def join(parts: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
