@@ -82,7 +82,7 @@ def inspect_launch(launch: Launch, arch: str, folder: Path | None = None) -> Com
     code = disassemble(kernel.asm["cubin"])
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        for stage in STAGES:
+        for stage in (stage for stage in STAGES if stage in kernel.asm):  # Gluon has no TTIR
             (folder / f"kernel.{stage}").write_text(kernel.asm[stage])
         (folder / "kernel.sass").write_text(code)
     registers, shared, warps = int(re.search(r"REG:(\d+)", code)[1]), kernel.metadata.shared, kernel.metadata.num_warps  # type: ignore[index]

@@ -25,6 +25,7 @@ BAD_INPUT = {
 }
 COMMANDS = {
     "kernels": ["scale_norm", "--kernel", "--json"],
+    "gluon": ["conv2d", "--kernel", "--json"],
     "difference": ["dequantize_int8", "--diff", "num_warps=4", "num_warps=8"],
     **{name: argv for name, (argv, _) in BAD_INPUT.items()},
 }
@@ -106,6 +107,13 @@ def test_every_kernel_has_its_stages_in_a_folder(shown: tuple[list[dict[str, Any
         stages = {path.suffix: path.read_text() for path in (cwd / k["folder"]).iterdir()}
         assert set(stages) == {".ttir", ".ttgir", ".llir", ".ptx", ".sass"}
         assert ".target sm_90a" in stages[".ptx"] and k["kernel"] in stages[".ttir"] and "STG.E" in stages[".sass"]
+
+
+def test_a_gluon_kernel_has_all_stages_but_ttir(ran: dict[str, Ran]) -> None:
+    run = ran["gluon"]
+    assert run.code == 0, run.err
+    kernel = next(k for k in json.loads(run.out) if k["kernel"] == "hopper_kernel")
+    assert {path.suffix for path in (run.cwd / kernel["folder"]).iterdir()} == {".ttgir", ".llir", ".ptx", ".sass"}
 
 
 def test_the_facts_are_those_of_the_compile_gate(shown: tuple[list[dict[str, Any]], Path], ran: dict[str, Ran]) -> None:
