@@ -1,10 +1,11 @@
-"""Help and list commands are fast: they do not import torch."""
+"""Help and list commands are fast: they do not import torch, nor does a command whose work is in another process."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +71,38 @@ def test_list_commands_use_little_cpu(argv: list[str], imported: str, cpu_s: flo
     assert os.waitstatus_to_exitcode(status) == 0, said
     assert said.splitlines()[-1] == imported
     assert used.ru_utime + used.ru_stime < 3 * cpu_s
+
+
+WORK_ELSEWHERE = """
+import sys
+from bagu.cli import main
+from bagu.serve.http import server
+server.Server.run = lambda self, name: print("serves", name)  # the socket is bound, no engine process is started
+for argv in {commands!r}:
+    try:
+        main(argv)
+    except SystemExit as end:
+        print(end.code)
+print(*{{"torch", "numpy", "transformers"}} & sys.modules.keys())
+"""
+
+
+def test_serve_and_the_chat_with_a_server_do_not_import_torch(tmp_path: Path) -> None:
+    """Importing it takes 3 s and 270 MB. The engine's process needs it; the server's process only checks names."""
+    for name in ("hf/config.json", "run/environment.json", "run/model/config.json", "lora/adapter_config.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    commands = [
+        *(
+            ["serve", str(tmp_path / model), "--port", "0", "--adapter", f"a={tmp_path / 'lora'}"]
+            for model in ("hf", "run")
+        ),
+        ["serve", str(tmp_path / "absent")],
+        ["chat", "http://127.0.0.1:9", "--prompt", "hello"],
+    ]
+    script = WORK_ELSEWHERE.format(commands=commands)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    assert run.stdout.splitlines() == ["serves hf", "0", "serves run", "0", "2", "2", ""], run.stderr
 
 
 @pytest.mark.parametrize("name", catalogue.names())

@@ -92,7 +92,8 @@ def tune_serve(
     from bagu.bench.tune.machine import roofline_of
     from bagu.bench.units import parse_ms
     from bagu.recipes.demo_server import running_server
-    from bagu.recipes.models import check_predicts_tokens, find_model, model_config
+    from bagu.recipes.find import find_model
+    from bagu.recipes.models import check_predicts_tokens, model_config
 
     limits = [None if text is None else parse_ms(text) for text in (ttft, tpot)]
     folder = find_model(model)

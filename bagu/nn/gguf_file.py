@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from bagu.machine.hub import WeightsError
 from bagu.nn.gguf_names import hf_config, hf_name, to_halves
-from bagu.nn.hub import WeightsError
 from bagu.nn.stored import StoredTensor
 
 __all__ = ["GgufFile", "is_gguf", "package", "read_gguf"]

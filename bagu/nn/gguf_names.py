@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bagu.nn.hub import WeightsError
+from bagu.machine.hub import WeightsError
 
 __all__ = ["ARCHITECTURES", "gguf_metadata", "gguf_name", "hf_config", "hf_name", "to_halves", "to_pairs"]
 

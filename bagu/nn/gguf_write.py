@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from bagu.errors import UnknownName
+from bagu.machine.hub import WeightsError
 from bagu.nn.families import family_for
 from bagu.nn.gguf_file import package
 from bagu.nn.gguf_names import gguf_metadata, gguf_name, to_pairs
-from bagu.nn.hub import WeightsError
 from bagu.nn.model import Transformer
 from bagu.nn.weights import parts_of
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from bagu import ops
 from bagu.errors import ArgumentError, BaguError
+from bagu.machine.hub import WeightsError
 from bagu.nn.config import Learned, Rope
-from bagu.nn.hub import WeightsError
 from bagu.nn.model import Transformer
 
 __all__ = ["check_onnx", "export_onnx"]

@@ -20,19 +20,22 @@ from safetensors.torch import save_file
 from torch import nn
 
 from bagu.config import write_atomic
+from bagu.machine.hub import ADAPTER_CONFIG, WeightsError, read_json
 from bagu.nn.families import Family, family_for
 from bagu.nn.families.core import Part
-from bagu.nn.hub import WeightsError, read_json
 from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
 
 __all__ = [
-    "CONFIG", "Adapter", "base_of", "find_adapter", "is_adapter", "load_adapter", "num_parts", "read_adapter",
+    "Adapter",
+    "base_of",
+    "load_adapter",
+    "num_parts",
+    "read_adapter",
     "save_adapter",
-]  # fmt: skip
+]
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-RUN_FOLDER = "adapter"  # where a LoRA run of bagu writes its adapter
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 READ = {"peft_type", "r", "lora_alpha", "use_rslora", "base_model_name_or_path"}
 # Settings that do not affect the weights of a trained adapter.
@@ -56,26 +59,12 @@ class Adapter:
     pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # A [rank, in] and B [out, rank]
 
 
-def is_adapter(folder: Path) -> bool:
-    return (folder / CONFIG).is_file()
-
-
-def find_adapter(path: str | Path) -> Path:
-    """The folder of an adapter: `path` itself, or that of a LoRA run of bagu at `path`."""
-    folder = Path(path).expanduser()
-    for found in (folder, folder / RUN_FOLDER):
-        if is_adapter(found):
-            return found
-    what = f"has no {CONFIG}" if folder.is_dir() else "is not a folder"
-    raise WeightsError(f"{folder} {what}", hint="give the folder of a PEFT adapter, or of a LoRA run of bagu")
-
-
 def base_of(folder: Path) -> str:
     """The model that the adapter was trained on, as named in its config."""
-    base = read_json(folder / CONFIG).get("base_model_name_or_path")
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise WeightsError(
-            f"{folder / CONFIG} has no base_model_name_or_path", hint="write the path of the base model into it"
+            f"{folder / ADAPTER_CONFIG} has no base_model_name_or_path", hint="write the path of the base model into it"
         )
     return base
 
@@ -112,7 +101,7 @@ def save_adapter(model: Transformer, folder: str | Path, *, base: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        write_atomic(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+        write_atomic(folder / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"cannot write {folder}: {error}", hint="free some space, or save elsewhere") from error
 
@@ -135,8 +124,8 @@ def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
 def read_adapter(model: Transformer, folder: str | Path) -> Adapter:
     """Read an adapter of `model`, its base, without changing the model. Raises as `load_adapter` does."""
     folder, family = Path(folder), family_for(model.config)
-    config = read_json(folder / CONFIG)
-    scale = _scale(folder / CONFIG, config)
+    config = read_json(folder / ADAPTER_CONFIG)
+    scale = _scale(folder / ADAPTER_CONFIG, config)
     stored = _read(folder / WEIGHTS)
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for name, linear in _linears(model).items():

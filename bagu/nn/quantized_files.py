@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from bagu.errors import UnknownName
-from bagu.nn.hub import WeightsError
+from bagu.machine.hub import WeightsError
 from bagu.nn.stored import Stored, StoredTensor
 
 __all__ = ["dequantized"]

@@ -25,11 +25,11 @@ from safetensors.torch import save_file
 
 from bagu.config import write_atomic
 from bagu.errors import UnknownName
-from bagu.nn import hub
+from bagu.machine import hub
+from bagu.machine.hub import WeightsError, read_json
 from bagu.nn.families import Family, can_describe, family_for, family_named, family_of
 from bagu.nn.families.core import Part
 from bagu.nn.gguf_file import is_gguf, read_gguf
-from bagu.nn.hub import WeightsError, read_json
 from bagu.nn.model import Transformer
 from bagu.nn.quantized_files import dequantized
 from bagu.nn.stored import Stored, StoredTensor

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bagu.errors import ArgumentError, BaguError
-from bagu.nn.hub import WeightsError, read_json
+from bagu.machine.hub import WeightsError, read_json
 from bagu.serve.config import GenerationDefaults
 
 __all__ = ["GENERATION_CONFIG", "check_generation_config", "generation_defaults", "read_generation"]

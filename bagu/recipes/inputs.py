@@ -18,7 +18,8 @@ from bagu.errors import BaguError
 from bagu.machine.device import named_device, named_dtype
 from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn.config import ModelConfig
-from bagu.recipes.models import find_model, model_config, tokenizer_folder
+from bagu.recipes.find import find_model
+from bagu.recipes.models import model_config, tokenizer_folder
 from bagu.recipes.run import Run
 from bagu.recipes.tokenizer import run_tokenizer
 from bagu.train.objective import TrainingData

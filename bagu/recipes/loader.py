@@ -28,7 +28,8 @@ class Loader:
         from bagu.data.tokenizer import BpeTokenizer
         from bagu.machine.device import named_device, named_dtype
         from bagu.machine.fast_dtype import compute_dtype
-        from bagu.recipes.models import check_predicts_tokens, find_model, load_model, tokenizer_folder
+        from bagu.recipes.find import find_model
+        from bagu.recipes.models import check_predicts_tokens, load_model, tokenizer_folder
 
         device = named_device(self.device)
         dtype = compute_dtype(device) if self.dtype == "auto" else named_dtype(self.dtype)

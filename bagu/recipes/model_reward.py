@@ -14,7 +14,8 @@ from bagu.data.preferences import PreferenceEncoder
 from bagu.data.sequences import Tokens, micro_batches, pack
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
-from bagu.recipes.models import find_model, load_model, tokenizer_folder
+from bagu.recipes.find import find_model
+from bagu.recipes.models import load_model, tokenizer_folder
 from bagu.train.reward_function import Sample, Scored
 
 __all__ = ["ModelReward"]

@@ -1,5 +1,4 @@
-"""MODEL on the command line: a run folder, a checkpoint of a run, a Hugging Face folder (a model, or a PEFT adapter
-whose base can be found), a GGUF file, or a hub id.
+"""Load and save MODEL of the command line, which find.py finds.
 
 A run writes its result to `model/`: a Hugging Face folder if a model family can represent the model, and otherwise
 `bagu.json` with the weights under bagu's names. The tokenizer is in the same folder. A LoRA run also writes `adapter/`,
@@ -22,23 +21,20 @@ from bagu.data.gguf_tokenizer import gguf_metadata, gguf_tokenizer
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 from bagu.machine.cache import cache_folder
-from bagu.nn import hub, peft, weights
+from bagu.machine.hub import WeightsError, is_adapter, read_json
+from bagu.nn import peft, weights
 from bagu.nn.config import ModelConfig
 from bagu.nn.families import family_for, family_of
 from bagu.nn.gguf_file import is_gguf, read_gguf
 from bagu.nn.gguf_write import save_gguf
-from bagu.nn.hub import WeightsError
 from bagu.nn.lora import merge
 from bagu.nn.model import Transformer
-from bagu.runs.folder import RunFolder
+from bagu.recipes.find import find_model
 from bagu.train import checkpoint
 
 __all__ = [
-    "ADAPTER",
-    "MODEL",
     "NATIVE",
     "check_predicts_tokens",
-    "find_model",
     "load_model",
     "model_config",
     "save_as_gguf",
@@ -46,19 +42,7 @@ __all__ = [
     "tokenizer_folder",
 ]
 
-MODEL, ADAPTER, NATIVE = "model", "adapter", "bagu.json"
-
-
-def find_model(name: str | Path) -> Path:
-    """The folder with the files of MODEL, or a GGUF file; for a run, the folder of its result."""
-    folder = hub.find(name)
-    if not RunFolder(folder).environment_path.is_file():  # Hugging Face folders also contain a config.json
-        return folder
-    if not (folder / MODEL).is_dir():
-        saved = checkpoint.checkpoints(RunFolder(folder).checkpoints)
-        hint = f"give its checkpoint {saved[-1]}, or let it finish" if saved else "let it finish"
-        raise WeightsError(f"the run {folder} has no model yet", hint=hint)
-    return folder / MODEL
+NATIVE = "bagu.json"
 
 
 def tokenizer_folder(folder: Path) -> Path | None:
@@ -76,20 +60,20 @@ def tokenizer_folder(folder: Path) -> Path | None:
     if _is_checkpoint(folder):
         places.append(_run_of(folder) / "tokenizer")
     found = next((p for p in places if (p / "tokenizer.json").is_file()), None)
-    if found is None and peft.is_adapter(folder):
+    if found is None and is_adapter(folder):
         return tokenizer_folder(_base_of(folder))
     return found
 
 
 def model_config(folder: Path) -> ModelConfig:
     """The configuration of the model in a folder returned by `find_model`. Reads no weights."""
-    if peft.is_adapter(folder):
+    if is_adapter(folder):
         return model_config(_base_of(folder))
     if _is_checkpoint(folder):
         return _native_config(_run_of(folder) / NATIVE)
     if (folder / NATIVE).is_file():
         return _native_config(folder / NATIVE)
-    hf = read_gguf(folder).hf if is_gguf(folder) else hub.read_json(folder / "config.json")
+    hf = read_gguf(folder).hf if is_gguf(folder) else read_json(folder / "config.json")
     return family_of(hf).config(hf)
 
 
@@ -112,7 +96,7 @@ def load_model(
     """Load MODEL in eval mode; `dtype` None keeps the saved dtype. An adapter is merged into its base. `max_len` is as
     in `from_pretrained`."""
     folder = find_model(name)
-    if peft.is_adapter(folder):
+    if is_adapter(folder):
         model = load_model(_base_of(folder), dtype=dtype, device=device, max_len=max_len)
         peft.load_adapter(model, folder)
         merge(model)
@@ -168,7 +152,7 @@ def _with_padding(tokenizer: BpeTokenizer) -> BpeTokenizer:
 def _base_of(adapter: Path) -> Path:
     """The folder of an adapter's base model."""
     base = find_model(peft.base_of(adapter))
-    if peft.is_adapter(base):
+    if is_adapter(base):
         raise WeightsError(
             f"the base of the adapter {adapter} is {base}, an adapter too", hint="export that one first: it is merged"
         )

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from bagu.errors import ArgumentError
+from bagu.recipes.find import find_model
 from bagu.recipes.generation import generation_defaults
 from bagu.recipes.loader import Loader
-from bagu.recipes.models import find_model
 from bagu.serve.config import EngineConfig
 from bagu.serve.repository.layout import Settings
 from bagu.serve.repository.version import Engine

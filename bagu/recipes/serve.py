@@ -47,9 +47,9 @@ def serve_main(
     contains the file.
     """
     wait_briefly()  # the engine process inherits this environment
-    from bagu.nn.peft import find_adapter
+    from bagu.machine.hub import find_adapter
+    from bagu.recipes.find import find_model
     from bagu.recipes.generation import check_generation_config, generation_defaults
-    from bagu.recipes.models import find_model
     from bagu.serve.config import EngineConfig
     from bagu.serve.http.server import main
     from bagu.serve.repository.layout import is_repository
@@ -94,8 +94,8 @@ def chat_main(
     """Chat in the terminal with a local model, or with a server if `model` is a URL. A setting that is not in
     `settings` takes the server's default, or for a local model that of its generation_config.json."""
     wait_briefly()
+    from bagu.recipes.find import find_model
     from bagu.recipes.generation import read_generation
-    from bagu.recipes.models import find_model
     from bagu.serve.chat import terminal
     from bagu.serve.chat.clients import EngineChat, HttpChat
 

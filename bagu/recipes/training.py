@@ -19,11 +19,11 @@ from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 from bagu.machine.device import named_device
 from bagu.machine.fast_dtype import compute_dtype_name
+from bagu.machine.hub import RUN_ADAPTER, WeightsError
 from bagu.nn import count
 from bagu.nn.choices import NEWER
 from bagu.nn.config import ModelConfig
 from bagu.nn.families import family_for
-from bagu.nn.hub import WeightsError
 from bagu.nn.init import init_weights
 from bagu.nn.lora import add_lora, merge
 from bagu.nn.model import Transformer
@@ -32,8 +32,9 @@ from bagu.nn.sample import generate
 from bagu.nn.score import with_score_head
 from bagu.parallel.collectives import from_rank_0
 from bagu.parallel.mesh import Mesh
+from bagu.recipes.find import MODEL
 from bagu.recipes.inputs import DATA, Inputs, facts_of, read_inputs
-from bagu.recipes.models import ADAPTER, MODEL, NATIVE, load_model, save_model
+from bagu.recipes.models import NATIVE, load_model, save_model
 from bagu.recipes.rollout import open_reward, with_rollouts
 from bagu.recipes.run import Run
 from bagu.recipes.summary import Summary, matmul_rate, summarise
@@ -153,7 +154,7 @@ def train(
         run.objective.finish(model)
         if run.lora is not None:
             if first:
-                _save_adapter(model, inputs, out / ADAPTER)
+                _save_adapter(model, inputs, out / RUN_ADAPTER)
             merge(model)
         if first:
             save_model(model, inputs.tokenizer, out / MODEL)

@@ -1,10 +1,4 @@
-"""The run folder: all files of a training run, and the observer that writes them.
-
-    config.json        the configuration                   metrics.jsonl   one row per step
-    environment.json   software versions and machine       events.jsonl    a log of starts, skips, rollbacks, saves
-    checkpoints/       written by the trainer              samples/        sampled texts by step
-    tensorboard/       event files, if it is installed     report.html     written by `bagu.train.report`
-    run.lock           the process that writes
+"""The run folder open for writing, and the observer that writes its files (files.py lists them).
 
 A run may be killed at any time. A partial row in metrics.jsonl is dropped when the folder is opened, and `rewind` drops
 the rows of steps that will run again, so that each step has one row. The event log keeps everything: an event that
@@ -28,28 +22,18 @@ from bagu import config as configs
 from bagu.errors import BaguError
 from bagu.machine import environment
 from bagu.runs import record
+from bagu.runs.files import RunFiles, complete_lines, complete_rows
 from bagu.runs.lock import Lock
 from bagu.runs.observer import Metrics, Observer, TensorBoard
 
 __all__ = ["RunFolder", "RunRecorder"]
 
 
-class RunFolder:
-    """The paths of a run and functions to read them; `create` also opens it for writing.
-
-    Reading needs no lock and may happen while the run is active.
-    """
+class RunFolder(RunFiles):
+    """The files of a run; `create` opens them for writing."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.config_path = self.path / "config.json"
-        self.environment_path = self.path / "environment.json"
-        self.metrics_path = self.path / "metrics.jsonl"
-        self.events_path = self.path / "events.jsonl"
-        self.checkpoints = self.path / "checkpoints"
-        self.samples_path = self.path / "samples"
-        self.tensorboard = self.path / "tensorboard"
-        self.report = self.path / "report.html"
+        super().__init__(path)
         self.lock = Lock(self.path / "run.lock")
 
     @classmethod
@@ -92,31 +76,6 @@ class RunFolder:
     def close(self) -> None:
         """Release the lock."""
         self.lock.release()
-
-    def is_run(self) -> bool:
-        return self.config_path.exists()
-
-    def config(self) -> dict[str, Any]:
-        """The configuration of the run as plain JSON; `bagu.config.load` builds the dataclasses."""
-        return _read_object(self.config_path)
-
-    def environment(self) -> dict[str, Any]:
-        return _read_object(self.environment_path)
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """One row per step, in the order of steps."""
-        return _rows(self.metrics_path)
-
-    def events(self) -> list[dict[str, Any]]:
-        """The event log, in the order of time."""
-        return _rows(self.events_path)
-
-    def samples(self) -> dict[int, list[str]]:
-        """The sampled texts by step, in the order of steps."""
-        return {step: _read_object(path)["texts"] for step, path in self._sample_files()}
-
-    def _sample_files(self) -> list[tuple[int, Path]]:
-        return [(int(path.stem), path) for path in sorted(self.samples_path.glob("[0-9]*.json"))]
 
     def check_free(self, *, resume: bool) -> None:
         """Raise if a run cannot be written to this path: a file, another run (unless `resume`), or unrelated files."""
@@ -182,7 +141,7 @@ class RunRecorder(Observer):
     def rewind(self, step: int) -> None:
         """Drop the rows and samples of `step` and later. The rows go in one truncation, safe against a kill."""
         _truncate(self.folder.metrics_path, step)
-        for at, path in self.folder._sample_files():
+        for at, path in self.folder.sample_files():
             if at >= step:
                 path.unlink()
         for observer in self.others:
@@ -229,24 +188,8 @@ def _append(path: Path, row: Mapping[str, Any]) -> None:
         raise
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The rows, without one that is still being written."""
-    rows = []
-    for number, line in enumerate(_lines(path), start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise BaguError(f"{path}:{number}: not JSON: {error}", hint="correct or delete that line") from error
-    return rows
-
-
-def _lines(path: Path) -> list[bytes]:
-    """The complete lines, without their line ends."""
-    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-
-
 def _drop_torn_row(path: Path) -> None:
-    complete = sum(len(line) + 1 for line in _lines(path))
+    complete = sum(len(line) + 1 for line in complete_lines(path))
     if path.exists() and path.stat().st_size != complete:
         os.truncate(path, complete)
 
@@ -254,7 +197,7 @@ def _drop_torn_row(path: Path) -> None:
 def _truncate(path: Path, step: int) -> None:
     """Drop the rows of `step` and later. Rows are in the order of steps, so this is one truncation."""
     keep = 0
-    for line, row in zip(_lines(path), _rows(path), strict=True):
+    for line, row in zip(complete_lines(path), complete_rows(path), strict=True):
         if row["step"] >= step:
             os.truncate(path, keep)
             return
@@ -274,15 +217,3 @@ def _number(name: str, value: Any) -> float | int | None:
     raise BaguError(
         f"metric {name} is a {type(value).__name__}", hint="a metric must be a number; convert a tensor with .item()"
     )
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BaguError(f"{path} does not exist", hint=f"{path.parent} is not a run folder") from None
-    except (ValueError, RecursionError) as error:
-        raise BaguError(f"{path}: not JSON: {error}", hint="correct the file") from error
-    if not isinstance(data, dict):
-        raise BaguError(f"{path} holds a {type(data).__name__}, not a JSON object", hint="correct the file")
-    return data

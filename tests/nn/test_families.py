@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bagu.errors import BaguError, UnknownName
+from bagu.machine.hub import WeightsError
 from bagu.nn.config import (
     Alibi,
     GateClamp,
@@ -26,7 +27,6 @@ from bagu.nn.config import (
     YarnScaling,
 )
 from bagu.nn.families import FAMILIES, family_for, family_of
-from bagu.nn.hub import WeightsError
 
 # published values from config.json on the hub, without unused keys
 LLAMA_31_8B = {

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_models import make, packed, small
 
+from bagu.machine.hub import WeightsError
 from bagu.nn import Transformer
 from bagu.nn.config import Learned, NormConfig
 from bagu.nn.families import family_for
-from bagu.nn.hub import WeightsError
 from bagu.nn.lora import add_lora, lora_state, merge
 from bagu.nn.peft import base_of, load_adapter, save_adapter
 from bagu.nn.weights import parts_of

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bagu.errors import BaguError
-from bagu.nn import hub
+from bagu.machine import hub
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.lora import add_lora

@@ -14,8 +14,8 @@ from bagu.config import from_dict
 from bagu.data.chat import DEFAULT_TEMPLATE
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
+from bagu.machine.hub import WeightsError
 from bagu.nn import ModelConfig, Transformer, init_weights
-from bagu.nn.hub import WeightsError
 from bagu.recipes.demo_server import running_server
 from bagu.recipes.generation import read_generation
 from bagu.recipes.loader import Loader

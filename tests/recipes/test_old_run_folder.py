@@ -14,7 +14,8 @@ import torch
 from bagu.config import from_dict
 from bagu.errors import BaguError
 from bagu.recipes.evaluate import training_texts
-from bagu.recipes.models import find_model, load_model
+from bagu.recipes.find import find_model
+from bagu.recipes.models import load_model
 from bagu.recipes.run import Run, load_run
 from bagu.recipes.serve import Loader
 from bagu.recipes.training import train

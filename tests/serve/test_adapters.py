@@ -13,9 +13,9 @@ from small_adapters import merge_into, random_adapter, saved_adapter
 from small_engine import small_engine, small_model
 
 from bagu.errors import ArgumentError
-from bagu.nn.hub import WeightsError
+from bagu.machine.hub import ADAPTER_CONFIG, WeightsError
 from bagu.nn.model import Transformer
-from bagu.nn.peft import CONFIG, WEIGHTS
+from bagu.nn.peft import WEIGHTS
 from bagu.serve.adapters.layers import NO_ADAPTER, AdapterWeights, GroupedLinear, StackedLinear
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
@@ -182,7 +182,7 @@ def damaged(folder: Path, how: str) -> None:
     elif how == "shape":
         save_file({**tensors, first: tensors[first][:, :-1].contiguous()}, weights)
     elif how == "config":
-        (folder / CONFIG).write_text("{")
+        (folder / ADAPTER_CONFIG).write_text("{")
     elif how == "missing":
         weights.unlink()
 

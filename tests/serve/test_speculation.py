@@ -318,7 +318,7 @@ def test_the_server_gets_the_draft_model_and_a_wrong_path_is_refused_before_it_s
 ) -> None:
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr("bagu.serve.http.server.main", lambda name, **settings: calls.append(settings))
-    monkeypatch.setattr("bagu.recipes.models.find_model", lambda name: {"large": 1, "small": 2}[name])
+    monkeypatch.setattr("bagu.recipes.find.find_model", lambda name: {"large": 1, "small": 2}[name])
     for speculative in (None, "ngram", "small"):
         serve_main(
             "large", loader=Loader(model="large", tokenizer="words", dtype="fp32"),

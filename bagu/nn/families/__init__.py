@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from bagu.errors import BaguError, UnknownName
+from bagu.machine.hub import WeightsError
 from bagu.nn.config import ModelConfig
 from bagu.nn.families.bert import BERT
 from bagu.nn.families.core import Family
@@ -23,7 +24,6 @@ from bagu.nn.families.qwen import QWEN2
 from bagu.nn.families.qwen3 import QWEN3, QWEN3_MOE
 from bagu.nn.families.roberta import ROBERTA
 from bagu.nn.families.smollm3 import SMOLLM3
-from bagu.nn.hub import WeightsError
 
 __all__ = ["FAMILIES", "Family", "can_describe", "family_for", "family_named", "family_of"]
 

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from bagu.config import ConfigError
+from bagu.machine.hub import WeightsError
 from bagu.nn.config import ModelConfig
 from bagu.nn.families.keys import Keys, resolve
-from bagu.nn.hub import WeightsError
 
 __all__ = ["Family", "Layout", "Part", "Rule", "conv1d", "experts", "fused_qkv", "gate_up", "gpt2_qkv", "qkv", "same"]
 

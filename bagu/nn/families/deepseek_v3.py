@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from bagu.machine.hub import WeightsError
 from bagu.nn.config import MLAConfig, ModelConfig, MoEConfig
 from bagu.nn.families.core import Rule, gate_up
 from bagu.nn.families.decoder import DECODER, DENSE, EXPERTS, decoder, read_decoder, write_decoder
 from bagu.nn.families.keys import SIZE, UNUSED, Key, Only, Read, Required, refuse_value
 from bagu.nn.families.rope import read_rope
-from bagu.nn.hub import WeightsError
 
 __all__ = ["DEEPSEEK_V3"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from bagu.machine.hub import WeightsError
 from bagu.nn.config import LayerPositions, ModelConfig, Multipliers, NormConfig, Rope
 from bagu.nn.families.core import Rule
 from bagu.nn.families.decoder import (
@@ -26,7 +27,6 @@ from bagu.nn.families.decoder import (
 )
 from bagu.nn.families.keys import UNUSED, Key, Only, Read
 from bagu.nn.families.rope import read_rope_parameters, write_scaling
-from bagu.nn.hub import WeightsError
 
 __all__ = ["GEMMA3"]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bagu.machine.hub import WeightsError
 from bagu.nn.config import GateClamp, ModelConfig
 from bagu.nn.families.core import Part, Rule
 from bagu.nn.families.decoder import (
@@ -28,7 +29,6 @@ from bagu.nn.families.decoder import (
 )
 from bagu.nn.families.keys import UNUSED, Key, Read
 from bagu.nn.families.rope import read_rope
-from bagu.nn.hub import WeightsError
 
 __all__ = ["GPT_OSS"]
 

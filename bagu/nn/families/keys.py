@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, get_args
 
-from bagu.nn.hub import WeightsError
+from bagu.machine.hub import WeightsError
 
 __all__ = [
     "DROPOUT",

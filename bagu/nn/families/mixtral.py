@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from bagu.machine.hub import WeightsError
 from bagu.nn.config import ModelConfig
 from bagu.nn.families.core import Rule, experts, gate_up, same
 from bagu.nn.families.decoder import (
@@ -18,7 +19,6 @@ from bagu.nn.families.decoder import (
 )
 from bagu.nn.families.keys import UNUSED, Key, Read
 from bagu.nn.families.rope import read_rope
-from bagu.nn.hub import WeightsError
 
 __all__ = ["MIXTRAL"]
 

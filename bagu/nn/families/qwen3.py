@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from bagu.machine.hub import WeightsError
 from bagu.nn.config import ModelConfig, MoEConfig
 from bagu.nn.families.decoder import (
     ALL_WINDOWS,
@@ -21,7 +22,6 @@ from bagu.nn.families.decoder import (
     write_windows,
 )
 from bagu.nn.families.keys import SIZE, UNUSED, Key, Read
-from bagu.nn.hub import WeightsError
 
 __all__ = ["QWEN3", "QWEN3_MOE"]
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from bagu.machine.hub import WeightsError
 from bagu.nn.config import Learned, ModelConfig
 from bagu.nn.families.bert import KEYS as BERT_KEYS
 from bagu.nn.families.bert import encoder_rules, read_encoder, write_encoder
 from bagu.nn.families.core import Family, Rule
 from bagu.nn.families.keys import Key, Read
-from bagu.nn.hub import WeightsError
 
 __all__ = ["ROBERTA"]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+from bagu.machine.hub import WeightsError
 from bagu.nn.config import LinearScaling, Llama3Scaling, LongRopeScaling, ModelConfig, Rope, YarnScaling
 from bagu.nn.families.keys import Key, Keys, Only, Read, Required, resolve
-from bagu.nn.hub import WeightsError
 
 __all__ = ["ROPE", "read_rope", "read_rope_parameters", "write_rope", "write_scaling"]
 

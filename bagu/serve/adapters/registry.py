@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 
 from bagu.errors import ArgumentError
+from bagu.machine.hub import WeightsError, find_adapter
 from bagu.nn.families import family_for
-from bagu.nn.hub import WeightsError
 from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
 from bagu.nn.moe import Router
-from bagu.nn.peft import Adapter, find_adapter, num_parts, read_adapter
+from bagu.nn.peft import Adapter, num_parts, read_adapter
 from bagu.serve.adapters.info import AdapterInfo, Resident
 from bagu.serve.request import Unservable
 

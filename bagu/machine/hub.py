@@ -1,4 +1,7 @@
-"""Find the files of a model: a local folder, a GGUF file, or a Hugging Face id to download."""
+"""Find the files of a model or a LoRA adapter: a local folder, a GGUF file, or a Hugging Face id to download.
+
+This imports no torch: the HTTP server's process checks names with it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from typing import Any
 
 from bagu.errors import BaguError
 
-__all__ = ["WeightsError", "find", "read_json"]
+__all__ = ["ADAPTER_CONFIG", "RUN_ADAPTER", "WeightsError", "find", "find_adapter", "is_adapter", "read_json"]
+
+ADAPTER_CONFIG = "adapter_config.json"  # in the folder of a PEFT adapter
+RUN_ADAPTER = "adapter"  # where a LoRA run of bagu writes its adapter
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 FETCHED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "vocab*", "merges*"]  # never pickle files
@@ -53,6 +59,20 @@ def _fetch(name: str) -> Path:
             f"folder {name} does not exist, and the download failed: {str(error).splitlines()[0]}",
             hint="check the name and the network, or give the path of a local copy",
         ) from error
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def find_adapter(path: str | Path) -> Path:
+    """The folder of an adapter: `path` itself, or that of a LoRA run of bagu at `path`."""
+    folder = Path(path).expanduser()
+    for found in (folder, folder / RUN_ADAPTER):
+        if is_adapter(found):
+            return found
+    what = f"has no {ADAPTER_CONFIG}" if folder.is_dir() else "is not a folder"
+    raise WeightsError(f"{folder} {what}", hint="give the folder of a PEFT adapter, or of a LoRA run of bagu")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,31 @@
+"""Find MODEL of the command line: a run folder, a checkpoint of a run, a Hugging Face folder (a model, or a PEFT
+adapter whose base can be found), a GGUF file, or a hub id.
+
+This imports no torch: the HTTP server's process checks names with it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bagu.machine.hub import WeightsError, find
+from bagu.runs.files import RunFiles
+
+__all__ = ["MODEL", "find_model"]
+
+MODEL = "model"  # where a run writes its result
+
+
+def find_model(name: str | Path) -> Path:
+    """The folder with the files of MODEL, or a GGUF file; for a run, the folder of its result."""
+    folder = find(name)
+    run = RunFiles(folder)
+    if not run.environment_path.is_file():  # Hugging Face folders also contain a config.json
+        return folder
+    if not (folder / MODEL).is_dir():
+        from bagu.train.checkpoint import checkpoints  # imports torch
+
+        saved = checkpoints(run.checkpoints)
+        hint = f"give its checkpoint {saved[-1]}, or let it finish" if saved else "let it finish"
+        raise WeightsError(f"the run {folder} has no model yet", hint=hint)
+    return folder / MODEL
