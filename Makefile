@@ -40,7 +40,7 @@ TRITON ?= 3.9.0
 test-triton: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --no-deps --target .triton/$(TRITON) triton==$(TRITON)
 	PYTHONPATH=.triton/$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) \
-		tests/ops/test_conformance.py tests/ops/test_replay.py
+		tests/ops/test_conformance.py tests/ops/test_replay*.py
 
 # Programs that judge bagu and are too heavy for the environment that develops it. Not part of CI.
 PEERS := .venv-peers
