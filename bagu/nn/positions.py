@@ -54,15 +54,15 @@ class Encoding(nn.Module):
         super().__init__()
         self._tables: tuple[torch.Tensor, ...] = ()
 
-    def make_tables(self) -> tuple[torch.Tensor, ...]:
-        """Constants of this encoding, fp32 (or int64) on the CPU."""
+    def make_tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Constants of this encoding, fp32 (or int64), for `device`; `tables` moves them there."""
         return ()
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         """The tables on `device`, created once."""
         if not self._tables or self._tables[0].device != device:
             with torch.inference_mode(False):  # the tables outlive this call, and a later call may train
-                self._tables = tuple(t.to(device) for t in self.make_tables())
+                self._tables = tuple(t.to(device) for t in self.make_tables(device))
         return self._tables
 
     def skip_padding(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ class SinusoidalEncoding(Encoding):
         super().__init__()
         self.max_len, self.size, self.base = max_len, size, base
 
-    def make_tables(self) -> tuple[torch.Tensor, ...]:
+    def make_tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         return (sinusoids(self.max_len, self.size, self.base),)
 
     def embed(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -118,13 +118,15 @@ class RopeEncoding(Encoding):
         self.num_groups = config.num_kv_heads if 1 < config.num_kv_heads < config.num_heads else None
         self.other = None if config.layer_positions is None else config.layer_positions.positions
 
-    def make_tables(self) -> tuple[torch.Tensor, ...]:
+    def make_tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         """cos and sin, then those of the layers with another RoPE."""
+        source = device if device.type == "meta" else torch.device("cpu")  # a count of FLOPs needs only the shapes
+        positions = torch.arange(self.max_len, dtype=torch.float64, device=source)
         tables: list[torch.Tensor] = []
         for rope in (self.rope, self.other):
             if isinstance(rope, Rope):
                 speeds, size = rope_speeds(rope, self.dim, self.max_len)
-                angle = torch.arange(self.max_len, dtype=torch.float64).outer(speeds)
+                angle = positions.outer(speeds.to(source))
                 tables += [(angle.cos() * size).float(), (angle.sin() * size).float()]
         return tuple(tables)
 
@@ -144,7 +146,7 @@ class AlibiEncoding(Encoding):
         super().__init__()
         self.num_heads = num_heads
 
-    def make_tables(self) -> tuple[torch.Tensor, ...]:
+    def make_tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         return (torch.tensor(alibi_slopes(self.num_heads), dtype=torch.float32),)
 
     def signals(self, positions: torch.Tensor) -> Signals:
@@ -159,7 +161,7 @@ class T5Encoding(Encoding):
         self.config, self.causal = config, causal
         self.weight = parameter(num_heads, config.buckets, **factory)
 
-    def make_tables(self) -> tuple[torch.Tensor, ...]:
+    def make_tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         far = self.config.max_distance  # all distances from here on share a bucket
         return (t5_bucket(torch.arange(-far, far + 1), self.config, causal=self.causal),)
 

@@ -237,3 +237,8 @@ def test_mfu() -> None:
 def test_flops_may_be_counted_at_contexts_longer_than_the_model_takes() -> None:
     short, long = count.flops(LLAMA, LLAMA.max_len), count.flops(LLAMA, 4 * LLAMA.max_len)
     assert long.linear == short.linear and long.attention > 3 * short.attention
+
+
+def test_a_count_computes_no_tables_of_positions() -> None:
+    """Those of 2^40 positions would take 96 TiB."""
+    assert count.flops(dataclasses.replace(LLAMA, max_len=1 << 40), 64) == count.flops(LLAMA, 64)
