@@ -127,11 +127,7 @@ def test_the_later_stages_shrink_with_the_time(machine: dict[str, float], budget
         planned, size = getattr(size, field), replace(size, **{field: fits(size, at, **more)})
         assert 2 <= getattr(size, field) <= planned, number
         cost = {"sft_steps": 1.0, "dpo_steps": 4 / 3}.get(field)
-        each = (
-            size.rl_prompts * size.rl_samples * (answer_s + 80 / rate)
-            if cost is None
-            else cost * step_s
-        )
+        each = size.rl_prompts * size.rl_samples * (answer_s + 80 / rate) if cost is None else cost * step_s
         spent += slow * 1.08 * getattr(size, field) * each
     assert spent + evaluation_s + 37 <= 1.12 * budget_s
 
