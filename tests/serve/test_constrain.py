@@ -18,7 +18,13 @@ from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import ArgumentError
 from bagu.nn.model import Transformer
 from bagu.serve.constrain.check import CheckedCompiler
-from bagu.serve.constrain.compiler import GrammarCompiler
+from bagu.serve.constrain.compiler import (
+    GrammarCompiler,
+    Vocabulary,
+    compile_grammar,
+    grammar_source,
+    ll_tokenizer,
+)  # fmt: skip
 from bagu.serve.constrain.masks import apply_mask, unpacked
 from bagu.serve.engine import Engine
 from bagu.serve.grammar import Grammar
@@ -41,6 +47,24 @@ def model(tokenizer: BpeTokenizer) -> Transformer:
 @pytest.fixture
 def engine(model: Transformer, tokenizer: BpeTokenizer) -> Engine:
     return constrained_engine(model, tokenizer)
+
+
+def test_masks_do_not_depend_on_the_sets_of_tokens(tokenizer: BpeTokenizer) -> None:
+    """Tokens that are allowed as a set are those that would be allowed one by one."""
+    items = [{"type": "string", "minLength": 1, "maxLength": most} for most in (1, 2, 3, 5, 9, 17, 40)]
+    grammar = Grammar.json_schema({"type": "array", "prefixItems": [*items, {"type": "string"}], "minItems": 8})
+    sets = ll_tokenizer(Vocabulary.of(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,)))
+    matchers = [compile_grammar(grammar, grammar_source(grammar), t) for t in (sets, sets.with_slices([]))]
+    random = np.random.default_rng(0)
+    for step in range(200):
+        masks = [matcher.compute_bitmask() for matcher in matchers]
+        assert masks[0] == masks[1], step
+        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(masks[0], np.uint8), bitorder="little"))
+        token = int(random.choice(allowed))
+        if token == tokenizer.eos_id:
+            assert step > 20  # every string was begun
+            return
+        assert all(matcher.consume_token(token) for matcher in matchers)
 
 
 def check(completion: Completion) -> None:

@@ -31,6 +31,12 @@ KEPT = 256  # compiled grammars, and errors of grammars that do not compile
 WHITESPACE = r"[ ]|\n[ \t]{0,40}"
 # 1 to 2 kB per lexer state. Everything else has llguidance's limits: a mask takes at most about 15 ms.
 MAX_LEXER_STATES = 50_000
+# Sets of tokens that a mask allows as a whole where everything in them may follow; the others are tried one by one.
+# llguidance's own sets have at most 10 and 30 characters of a JSON string: near the end of a string with maxLength it
+# tries every token. With these, the slowest of 32 masks of `bagu bench constrained --shape qwen3_0_6b` takes 0.67 ms
+# instead of 1.05 (one Neoverse-N1 core), and the trie 0.2 s more to build.
+IN_STRING = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [r"[ \n\r\t]+", *(f"{IN_STRING}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 16, 30)), f"{IN_STRING}+"]
 TRIED = 8  # first tokens that are tried when a grammar is compiled
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 INSTALL = "install it with: pip install 'bagu[grammar]'"
@@ -81,10 +87,10 @@ class _Words:
 
 
 def ll_tokenizer(vocabulary: Vocabulary, encode: Callable[[str], list[int]] | None = None) -> Any:
-    """The vocabulary as a trie: 0.3 s for 150,000 tokens. `encode` None takes the longest tokens. Raises Unservable
+    """The vocabulary as a trie: 0.5 s for 150,000 tokens. `encode` None takes the longest tokens. Raises Unservable
     without llguidance."""
     words = _Words(vocabulary, encode)
-    found = _package().LLTokenizer(words, eos_token=list(vocabulary.eos_ids))
+    found = _package().LLTokenizer(words, eos_token=list(vocabulary.eos_ids), slices=SLICES)
     if encode is None:
         words.encode = found.greedy_tokenize
     return found
