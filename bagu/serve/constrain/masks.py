@@ -118,13 +118,14 @@ class Masks:
             if new and choice.failure is None and not choice.matcher.consume_tokens(new):
                 self._fail(sequence, choice)
             choice.consumed += len(new)
-        masks = np.full((len(sampled), -(-self.vocab_size // 32)), -1, dtype=np.int32)
-        going = [(choice.matcher, row) for row, _, choice in rows if choice.failure is None]
+        masks = np.empty((len(sampled), -(-self.vocab_size // 32)), dtype=np.int32)
+        going = [(row, sequence, choice) for row, sequence, choice in rows if choice.failure is None]
+        free = np.ones(len(sampled), dtype=bool)
+        free[[row for row, *_ in going]] = False
+        masks[free] = -1
         if going:
-            self._fill(going, masks)
-        for row, sequence, choice in rows:
-            if choice.failure is None:
-                self._set_ends(masks[row], sequence, choice)
+            self._fill([(choice.matcher, row) for row, _, choice in going], masks)
+            self._finish_rows(going, masks)
         self.mask_s += time.perf_counter() - began
         return masks
 
@@ -134,6 +135,17 @@ class Masks:
 
             self._executor = LLExecutor(max(1, min(MAX_THREADS, available_cores() // 2)))
         self._executor.unsafe_compute_mask_ptr(going, masks.ctypes.data, masks.shape[1] * 4, len(masks))
+
+    def _finish_rows(self, going: Seq[tuple[int, Sequence, _Choice]], masks: np.ndarray) -> None:
+        """Set the tokens that end an output, and find the choices that cannot go on."""
+        for row, sequence, choice in going:
+            if len(choice.ends) > 1 or sequence.num_output < choice.until:
+                self._set_ends(masks[row], sequence, choice)
+        some: np.ndarray = (masks != 0).any(1)  # one call for all rows: 32 calls take 0.2 ms
+        for row, sequence, choice in going:
+            if choice.matcher.is_error() or not some[row]:
+                self._fail(sequence, choice)
+                masks[row] = -1
 
     def _set_ends(self, mask: np.ndarray, sequence: Sequence, choice: _Choice) -> None:
         """Allow every end where the end of text is allowed; avoid stop tokens before min_tokens where others remain."""
@@ -145,9 +157,6 @@ class Masks:
             _clear(others, choice.stops)
             if others.any():
                 words[:] = others
-        if choice.matcher.is_error() or not words.any():
-            self._fail(sequence, choice)
-            mask[:] = -1
 
     def _fail(self, sequence: Sequence, choice: _Choice) -> None:
         reason = choice.matcher.get_error().split("\n")[0] or "no token of the vocabulary can follow"
