@@ -1,18 +1,25 @@
-"""References in the documents: relative links, and the `file : symbol` of the walks, exist."""
+"""References in the documents exist: relative links, the `file : symbol` of the walks, verbs and options of `bagu`."""
 
 from __future__ import annotations
 
 import ast
 import re
+import shlex
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+
+from bagu.cli import app
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bagu/**/*.md")])
 LINK = re.compile(r"\[(?P<text>[^\]\n]*)\]\((?P<target>[^)\s]+)\)")
 SYMBOL = re.compile(r"`[^`]*\.py : (?P<symbol>[A-Za-z_][\w.]*)`")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(r"^(?:\.venv/bin/)?bagu ([a-z].*)", re.MULTILINE)
 
 
 def links(document: Path) -> list[tuple[str, str]]:
@@ -62,3 +69,38 @@ def test_a_missing_file_and_a_missing_symbol_are_found(tmp_path: Path) -> None:
     assert links(page) == [("`code.py : A.f`", "code.py#L1"), ("n", "no.py")]
     found = SYMBOL.search("`serve/code.py : A.f`")
     assert found is not None and found["symbol"] == "A.f"
+
+
+def commands(document: Path) -> list[list[str]]:
+    """The words after `bagu` of every command in the code blocks, without comments."""
+    blocks = "\n".join(FENCE.findall(document.read_text(encoding="utf-8"))).replace("\\\n", " ")
+    return [shlex.split(m[1], comments=True) for m in COMMAND.finditer(blocks)]
+
+
+@cache  # building every verb takes 0.1 s
+def program() -> Any:
+    return typer.main.get_command(app)
+
+
+def unknown(words: list[str]) -> list[str]:
+    """The words of a command that `bagu` does not know: its verb, or options."""
+    command = program()
+    while words and words[0] in getattr(command, "commands", {}):
+        command, words = command.commands[words[0]], words[1:]
+    if hasattr(command, "commands") and words and not words[0].startswith("-"):
+        return words[:1]
+    options = {"--help", *(name for option in command.params for name in (*option.opts, *option.secondary_opts))}
+    return [word for word in words if word.startswith("-") and word.partition("=")[0] not in options]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_verbs_and_options_of_commands_exist(document: Path) -> None:
+    assert [(words, wrong) for words in commands(document) if (wrong := unknown(words))] == []
+
+
+def test_a_missing_verb_and_a_missing_option_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```sh\nbagu serve M --prot 1   # --not\nbagu ops lst\n.venv/bin/bagu tun \\\n  ops\n```\nbagu prose --x\n"
+    )
+    assert [unknown(words) for words in commands(page)] == [["--prot"], ["lst"], ["tun"]]

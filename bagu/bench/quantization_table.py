@@ -35,7 +35,7 @@ def render(results: Mapping[str, Sequence[Result]]) -> str:
         last = _latest(products)
         parts += [
             "Error of an int8 product in %, mean (least–most) over five seeds and the predicted value, by the share of "
-            f"channels of x that are 50 times as loud as the others. `bagu lab run int8_matmul`{_origin(last)}.",
+            f"channels of x that are 50 times as large as the others. `bagu lab run int8_matmul`{_origin(last)}.",
             _outliers(last["rows"]),
             "Speed of square products against the float product of the same sizes, with 95 % intervals, from the same "
             "lab.",
