@@ -35,6 +35,7 @@ from bagu.ops.lora_add import lora_add
 from bagu.ops.matmul import matmul
 from bagu.ops.mla_attention import mla_attention
 from bagu.ops.paged_attention import paged_attention
+from bagu.ops.quantize_fp8 import quantize_fp8
 from bagu.ops.quantize_int8 import quantize_int8
 from bagu.ops.relu_squared import relu_squared
 from bagu.ops.rms_norm import rms_norm
@@ -80,6 +81,7 @@ __all__ = [
     "mla_attention",
     "paged_attention",
     "positive_features",
+    "quantize_fp8",
     "quantize_int4",
     "quantize_int8",
     "relu_squared",

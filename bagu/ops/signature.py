@@ -9,7 +9,8 @@
     mask[…]?    may be None
     : dtype     none: the dtype of the first tensor, which must be a float · float: any float dtype
                 int: int32 or int64 · any: any dtype · acc: max(fp32, the first tensor's dtype)
-                fp32, i8, u8, i32, i64, bool: exactly this dtype · given (a result): the value of the scalar `dtype`
+                fp32, f8 (e4m3), i8, u8, i32, i64, bool: exactly this dtype
+                given (a result): the value of the scalar `dtype`
     eps: float  a scalar: float, int, bool or str, with `?` if it may be None
 
 This line defines the argument checks of a call, the schema and the fake function of a custom op, and the expected
@@ -35,6 +36,7 @@ Dims = dict[str, Any]  # dim -> size, group -> tuple of sizes, scalar argument -
 
 EXACT = {
     "fp32": torch.float32,
+    "f8": torch.float8_e4m3fn,
     "i8": torch.int8,
     "u8": torch.uint8,
     "i32": torch.int32,

@@ -28,9 +28,8 @@ from bagu.serve.config import Quantization
 from bagu.serve.cpu.compiled import PackedLinear, compiles
 from bagu.serve.cpu.quantize import Int8Linear, replace_linears, with_weight
 
-__all__ = ["Fp8Linear", "Int4Linear", "W8A8Linear", "quantized", "round_to_fp8"]
+__all__ = ["Fp8Linear", "Int4Linear", "W8A8Linear", "quantized"]
 
-FP8 = torch.float8_e4m3fn
 FEW_ROWS = 64  # up to here reading the weight takes most of the time: activations are not rounded
 
 
@@ -92,18 +91,11 @@ class Int4Linear(nn.Module):
         return y.view(*x.shape[:-1], self.linear.N).to(x.dtype)
 
 
-def round_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [M, K] as fp8 (e4m3), the largest value of a row as the largest of the dtype, and scales [M, 1] in fp32."""
-    wide = x.float()
-    scales = wide.abs().amax(1, keepdim=True).clamp_(min=1e-12) / torch.finfo(FP8).max
-    return (wide / scales).to(FP8), scales
-
-
 def _rounded_to_fp8(linear: Linear) -> Linear:
     """The layer with the values of an fp8 weight, in its own dtype."""
     weight = linear.merged()
-    values, scales = round_to_fp8(weight)
-    return with_weight(linear, (values.float() * scales).to(weight.dtype))
+    values, scales = ops.quantize_fp8(weight)
+    return with_weight(linear, (values.float() * scales.unsqueeze(1)).to(weight.dtype))
 
 
 class Fp8Linear(nn.Module):
@@ -122,15 +114,14 @@ class Fp8Linear(nn.Module):
                 hint="use quantization int4, or none",
             )
         self.bias = linear.bias
-        values, scales = round_to_fp8(weight)
-        self.register_buffer("values", values)
-        self.register_buffer("scales", scales.squeeze(1))
+        for name, tensor in zip(("values", "scales"), ops.quantize_fp8(weight), strict=True):
+            self.register_buffer(name, tensor)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[:-1].numel() <= FEW_ROWS:
             return ops.w8a16_matmul(x, self.values, self.scales, self.bias)
-        values, scales = round_to_fp8(x.reshape(-1, x.shape[-1]))
+        values, scales = ops.quantize_fp8(x.reshape(-1, x.shape[-1]))
         y = torch._scaled_mm(
-            values, self.values.T, scales, self.scales.view(1, -1), self.bias, out_dtype=torch.bfloat16
+            values, self.values.T, scales.unsqueeze(1), self.scales.view(1, -1), self.bias, out_dtype=torch.bfloat16
         )
         return y.view(*x.shape[:-1], -1).to(x.dtype)

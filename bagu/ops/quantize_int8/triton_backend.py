@@ -18,6 +18,7 @@ import triton.language as tl
 from bagu.ops.kernels.quantize import inverse_of, magnitude, quantized, scale_of
 from bagu.ops.kernels.rows import columns, load_row, masks, max_row, row_ids, store_row
 from bagu.ops.kernels.scalars import int64
+from bagu.ops.kv_write.quantize import LARGEST
 from bagu.ops.launch import aligned, as_rows, next_power_of_2, num_sms, split_row, triton_acc
 
 MAX_COLUMNS = 32768  # per row kept in registers: 64 numbers per thread at 16 warps
@@ -26,20 +27,23 @@ TUNABLE = {"forward": {"block": (None, 512, 8192), "num_warps": (4, 8)}}  # the 
 
 @triton.jit
 def _rows(
-    x_ptr, q_ptr, scale_ptr, M, N, x_stride,
+    x_ptr, q_ptr, scale_ptr, M, N, x_stride, LARGEST: tl.constexpr,
     FULL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     m, n = row_ids(int64(tl.program_id(0)), BLOCK_M), columns(BLOCK_N, TAIL)
     mask = masks(m, n, M, N, FULL)
     x = load_row(x_ptr, m, n, mask, x_stride)
-    scale = scale_of(max_row([magnitude(v, ACC) for v in x]), 127.0, ACC)
+    scale = scale_of(max_row([magnitude(v, ACC) for v in x]), LARGEST, ACC)
     tl.store(scale_ptr + m, tl.zeros([BLOCK_M, 1], ACC) + scale, m < M)
     inverse = inverse_of(scale)
-    store_row(q_ptr, m, n, mask, N, [quantized(v, inverse, tl.int8, ACC) for v in x])
+    store_row(q_ptr, m, n, mask, N, [quantized(v, inverse, q_ptr.dtype.element_ty, ACC) for v in x])
 
 
 @triton.jit
-def _rows_wide(x_ptr, q_ptr, scale_ptr, M, N, x_stride, BLOCK_N: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr):
+def _rows_wide(
+    x_ptr, q_ptr, scale_ptr, M, N, x_stride, LARGEST: tl.constexpr,
+    BLOCK_N: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     n = tl.arange(0, BLOCK_N)
     for m in range(tl.program_id(0), M, tl.num_programs(0)):
         row = x_ptr + int64(m) * x_stride
@@ -47,13 +51,13 @@ def _rows_wide(x_ptr, q_ptr, scale_ptr, M, N, x_stride, BLOCK_N: tl.constexpr, A
         for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
             at = start + n
             top = tl.maximum(top, magnitude(tl.load(row + at, at < N, 0.0), ACC))
-        scale = scale_of(tl.max(top, axis=0), 127.0, ACC)
+        scale = scale_of(tl.max(top, axis=0), LARGEST, ACC)
         inverse = inverse_of(scale)
         tl.store(scale_ptr + m, scale)
         for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
             at = start + n
             x = tl.load(row + at, at < N, 0.0)
-            tl.store(q_ptr + int64(m) * N + at, quantized(x, inverse, tl.int8, ACC), at < N)
+            tl.store(q_ptr + int64(m) * N + at, quantized(x, inverse, q_ptr.dtype.element_ty, ACC), at < N)
 
 
 @triton.jit
@@ -133,24 +137,31 @@ def forward(
     if not x.numel():
         return q, torch.zeros(shape, dtype=kept, device=x.device)
     scale = torch.empty(shape, dtype=kept, device=x.device)
-    rows, acc = as_rows(x), triton_acc(x.dtype)
-    M, N = rows.shape
-    if granularity != "row":
-        _by_many_rows(rows, q, scale, granularity == "channel", block or 8192, num_warps or 8)
-    elif N > MAX_COLUMNS:
-        stages = 3 if aligned(rows) else 1  # asynchronous copies of single numbers spill registers
+    if granularity == "row":
+        quantize_rows(as_rows(x), q, scale, block, num_warps)
+    else:
+        _by_many_rows(as_rows(x), q, scale, granularity == "channel", block or 8192, num_warps or 8)
+    return q, scale
+
+
+def quantize_rows(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, block: int | None = None, num_warps: int | None = None
+) -> None:
+    """Fill q, which is int8 or e4m3, and the scales of its rows."""
+    (M, N), acc, largest = x.shape, triton_acc(x.dtype), LARGEST[q.dtype]
+    if N > MAX_COLUMNS:
+        stages = 3 if aligned(x) else 1  # asynchronous copies of single numbers spill registers
         _rows_wide[(min(M, num_sms(x.device)),)](
-            rows, q, scale, M, N, rows.stride(0), BLOCK_N=16384, ACC=acc, STAGES=stages, num_warps=32
+            x, q, scale, M, N, x.stride(0), largest, BLOCK_N=16384, ACC=acc, STAGES=stages, num_warps=32
         )
     else:
         block_m = max((block or 2048) // next_power_of_2(N), 1)
         block_n, tail = split_row(N) if block_m == 1 else (next_power_of_2(N), 0)
         _rows[(triton.cdiv(M, block_m),)](
-            rows, q, scale, M, N, rows.stride(0),
+            x, q, scale, M, N, x.stride(0), largest,
             FULL=block_n <= N, BLOCK_M=block_m, BLOCK_N=block_n, TAIL=tail, ACC=acc,
             num_warps=num_warps or min(max(block_m * block_n // 1024, 1), 16),
         )  # fmt: skip
-    return q, scale
 
 
 def _by_many_rows(
