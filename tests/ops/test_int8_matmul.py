@@ -9,6 +9,8 @@ from bagu import ops
 from bagu.errors import ArgumentError, BaguError
 from bagu.ops.catalogue import spec
 from bagu.ops.core import Streams
+from bagu.ops.launcher import Launch, noted_launches
+from tests.ops.points import DEVICE
 
 
 def operands(M: int = 6, N: int = 5, K: int = 40) -> dict[str, torch.Tensor]:
@@ -44,10 +46,25 @@ def test_straight_through_gradients_are_those_of_the_rounded_operands() -> None:
     assert not torch.equal(xr, x)  # rounding to int8 changes the values, so the comparison is not trivial
 
 
-def test_straight_through_compiles_as_one_graph_with_the_same_gradients() -> None:
-    x, w = torch.randn(4, 32, requires_grad=True), torch.randn(6, 32, requires_grad=True)
-    want = torch.autograd.grad(ops.int8_linear(x, w).square().sum(), (x, w))
-    fn = torch.compile(lambda a, b: ops.int8_linear(a, b).square().sum(), fullgraph=True, backend="aot_eager")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="launches are noted in this thread, and a GPU's backward is not")
+@pytest.mark.parametrize("backend, launches", [("torch", 0), ("triton", 2)])
+def test_a_backward_dequantizes_by_the_backend_of_its_forward(backend: str, launches: int) -> None:
+    x, w = torch.randn(3, 40, requires_grad=True), torch.randn(5, 40, requires_grad=True)
+    with ops.use(backend):
+        chosen = ops.int8_linear(x, w)
+    for y in (chosen, ops.int8_linear(x, w, backend=backend)):
+        seen: list[Launch] = []
+        with noted_launches(seen.append):
+            torch.autograd.grad(y.sum(), (x, w))
+        assert len(seen) == launches
+
+
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_straight_through_compiles_as_one_graph_with_the_same_gradients(backend: str | None) -> None:
+    x, w = (torch.randn(n, 32, device=DEVICE, requires_grad=True) for n in (4, 6))
+    want = torch.autograd.grad(ops.int8_linear(x, w, backend=backend).square().sum(), (x, w))
+    square = lambda a, b: ops.int8_linear(a, b, backend=backend).square().sum()  # noqa: E731
+    fn = torch.compile(square, fullgraph=True, backend="aot_eager")
     for g, v in zip(torch.autograd.grad(fn(x, w), (x, w)), want, strict=True):
         torch.testing.assert_close(g, v)
 

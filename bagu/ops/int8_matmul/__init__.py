@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from bagu.ops import scope
 from bagu.ops.dequantize_int8 import dequantize_int8
 from bagu.ops.dispatch import call
 from bagu.ops.int8_matmul.spec import SPEC
@@ -44,6 +45,7 @@ class _StraightThrough(torch.autograd.Function):
         (xq, x_scale), (wq, w_scale) = quantize_int8(x, backend=backend), quantize_int8(w, backend=backend)
         ctx.save_for_backward(xq, x_scale, wq, w_scale)  # a quarter of the memory of fp32 operands
         ctx.dtypes = w.dtype, None if bias is None else bias.dtype
+        ctx.backend = backend if backend is not None else scope.current().backend  # the backward may be outside `use`
         y = int8_matmul(xq, wq, x_scale, w_scale, bias, dtype=x.dtype, backend=backend)
         return y.detach()  # torch.compile of torch 2.11 gives zero gradients to the output of an op that has none
 
@@ -55,9 +57,9 @@ class _StraightThrough(torch.autograd.Function):
         dx = dw = dbias = None
         rows = dy.reshape(-1, dy.shape[-1])
         if ctx.needs_input_grad[0]:
-            dx = dy @ dequantize_int8(wq, w_scale, dtype=dy.dtype, backend="torch")
+            dx = dy @ dequantize_int8(wq, w_scale, dtype=dy.dtype, backend=ctx.backend)
         if ctx.needs_input_grad[1]:
-            x = dequantize_int8(xq, x_scale, dtype=dy.dtype, backend="torch")
+            x = dequantize_int8(xq, x_scale, dtype=dy.dtype, backend=ctx.backend)
             dw = (rows.mT @ x.reshape(-1, x.shape[-1])).to(w_dtype)
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             dbias = rows.sum(0).to(bias_dtype)
