@@ -67,6 +67,11 @@ class Linear(nn.Module):
         """The dtype of the layer's products: that of the weight, or of the weight before it was int8."""
         return self.weight.dtype if self.weight_scale is None else self._dtype
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the product is with `weight` itself."""
+        return self.weight_scale is None and self.gain is None and self.lora_a is None
+
     @torch.no_grad()
     def quantize(self) -> None:
         """Round the weight to int8, with a scale per row, and freeze it."""

@@ -32,6 +32,7 @@ from bagu.ops.linear_attention import linear_attention, positive_features
 from bagu.ops.linear_cross_entropy import Losses, linear_cross_entropy, token_losses
 from bagu.ops.linear_cross_entropy_loss import linear_cross_entropy_loss
 from bagu.ops.lora_add import lora_add
+from bagu.ops.lora_linear import lora_linear
 from bagu.ops.matmul import matmul
 from bagu.ops.mla_attention import mla_attention
 from bagu.ops.paged_attention import paged_attention
@@ -77,6 +78,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_loss",
     "lora_add",
+    "lora_linear",
     "matmul",
     "mla_attention",
     "paged_attention",

@@ -16,7 +16,7 @@ from bagu.errors import ArgumentError
 from bagu.machine.hub import ADAPTER_CONFIG, WeightsError
 from bagu.nn.model import Transformer
 from bagu.nn.peft import WEIGHTS
-from bagu.serve.adapters.layers import NO_ADAPTER, AdapterWeights, GroupedLinear, StackedLinear
+from bagu.serve.adapters.layers import FEW_TOKENS, NO_ADAPTER, AdapterWeights, GroupedLinear, StackedLinear
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Request, Sampling, Unservable
@@ -91,12 +91,13 @@ def test_an_adapter_is_added_to_quantized_weights(quantization: str) -> None:
     assert run(engine, PROMPTS[:5], ["one"] * 5) != base
 
 
-def test_stacked_layers_equal_grouped_ones() -> None:
+@pytest.mark.parametrize("tokens", [7, FEW_TOKENS + 7], ids=["decode", "prompt"])
+def test_stacked_layers_equal_grouped_ones(tokens: int) -> None:
     """The GPU's form, in fp64 on a CPU, also after the stack has grown and a slot was used again."""
     model = small_model(dtype=torch.float64)
     linear = model.blocks[0].attention.qkv  # type: ignore[union-attr]
-    slots = torch.tensor([0, NO_ADAPTER, 2, 1, 2, 2, 0])
-    x = torch.randn(7, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    slots = torch.tensor([0, NO_ADAPTER, 2, 1, 2, 2, 0]).repeat(tokens)[:tokens]
+    x = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     outputs = []
     for kind in (StackedLinear, GroupedLinear):
         weights = AdapterWeights(model, kind)

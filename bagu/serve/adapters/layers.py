@@ -1,7 +1,8 @@
 """Linear layers of a batch in which every token may have another LoRA adapter: y = x Wᵀ + B (A x), by its slot.
 
     GroupedLinear   CPU: a pair of products for the tokens of each adapter in the batch
-    StackedLinear   GPU: one launch for all adapters (ops.lora_add)
+    StackedLinear   GPU: all adapters at once: a decode computes the layer and its adapters in one op (ops.lora_linear),
+                    quantized layers and prompts are followed by another launch (ops.lora_add)
 
 The number of launches does not depend on the batch, and a CUDA graph can hold them: the slots of the tokens are a
 tensor. `AdapterWeights` owns the tensors. Those of the stacks grow with the ranks and slots in use; graphs that read
@@ -25,9 +26,10 @@ from bagu.nn.model import Transformer
 from bagu.nn.peft import Adapter
 from bagu.serve.adapters.registry import adaptable
 
-__all__ = ["NO_ADAPTER", "AdapterWeights", "GroupedLinear", "StackedLinear"]
+__all__ = ["FEW_TOKENS", "NO_ADAPTER", "AdapterWeights", "GroupedLinear", "StackedLinear"]
 
 NO_ADAPTER = -1  # the slot of a token without an adapter
+FEW_TOKENS = 32  # of a step, up to which a layer and its adapters are one op; more are not measured
 
 
 class Rows:
@@ -118,9 +120,12 @@ class StackedLinear(nn.Module):
         self.a, self.b = a, b
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.base(x)
-        if self.rows.slots is not None and len(self.a):
-            ops.lora_add(y, x, self.a, self.b, self.rows.slots)
+        base, slots = self.base, self.rows.slots
+        if slots is not None and len(self.a) and len(x) <= FEW_TOKENS and isinstance(base, Linear) and base.is_plain:
+            return ops.lora_linear(x, base.weight, self.a, self.b, slots, base.bias)
+        y: torch.Tensor = base(x)
+        if slots is not None and len(self.a):
+            ops.lora_add(y, x, self.a, self.b, slots)
         return y
 
 
