@@ -109,7 +109,7 @@ class _Equal(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, slopes, sinks, out, lse)
         ctx.rest = causal, window, scale, softcap
         ctx.mark_non_differentiable(lse)
-        return out, lse
+        return out.detach(), lse  # without detach, torch.compile of torch 2.11 gives zero gradients
 
     @staticmethod
     @once_differentiable("attention")
