@@ -84,7 +84,7 @@ class ScoreHead(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T] fp32."""
         acc = torch.promote_types(hidden.dtype, torch.float32)
-        return hidden.to(acc) @ self.weight[0].to(acc)
+        return ops.matmul(hidden.to(acc), self.weight.to(acc)).squeeze(-1)  # the op has the batch-invariant mode
 
 
 class Transformer(nn.Module):
