@@ -171,7 +171,7 @@ def test_a_replaced_model_is_pickled_and_compiled() -> None:
     x = torch.arange(6).view(1, 6)
     for restored in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert type(restored.model.norm) is type(model.model.norm)
-        assert torch.equal(restored(x)[0], model(x)[0])
+        torch.testing.assert_close(restored(x)[0], model(x)[0])  # x86 kernels depend on the alignment of weights
     norm = model.model.norm
     compiled = torch.compile(norm, backend="eager", fullgraph=True)
     rows = torch.randn(3, 32)

@@ -156,7 +156,7 @@ def test_it_reports_and_nothing_else_in_it_changes(old: Path) -> None:
 
 def test_it_loads_serves_and_exports(old: Path, tmp_path: Path) -> None:
     assert find_model(old) == old / "model"
-    model, tokenizer, _ = Loader(model=str(old))()  # what `bagu serve` does
+    model, tokenizer, _ = Loader(model=str(old), dtype="fp32")()  # what `bagu serve --dtype fp32` does
     assert tokenizer.decode(tokenizer.encode("word1")) == "word1"
     last = checkpoint.checkpoints(old / "checkpoints")[-1]
     assert bagu("export", old, tmp_path / "exported") == 0

@@ -262,7 +262,7 @@ SPEC = OpSpec(
     ulps_of={
         # They compute rowsum(dP * P) from the rounded out: 4.3 in "window_pieces", 4 to 6 at 4096 tokens of 4 heads
         "dq": 6,
-        "lse": 128,  # with AVX-512, PyTorch's fast exp for 16-bit inputs is accurate to 2^-17: 108 ulps of fp32
+        "lse": 512,  # PyTorch's CPU kernel has a fast exp for 16-bit inputs: exp(0) differs from 1 by 5.4e-5
     },
     # measured: with a few spills these tiles are 1.3 to 1.7 times as fast as the largest that have none (journal 004)
     spills={"dkdv_kernel": 60},
