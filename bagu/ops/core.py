@@ -247,17 +247,25 @@ def check(
     The tolerance is `spec.ulps` spacings of the result's dtype plus twice the fp32 error of the reference at this case,
     so that a sum with cancellation is held only to what fp32 can reach. The fp32 error is the largest of eight runs of
     the reference in fp32: one on these inputs and incoming gradients, and seven on copies perturbed by half an fp32
-    rounding (a single run can be lucky). They run only if a result differs by more than `spec.ulps` alone; its error is
-    then what remains beyond twice the fp32 error. An integer result is compared with the reference's unrounded value
-    and may differ by 0.5. Inputs must stay unchanged, except those in `spec.mutates`, which are compared as results.
-    `layout` is the memory layout of inputs and incoming gradients; each tensor has its own strides (layouts.py).
+    rounding (a single run can be lucky). On a GPU, which adds in another order than a CPU, there is one more run on it.
+    They run only if a result differs by more than `spec.ulps` alone; its error is then what remains beyond twice the
+    fp32 error. An integer result is compared with the reference's unrounded value and may differ by 0.5. Inputs must
+    stay unchanged, except those in `spec.mutates`, which are compared as results. `layout` is the memory layout
+    of inputs and incoming gradients; each tensor has its own strides (layouts.py).
     """
     streams = Streams(spec.name, case.name)
     rounded = spec.cast(case, spec.inputs(case, streams), dtype)
     spec.bind(rounded)
     reference = partial(_run, spec, case, spec.reference, streams=streams, layout=layout)
     want = reference(rounded, torch.float64)
-    in_fp32 = cache(lambda: [reference(rounded, torch.float32, perturbation=i) for i in (None, *range(7))])
+
+    @cache
+    def in_fp32() -> list[dict[str, Result]]:
+        runs = [reference(rounded, torch.float32, perturbation=i) for i in (None, *range(7))]
+        if torch.device(device).type == "cuda":
+            runs.append(reference(_placed(rounded, lambda v, _: v.to(device)), torch.float32))
+        return runs
+
     place = lambda v, i: lay_out(v.to(device), layout, i)  # noqa: E731
     given = _placed(rounded, place)
     with nan_filled_memory(), interpreted_sms(case.sms):
@@ -386,7 +394,7 @@ def _ulps(
 
     off = errors(0.0)
     if off.max() > allowed:
-        loss = [(run[name][0].double() - want).abs().nan_to_num(0.0, posinf=0.0) for run in in_fp32()]
+        loss = [(run[name][0].double().cpu() - want).abs().nan_to_num(0.0, posinf=0.0) for run in in_fp32()]
         off = errors(2 * torch.where(special, 0.0, torch.stack(loss).amax(0)).max())
     worst = int(off.argmax())
     if not off.flatten()[worst] <= allowed:
