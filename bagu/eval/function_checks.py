@@ -7,7 +7,8 @@
                  `cls` only if there is no other)
     computes     it returns, stores, calls or raises something that is more than a name or a constant
 
-Each check presumes the ones before it, so an answer has passed the first n of them. `def f(): pass` passes two.
+`checks_passed` counts in order: each check presumes the ones before it, and `def f(): pass` passes two. `check_parts`
+has each result by itself, for a reward.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from bagu.data.stdlib import argument_names, parsed
 from bagu.eval.grades import first_code
 
-__all__ = ["CHECKS", "checks_passed", "defined_functions", "name_share"]
+__all__ = ["CHECKS", "check_parts", "checks_passed", "defined_functions", "name_share"]
 
 CHECKS = ("function", "name", "statements", "arguments", "computes")
 PLAIN = (ast.Name, ast.Constant, ast.Starred, ast.Tuple, ast.List, ast.Dict, ast.Set)  # build values, compute none
@@ -28,22 +29,29 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def checks_passed(text: str, facts: Mapping[str, Any]) -> int:
-    """How many of CHECKS the answer passes. `facts` has the asked `name` and `args` (optional: the names of the real
-    function's arguments)."""
+    """How many of CHECKS the answer passes, in order. `facts` has the asked `name` and `args` (optional: the names of
+    the real function's arguments)."""
+    parts = check_parts(text, facts)
+    return next((number for number, name in enumerate(CHECKS) if parts[name] < 1), len(CHECKS))
+
+
+def check_parts(text: str, facts: Mapping[str, Any]) -> dict[str, float]:
+    """The result of each check, 1 or 0; another name has a share (`name_share`). The checks of the body are those of
+    the function with the asked name, or of the last one; the last two presume two statements."""
     functions = defined_functions(text)
     if not functions:
-        return 0
-    function = next((f for f in reversed(functions) if f.name == facts["name"]), None)  # what an import would find
-    if function is None:
-        return 1
+        return dict.fromkeys(CHECKS, 0.0)
+    named = next((f for f in reversed(functions) if f.name == facts["name"]), None)  # what an import would find
+    function = functions[-1] if named is None else named
     try:
-        if len({ast.dump(s) for s in _statements(function) if not _idle(s)}) < 2:
-            return 2
+        several = len({ast.dump(s) for s in _statements(function) if not _idle(s)}) >= 2
     except RecursionError:  # a nesting so deep that no person wrote it
-        return 2
-    if not _reads_arguments(function, required=bool(facts.get("args", True))):
-        return 3
-    return 5 if _computes(function) else 4
+        several = False
+    reads = several and _reads_arguments(function, required=bool(facts.get("args", True)))
+    results = (
+        1.0, name_share(text, facts["name"]) if named is None else 1.0, several, reads, several and _computes(function)
+    )  # fmt: skip
+    return dict(zip(CHECKS, map(float, results), strict=True))
 
 
 def defined_functions(text: str) -> list[Function]:

@@ -1,8 +1,10 @@
 """The built-in rewards for Python functions. Model text is parsed here, and runs only in the sandbox.
 
-    python         the share of the checks that the answer passes in order: those of `function_checks.py`, then the
-                   doctests of the prompt, if the real function passes them on its own. `def f(): pass` has 0.4. A name
-                   that begins like the asked one has a part of that check
+    python         the share of the checks of `function_checks.py` that the answer passes, each by itself, and of the
+                   doctests of the prompt, if the real function passes them on its own: they are run if all checks pass.
+                   A name that begins like the asked one has a part of that check. `def f(): pass` has 0.4. If the body
+                   counted only under the asked name, a weak model would learn this answer and no body at all (docs/
+                   journal/007)
     python-loose   half for text that parses, half for a function of any name: `def f(): pass` wins it. It is there to
                    show what a policy does with such a reward
 
@@ -18,7 +20,7 @@ from typing import Any
 
 from bagu.data.stdlib import parsed
 from bagu.errors import BaguError
-from bagu.eval.function_checks import CHECKS, checks_passed, name_share
+from bagu.eval.function_checks import check_parts
 from bagu.eval.grades import doctest_program, first_code, run_to_end
 from bagu.machine.sandbox import Limits, Sandbox, SandboxUnavailable
 from bagu.train.reward_function import RewardFunction, Sample, Scored
@@ -43,12 +45,13 @@ class PythonReward:
         return "python (without doctests: no sandbox)" if self._unavailable else "python"
 
     def __call__(self, samples: Sequence[Sample]) -> list[Scored]:
-        passed = [checks_passed(s.completion, _named(s.facts)) for s in samples]
-        tested = [p == len(CHECKS) and self._has_doctests(s.facts) for p, s in zip(passed, samples, strict=True)]
+        checked = [check_parts(s.completion, _named(s.facts)) for s in samples]
+        testable = [self._has_doctests(s.facts) for s in samples]
+        tested = [has and all(v == 1 for v in parts.values()) for has, parts in zip(testable, checked, strict=True)]
         programs = [_program(s.completion, s.facts) for s, runs in zip(samples, tested, strict=True) if runs]
         ended = iter(self._run(programs) if programs else ())
-        results = [next(ended) if runs else None for runs in tested]
-        return [_scored(p, ran, s) for p, ran, s in zip(passed, results, samples, strict=True)]
+        passed = [runs and next(ended) for runs in tested]
+        return [_scored(*each) for each in zip(checked, testable, passed, strict=True)]
 
     def close(self) -> None:
         if self._sandbox is not None:
@@ -112,11 +115,8 @@ def _program(text: str, facts: Mapping[str, Any]) -> str:
     return doctest_program(first_code(text), facts["name"], facts["docstring"])
 
 
-def _scored(passed: int, doctests: bool | None, sample: Sample) -> Scored:
-    """`doctests` is None if they were not run."""
-    parts = {name: float(number < passed) for number, name in enumerate(CHECKS)}
-    if passed == CHECKS.index("name"):
-        parts["name"] = name_share(sample.completion, sample.facts["name"])
-    if doctests is not None:
-        parts[DOCTEST] = float(doctests)
+def _scored(parts: dict[str, float], testable: bool, passed: bool) -> Scored:
+    """`testable`: the prompt has doctests, which the answer `passed` or not."""
+    if testable:
+        parts = {**parts, DOCTEST: float(passed)}
     return Scored(reward=sum(parts.values()) / len(parts), parts=parts)

@@ -223,6 +223,8 @@ def test_the_strict_reward_is_the_share_of_checks_and_pass_does_not_win_it() -> 
         (1 + 4 / 6) / 5,
         0.0,
     ]  # the first letters of the name are right
+    named_so = GOOD.replace("double", "doubt")  # a body counts under another name too
+    assert rewards(reward, named_so, **UNTESTED) == pytest.approx([(4 + 4 / 6) / 5])
     (scored,) = reward([Sample(prompt="", completion=GOOD, facts=UNTESTED)])
     assert list(scored.parts) == ["function", "name", "statements", "arguments", "computes"]
     with pytest.raises(BaguError, match="a prompt has no fact `name`"):
@@ -241,6 +243,8 @@ def test_doctests_run_in_the_sandbox() -> None:
     leaves = f"{GOOD}\nraise SystemExit"
     try:
         assert rewards(reward, GOOD, wrong, exits, leaves, **TESTED) == pytest.approx([1.0, 5 / 6, 5 / 6, 5 / 6])
+        other = GOOD.replace("double", "doubl")  # no more than an answer of the asked name that fails the doctests
+        assert rewards(reward, other, **TESTED) == pytest.approx([(4 + 5 / 6) / 6])
         # the real function does not pass its doctests on its own, so they are not asked of an answer
         assert rewards(reward, wrong, **{**TESTED, "answer": "def double(x):\n    return helper(x)"}) == [1.0]
         assert reward.name == "python"
