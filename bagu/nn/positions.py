@@ -119,14 +119,16 @@ class RopeEncoding(Encoding):
         self.other = None if config.layer_positions is None else config.layer_positions.positions
 
     def make_tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """cos and sin, then those of the layers with another RoPE."""
-        source = device if device.type == "meta" else torch.device("cpu")  # a count of FLOPs needs only the shapes
-        positions = torch.arange(self.max_len, dtype=torch.float64, device=source)
+        """cos and sin, then those of the layers with another RoPE. On the meta device, for counts, they have shapes
+        only: the cos of 131,072 positions would take 0.9 s, and a cos of meta tensors imports the compiler."""
         tables: list[torch.Tensor] = []
         for rope in (self.rope, self.other):
             if isinstance(rope, Rope):
                 speeds, size = rope_speeds(rope, self.dim, self.max_len)
-                angle = positions.outer(speeds.to(source))
+                if device.type == "meta":
+                    tables += [torch.empty(self.max_len, len(speeds), device=device) for _ in range(2)]
+                    continue
+                angle = torch.arange(self.max_len, dtype=torch.float64).outer(speeds)
                 tables += [(angle.cos() * size).float(), (angle.sin() * size).float()]
         return tuple(tables)
 

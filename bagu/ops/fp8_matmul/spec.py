@@ -20,7 +20,7 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.activations import ACTIVATIONS, activate
 from bagu.ops.core import Case, OpSpec, Rule, Streams
 from bagu.ops.fp8_matmul import torch_backend
-from bagu.ops.int8_matmul.spec import BIG, cost
+from bagu.ops.int8_matmul.spec import BIG, check_scales, cost
 from bagu.ops.launch import is_hopper
 from bagu.ops.signature import Dims
 
@@ -53,14 +53,8 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
 
 
 def check_values(args: Mapping[str, Any], dims: Dims) -> None:
-    """Scales are finite and not negative."""
-    for name in ("x", "w"):
-        scale = args[f"{name}_scale"]
-        if not bool((scale.isfinite() & (scale >= 0)).all()):
-            raise ArgumentError(
-                f"fp8_matmul: {name}_scale has values that are NaN, infinite or negative",
-                hint=f"check the tensor that {name} was quantized from",
-            )
+    """As of `int8_matmul`: 0 is the scale of a row of zeros only, as `quantize_fp8` returns it."""
+    check_scales("fp8_matmul", "quantize_fp8", args)
 
 
 def unsupported(args: Mapping[str, Any]) -> str | None:

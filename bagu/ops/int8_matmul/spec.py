@@ -50,17 +50,22 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
 
 def check_values(args: Mapping[str, Any], dims: Dims) -> None:
     """Scales are finite and not negative; 0 is the scale of a row of zeros only, as `quantize_int8` returns it."""
+    check_scales("int8_matmul", "quantize_int8", args)
+
+
+def check_scales(op: str, maker: str, args: Mapping[str, Any]) -> None:
+    """Raise for scales that the op `maker` does not return."""
     for name in ("x", "w"):
         q, scale = args[name], args[f"{name}_scale"]
         if not bool((scale.isfinite() & (scale >= 0)).all()):
             raise ArgumentError(
-                f"int8_matmul: {name}_scale has values that are NaN, infinite or negative",
+                f"{op}: {name}_scale has values that are NaN, infinite or negative",
                 hint=f"check the tensor that {name} was quantized from",
             )
-        if bool(((scale == 0) & (q != 0).any(-1)).any()):
+        if bool(((scale == 0) & (q.to(scale.dtype) != 0).any(-1)).any()):
             raise ArgumentError(
-                f"int8_matmul: {name}_scale is 0 for a row of {name} that is not all zeros",
-                hint="quantize_int8 returns the scale of each row",
+                f"{op}: {name}_scale is 0 for a row of {name} that is not all zeros",
+                hint=f"{maker} returns the scale of each row",
             )
 
 
