@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -22,6 +24,10 @@ import tiny_server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_server import KEY, MODEL, PATIENCE_S, Running, eventually, gone, healthy, openai_client, running_server
+
+from bagu.serve.config import EngineConfig
+from bagu.serve.http.pipe import Stop
+from bagu.serve.http.process import EngineProcess, _Reader
 
 HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 3000, "extra_body": {"ignore_eos": True}}
@@ -286,3 +292,21 @@ def test_no_json_breaks_the_server(tiny: Running, path: str, body: dict[str, Any
     elif answer.headers["content-type"].startswith("text/event-stream"):
         assert path == "/v1/responses" or (answer.text.endswith("data: [DONE]\n\n") and '"error"' not in answer.text)
     assert tiny.engine_pid() == engine
+
+
+def test_a_call_in_the_moment_after_the_engine_died_does_not_raise() -> None:
+    """Until its end is handled, the engine counts as ready; uvloop raises on a write to a closed transport."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def send_after_the_end() -> bool:
+        ours, theirs = socket.socketpair()
+        loop = asyncio.get_running_loop()
+        transport, reader = await loop.create_unix_connection(lambda: _Reader(Mock(), Mock()), sock=ours)
+        engine = EngineProcess(Mock(), EngineConfig(), Mock())
+        engine._transport = transport
+        theirs.close()
+        await reader.ended
+        engine._send(Stop())
+        return transport.is_closing()
+
+    assert uvloop.run(send_after_the_end())

@@ -220,8 +220,9 @@ class EngineProcess:
         return self._reported or _exit_reason(process.exitcode)
 
     def _send(self, message: Any) -> None:
-        """Does not wait for the process to read: the transport buffers the rest if the socket is full."""
-        if self._transport is not None:
+        """Does not wait for the process to read: the transport buffers the rest if the socket is full. If the process
+        has just died, nothing is sent (uvloop raises then): what waits for an answer fails when its end is handled."""
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.write(framed(message))
 
     def _handle(self, message: Any) -> None:
