@@ -14,7 +14,7 @@ has each result by itself, for a reward.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bagu.data.stdlib import argument_names, parsed
@@ -48,9 +48,7 @@ def check_parts(text: str, facts: Mapping[str, Any]) -> dict[str, float]:
     except RecursionError:  # a nesting so deep that no person wrote it
         several = False
     reads = several and _reads_arguments(function, required=bool(facts.get("args", True)))
-    results = (
-        1.0, name_share(text, facts["name"]) if named is None else 1.0, several, reads, several and _computes(function)
-    )  # fmt: skip
+    results = 1.0, _name_share(functions, facts["name"]), several, reads, several and _computes(function)
     return dict(zip(CHECKS, map(float, results), strict=True))
 
 
@@ -63,7 +61,11 @@ def defined_functions(text: str) -> list[Function]:
 def name_share(text: str, name: str) -> float:
     """How much of the asked name the answer's functions have: 1 for the name itself, else the longest common beginning
     as a share of the longer name. A reward that pays for it shows the way to a name of several tokens."""
-    return max((_common(f.name, name) / max(len(f.name), len(name)) for f in defined_functions(text)), default=0.0)
+    return _name_share(defined_functions(text), name)
+
+
+def _name_share(functions: Sequence[Function], name: str) -> float:
+    return max((_common(f.name, name) / max(len(f.name), len(name)) for f in functions), default=0.0)
 
 
 def _common(a: str, b: str) -> int:

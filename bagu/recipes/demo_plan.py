@@ -53,9 +53,7 @@ FORWARD_SHARE = 1 / 3  # the time of a forward as a fraction of a training step
 OVERHEAD = 1.08  # validation, samples and checkpoints, relative to the steps
 FEWEST_STEPS = 8  # of pretraining and of fine-tuning: enough for warm-up and cooldown, and to show every stage
 FEWEST_LATER = 2  # of the stages after them
-ANSWER_TOKENS = (
-    80  # of a prompt and its answer, for the time of an update: prompts have 31 on average, answers 20 to 40
-)
+ANSWER_TOKENS = 80  # of a prompt, 31 on average, and its answer, 20 to 40: for the time of an update
 MOST_GAIN = 8.0  # most FLOP/s of a larger size relative to the smallest; 3.3 on two Xeon cores
 PROBE_ROWS = 4  # for the probe of a CPU: a second of the largest model on a slow machine
 TOLERANCE = 0.1  # a plan that differs from the real pace by less is kept
