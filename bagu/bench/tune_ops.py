@@ -233,7 +233,8 @@ def _fault(step: Step, key: Key, draw: int) -> str | None:
     kept: dict[str, Any] = {"mixed": case.mixed, "frozen": case.frozen, "sms": case.sms}
     case = Case(f"{case.name}, tuned {draw}", case.why, **kept, **case.params)  # inputs are drawn by the case's name
     try:
-        check(step.spec, case, step.dtype, paired(step.spec, forward, backward), device=step.device)
+        run = paired(step.spec, forward, backward)
+        check(step.spec, case, step.dtype, run, backend="triton", device=step.device)
     except (BaguError, AssertionError, TritonError, RuntimeError) as error:
         return _first_line(error)
     return None

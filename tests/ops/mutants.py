@@ -311,7 +311,8 @@ def _judge(spec: OpSpec, changed: Mapping[str, str], backend: str, at: Sequence[
         module = importlib.import_module(sources.backend_module(spec, backend))
         for i, point in enumerate(at):
             try:
-                check(spec, point.case, point.dtype, run_as(spec, backend, point.dtype, module), layout=point.layout)
+                run = run_as(spec, backend, point.dtype, module)
+                check(spec, point.case, point.dtype, run, backend=backend, layout=point.layout)
             except ConformanceError:
                 return Verdict("caught", str(i))
             except Exception as error:

@@ -43,7 +43,7 @@ def test_conformance(spec: OpSpec, backend: str, point: Point) -> None:
         run = looked_through(spec, spec.torch_backend)
     else:
         run = lambda **args: call(spec, backend, **args)  # noqa: E731
-    check(spec, point.case, point.dtype, run, device=DEVICE, layout=point.layout)
+    check(spec, point.case, point.dtype, run, backend=backend, device=DEVICE, layout=point.layout)
 
 
 @pytest.mark.parametrize("spec, backend, function", TUNED)
@@ -59,7 +59,8 @@ def test_every_tuning(spec: OpSpec, backend: str, function: str) -> None:
             if GPU or launches not in seen:
                 seen.append(launches)
                 try:
-                    check(spec, case, torch.float16, paired(spec, forward, backward), device=DEVICE)
+                    run = paired(spec, forward, backward)
+                    check(spec, case, torch.float16, run, backend=backend, device=DEVICE)
                 except ConformanceError as error:
                     error.add_note(f"{function} with {tuning}")
                     raise
@@ -68,7 +69,7 @@ def test_every_tuning(spec: OpSpec, backend: str, function: str) -> None:
 @pytest.mark.parametrize("spec, forward, backward", PAIRS)
 def test_a_forward_goes_with_any_backward(spec: OpSpec, forward: str, backward: str) -> None:
     fn = paired(spec, spec.module(forward).forward, spec.module(backward).backward)
-    check(spec, spec.cases[1], torch.float32, fn, device=DEVICE)
+    check(spec, spec.cases[1], torch.float32, fn, backend=forward, device=DEVICE)
 
 
 def arguments(spec: OpSpec, dtype: torch.dtype, device: str = DEVICE) -> dict[str, Any]:
@@ -133,4 +134,5 @@ def test_opcheck(spec: OpSpec, backend: str) -> None:
 def test_inputs_and_gradients_may_have_any_layout(spec: OpSpec, backend: str) -> None:
     """Layouts without unit stride, with heads before tokens, with a negation pending, with a gradient of stride 0."""
     for case, dtype, layout in other_points(spec):
-        check(spec, case, dtype, lambda **args: call(spec, backend, **args), device=DEVICE, layout=layout)
+        run = lambda **args: call(spec, backend, **args)  # noqa: E731
+        check(spec, case, dtype, run, backend=backend, device=DEVICE, layout=layout)

@@ -112,12 +112,12 @@ def test_conformance_sees_a_wrong_write_and_a_write_elsewhere() -> None:
         return ()
 
     with pytest.raises(ConformanceError, match="cache afterwards"):
-        check(WRITE, WRITE.cases[0], torch.float32, late)
+        check(WRITE, WRITE.cases[0], torch.float32, late, backend="torch")
     with pytest.raises(ConformanceError, match="changed its input x"):
-        check(WRITE, WRITE.cases[0], torch.float32, greedy)
+        check(WRITE, WRITE.cases[0], torch.float32, greedy, backend="torch")
     with pytest.raises(ConformanceError, match="changed its input cache"):
         blind = replace(WRITE, mutates=(), reference=lambda **_: ())
-        check(blind, WRITE.cases[0], torch.float32, lambda **args: call(WRITE, None, **args))
+        check(blind, WRITE.cases[0], torch.float32, lambda **args: call(WRITE, None, **args), backend="torch")
 
 
 def test_a_custom_op_says_what_it_mutates() -> None:
@@ -162,7 +162,7 @@ def test_decodes_conform_without_a_compiler(case: Case, dtype: torch.dtype, monk
     monkeypatch.setenv("BAGU_NATIVE", "0")
     native.library.cache_clear()
     try:
-        check(PAGED, case, dtype, lambda **args: call(PAGED, None, **args))
+        check(PAGED, case, dtype, lambda **args: call(PAGED, None, **args), backend="torch")
     finally:
         native.library.cache_clear()
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from bagu.errors import ArgumentError
+from bagu.ops.attention import flash
 from bagu.ops.attention.block_sizes import WIDEST
 from bagu.ops.core import Case, Cost, OpSpec, Streams
 from bagu.ops.kv_write.quantize import check_cache
@@ -311,7 +312,7 @@ SPEC = OpSpec(
     refuse=refuse,
     check_values=check_values,
     ulps=4,  # as in attention: fused kernels round the weights to 16 bits before the product with the values
-    ulps_of={"lse": 512},  # PyTorch's CPU kernel has a fast exp for 16-bit inputs: exp(0) differs from 1 by 5.4e-5
+    torch_cpu_ulps_of={"lse": flash.LSE_ULPS},
     nonempty=("N", "B", "W", "H", "G", "D"),
     independent=("H", "G"),
     unsupported=unsupported,
