@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import typer
 
 from bagu.cli import app
+from bagu.recipes.catalogue import RECIPES, recipe
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bagu/**/*.md")])
@@ -104,3 +106,12 @@ def test_a_missing_verb_and_a_missing_option_are_found(tmp_path: Path) -> None:
         "```sh\nbagu serve M --prot 1   # --not\nbagu ops lst\n.venv/bin/bagu tun \\\n  ops\n```\nbagu prose --x\n"
     )
     assert [unknown(words) for words in commands(page)] == [["--prot"], ["lst"], ["tun"]]
+
+
+def test_recipes_that_start_from_a_model_are_documented_with_their_settings() -> None:
+    text = (ROOT / "docs/post_training.md").read_text(encoding="utf-8")
+    runs = {name: recipe(name) for name in RECIPES}
+    later = {name: run.objective for name, run in runs.items() if run.init_from is not None}
+    assert [name for name in later if f"--recipe {name} " not in text] == []
+    settings = {(o.kind, field.name) for o in later.values() if o.kind != "sft" for field in fields(o)}
+    assert [(kind, name) for kind, name in settings if name != "kind" and f"objective.{name}" not in text] == []

@@ -75,7 +75,9 @@ def tune_serve(
         list[str] | None,
         Option("--try", metavar="NAME=VALUES", help="Values of a setting, e.g. max_num_seqs=4,16; repeatable."),
     ] = None,
-    requests: Annotated[int | None, Option(help="Requests of a full measurement. Default: 6 for each client.")] = None,
+    requests: Annotated[
+        int | None, Option(help="Requests of a full measurement. Default: 6 per client, 64 or more.")
+    ] = None,
     inputs: Annotated[str | None, Option(help="Range of prompt lengths. Default: 32-128, or what fits.")] = None,
     outputs: Annotated[str | None, Option(help="Range of output lengths. Default: 32-128, or what fits.")] = None,
     shared_prefix: SharedPrefix = 0,
