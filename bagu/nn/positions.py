@@ -55,14 +55,14 @@ class Encoding(nn.Module):
         self._tables: tuple[torch.Tensor, ...] = ()
 
     def make_tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Constants of this encoding, fp32 (or int64), for `device`; `tables` moves them there."""
+        """The constants of this encoding on `device`, fp32 (or int64)."""
         return ()
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         """The tables on `device`, created once."""
         if not self._tables or self._tables[0].device != device:
             with torch.inference_mode(False):  # the tables outlive this call, and a later call may train
-                self._tables = tuple(t.to(device) for t in self.make_tables(device))
+                self._tables = self.make_tables(device)
         return self._tables
 
     def skip_padding(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ class SinusoidalEncoding(Encoding):
         self.max_len, self.size, self.base = max_len, size, base
 
     def make_tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        return (sinusoids(self.max_len, self.size, self.base),)
+        return (sinusoids(self.max_len, self.size, self.base).to(device),)
 
     def embed(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         (table,) = self.tables(x.device)
@@ -129,7 +129,7 @@ class RopeEncoding(Encoding):
                     tables += [torch.empty(self.max_len, len(speeds), device=device) for _ in range(2)]
                     continue
                 angle = torch.arange(self.max_len, dtype=torch.float64).outer(speeds)
-                tables += [(angle.cos() * size).float(), (angle.sin() * size).float()]
+                tables += [(f(angle) * size).float().to(device) for f in (torch.cos, torch.sin)]
         return tuple(tables)
 
     def signals(self, positions: torch.Tensor) -> Signals:
@@ -149,7 +149,7 @@ class AlibiEncoding(Encoding):
         self.num_heads = num_heads
 
     def make_tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        return (torch.tensor(alibi_slopes(self.num_heads), dtype=torch.float32),)
+        return (torch.tensor(alibi_slopes(self.num_heads), dtype=torch.float32, device=device),)
 
     def signals(self, positions: torch.Tensor) -> Signals:
         return Signals(slopes=self.tables(positions.device)[0])
@@ -165,7 +165,7 @@ class T5Encoding(Encoding):
 
     def make_tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         far = self.config.max_distance  # all distances from here on share a bucket
-        return (t5_bucket(torch.arange(-far, far + 1), self.config, causal=self.causal),)
+        return (t5_bucket(torch.arange(-far, far + 1), self.config, causal=self.causal).to(device),)
 
     def signals(self, positions: torch.Tensor) -> Signals:
         (buckets,) = self.tables(positions.device)
