@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bagu.data.source import Document
 from bagu.errors import BaguError, UnknownName
 from bagu.eval.benchmarks import benchmark
 from bagu.eval.contamination import check_contamination
@@ -16,7 +17,7 @@ from bagu.eval.files import read_task
 from bagu.eval.grades import exact_match, first_code, program_grade
 from bagu.eval.task import Item, Task, TaskError, checked_items
 from bagu.eval.tasks import TASKS, built_in
-from bagu.eval.tasks.complete import cut_to_function
+from bagu.eval.tasks.complete import complete, cut_to_function
 from bagu.eval.tasks.continue4 import continue4
 from bagu.eval.tasks.library import HELD_SHARE, SEED, held_out_modules
 from bagu.eval.tasks.signature import signature
@@ -133,7 +134,8 @@ def test_humaneval_runs_the_tests_of_the_data_set(tmp_path: Path) -> None:
 def test_built_in_tasks_have_items_with_one_right_answer(name: str) -> None:
     task = built_in(name, 256)
     items = checked_items(task)
-    assert len(items) >= 30 and task.limits
+    # a Python of a Linux distribution, without idlelib, tkinter and lib2to3, holds out 24 modules (3.12) or more
+    assert len(items) >= 20 and task.limits
     assert items == checked_items(task)  # the same each time
     if task.kind == "choice":
         places = [item.answer for item in items]
@@ -171,10 +173,35 @@ def test_a_completion_is_cut_where_the_function_ends() -> None:
 
 def test_the_real_bodies_pass_the_completion_task() -> None:
     task = built_in("complete", 256)
-    items = checked_items(task, 24)
+    items = checked_items(task)
     assert task.grade is not None
-    assert [g for (g,) in task.grade(items, [[str(item.answer)] for item in items])] == [1.0] * 24
+    assert [g for (g,) in task.grade(items, [[str(item.answer)] for item in items])] == [1.0] * len(items)
     assert [g for (g,) in task.grade(items[:3], [[""], ["    return ("], ["):"]])] == [0.0] * 3
+
+
+def test_a_function_that_does_not_pass_alone_is_no_item_of_the_completion_task() -> None:
+    text = '''
+BASE = 2
+def own(n):
+    """Double.
+
+    >>> own(2)
+    4
+    """
+    return 2 * n
+def default(n, base=BASE):
+    """Multiply."""
+    return base * n
+def example(n):
+    """Multiply.
+
+    >>> example(BASE)
+    4
+    """
+    return 2 * n
+'''
+    task = complete(256, lambda: [Document(id="module.py", text=text)])
+    assert [item.facts["name"] for item in checked_items(task)] == ["own"]
 
 
 def test_exact_match_takes_the_last_match() -> None:

@@ -1,20 +1,21 @@
 """`complete`: write the body of a held-out function from its signature and docstring.
 
-A completion is correct if it parses and defines the function. If the docstring has doctests that the real function
-passes on its own, the completion must pass them too. Code runs in the sandbox; without one, only parsing is checked,
-with a warning.
+A completion is correct if it parses and defines the function, and passes the doctests of the docstring if there are
+any. Code runs in the sandbox; without one, only parsing is checked, with a warning. Functions whose real body does not
+pass alone are left out: no completion could, if a default or a doctest reads a name of the module.
 """
 
 from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from bagu.data.source import Document
 from bagu.eval.grades import code_grade, doctest_program, parses
 from bagu.eval.model import Decoding
 from bagu.eval.task import Item, Task
-from bagu.eval.tasks.library import PUBLIC, functions_with_docstring, held_out_modules, in_fair_order, room
+from bagu.eval.tasks.library import PUBLIC, Modules, functions_with_docstring, held_out_modules, in_fair_order, room
 from bagu.eval.tasks.signature import head_and_body
 
 __all__ = ["complete", "cut_to_function"]
@@ -22,18 +23,25 @@ __all__ = ["complete", "cut_to_function"]
 HEAD, TOKENS, ITEMS = 240, 96, 64
 
 
-def complete(max_len: int) -> Task:
+def complete(max_len: int, modules: Modules = held_out_modules) -> Task:
     head, tokens = room(max_len, HEAD, 0.55), min(TOKENS, int(0.4 * max_len))
     stops = ("\ndef ", "\nclass ", "\n@", "\nif __name__")
+    grade = code_grade(_program, only_parse=_warn)
+
+    def items() -> list[Item]:
+        found = in_fair_order(_items(modules(), head))
+        passed = grade(found, [[str(item.answer)] for item in found])
+        return [item for item, (score,) in zip(found, passed, strict=True) if score][:ITEMS]
+
     return Task(
-        name="complete", kind="generation", items=lambda: in_fair_order(_items(head))[:ITEMS], metric="pass",
-        grade=code_grade(_program, only_parse=_warn), decoding=Decoding(max_tokens=tokens, stop=stops),
+        name="complete", kind="generation", items=items, metric="pass", grade=grade,
+        decoding=Decoding(max_tokens=tokens, stop=stops),
         limits=f"Without doctests a body that parses counts, whatever it does. {PUBLIC}",
     )  # fmt: skip
 
 
-def _items(most: int) -> Iterator[Item]:
-    for document, function, lines in functions_with_docstring(held_out_modules()):
+def _items(modules: Sequence[Document], most: int) -> Iterator[Item]:
+    for document, function, lines in functions_with_docstring(modules):
         head, body = head_and_body(function, lines)
         if len(head) > most or not parses(f"{head}\n{body}") or [a.arg for a in function.args.args[:1]] == ["self"]:
             continue
