@@ -25,8 +25,9 @@ from bagu.bench.ops_timing import Job, Point, Setting, rows_of, time_job
 from bagu.bench.roofline import higher
 from bagu.bench.sizing import dtype_named, shrink
 from bagu.errors import UnknownName
+from bagu.machine.ceilings import Ceilings, measure_ceilings
 from bagu.machine.device import named_device
-from bagu.machine.timing import Ceilings, flush_buffer, measure_ceilings
+from bagu.machine.timing import flush_buffer
 from bagu.ops import catalogue
 from bagu.ops.core import OpSpec
 from bagu.runs.progress import plain_progress

@@ -13,7 +13,7 @@ from rich.table import Table
 from bagu.bench.implementations import label
 from bagu.bench.roofline import FAULT, PASSES
 from bagu.bench.units import duration, si
-from bagu.machine.timing import Ceilings
+from bagu.machine.ceilings import Ceilings
 
 __all__ = ["ceilings_line", "heading", "remarks", "row_label", "tables"]
 

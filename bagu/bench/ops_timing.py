@@ -20,8 +20,9 @@ import torch
 from bagu.bench.implementations import Implementation, is_absent
 from bagu.bench.roofline import costs, floor, is_fault
 from bagu.bench.sizing import DTYPES, BenchStreams, bench_inputs, first_tensor, shape_label
+from bagu.machine.ceilings import Ceilings
 from bagu.machine.device import gpu, this_machine
-from bagu.machine.timing import Ceilings, Timing, measure, measure_host
+from bagu.machine.timing import Timing, measure, measure_host
 from bagu.ops.core import Case, Cost, OpSpec
 
 __all__ = ["Job", "Point", "Setting", "peak_bytes", "rows_of", "time_job"]

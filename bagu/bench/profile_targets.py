@@ -16,8 +16,8 @@ from bagu.bench.train import bagu_step
 from bagu.bench.train_shapes import SHAPES
 from bagu.bench.units import duration
 from bagu.errors import ArgumentError, UnknownName
+from bagu.machine.ceilings import measure_ceilings
 from bagu.machine.device import named_device, named_dtype
-from bagu.machine.timing import measure_ceilings
 from bagu.nn.model import Transformer
 from bagu.ops.catalogue import SPECS
 from bagu.ops.dispatch import call

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bagu.machine.timing import Ceilings
+from bagu.machine.ceilings import Ceilings
 from bagu.ops.core import Cost, OpSpec
 from bagu.ops.signature import Dims, sizes
 

@@ -24,8 +24,8 @@ from bagu.bench.harness import RESULTS
 from bagu.bench.roofline import costs, floor
 from bagu.bench.sizing import bench_inputs, dtype_named, first_tensor, parse_size, resize, shape_label
 from bagu.bench.units import duration, si
+from bagu.machine.ceilings import Ceilings, measure_ceilings
 from bagu.machine.device import default_device, this_machine, triton_interprets
-from bagu.machine.timing import Ceilings, measure_ceilings
 from bagu.ops import catalogue
 from bagu.ops.core import Case, OpSpec
 from bagu.ops.signature import EXACT, KINDS, TensorArg

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from bagu.bench.occupancy import Occupancy, occupancy
-from bagu.machine.timing import Ceilings
+from bagu.machine.ceilings import Ceilings
 from bagu.ops.core import Cost
 
 __all__ = ["Build", "Forecast", "Gpu", "Kernel", "forecast", "least_s", "predicted_s", "refusal"]

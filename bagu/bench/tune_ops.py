@@ -24,9 +24,10 @@ from bagu.bench.tune_compile import Compiler
 from bagu.bench.tune_model import Build, Forecast, Gpu, forecast
 from bagu.bench.tune_steps import Key, Step, Target, kind_of, space, steps, targets
 from bagu.errors import BackendError, BaguError
+from bagu.machine.ceilings import measure_ceilings
 from bagu.machine.device import driver_version, gpu
 from bagu.machine.environment import triton_version
-from bagu.machine.timing import Timing, flush_buffer, measure_ceilings, repeated_measure
+from bagu.machine.timing import Timing, flush_buffer, repeated_measure
 from bagu.ops.core import Case, check
 from bagu.ops.node import paired
 from bagu.ops.tuning.lookup import device_name, kind_of_call, reload

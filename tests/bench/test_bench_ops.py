@@ -15,7 +15,8 @@ from bagu.bench import ops as bench
 from bagu.bench import ops_plot, ops_table, ops_timing, roofline, sizing
 from bagu.bench.implementations import Implementation, chosen_backends, implementations, is_absent
 from bagu.errors import ArgumentError, BackendError, NotOffered, UnknownName
-from bagu.machine.timing import Ceilings, Timing
+from bagu.machine.ceilings import Ceilings
+from bagu.machine.timing import Timing
 from bagu.ops.catalogue import SPECS, spec
 from bagu.ops.core import Case, Cost
 from bagu.runs.record import read_rows

@@ -14,8 +14,8 @@ from rich.console import Console
 from bagu import cli
 from bagu.bench import show, units
 from bagu.errors import ArgumentError, UnknownName
+from bagu.machine.ceilings import Ceilings
 from bagu.machine.device import default_device, this_machine
-from bagu.machine.timing import Ceilings
 from bagu.ops.catalogue import SPECS
 from bagu.runs.record import append_rows
 

@@ -23,7 +23,8 @@ from bagu.bench.tune_steps import Key, Step, space, steps, targets
 from bagu.bench.units import parse_seconds
 from bagu.cli import main
 from bagu.errors import ArgumentError, BaguError, ConformanceError, UnknownName
-from bagu.machine.timing import Ceilings, Timing
+from bagu.machine.ceilings import Ceilings
+from bagu.machine.timing import Timing
 from bagu.ops.catalogue import SPECS
 from bagu.ops.core import Cost
 from bagu.ops.tuning.store import Measurement, Store, Winner

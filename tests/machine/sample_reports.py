@@ -8,13 +8,13 @@ from typing import Any
 
 from rich.console import Console
 
+from bagu.machine.ceilings import Ceilings
 from bagu.machine.device import Gpu, Machine
 from bagu.machine.doctor.diagnose import diagnose
 from bagu.machine.doctor.gpus import GpuState, NvLink, NvmlState, topology
 from bagu.machine.doctor.nccl import Nccl, NcclLibrary
 from bagu.machine.doctor.render import render
 from bagu.machine.doctor.report import Disk, Report
-from bagu.machine.timing import Ceilings
 
 GIB = 1 << 30
 AFFINITY = "0-47,96-143"

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from bagu.errors import BaguError
+from bagu.machine.ceilings import measure_ceilings
 from bagu.machine.device import default_device, this_machine
-from bagu.machine.timing import Timing, flush_buffer, measure, measure_ceilings, measure_in_turn, measure_rate
+from bagu.machine.timing import Timing, flush_buffer, measure, measure_in_turn, measure_rate
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

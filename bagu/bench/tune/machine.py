@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bagu.bench.tune.roofline import Roofline
+from bagu.machine.ceilings import measure_ceilings
 from bagu.machine.cores import available_cores
 from bagu.machine.device import default_device
 from bagu.machine.fast_dtype import compute_dtype
-from bagu.machine.timing import measure_ceilings
 from bagu.nn import count
 from bagu.nn.config import ModelConfig
 

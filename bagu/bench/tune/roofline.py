@@ -3,9 +3,9 @@
     step = OVERHEAD + max(bytes / bandwidth, FLOPs / rate)
     bytes = weights + KV cache of the running sequences       FLOPs = 2 x active parameters x tokens of the step
 
-Bandwidth and rate are those of this machine (machine/timing.py). FLOPs scale with the threads, bandwidth does not: one
-core can take most of it. Quantized weights have one byte and twice the rate.
-Speculation and block size are predicted to change nothing.
+Bandwidth and rate are those of this machine (machine/ceilings.py). FLOPs scale with the threads, bandwidth does not:
+one core can take most of it. Quantized weights have one byte and twice the rate. Speculation and block size are
+predicted to change nothing.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ import torch
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.decoding import decode_step_s
 from bagu.lab.plot import COLOURS, INK, log_ticks
+from bagu.machine.ceilings import measure_ceilings
 from bagu.machine.fast_dtype import compute_dtype
-from bagu.machine.timing import measure_ceilings
 from bagu.nn import ModelConfig, Transformer, count, init_weights
 
 if TYPE_CHECKING:

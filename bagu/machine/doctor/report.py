@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from bagu.machine import device, native
+from bagu.machine.ceilings import Ceilings, measure_ceilings
 from bagu.machine.device import Machine
 from bagu.machine.doctor.gpus import NvmlState
 from bagu.machine.doctor.nccl import Nccl, find_nccl
 from bagu.machine.doctor.nvml import Nvml
 from bagu.machine.environment import environment, package_version
 from bagu.machine.fast_dtype import compute_dtype_name, matmul_rates
-from bagu.machine.timing import Ceilings, measure_ceilings
 
 __all__ = ["Disk", "Report", "collect"]
 
