@@ -11,7 +11,7 @@ from bagu.data.json_rows import Row, json_rows
 from bagu.data.source import ParquetSource, TextSource, describe_files, list_files, non_empty, open_source
 from bagu.errors import BaguError
 
-__all__ = ["TableSource"]
+__all__ = ["TableSource", "parquet_rows"]
 
 
 @dataclass(frozen=True)

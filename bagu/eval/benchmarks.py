@@ -32,14 +32,14 @@ def benchmark(name: str, path: Path) -> Task:
 
 
 def _items(path: Path, make: Callable[[Fields], dict[str, Any]]) -> Iterator[Item]:
-    for id, place, fields in read_rows_of(path):
+    for row in read_rows_of(path):
         try:
-            made = make(fields)
+            made = make(row.fields)
         except KeyError as error:
-            raise TaskError(f"{place}: there is no field {error}", hint=f"found {', '.join(fields)}") from error
+            raise TaskError(f"{row.place}: there is no field {error}", hint=f"found {row.found}") from error
         except (TypeError, ValueError, IndexError) as error:
-            raise TaskError(f"{place}: {error}") from error
-        yield Item(**({"id": id} | made), place=place)
+            raise TaskError(f"{row.place}: {error}") from error
+        yield Item(**({"id": row.id} | made), place=row.place)
 
 
 def _lettered(question: str, choices: list[str]) -> str:

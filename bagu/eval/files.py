@@ -26,14 +26,15 @@ import jinja2
 import jinja2.nativetypes
 import jinja2.sandbox
 
-from bagu.data.json_rows import json_rows
+from bagu.data.json_rows import Row, json_rows
+from bagu.data.table import parquet_rows
 from bagu.errors import UnknownName
 from bagu.eval.grades import exact_match
 from bagu.eval.judge import Judge, judged_by
 from bagu.eval.model import Decoding
 from bagu.eval.task import NORMALIZATIONS, Item, Task, TaskError
 
-__all__ = ["Row", "read_rows_of", "read_task"]
+__all__ = ["read_rows_of", "read_task"]
 
 KINDS = ("choice", "generation", "loss")
 TEXT, NUMBER = (str,), (int, float)
@@ -44,8 +45,6 @@ KEYS: dict[str, tuple[type, ...]] = {  # and the types of their values; the memb
     "extract": TEXT, "judge": TEXT, "judge_best": NUMBER,
 }  # fmt: skip
 MEMBERS: dict[str, type] = {"choices": str, "stop": str, "k": int}
-
-Row = tuple[str, str, Mapping[str, Any]]  # id, place for errors, fields
 
 
 class _Native(jinja2.sandbox.SandboxedEnvironment, jinja2.nativetypes.NativeEnvironment):
@@ -95,26 +94,18 @@ def _judged(path: Path, table: Mapping[str, Any], judge: Judge | None) -> dict[s
 
 
 def read_rows_of(path: Path) -> Iterator[Row]:
-    """The rows of a data file (JSON lines, .json, Parquet) or of all such files of a folder."""
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    if not files or not path.exists():
+    """The rows of a data file (JSON lines, .json, Parquet) or of all such files of a folder and its sub-folders."""
+    found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    if not found:
         raise TaskError(f"there is no data at {path}", hint="name a file or a folder of JSON lines or Parquet")
-    for file in files:
+    for file in found:
+        name = file.name if file == path else file.relative_to(path).as_posix()
         if file.suffix == ".parquet":
-            yield from _parquet(file)
+            yield from parquet_rows([(name, file)])
         elif file.name.removesuffix(".gz").endswith((".jsonl", ".json", ".ndjson")):
-            yield from ((row.id, row.place, row.fields) for row in json_rows([(file.name, file)]))
+            yield from json_rows([(name, file)])
         elif file == path:
             raise TaskError(f"{path} is neither JSON lines, .json nor Parquet")
-
-
-def _parquet(file: Path) -> Iterator[Row]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise TaskError(f"{file} is Parquet, and pyarrow is missing", hint="pip install 'bagu[parquet]'") from error
-    for number, row in enumerate(pyarrow.parquet.read_table(file).to_pylist()):
-        yield f"{file.name}:{number}", f"{file}, row {number}", row
 
 
 def _table(path: Path) -> dict[str, Any]:
@@ -153,7 +144,8 @@ def _check_type(path: Path, key: str, value: Any) -> None:
 
 
 def _items(path: Path, table: Mapping[str, Any]) -> Iterator[Item]:
-    for id, place, fields in read_rows_of(path.parent / table["data"]):
+    for row in read_rows_of(path.parent / table["data"]):
+        place, fields = row.place, row.fields
         render = _renderer(place, fields)
         choices: tuple[str, ...] = ()
         answer: int | str | None = None
@@ -164,7 +156,7 @@ def _items(path: Path, table: Mapping[str, Any]) -> Iterator[Item]:
             answer = str(render(table["answer"]))
         prompt = render(table["prompt"])
         yield Item(
-            id=str(render(table["id"])) if "id" in table else id,
+            id=str(render(table["id"])) if "id" in table else row.id,
             prompt="" if table.get("chat") else prompt,
             messages=({"role": "user", "content": prompt},) if table.get("chat") else (),
             choices=choices, answer=answer, place=place, facts=fields if "judge" in table else {},

@@ -121,6 +121,21 @@ def test_a_public_benchmark_is_read_from_its_usual_files(name: str, kind: str, t
         checked_items(benchmark(name, tmp_path))
 
 
+def test_files_of_one_name_in_two_folders_have_different_items(tmp_path: Path) -> None:
+    for subject in ("algebra", "anatomy"):  # MMLU has a folder for each subject
+        (tmp_path / subject).mkdir()
+        (tmp_path / subject / "test.jsonl").write_text(json.dumps(BENCHMARK_ROWS["mmlu"]) + "\n")
+    items = checked_items(benchmark("mmlu", tmp_path))
+    assert [item.id for item in items] == ["algebra/test.jsonl:1", "anatomy/test.jsonl:1"]
+
+
+def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "data.parquet").write_bytes(b"not Parquet")
+    with pytest.raises(BaguError, match=r"cannot read .*data.parquet as Parquet"):
+        checked_items(benchmark("mmlu", tmp_path))
+
+
 def test_humaneval_runs_the_tests_of_the_data_set(tmp_path: Path) -> None:
     (tmp_path / "h.jsonl").write_text(json.dumps(BENCHMARK_ROWS["humaneval"]) + "\n")
     task = benchmark("humaneval", tmp_path)
