@@ -8,13 +8,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,11 +22,10 @@ from bagu.errors import BackendError, BaguError
 from bagu.machine import device as machine
 from bagu.nn.model import Transformer
 from bagu.train.graphs import can_capture, captured
-from bagu.train.state import TrainConfig
+from bagu.train.state import Recompute, TrainConfig
 
-__all__ = ["Interrupt", "deterministic", "prepared"]
+__all__ = ["deterministic", "prepared"]
 
-Recompute = Literal["none", "selective", "block"]
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 
 
@@ -93,7 +90,7 @@ def _recomputing(blocks: list[nn.Module], how: Recompute) -> Iterator[None]:
     if how == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
 
-    def forgetful(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
@@ -102,7 +99,7 @@ def _recomputing(blocks: list[nn.Module], how: Recompute) -> Iterator[None]:
         return run
 
     for block in blocks:
-        block.forward = forgetful(block.forward)
+        block.forward = recomputed(block.forward)
     try:
         yield
     finally:
@@ -178,33 +175,3 @@ def deterministic(device: torch.device) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(was[0], warn_only=was[1])
         memory.fill_uninitialized_memory = filled
-
-
-class Interrupt:
-    """While open, the first Ctrl-C (or SIGTERM) only sets `asked`, so that the step can be completed and saved.
-
-    The second one has its normal effect. Outside the main thread, signals cannot be caught.
-    """
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Interrupt:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {s: signal.signal(s, self._ask) for s in self.SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()
-
-    def _ask(self, *_: object) -> None:
-        self.asked = True
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
