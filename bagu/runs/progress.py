@@ -18,15 +18,14 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from bagu.runs.observer import Metrics, Observer
+from bagu.runs.observer import ROUTINE_EVENTS, Metrics, Observer
 
 __all__ = ["PlainLines", "Stage", "Stages", "TrainProgress", "draws", "duration", "plain_progress"]
 
-SECONDS_BETWEEN_LINES = 5.0  # of `PlainLines`
+SECONDS_BETWEEN_LINES = 5.0  # at least, where there is no terminal
 T = TypeVar("T")
 
 REFRESH_PER_S = 8
-QUIET_EVENTS = {"start", "save", "evaluate", "sample"}  # recorded, and not printed
 SPEED = {"tokens_per_s": "{:,.0f} tokens/s", "mfu_percent": "MFU {:.1f} %"}
 BARS = (32, 24, 16, 8)  # cells; few sizes, so that the bar does not change with every digit beside it
 
@@ -55,7 +54,7 @@ class TrainProgress(Observer):
         self.console = console or Console(stderr=True)
         self.metrics: dict[str, float | int] = {}
         self._formats = {**(formats or {}), **SPEED}
-        self._quiet = QUIET_EVENTS.union(quiet)
+        self._quiet = ROUTINE_EVENTS.union(quiet)
         self._clock = clock
         self._began = clock()
         self._recent: deque[tuple[float, int]] = deque([(self._began, start)], maxlen=50)  # for the rate
@@ -134,9 +133,10 @@ class TrainProgress(Observer):
         return f"{duration(left)} left"
 
     def _due(self) -> bool:
-        """At every tenth of the steps, and after 5 s or 2 % of the time so far without a line, whichever is longer."""
+        """At every tenth of the steps, and after a few seconds or 2 % of the time so far without a line, whichever is
+        longer."""
         now, then = self._recent[-1], self._last
-        quiet = max(5.0, (now[0] - self._began) / 50)
+        quiet = max(SECONDS_BETWEEN_LINES, (now[0] - self._began) / 50)
         tenth = max(self.steps // 10, 1)
         return then[1] // tenth != now[1] // tenth or now[0] - then[0] >= quiet or self.done >= self.steps
 

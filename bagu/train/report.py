@@ -26,13 +26,13 @@ from bagu.runs.charts import Chart, Line, Mark, Reference
 from bagu.runs.display import Curve, Display, Table
 from bagu.runs.folder import RunFolder
 from bagu.runs.html import facts, grid, text, text_of
+from bagu.runs.observer import ROUTINE_EVENTS
 from bagu.train.objective import Objective
 from bagu.train.upgrade import upgrade_run
 
 __all__ = ["Card", "Comparison", "ReportData", "Run", "Table", "read_run", "render", "write_report"]
 
 MAX_EVENTS = 200
-ROUTINE = {"start", "save", "evaluate", "sample"}  # shown in the table of events, not marked on the charts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +249,7 @@ def _run(run: Run, references: Mapping[str, float], named: bool) -> str:
     marks = [
         Mark(name=f"step {e['step']:,}: {e['kind'].replace('_', ' ')}", x=e["step"])
         for e in run.events
-        if e["kind"] not in ROUTINE and e["step"] is not None
+        if e["kind"] not in ROUTINE_EVENTS and e["step"] is not None
     ]
     figures, constants = [], []
     for curve in (*display_of(run).curves, *CURVES):
