@@ -28,7 +28,7 @@ class BaguError(Exception):
 
 
 class ArgumentError(BaguError, ValueError):
-    """An argument's rank, shape, dtype or device does not fit the op's signature."""
+    """An argument, an option or a setting has a value that cannot work."""
 
 
 class BackendError(BaguError, RuntimeError):

@@ -165,7 +165,7 @@ def write(folder: Path, snap: Snapshot) -> Path | None:
             return None
         raise CheckpointError(
             f"the checkpoint of step {snap.step} was not written to {folder}: {error}",
-            hint="free some disk space; the checkpoints before it are whole",
+            hint="if the disk is full, free some disk space; the checkpoints before it are whole",
         ) from error
     return final
 
