@@ -23,9 +23,10 @@ from bagu.parallel.launch import Place, find_place, use_own_gpu
 from bagu.parallel.mesh import Mesh
 from bagu.recipes.catalogue import recipe as find_recipe
 from bagu.recipes.catalogue import with_data, with_start
+from bagu.recipes.explanation import Explanation
 from bagu.recipes.find import find_model
 from bagu.recipes.models import load_model, save_as_gguf, save_model, tokenizer_folder
-from bagu.recipes.ranks import Explanation, Ranks, mesh_settings, opened_mesh, quiet_unless_first, start_ranks
+from bagu.recipes.ranks import Ranks, mesh_settings, opened_mesh, quiet_unless_first, start_ranks
 from bagu.recipes.run import Run, load_run, with_settings
 from bagu.recipes.summary import Summary
 from bagu.recipes.training import Trained, check, train
