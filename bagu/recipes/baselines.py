@@ -1,4 +1,4 @@
-"""Reference values: the size of the held-out text with stock compressors, and the quality of code samples.
+"""Baselines of the demo: the size of the held-out text with stock compressors, and the quality of code samples.
 
 A model's bits per byte is the size of the held-out text under an arithmetic coder with the model's probabilities, so it
 is comparable with gzip and xz. xz primed with the training text is the fairest comparison of the three: it has also

@@ -28,16 +28,16 @@ from bagu.machine.device import default_device
 from bagu.nn import count
 from bagu.nn.model import Transformer
 from bagu.nn.sample import generate
+from bagu.recipes.baselines import Compressors, compressors, judge_code
 from bagu.recipes.demo_later import LATER, Clock, LaterStages, go_on, progress_of
 from bagu.recipes.demo_plan import Pace, Plan, measured, revised
 from bagu.recipes.demo_record import write_record
-from bagu.recipes.demo_report import Finished, farewell, report
+from bagu.recipes.demo_report import Finished, print_summary, report
 from bagu.recipes.demo_server import ask, can_serve, running_server, wait_for_interrupt
 from bagu.recipes.demo_sizes import CPU_SIZES, GPU, QUICK, Demo
 from bagu.recipes.run import Run
 from bagu.recipes.tokenizer import train_tokenizer
 from bagu.recipes.training import Trained, train
-from bagu.recipes.yardsticks import Compressors, compressors, judge_code
 from bagu.runs.progress import Stage, Stages, duration
 from bagu.train.cross_entropy import CrossEntropy
 
@@ -92,23 +92,23 @@ def demo(
         later.train(each)
     with stages.stage("Compare with gzip and xz, write the report") as stage:
         after = answers(later.done[-1].trained.model, tokenizer, asked, size.new_tokens)
-        rivals = _rivals(corpus, size) if compressing is None else compressing.result()
+        stock = _stock_compressors(corpus, size) if compressing is None else compressing.result()
         done = Finished(
-            size=later.size, plan=plan, stages=tuple(later.done), bits=bits, rivals=rivals, asked=asked, before=before,
+            size=later.size, plan=plan, stages=tuple(later.done), bits=bits, stock=stock, asked=asked, before=before,
             after=after,
         )  # fmt: skip
         page = report(out, done, clock.spent())
         write_record(out, done, clock.spent())
-        stage.result = f"gzip {rivals.gzip_bits_per_byte:.3f}, xz {rivals.xz_bits_per_byte:.3f} bits/byte"
+        stage.result = f"gzip {stock.gzip_bits_per_byte:.3f}, xz {stock.xz_bits_per_byte:.3f} bits/byte"
     if not serve:
-        farewell(console, page, out, done, clock.spent())
+        print_summary(console, page, out, done, clock.spent())
         return page
     with ExitStack() as up:
         with stages.stage("Serve it and ask it a question") as stage:
             address = up.enter_context(running_server(done.model))
             answer = ask(address, str(asked[0].messages[0]["content"]), size.new_tokens)
             stage.result = f"{address} answered: {' '.join(answer.split())[:60]}"
-        farewell(console, page, out, done, clock.spent())
+        print_summary(console, page, out, done, clock.spent())
         if console.is_terminal if keep is None else keep:
             wait_for_interrupt(address, console)
     return page
@@ -214,7 +214,7 @@ def _held_out_bits(base: Trained, size: Demo) -> float:
     return bits
 
 
-def _rivals(corpus: TextCorpus, size: Demo) -> Compressors:
+def _stock_compressors(corpus: TextCorpus, size: Demo) -> Compressors:
     training, left = [], size.priming_bytes
     for document in corpus.split.train:
         if left is not None and left <= 0:
@@ -227,6 +227,6 @@ def _rivals(corpus: TextCorpus, size: Demo) -> Compressors:
 def _compress_beside(corpus: TextCorpus, size: Demo) -> Future[Compressors]:
     """Run the compressors in a thread: they take 11 s of one core, and CPU cores are idle while a GPU trains."""
     thread = ThreadPoolExecutor(1)
-    compressing = thread.submit(_rivals, corpus, size)
+    compressing = thread.submit(_stock_compressors, corpus, size)
     thread.shutdown(wait=False)  # accept no further task
     return compressing

@@ -32,7 +32,7 @@ def _rows(done: Finished, seconds: float) -> Iterator[dict[str, Any]]:
         "budget_s": None if done.plan is None else done.plan.budget_s, "seconds": seconds,
         "parameters": count.parameters(done.base.model.config).total,
         "pretrain_tokens": done.base.fit.step * size.tokens_per_step, "bits_per_byte": done.bits,
-        "gzip_bits_per_byte": done.rivals.gzip_bits_per_byte,
+        "gzip_bits_per_byte": done.stock.gzip_bits_per_byte,
     }  # fmt: skip
     changes = changes_of(done.evaluations)
     for stage in done.stages:

@@ -13,17 +13,17 @@ from rich.console import Console
 from bagu.data.corpus import STDLIB, TextCorpus
 from bagu.data.source import Conversation
 from bagu.nn import count
+from bagu.recipes.baselines import CodeSamples, Compressors, judge_code
 from bagu.recipes.demo_eval import WRITE, Evaluation, eval_table
 from bagu.recipes.demo_later import Done
 from bagu.recipes.demo_plan import Plan
 from bagu.recipes.demo_sizes import Demo
 from bagu.recipes.training import Trained
-from bagu.recipes.yardsticks import CodeSamples, Compressors, judge_code
 from bagu.runs.display import Table
 from bagu.runs.progress import duration
 from bagu.train.report import Card, Comparison, ReportData, read_run, write_report
 
-__all__ = ["Finished", "against_gzip", "farewell", "report"]
+__all__ = ["Finished", "against_gzip", "print_summary", "report"]
 
 COMPARED = ("before fine-tuning", "after all stages")
 
@@ -37,7 +37,7 @@ class Finished:
     plan: Plan | None  # None if the size was given
     stages: tuple[Done, ...]
     bits: float  # bits per byte of all held-out text
-    rivals: Compressors
+    stock: Compressors  # gzip and xz on the same text
     asked: Sequence[Conversation]
     before: Sequence[str]
     after: Sequence[str]
@@ -64,12 +64,12 @@ def against_gzip(bits: float, gzip: float) -> str:
 
 def report(out: Path, done: Finished, seconds: float) -> Path:
     """Write `out`/report.html."""
-    base, rivals = done.base, done.rivals
+    base, stock = done.base, done.stock
     first, last = done.evaluations[0], done.evaluations[-1]
     facts, judged = base.data.facts[STDLIB], (judge_code(done.before), judge_code(done.after))
     cards = (
         Card(name="Held-out text", value=f"{done.bits:.3f} bits/byte",
-             note=against_gzip(done.bits, rivals.gzip_bits_per_byte)),
+             note=against_gzip(done.bits, stock.gzip_bits_per_byte)),
         Card(name="Model", value=f"{count.parameters(base.model.config).total / 1e6:.2f} M parameters"),
         Card(name="Functions that pass", value=f"{100 * last.score(WRITE).mean:.0f} %",
              note=f"{100 * first.score(WRITE).mean:.0f} % before fine-tuning; names that were never trained on"),
@@ -77,15 +77,15 @@ def report(out: Path, done: Finished, seconds: float) -> Path:
     )  # fmt: skip
     questions = [c.messages[0]["content"] for c in done.asked]
     tables = (
-        _sizes(done.bits, rivals, done.size.context), eval_table(done.evaluations), _samples(judged),
+        _sizes(done.bits, stock, done.size.context), eval_table(done.evaluations), _samples(judged),
         *_chosen(done, seconds), _data(facts, base), _later_data(done.stages[1:]),
     )  # fmt: skip
     data = ReportData(
         title="bagu demo", subtitle="A language model of the Python standard library, trained on this machine.",
         runs=[read_run(stage.trained.folder, stage.name) for stage in done.stages], cards=cards,
         references={
-            "gzip -9": rivals.gzip_bits_per_byte, "xz -6": rivals.xz_bits_per_byte,
-            "xz -6 primed with the training text": rivals.primed_xz_bits_per_byte,
+            "gzip -9": stock.gzip_bits_per_byte, "xz -6": stock.xz_bits_per_byte,
+            "xz -6 primed with the training text": stock.primed_xz_bits_per_byte,
         },
         comparisons=tuple(
             Comparison(prompt=q, before=b, after=a)
@@ -116,15 +116,15 @@ def _chosen(done: Finished, spent_s: float) -> tuple[Table, ...]:
     return (Table(title="What was chosen for this machine", columns=("what", "value"), rows=rows, note=note),)
 
 
-def _sizes(bits: float, rivals: Compressors, context: int) -> Table:
+def _sizes(bits: float, stock: Compressors, context: int) -> Table:
     rows = [
-        ("gzip -9", f"{rivals.gzip_bits_per_byte:.3f}"), ("xz -6", f"{rivals.xz_bits_per_byte:.3f}"),
-        ("xz -6, primed with the training text", f"{rivals.primed_xz_bits_per_byte:.3f}"),
+        ("gzip -9", f"{stock.gzip_bits_per_byte:.3f}"), ("xz -6", f"{stock.xz_bits_per_byte:.3f}"),
+        ("xz -6, primed with the training text", f"{stock.primed_xz_bits_per_byte:.3f}"),
         ("this model", f"{bits:.3f}"),
     ]  # fmt: skip
     note = (
-        f"{rivals.held_out_bytes / 1e6:.2f} MB of files the model never saw, laid end to end for the compressors; the "
-        f"model sees at most {context} tokens of the same file. Priming: {rivals.priming_bytes / 1e6:.1f} MB."
+        f"{stock.held_out_bytes / 1e6:.2f} MB of files the model never saw, laid end to end for the compressors; the "
+        f"model sees at most {context} tokens of the same file. Priming: {stock.priming_bytes / 1e6:.1f} MB."
     )
     return Table(title="Held-out text, bits per byte", columns=("what", "bits per byte"), rows=rows, note=note)
 
@@ -165,14 +165,14 @@ def _later_data(stages: Sequence[Done]) -> Table:
     )  # fmt: skip
 
 
-def farewell(console: Console, page: Path, out: Path, done: Finished, seconds: float) -> None:
+def print_summary(console: Console, page: Path, out: Path, done: Finished, seconds: float) -> None:
     """Print the scores of all stages, the result in one line, and the next commands to try."""
-    bits, rivals = done.bits, done.rivals
+    bits, stock = done.bits, done.stock
     console.print(_terminal_table(eval_table(done.evaluations)))
-    verdict = "beats" if bits < rivals.gzip_bits_per_byte else "does not beat"
+    verdict = "beats" if bits < stock.gzip_bits_per_byte else "does not beat"
     console.print(
-        f"\nThe model {verdict} gzip on held-out files: {bits:.3f} against {rivals.gzip_bits_per_byte:.3f} bits/byte "
-        f"(xz {rivals.xz_bits_per_byte:.3f}, primed {rivals.primed_xz_bits_per_byte:.3f}). {duration(seconds)} in all.",
+        f"\nThe model {verdict} gzip on held-out files: {bits:.3f} against {stock.gzip_bits_per_byte:.3f} bits/byte "
+        f"(xz {stock.xz_bits_per_byte:.3f}, primed {stock.primed_xz_bits_per_byte:.3f}). {duration(seconds)} in all.",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     console.print(f"Report: {page}", highlight=False, soft_wrap=True)

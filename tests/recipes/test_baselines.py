@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from bagu.recipes.yardsticks import compressors, judge_code
+from bagu.recipes.baselines import compressors, judge_code
 
 
 def test_priming_pays_for_text_that_was_seen_and_not_for_noise() -> None:

@@ -57,7 +57,7 @@ def test_it_says_where_the_report_is_and_how_to_go_on(finished: tuple[Path, str]
     assert said.splitlines()[-1] == "compiler False"
 
 
-def test_the_report_has_the_yardsticks_and_both_samples(finished: tuple[Path, str]) -> None:
+def test_the_report_has_the_baselines_and_both_samples(finished: tuple[Path, str]) -> None:
     page = (finished[0] / "report.html").read_text(encoding="utf-8")
     for part in ("gzip -9", "primed", "before fine-tuning", "after all stages", "parse", "distinct 4-grams", "sha256"):
         assert part in page, part

@@ -35,7 +35,7 @@ Plan = Callable[[Point, int, StepTime], Sequence[Schedule]]
 DRAWS = 64
 PROMISE = 0.002  # expected improvement below this share of the best ends the exploration
 MARGIN = 0.93  # of the budget that is planned: the costs are estimates
-RACES = 3  # full measurements to leave time for
+FULL_MEASUREMENTS = 3  # to leave time for
 LIKELY = 0.05  # probability of being the best that keeps a point in the search
 SLOPE = 0.01
 
@@ -102,7 +102,10 @@ def search(
         gain = np.maximum(0.0, values - values[best].mean()).mean(1)
         gain[list(tried)] = 0.0
         pick = int(gain.argmax())
-        if gain[pick] < PROMISE * values[best].mean() or left((pick, short), *[(best, requests)] * RACES) < 0:
+        if (
+            gain[pick] < PROMISE * values[best].mean()
+            or left((pick, short), *[(best, requests)] * FULL_MEASUREMENTS) < 0
+        ):
             break
         trials.append(measure(points[pick], short))
     while True:

@@ -1,7 +1,7 @@
 """What a training stack does with a layout: which kernels it fuses, what it overlaps, what it keeps in memory.
 
-These are facts about each stack, stated with their source, not fitted. The planner plans for `BAGU` unless told
-otherwise; the others describe the stacks behind the published tables.
+These are facts about each stack, stated with their source, not fitted. By default the planner plans for `BAGU`;
+the others describe the stacks behind the published tables.
 """
 
 from __future__ import annotations
