@@ -264,9 +264,7 @@ class RolloutLoader:
             [p.ids for p in chosen], n=1, max_tokens=self.config.max_tokens, seeds=seeds
         )  # fmt: skip
         tally.add(drawn, _scores(self.reward, chosen, drawn))
-        kept = ("reward", "length", "truncated", "entropy")
-        metrics = {name: value for name, value in tally.metrics().items() if name.startswith(kept)}
-        metrics.pop("reward_s", None)
+        metrics = tally.answer_metrics()
         answers = [_answer(chosen[c.prompt], c, number=c.prompt, reward=0.0) for c in drawn]
         for at in range(0, len(answers), self.shape.segments):
             some = answers[at : at + self.shape.segments]

@@ -51,15 +51,14 @@ class Tally:
         self.logprob += sum(sum(c.logprobs or ()) for c in completions)
         self.truncated += sum(c.finish == "length" for c in completions)
 
-    def metrics(self) -> dict[str, float]:
-        """The entropy is estimated: minus the mean logprob of the sampled tokens."""
+    def answer_metrics(self) -> dict[str, float]:
+        """The metrics that held-out answers have too. The entropy is estimated: minus the mean logprob of the sampled
+        tokens."""
         n, tokens = len(self.lengths), sum(self.lengths)
         values = {
             "length_tokens": tokens / n,
             "truncated_percent": 100 * self.truncated / n,
             "entropy_nats": -self.logprob / tokens,
-            "rollout_s": self.rollout_s,
-            "rollout_tokens_per_s": tokens / max(self.rollout_s, 1e-9),
         }
         if not self.rewards:
             return values
@@ -68,7 +67,13 @@ class Tally:
             "reward_std": float(np.std(self.rewards)),
             **{f"reward_part_{name}": sum(part) / len(part) for name, part in sorted(self.parts.items())},
             **values,
-            "skipped_groups": self.skipped_groups,
             "reward_faults": self.faults,
-            "reward_s": self.reward_s,
         }
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of a rollout: those of its answers, the times of its phases, and the groups left out."""
+        speed = sum(self.lengths) / max(self.rollout_s, 1e-9)
+        values = {**self.answer_metrics(), "rollout_s": self.rollout_s, "rollout_tokens_per_s": speed}
+        if not self.rewards:
+            return values
+        return {**values, "skipped_groups": self.skipped_groups, "reward_s": self.reward_s}
