@@ -83,17 +83,16 @@ def layer_time(s: Setting, layer: LayerCost) -> tuple[Time, Time]:
     tp_f = _tensor_parallel(s, layer)
     cp_f, cp_b = _context_parallel(s, attention_f, attention_b)
     ep_f = _expert_parallel(s, layer)
-    recompute = s.layouts.recompute
+    full, selective = s.layouts.recomputes("full"), s.layouts.recomputes("selective")
     core = {"attention": attention_f, "half": 0.5 * compute_f, "elementwise": stream_f}[s.software.selective]
-    again = np.where(recompute == 2, compute_f, np.where(recompute == 1, core, 0.0))
-    full = recompute == 2
+    again = np.where(full, compute_f, np.where(selective, core, 0.0))
     none = np.zeros_like(compute_f)
     first = Time(compute=compute_f, recompute=none, tp=tp_f, cp=cp_f, ep=ep_f, host=none)
     second = Time(
         compute=compute_b, recompute=again, tp=tp_f * (1 + full), cp=cp_b + cp_f * full, ep=ep_f * (1 + full), host=none
     )
     launches = s.software.kernels_per_layer
-    return _with_host(s, first, launches), _with_host(s, second, launches * (2 + 1 * full))
+    return _with_host(s, first, launches), _with_host(s, second, np.where(full, 3.0, 2.0) * launches)
 
 
 def head_time(s: Setting) -> tuple[Time, Time]:

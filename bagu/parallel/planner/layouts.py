@@ -106,5 +106,13 @@ class Layouts:
             }  # type: ignore[arg-type]
         )
 
+    def scheduled(self, schedule: Schedule) -> NDArray[np.bool_]:
+        """Which layouts have this pipeline schedule."""
+        return self.schedule == SCHEDULES.index(schedule)
+
+    def recomputes(self, how: Recompute) -> NDArray[np.bool_]:
+        """Which layouts recompute activations in this way."""
+        return self.recompute == RECOMPUTE.index(how)
+
     def where(self, mask: NDArray[np.bool_] | Ints) -> Layouts:
         return Layouts(**{f.name: getattr(self, f.name)[mask] for f in fields(self)})

@@ -147,8 +147,8 @@ def _kept(workload: Workload, software: Software, layer: LayerCost, x: Layouts) 
         share = 0.5 if software.selective == "half" else 1.0
         selective = (2 + 2 * share) * h / divided + (share * (saved.products - out) + out) / x.tp
     block = 2 * h / divided
-    kept = np.select([x.recompute == 0, x.recompute == 1], [everything, selective], block)
-    return kept, np.where(x.recompute == 2, everything, 0.0)
+    kept = np.select([x.recomputes("none"), x.recomputes("selective")], [everything, selective], block)
+    return kept, np.where(x.recomputes("full"), everything, 0.0)
 
 
 def _gathered(cost: ModelCost, software: Software, x: Layouts) -> Array:

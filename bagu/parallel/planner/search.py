@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from bagu.nn.config import ModelConfig
 from bagu.parallel.planner.cluster import Cluster
-from bagu.parallel.planner.layouts import RECOMPUTE, Layouts, Workload
+from bagu.parallel.planner.layouts import Layouts, Workload
 
 __all__ = ["candidates"]
 
@@ -86,14 +86,15 @@ def _expert_sizes(model: ModelConfig, dp: int) -> list[int]:
 def _can_run(workload: Workload, x: Layouts, hybrid: NDArray[np.int64]) -> NDArray[np.bool_]:
     per_rank = workload.batch // x.dp
     micro_batches = per_rank // x.micro_batch
+    zero_bubble = x.scheduled("zero_bubble")
     runs = per_rank % x.micro_batch == 0
     runs &= (x.zero == 0) | (x.dp > 1)
     runs &= (hybrid == 0) | ((x.shard > 1) & (x.shard < x.dp) & (x.dp % x.shard == 0))
-    runs &= (x.pp > 1) | ((x.virtual == 1) & (x.schedule == 0))
+    runs &= (x.pp > 1) | ((x.virtual == 1) & ~zero_bubble)
     # ZeRO-2 reduces every micro-batch, ZeRO-1 once: a pipeline has many. The trainer has no ZeRO-3 with a pipeline.
     runs &= (x.pp == 1) | (x.zero < 2)
-    runs &= (x.schedule == 0) | (x.recompute != RECOMPUTE.index("selective"))  # nor these two together
+    runs &= ~(zero_bubble & x.recomputes("selective"))  # nor these two together
     runs &= (x.pp == 1) | (micro_batches >= x.pp)  # 1F1B needs as many micro-batches as stages
     runs &= (x.virtual == 1) | ((micro_batches % x.pp == 0) & (x.pp * x.virtual <= workload.model.num_layers))
-    runs &= (x.schedule == 0) | ((micro_batches >= 2 * x.pp) & (2 * x.pp <= workload.model.num_layers))
+    runs &= ~zero_bubble | ((micro_batches >= 2 * x.pp) & (2 * x.pp <= workload.model.num_layers))
     return runs

@@ -66,7 +66,7 @@ def step_time(
     micro_batches = workload.batch / (layouts.dp * layouts.micro_batch)
     whole = workload.model.num_layers * middle.total + end.total
     fill = np.maximum(whole - slowest.total, 0) / layouts.virtual
-    bubble = np.where(layouts.schedule == 1, ZERO_BUBBLE * fill, fill)
+    bubble = np.where(layouts.scheduled("zero_bubble"), ZERO_BUBBLE * fill, fill)
     steady = slowest * micro_batches
     window_f = layers * forward.total + head[0].total * slow_end
     window_b = layers * backward.total + head[1].total * slow_end
@@ -116,7 +116,7 @@ def _sends(s: Setting, micro_batches: Array) -> Array:
     stride = (x.tp * x.cp * x.dp).astype(float)
     one = comm.send_s(s.cluster, s.calibration, size, stride)
     exposed = s.calibration.interference if s.software.overlap_p2p else 1.0
-    stages = np.where(x.schedule == 1, 2, x.virtual)  # ZBV has two stages per rank
+    stages = np.where(x.scheduled("zero_bubble"), 2, x.virtual)  # ZBV has two stages per rank
     count = 2 * (micro_batches * stages * exposed + x.pp - 1)
     return np.where(x.pp > 1, count * one, 0.0)
 
