@@ -71,6 +71,7 @@ def check(run: Run, out: Path, *, resume: bool = False, accept_data_change: bool
     folder.check_free(resume=resume)
     if run.wandb is not None:
         WeightsAndBiases.check()
+    _check_offload(run)
     inputs = read_inputs(run, out, accept_data_change=accept_data_change)
     if isinstance(run.objective, PolicyObjective):
         open_reward(run.objective, inputs.device).close()  # raises for a reward that cannot be loaded
@@ -107,19 +108,11 @@ def train(
         if run.wandb is not None:
             WeightsAndBiases.check()
     run = _resolved(run, named_device(run.device))
+    _check_offload(run)
     with _rank_0_first(mesh):  # it trains the tokenizer and fills the caches, and the others read them
         inputs = read_inputs(run, out, accept_data_change=accept_data_change, tokenizer=tokenizer, corpora=corpora)
-    if run.train.offload and inputs.device.type == "cpu":
-        raise BaguError(
-            "train.offload is set, and the run is on the CPU, whose memory holds the states already",
-            hint="leave it out, or train on a GPU",
-        )
-    model = _model(run, inputs)
+    model, auxiliary = _model(run, inputs), _auxiliary_models(inputs)
     peak = matmul_rate(inputs.device, inputs.dtype) * (1 if mesh is None else mesh.config.ranks)
-    auxiliary = {
-        role: load_model(folder, dtype=inputs.dtype, device=inputs.device).requires_grad_(False)
-        for role, folder in inputs.auxiliary.items()
-    }
     with _rank_0_first(mesh):
         data = run.objective.prepare(inputs.data, model, steps=run.train.steps, eval_batches=run.eval_batches)
     loss = run.objective.loss(model, auxiliary)
@@ -144,20 +137,11 @@ def train(
             run.train if sample else replace(run.train, sample_every=None), model, data.loader, loss=loss,
             folder=folder.checkpoints, resume=resume, pause_after=pause_after, begin=begin,
             evaluate=evaluate, sample=sample, settings={"objective": configs.to_dict(run.objective)},
-            identity={
-                "tokenizer": inputs.tokenizer.fingerprint, "model": _model_id(model.config),
-                **{role: digest_of(other.state_dict()) for role, other in auxiliary.items()},
-            },
-            flops_per_token=count.flops(model.config, run.data.context).training, peak_flops=peak, mesh=mesh,
-            timeline=timeline,
+            identity=_identity(inputs, model, auxiliary), mesh=mesh, timeline=timeline,
+            flops_per_token=count.flops(model.config, run.data.context).training, peak_flops=peak,
         )  # fmt: skip
         run.objective.finish(model)
-        if run.lora is not None:
-            if first:
-                _save_adapter(model, inputs, out / RUN_ADAPTER)
-            merge(model)
-        if first:
-            save_model(model, inputs.tokenizer, out / MODEL)
+        _save(run, model, inputs, out, writes=first)
         from_rank_0(mesh, 0)  # ranks end together: one that ends early would look like a lost one
     return Trained(
         folder=folder, model=model, tokenizer=inputs.tokenizer, data=data, corpora=inputs.corpora, fit=result
@@ -198,6 +182,14 @@ def _resolved(run: Run, device: torch.device) -> Run:
     )  # fmt: skip
 
 
+def _check_offload(run: Run) -> None:
+    if run.train.offload and named_device(run.device).type == "cpu":
+        raise BaguError(
+            "train.offload is set, and the run is on the CPU, whose memory holds the states already",
+            hint="leave it out, or train on a GPU",
+        )
+
+
 def _model(run: Run, inputs: Inputs) -> Transformer:
     int8 = run.lora is not None and run.lora.base == "int8"
     if inputs.start is not None:  # int8 weights are rounded on the host, so that a GPU never holds the others
@@ -212,6 +204,20 @@ def _model(run: Run, inputs: Inputs) -> Transformer:
             model, rank=config.rank, alpha=config.alpha, targets=config.targets, seed=run.train.seed, base=config.base
         )
     return model.to(inputs.device)
+
+
+def _auxiliary_models(inputs: Inputs) -> dict[str, Transformer]:
+    """The other models of the objective by role, frozen."""
+    return {
+        role: load_model(folder, dtype=inputs.dtype, device=inputs.device).requires_grad_(False)
+        for role, folder in inputs.auxiliary.items()
+    }
+
+
+def _identity(inputs: Inputs, model: Transformer, auxiliary: Mapping[str, Transformer]) -> dict[str, str]:
+    """What must be the same when the run is resumed: tokenizer, configuration of the model, weights of the others."""
+    weights = {role: digest_of(other.state_dict()) for role, other in auxiliary.items()}
+    return {"tokenizer": inputs.tokenizer.fingerprint, "model": _model_id(model.config), **weights}
 
 
 def _model_id(config: ModelConfig) -> str:
@@ -229,6 +235,16 @@ def _used(config: Any) -> dict[str, Any]:
         elif is_dataclass(value):
             plain[field.name] = _used(value)
     return plain
+
+
+def _save(run: Run, model: Transformer, inputs: Inputs, out: Path, *, writes: bool) -> None:
+    """Merge the adapters on every rank; write the adapter and the model on the rank that `writes`."""
+    if run.lora is not None:
+        if writes:
+            _save_adapter(model, inputs, out / RUN_ADAPTER)
+        merge(model)
+    if writes:
+        save_model(model, inputs.tokenizer, out / MODEL)
 
 
 def _save_adapter(model: Transformer, inputs: Inputs, folder: Path) -> None:

@@ -13,13 +13,14 @@ import torch
 from bagu.config import override
 from bagu.data import BpeTokenizer
 from bagu.data.corpus import SourceConfig
+from bagu.errors import BaguError
 from bagu.nn import count
 from bagu.nn.config import ModelConfig
 from bagu.recipes.catalogue import recipe, with_data
 from bagu.recipes.inputs import read_inputs
 from bagu.recipes.run import Run
 from bagu.recipes.summary import matmul_rate, summarise
-from bagu.recipes.training import _model_id
+from bagu.recipes.training import _model_id, check, train
 from tests.command import bagu
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -158,3 +159,12 @@ def test_checkpoints_made_before_the_score_head_still_match_their_model() -> Non
     )  # fmt: skip
     assert _model_id(config) == "f03587670d6d5e3c"  # as written at 4fa50d6
     assert _model_id(replace(config, score_head=True)) != _model_id(config)
+
+
+def test_offload_on_a_cpu_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    settings = ("device=cpu", "train.mesh.shard=2", "train.offload=true", "data.micro_batches=2")
+    run = override(recipe("small"), settings)
+    for start in (check, train):
+        with pytest.raises(BaguError, match=r"train.offload is set, and the run is on the CPU"):
+            start(run, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
