@@ -9,12 +9,14 @@ its unknowns give a distribution of the goodput of every point, measured or not.
     3. decides: measures points that may be the best (5 % of the draws) at full length, in turn, until one is left or
        the time is spent. The same point may be measured again: one measurement has noise.
 
-Goodput is 0 wherever the limits are far away, and no search can find its way on a plain. A hundredth of the throughput,
-times limit / latency where that is below 1, is therefore added to it in the search (never in what is reported).
+Goodput is 0 wherever the limits are far away, and equal values give a search no direction. A hundredth of the
+throughput, times limit / latency where that is below 1, is therefore added to it in the search (never in what is
+reported).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +39,7 @@ PROMISE = 0.002  # expected improvement below this share of the best ends the ex
 MARGIN = 0.93  # of the budget that is planned: the costs are estimates
 FULL_MEASUREMENTS = 3  # to leave time for
 LIKELY = 0.05  # probability of being the best that keeps a point in the search
-SLOPE = 0.01
+SLOPE = 0.01  # share of the throughput that is added to the goodput, see above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,48 +84,72 @@ def search(
     `first` is the baseline; `requests` and `short` are the requests of a full and of a short measurement. The same
     measurements lead to the same search, so that a stopped one is resumed by replaying its trials.
     """
-    trials = [measure(first, requests)]
-    if trials[0].samples is None:
-        raise BaguError(f"the first measurement failed: {trials[0].error}", hint="try these settings with bagu serve")
+    baseline = measure(first, requests)
+    if baseline.samples is None:
+        raise BaguError(f"the first measurement failed: {baseline.error}", hint="try these settings with bagu serve")
     model = _Model(points, roofline, plan, limits, requests, np.random.default_rng(seed))
-    start = trials[0].start_s
+    run = _Search(model, measure, baseline, requests=requests, short=short, share=share)
+    run.explore()
+    run.decide()
+    return run.found()
 
-    def spent() -> float:
-        return sum(t.seconds for t in trials)
 
-    def left(*runs: tuple[int, int]) -> float:
+class _Search:
+    """The trials so far, and the next ones. Points are given by their numbers."""
+
+    def __init__(
+        self, model: _Model, measure: Callable[[Point, int], Trial], baseline: Trial, *, requests: int, short: int,
+        share: float,
+    ) -> None:  # fmt: skip
+        self.model, self.points, self.measure, self.trials = model, model.points, measure, [baseline]
+        self.requests, self.short, self.share, self.start_s = requests, short, share, baseline.start_s
+
+    @property
+    def spent_s(self) -> float:
+        return sum(t.seconds for t in self.trials)
+
+    def left_s(self, *runs: tuple[int, int]) -> float:
         """Seconds of the budget after these (point, requests) are measured."""
-        return MARGIN * share * model.grid_s(start) - spent() - sum(start + model.duration_s(i, n) for i, n in runs)
+        planned = MARGIN * self.share * self.model.grid_s(self.start_s)
+        return planned - self.spent_s - sum(self.start_s + self.model.duration_s(i, n) for i, n in runs)
 
-    while True:
-        values = model.goodputs(trials)
-        tried = {points.index(t.point) for t in trials}
-        best = max((points.index(t.point) for t in trials if t.samples), key=lambda i: values[i].mean())
-        gain = np.maximum(0.0, values - values[best].mean()).mean(1)
-        gain[list(tried)] = 0.0
-        pick = int(gain.argmax())
-        if (
-            gain[pick] < PROMISE * values[best].mean()
-            or left((pick, short), *[(best, requests)] * FULL_MEASUREMENTS) < 0
-        ):
-            break
-        trials.append(measure(points[pick], short))
-    while True:
-        values = model.goodputs(trials)
-        times = [sum(t.point == p and t.requests == requests for t in trials) for p in points]
-        wins = np.bincount(values.argmax(0), minlength=len(points)) / DRAWS
-        likely = [i for i in range(len(points)) if wins[i] >= LIKELY] or [int(wins.argmax())]
-        pick = max(likely, key=lambda i: (-times[i], wins[i]))
-        if (len(likely) == 1 and times[pick]) or left((pick, requests)) < 0:
-            break
-        trials.append(measure(points[pick], requests))
-    values = model.goodputs(trials)
-    full = [points.index(t.point) for t in trials if t.requests == requests and t.samples is not None]
-    best = max(full, key=lambda i: values[i].mean())
-    return Found(
-        best=points[best], trials=tuple(trials), seconds=spent(), grid_s=model.grid_s(start),
-        corrected={p: float(v) for p, v in zip(points, values.mean(1), strict=True)},
-    )  # fmt: skip
+    def explore(self) -> None:
+        """Measure with a short load while a point promises an improvement, and time is left to decide."""
+        while True:
+            values = self.model.goodputs(self.trials)
+            best = max((self._number(t) for t in self.trials if t.samples), key=lambda i: values[i].mean())
+            gain = np.maximum(0.0, values - values[best].mean()).mean(1)
+            gain[[self._number(t) for t in self.trials]] = 0.0
+            pick = int(gain.argmax())
+            ahead = [(pick, self.short), *[(best, self.requests)] * FULL_MEASUREMENTS]
+            if gain[pick] < PROMISE * values[best].mean() or self.left_s(*ahead) < 0:
+                return
+            self.trials.append(self.measure(self.points[pick], self.short))
+
+    def decide(self) -> None:
+        """Measure at full length, in turn, what may be the best, until one point is left or the time is spent."""
+        while True:
+            values = self.model.goodputs(self.trials)
+            times = Counter(self._number(t) for t in self.trials if t.requests == self.requests)
+            wins = np.bincount(values.argmax(0), minlength=len(self.points)) / DRAWS
+            likely = [i for i in range(len(self.points)) if wins[i] >= LIKELY] or [int(wins.argmax())]
+            pick = max(likely, key=lambda i: (-times[i], wins[i]))
+            if (len(likely) == 1 and times[pick]) or self.left_s((pick, self.requests)) < 0:
+                return
+            self.trials.append(self.measure(self.points[pick], self.requests))
+
+    def found(self) -> Found:
+        values = self.model.goodputs(self.trials)
+        full = [self._number(t) for t in self.trials if t.requests == self.requests and t.samples is not None]
+        best = max(full, key=lambda i: values[i].mean())
+        return Found(
+            best=self.points[best], trials=tuple(self.trials), seconds=self.spent_s,
+            grid_s=self.model.grid_s(self.start_s),
+            corrected={p: float(v) for p, v in zip(self.points, values.mean(1), strict=True)},
+        )  # fmt: skip
+
+    def _number(self, trial: Trial) -> int:
+        return self.points.index(trial.point)
 
 
 class _Model:
