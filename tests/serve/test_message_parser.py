@@ -94,7 +94,7 @@ MALFORMED = [
     ("mistral", "[TOOL_CALLS] none"), ("mistral", '[TOOL_CALLS][{"name": "f"}]'),
     ("mistral_v11", "[TOOL_CALLS]f[ARGS]"),
     ("deepseek_v3", f"{CALLS}{CALL}function{SEP}f\n```json\n[]\n```{END_CALL}{END_CALLS}"),
-    ("deepseek_v31", f"{CALLS}{CALL}"),
+    ("deepseek_v31", f"{CALLS}{CALL}"), ("deepseek_v31", f"{CALLS}{CALL}\\{SEP}"),
 ]  # fmt: skip
 
 

@@ -239,7 +239,11 @@ class MessageParser:
         yield from self.reader.run(SPACE)
 
     def _known(self, name: str) -> str:
-        name = json.loads(f'"{name}"') if "\\" in name else name
+        """The name as one of the tools has it; it may have JSON's escapes."""
+        try:
+            name = json.loads(f'"{name}"') if "\\" in name else name
+        except ValueError as error:  # not an escape of JSON, or a backslash at the end
+            raise Malformed from error
         if name not in self._names:
             raise Malformed
         return name
