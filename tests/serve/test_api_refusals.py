@@ -12,13 +12,19 @@ from tiny_server import KEY, MAX_LEN, Running
 from bagu.serve.http import fields
 from bagu.serve.http.calls import ApiError
 from bagu.serve.http.openai import CompletionBody
-from bagu.serve.http.parse import parse
+from bagu.serve.http.parse import MAX_DEPTH, parse
 
 DEEP_TOOL = (
     b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "f", '
     b'"parameters": {"default": ' + b"[" * 900 + b"]" * 900 + b"}}}]}"
 )
-DEEP = b'{"messages": [{"role": "user", "content": "a", "x": ' + b"[" * 600 + b"]" * 600 + b"}]}"
+
+
+def nested(depth: int) -> bytes:
+    value = b"[" * (depth - 3) + b"]" * (depth - 3)  # in the body, the list of messages and a message
+    return b'{"max_tokens": 1, "messages": [{"role": "user", "content": "a", "x": ' + value + b"}]}"
+
+
 REFUSED: list[tuple[str, Any, int, str]] = [
     (TEXT, b'{"prompt": "hi"', 400, "not JSON"),
     (TEXT, b'{"prompt": "\xff"}', 400, "UTF-8"),
@@ -60,7 +66,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     (TEXT, {"prompt": "a", "stream": True, "prompt_logprobs": 1}, 400, "prompt_logprobs"),
     (TEXT, {"prompt": "a", "model": "gpt-9"}, 404, "gpt-9"),
     (CHAT, {"messages": []}, 400, "messages"),
-    (CHAT, DEEP, 400, "nested"),
+    (CHAT, nested(MAX_DEPTH + 1), 400, "nested"),
     (CHAT, DEEP_TOOL, 400, "nested"),
     (CHAT, {"messages": [*ASK, {"role": "user", "content": "a" * 60_000}]}, 400, "characters"),
     (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, 400, "wizard"),
@@ -84,6 +90,10 @@ def test_refusals_have_openais_error_shape(tiny: Running, path: str, body: Any, 
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"} and says in error["message"]
+
+
+def test_the_deepest_body_is_served(tiny: Running) -> None:
+    assert post(tiny, CHAT, nested(MAX_DEPTH)).status_code == 200
 
 
 def test_a_million_wrong_values_give_one_error() -> None:

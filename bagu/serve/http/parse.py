@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -14,6 +15,7 @@ from bagu.serve.http.openai import Body
 __all__ = ["parse"]
 
 B = TypeVar("B", bound=Body)
+MAX_DEPTH = 128  # of nested objects and lists. Python's own limit differs by version and by the calls on the stack
 
 
 def parse(kind: type[B], raw: bytes) -> B:
@@ -25,11 +27,13 @@ def parse(kind: type[B], raw: bytes) -> B:
                 data, ensure_ascii=False
             ).encode()  # fails for an unpaired surrogate, which no response could contain
     except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply") from error
+        raise _too_deep() from error
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise ApiError(400, f"the body is not UTF-8 text: {error.reason} at {error.start}") from error
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:  # a quick bound: most bodies need no further check
+        _check_depth(data)
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -42,6 +46,22 @@ def parse(kind: type[B], raw: bytes) -> B:
         where = _place(loc, data) or None
         found = "" if first["type"] == "missing" else f"; {_short(first['input'])} was sent"
         raise ApiError(400, f"{where or 'the body'}: {first['msg']}{found}", param=where) from error
+
+
+def _check_depth(data: Any) -> None:
+    level, depth = [data], 0
+    while level := [child for value in level for child in _members(value) if isinstance(child, (dict, list))]:
+        depth += 1
+        if depth >= MAX_DEPTH:
+            raise _too_deep()
+
+
+def _members(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _too_deep() -> ApiError:
+    return ApiError(400, f"the body is nested too deeply: more than {MAX_DEPTH} objects and lists in each other")
 
 
 def _place(loc: tuple[int | str, ...], data: Any) -> str:
