@@ -254,12 +254,11 @@ def check(
     `backend` is the one that `fn` runs. The tolerance is `spec.allowed_ulps` spacings of the result's dtype plus twice
     the fp32 error of the reference at this case, so that a sum with cancellation is held only to what fp32 can reach.
     The fp32 error is the largest of eight runs of the reference in fp32: one on these inputs and incoming gradients,
-    and seven on copies perturbed by half an fp32 rounding (a single run can be lucky). On a GPU, which adds in another
-    order than a CPU, there is one more run on it. They run only if a result differs by more than these spacings alone;
-    its error is then what remains beyond twice the fp32 error. An integer result is compared with the reference's
-    unrounded value and may differ by 0.5. Inputs must stay unchanged, except those in `spec.mutates`, which are
-    compared as results. `layout` is the memory layout of inputs and incoming gradients; each tensor has its own strides
-    (layouts.py).
+    and seven on copies perturbed by half an fp32 rounding (a single run can be lucky). They run only if a result
+    differs by more than these spacings alone; its error is then what remains beyond twice the fp32 error. An integer
+    result is compared with the reference's unrounded value and may differ by 0.5. Inputs must stay unchanged, except
+    those in `spec.mutates`, which are compared as results. `layout` is the memory layout of inputs and incoming
+    gradients; each tensor has its own strides (layouts.py).
     """
     streams = Streams(spec.name, case.name)
     rounded = spec.cast(case, spec.inputs(case, streams), dtype)
@@ -269,10 +268,7 @@ def check(
 
     @cache
     def in_fp32() -> list[dict[str, Result]]:
-        runs = [reference(rounded, torch.float32, perturbation=i) for i in (None, *range(7))]
-        if torch.device(device).type == "cuda":
-            runs.append(reference(_placed(rounded, lambda v, _: v.to(device)), torch.float32))
-        return runs
+        return [reference(rounded, torch.float32, perturbation=i) for i in (None, *range(7))]
 
     place = lambda v, i: lay_out(v.to(device), layout, i)  # noqa: E731
     given = _placed(rounded, place)

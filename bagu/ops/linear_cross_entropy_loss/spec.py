@@ -101,6 +101,7 @@ SPEC = OpSpec(
     constant=("target_logit", "lse"),
     derive=derive,
     ulps=2,  # as in linear_cross_entropy; the product with the incoming scalar adds one rounding, 0.8 measured in all
+    ulps_of=head.TARGET_LOGIT,
     nonempty=("D", "V"),
     independent=(),
     peers=True,

@@ -1,9 +1,10 @@
 """The linear layer with an 8-bit weight on Triton: for few rows, when reading the weight takes most of the time.
 
 Up to 4 rows are products of a matrix and vectors without tensor cores: programs of 8 rows of w are many enough to have
-all reads under way at once. More rows are tiles for mma.sync; the weight is widened in registers to the dtype of x.
-A program sums over the whole of K, because adding parts in a second launch would take longer at these sizes. The four
-linear layers of a 0.6B model on an H200, in us for all 28 layers with int8 and fp8:
+all reads under way at once. So are rows of more than 16 bits, which no tensor core multiplies exactly, 4 at a time.
+More rows of 16 bits are tiles for mma.sync; the weight is widened in registers to the dtype of x. A program sums over
+the whole of K, because adding parts in a second launch would take longer at these sizes. The four linear layers of a
+0.6B model on an H200, in us for all 28 layers with int8 and fp8:
 
     rows    vectors       tiles         bf16 weights, cuBLAS
     1       438 | 405                   868
@@ -33,7 +34,7 @@ def vector_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n, j = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)[None, None, :]
-    m = tl.arange(0, BM)
+    m = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
     row, column = tl.minimum(m, M - 1)[:, None, None], tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
     products = tl.zeros([BM, BN, BK], ACC)
     for k in tl.range(0, K, BK, num_stages=STAGES):
@@ -60,7 +61,7 @@ def tile_kernel(
     for k in tl.range(0, K, BK, num_stages=STAGES):
         x = tl.load(x_ptr + row * x_stride + k + j, k + j < K, 0.0)
         w = tl.load(w_ptr + column * w_stride + k + j, k + j < K, 0.0).to(x.dtype)
-        total = tl.dot(x, w.T, total, input_precision="ieee", out_dtype=ACC)
+        total = tl.dot(x, w.T, total, out_dtype=ACC)
     total *= tl.load(scale_ptr + n * scale_stride, n < N, 0.0).to(ACC)[None, :]
     if bias_ptr is not None:
         total += tl.load(bias_ptr + n * bias_stride, n < N, 0.0).to(ACC)[None, :]
@@ -79,11 +80,11 @@ def forward(
         rows, w, w_scale, bias, y, M, N, K, rows.stride(0), w.stride(0), w_scale.stride(0),
         0 if bias is None else bias.stride(0),
     )  # fmt: skip
-    ACC, wide = triton_acc(x.dtype), x.element_size() > 2  # wide: without tensor cores
-    if M <= FEW_ROWS:
-        vector_kernel[(triton.cdiv(N, VECTOR["BN"]),)](*args, BM=next_power_of_2(M), ACC=ACC, **VECTOR)
+    ACC = triton_acc(x.dtype)
+    if M <= FEW_ROWS or x.element_size() > 2:
+        BM = min(next_power_of_2(M), FEW_ROWS)
+        vector_kernel[(triton.cdiv(N, VECTOR["BN"]), triton.cdiv(M, BM))](*args, BM=BM, ACC=ACC, **VECTOR)
         return (y,)
-    BM, BN = 16 if wide else min(max(next_power_of_2(M), 16), 64), 32 if M <= 16 else 16
-    how = TILE | ({"BK": 32, "STAGES": 1} if wide else {})
-    tile_kernel[(triton.cdiv(N, BN), triton.cdiv(M, BM))](*args, BM=BM, BN=BN, ACC=ACC, **how)
+    BM, BN = min(max(next_power_of_2(M), 16), 64), 32 if M <= 16 else 16
+    tile_kernel[(triton.cdiv(N, BN), triton.cdiv(M, BM))](*args, BM=BM, BN=BN, ACC=ACC, **TILE)
     return (y,)
