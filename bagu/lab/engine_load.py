@@ -32,8 +32,8 @@ PROMPT = 8  # tokens
 @dataclass(frozen=True, kw_only=True)
 class Served:
     """Times of each request in seconds on the clock: arrival, submission to the engine (at the next step), first
-    token, last token. `in_system` is the average
-    number of requests that the engine holds, by its own count at every step; `total` is the whole time."""
+    token, last token. `in_system` is the average number of requests that the engine holds, by its own count at every
+    step; `total` is the whole time."""
 
     arrival: np.ndarray
     taken: np.ndarray

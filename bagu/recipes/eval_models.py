@@ -24,20 +24,19 @@ from bagu.types import Tokenizer
 __all__ = ["Api", "EngineModel", "ServerModel", "eval_engine", "model_of"]
 
 TIMEOUT_S = 3600.0
+SERVER_MAX_LEN = 2048  # tokens, of a server that does not report its model's
 PROMPTS_A_CALL = 64  # per server call: small enough that the response of one call has a few megabytes
 CHATS_AT_ONCE = 16  # calls to a server at the same time
 MAX_WAITS = 120  # seconds to wait while the queue is full
-
-
-# Positions per KV block. The choices of an item share the full blocks of their prompt, so small blocks share more: on a
-# CPU 84 % of the prefill speed with 4 positions, 80 % with 8. A GPU's usual 256 would share no prompt that is shorter.
-BLOCK_SIZES = {"cpu": 4, "cuda": 16}
+# Positions per KV block. The choices of an item share the full blocks of their prompt, so small blocks share more: 84 %
+# of the prefill speed with 4 positions, 80 % with 8. On a GPU the engine's own size is used.
+CPU_BLOCK_SIZE = 4
 
 
 def eval_engine(model: Transformer, tokenizer: Tokenizer, **settings: Any) -> Engine:
     """An engine for evaluations; `settings` are fields of EngineConfig."""
-    block_size = BLOCK_SIZES[model.embedding.weight.device.type]
-    return Engine(model, tokenizer, EngineConfig(**({"block_size": block_size} | settings)))
+    on_cpu = model.embedding.weight.device.type == "cpu"
+    return Engine(model, tokenizer, EngineConfig(**({"block_size": CPU_BLOCK_SIZE if on_cpu else None} | settings)))
 
 
 class EngineModel:
@@ -141,7 +140,7 @@ class ServerModel:
         self.api = Api(url, api_key=api_key)
         first = self.api.models()[0]
         self.name = str(first["id"])
-        self.max_len = int(first.get("max_model_len") or 2048)
+        self.max_len = int(first.get("max_model_len") or SERVER_MAX_LEN)
         self._tokens: dict[str, list[int]] = {}  # cache of tokenized texts: contexts repeat
 
     def encode(self, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The process that runs a user's reward function: `rewards.py` starts it, and kills it after a timeout.
+"""The process that runs a user's reward function: `user_reward.py` starts it, and kills it after a timeout.
 
 It imports nothing of bagu, so that it starts fast; the user's file imports what it needs. The user's code has the
 rights of the user: this process protects the training run from a hang or a crash, not the machine from the code.
