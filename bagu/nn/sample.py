@@ -12,6 +12,7 @@ import torch
 
 from bagu import ops
 from bagu.errors import ArgumentError
+from bagu.nn.evaluating import evaluating
 from bagu.nn.kv import DenseKV
 from bagu.nn.model import Transformer
 
@@ -32,12 +33,8 @@ def generate(
 ) -> list[list[int]]:
     """The new tokens of each prompt, up to `max_new_tokens` or eos (not included). Temperature 0 is greedy."""
     _check(model, prompts, max_new_tokens, temperature, top_k, top_p)
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         return _generate(model, prompts, max_new_tokens, temperature, top_k, top_p, seed, eos_id)
-    finally:
-        model.train(training)
 
 
 def _generate(

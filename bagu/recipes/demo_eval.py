@@ -20,6 +20,7 @@ from bagu.eval.intervals import Comparison, Estimate
 from bagu.eval.score import Result, evaluate
 from bagu.eval.tasks import built_in
 from bagu.eval.words import PERCENT, p_value
+from bagu.nn.evaluating import evaluating
 from bagu.nn.model import Transformer
 from bagu.recipes.demo_sizes import Demo
 from bagu.recipes.eval_models import EngineModel, eval_engine
@@ -56,18 +57,18 @@ class Evaluation:
 
 def evaluate_stage(stage: str, model: Transformer, tokenizer: BpeTokenizer, folder: Path, size: Demo) -> Evaluation:
     """Score the first items of each task."""
-    was_training = model.training
-    engine = eval_engine(model.eval(), tokenizer, kv_memory=KV_MEMORY, cuda_graphs=False)
-    engine.generate([[tokenizer.eos_id]], Sampling(max_tokens=2))  # compiles its decode step, outside the timed tasks
-    asked = EngineModel(engine, tokenizer, ChatEncoder(tokenizer), folder.name)
-    results = [
-        evaluate(
-            asked, built_in(name, asked.max_len), out=folder,
-            limit=size.write_items if name == WRITE else size.eval_items,
-        )
-        for name in TASKS
-    ]  # fmt: skip
-    model.train(was_training)
+    with evaluating(model):
+        engine = eval_engine(model, tokenizer, kv_memory=KV_MEMORY, cuda_graphs=False)
+        # compiles its decode step, outside the timed tasks
+        engine.generate([[tokenizer.eos_id]], Sampling(max_tokens=2))
+        asked = EngineModel(engine, tokenizer, ChatEncoder(tokenizer), folder.name)
+        results = [
+            evaluate(
+                asked, built_in(name, asked.max_len), out=folder,
+                limit=size.write_items if name == WRITE else size.eval_items,
+            )
+            for name in TASKS
+        ]  # fmt: skip
     answers = [text for row in read_side(folder)[WRITE].rows.values() for text in row["answers"]]
     return Evaluation(
         stage=stage, results=tuple(results), folder=folder, variety=diversity(answers),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from bagu.data.chat import ChatEncoder
+from bagu.nn.evaluating import evaluating
 from bagu.nn.model import Transformer
 from bagu.ops.eager import force_eager
 from bagu.recipes.generation import read_generation
@@ -90,7 +91,7 @@ class EngineSampler:
         self, model: Transformer, tokenizer: Tokenizer | None, config: EngineConfig, *, stops: Sequence[int] = ()
     ) -> None:
         self.model, self.stops = model, tuple(stops)
-        with _evaluating(model):
+        with evaluating(model):
             self.engine = Engine(model, tokenizer, config)
 
     def sample(
@@ -100,19 +101,9 @@ class EngineSampler:
             Sampling(max_tokens=max_tokens, n=n, seed=seed, stop_token_ids=self.stops, logprobs=0) for seed in seeds
         ]
         # compiled blocks are compiled for the shapes of training, and here a shape changes at each step
-        with _evaluating(self.model), force_eager():
+        with evaluating(self.model), force_eager():
             return self.engine.generate(prompts, each)
 
     def weights_changed(self) -> None:
-        with _evaluating(self.model):
+        with evaluating(self.model):
             self.engine.weights_changed()
-
-
-@contextmanager
-def _evaluating(model: Transformer) -> Iterator[None]:
-    was = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was)

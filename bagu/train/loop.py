@@ -17,6 +17,7 @@ import torch
 
 from bagu.config import diff, to_dict
 from bagu.errors import ArgumentError
+from bagu.nn.evaluating import evaluating
 from bagu.nn.model import Transformer
 from bagu.ops.eager import force_eager
 from bagu.parallel.collectives import from_rank_0
@@ -160,12 +161,8 @@ def _due(every: int | None, step: int, last: bool) -> bool:
 @contextlib.contextmanager
 def _inference(model: Transformer) -> Iterator[None]:
     """Evaluation mode without gradients. Random numbers drawn inside do not change the dropout of the next step."""
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train()
+    with evaluating(model), torch.no_grad():
+        yield
 
 
 def _refuse_idle_options(

@@ -7,11 +7,11 @@ the model without its adapters is the initial policy.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 
+from bagu.nn.evaluating import evaluating
 from bagu.nn.lora import has_lora, without_lora
 from bagu.nn.model import Transformer
 from bagu.train.logprobs import token_logprobs
@@ -38,17 +38,5 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """log p of each target, [T] fp32 and 0 where the target is IGNORE, without dropout."""
-        with _evaluating(self.model), without_lora(self.model) if self.shared else nullcontext():
+        with evaluating(self.model), without_lora(self.model) if self.shared else nullcontext():
             return token_logprobs(self.model, batch)[0]
-
-
-@contextmanager
-def _evaluating(model: Transformer) -> Iterator[None]:
-    was = model.training
-    if was:
-        model.eval()
-    try:
-        yield
-    finally:
-        if was:
-            model.train()
