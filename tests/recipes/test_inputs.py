@@ -168,3 +168,9 @@ def test_offload_on_a_cpu_is_refused_before_anything_is_read(tmp_path: Path) -> 
         with pytest.raises(BaguError, match=r"train.offload is set, and the run is on the CPU"):
             start(run, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "on_policy_distill"])
+def test_objectives_that_sample_their_batches_are_refused_on_a_mesh(name: str) -> None:
+    with pytest.raises(BaguError, match=f"objective '{name}' and the mesh dp=2 do not go together"):
+        override(recipe(name), ["train.mesh.dp=2", "data.micro_batches=2"])
