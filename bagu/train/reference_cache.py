@@ -99,11 +99,13 @@ def _read(path: Path, documents: int) -> np.ndarray | None:
 def _write(path: Path, values: np.ndarray) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".partial-", delete=False) as file:
-            file.write(safetensors.numpy.save({"logprobs": values}))
-            file.flush()
-            os.fsync(file.fileno())
-        Path(file.name).replace(path)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".partial-") as scratch:
+            draft = Path(scratch, path.name)
+            with draft.open("wb") as file:
+                file.write(safetensors.numpy.save({"logprobs": values}))
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
     except OSError as error:
         raise BaguError(
             f"cannot write the reference log-probabilities to {path.parent}: {error}",
