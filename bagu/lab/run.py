@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from bagu.config import write_atomic
 from bagu.lab import catalogue, plot
 from bagu.lab.core import Lab, Result, Setting, T
 from bagu.machine.device import default_device, this_machine
@@ -77,9 +78,7 @@ def store(lab: Lab, result: Result, folder: Path) -> str | None:
     text = result.to_json()
     for name in plot.FILES:  # an old plot would not match the new rows
         (folder / name).unlink(missing_ok=True)
-    part = folder / "result.json.part"
-    part.write_text(text, encoding="utf-8")
-    part.replace(folder / "result.json")
+    write_atomic(folder / "result.json", text)
     return plot.draw(lab, result.rows, folder)
 
 
