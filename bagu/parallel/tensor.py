@@ -35,7 +35,7 @@ from bagu.parallel.mesh import Mesh
 from bagu.parallel.sharding import TENSOR, First, Placement, Replicated, placements
 from bagu.parallel.vocab_loss import vocab_range
 
-__all__ = ["check_sizes", "check_tensor_parallel", "squared_norm", "sum_replicated", "tensor_parallel"]
+__all__ = ["check_sizes", "check_tensor_parallel", "sum_replicated", "tensor_parallel"]
 
 
 def check_sizes(config: ModelConfig, ranks: int) -> None:
@@ -178,12 +178,3 @@ def sum_replicated(grads: Mapping[str, torch.Tensor], places: Mapping[str, Place
     all_reduce(mesh, flat, "tp")
     for g, total in zip(parts, flat.split([g.numel() for g in parts]), strict=True):
         g.copy_(total.view_as(g))
-
-
-def squared_norm(grads: Mapping[str, torch.Tensor], places: Mapping[str, Placement], mesh: Mesh) -> torch.Tensor:
-    """The squared norm of all gradients over tp, a replicated one counted once."""
-    first = mesh.coordinate("tp") == 0
-    counted = [g.square().sum() for name, g in grads.items() if first or not isinstance(places[name], Replicated)]
-    total = torch.stack(counted).sum() if counted else torch.zeros((), device=mesh.device)
-    all_reduce(mesh, total, "tp")
-    return total
