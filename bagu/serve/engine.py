@@ -5,8 +5,10 @@
     sample  sampler.py     one token for every sequence whose last known token was computed
     commit  scheduler.py   append the tokens, detect finished choices, register or release blocks
 
-On a GPU two steps overlap: the host plans step n + 1 and launches its forward before it reads the tokens of step n;
-the tokens go from one step to the next on the device. So `step` returns the events of the previous step.
+On a GPU two steps overlap. Between two calls of `step` the forward of step n runs. `step` plans n + 1, samples n,
+launches the forward of n + 1, and then reads the tokens of n, which go to n + 1 on the device. So it returns the events
+of n, and commit, the caller's work and the next plan run on the host while the device computes n + 1. The masks of
+constrained requests are computed in the same time, by other threads.
 
 The engine starts no thread: the caller runs `step` in a loop. `generate`, `stream` and `score` (generate.py) do so for
 the requests of one caller. With `tp` > 1 the model is divided over processes of this machine (tp/lead.py), which
@@ -36,7 +38,7 @@ from bagu.serve.constrain.compiler import GrammarCompiler
 from bagu.serve.generate import GenerationMixin
 from bagu.serve.kv.blocks import Blocks, IntegrityError
 from bagu.serve.kv.pool import size_pool
-from bagu.serve.pending import PendingStep
+from bagu.serve.pending import LaunchedStep, SampledStep
 from bagu.serve.plan import Plan
 from bagu.serve.request import Event, Request, TokenEvent
 from bagu.serve.sampler import Sampler
@@ -96,8 +98,8 @@ class Engine(GenerationMixin):
         vocab_size = model.config.vocab_size
         self.grammars = GrammarCompiler(tokenizer, vocab_size, stops) if tokenizer is not None and stops else None
         self._overlaps = model.embedding.weight.is_cuda if config.async_scheduling is None else config.async_scheduling
-        self._pending: PendingStep | None = None
-        self._unreturned: list[Event] = []  # events of a step that `weights_changed` committed
+        self._launched: LaunchedStep | None = None
+        self._unreturned: list[Event] = []  # events of a step that `load_adapter` committed
         self._counter = StepCounter()
         for name, path in config.adapters:
             self.load_adapter(name, path)
@@ -107,27 +109,21 @@ class Engine(GenerationMixin):
     def step(self) -> list[Event]:
         """Run one step for every running sequence and return its events; an empty list if there is nothing to run.
         With overlapping steps, the events are those of the previous step."""
-        began = time.perf_counter()
         with torch.inference_mode(), self._arithmetic():
             plan = self.scheduler.plan()
-            if plan is None and self._pending is None:
+            if plan is None and self._launched is None:
                 return self._idle()
-            events: list[Event] = []
+            sampled: SampledStep | None = None
             try:
-                if plan is not None and self._pending is None:  # all tokens are known
-                    self.sampler.start_masks(plan)
-                output = None if plan is None else self.runner.run(plan, self._late_tokens())
-                events += self._commit_pending()  # the previous step, while this one runs; sampling may need its tokens
-                if plan is not None and output is not None:
-                    self._pending = PendingStep.of(plan, self.sampler.sample(plan, output), began)
+                sampled = self._sample()  # the previous step, if steps overlap
+                self._launch(plan, sampled)
+                if not self._overlaps:
+                    sampled = self._sample()
             except torch.OutOfMemoryError as error:
-                events += self._commit_pending()
-                if plan is None or plan.num_tokens == 1 or self.ranks is not None:  # other ranks wait in a collective
-                    raise
-                self._shrink_steps(plan, error)
-            if not self._overlaps:
-                events += self._commit_pending()
-        return events
+                events = self._commit(sampled)
+                self._shrink_steps(error)
+                return events
+            return self._commit(sampled)
 
     @property
     def has_work(self) -> bool:
@@ -154,7 +150,7 @@ class Engine(GenerationMixin):
 
     def abort(self, request_id: str) -> bool:
         """End a request now; False if there is no unfinished request of this id. Its blocks are free on return, or when
-        the pending step that uses them is committed."""
+        the step that uses them is committed."""
         self.sampler.remove(request_id)
         return self.scheduler.abort(request_id)
 
@@ -168,7 +164,6 @@ class Engine(GenerationMixin):
                 found = f"has shape {list(tensor.shape)}" if name in own else "is not in the model's state dict"
                 hint = f"its shape is {list(own[name].shape)}" if name in own else "use the names of model.state_dict()"
                 raise ArgumentError(f"update_weights: {name} {found}", hint=hint)
-        self._unreturned = self._commit_pending()
         with torch.no_grad():
             for name, tensor in state.items():
                 own[name].copy_(tensor)
@@ -176,18 +171,19 @@ class Engine(GenerationMixin):
 
     def weights_changed(self) -> None:
         """Drop what was computed with old weights, after other code (a trainer of the same model) has changed them in
-        place: the prefix cache is emptied, running sequences are recomputed, and packed weights are packed again."""
+        place: the prefix cache is emptied, running sequences are recomputed, and packed weights are packed again. A step
+        that is not sampled yet is computed again too: its tokens and their logprobs are then of the same weights."""
         self._check_updatable()
-        self._unreturned = self._commit_pending()
+        self._drop_steps()
         self.runner.prepare()
-        self.scheduler.restart()
 
     def load_adapter(self, name: str, path: str, adapter: Adapter | None = None) -> AdapterInfo:
         """Load a LoRA adapter, so that requests can name it. `adapter` is what was read from `path`, if another thread
         has done that (`adapters.read`). Raises BaguError, and changes nothing, if it cannot be served."""
         adapter = self.adapters.read(path) if adapter is None else adapter
         self.adapters.check(adapter)
-        self._unreturned = self._commit_pending()
+        with torch.inference_mode(), self._arithmetic():
+            self._unreturned = self._commit(self._sample())
         resident = self.adapters.install(name, path, adapter, self.scheduler.busy_slots())
         self.runner.install_adapter(resident.slot, adapter)
         return resident.info
@@ -268,37 +264,59 @@ class Engine(GenerationMixin):
     def _idle(self) -> list[Event]:
         if self.scheduler.has_work:
             raise IntegrityError("requests are waiting, but none is running and none can be planned")
-        return self._commit_pending()
+        return self._commit(None)
 
-    def _shrink_steps(self, plan: Plan, error: torch.OutOfMemoryError) -> None:
-        """After a step that did not fit the device's memory: plan steps of half as many tokens from now on."""
-        self.sampler.cancel(plan)
-        self.scheduler.cancel(plan)
-        limit = self.scheduler.limit_step(plan.num_tokens // 2)
+    def _launch(self, plan: Plan | None, previous: SampledStep | None) -> None:
+        """Launch the forward of a plan. Tokens of `previous` that it needs are read on the device."""
+        if plan is not None:
+            began = time.perf_counter()
+            output = self.runner.run(plan, None if previous is None else previous.output.tokens)
+            self._launched = LaunchedStep(plan, output, began)
+
+    def _sample(self) -> SampledStep | None:
+        """Sample the tokens of the step that is launched, if there is one."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return None
+        return SampledStep.of(launched.plan, self.sampler.sample(launched.plan, launched.output), launched.began)
+
+    def _commit(self, sampled: SampledStep | None) -> list[Event]:
+        """Commit a step, if there is one, and return its events. Its tokens are the last that the masks of the next
+        step need, so these are started first."""
+        earlier, self._unreturned = self._unreturned, []
+        tokens, logprobs = ([], None) if sampled is None else sampled.wait()
+        if self._launched is not None:
+            self.sampler.start_masks(self._launched.plan, tokens)
+        if sampled is None:
+            return earlier
+        events = self._check_stops(self.scheduler.commit(sampled.plan, tokens, logprobs))
+        seconds = self._counter.add(sampled.began, len(sampled.plan.slices), sum(e.token is not None for e in events))
+        if self.speculator is not None:
+            self.speculator.record(sampled.plan, seconds)
+        return [*earlier, *sampled.output.prompts, *events]
+
+    def _drop_steps(self) -> None:
+        """Drop the steps that are not committed. All running sequences are computed again."""
+        self._launched = None
+        for plan in self.scheduler.in_flight:
+            self.sampler.cancel(plan)
+        self.scheduler.cancel()
+
+    def _shrink_steps(self, error: torch.OutOfMemoryError) -> None:
+        """After a step that did not fit the device's memory, the oldest that is not committed: plan steps of half as
+        many tokens from now on."""
+        tokens = self.scheduler.in_flight[0].num_tokens
+        if tokens == 1 or self.ranks is not None:  # other ranks wait in a collective
+            raise error
+        self._drop_steps()
+        limit = self.scheduler.limit_step(tokens // 2)
         if self.runner.device.type == "cuda":
             torch.cuda.empty_cache()
         warnings.warn(
-            f"a step of {plan.num_tokens} tokens ran out of memory; steps now have at most {limit} ({error})",
+            f"a step of {tokens} tokens ran out of memory; steps now have at most {limit} ({error})",
             RuntimeWarning,
             stacklevel=2,
         )
-
-    def _late_tokens(self) -> torch.Tensor | None:
-        """The tokens of the pending step, on the device."""
-        return None if self._pending is None else self._pending.output.tokens
-
-    def _commit_pending(self) -> list[Event]:
-        """Commit the pending step, if there is one, and return its events."""
-        earlier, self._unreturned = self._unreturned, []
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return earlier
-        tokens, logprobs = pending.wait()
-        events = self._check_stops(self.scheduler.commit(pending.plan, tokens, logprobs))
-        seconds = self._counter.add(pending.began, len(pending.plan.slices), sum(e.token is not None for e in events))
-        if self.speculator is not None:
-            self.speculator.record(pending.plan, seconds)
-        return [*earlier, *pending.output.prompts, *events]
 
     def _check_stops(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """Finish the choices whose text contains a stop string, and drop what they sampled after it in this step."""

@@ -1,4 +1,4 @@
-"""A step whose tokens are sampled on the device but not committed yet, and their copy to the host."""
+"""A step between its launch and its commit: first its forward runs, then its tokens are sampled on the device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,23 @@ import torch
 
 from bagu.serve.plan import Plan
 from bagu.serve.request import TokenLogprob
+from bagu.serve.runner import RunnerOutput
 from bagu.serve.sampler import SampledLogprobs, SamplerOutput
 
-__all__ = ["PendingStep"]
+__all__ = ["LaunchedStep", "SampledStep"]
 
 
-class PendingStep(NamedTuple):
+class LaunchedStep(NamedTuple):
+    """A step whose forward is launched, and whose tokens are not sampled yet."""
+
+    plan: Plan
+    output: RunnerOutput
+    began: float
+
+
+class SampledStep(NamedTuple):
+    """A step whose tokens are sampled on the device but not committed yet, and their copy to the host."""
+
     plan: Plan
     output: SamplerOutput
     tokens: torch.Tensor  # on the host, as are the logprobs; valid after the event `copied`
@@ -23,17 +34,17 @@ class PendingStep(NamedTuple):
     began: float
 
     @staticmethod
-    def of(plan: Plan, output: SamplerOutput, began: float) -> PendingStep:
+    def of(plan: Plan, output: SamplerOutput, began: float) -> SampledStep:
         """Start the copy of the sampled tokens and their logprobs to the host."""
         tokens, logprobs = output.tokens, output.logprobs
         if not tokens.is_cuda:
-            return PendingStep(plan, output, tokens, logprobs, None, began)
+            return SampledStep(plan, output, tokens, logprobs, None, began)
         tokens = tokens.to("cpu", non_blocking=True)  # pinned memory, valid after the event
         if logprobs is not None:
             logprobs = logprobs._replace(values=logprobs.values.to_host())
         copied = torch.cuda.Event()
         copied.record()
-        return PendingStep(plan, output, tokens, logprobs, copied, began)
+        return SampledStep(plan, output, tokens, logprobs, copied, began)
 
     def wait(self) -> tuple[list[int], Sequence[float | TokenLogprob | None] | None]:
         """The tokens on the host, and a logprob for each of them, if a request asks for them."""

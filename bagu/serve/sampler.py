@@ -65,7 +65,7 @@ class Sampler:
         self._seeds = random.Random(seed)  # for requests without a seed
         self._states: dict[str, _RequestState] = {}
         self._slots = Slots(runner.source.config.vocab_size)
-        self.masks = Masks(runner.source.config.vocab_size, eos_ids)
+        self.masks = Masks(runner.source.config.vocab_size, eos_ids, runner.device)
         self._special = frozenset(getattr(tokenizer, "special_ids", {}).values())
         # Ids of requests that need more than an argmax per token. Usually all are empty, and a step skips the work.
         self._not_plain: set[str] = set()  # with random sampling, penalties or logprobs
@@ -115,10 +115,11 @@ class Sampler:
         """Whether `check_stop` must see every event: a request has stop strings, or the grammar of one has failed."""
         return bool(self._with_stop_strings) or self.masks.has_failures
 
-    def start_masks(self, plan: Plan) -> None:
-        """Begin to compute the masks of constrained requests, while the plan runs. All its tokens must be known."""
+    def start_masks(self, plan: Plan, previous: Seq[int]) -> None:
+        """Begin to compute the masks of constrained requests, while the plan runs. `previous` are the tokens that the
+        plan before it sampled, which may not be committed yet."""
         if self.masks:
-            self.masks.start(plan.sampled)
+            self.masks.start(plan, previous)
 
     def sample(self, plan: Plan, step: RunnerOutput) -> SamplerOutput:
         """Sample a token for each of `plan.sampled`, and compute the prompt logprobs that requests ask for. The token
@@ -132,8 +133,8 @@ class Sampler:
         slots = np.array([SPARE if s.finished else states[s.request.id].slots[s.index] for s in plan.sampled])
         before = plan.drafts_before() if plan.num_drafts else [[] for _ in plan.sampled]
         changed = self._changes(plan, before) if self._adjusted else None
-        mask = self.masks.finish(plan.sampled) if self.masks else None
-        logits = step.logits if mask is None else apply_mask(step.logits, mask, self.runner.to_device)
+        mask = self.masks.finish(plan) if self.masks else None
+        logits = step.logits if mask is None else apply_mask(step.logits, mask)
         if changed is None and self._slots.greedy(slots):
             tokens = self._argmax(step) if mask is None else argmax(logits)
         else:

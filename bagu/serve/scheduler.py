@@ -104,18 +104,17 @@ class Scheduler(SequenceQueues):
                 rejected = sequence
         return events
 
-    def cancel(self, plan: Plan) -> None:
-        """Drop a plan that could not be run, which must be the only one in flight. All KV is computed again: blocks
-        that the plan was to fill may already be in the prefix cache."""
-        if len(self.in_flight) != 1 or self.in_flight[0] is not plan:
-            raise ArgumentError(f"plan {plan.number} is not the only one in flight", hint="commit earlier plans first")
-        self.in_flight.popleft()
-        for sequence in plan.sampled:
-            sequence.pending -= 1
-        for piece in plan.slices:
-            piece.sequence.in_flight -= 1
-            if piece.sequence.finished and not piece.sequence.in_flight:
-                self._release(piece.sequence)
+    def cancel(self) -> None:
+        """Drop the plans in flight. All KV is computed again: blocks that a plan was to fill may already be in the
+        prefix cache."""
+        while self.in_flight:
+            plan = self.in_flight.popleft()
+            for sequence in plan.sampled:
+                sequence.pending -= 1
+            for piece in plan.slices:
+                piece.sequence.in_flight -= 1
+                if piece.sequence.finished and not piece.sequence.in_flight:
+                    self._release(piece.sequence)
         self.restart()
 
     def limit_step(self, tokens: int) -> int:

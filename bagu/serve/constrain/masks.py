@@ -1,9 +1,9 @@
 """The tokens that may follow in each constrained choice, as one bit mask per row of a step.
 
 The state of a choice is a matcher and the number of tokens that it has consumed. It depends on the output alone, so
-preemption and recomputing do not change it. Masks need the tokens of the previous step. On a GPU they are computed
-after the forward is launched; on a CPU, where the tokens are known before the forward, in a thread beside it
-(`Masks.start`).
+preemption and recomputing do not change it. Masks need the tokens of the previous step. Where steps overlap, `start`
+consumes these as soon as they are on the host and computes the masks in other threads, while the forward runs; else
+`finish` computes them.
 
 A mask is never empty: where the output is complete, the tokens that end it are allowed, and nothing else if nothing can
 follow. If the matcher reaches one of its limits, the choice fails (`Masks.failure`).
@@ -14,18 +14,19 @@ Dims: R = rows, W = words of 32 tokens, V = vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from threading import Event
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from bagu.machine.cores import available_cores
-from bagu.serve.plan import Sequence
+from bagu.serve.plan import Plan, Sequence
 from bagu.serve.request import Request
 
 __all__ = ["Masks", "apply_mask", "unpacked"]
@@ -43,18 +44,27 @@ class _Choice:
     failure: str | None = None
 
 
-class Masks:
-    """The constrained choices of an engine. One thread at a time uses it."""
+class _Job(NamedTuple):
+    """The masks of a plan."""
 
-    def __init__(self, vocab_size: int, eos_ids: Seq[int]) -> None:
-        self.vocab_size, self.eos_ids = vocab_size, tuple(eos_ids)
+    plan: Plan
+    rows: list[tuple[int, Sequence, _Choice]]  # the constrained ones
+    masks: torch.Tensor  # [R, W] int32, on the host
+    filled: Future[float] | None = None  # if another thread computes the masks
+
+
+class Masks:
+    """The constrained choices of an engine. One thread calls it."""
+
+    def __init__(self, vocab_size: int, eos_ids: Seq[int], device: torch.device) -> None:
+        self.vocab_size, self.eos_ids, self.device = vocab_size, tuple(eos_ids), device
         self.mask_s = self.wait_s = 0.0  # computing masks; of that, what the engine's thread waits for
         self.requests = 0
         self._choices: dict[str, list[_Choice]] = {}  # by request
         self._failed: set[tuple[str, int]] = set()
         self._executor: Any = None
         self._thread: ThreadPoolExecutor | None = None
-        self._started: Future[np.ndarray | None] | None = None
+        self._started: _Job | None = None
 
     def __bool__(self) -> bool:
         return bool(self._choices)
@@ -84,68 +94,93 @@ class Masks:
             return None
         return self._choices[request_id][index].failure
 
-    def start(self, sampled: Seq[Sequence]) -> None:
-        """Begin to compute the masks of a step in another thread. All tokens of these sequences must be known."""
+    def start(self, plan: Plan, previous: Seq[int]) -> None:
+        """Begin to compute the masks of a plan in another thread. `previous` are the tokens that the plan before it
+        sampled: of its tokens, those that are LATE in this one need not be committed yet."""
+        self.discard()
+        job = self._consume(plan, previous)
+        if job is None:
+            return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self._started = self._thread.submit(self._compute, list(sampled))
+        entered = Event()
+        self._started = job._replace(filled=self._thread.submit(self._fill, job, entered))
+        entered.wait()  # else that thread gets the GIL only when this one waits for the masks
 
-    def finish(self, sampled: Seq[Sequence]) -> np.ndarray | None:
-        """The masks of a step: [R, W] int32, all ones in rows without a grammar; None if there is no such row. Uses the
-        result of `start` if it was called for this step."""
+    def finish(self, plan: Plan) -> torch.Tensor | None:
+        """The masks of a plan: [R, W] int32, all ones in rows without a grammar; None if there is no such row. Waits
+        for the result of `start`, or computes them here if it was not called for this plan."""
         began = time.perf_counter()
-        started, self._started = self._started, None
-        masks = self._compute(sampled) if started is None else started.result()
+        job, self._started = self._started, None
+        if job is None or job.plan is not plan:
+            job = self._consume(plan, ())
+            if job is None:
+                return None
+        self.mask_s += self._fill(job) if job.filled is None else job.filled.result()
+        self._finish_rows(job)
         self.wait_s += time.perf_counter() - began
-        return masks
+        return job.masks
 
     def discard(self) -> None:
         """Drop the result of `start`: the step will not be sampled."""
-        started, self._started = self._started, None
-        if started is not None:
-            started.result()
+        job, self._started = self._started, None
+        if job is not None and job.filled is not None:
+            job.filled.result()
 
-    def _compute(self, sampled: Seq[Sequence]) -> np.ndarray | None:
-        began = time.perf_counter()
+    def _consume(self, plan: Plan, previous: Seq[int]) -> _Job | None:
+        """Advance the matchers by the tokens that are new; None if the plan samples no constrained choice."""
+        began, late = time.perf_counter(), dict(plan.late) if previous else {}
         rows = [
-            (row, s, self._choices[s.request.id][s.index]) for row, s in enumerate(sampled)
+            (row, s, self._choices[s.request.id][s.index]) for row, s in enumerate(plan.sampled)
             if not s.finished and s.request.id in self._choices
         ]  # fmt: skip
         if not rows:
             return None
-        for _, sequence, choice in rows:
+        for row, sequence, choice in rows:
             new = sequence.tokens[sequence.num_prompt + choice.consumed :]
+            if (at := late.get(plan.sample_rows[row])) is not None:
+                new.append(previous[at])
             if new and choice.failure is None and not choice.matcher.consume_tokens(new):
-                self._fail(sequence, choice)
+                choice.failure = _failure(choice.matcher)
             choice.consumed += len(new)
-        masks = np.empty((len(sampled), -(-self.vocab_size // 32)), dtype=np.int32)
-        going = [(row, sequence, choice) for row, sequence, choice in rows if choice.failure is None]
-        free = np.ones(len(sampled), dtype=bool)
-        free[[row for row, *_ in going]] = False
-        masks[free] = -1
-        if going:
-            self._fill([(choice.matcher, row) for row, _, choice in going], masks)
-            self._finish_rows(going, masks)
+        shape = len(plan.sampled), -(-self.vocab_size // 32)
+        masks = torch.empty(shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self.mask_s += time.perf_counter() - began
-        return masks
+        return _Job(plan, rows, masks)
 
-    def _fill(self, going: list[tuple[Any, int]], masks: np.ndarray) -> None:
+    def _fill(self, job: _Job, entered: Event | None = None) -> float:
+        """Compute the masks of the rows; returns the seconds that it took. Needs the GIL only to begin and to end."""
+        if entered is not None:
+            entered.set()  # the thread that waits for it goes on when this one gives up the GIL
+        began = time.perf_counter()
         if self._executor is None:
             from llguidance import LLExecutor
 
             self._executor = LLExecutor(max(1, min(MAX_THREADS, available_cores() // 2)))
-        self._executor.unsafe_compute_mask_ptr(going, masks.ctypes.data, masks.shape[1] * 4, len(masks))
+        going = [(choice.matcher, row) for row, _, choice in job.rows if choice.failure is None]
+        rows, words = job.masks.shape
+        self._executor.unsafe_compute_mask_ptr(going, job.masks.data_ptr(), words * 4, rows)
+        return time.perf_counter() - began
 
-    def _finish_rows(self, going: Seq[tuple[int, Sequence, _Choice]], masks: np.ndarray) -> None:
-        """Set the tokens that end an output, and find the choices that cannot go on."""
-        for row, sequence, choice in going:
-            if len(choice.ends) > 1 or sequence.num_output < choice.until:
+    def _finish_rows(self, job: _Job) -> None:
+        """Set the tokens that end an output, and fail the choices that cannot go on. Choices that have finished since
+        `start` are left as they are."""
+        masks = job.masks.numpy()
+        constrained = np.zeros(len(masks), dtype=bool)
+        constrained[[row for row, *_ in job.rows]] = True
+        if not constrained.all():
+            masks[~constrained] = -1
+        for row, sequence, choice in job.rows:
+            if choice.failure is None and (len(choice.ends) > 1 or sequence.num_output < choice.until):
                 self._set_ends(masks[row], sequence, choice)
         some: np.ndarray = (masks != 0).any(1)  # one call for all rows: 32 calls take 0.2 ms
-        for row, sequence, choice in going:
-            if choice.matcher.is_error() or not some[row]:
-                self._fail(sequence, choice)
+        for row, sequence, choice in job.rows:
+            if choice.failure is None and (choice.matcher.is_error() or not some[row]):
+                choice.failure = _failure(choice.matcher)
+            if choice.failure is not None:
                 masks[row] = -1
+                if not sequence.finished:
+                    self._failed.add((sequence.request.id, sequence.index))
 
     def _set_ends(self, mask: np.ndarray, sequence: Sequence, choice: _Choice) -> None:
         """Allow every end where the end of text is allowed; avoid stop tokens before min_tokens where others remain."""
@@ -158,10 +193,10 @@ class Masks:
             if others.any():
                 words[:] = others
 
-    def _fail(self, sequence: Sequence, choice: _Choice) -> None:
-        reason = choice.matcher.get_error().split("\n")[0] or "no token of the vocabulary can follow"
-        choice.failure = f"the grammar cannot go on: {reason}"
-        self._failed.add((sequence.request.id, sequence.index))
+
+def _failure(matcher: Any) -> str:
+    reason = matcher.get_error().split("\n")[0] or "no token of the vocabulary can follow"
+    return f"the grammar cannot go on: {reason}"
 
 
 def _has(words: np.ndarray, token: int) -> bool:
@@ -176,14 +211,14 @@ def _clear(words: np.ndarray, tokens: np.ndarray) -> None:
     np.bitwise_and.at(words, tokens >> 5, ~(np.uint32(1) << (tokens & 31).astype(np.uint32)))
 
 
-def apply_mask(logits: torch.Tensor, mask: np.ndarray, upload: Callable[..., list[torch.Tensor]]) -> torch.Tensor:
-    """logits[R, V] with -inf where the mask [R, W] has no bit. `upload` copies arrays to a GPU without waiting."""
+def apply_mask(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """logits[R, V] with -inf where the mask [R, W] has no bit. The mask is on the host, for a GPU in pinned memory."""
     V = logits.shape[1]
     if logits.device.type == "cpu":
         # 0 or -inf for each bit, 8 at a time: 0.15 ms for 32 rows of 8192 on a Neoverse-N1. torch.where takes 1.1 ms.
-        terms = np.take(_terms_of_bytes(), mask.view(np.uint8), axis=0, mode="clip").reshape(len(mask), -1)
+        terms = np.take(_terms_of_bytes(), mask.numpy().view(np.uint8), axis=0, mode="clip").reshape(len(mask), -1)
         return logits + torch.from_numpy(terms[:, :V])
-    (words,) = upload(mask)
+    words = mask.to(logits.device, non_blocking=True)
     return torch.where(unpacked(words, V), logits, -torch.inf)
 
 
