@@ -171,8 +171,9 @@ class Engine(GenerationMixin):
 
     def weights_changed(self) -> None:
         """Drop what was computed with old weights, after other code (a trainer of the same model) has changed them in
-        place: the prefix cache is emptied, running sequences are recomputed, and packed weights are packed again. A step
-        that is not sampled yet is computed again too: its tokens and their logprobs are then of the same weights."""
+        place: the prefix cache is emptied, running sequences are recomputed, and packed weights are packed again. A
+        step that is not sampled yet is computed again too, so that its logprobs are those of the weights that sampled
+        it."""
         self._check_updatable()
         self._drop_steps()
         self.runner.prepare()

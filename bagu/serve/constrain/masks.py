@@ -159,7 +159,8 @@ class Masks:
             self._executor = LLExecutor(max(1, min(MAX_THREADS, available_cores() // 2)))
         going = [(choice.matcher, row) for row, _, choice in job.rows if choice.failure is None]
         rows, words = job.masks.shape
-        self._executor.unsafe_compute_mask_ptr(going, job.masks.data_ptr(), words * 4, rows)
+        if going:  # llguidance raises for an empty list
+            self._executor.unsafe_compute_mask_ptr(going, job.masks.data_ptr(), words * 4, rows)
         return time.perf_counter() - began
 
     def _finish_rows(self, job: _Job) -> None:
