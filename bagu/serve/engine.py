@@ -96,7 +96,9 @@ class Engine(GenerationMixin):
         self.runner = build_runner(model, config, pool, self.ranks)
         self.sampler = Sampler(self.runner, tokenizer, config.seed, stops)
         vocab_size = model.config.vocab_size
-        self.grammars = GrammarCompiler(tokenizer, vocab_size, stops) if tokenizer is not None and stops else None
+        self.grammars: GrammarCompiler | None = None
+        if tokenizer is not None and stops:
+            self.grammars = GrammarCompiler(tokenizer, vocab_size, stops, self.sampler.masks.threads)
         self._overlaps = model.embedding.weight.is_cuda if config.async_scheduling is None else config.async_scheduling
         self._launched: LaunchedStep | None = None
         self._unreturned: list[Event] = []  # events of a step that `load_adapter` committed
@@ -144,9 +146,9 @@ class Engine(GenerationMixin):
                 hint="use stop_token_ids, or pass a tokenizer to Engine",
             )
         adapter = None if request.adapter is None else self.adapters.find(request.adapter)
-        matcher = self._matcher(request)
+        matchers = self._matchers(request)
         self.scheduler.add(request, adapter)
-        self.sampler.add(request, matcher)
+        self.sampler.add(request, matchers)
 
     def abort(self, request_id: str) -> bool:
         """End a request now; False if there is no unfinished request of this id. Its blocks are free on return, or when
@@ -239,17 +241,18 @@ class Engine(GenerationMixin):
 
     # --- internals ----------------------------------------------------------------------------------------------------
 
-    def _matcher(self, request: Request) -> Any:
-        """The compiled grammar of a request, or None. A grammar that is not compiled yet is compiled here."""
+    def _matchers(self, request: Request) -> list[tuple[int, Any]]:
+        """The compiled grammar of a request, for each choice; empty if it has none. A grammar that is not compiled yet
+        is compiled here."""
         if request.sampling.grammar is None:
-            return None
+            return []
         if self.grammars is None:
             raise ArgumentError(
                 f"request {request.id!r}: a grammar needs a tokenizer whose end-of-text token is in the model's "
                 "vocabulary",
                 hint="pass the model's tokenizer to Engine",
             )
-        return self.grammars.matcher(request.sampling.grammar)
+        return self.grammars.matchers(request.sampling.grammar, request.sampling.n)
 
     def _arithmetic(self) -> AbstractContextManager[None]:
         return ops.invariant() if self.config.invariant else nullcontext()

@@ -73,17 +73,17 @@ class Sampler:
         self._with_prompt_logprobs: set[str] = set()
         self._with_stop_strings: set[str] = set()
 
-    def add(self, request: Request, matcher: Any = None) -> None:
-        """Add a request; `matcher` is its compiled grammar, if it has one."""
+    def add(self, request: Request, matchers: Seq[tuple[int, Any]] = ()) -> None:
+        """Add a request; `matchers` are its compiled grammar for each choice, if it has one."""
         s = request.sampling
-        if matcher is not None:
-            self.masks.add(request, matcher, self._special)
+        if matchers:
+            self.masks.add(request, matchers, self._special)
         seed = self._seeds.getrandbits(62) if s.seed is None else s.seed
         texts = [TextStream(self.tokenizer, s) for _ in range(s.n)] if s.stop and self.tokenizer is not None else []
         slots = [self._slots.add(s, seed, choice, len(request.prompt)) for choice in range(s.n)]
         self._states[request.id] = _RequestState(slots, s.n, texts)
         adjusted = adjusts(s)
-        not_plain = s.temperature > 0.0 or adjusted or s.logprobs is not None or matcher is not None
+        not_plain = s.temperature > 0.0 or adjusted or s.logprobs is not None or bool(matchers)
         belongs = (not_plain, adjusted, s.prompt_logprobs is not None, bool(texts))
         for belongs_here, group in zip(belongs, self._groups, strict=True):
             if belongs_here:

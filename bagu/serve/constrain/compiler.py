@@ -1,8 +1,11 @@
 """Compiles grammars with llguidance (https://github.com/guidance-ai/llguidance), and keeps the compiled ones.
 
 A compiled grammar is a matcher: it consumes tokens and gives the mask of the tokens that may follow. Every choice gets
-a copy of it, which takes a microsecond. Compiling takes 0.2 to 5 ms for usual grammars, and up to minutes for hostile
-ones: the server compiles them in another process first (check.py).
+a copy of it, which takes some microseconds. Copies share a lexer behind a lock, so their masks are computed one after
+another. Therefore a grammar is compiled once for each thread that computes masks, and its choices take turns.
+
+Compiling takes 0.2 to 5 ms for usual grammars, and up to minutes for hostile ones: the server compiles them in another
+process first (check.py).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bagu.serve.constrain.finite import has_finite_instance
@@ -37,6 +41,7 @@ MAX_LEXER_STATES = 50_000
 # instead of 1.05 (one Neoverse-N1 core), and the trie 0.2 s more to build.
 IN_STRING = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [r"[ \n\r\t]+", *(f"{IN_STRING}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 16, 30)), f"{IN_STRING}+"]
+SLOW_S = 0.1  # a grammar that compiles for longer is compiled once
 TRIED = 8  # first tokens that are tried when a grammar is compiled
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 INSTALL = "install it with: pip install 'bagu[grammar]'"
@@ -99,9 +104,7 @@ def ll_tokenizer(vocabulary: Vocabulary, encode: Callable[[str], list[int]] | No
 def compile_grammar(grammar: Grammar, source: str, tokens: Any) -> Any:
     """A matcher of the grammar at the start of the output, with its first mask computed, from `grammar_source`. Raises
     Unservable."""
-    package = _package()
-    limits = package.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-    matcher = package.LLMatcher(tokens, source, log_level=0, limits=limits)
+    matcher = _new_matcher(source, tokens)
     if not matcher.is_error():
         mask = matcher.compute_bitmask()
         if not matcher.is_error():
@@ -112,6 +115,12 @@ def compile_grammar(grammar: Grammar, source: str, tokens: Any) -> Any:
         if "NoExtension" in matcher.get_error():
             raise _unservable(f"no finite text matches the {grammar.kind}", "check that it is not contradictory")
     raise _not_compiled(grammar, matcher)
+
+
+def _new_matcher(source: str, tokens: Any) -> Any:
+    package = _package()
+    limits = package.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    return package.LLMatcher(tokens, source, log_level=0, limits=limits)
 
 
 def _check_first_tokens(grammar: Grammar, matcher: Any, mask: bytes) -> None:
@@ -194,14 +203,18 @@ def _known_formats(schema: Any) -> Any:
 class GrammarCompiler:
     """Compiled grammars of one tokenizer, the last `KEPT` of them. Any thread may call it."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int], lexers: int = 1) -> None:
+        self.lexers = lexers
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, tuple(eos_ids)
         self._encode = tokenizer.encode
         self.compilations = 0
         self.compile_s = 0.0
         self._tokens: Any = None
         self._tokens_lock, self._lock = threading.Lock(), threading.Lock()  # of `_tokens`; of `_results`
-        self._results: OrderedDict[Grammar, Any] = OrderedDict()  # matcher, or the Unservable that it raises
+        self._results: OrderedDict[Grammar, list[Any] | Unservable] = (
+            OrderedDict()
+        )  # a matcher of each lexer, or why not
+        self._turns = count()
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -213,8 +226,17 @@ class GrammarCompiler:
             return grammar in self._results
 
     def matcher(self, grammar: Grammar, source: str | None = None) -> Any:
-        """A matcher at the start of the output, for one choice. Compiles the grammar unless it is kept; raises
-        Unservable if it cannot be compiled. `source` is its `grammar_source`, if that is known."""
+        """A matcher at the start of the output. Compiles the grammar unless it is kept; raises Unservable if it cannot
+        be compiled. `source` is its `grammar_source`, if that is known."""
+        return self._compiled(grammar, source)[0].deep_copy()
+
+    def matchers(self, grammar: Grammar, choices: int) -> list[tuple[int, Any]]:
+        """As `matcher`, for some choices, each with the number of its lexer."""
+        compiled = self._compiled(grammar, None)
+        lexers = [next(self._turns) % len(compiled) for _ in range(choices)]
+        return [(lexer, compiled[lexer].deep_copy()) for lexer in lexers]
+
+    def _compiled(self, grammar: Grammar, source: str | None) -> list[Any]:
         with self._lock:
             found = self._results.get(grammar)
             if found is not None:
@@ -224,23 +246,27 @@ class GrammarCompiler:
             self.keep(grammar, found)
         if isinstance(found, Unservable):
             raise found
-        return found.deep_copy()
+        return found
 
-    def keep(self, grammar: Grammar, result: Any) -> None:
-        """Keep a matcher, or the error that `matcher` is to raise for this grammar."""
+    def keep(self, grammar: Grammar, result: list[Any] | Unservable) -> None:
+        """Keep the matchers, or the error that `matcher` is to raise for this grammar."""
         with self._lock:
             self._results[grammar] = result
             self._results.move_to_end(grammar)
             while len(self._results) > KEPT:
                 self._results.popitem(last=False)
 
-    def _compile(self, grammar: Grammar, source: str | None) -> Any:
+    def _compile(self, grammar: Grammar, source: str | None) -> list[Any] | Unservable:
         began = time.perf_counter()
         try:
             with self._tokens_lock:
                 if self._tokens is None:
                     self._tokens = ll_tokenizer(self.vocabulary, self._encode)
-            return compile_grammar(grammar, grammar_source(grammar) if source is None else source, self._tokens)
+            source = grammar_source(grammar) if source is None else source
+            started = time.perf_counter()
+            first = compile_grammar(grammar, source, self._tokens)
+            others = self.lexers - 1 if time.perf_counter() - started < SLOW_S else 0
+            return [first, *(_new_matcher(source, self._tokens) for _ in range(others))]
         except Unservable as error:
             return error
         finally:

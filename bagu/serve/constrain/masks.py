@@ -31,11 +31,12 @@ from bagu.serve.request import Request
 
 __all__ = ["Masks", "apply_mask", "unpacked"]
 
-MAX_THREADS = 8  # of llguidance; on a machine with two cores one
+MAX_THREADS = 8  # of llguidance
 
 
 @dataclass(slots=True)
 class _Choice:
+    lexer: int  # matchers of a grammar with the same number share a lexer
     matcher: Any
     ends: np.ndarray  # tokens that may end a complete output
     stops: np.ndarray  # tokens that must not be sampled before min_tokens, or at all with ignore_eos
@@ -62,6 +63,8 @@ class Masks:
         self.requests = 0
         self._choices: dict[str, list[_Choice]] = {}  # by request
         self._failed: set[tuple[str, int]] = set()
+        cores = available_cores()
+        self.threads = max(1, min(MAX_THREADS, cores // 2 if device.type == "cuda" else cores))
         self._executor: Any = None
         self._thread: ThreadPoolExecutor | None = None
         self._started: _Job | None = None
@@ -69,15 +72,15 @@ class Masks:
     def __bool__(self) -> bool:
         return bool(self._choices)
 
-    def add(self, request: Request, matcher: Any, special: Collection[int]) -> None:
-        """Add a request whose grammar is compiled to `matcher`. Of its stop tokens, those among `special` may end a
-        complete output, like the end-of-text tokens: text cannot contain them."""
+    def add(self, request: Request, matchers: Seq[tuple[int, Any]], special: Collection[int]) -> None:
+        """Add a request with the number of a lexer and a matcher for each choice. Of its stop tokens, those among
+        `special` may end a complete output, like the end-of-text tokens: text cannot contain them."""
         s = request.sampling
         ends = [*self.eos_ids, *(t for t in s.stop_token_ids if t in special and t not in self.eos_ids)]
         stops = {*s.stop_token_ids, *self.eos_ids}
         until = float("inf") if s.ignore_eos else s.min_tokens
         inside, avoided = (np.array([t for t in ids if t < self.vocab_size]) for ids in (ends, sorted(stops)))
-        self._choices[request.id] = [_Choice(matcher.deep_copy(), inside, avoided, until) for _ in range(s.n)]
+        self._choices[request.id] = [_Choice(lexer, matcher, inside, avoided, until) for lexer, matcher in matchers]
         self.requests += 1
 
     def remove(self, request_id: str) -> None:
@@ -156,11 +159,13 @@ class Masks:
         if self._executor is None:
             from llguidance import LLExecutor
 
-            self._executor = LLExecutor(max(1, min(MAX_THREADS, available_cores() // 2)))
-        going = [(choice.matcher, row) for row, _, choice in job.rows if choice.failure is None]
-        rows, words = job.masks.shape
+            self._executor = LLExecutor(self.threads)
+        # In order of their lexers: each thread takes a range of the list, and waits where another uses the same lexer.
+        rows = sorted(job.rows, key=lambda r: r[2].lexer)
+        going = [(choice.matcher, row) for row, _, choice in rows if choice.failure is None]
         if going:  # llguidance raises for an empty list
-            self._executor.unsafe_compute_mask_ptr(going, job.masks.data_ptr(), words * 4, rows)
+            words = job.masks.shape[1]
+            self._executor.unsafe_compute_mask_ptr(going, job.masks.data_ptr(), words * 4, len(job.masks))
         return time.perf_counter() - began
 
     def _finish_rows(self, job: _Job) -> None:
