@@ -16,16 +16,15 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
-from threading import Event
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from bagu.machine.cores import available_cores
+from bagu.serve.constrain.mask_thread import MaskThread
 from bagu.serve.plan import Plan, Sequence
 from bagu.serve.request import Request
 
@@ -42,31 +41,31 @@ class _Choice:
     stops: np.ndarray  # tokens that must not be sampled before min_tokens, or at all with ignore_eos
     until: float  # number of output tokens before which `stops` are avoided
     consumed: int = 0  # tokens of the output
-    failure: str | None = None
 
 
 class _Job(NamedTuple):
     """The masks of a plan."""
 
     plan: Plan
-    rows: list[tuple[int, Sequence, _Choice]]  # the constrained ones
+    rows: list[tuple[int, Sequence, _Choice]]  # the constrained ones, in order of their lexers
+    new: list[tuple[Any, int]]  # matchers and the tokens that they consume first
     masks: torch.Tensor  # [R, W] int32, on the host
-    filled: Future[float] | None = None  # if another thread computes the masks
 
 
 class Masks:
     """The constrained choices of an engine. One thread calls it."""
 
     def __init__(self, vocab_size: int, eos_ids: Seq[int], device: torch.device) -> None:
-        self.vocab_size, self.eos_ids, self.device = vocab_size, tuple(eos_ids), device
+        self.vocab_size, self.eos_ids = vocab_size, tuple(eos_ids)
         self.mask_s = self.wait_s = 0.0  # computing masks; of that, what the engine's thread waits for
         self.requests = 0
         self._choices: dict[str, list[_Choice]] = {}  # by request
-        self._failed: set[tuple[str, int]] = set()
-        cores = available_cores()
-        self.threads = max(1, min(MAX_THREADS, cores // 2 if device.type == "cuda" else cores))
+        self._failures: dict[tuple[str, int], str] = {}
+        cores, self._pinned = available_cores(), device.type == "cuda"
+        self.threads = max(1, min(MAX_THREADS, cores // 2 if self._pinned else cores))
+        self._buffer = torch.empty(0, dtype=torch.int32)
         self._executor: Any = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: MaskThread | None = None
         self._started: _Job | None = None
 
     def __bool__(self) -> bool:
@@ -85,108 +84,113 @@ class Masks:
 
     def remove(self, request_id: str) -> None:
         for index in range(len(self._choices.pop(request_id, ()))):
-            self._failed.discard((request_id, index))
+            self._failures.pop((request_id, index), None)
 
     @property
     def has_failures(self) -> bool:
-        return bool(self._failed)
+        return bool(self._failures)
 
     def failure(self, request_id: str, index: int) -> str | None:
         """Why this choice cannot go on; its last token is not part of the output."""
-        if (request_id, index) not in self._failed:
-            return None
-        return self._choices[request_id][index].failure
+        return self._failures.get((request_id, index))
 
     def start(self, plan: Plan, previous: Seq[int]) -> None:
         """Begin to compute the masks of a plan in another thread. `previous` are the tokens that the plan before it
-        sampled: of its tokens, those that are LATE in this one need not be committed yet."""
+        sampled: those that are LATE in this plan need not be committed yet."""
         self.discard()
-        job = self._consume(plan, previous)
+        job = self._job(plan, previous)
         if job is None:
             return
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        entered = Event()
-        self._started = job._replace(filled=self._thread.submit(self._fill, job, entered))
-        entered.wait()  # else that thread gets the GIL only when this one waits for the masks
+            self._thread = MaskThread()
+        self._thread.start(partial(self._consume, job), partial(self._fill, job))
+        self._started = job
 
     def finish(self, plan: Plan) -> torch.Tensor | None:
-        """The masks of a plan: [R, W] int32, all ones in rows without a grammar; None if there is no such row. Waits
-        for the result of `start`, or computes them here if it was not called for this plan."""
+        """The masks of a plan: [R, W] int32, all ones in rows without a grammar; None if there is no such row. Valid
+        until the next call of `start` or `finish`. Waits for the result of `start`, or computes them here if that was
+        not called for this plan."""
         began = time.perf_counter()
-        job, self._started = self._started, None
-        if job is None or job.plan is not plan:
-            job = self._consume(plan, ())
+        job = self._started
+        if job is not None and job.plan is plan:
+            self.discard()
+        else:
+            job = self._job(plan, ())
             if job is None:
                 return None
-        self.mask_s += self._fill(job) if job.filled is None else job.filled.result()
+            self._consume(job)
+            self.mask_s += self._fill(job)
         self._finish_rows(job)
         self.wait_s += time.perf_counter() - began
         return job.masks
 
     def discard(self) -> None:
-        """Drop the result of `start`: the step will not be sampled."""
+        """Wait for the masks of `start`, if it was called. Without `finish` they are not used."""
         job, self._started = self._started, None
-        if job is not None and job.filled is not None:
-            job.filled.result()
+        if job is not None and self._thread is not None:
+            self.mask_s += self._thread.result()
 
-    def _consume(self, plan: Plan, previous: Seq[int]) -> _Job | None:
-        """Advance the matchers by the tokens that are new; None if the plan samples no constrained choice."""
-        began, late = time.perf_counter(), dict(plan.late) if previous else {}
-        rows = [
-            (row, s, self._choices[s.request.id][s.index]) for row, s in enumerate(plan.sampled)
-            if not s.finished and s.request.id in self._choices
-        ]  # fmt: skip
+    def _job(self, plan: Plan, previous: Seq[int]) -> _Job | None:
+        """What is to be computed for a plan; None if it samples no constrained choice."""
+        late, rows, new = dict(plan.late) if previous else {}, [], []
+        for row, sequence in enumerate(plan.sampled):
+            choices = self._choices.get(sequence.request.id)
+            if choices is None or sequence.finished:
+                continue
+            choice, at = choices[sequence.index], sequence.num_prompt
+            rows.append((row, sequence, choice))
+            if at + choice.consumed < len(sequence.tokens):
+                new.append((choice.matcher, sequence.tokens[at + choice.consumed]))
+                choice.consumed += 1
+            elif (which := late.get(plan.sample_rows[row])) is not None:
+                new.append((choice.matcher, previous[which]))
+                choice.consumed += 1
         if not rows:
             return None
-        for row, sequence, choice in rows:
-            new = sequence.tokens[sequence.num_prompt + choice.consumed :]
-            if (at := late.get(plan.sample_rows[row])) is not None:
-                new.append(previous[at])
-            if new and choice.failure is None and not choice.matcher.consume_tokens(new):
-                choice.failure = _failure(choice.matcher)
-            choice.consumed += len(new)
-        shape = len(plan.sampled), -(-self.vocab_size // 32)
-        masks = torch.empty(shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        self.mask_s += time.perf_counter() - began
-        return _Job(plan, rows, masks)
+        masks = self._memory(len(plan.sampled))
+        if len(rows) < len(plan.sampled):
+            masks.fill_(-1)
+        # Each thread takes a range of the list, and waits where another one uses the same lexer.
+        rows.sort(key=lambda r: r[2].lexer)
+        return _Job(plan, rows, new, masks)
 
-    def _fill(self, job: _Job, entered: Event | None = None) -> float:
-        """Compute the masks of the rows; returns the seconds that it took. Needs the GIL only to begin and to end."""
-        if entered is not None:
-            entered.set()  # the thread that waits for it goes on when this one gives up the GIL
-        began = time.perf_counter()
+    def _memory(self, rows: int) -> torch.Tensor:
+        """[rows, W] int32, for a GPU in pinned memory. The same for every step: the copy of a mask to a GPU is complete
+        when the tokens that were sampled with it are on the host, and the next masks need these."""
+        words = -(-self.vocab_size // 32)
+        if self._buffer.numel() < rows * words:
+            self._buffer = torch.empty(rows * words, dtype=torch.int32, pin_memory=self._pinned)
+        return self._buffer[: rows * words].view(rows, words)
+
+    def _consume(self, job: _Job) -> None:
+        """Advance the matchers by the tokens that are new. One that cannot is in an error state afterwards."""
         if self._executor is None:
             from llguidance import LLExecutor
 
             self._executor = LLExecutor(self.threads)
-        # In order of their lexers: each thread takes a range of the list, and waits where another uses the same lexer.
-        rows = sorted(job.rows, key=lambda r: r[2].lexer)
-        going = [(choice.matcher, row) for row, _, choice in rows if choice.failure is None]
-        if going:  # llguidance raises for an empty list
-            words = job.masks.shape[1]
-            self._executor.unsafe_compute_mask_ptr(going, job.masks.data_ptr(), words * 4, len(job.masks))
+        if job.new:
+            self._executor.consume_token_par(job.new)
+
+    def _fill(self, job: _Job) -> float:
+        """Compute the masks of the constrained rows; returns the seconds that it took."""
+        began = time.perf_counter()
+        going, size = [(choice.matcher, row) for row, _, choice in job.rows], 4 * job.masks.shape[1]
+        self._executor.unsafe_compute_mask_ptr(going, job.masks.data_ptr(), size, len(job.masks))
         return time.perf_counter() - began
 
     def _finish_rows(self, job: _Job) -> None:
-        """Set the tokens that end an output, and fail the choices that cannot go on. Choices that have finished since
-        `start` are left as they are."""
+        """Set the tokens that end an output, and fail the choices that cannot go on: llguidance reports an error also
+        where no token can follow. Choices that have finished since `start` are left as they are."""
         masks = job.masks.numpy()
-        constrained = np.zeros(len(masks), dtype=bool)
-        constrained[[row for row, *_ in job.rows]] = True
-        if not constrained.all():
-            masks[~constrained] = -1
         for row, sequence, choice in job.rows:
-            if choice.failure is None and (len(choice.ends) > 1 or sequence.num_output < choice.until):
-                self._set_ends(masks[row], sequence, choice)
-        some: np.ndarray = (masks != 0).any(1)  # one call for all rows: 32 calls take 0.2 ms
-        for row, sequence, choice in job.rows:
-            if choice.failure is None and (choice.matcher.is_error() or not some[row]):
-                choice.failure = _failure(choice.matcher)
-            if choice.failure is not None:
+            if sequence.finished:
+                continue
+            if choice.matcher.is_error():
+                reason = choice.matcher.get_error().split("\n")[0]
+                self._failures[sequence.request.id, sequence.index] = f"the grammar cannot go on: {reason}"
                 masks[row] = -1
-                if not sequence.finished:
-                    self._failed.add((sequence.request.id, sequence.index))
+            elif len(choice.ends) > 1 or sequence.num_output < choice.until:
+                self._set_ends(masks[row], sequence, choice)
 
     def _set_ends(self, mask: np.ndarray, sequence: Sequence, choice: _Choice) -> None:
         """Allow every end where the end of text is allowed; avoid stop tokens before min_tokens where others remain."""
@@ -198,11 +202,6 @@ class Masks:
             _clear(others, choice.stops)
             if others.any():
                 words[:] = others
-
-
-def _failure(matcher: Any) -> str:
-    reason = matcher.get_error().split("\n")[0] or "no token of the vocabulary can follow"
-    return f"the grammar cannot go on: {reason}"
 
 
 def _has(words: np.ndarray, token: int) -> bool:
