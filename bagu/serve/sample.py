@@ -1,6 +1,7 @@
 """Sampling: logits to tokens, one row per sequence, each with its own `Sampling` parameters.
 
-    logits -> bias, penalties, masked stop tokens -> / temperature -> softmax -> min-p, top-k, top-p -> sample
+    logits -> bias, penalties, masked stop tokens -> mask of a grammar -> / temperature -> softmax
+           -> min-p, top-k, top-p -> sample
 
 ops.sample computes everything after the penalties, and draws by inverse CDF: the first token at which the running sum
 of probabilities exceeds u, where u depends only on (seed, choice, position in the output). A row uses no number of
@@ -58,13 +59,22 @@ class Parameters(NamedTuple):
         return temperature, packed[0, : self.rows], top_p, min_p, u
 
 
-def sample(logits: torch.Tensor, parameters: Parameters, changes: Changes | None, upload: Upload) -> torch.Tensor:
-    """Sample a token for each row of logits[R, V]: [R] int64 on their device. Does not change `logits`."""
+def sample(
+    logits: torch.Tensor,
+    parameters: Parameters,
+    changes: Changes | None,
+    upload: Upload,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sample a token for each row of logits[R, V]: [R] int64 on their device. Does not change `logits`. `mask` is
+    [R, W] int32 on the host, with a bit for each token that may be sampled; for a GPU in pinned memory."""
+    allowed = None if mask is None else mask.to(logits.device, non_blocking=True)
     if changes is None:
         (packed,) = upload(parameters.packed)
-        return ops.sample(logits, *parameters.unpack(packed))
+        return ops.sample(logits, *parameters.unpack(packed), allowed=allowed)
     packed, ids, terms = upload(parameters.packed, changes.ids, changes.terms)
-    return ops.sample(logits, *parameters.unpack(packed), ids=ids, values=changed(logits, ids, terms))
+    values = changed(logits, ids, terms)
+    return ops.sample(logits, *parameters.unpack(packed), ids=ids, values=values, allowed=allowed)
 
 
 class RowLogprobs(NamedTuple):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from bagu.serve.changes import Changes, Row, adjusts, changes
-from bagu.serve.constrain.masks import Masks, apply_mask
+from bagu.serve.constrain.masks import Masks
 from bagu.serve.plan import Plan, Sequence, Slice
 from bagu.serve.request import PromptLogprobs, Request, TokenEvent, TokenLogprob
 from bagu.serve.runner import Runner, RunnerOutput
@@ -134,13 +134,12 @@ class Sampler:
         before = plan.drafts_before() if plan.num_drafts else [[] for _ in plan.sampled]
         changed = self._changes(plan, before) if self._adjusted else None
         mask = self.masks.finish(plan) if self.masks else None
-        logits = step.logits if mask is None else apply_mask(step.logits, mask)
-        if changed is None and self._slots.greedy(slots):
-            tokens = self._argmax(step) if mask is None else argmax(logits)
+        if changed is None and mask is None and self._slots.greedy(slots):
+            tokens = self._argmax(step)
         else:
             lengths = np.array([len(s.tokens) + len(drafts) for s, drafts in zip(plan.sampled, before, strict=True)])
             parameters = self._slots.parameters(slots, lengths)
-            tokens = sample(logits, parameters, changed, self.runner.to_device)
+            tokens = sample(step.logits, parameters, changed, self.runner.to_device, mask)
         return SamplerOutput(tokens, self._logprobs(plan, step, tokens), prompts)
 
     def check_stop(self, event: TokenEvent) -> TokenEvent:

@@ -25,7 +25,6 @@ from bagu.serve.constrain.compiler import (
     grammar_source,
     ll_tokenizer,
 )  # fmt: skip
-from bagu.serve.constrain.masks import apply_mask, unpacked
 from bagu.serve.engine import Engine
 from bagu.serve.grammar import Grammar
 from bagu.serve.request import Request, Sampling, TokenEvent, Unservable
@@ -242,20 +241,6 @@ def test_a_boolean_is_a_schema(engine: Engine, tokenizer: BpeTokenizer) -> None:
 def test_any_choice_is_generated_exactly(engine: Engine, tokenizer: BpeTokenizer, text: str) -> None:
     (found,) = engine.generate([tokenizer.encode("hello")], Sampling(max_tokens=60, grammar=Grammar.choice([text])))
     assert (found.text, found.finish) == (text, "stop")
-
-
-def test_apply_mask_keeps_the_logits_of_set_bits() -> None:
-    rng = np.random.default_rng(0)
-    logits = torch.randn(3, 77)
-    allowed = rng.random((3, 77)) < 0.5
-    packed = np.packbits(np.pad(allowed, ((0, 0), (0, 19))), axis=1, bitorder="little").view(np.int32)
-    words = torch.from_numpy(packed)
-    expected = torch.where(torch.from_numpy(allowed), logits, -torch.inf)
-    assert torch.equal(apply_mask(logits, words), expected)
-    rounded = logits.bfloat16()
-    found = apply_mask(rounded, words)
-    assert torch.equal(found.float(), torch.where(torch.from_numpy(allowed), rounded, -torch.inf).float())
-    assert torch.equal(unpacked(words, 77), torch.from_numpy(allowed))  # the formula of a GPU
 
 
 def test_a_hostile_grammar_ends_another_process_than_the_engine(tokenizer: BpeTokenizer) -> None:

@@ -20,15 +20,16 @@ GROUP = tl.constexpr(128)
 def load_groups(row, g, ok):
     """The logits of groups g[N, 1]: fp32 [N, GROUP], -inf where there is none.
 
-    `row` is (logits, V, their stride, bits of replaced tokens, words of bits, ids, values, A, the values' first group,
-    the row's index). Without replacements bits, ids and values are None.
+    `row` is (logits, V, their stride, bits of the visible tokens, words of bits, ids, values, A, the values' first
+    group, the row's index). Without replacements ids and values are None, and without a mask bits too.
     """
     x_ptr, V, x_stride, bits_ptr, WORDS, _, values_ptr, A, values_at, s = row
     n = g * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(x_ptr + s * x_stride + n, ok & (n < V), -float("inf")).to(tl.float32)
-    if values_ptr is not None:
+    if bits_ptr is not None:
         word = tl.load(bits_ptr + s * WORDS + (n >> 5), ok & (n < V), 0)
-        x = tl.where(((word >> (n & 31)) & 1) != 0, -float("inf"), x)
+        x = tl.where(((word >> (n & 31)) & 1) != 0, x, -float("inf"))
+    if values_ptr is not None:
         a = n - values_at * GROUP
         x = tl.maximum(x, tl.load(values_ptr + s * A + a, ok & (a >= 0) & (a < A), -float("inf")))
     return x

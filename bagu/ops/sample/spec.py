@@ -1,6 +1,7 @@
 """Sampling: one token per row of logits, with temperature, min-p, top-k and top-p.
 
-    x[v]    = logits[s, v], or values[s, a] where ids[s, a] = v (penalties and biases, which change few tokens)
+    x[v]    = logits[s, v], or values[s, a] where ids[s, a] = v (penalties and biases, which change few tokens);
+              -inf where allowed[s, v // 32] has no bit v % 32 (the mask of a grammar)
     w[v]    = exp((x[v] - max x) / temperature[s])
     kept    = tokens v with   w[v] >= min_p                                                        (min-p)
                         and   fewer than top_k tokens above x[v]                                   (top-k)
@@ -16,7 +17,7 @@ The token depends on its own row alone, and sums are split by V alone: a row giv
 invariant mode. `u` is the caller's random number; the engine computes it from (seed, choice, position). A row without a
 finite largest logit (NaN, inf, or only -inf) gives a token in [0, V).
 
-Dims: S = rows (sequences), V = vocabulary, A = replaced logits of a row.
+Dims: S = rows (sequences), V = vocabulary, A = replaced logits of a row, B = words of 32 bits.
 Papers: https://arxiv.org/abs/1904.09751 (top-p), https://arxiv.org/abs/2407.01082 (min-p)
 """
 
@@ -36,7 +37,7 @@ from bagu.ops.values import check_range
 
 def reference(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
-    u: torch.Tensor, ids: torch.Tensor | None, values: torch.Tensor | None,
+    u: torch.Tensor, ids: torch.Tensor | None, values: torch.Tensor | None, allowed: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """The definition, one row after another."""
     tokens = logits.new_zeros(len(logits))
@@ -46,6 +47,9 @@ def reference(
             replaced = [i for i in ids[s].tolist() if i >= 0]
             row = row.index_copy(0, ids.new_tensor(replaced), values[s, : len(replaced)])
             order = [*sorted({*order} - {*replaced}), *replaced]
+        if allowed is not None:
+            has_bit = [bool(int(allowed[s, v // 32]) >> v % 32 & 1) for v in range(len(row))]
+            row = row.where(torch.tensor(has_bit, device=row.device), -torch.inf)
         tokens[s] = _token(row, order, temperature[s], int(top_k[s]), top_p[s], min_p[s], u[s])
     return tokens
 
@@ -78,6 +82,11 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
             f"sample: {given} is given without {missing}",
             hint="values[s, a] is the logit of token ids[s, a]: give both or neither",
         )
+    if args["allowed"] is not None and 32 * dims["B"] < dims["V"]:
+        raise ArgumentError(
+            f"sample: allowed has {dims['B']} words of 32 bits for {dims['V']} tokens",
+            hint=f"it needs {-(-dims['V'] // 32)}",
+        )
 
 
 def check_values(args: Mapping[str, Any], dims: Dims) -> None:
@@ -100,6 +109,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         "u": streams.uniform("u", S),
         "ids": None,
         "values": None,
+        "allowed": _allowed(streams, S, V, case["allowed"]) if "allowed" in case.params else None,
     }
     if A := case.get("A", 0):
         args |= _replacements(streams, S, V, A, case.get("used", A), case.get("lift", 4.0))
@@ -125,6 +135,15 @@ def _replacements(streams: Streams, S: int, V: int, A: int, used: int, lift: flo
     return {"ids": ids, "values": lift + 2 * streams.normal("values", S, A)}
 
 
+def _allowed(streams: Streams, S: int, V: int, share: float) -> torch.Tensor:
+    """Bits for about this share of the tokens, and for the last token of each row."""
+    words = -(-V // 32)
+    bits = streams.uniform("allowed", S, words, 32) < share
+    bits[:, (V - 1) // 32, (V - 1) % 32] = True
+    powers = 1 << torch.arange(32, device=bits.device)
+    return (bits * powers).sum(-1).to(torch.int32)  # keeps the lower 32 bits
+
+
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
     """Subtract, scale, exp, add and compare per token; each logit is read once."""
     S, V = dims["S"], dims["V"]
@@ -136,7 +155,7 @@ SPEC = OpSpec(
     name="sample",
     signature=(
         "logits[S, V], temperature[S]: acc, top_k[S]: i64, top_p[S]: acc, min_p[S]: acc, u[S]: acc, ids[S, A]?: i64, "
-        "values[S, A]?: acc -> token[S]: i64"
+        "values[S, A]?: acc, allowed[S, B]?: i32 -> token[S]: i64"
     ),
     reference=reference,
     torch_backend=torch_backend,
@@ -166,6 +185,11 @@ SPEC = OpSpec(
         Case("replaced_greedy", "the largest logit is a replaced one in some rows", S=10, V=200, A=3, lift=8.0,
              temperature=[0.0]),
         Case("replaced_all", "every token of some rows is replaced", S=4, V=24, A=24, top_p=[0.8, 1.0]),
+        Case("masked", "a token in four may be sampled", S=4, V=333, allowed=0.25, temperature=[1.0, 0.0, 0.5, 2.0]),
+        Case("masked_filters", "filters see only the allowed tokens, few of them in a row", S=4, V=1100, allowed=0.02,
+             top_k=[4, 1100], top_p=[0.9, 0.7, 1.0], min_p=[0.0, 0.0, 0.0, 0.05]),
+        Case("masked_replaced", "replaced tokens are masked too", S=6, V=300, A=24, used=20, allowed=0.3,
+             temperature=[1.0, 0.0], lift=6.0),
         Case("tiles", "a row is more than one tile of groups", S=2, V=17000, top_k=[17000, 60], top_p=[1.0, 0.9]),
         Case("full_tile", "the last group of the last tile holds the largest logit", S=3, V=8192, peak=16.0,
              temperature=[0.0, 0.5], top_k=[8192, 8192, 5]),
@@ -174,6 +198,8 @@ SPEC = OpSpec(
         Case("qwen", "256 sequences at temperature 1", bench=True, S=256, V=151936),
         Case("qwen_top", "256 sequences with top-k and top-p", bench=True, S=256, V=151936, top_k=[50], top_p=[0.9]),
         Case("qwen_alone", "one sequence at temperature 1", bench=True, S=1, V=151936),
+        Case("qwen_masked", "32 sequences whose grammars allow half of the tokens", bench=True, S=32, V=151936,
+             allowed=0.5),
         Case("qwen_penalties", "256 sequences with 512 penalties each", bench=True, S=256, V=151936, A=512),
     ],
 )  # fmt: skip

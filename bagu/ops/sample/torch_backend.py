@@ -6,6 +6,7 @@ are compared with top_p times a mass are rounded to the dtype of that product.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,15 @@ FEW = 256  # the number of largest logits that top-p sorts first on a CPU
 @torch.no_grad()  # a token has no gradient
 def forward(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
-    u: torch.Tensor, ids: torch.Tensor | None, values: torch.Tensor | None,
+    u: torch.Tensor, ids: torch.Tensor | None, values: torch.Tensor | None, allowed: torch.Tensor | None,
 ) -> tuple[torch.Tensor]:  # fmt: skip
     V, x = logits.shape[1], logits
+    if allowed is not None:
+        x = _masked(logits, allowed)
+        if ids is not None and values is not None:
+            values = values.where(_unpacked(allowed, V).gather(1, ids.clamp(min=0)), -torch.inf)
     if ids is not None and values is not None:
-        x = _extended(logits, ids, values)
+        x = _extended(x, ids, values)
         top_k = top_k.where(top_k < V, x.shape[1])
     args = (temperature, top_k, top_p, min_p, u)
     if not eager.plain(logits):
@@ -45,6 +50,30 @@ def forward(
 
 
 invariant_forward = forward  # a row's token does not depend on the batch
+
+
+def _masked(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """The logits, -inf where a token is not allowed. In eager calls on a CPU with 8 terms for each byte of the mask: 32
+    rows of 8192 take 0.3 ms on a Neoverse-N1, and torch.where 1.1."""
+    V = logits.shape[1]
+    if not eager.plain(logits):
+        return torch.where(_unpacked(allowed, V), logits, -torch.inf)
+    bytes_ = _numpy(allowed.contiguous()).view(np.uint8)
+    terms = np.take(_terms_of_bytes(), bytes_, axis=0, mode="clip").reshape(len(allowed), -1)
+    return logits + torch.from_numpy(terms[:, :V])
+
+
+@cache
+def _terms_of_bytes() -> np.ndarray:
+    """[256, 8] fp32: for each bit of a byte, lowest first, 0 if it is set and -inf if not."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return np.where(bits == 1, np.float32(0), np.float32(-np.inf))
+
+
+def _unpacked(allowed: torch.Tensor, V: int) -> torch.Tensor:
+    """The bits of allowed[S, B] as bools [S, V]."""
+    bits = allowed.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=allowed.device)
+    return (bits & 1).flatten(1)[:, :V] != 0
 
 
 def _extended(logits: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ its group by the masses and reads that group. A row with filters bounds its thre
 (the k-th largest of these is at most the k-th largest logit), lists the groups that reach the bound, and searches them
 (row_kernels.py).
 
-Replaced logits are further groups after the vocabulary's; a bit per token, set by `_mark_replaced`, hides the original.
+Replaced logits are further groups after the vocabulary's; `_hide_replaced` clears the bit of each replaced token in a
+copy of the mask, which hides the original.
 Tiles and groups depend on V and A alone, so a row gives the same token in any batch. Arithmetic is fp32.
 """
 
@@ -39,19 +40,28 @@ TUNABLE = {"forward": {"reduce_warps": (4, 8), "choose_warps": (8, 16)}}
 
 
 @triton.jit
-def _mark_replaced(ids_ptr, values_ptr, bits_ptr, used_ptr, A, WORDS, BLOCK: tl.constexpr):
-    """Set a bit for every replaced token of a row, and copy the values, -inf where the entry is unused."""
+def _hide_replaced(ids_ptr, values_ptr, allowed_ptr, bits_ptr, used_ptr, A, WORDS, BLOCK: tl.constexpr):
+    """Copy the mask of a row without the bits of replaced tokens, and the values, -inf where the entry is unused or its
+    token is not allowed."""
     s = int64(tl.program_id(0))
     bits_ptr += s * WORDS
     block = tl.arange(0, BLOCK)
     for start in range(0, WORDS, BLOCK):
-        tl.store(bits_ptr + start + block, tl.zeros([BLOCK], tl.int32), start + block < WORDS)
+        n = start + block
+        words = tl.full([BLOCK], -1, tl.int32)
+        if allowed_ptr is not None:
+            words = tl.load(allowed_ptr + s * WORDS + n, n < WORDS, 0)
+        tl.store(bits_ptr + n, words, n < WORDS)
     tl.debug_barrier()
     for start in range(0, A, BLOCK):
         a = start + block
         id = tl.load(ids_ptr + s * A + a, a < A, -1)
-        tl.atomic_or(bits_ptr + (id >> 5), (tl.full([BLOCK], 1, tl.int64) << (id & 31)).to(tl.int32), id >= 0)
-        value = tl.load(values_ptr + s * A + a, id >= 0, -float("inf"))
+        bit = (tl.full([BLOCK], 1, tl.int64) << (id & 31)).to(tl.int32)
+        used = id >= 0
+        if allowed_ptr is not None:
+            used = used & ((tl.load(allowed_ptr + s * WORDS + (id >> 5), used, 0) & bit) != 0)
+        tl.atomic_and(bits_ptr + (id >> 5), ~bit, id >= 0)
+        value = tl.load(values_ptr + s * A + a, used, -float("inf"))
         tl.store(used_ptr + s * A + a, value, a < A)
 
 
@@ -136,7 +146,7 @@ def _choose(
 
 def forward(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
-    u: torch.Tensor, ids: torch.Tensor | None, values: torch.Tensor | None,
+    u: torch.Tensor, ids: torch.Tensor | None, values: torch.Tensor | None, allowed: torch.Tensor | None,
     *, reduce_warps: int | None = None, choose_warps: int | None = None,
 ) -> tuple[torch.Tensor]:  # fmt: skip
     S, V = logits.shape
@@ -145,11 +155,13 @@ def forward(
         return (token,)
     rows = as_rows(logits if logits.dtype != torch.float64 else logits.float())
     temperature, top_p, min_p, u = (t.float().contiguous() for t in (temperature, top_p, min_p, u))
-    words, A, bits = triton.cdiv(V, 32), 0, None
+    bits = None if allowed is None else allowed.contiguous()
+    words, A = triton.cdiv(V, 32) if bits is None else bits.shape[1], 0
     if ids is not None and values is not None:
         A, ids, given = ids.shape[1], ids.contiguous(), values.float().contiguous()
-        bits, values = torch.empty(S, words, dtype=torch.int32, device=logits.device), torch.empty_like(given)
-        _mark_replaced[(S,)](ids, given, bits, values, A, words, BLOCK=1024, num_warps=4)
+        mask, bits = bits, torch.empty(S, words, dtype=torch.int32, device=logits.device)
+        values = torch.empty_like(given)
+        _hide_replaced[(S,)](ids, given, mask, bits, values, A, words, BLOCK=1024, num_warps=4)
     tiles, values_at = _tiles(V) + _tiles(A), _tiles(V) * ROWS
     groups = tiles * ROWS
     tops, masses = (torch.empty(S, groups, dtype=torch.float32, device=logits.device) for _ in range(2))

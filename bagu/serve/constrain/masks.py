@@ -8,7 +8,7 @@ consumes these as soon as they are on the host and computes the masks in other t
 A mask is never empty: where the output is complete, the tokens that end it are allowed, and nothing else if nothing can
 follow. If the matcher reaches one of its limits, the choice fails (`Masks.failure`).
 
-Dims: R = rows, W = words of 32 tokens, V = vocabulary.
+Dims: R = rows, W = words of 32 tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ from bagu.serve.constrain.mask_thread import MaskThread
 from bagu.serve.plan import Plan, Sequence
 from bagu.serve.request import Request
 
-__all__ = ["Masks", "apply_mask", "unpacked"]
+__all__ = ["Masks"]
 
 MAX_THREADS = 8  # of llguidance
 
@@ -214,27 +214,3 @@ def _set(words: np.ndarray, tokens: np.ndarray) -> None:
 
 def _clear(words: np.ndarray, tokens: np.ndarray) -> None:
     np.bitwise_and.at(words, tokens >> 5, ~(np.uint32(1) << (tokens & 31).astype(np.uint32)))
-
-
-def apply_mask(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """logits[R, V] with -inf where the mask [R, W] has no bit. The mask is on the host, for a GPU in pinned memory."""
-    V = logits.shape[1]
-    if logits.device.type == "cpu":
-        # 0 or -inf for each bit, 8 at a time: 0.15 ms for 32 rows of 8192 on a Neoverse-N1. torch.where takes 1.1 ms.
-        terms = np.take(_terms_of_bytes(), mask.numpy().view(np.uint8), axis=0, mode="clip").reshape(len(mask), -1)
-        return logits + torch.from_numpy(terms[:, :V])
-    words = mask.to(logits.device, non_blocking=True)
-    return torch.where(unpacked(words, V), logits, -torch.inf)
-
-
-@cache
-def _terms_of_bytes() -> np.ndarray:
-    """[256, 8] fp32: for each bit of a byte, lowest first, 0 if it is set and -inf if not."""
-    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    return np.where(bits == 1, np.float32(0), np.float32(-np.inf))
-
-
-def unpacked(words: torch.Tensor, V: int) -> torch.Tensor:
-    """The bits of words[R, W] as bools [R, V], on their device."""
-    bits = 1 << torch.arange(8, dtype=torch.uint8, device=words.device)  # not a copy, which would wait for the forward
-    return (words.view(torch.uint8).unsqueeze(-1) & bits).view(len(words), -1)[:, :V] != 0
