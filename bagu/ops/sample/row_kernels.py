@@ -27,8 +27,10 @@ def load_groups(row, g, ok):
     n = g * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(x_ptr + s * x_stride + n, ok & (n < V), -float("inf")).to(tl.float32)
     if bits_ptr is not None:
-        word = tl.load(bits_ptr + s * WORDS + (n >> 5), ok & (n < V), 0)
-        x = tl.where(((word >> (n & 31)) & 1) != 0, x, -float("inf"))
+        at = g * (GROUP // 32) + tl.arange(0, GROUP // 32)[None, :]
+        words = tl.load(bits_ptr + s * WORDS + at, ok & (at < WORDS), 0)
+        bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+        x = tl.where(tl.reshape(bits, [g.shape[0], GROUP]) != 0, x, -float("inf"))
     if values_ptr is not None:
         a = n - values_at * GROUP
         x = tl.maximum(x, tl.load(values_ptr + s * A + a, ok & (a >= 0) & (a < A), -float("inf")))
